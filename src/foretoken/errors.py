@@ -1,0 +1,90 @@
+"""Every error a user can meet, in one tree.
+
+ForetokenError
+├── ConfigError            an engine or speculative option: unknown name, value out of bounds
+├── RequestError           one request: its prompt or its sampling parameters
+│   └── CapacityError      the request can never fit the context or the block pool
+├── CheckpointError        a model folder that cannot be read: path, config, tokenizer, weights
+├── UnsupportedModelError  a model that loads but that we cannot run exactly
+├── NonFiniteLogitsError   the target produced NaN, +inf, or a row with every token at -inf
+├── UsageError             a call in the wrong state: two at once, or after `close()`
+└── IntegrityError         our own bookkeeping is wrong: a bug, please report it
+
+Messages follow one form: the field in backticks, the value, the bound, the remedy.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+class ForetokenError(Exception):
+    """Base class: catch this to catch everything raised on purpose."""
+
+
+class _FieldError(ForetokenError, ValueError):
+    """An error about one named value.
+
+    Args:
+        field: The name the user typed, for example `top_p`.
+        value: What was given.
+        bound: What it must be, completing the sentence "must be ...".
+        remedy: What to do about it, one sentence.
+    """
+
+    def __init__(self, field: str, value: Any, bound: str, remedy: str = "") -> None:
+        self.field, self.value, self.bound, self.remedy = field, value, bound, remedy
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"`{field}` is {shown}: must be {bound}.{' ' + remedy if remedy else ''}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.field, self.value, self.bound, self.remedy)
+
+
+class ConfigError(_FieldError):
+    """An engine or speculative option is unknown or out of bounds."""
+
+
+class RequestError(_FieldError):
+    """A prompt or a sampling parameter is out of bounds; only that request ends."""
+
+
+class CapacityError(RequestError):
+    """A request that can never fit the context length or the block pool."""
+
+
+class CheckpointError(ForetokenError):
+    """A checkpoint cannot be read: missing path, broken config, corrupt weights."""
+
+
+class UnsupportedModelError(ForetokenError):
+    """A checkpoint loads, but a guard found that we would not run it exactly."""
+
+
+class NonFiniteLogitsError(ForetokenError):
+    """The target's logits for a row were NaN, +inf or all -inf; that request ends."""
+
+
+class UsageError(ForetokenError, RuntimeError):
+    """A call at the wrong time: while another one runs, or after the engine was closed."""
+
+
+class IntegrityError(ForetokenError):
+    """The engine's own bookkeeping contradicts itself. This is a bug in Foretoken."""
+
+
+def check_known_keys(where: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise `ConfigError` for the first key of `given` that is not in `known`.
+
+    The error names the nearest valid key, so that a typing slip is mended at a glance.
+    """
+    known = sorted(known)
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            remedy = f"Did you mean `{near[0]}`?" if near else ""
+            raise ConfigError(f"{where}.{key}", key, f"one of {', '.join(known)}", remedy)

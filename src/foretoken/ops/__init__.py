@@ -1,0 +1,156 @@
+"""Tensor functions of sampling, verification and attention: one contract, several backends.
+
+A backend is a folder under `ops/backends/` plus one line in `BACKENDS`. Every backend implements
+the functions of `Backend` below with equal results: for equal logits and noise, equal tokens and
+counts. `reference` is the fp64 oracle in the papers' notation; the others are fast.
+
+Noise is addressed by name, never by generator state: key = the sample's 64 bits, counter =
+(group, position, draft index, stream); see `ops/types.py: Stream` and `docs/`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.ops.types import (
+    AttentionBatch,
+    AttentionGroup,
+    DraftBlock,
+    Edits,
+    SlotParams,
+    Stream,
+    Verdict,
+)
+
+__all__ = [
+    "BACKENDS",
+    "AttentionBatch",
+    "AttentionGroup",
+    "Backend",
+    "DraftBlock",
+    "Edits",
+    "SlotParams",
+    "Stream",
+    "Verdict",
+    "get_backend",
+]
+
+
+class Backend(Protocol):
+    """The contract. Shapes as in `ops/types.py`; no function changes its inputs."""
+
+    def process_logits(
+        self, logits_NV: Tensor, params: SlotParams, slot_N: Tensor, edits: Edits | None
+    ) -> Tensor:
+        """Apply a row's parameters: edits -> temperature -> min_p -> top_k -> top_p.
+
+        Args:
+            logits_NV: raw logits, any float dtype, finite or -inf (others: see `verify`).
+            slot_N: int64, the slot whose parameters each row uses.
+            edits: sparse changes made before temperature, or None.
+
+        Returns:
+            New [N, V] logits (float32; float64 in the reference): divided by the temperature,
+            dropped tokens at -inf. Rows at T=0 are edited but neither scaled nor filtered.
+            Ties are kept: top-k keeps every logit >= the k-th largest; top-p keeps every logit >=
+            the largest threshold whose mass inside the top-k set reaches p; min-p keeps
+            p >= min_p * p_max.
+        """
+        ...
+
+    def sample(
+        self,
+        logits_NV: Tensor,
+        params: SlotParams,
+        slot_N: Tensor,
+        position_N: Tensor,
+        draft_index_N: Tensor,
+        streams: tuple[Stream, Stream],
+        *,
+        fp64_noise: bool = False,
+    ) -> Tensor:
+        """Draw one token per row of processed logits; exact (Gumbel-max).
+
+        Rows at T=0 take the argmax, lowest index on ties. Rows with top-k active (0 < k < V) use
+        flat Gumbel noise by token id over the survivors; others are hierarchical over blocks of
+        1024 ids: block = argmax(log-mass + G_block), token = argmax(logit + G_token) within it.
+
+        Args:
+            logits_NV: output of `process_logits`; every row has a finite maximum.
+            position_N: int64, sequence position of the token that is drawn.
+            draft_index_N: int64, 0 for target and residual streams.
+            streams: (token stream, block stream), for example (DRAFT_TOKEN, DRAFT_BLOCK).
+
+        Returns:
+            int64 [N] token ids.
+        """
+        ...
+
+    def verify(
+        self,
+        logits_NV: Tensor,
+        params: SlotParams,
+        slot_B: Tensor,
+        position_B: Tensor,
+        drafts: DraftBlock,
+        *,
+        rule: str = "standard",
+        fp64_noise: bool = False,
+    ) -> Verdict:
+        """Accept a prefix of each request's drafts and emit one more token (K_b = 0: just draw).
+
+        Args:
+            logits_NV: processed target logits, K_b + 1 rows per request, requests in batch order.
+            position_B: int64, sequence position of the token that the first row decides.
+            rule: a name in `ops.rules.RULES`.
+
+        T=0 rows accept iff the draft is the argmax. A draft of -1 is never accepted, nothing
+        after it is, and its slot is drawn from p; so is the slot after a draft row that is not
+        finite (q = 0 there), and the bonus slot: these three use TARGET noise. A rejected draft's
+        slot is drawn from norm(max(w p - q, 0)) with RESIDUAL noise; if that has zero mass, from
+        p with RESIDUAL noise.
+        """
+        ...
+
+    def attention(
+        self,
+        query_THD: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of ragged queries over paged K/V (the new tokens already written).
+
+        Args:
+            query_THD: [T, H, D].
+            key_cache, value_cache: [num_blocks, block_size, H_kv, D] and [..., D_v]; H % H_kv == 0.
+            sliding_window: w keeps keys j with i - w < j <= i.
+            softcap: c replaces scores s by c * tanh(s / c).
+            sinks_H: one extra logit per head that takes probability and gives nothing.
+
+        Returns:
+            [T, H, D_v].
+        """
+        ...
+
+
+BACKENDS = {
+    "reference": "foretoken.ops.backends.reference",
+    "torch_cpu": "foretoken.ops.backends.torch_cpu",
+}
+
+
+def get_backend(name: str) -> Backend:
+    """Import a backend by name; `ConfigError` if there is none of that name."""
+    if name not in BACKENDS:
+        raise ConfigError("backend", name, f"one of {', '.join(BACKENDS)}")
+    return cast(Backend, importlib.import_module(BACKENDS[name]))

@@ -1,0 +1,1 @@
+"""One folder per backend; every folder has the same file names."""

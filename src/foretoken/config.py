@@ -1,0 +1,189 @@
+"""Options of the engine and of speculation: names, defaults, bounds. No torch.
+
+Charter: every default lives here and is documented here; every value is checked here, once, with
+the nearest valid name for an unknown key. Environment switches, if there ever are any, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from foretoken.errors import ConfigError, check_known_keys
+
+DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
+REJECTION_SAMPLE_METHODS = ("standard",)
+DEVICES = ("auto", "cpu")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+MAX_SPECULATIVE_TOKENS = 64
+
+
+def check_int(field: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> None:
+    """Raise `ConfigError` unless `value` is an int in [low, high]; bool is not an int here."""
+    bad_type = isinstance(value, bool) or not isinstance(value, int)
+    if bad_type or value < low or (high is not None and value > high):
+        bound = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+        raise ConfigError(field, value, bound, remedy)
+
+
+def check_choice(field: str, value: Any, choices: tuple[str, ...], remedy: str = "") -> None:
+    """Raise `ConfigError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(field, value, f"one of {', '.join(choices)}", remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How tokens are drafted and verified.
+
+    Attributes:
+        method: the drafter: `draft_model` or `ngram` (names registered in `drafting/registry.py`).
+            None: `draft_model` if `model` is given, else an error.
+        model: checkpoint of the draft model; for `draft_model` only. None with the built-in
+            target `tiny-python` means its own draft, `tiny-python-draft`.
+        num_speculative_tokens: K >= 1, the most tokens drafted per step.
+        prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that `ngram` looks up.
+        draft_sample_method: `probabilistic` draws drafts from q and verifies with it;
+            `greedy` drafts the argmax and verifies it as one-hot.
+        rejection_sample_method: the verification rule, a name in `ops/rules.py`.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int = 4
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    draft_sample_method: str = "probabilistic"
+    rejection_sample_method: str = "standard"
+
+    def __post_init__(self) -> None:
+        where = "speculative_config."
+        check_int(
+            where + "num_speculative_tokens",
+            self.num_speculative_tokens,
+            1,
+            MAX_SPECULATIVE_TOKENS,
+            "Pass speculative_config=None to decode without speculation.",
+        )
+        check_int(where + "prompt_lookup_min", self.prompt_lookup_min, 1)
+        check_int(
+            where + "prompt_lookup_max",
+            self.prompt_lookup_max,
+            self.prompt_lookup_min,
+            remedy="It must not be smaller than `prompt_lookup_min`.",
+        )
+        check_choice(
+            where + "draft_sample_method",
+            self.draft_sample_method,
+            DRAFT_SAMPLE_METHODS,
+            "`gumbel` is called `probabilistic` here: drafts are drawn by Gumbel-max from q."
+            if self.draft_sample_method == "gumbel"
+            else "",
+        )
+        check_choice(
+            where + "rejection_sample_method",
+            self.rejection_sample_method,
+            REJECTION_SAMPLE_METHODS,
+        )
+        if self.method is None:
+            if self.model is None:
+                raise ConfigError(
+                    where + "method", None, "given", "Use `draft_model` (with `model`) or `ngram`."
+                )
+            object.__setattr__(self, "method", "draft_model")
+        if self.model is not None and self.method != "draft_model":
+            raise ConfigError(
+                where + "model",
+                self.model,
+                f"left out with method `{self.method}`",
+                "Only `draft_model` loads a model.",
+            )
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | str | SpeculativeConfig | None) -> SpeculativeConfig | None:
+        """Accept a dict, its JSON text, an instance, or None (no speculation)."""
+        if given is None or isinstance(given, SpeculativeConfig):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ConfigError(
+                    "speculative_config", given, "a JSON object", f"The parser says: {error}."
+                ) from error
+        if not isinstance(given, Mapping):
+            raise ConfigError("speculative_config", given, "a JSON object or a dict")
+        check_known_keys("speculative_config", given, [f.name for f in fields(cls)])
+        return cls(**given)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of one engine.
+
+    Attributes:
+        model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
+        speculative_config: drafting and verification; None decodes one token per step.
+        device: `cpu`, or `auto`: the best device this version runs on, which is `cpu`.
+        dtype: `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX).
+        seed: engine seed; a request without a seed gets mix(seed, admission number).
+        max_model_len: longest prompt + output; None: the checkpoint's own limit.
+        max_num_seqs: most requests running at once; each owns one permanent slot.
+        max_num_batched_tokens: most tokens in one forward pass; longer prompts are prefilled in
+            chunks.
+        block_size: tokens per cache block.
+        num_blocks: blocks in the pool; None: enough for `kv_cache_gib`.
+        kv_cache_gib: memory of the target's and the drafter's cache together when `num_blocks` is
+            None. Never more than `max_num_seqs` requests of `max_model_len` need.
+        load_format: `auto` reads safetensors, `dummy` makes random weights from config.json alone.
+        backend: `auto` (fastest for the device), or a name in `ops.BACKENDS`.
+        use_fp64_gumbel: draw all noise in FP64.
+    """
+
+    model: str
+    speculative_config: SpeculativeConfig | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_gib: float = 0.5
+    load_format: str = "auto"
+    backend: str = "auto"
+    use_fp64_gumbel: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ConfigError("model", self.model, "a model name or a folder")
+        check_choice("device", self.device, DEVICES, "This version runs on the CPU.")
+        check_choice("dtype", self.dtype, DTYPES)
+        check_int("seed", self.seed, 0, 2**64 - 1)
+        if self.max_model_len is not None:
+            check_int("max_model_len", self.max_model_len, 2)
+        check_int("max_num_seqs", self.max_num_seqs, 1)
+        check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        check_int("block_size", self.block_size, 1, 1024)
+        if self.num_blocks is not None:
+            check_int("num_blocks", self.num_blocks, 1)
+        if isinstance(self.kv_cache_gib, bool) or not self.kv_cache_gib > 0:
+            raise ConfigError("kv_cache_gib", self.kv_cache_gib, "a number > 0")
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        if not isinstance(self.use_fp64_gumbel, bool):
+            raise ConfigError("use_fp64_gumbel", self.use_fp64_gumbel, "true or false")
+
+    @classmethod
+    def parse(cls, model: str, speculative_config: Any, **options: Any) -> EngineConfig:
+        """Build from what a user typed; unknown names are errors with the nearest valid one."""
+        known = [f.name for f in fields(cls)]
+        check_known_keys("engine option", options, known)
+        return cls(
+            model=model,
+            speculative_config=SpeculativeConfig.parse(speculative_config),
+            **options,
+        )

@@ -1,0 +1,137 @@
+"""What a request returns. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from foretoken.errors import ForetokenError
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A log-probability under the model's raw distribution and its rank (1 = likeliest)."""
+
+    logprob: float
+    rank: int
+
+
+@dataclass(slots=True)
+class SpeculationMetrics:
+    """What speculation did for one request, or a sum of requests.
+
+    Attributes:
+        num_steps: target passes that emitted tokens.
+        num_drafts: verifications with at least one drafted token.
+        num_draft_tokens: tokens drafted.
+        num_accepted_tokens: of those, accepted.
+        accepted_per_position: how often the draft at each index was accepted, length K.
+        drafted_per_position: how often there was a draft at each index, length K.
+    """
+
+    num_steps: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+
+    def observe(self, num_drafted: int, num_accepted: int) -> None:
+        """Record one step: K_b drafts, of which a prefix was accepted."""
+        self.num_steps += 1
+        if not num_drafted:
+            return
+        self.num_drafts += 1
+        self.num_draft_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+        for counts, upto in (
+            (self.drafted_per_position, num_drafted),
+            (self.accepted_per_position, num_accepted),
+        ):
+            counts.extend([0] * (num_drafted - len(counts)))
+            for i in range(upto):
+                counts[i] += 1
+
+    def add(self, other: SpeculationMetrics) -> None:
+        """Add another request's counts to these."""
+        self.num_steps += other.num_steps
+        self.num_drafts += other.num_drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        for mine, theirs in (
+            (self.drafted_per_position, other.drafted_per_position),
+            (self.accepted_per_position, other.accepted_per_position),
+        ):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for i, count in enumerate(theirs):
+                mine[i] += count
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Accepted drafts + 1, per verification; 1.0 when nothing was drafted."""
+        return 1.0 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted; 0.0 when nothing was drafted."""
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+@dataclass(slots=True)
+class RequestMetrics(SpeculationMetrics):
+    """Speculation plus timing of one request.
+
+    Attributes:
+        time_to_first_token: seconds from submission to the first token of any sample.
+        tokens_per_second: generated tokens over seconds since submission, all samples together.
+    """
+
+    time_to_first_token: float | None = None
+    tokens_per_second: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One sample of a request.
+
+    Attributes:
+        index: j of n.
+        token_ids: generated ids; a stop token that ended the output is the last of them.
+        text: decoded text; empty if the checkpoint has no tokenizer.
+        finish_reason: `stop`, `length`, `abort`, `error`, or None while it runs.
+        stop_reason: the stop string or stop token id, if one ended the output.
+        seed: reproduces this sample alone: SamplingParams(seed=..., n=1).
+        logprobs: per generated token, token id -> Logprob; None unless asked for.
+        origins: per generated token: `accepted` (a draft), `resampled` (in place of a rejected
+            draft), `bonus` (after all drafts were accepted) or `plain` (no draft before it).
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    seed: int = 0
+    logprobs: list[dict[int, Logprob]] | None = None
+    origins: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """The result of one prompt.
+
+    Attributes:
+        error: why the request was refused or ended, or None; its outputs then hold what there is.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: ForetokenError | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return self.error is not None or all(o.finish_reason for o in self.outputs)

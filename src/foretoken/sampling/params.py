@@ -1,0 +1,167 @@
+"""`SamplingParams`: what a user may ask of one request. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from foretoken.errors import RequestError, check_known_keys
+
+MAX_LOGPROBS = 20
+
+
+def _number(name: str, value: Any, low: float, high: float, bound: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise RequestError(name, value, bound)
+
+
+def _integer(name: str, value: Any, low: int, bound: str, remedy: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise RequestError(name, value, bound, remedy)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    items = tuple(value) if isinstance(value, (Sequence, set, frozenset)) else None
+    if items is None or isinstance(value, str):
+        raise RequestError(name, value, "a list of token ids")
+    for item in items:
+        _integer(name, item, 0, "a list of token ids >= 0")
+    return items
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request, applied in the order of `Backend.process_logits`.
+
+    Attributes:
+        temperature: >= 0; 0 takes the most likely token.
+        top_p: in (0, 1]; keeps the smallest set of tokens whose mass reaches it; 1 is off.
+        top_k: keeps the k most likely (all ties at the k-th); 0 or -1 is off.
+        min_p: in [0, 1]; drops tokens less likely than min_p times the likeliest; 0 is off.
+        max_tokens: most tokens to generate, >= 1.
+        min_tokens: end-of-text and `stop_token_ids` cannot be drawn before this many tokens.
+        n: independent samples of the same prompt.
+        seed: fixes the request's noise; None: from the engine's seed and the admission number.
+        stop: strings that end the output; cut off unless `include_stop_str_in_output`.
+        stop_token_ids: ids that end the output, kept in `token_ids`.
+        ignore_eos: do not stop at the model's end-of-text token.
+        logprobs: log-probabilities of the drawn token and of this many likeliest, 0..20, from the
+            model's raw logits; None is off.
+        prompt_logprobs: the same for each prompt token.
+        presence_penalty, frequency_penalty: in [-2, 2], subtracted once or per occurrence in the
+            output.
+        repetition_penalty: > 0, divides (multiplies) the positive (negative) logits of tokens in
+            the prompt or output; 1 is off.
+        logit_bias: token id -> value in [-100, 100] added to its logit.
+        bad_words: strings that must not appear: the last token of each is dropped where the tokens
+            before it were just generated.
+        allowed_token_ids: only these can be drawn.
+        num_speculative_tokens: this request's own K, 0..the engine's; 0 opts out; None: the
+            engine's.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    n: int = 1
+    seed: int | None = None
+    stop: tuple[str, ...] | list[str] | str | None = ()
+    stop_token_ids: tuple[int, ...] | list[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: tuple[str, ...] | list[str] = ()
+    allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        self._check_lists()
+
+    def _check_numbers(self) -> None:
+        _number("temperature", self.temperature, 0.0, 1e6, "a finite number >= 0")
+        if 0.0 < self.temperature < 1e-5:
+            raise RequestError(
+                "temperature", self.temperature, "0 or >= 1e-5", "Use 0 for greedy decoding."
+            )
+        _number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
+        _integer("top_k", self.top_k, -1, "an integer >= 1, or 0 (off)")
+        _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
+        _integer("max_tokens", self.max_tokens, 1, "an integer >= 1")
+        _integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(
+                "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
+            )
+        _integer("n", self.n, 1, "an integer >= 1")
+        if self.seed is not None:
+            _integer("seed", self.seed, 0, "an integer in [0, 2**64)")
+            if self.seed >= 2**64:
+                raise RequestError("seed", self.seed, "an integer in [0, 2**64)")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None:
+                _integer(name, value, 0, f"an integer in [0, {MAX_LOGPROBS}]")
+                if value > MAX_LOGPROBS:
+                    raise RequestError(name, value, f"an integer in [0, {MAX_LOGPROBS}]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
+        _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
+        if self.num_speculative_tokens is not None:
+            _integer("num_speculative_tokens", self.num_speculative_tokens, 0, "an integer >= 0")
+
+    def _check_lists(self) -> None:
+        put = object.__setattr__
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if any(not isinstance(s, str) or not s for s in stop):
+            raise RequestError("stop", self.stop, "a list of non-empty strings")
+        put(self, "stop", stop)
+        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        words = self.bad_words
+        if isinstance(words, str) or any(not isinstance(w, str) or not w for w in words):
+            raise RequestError("bad_words", words, "a list of non-empty strings")
+        put(self, "bad_words", tuple(words))
+        if self.allowed_token_ids is not None:
+            allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise RequestError("allowed_token_ids", [], "a non-empty list, or None")
+            put(self, "allowed_token_ids", allowed)
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError("logit_bias", self.logit_bias, "a map of token id to value")
+            for token, value in self.logit_bias.items():
+                _integer("logit_bias", token, 0, "keyed by token ids >= 0")
+                _number(f"logit_bias[{token}]", value, -100.0, 100.0, "in [-100, 100]")
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> SamplingParams:
+        """Build from names a user typed; unknown names are errors with the nearest valid one."""
+        check_known_keys("sampling_params", given, [f.name for f in fields(cls)])
+        return cls(**given)
+
+    def top_k_active(self, vocab_size: int) -> bool:
+        """Whether top-k drops anything, which also selects flat noise."""
+        return 0 < self.top_k < vocab_size
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether rows of this request are edited before temperature."""
+        return bool(
+            self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.bad_words
+        )

@@ -1,0 +1,75 @@
+# `make demo` and `make test` do all set-up themselves; every other target shares it.
+#
+# PYTHON   the interpreter that creates .venv (3.11 or newer)
+# ARGS     more arguments for pytest, for example: make test ARGS="-k verify"
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+# Stamp files: the packages that pyproject.toml and the constraints ask for are in .venv.
+CORE := $(VENV)/.foretoken-core
+DEV := $(VENV)/.foretoken-dev
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
+
+.PHONY: demo test check format law soak bench tables clean help
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    a guided first minute of speculative decoding on this machine"
+	@echo "make test    lint, types and tests (the command that must pass before a commit)"
+	@echo "make check   lint and types only;  make format  mends what can be mended"
+	@echo "make law     the full statistical matrix;  make soak  long runs"
+	@echo "make bench   all measurements, into benchmarks/results;  make tables  from those files"
+	@echo "make clean   removes .venv and caches"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Foretoken needs Python 3.11 or newer: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "Creating $(VENV) failed: on Debian, install python3-venv" >&2; exit 1; }
+
+$(CORE): pyproject.toml constraints-dev.txt | $(BIN)/python
+	@echo "Setting up $(VENV): once, about a minute and 1.3 GB of disk with a CPU build of torch"
+	@$(PIP) --editable .
+	@touch $@
+
+$(DEV): pyproject.toml constraints-dev.txt | $(CORE)
+	@echo "Adding the development tools to $(VENV)"
+	@$(PIP) --quiet --editable '.[dev]'
+	@touch $(CORE) $@
+
+demo: $(CORE)
+	@$(BIN)/foretoken demo
+
+check: $(DEV)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+test: check
+	@$(BIN)/python -m pytest $(ARGS)
+
+format: $(DEV)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+law: $(DEV)
+	@$(BIN)/python -m pytest -m law $(ARGS)
+
+soak: $(DEV)
+	@$(BIN)/python -m pytest -m soak $(ARGS)
+
+bench: $(CORE)
+	@$(BIN)/python -m benchmarks.acceptance
+	@$(BIN)/python -m benchmarks.speed
+	@$(BIN)/python -m benchmarks.cost
+	@$(BIN)/python -m benchmarks.tables
+
+tables: $(CORE)
+	@$(BIN)/python -m benchmarks.tables
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	find src tests benchmarks training -name __pycache__ -prune -exec rm -rf {} +

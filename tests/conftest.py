@@ -1,0 +1,29 @@
+"""Settings that every test shares."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Tokenizers warn when a process forks after they ran in parallel; tests start subprocesses.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+settings.register_profile(
+    "foretoken",
+    deadline=None,  # a shared machine: time limits fail by chance
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile("foretoken")
+
+
+@pytest.fixture(autouse=True)
+def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that tests compare does not depend on the terminal they run in."""
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.delenv("FORCE_COLOR", raising=False)

@@ -1,0 +1,113 @@
+"""Budgets that only tighten: sizes, parameters, and things that never belong in the package."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.project.source import PACKAGE, ROOT, functions, modules, where
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 8
+# Functions whose parameters are a published contract: the limit they have is the limit they keep.
+WIDE_CONTRACTS = {
+    "foretoken.cli": 32,  # one parameter per command-line option
+}
+BACKENDS = PACKAGE / "ops" / "backends"
+
+
+def python_files() -> list[str]:
+    folders = ("src", "tests", "benchmarks", "training")
+    return sorted(
+        str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).rglob("*.py")
+    )
+
+
+@pytest.mark.parametrize("name", python_files())
+def test_file_length(name: str) -> None:
+    lines = (ROOT / name).read_text(encoding="utf-8").count("\n")
+    assert lines <= MAX_FILE_LINES
+
+
+def test_function_length() -> None:
+    bad = [
+        f"{where(module, node)} {node.name}: {length} lines"
+        for module in modules().values()
+        for node in functions(module)
+        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def parameter_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters a caller must think of: `self` and `cls` are not among them."""
+    named = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    return sum(1 for arg in named if arg.arg not in ("self", "cls"))
+
+
+def test_parameter_count() -> None:
+    bad = [
+        f"{where(module, node)} {node.name}: {count} parameters"
+        for module in modules().values()
+        for node in functions(module)
+        if (count := parameter_count(node)) > WIDE_CONTRACTS.get(module.name, MAX_PARAMETERS)
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_environment_is_read_in_config_alone() -> None:
+    bad = [
+        where(module, node)
+        for module in modules().values()
+        if module.name != "foretoken.config"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("environ", "getenv", "putenv")
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "os"
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_no_assert_in_the_package() -> None:
+    bad = [
+        where(module, node)
+        for module in modules().values()
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Assert)
+    ]
+    assert not bad, "raise a typed error instead:\n" + "\n".join(bad)
+
+
+def test_no_unsafe_loading() -> None:
+    """Weights come from safetensors only: nothing here can run code found in a file."""
+    bad = []
+    for module in modules().values():
+        for node in ast.walk(module.tree):
+            names = set()
+            if isinstance(node, ast.Import):
+                names = {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {(node.module or "").split(".")[0]}
+            if names & {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}:
+                bad.append(where(module, node))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "eval"):
+                bad.append(where(module, node))
+            if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
+                off = isinstance(node.value, ast.Constant) and node.value.value is False
+                bad.extend([] if off else [where(module, node.value)])
+    assert not bad, "\n".join(bad)
+
+
+def test_backends_have_the_same_files() -> None:
+    """One op, one file name, in every backend: `diff` of two folders shows what differs."""
+    folders = [p for p in BACKENDS.iterdir() if p.is_dir() and p.name != "__pycache__"]
+    names = {
+        folder.name: {p.name for p in folder.glob("*.py") if not p.name.startswith("_")}
+        for folder in folders
+    }
+    reference = names.pop("reference")
+    assert reference
+    assert {name: files ^ reference for name, files in names.items() if files != reference} == {}

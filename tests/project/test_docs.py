@@ -1,0 +1,77 @@
+"""What the documents say about the tree and about the measurements is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tests.project.source import PACKAGE, ROOT
+
+TREE_LINE = re.compile(r"^(?P<indent> +)(?P<name>[\w.\-]+/?)(?:\s.*)?$")
+SKIPPED_DIRECTORIES = {"__pycache__"}
+
+
+def tree_in(document: str, top: str) -> set[str]:
+    """Paths named in the fenced block that starts with the line `top`; folders end in a slash."""
+    for block in re.findall(r"```(?:text)?\n(.*?)```", document, flags=re.DOTALL):
+        lines = block.splitlines()
+        if lines and lines[0].split()[0] == top:
+            break
+    else:
+        raise AssertionError(f"no tree that starts with {top}")
+    found: set[str] = set()
+    stack: list[tuple[int, str]] = []
+    for line in lines[1:]:
+        match = TREE_LINE.match(line)
+        assert match, f"not `name  description`: {line}"
+        indent, name = len(match["indent"]), match["name"]
+        while stack and stack[-1][0] >= indent:
+            stack.pop()
+        prefix = "".join(part for _, part in stack)
+        found.add(prefix + name)
+        if name.endswith("/"):
+            stack.append((indent, name))
+    return found
+
+
+def real_tree(top: Path) -> set[str]:
+    """Folders and Python files below `top`; `__init__.py` of a subfolder goes without saying."""
+    found = set()
+    for path in top.rglob("*"):
+        relative = path.relative_to(top)
+        if SKIPPED_DIRECTORIES & set(relative.parts):
+            continue
+        if path.is_dir():
+            found.add(f"{relative}/")
+        elif path.suffix == ".py" and (path.name != "__init__.py" or path.parent == top):
+            found.add(str(relative))
+    return found
+
+
+def test_the_tree_in_architecture_is_the_real_tree() -> None:
+    said = tree_in((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8"), "src/foretoken/")
+    real = real_tree(PACKAGE)
+    assert said - real == set(), "named, but not there"
+    assert real - said == set(), "there, but not named"
+
+
+def test_the_tree_test_can_fail() -> None:
+    document = "```text\nsrc/x/\n  a.py   first\n  b/     folder\n    c.py second\n```\n"
+    assert tree_in(document, "src/x/") == {"a.py", "b/", "b/c.py"}
+
+
+def test_architecture_names_only_files_that_exist() -> None:
+    document = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:src|tests|docs|benchmarks|training)/[\w./-]+)`", document)
+    assert named
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing
+
+
+def test_links_between_documents_resolve() -> None:
+    bad = []
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+            if not (path.parent / target).exists():
+                bad.append(f"{path.relative_to(ROOT)} -> {target}")
+    assert not bad, "\n".join(bad)

@@ -1,0 +1,135 @@
+"""Imports go one way, never in a circle, and stay light where they must."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.project.source import Module, imports, modules
+
+# Low to high. A module may import from its own component and from lower ones.
+LAYERS = [
+    {"config", "errors", "outputs"},
+    {"ops"},
+    {"sampling"},
+    {"cache"},
+    {"models"},
+    {"drafting"},
+    {"engine"},
+    {"llm"},
+    {"serving", "lab"},
+    {"cli"},
+    {"__main__"},
+]
+RANK = {component: rank for rank, layer in enumerate(LAYERS) for component in layer}
+DATA_ONLY = {"assets"}
+TORCH_FREE = [
+    "foretoken.config",
+    "foretoken.errors",
+    "foretoken.outputs",
+    "foretoken.sampling.params",
+    "foretoken.cache.block_pool",
+    "foretoken.engine.request",
+    "foretoken.engine.scheduler",
+]
+
+
+def component(name: str) -> str:
+    return name.split(".")[1] if "." in name else ""
+
+
+def steps_upward(module: Module, imported: set[str]) -> list[str]:
+    mine = component(module.name)
+    bad = []
+    for name in sorted(imported):
+        theirs = component(name)
+        if theirs in ("", mine) or theirs in DATA_ONLY:
+            continue  # the facade `foretoken` itself only carries the version
+        if RANK[theirs] > RANK[mine] or (RANK[theirs] == RANK[mine] > 0):
+            bad.append(f"{module.name} imports {name}")
+    return bad
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str] | None:
+    done: set[str] = set()
+    path: list[str] = []
+
+    def visit(node: str) -> list[str] | None:
+        if node in path:
+            return [*path[path.index(node) :], node]
+        if node in done:
+            return None
+        path.append(node)
+        for following in sorted(graph.get(node, ())):
+            if cycle := visit(following):
+                return cycle
+        path.pop()
+        done.add(node)
+        return None
+
+    for node in sorted(graph):
+        if cycle := visit(node):
+            return cycle
+    return None
+
+
+def test_every_component_has_a_rank() -> None:
+    components = {component(name) for name in modules()} - {""} - DATA_ONLY
+    assert components <= set(RANK), components - set(RANK)
+
+
+def test_imports_go_one_way() -> None:
+    bad = [
+        step
+        for module in modules().values()
+        if component(module.name) not in ("", *DATA_ONLY)
+        for step in steps_upward(module, imports(module, type_checking=True))
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_no_import_cycle() -> None:
+    facade = {"foretoken"}  # names the public classes, imports them only when asked
+    graph = {
+        name: imports(module, type_checking=False) - facade
+        for name, module in modules().items()
+        if name not in facade
+    }
+    assert find_cycle(graph) is None
+
+
+def test_the_direction_test_can_fail() -> None:
+    low = modules()["foretoken.config"]
+    assert steps_upward(low, {"foretoken.cli"}) == ["foretoken.config imports foretoken.cli"]
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_imports_no_torch(name: str) -> None:
+    code = f"import sys, {name}; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert run_python(code).strip() == "False"
+
+
+def test_import_foretoken_is_light_and_quick() -> None:
+    code = (
+        "import time; start = time.perf_counter(); import foretoken;"
+        "took = time.perf_counter() - start; import sys;"
+        "print(took); print([m for m in ('torch', 'transformers', 'typer', 'rich', 'numpy')"
+        " if m in sys.modules])"
+    )
+    best = 9.0
+    for _ in range(3):  # a shared machine: the best of three
+        took, heavy = run_python(code).splitlines()
+        assert heavy == "[]"
+        best = min(best, float(took))
+    assert best <= 0.3

@@ -1,0 +1,70 @@
+"""Public names are pinned: a change here is a change for users and belongs in CHANGELOG.md."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import fields
+
+import foretoken
+from tests.project.source import ROOT
+
+PUBLIC = [
+    "LLM",
+    "EngineConfig",
+    "ForetokenError",
+    "SamplingParams",
+    "SpeculativeConfig",
+    "__version__",
+]
+SAMPLING_PARAMS = (
+    "temperature top_p top_k min_p max_tokens min_tokens n seed stop stop_token_ids "
+    "include_stop_str_in_output ignore_eos logprobs prompt_logprobs presence_penalty "
+    "frequency_penalty repetition_penalty logit_bias bad_words allowed_token_ids "
+    "num_speculative_tokens"
+).split()
+SPECULATIVE_CONFIG = (
+    "method model num_speculative_tokens prompt_lookup_min prompt_lookup_max draft_sample_method "
+    "rejection_sample_method"
+).split()
+ENGINE_CONFIG = (
+    "model speculative_config device dtype seed max_model_len max_num_seqs max_num_batched_tokens "
+    "block_size num_blocks kv_cache_gib load_format backend use_fp64_gumbel"
+).split()
+
+
+def test_public_names() -> None:
+    assert foretoken.__all__ == PUBLIC
+    for name in PUBLIC:
+        assert getattr(foretoken, name) is not None
+
+
+def test_fields_that_users_type() -> None:
+    assert [f.name for f in fields(foretoken.SamplingParams)] == SAMPLING_PARAMS
+    assert [f.name for f in fields(foretoken.SpeculativeConfig)] == SPECULATIVE_CONFIG
+    assert [f.name for f in fields(foretoken.EngineConfig)] == ENGINE_CONFIG
+
+
+def test_errors_share_one_root() -> None:
+    from foretoken import errors
+
+    raised = [
+        v for v in vars(errors).values() if isinstance(v, type) and v.__module__ == errors.__name__
+    ]
+    assert all(issubclass(error, foretoken.ForetokenError) for error in raised)
+    drawn = set(re.findall(r"[─ ]([A-Z]\w+Error)\b", errors.__doc__ or ""))
+    public = {error.__name__ for error in raised if not error.__name__.startswith("_")}
+    assert public - {"ForetokenError"} == drawn - {"ForetokenError"}
+
+
+def test_version_is_in_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"## {foretoken.__version__}" in changelog
+
+
+def test_core_dependencies_are_few() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = sorted(re.split(r"[<>=!~\[ ]", d)[0] for d in project["dependencies"])
+    assert names == ["numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "typer"]
+    reasons = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in reasons for name in names)

@@ -1,0 +1,144 @@
+"""Philox4x32-10 by name, vectorised over rows and groups. No generator state.
+
+Why numpy under a torch backend: on small arrays its calls cost a third of torch's. The ten rounds
+over one block's 256 groups take 41 us here, 124 us in int64 torch ops; over 65 536 groups 1.8 ms
+against 3.5 ms (one core, 2026-11).
+
+Shapes: N rows, G groups of four 32-bit words, M draws. Arrays are numpy; `philox` takes tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+
+_MULTIPLIER = np.array([0xD2511F53, 0xCD9E8D57], np.uint64).reshape(2, 1, 1)
+_WEYL = np.array([0x9E3779B9, 0xBB67AE85], np.uint32)
+_WEYL_STEPS = (np.arange(10, dtype=np.uint32)[:, None] * _WEYL).reshape(10, 2, 1, 1)
+_MAX_FP32 = np.float32(1 - 2.0**-24)
+_MAX_FP64 = 1 - 2.0**-53
+
+
+class Address(NamedTuple):
+    """Where a row's noise lives, but for the stream and the group. One entry per row.
+
+    key:   uint32 [2, N], low and high half of the sample's 64 bits
+    place: uint32 [2, N], position and draft index
+    """
+
+    key: Array
+    place: Array
+
+    def take(self, index: Array | slice) -> Address:
+        return Address(self.key[:, index], self.place[:, index])
+
+
+def address(key_N: Array, position_N: Array, draft_index_N: Array | int) -> Address:
+    """Split int64 keys in halves and cut positions and draft indices to 32 bits."""
+    key = np.empty((2, len(key_N)), np.uint32)
+    key[0], key[1] = key_N & 0xFFFFFFFF, key_N >> 32 & 0xFFFFFFFF
+    place = np.empty_like(key)
+    place[0], place[1] = position_N & 0xFFFFFFFF, draft_index_N
+    return Address(key, place)
+
+
+def _rounds(even: Array, odd: Array, key: Array) -> Array:
+    """Ten rounds on counters kept as even words (0, 2) and odd words (1, 3), each [2, N, G].
+
+    A product's halves are read through a uint32 view (little endian: low, high), so that a round
+    is three array operations. Returns uint32 [N, G, 4].
+    """
+    keys = key[None, :, :, None] + _WEYL_STEPS
+    products = [np.empty(even.shape, np.uint64) for _ in range(2)]  # alternately written and read
+    halves = [p.view(np.uint32).reshape(*even.shape, 2)[::-1] for p in products]
+    for i in range(10):
+        product, half = products[i & 1], halves[i & 1]
+        np.multiply(even, _MULTIPLIER, out=product)
+        np.bitwise_xor(half[..., 1], odd, out=even)
+        even ^= keys[i]
+        odd = half[..., 0]
+    words = np.empty((*even.shape[1:], 2, 2), np.uint32)
+    words[..., 0], words[..., 1] = np.moveaxis(even, 0, -1), np.moveaxis(odd, 0, -1)
+    return words.reshape(*even.shape[1:], 4)
+
+
+def words(group_NG: Array, at: Address, stream_N: Array | int) -> Array:
+    """The four words of each group: counter = (group, position, draft index, stream)."""
+    even = np.empty((2, *group_NG.shape), np.uint32)
+    odd = np.empty_like(even)
+    even[0], even[1] = group_NG, at.place[1, :, None]
+    odd[0] = at.place[0, :, None]
+    odd[1] = stream_N[:, None] if isinstance(stream_N, np.ndarray) else stream_N
+    return _rounds(even, odd, at.key)
+
+
+def to_uniform(words_NG4: Array, fp64: bool) -> Array:
+    """Words to uniforms in (0, 1), open at both ends: [N, 4G] in FP32, [N, 2G] in FP64.
+
+    FP32: (h + 1/2) 2^-32 in FP32 arithmetic, at most 1 - 2^-24. FP64: h = the upper 53 bits of
+    two adjacent words, (h + 1/2) 2^-53, at most 1 - 2^-53.
+    """
+    if not fp64:
+        u = words_NG4.reshape(len(words_NG4), -1).astype(np.float32)
+        u += np.float32(0.5)
+        u *= np.float32(2.0**-32)
+        return np.minimum(u, _MAX_FP32, out=u)
+    pair = words_NG4.reshape(len(words_NG4), -1, 2)
+    h = pair[..., 0].astype(np.uint64) << 21 | pair[..., 1] >> 11
+    return np.minimum((h.astype(np.float64) + 0.5) * 2.0**-53, _MAX_FP64)
+
+
+def to_gumbel(u: Array) -> Array:
+    """-log(-log1p(-u)), in place: the winning tail lies at u -> 0, where floats are dense."""
+    np.negative(u, out=u)
+    np.log1p(u, out=u)
+    np.negative(u, out=u)
+    np.log(u, out=u)
+    return np.negative(u, out=u)
+
+
+def uniform_span(first_N: Array, count: int, at: Address, stream_N: Array | int, fp64: bool) -> Array:
+    """Draws first, first + 1, ... of a stream, [N, count]; `first` is a multiple of 4."""
+    per_group = 2 if fp64 else 4
+    group_NG = first_N[:, None] // per_group + np.arange(-(-count // per_group))
+    return to_uniform(words(group_NG, at, stream_N), fp64)[:, :count]
+
+
+def uniform_at(index_M: Array, at: Address, stream_M: Array | int, fp64: bool) -> Array:
+    """Draw index_M[m] of row m's stream, [M]."""
+    per_group = 2 if fp64 else 4
+    u = to_uniform(words(index_M[:, None] // per_group, at, stream_M), fp64)
+    return u[np.arange(len(index_M)), index_M % per_group]
+
+
+def philox(counter_N4: Tensor, key_N2: Tensor) -> Tensor:
+    """Philox4x32-10 of whole counters: int64 tensors of 32-bit words, [N, 4] and [N, 2] -> [N, 4].
+
+    Salmon et al. 2011, with the round constants of Random123.
+    """
+    counter = counter_N4.numpy().astype(np.uint32)[:, None]  # [N, G=1, 4]
+    even, odd = (np.ascontiguousarray(np.moveaxis(counter[..., i::2], -1, 0)) for i in (0, 1))
+    key = np.ascontiguousarray(key_N2.numpy().astype(np.uint32).T)
+    return torch.from_numpy(_rounds(even, odd, key)[:, 0].astype(np.int64))
+
+
+def uniform(
+    index_M: Tensor,
+    key_M: Tensor,
+    position_M: Tensor,
+    draft_index_M: Tensor,
+    stream: int,
+    fp64: bool = False,
+) -> Tensor:
+    """Draw index_M[m] of the stream named by (key, position, draft index): [M] in (0, 1).
+
+    All int64 [M]; float32, or float64 with `fp64`.
+    """
+    at = address(key_M.numpy(), position_M.numpy(), draft_index_M.numpy())
+    return torch.from_numpy(uniform_at(index_M.numpy(), at, stream, fp64))

@@ -103,7 +103,9 @@ class SpeculativeConfig:
             )
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any] | str | SpeculativeConfig | None) -> SpeculativeConfig | None:
+    def parse(
+        cls, given: Mapping[str, Any] | str | SpeculativeConfig | None
+    ) -> SpeculativeConfig | None:
         """Accept a dict, its JSON text, an instance, or None (no speculation)."""
         if given is None or isinstance(given, SpeculativeConfig):
             return given

@@ -1,0 +1,1 @@
+"""Drafting: the contract (`base`), the names (`registry`), one file per drafter."""

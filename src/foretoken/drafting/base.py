@@ -1,0 +1,120 @@
+"""The drafter contract: needs declared as data, propose, observe the outcome.
+
+Charter: what every drafter is given and must give back. A drafter proposes up to K tokens for each
+request in one call and later learns how many were accepted. It never sees the token that the
+target will draw, and never decides a draft's length from the token drafted there (that would bias
+the rejection rules): the length may depend on the tokens before it and on q alone.
+
+Shape suffixes: B requests of the call, K most drafts, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.ops import Backend, DraftBlock, SlotParams
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter asks of the engine, counted in its memory plan.
+
+    Attributes:
+        kv_bytes_per_block: K/V bytes of one cache block; the drafter keeps its own tensors but
+            addresses them by the engine's block ids, so its cache rolls back with the target's.
+        sees_edits: whether drafts are drawn after penalties, bias and bans. False: they are drawn
+            from temperature and filters alone, and q says so.
+    """
+
+    kv_bytes_per_block: int = 0
+    sees_edits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """What a drafter may know of one request.
+
+    Attributes:
+        slot: permanent index of the request's state.
+        token_ids: every known token, prompt and output; the first draft is for position
+            len(token_ids).
+        block_ids: cache blocks covering len(token_ids) + num_drafts tokens.
+        num_drafts: most tokens to draft, >= 1.
+    """
+
+    slot: int
+    token_ids: Sequence[int]
+    block_ids: Sequence[int]
+    num_drafts: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """One call's input: the requests in batch order, and every slot's sampling state."""
+
+    requests: Sequence[DraftRequest]
+    params: SlotParams
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSetup:
+    """What a drafter is built from; the pool's size comes later, with `allocate`.
+
+    Attributes:
+        config: the engine's options; `speculation` are those of this drafter.
+        vocab_size: the target's.
+        target_tokens: token text -> id of the target's tokenizer, or None without a tokenizer.
+    """
+
+    config: EngineConfig
+    speculation: SpeculativeConfig
+    backend: Backend
+    device: torch.device
+    vocab_size: int
+    target_tokens: dict[str, int] | None = None
+
+
+class Drafter(ABC):
+    """Base class of all drafters; built as `cls(setup)` by the registry."""
+
+    needs: Needs = Needs()
+
+    def allocate(self, num_blocks: int) -> None:  # noqa: B027 (optional hook)
+        """Allocate per-block memory; called once, when the engine has sized its pool."""
+
+    @abstractmethod
+    def propose(self, context: DraftContext) -> DraftBlock:
+        """Draft up to `num_drafts` tokens per request, in the order given.
+
+        Token i of a request is drawn with DRAFT noise at (position len(token_ids) + i, draft index
+        i), from q at the request's temperature and filters; where q is real, the block's
+        `logits_SKV[slot, i]` is bitwise what was drawn from and stays so until the next call.
+        """
+
+    def observe(self, slot: int, num_drafted: int, num_accepted: int) -> None:  # noqa: B027
+        """Learn what became of this slot's last proposal.
+
+        `num_drafted` of its drafts were verified (the step's budget may have dropped the last
+        ones) and `num_accepted` accepted. Not called if none was verified.
+        """
+
+    def release(self, slot: int) -> None:  # noqa: B027
+        """Forget the request in this slot: it ended, and another may take its place."""
+
+
+def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:
+    """A `DraftBlock` of ragged token lists whose q is one-hot (or of no drafts at all)."""
+    widest = max((len(d) for d in drafts), default=0)
+    return DraftBlock(
+        token_BK=torch.tensor(
+            [[*d, *[-1] * (widest - len(d))] for d in drafts], dtype=torch.int64, device=device
+        ).reshape(len(drafts), widest),
+        num_B=torch.tensor([len(d) for d in drafts], dtype=torch.int64, device=device),
+        logits_SKV=None,
+        real_q_B=torch.zeros(len(drafts), dtype=torch.bool, device=device),
+    )

@@ -1,0 +1,212 @@
+"""A small language model drafts for a large one that shares its tokenizer.
+
+Its K/V cache is addressed by the target's block ids, so accepting, rejecting and freeing need no
+bookkeeping here beyond one number per slot: how many leading tokens its cache holds. After steps
+in which it was not asked (K = 0), the next proposal first catches up on what it missed.
+
+Shape suffixes: B requests, K drafts, S slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from foretoken.cache.batch import Span, build_batch
+from foretoken.cache.kv_pool import KVPool
+from foretoken.drafting.base import (
+    DraftContext,
+    Drafter,
+    DrafterSetup,
+    DraftRequest,
+    Needs,
+    one_hot_block,
+)
+from foretoken.errors import ConfigError, IntegrityError
+from foretoken.models import CausalLM, load_model, load_tokenizer
+from foretoken.ops import DraftBlock, SlotParams, Stream
+
+BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
+
+
+class DraftModel(Drafter):
+    """Autoregressive drafting, `probabilistic` (q kept for verification) or `greedy` (one-hot)."""
+
+    def __init__(self, setup: DrafterSetup, model: CausalLM | None = None) -> None:
+        self.model = model or _load_checked(setup)
+        self.config = setup.config
+        self.backend = setup.backend
+        self.device = setup.device
+        self.probabilistic = setup.speculation.draft_sample_method == "probabilistic"
+        self.num_speculative_tokens = setup.speculation.num_speculative_tokens
+        self.needs = Needs(
+            kv_bytes_per_block=KVPool.bytes_per_block(
+                self.model.layer_shapes, setup.config.block_size, self.model.dtype
+            )
+        )
+        self._num_computed_S = [0] * setup.config.max_num_seqs
+        self._num_proposed_S = [0] * setup.config.max_num_seqs
+        self._kv: KVPool | None = None
+        self._q_logits_SKV: Tensor | None = None
+
+    def allocate(self, num_blocks: int) -> None:
+        """K/V tensors for as many blocks as the target has."""
+        self._kv = KVPool(
+            num_blocks,
+            self.config.block_size,
+            self.model.layer_shapes,
+            dtype=self.model.dtype,
+            device=self.device,
+        )
+
+    def propose(self, context: DraftContext) -> DraftBlock:
+        """One pass per draft index over the requests that still want one. See `Drafter.propose`."""
+        requests = context.requests
+        num_drafts = [_fit(r, self.model.max_model_len) for r in requests]
+        slot_B = torch.tensor([r.slot for r in requests], dtype=torch.int64, device=self.device)
+        real_q_B = context.params.temperature_S[slot_B] > 0
+        if not self.probabilistic:
+            real_q_B = torch.zeros_like(real_q_B)
+        capture = bool(real_q_B.any())
+        self._catch_up([r for r, k in zip(requests, num_drafts, strict=True) if k])
+        drafts: list[list[int]] = [[] for _ in requests]
+        for i in range(max(num_drafts, default=0)):
+            live = [b for b, k in enumerate(num_drafts) if k > i]
+            spans = [self._next_span(requests[b], drafts[b]) for b in live]
+            logits_BV = self._forward(spans)
+            if capture:
+                slots = slot_B if len(live) == len(requests) else slot_B[live]
+                positions = [len(requests[b].token_ids) + i for b in live]
+                tokens = self._draw(logits_BV, context.params, slots, positions, i)
+            else:
+                tokens = logits_BV.argmax(dim=-1).tolist()
+            for b, token in zip(live, tokens, strict=True):
+                drafts[b].append(token)
+        for request, k in zip(requests, num_drafts, strict=True):
+            if k:
+                self._num_computed_S[request.slot] = len(request.token_ids)
+                self._num_proposed_S[request.slot] = k
+        block = one_hot_block(drafts, self.device)
+        if not capture:
+            return block
+        return replace(block, logits_SKV=self._q_logits_SKV, real_q_B=real_q_B)
+
+    def observe(self, slot: int, num_drafted: int, num_accepted: int) -> None:
+        """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
+        self._num_computed_S[slot] += min(num_accepted, self._num_proposed_S[slot] - 1)
+
+    def release(self, slot: int) -> None:
+        """Forget the request in this slot."""
+        self._num_computed_S[slot] = 0
+
+    def _next_span(self, request: DraftRequest, drafts: Sequence[int]) -> Span:
+        """All tokens the cache lacks before the first draft, then the last draft alone."""
+        known = len(request.token_ids)
+        if drafts:
+            return Span(request.block_ids, known + len(drafts) - 1, drafts[-1:], 1)
+        start = self._num_computed_S[request.slot]
+        return Span(request.block_ids, start, request.token_ids[start:], 1)
+
+    def _catch_up(self, requests: Sequence[DraftRequest]) -> None:
+        """Compute missing tokens until those left fit one pass of the engine's token budget."""
+        if not requests:
+            return
+        budget = self.config.max_num_batched_tokens
+        share = max(budget // len(requests), 1)
+        while True:
+            spans, room = [], budget
+            for request in requests:
+                start = self._num_computed_S[request.slot]
+                size = min(len(request.token_ids) - start - share, room)
+                if size > 0:
+                    tokens = request.token_ids[start : start + size]
+                    spans.append(Span(request.block_ids, start, tokens, 0))
+                    self._num_computed_S[request.slot] += size
+                    room -= size
+            if not spans:
+                return
+            self._forward(spans)
+
+    def _forward(self, spans: Sequence[Span]) -> Tensor:
+        if self._kv is None:
+            raise IntegrityError("the drafter was asked to propose before `allocate`")
+        batch = build_batch(spans, self.config.block_size, self.device)
+        return self.model.forward(batch, self._kv)
+
+    def _draw(
+        self, logits_BV: Tensor, params: SlotParams, slot_B: Tensor, positions: list[int], i: int
+    ) -> list[int]:
+        """Sample draft i of each request and keep the q it came from, by slot."""
+        processed_BV = self.backend.process_logits(logits_BV, params, slot_B, None)
+        if self._q_logits_SKV is None:
+            shape = (len(self._num_computed_S), self.num_speculative_tokens, logits_BV.shape[1])
+            self._q_logits_SKV = torch.empty(shape, dtype=processed_BV.dtype, device=self.device)
+        self._q_logits_SKV[slot_B, i] = processed_BV
+        position_B = torch.tensor(positions, device=self.device)
+        token_B = self.backend.sample(
+            processed_BV,
+            params,
+            slot_B,
+            position_B,
+            torch.full_like(position_B, i),
+            (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK),
+            fp64_noise=self.config.use_fp64_gumbel,
+        )
+        return cast(list[int], token_B.tolist())
+
+
+def _fit(request: DraftRequest, max_model_len: int) -> int:
+    """Drafts that the draft model's context still allows: draft K is drawn but not computed."""
+    return max(0, min(request.num_drafts, max_model_len - len(request.token_ids) + 1))
+
+
+def _load_checked(setup: DrafterSetup) -> CausalLM:
+    """Load the draft model; `ConfigError` unless it has the target's vocabulary."""
+    config, name = setup.config, setup.speculation.model
+    name = name or BUILT_IN_DRAFTS.get(config.model)
+    if name is None:
+        raise ConfigError(
+            "speculative_config.model",
+            None,
+            "a draft model",
+            "Name a small checkpoint that shares the target's tokenizer, or use `ngram`.",
+        )
+    tokenizer = load_tokenizer(name)
+    if setup.target_tokens is not None and tokenizer is not None:
+        _check_same_tokens(name, tokenizer.get_vocab(), setup.target_tokens)
+    model = load_model(
+        name,
+        device=setup.device,
+        dtype=config.dtype,
+        backend=setup.backend,
+        load_format=config.load_format,
+        seed=config.seed,
+    )
+    if model.vocab_size != setup.vocab_size:
+        raise _other_vocabulary(
+            name, f"{model.vocab_size} logits where the target has {setup.vocab_size}"
+        )
+    return model
+
+
+def _check_same_tokens(name: str, draft: dict[str, int], target: dict[str, int]) -> None:
+    if draft == target:
+        return
+    differing = sum(target.get(token) != i for token, i in draft.items())
+    raise _other_vocabulary(
+        name,
+        f"{len(draft)} tokens where the target has {len(target)}, {differing} with another id",
+    )
+
+
+def _other_vocabulary(name: str, difference: str) -> ConfigError:
+    return ConfigError(
+        "speculative_config.model",
+        name,
+        "a model with the target's vocabulary",
+        f"It has {difference}. Choose a draft that shares the target's tokenizer, or `ngram`.",
+    )

@@ -1,0 +1,60 @@
+"""Drafts between proposal and verification, kept by slot and re-ordered to each batch.
+
+A proposal's q must reach the ratio test of exactly its own request, whatever order the next batch
+has: with proposals in order [c, a, b] and a batch [a, b, c], row blocks are looked up by slot.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from foretoken.drafting.base import one_hot_block
+from foretoken.ops import DraftBlock
+
+
+class DraftState:
+    """Which slots have a q, real or one-hot, for the drafts they hold."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._has_real_q: dict[int, bool] = {}
+        self._logits_SKV: torch.Tensor | None = None
+
+    def put(self, slots: Sequence[int], block: DraftBlock) -> list[list[int]]:
+        """Replace all of the last round's q by this proposal's; returns the drafts per request."""
+        self._logits_SKV = block.logits_SKV
+        self._has_real_q = dict(zip(slots, block.real_q_B.tolist(), strict=True))
+        counts = block.num_B.tolist()
+        rows = block.token_BK.tolist()
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+    def take(self, slots: Sequence[int], drafts: Sequence[Sequence[int]]) -> DraftBlock:
+        """The block for a batch in the order given; `drafts` may be prefixes of those proposed.
+
+        A request that has drafts but no q is verified as one-hot, alone, with a warning.
+        """
+        block = one_hot_block(drafts, self.device)
+        real = []
+        for slot, tokens in zip(slots, drafts, strict=True):
+            if tokens and slot not in self._has_real_q:
+                warnings.warn(
+                    f"slot {slot} has drafts but no q: verified as one-hot, which accepts less",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            real.append(bool(tokens) and self._has_real_q.get(slot, False))
+        if not any(real):
+            return block
+        return replace(
+            block,
+            logits_SKV=self._logits_SKV,
+            real_q_B=torch.tensor(real, device=self.device),
+        )
+
+    def drop(self, slot: int) -> None:
+        """Forget the q of a request that ended."""
+        self._has_real_q.pop(slot, None)

@@ -1,0 +1,1 @@
+"""Engine: requests, their schedule, the step that serves them. `request`, `scheduler`: no torch."""

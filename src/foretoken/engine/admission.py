@@ -1,0 +1,79 @@
+"""What a request must satisfy before it is queued. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from foretoken.errors import CapacityError, RequestError
+from foretoken.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The engine's bounds on a request."""
+
+    vocab_size: int
+    max_model_len: int
+    num_speculative_tokens: int
+    has_tokenizer: bool
+
+
+def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> None:
+    """Raise `RequestError` or `CapacityError` if the engine cannot serve exactly what is asked."""
+    if not prompt_ids:
+        raise RequestError("prompt", list(prompt_ids), "at least one token", "Give it some text.")
+    _check_ids("prompt", prompt_ids, limits.vocab_size)
+    _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    _check_ids("logit_bias", list(params.logit_bias or ()), limits.vocab_size)
+    _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
+    room = limits.max_model_len - len(prompt_ids)
+    if room < 1:
+        raise CapacityError(
+            "prompt",
+            f"{len(prompt_ids)} tokens",
+            f"shorter than the context of {limits.max_model_len} tokens",
+            "Shorten it, or raise `max_model_len` if the model allows.",
+        )
+    if params.max_tokens > room:
+        raise CapacityError(
+            "max_tokens",
+            params.max_tokens,
+            f"at most {room} after this prompt of {len(prompt_ids)} tokens "
+            f"(context {limits.max_model_len})",
+            "Lower it or shorten the prompt.",
+        )
+    wanted = params.num_speculative_tokens
+    if wanted is not None and wanted > limits.num_speculative_tokens:
+        raise RequestError(
+            "num_speculative_tokens",
+            wanted,
+            f"at most the engine's {limits.num_speculative_tokens}",
+            "Raise `num_speculative_tokens` in `speculative_config`.",
+        )
+    if not limits.has_tokenizer and (params.stop or params.bad_words):
+        name = "stop" if params.stop else "bad_words"
+        raise RequestError(
+            name,
+            getattr(params, name),
+            "left out: this checkpoint has no tokenizer",
+            "Use `stop_token_ids`, or add tokenizer files to the checkpoint.",
+        )
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError(name, token, f"made of token ids in [0, {vocab_size})")
+
+
+def bad_word_ids(params: SamplingParams, tokenizer: Any | None) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of the bad words, each as it starts a text and as it follows a space."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        for text in (word, " " + word.lstrip()):
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else ()
+            if ids:
+                found[ids] = None
+    return tuple(found)

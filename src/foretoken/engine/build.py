@@ -1,0 +1,107 @@
+"""Puts an engine together from its options: backend, target, drafter, pools sized to memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from foretoken.cache.block_pool import BlockPool
+from foretoken.cache.kv_pool import KVPool
+from foretoken.config import EngineConfig
+from foretoken.drafting.base import Drafter, DrafterSetup
+from foretoken.drafting.registry import build_drafter
+from foretoken.drafting.state import DraftState
+from foretoken.engine.engine import Engine
+from foretoken.engine.runner import Runner
+from foretoken.engine.scheduler import Scheduler
+from foretoken.errors import ConfigError
+from foretoken.models import CausalLM, load_model, load_tokenizer
+from foretoken.ops import Backend, get_backend
+from foretoken.sampling.sampler import Sampler
+from foretoken.sampling.slots import SlotTable
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load models and allocate everything the engine will ever hold."""
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            config.max_num_batched_tokens,
+            f"at least max_num_seqs ({config.max_num_seqs})",
+            "Every running request computes one token per step.",
+        )
+    device = torch.device("cpu")
+    backend = get_backend("torch_cpu" if config.backend == "auto" else config.backend)
+    tokenizer = load_tokenizer(config.model)
+    model = load_model(
+        config.model,
+        device=device,
+        dtype=config.dtype,
+        backend=backend,
+        load_format=config.load_format,
+        max_model_len=config.max_model_len,
+        seed=config.seed,
+    )
+    drafter = _build_drafter(config, backend, device, model, tokenizer)
+    num_blocks = _num_blocks(config, model, drafter)
+    if drafter is not None:
+        drafter.allocate(num_blocks)
+    kv = KVPool(num_blocks, config.block_size, model.layer_shapes, dtype=model.dtype, device=device)
+    slots = SlotTable(config.max_num_seqs, device)
+    rule = config.speculative_config.rejection_sample_method if config.speculative_config else None
+    sampler = Sampler(backend, slots, rule=rule or "standard", fp64_noise=config.use_fp64_gumbel)
+    scheduler = Scheduler(
+        BlockPool(num_blocks, config.block_size),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    runner = Runner(model, kv, sampler, DraftState(device))
+    return Engine(config, runner, scheduler, drafter, tokenizer, _eos_ids(model, tokenizer))
+
+
+def _build_drafter(
+    config: EngineConfig,
+    backend: Backend,
+    device: torch.device,
+    model: CausalLM,
+    tokenizer: Any | None,
+) -> Drafter | None:
+    if config.speculative_config is None:
+        return None
+    return build_drafter(
+        DrafterSetup(
+            config=config,
+            speculation=config.speculative_config,
+            backend=backend,
+            device=device,
+            vocab_size=model.vocab_size,
+            target_tokens=tokenizer.get_vocab() if tokenizer is not None else None,
+        )
+    )
+
+
+def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> int:
+    """Blocks of the pool: as asked, or what the memory holds, never more than can be used."""
+    if config.num_blocks is not None:
+        return config.num_blocks
+    per_block = KVPool.bytes_per_block(model.layer_shapes, config.block_size, model.dtype)
+    per_block += drafter.needs.kv_bytes_per_block if drafter is not None else 0
+    fitting = int(config.kv_cache_gib * 2**30 / per_block)
+    if fitting < 1:
+        raise ConfigError(
+            "kv_cache_gib",
+            config.kv_cache_gib,
+            f"at least {per_block / 2**30:.3g}, one block of this model",
+            "Raise it, or lower `block_size`.",
+        )
+    return min(fitting, config.max_num_seqs * -(-model.max_model_len // config.block_size))
+
+
+def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
+    """End-of-text ids: the generation config's, else the model config's, else the tokenizer's."""
+    for source in (model.generation_config, model.config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()

@@ -1,0 +1,234 @@
+"""The engine: `step()` serves every request once, from schedule to new drafts.
+
+Charter: the order of things and the life of requests (admission, committing tokens, stopping,
+ending). Batching policy is the scheduler's, tensors are the runner's, text is the detokenizer's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from foretoken.config import EngineConfig
+from foretoken.drafting.base import DraftContext, Drafter, DraftRequest
+from foretoken.engine.admission import Limits, bad_word_ids, check_request
+from foretoken.engine.detokenizer import Detokenizer
+from foretoken.engine.request import Request, RequestGroup, Status
+from foretoken.engine.runner import Outcome, Runner
+from foretoken.engine.scheduler import Scheduler, Share
+from foretoken.errors import NonFiniteLogitsError
+from foretoken.outputs import RequestMetrics
+from foretoken.sampling.noise_key import mix
+from foretoken.sampling.params import SamplingParams
+
+
+class Engine:
+    """Continuous batching of plain and speculative requests over one target."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        scheduler: Scheduler,
+        drafter: Drafter | None,
+        tokenizer: Any | None,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self.config = config
+        self.runner = runner
+        self.scheduler = scheduler
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.metrics = RequestMetrics()
+        self._slots = runner.sampler.slots
+        self._detokenizers: dict[Request, Detokenizer] = {}
+        self._admitted = 0
+
+    @property
+    def limits(self) -> Limits:
+        """What a request must stay within."""
+        return Limits(
+            vocab_size=self.runner.model.vocab_size,
+            max_model_len=self.runner.model.max_model_len,
+            num_speculative_tokens=self.num_speculative_tokens,
+            has_tokenizer=self.tokenizer is not None,
+        )
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The engine's K; 0 without speculation."""
+        speculation = self.config.speculative_config
+        return speculation.num_speculative_tokens if speculation and self.drafter else 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return self.scheduler.has_work
+
+    def step(self) -> list[RequestGroup]:
+        """Advance every running request; returns the groups that changed, in order of admission."""
+        plan = self.scheduler.schedule()
+        for request in plan.admitted:
+            self._admit(request)
+        outcomes = self.runner.run(plan.shares) if plan.shares else []
+        for share, outcome in zip(plan.shares, outcomes, strict=True):
+            self._commit(share, outcome)
+        self._draft()
+        return list(dict.fromkeys(share.request.group for share in plan.shares))
+
+    def add(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+    ) -> RequestGroup:
+        """Queue a prompt; `RequestError` if it or its parameters are out of bounds."""
+        check_request(prompt_ids, params, self.limits)
+        group = RequestGroup(request_id, prompt, list(prompt_ids), params)
+        self._admitted += 1
+        seed = params.seed if params.seed is not None else mix(self.config.seed, self._admitted)
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= self.eos_ids
+        bad_words = bad_word_ids(params, self.tokenizer)
+        if params.prompt_logprobs is not None:
+            group.prompt_logprobs = [None]
+        for j in range(params.n):
+            request = Request(group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words)
+            self.scheduler.add(request)
+            group.samples.append(request)
+        return group
+
+    def text(self, request: Request) -> str:
+        """The request's text so far; while it runs, without what a stop string may take back."""
+        detokenizer = self._detokenizers.get(request)
+        return request.text if detokenizer is None else detokenizer.settled_text
+
+    def abort(self, group: RequestGroup) -> None:
+        """End a request where it is; its outputs keep what they have."""
+        for request in group.samples:
+            if request.status is not Status.FINISHED:
+                self._finish(request, "abort")
+
+    def check_integrity(self) -> None:
+        """Raise `IntegrityError` if any block, slot or per-request state is leaked."""
+        self.scheduler.check_integrity()
+
+    def _admit(self, request: Request) -> None:
+        """Set up the slot of a request that the scheduler just gave one."""
+        self._slots.admit(
+            request.slot,
+            request.key,
+            request.params,
+            request.group.prompt_ids,
+            stop_ids=tuple(request.stop_ids),
+            bad_word_ids=request.bad_word_ids,
+        )
+        if self.tokenizer is not None:
+            self._detokenizers[request] = Detokenizer(
+                self.tokenizer, request.group.prompt_ids, request.params.stop
+            )
+
+    def _commit(self, share: Share, outcome: Outcome) -> None:
+        """Take over a step's tokens; what follows a stop within the step is dropped."""
+        request, group = share.request, share.request.group
+        if group.prompt_logprobs is not None and outcome.prompt_logprobs is not None:
+            group.prompt_logprobs += outcome.prompt_logprobs
+        request.draft_ids = []
+        request.num_computed += share.num_tokens + outcome.num_accepted
+        if not share.decides:
+            return
+        if not outcome.finite:
+            group.error = NonFiniteLogitsError(
+                f"request {group.request_id}: the target's logits are not finite at position "
+                f"{len(request.token_ids)}. Try dtype float32, or check the checkpoint."
+            )
+            self._finish(request, "error")
+            return
+        if group.metrics.time_to_first_token is None:
+            group.metrics.time_to_first_token = time.perf_counter() - group.arrival
+        num_drafts, num_accepted = len(share.drafts), outcome.num_accepted
+        group.metrics.observe(num_drafts, num_accepted)
+        self.metrics.observe(num_drafts, num_accepted)
+        if self.drafter is not None and num_drafts:
+            self.drafter.observe(request.slot, num_drafts, num_accepted)
+        last = "plain" if not num_drafts else "bonus" if num_accepted == num_drafts else "resampled"
+        taken = 0
+        for i, token in enumerate(outcome.token_ids):
+            request.token_ids.append(token)
+            request.origins.append("accepted" if i < num_accepted else last)
+            if outcome.logprobs is not None:
+                request.logprobs.append(outcome.logprobs[i])
+            taken += 1
+            if self._stops(request, token):
+                break
+        self._slots.append(request.slot, outcome.token_ids[:taken])
+        if request.finish_reason is not None:
+            self._finish(request, request.finish_reason)
+
+    def _stops(self, request: Request, token: int) -> bool:
+        """Show the token and decide whether it ends the request: stops before length."""
+        params = request.params
+        detokenizer = self._detokenizers.get(request)
+        length_before = 0
+        if detokenizer is not None:
+            length_before = len(detokenizer.text)
+            detokenizer.append(token)
+        may_stop = request.num_output >= params.min_tokens
+        if may_stop and token in request.stop_ids:
+            request.finish_reason = "stop"
+            request.stop_reason = token if token in params.stop_token_ids else None
+        elif may_stop and detokenizer is not None and params.stop:
+            stop = detokenizer.find_stop(length_before, params.include_stop_str_in_output)
+            if stop is not None:
+                request.finish_reason, request.stop_reason = "stop", stop
+        if request.finish_reason is None and not request.num_remaining:
+            request.finish_reason = "length"
+        return request.finish_reason is not None
+
+    def _draft(self) -> None:
+        """Ask the drafter for the next step's drafts of every request that decodes."""
+        if self.drafter is None:
+            return
+        wanted = [
+            (request, k)
+            for request in self.scheduler.running
+            if request.num_uncomputed == 1 and (k := self._num_drafts(request)) > 0
+        ]
+        asked = []
+        for request, k in wanted:
+            self.scheduler.grow(request, len(request.token_ids) + k)
+            asked.append(DraftRequest(request.slot, request.token_ids, request.block_ids, k))
+        if not asked:
+            return
+        block = self.drafter.propose(DraftContext(asked, self._slots.params))
+        drafts = self.runner.drafts.put([r.slot for r in asked], block)
+        for (request, _), tokens in zip(wanted, drafts, strict=True):
+            request.draft_ids = tokens
+
+    def _num_drafts(self, request: Request) -> int:
+        """K_b of a request: its own or the engine's, and no more than it can still emit."""
+        own = request.params.num_speculative_tokens
+        limit = self.num_speculative_tokens if own is None else own
+        return min(limit, request.num_remaining - 1)
+
+    def _finish(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        group, slot = request.group, request.slot
+        detokenizer = self._detokenizers.pop(request, None)
+        if detokenizer is not None:
+            if not isinstance(request.stop_reason, str):
+                detokenizer.flush()
+            request.text = detokenizer.text
+        was_running = request.status is Status.RUNNING
+        self.scheduler.finish(request)
+        if was_running:
+            self._slots.release(slot)
+            self.runner.drafts.drop(slot)
+            if self.drafter is not None:
+                self.drafter.release(slot)
+        seconds = max(time.perf_counter() - group.arrival, 1e-9)
+        group.metrics.tokens_per_second = sum(r.num_output for r in group.samples) / seconds

@@ -1,0 +1,108 @@
+"""One sample of one prompt, from admission to its end. No torch.
+
+A `RequestGroup` is what the user asked for; it holds n `Request`s, one per sample.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from foretoken.errors import ForetokenError
+from foretoken.outputs import Logprob, RequestMetrics
+from foretoken.sampling.params import SamplingParams
+
+
+class Status(Enum):
+    """Where a request is; FINISHED is final."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """State of one sample.
+
+    Attributes:
+        group: the user's request this is sample `index` of.
+        key: the 64-bit noise key of the sample, which is also the seed that reproduces it.
+        token_ids: prompt and generated ids.
+        stop_ids: token ids that end it: end-of-text unless ignored, and `stop_token_ids`.
+        bad_word_ids: tokenised `bad_words`.
+        draft_ids: drafts awaiting verification in the next step.
+        num_computed: leading tokens of `token_ids` whose K/V are in the target's cache.
+        slot: permanent index into per-request device state while it runs.
+        block_ids: cache blocks in order of position.
+        num_reserved: blocks it may come to need, counted against the pool at admission.
+    """
+
+    group: RequestGroup
+    index: int
+    key: int
+    token_ids: list[int]
+    stop_ids: frozenset[int] = frozenset()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    status: Status = Status.WAITING
+    draft_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    slot: int = -1
+    block_ids: list[int] = field(default_factory=list)
+    num_reserved: int = 0
+    origins: list[str] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        """Parameters shared by all samples of the group."""
+        return self.group.params
+
+    @property
+    def num_prompt(self) -> int:
+        """Length of the prompt."""
+        return len(self.group.prompt_ids)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens it may still generate."""
+        return self.params.max_tokens - self.num_output
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Generated token ids (a copy)."""
+        return self.token_ids[self.num_prompt :]
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Known tokens whose K/V are still missing: more than one means prefill."""
+        return len(self.token_ids) - self.num_computed
+
+
+@dataclass(slots=True, eq=False)
+class RequestGroup:
+    """One prompt as the user sent it, its samples, and what they have done together."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    arrival: float = field(default_factory=time.perf_counter)
+    samples: list[Request] = field(default_factory=list)
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: ForetokenError | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(request.status is Status.FINISHED for request in self.samples)

@@ -1,0 +1,240 @@
+"""The file format that every measurement shares: what was run, where, and how it spread.
+
+A results file is one JSON object:
+
+    schema    the version of this format
+    name      which benchmark: also the stem of the file's name
+    date      when it was written, ISO 8601 with the time zone
+    commit    of the code that ran, `dirty` if tracked code differed from it
+    command   as typed, from the repository root
+    hardware  cpu, cores, threads, memory_gib, accelerator
+    versions  python, torch, transformers, foretoken
+    shapes    what stays equal over the rows: models, prompts, tokens, options
+    rows      one per case: `case`, its `labels`, its `values`
+    notes     what a reader must know to read the figures rightly
+
+A value is a plain number (a count) or a `Spread`: unit, repeats, median, quartiles, min, max.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from foretoken import __version__
+from foretoken.errors import ConfigError
+
+SCHEMA = 1
+Label = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Repeated measurements of one quantity, summed up."""
+
+    unit: str
+    repeats: int
+    median: float
+    min: float
+    q1: float
+    q3: float
+    max: float
+
+    @classmethod
+    def of(cls, measured: Sequence[float], unit: str) -> Spread:
+        """Median, quartiles (inclusive method) and range of `measured`."""
+        if not measured:
+            raise ConfigError("measured", [], "at least one measurement")
+        ordered = sorted(measured)
+        q1, median, q3 = (
+            statistics.quantiles(ordered, n=4, method="inclusive")
+            if len(ordered) > 1
+            else ordered * 3
+        )
+        return cls(unit, len(ordered), median, ordered[0], q1, q3, ordered[-1])
+
+
+Value = int | float | Spread
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One case of a benchmark: a readable name, labels to select by, and what was measured."""
+
+    case: str
+    labels: dict[str, Label]
+    values: dict[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """One run of one benchmark; see the top of this file."""
+
+    name: str
+    command: str
+    shapes: dict[str, Any]
+    rows: list[Row]
+    notes: list[str] = field(default_factory=list)
+    date: str = ""
+    commit: str = ""
+    dirty: bool = False
+    hardware: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    schema: int = SCHEMA
+
+    def row(self, case: str) -> Row:
+        """The row of that name; `ConfigError` if there is none."""
+        for row in self.rows:
+            if row.case == case:
+                return row
+        raise ConfigError("case", case, f"one of {', '.join(r.case for r in self.rows)}")
+
+
+def collect(
+    name: str,
+    command: str,
+    shapes: dict[str, Any],
+    rows: list[Row],
+    notes: Sequence[str] = (),
+) -> Results:
+    """Results of a run that just ended here: adds the date, the machine and the commit."""
+    commit, dirty = _commit()
+    return Results(
+        name=name,
+        command=command,
+        shapes=shapes,
+        rows=rows,
+        notes=list(notes),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=commit,
+        dirty=dirty,
+        hardware=hardware(),
+        versions=versions(),
+    )
+
+
+def write(results: Results, folder: Path) -> Path:
+    """Check `results` and write `folder/<name>.json`."""
+    data = asdict(results)
+    validate(data)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{results.name}.json"
+    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> Results:
+    """Read and check a results file."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    validate(data)
+    rows = [
+        Row(
+            row["case"],
+            row["labels"],
+            {k: Spread(**v) if isinstance(v, dict) else v for k, v in row["values"].items()},
+        )
+        for row in data.pop("rows")
+    ]
+    return Results(rows=rows, **data)
+
+
+def validate(data: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for the first thing in `data` that is not as the format says."""
+    _has("results", data, set(Results.__slots__))
+    if data["schema"] != SCHEMA:
+        raise ConfigError("schema", data["schema"], f"{SCHEMA}")
+    for name, pattern in (
+        ("name", r"[a-z0-9_]+"),
+        ("date", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00"),
+        ("commit", r"[0-9a-f]{40}|unknown"),
+        ("command", r"\S.*"),
+    ):
+        if not isinstance(data[name], str) or not re.fullmatch(pattern, data[name]):
+            raise ConfigError(name, data[name], f"text that matches {pattern}")
+    _has("hardware", data["hardware"], {"cpu", "cores", "threads", "memory_gib", "accelerator"})
+    _has("versions", data["versions"], {"python", "torch", "transformers", "foretoken"})
+    if not data["shapes"]:
+        raise ConfigError("shapes", data["shapes"], "given: models, prompts, tokens, options")
+    if not data["rows"]:
+        raise ConfigError("rows", [], "at least one row")
+    cases = [row["case"] for row in data["rows"]]
+    if len(set(cases)) != len(cases):
+        raise ConfigError("rows", cases, "named differently, each by its own `case`")
+    for row in data["rows"]:
+        _has("rows", row, {"case", "labels", "values"})
+        for name, value in row["values"].items():
+            _check_value(f"{row['case']}.{name}", value)
+
+
+def _has(field_name: str, given: Mapping[str, Any], names: set[str]) -> None:
+    if set(given) != names:
+        raise ConfigError(field_name, sorted(given), f"an object of {', '.join(sorted(names))}")
+
+
+def _check_value(field_name: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        _has(field_name, value, set(Spread.__slots__))
+        order = [value[k] for k in ("min", "q1", "median", "q3", "max")]
+        if value["repeats"] < 1 or order != sorted(order):
+            raise ConfigError(field_name, value, "min <= q1 <= median <= q3 <= max, repeats >= 1")
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigError(field_name, value, "a number or a spread")
+
+
+def hardware() -> dict[str, Any]:
+    """This machine, as far as it explains a figure."""
+    import torch
+
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(memory, 1),
+        "accelerator": accelerator,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides speed and tokens."""
+    found = {"python": platform.python_version(), "foretoken": __version__}
+    for name in ("torch", "transformers"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), flags=re.MULTILINE)
+        if match:
+            return match[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> tuple[str, bool]:
+    """The commit of the working directory, and whether code that runs differs from it."""
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        code = ("src", "benchmarks/*.py", "pyproject.toml")
+        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", *code))
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown", False

@@ -1,0 +1,39 @@
+"""Prompts to measure on: the held-out part of the corpus that the embedded pair was trained on."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib.resources import files
+
+from foretoken.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One prompt from a file that neither model of the embedded pair saw in training.
+
+    Attributes:
+        id: a stable name.
+        source: the package and file it comes from.
+        licence: of that file.
+        prompt: the beginning of a piece of code.
+        reference: how the file goes on.
+    """
+
+    id: str
+    source: str
+    licence: str
+    prompt: str
+    reference: str
+
+
+def heldout(limit: int | None = None) -> list[HeldOut]:
+    """The held-out prompts in file order, the first `limit` of them if given."""
+    text = (files("foretoken") / "assets" / "heldout.jsonl").read_text(encoding="utf-8")
+    prompts = [HeldOut(**json.loads(line)) for line in text.splitlines() if line.strip()]
+    if limit is None:
+        return prompts
+    if not 1 <= limit <= len(prompts):
+        raise ConfigError("limit", limit, f"in [1, {len(prompts)}], the prompts there are")
+    return prompts[:limit]

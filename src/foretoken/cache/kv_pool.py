@@ -1,0 +1,69 @@
+"""The memory of keys and values: one pair of tensors per layer, cut into blocks.
+
+Belongs here: tensors and their size. Does not: which request owns a block (block pool).
+
+Shape suffixes: D head size; shapes are [num_blocks, block_size, H_kv, D].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["KVPool", "LayerShape"]
+
+LayerShape = tuple[int, int, int]
+"""(H_kv, D of keys, D of values); layers of one model may differ."""
+
+
+class KVPool:
+    """Paged K and V of every layer.
+
+    keys, values: per layer, [num_blocks, block_size, H_kv, D] and [..., D_v]. Memory starts at
+    zero because attention reads whole blocks: a masked position holding NaN would still give NaN.
+    """
+
+    def __init__(
+        self,
+        layer_shapes: Sequence[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.layer_shapes = tuple(layer_shapes)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        for heads, key_size, value_size in self.layer_shapes:
+            shape = (num_blocks, block_size, heads)
+            self.keys.append(torch.zeros(*shape, key_size, dtype=dtype, device=device))
+            self.values.append(torch.zeros(*shape, value_size, dtype=dtype, device=device))
+        self._flat_keys = [keys.flatten(0, 1) for keys in self.keys]
+        self._flat_values = [values.flatten(0, 1) for values in self.values]
+
+    @staticmethod
+    def bytes_per_block(
+        layer_shapes: Sequence[LayerShape], block_size: int, dtype: torch.dtype
+    ) -> int:
+        """Bytes that one block takes over all layers, keys and values."""
+        numbers = sum(heads * (key + value) for heads, key, value in layer_shapes)
+        return numbers * block_size * dtype.itemsize
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the whole pool."""
+        return self.num_blocks * self.bytes_per_block(
+            self.layer_shapes, self.block_size, self.dtype
+        )
+
+    def write(self, layer: int, slot_T: Tensor, key_THD: Tensor, value_THD: Tensor) -> None:
+        """Store new tokens' keys and values at flat indices block * block_size + offset."""
+        self._flat_keys[layer].index_copy_(0, slot_T, key_THD)
+        self._flat_values[layer].index_copy_(0, slot_T, value_THD)

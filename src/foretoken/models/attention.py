@@ -1,0 +1,136 @@
+"""The bridge between Transformers' modules and our attention.
+
+Belongs here: one function registered with `AttentionInterface`, and the context it reads. Does
+not: attention arithmetic (ops backends), what a batch is (`cache/batch.py`).
+
+Modules call `paged_attention` once per layer. What it needs beyond query, key and value arrives
+through a context variable, because some families drop unknown keyword arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from foretoken.cache.kv_pool import KVPool, LayerShape
+from foretoken.errors import UnsupportedModelError
+from foretoken.ops import AttentionBatch, Backend
+
+__all__ = ["ATTENTION_NAME", "AttentionPass", "attention_context", "register_attention"]
+
+ATTENTION_NAME = "foretoken_paged"
+
+# Keyword arguments that do not change the result of our attention: dropout is 0 in eval mode,
+# positions and causality come from the batch.
+_HARMLESS = frozenset(
+    {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "cache_position"}
+)
+
+
+@dataclass(slots=True)
+class AttentionPass:
+    """One forward pass: its batch, where K/V lives, and who computes.
+
+    calls: (layer, shape of its K/V) in call order, recorded if not None. Recording also refuses
+           keyword arguments that would change attention in a way we do not implement.
+    """
+
+    batch: AttentionBatch
+    kv: KVPool | None
+    backend: Backend
+    calls: list[tuple[int, LayerShape]] | None = field(default=None)
+
+
+_current: ContextVar[AttentionPass | None] = ContextVar("foretoken_attention", default=None)
+
+
+@contextmanager
+def attention_context(run: AttentionPass) -> Iterator[None]:
+    """Let modules called inside attend with this batch."""
+    token = _current.set(run)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend with the current pass: [1, H, T, D] queries to [1, T, H, D_v].
+
+    Bottom-right causality by each request's positions; `attention_mask` is always None because no
+    mask function is registered for our name.
+    """
+    run = _current.get()
+    if run is None:
+        raise RuntimeError("attention was called outside of `CausalLM.forward`")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    if run.calls is not None:
+        _record(run.calls, layer, query, key, value, attention_mask, kwargs)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if run.kv is None:  # a shape probe: the result does not matter
+        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+    run.kv.write(
+        layer,
+        run.batch.slot_T,
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+    )
+    out_THD = run.backend.attention(
+        query.squeeze(0).transpose(0, 1),
+        run.kv.keys[layer],
+        run.kv.values[layer],
+        run.batch,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks_H=s_aux,
+    )
+    return out_THD.unsqueeze(0), None
+
+
+def _record(
+    calls: list[tuple[int, LayerShape]],
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> None:
+    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if unknown:
+        raise UnsupportedModelError(
+            f"Attention of layer {layer} asks for {', '.join(f'`{k}`' for k in unknown)}, which "
+            "paged attention does not implement."
+        )
+    if query.shape[0] != 1 or query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+        raise UnsupportedModelError(
+            f"Attention of layer {layer} has shapes {tuple(query.shape)}, {tuple(key.shape)}, "
+            f"{tuple(value.shape)} that paged attention does not implement."
+        )
+    calls.append((layer, (key.shape[1], key.shape[3], value.shape[3])))
+
+
+def register_attention() -> None:
+    """Make `attn_implementation=ATTENTION_NAME` known to Transformers; safe to repeat."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,78 @@
+"""A loaded model: packed tokens in, raw logits out.
+
+Belongs here: calling a Transformers module with our batch. Does not: reading checkpoints
+(`checkpoint.py`, `loader.py`), deciding whether a model is supported (`guards.py`).
+
+Shape suffixes: T packed tokens, N rows whose logits are wanted, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.cache.batch import ForwardBatch
+from foretoken.cache.kv_pool import KVPool, LayerShape
+from foretoken.models.attention import AttentionPass, attention_context
+from foretoken.ops import Backend
+
+__all__ = ["CausalLM"]
+
+
+class CausalLM:
+    """A Transformers causal language model behind paged attention.
+
+    config:        the Hugging Face configuration
+    vocab_size:    columns of the logits (padding of the vocabulary included)
+    max_model_len: most positions a request may use
+    layer_shapes:  (H_kv, D, D_v) per layer: what a `KVPool` for this model needs
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        backend: Backend,
+        layer_shapes: list[LayerShape],
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.backend = backend
+        self.config: Any = module.config
+        text: Any = self.config.get_text_config()
+        self.vocab_size: int = text.vocab_size
+        self.max_model_len = max_model_len
+        self.layer_shapes = layer_shapes
+        self.dtype = dtype
+        self.device = device
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters, tied ones once."""
+        return sum(parameter.numel() for parameter in self.module.parameters())
+
+    def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
+        """Run the packed tokens, write their K/V into `kv`, and return raw logits.
+
+        Returns:
+            [N, V] in the model's dtype, one row per `batch.logit_row_N` in its order; N may be 0.
+        """
+        run = AttentionPass(batch.attention, kv, self.backend)
+        return self._run(batch, run)
+
+    def _run(self, batch: ForwardBatch, run: AttentionPass) -> Tensor:
+        rows = batch.logit_row_N
+        with torch.inference_mode(), attention_context(run):
+            output = self.module(
+                input_ids=batch.token_T.unsqueeze(0),
+                position_ids=batch.position_T.unsqueeze(0),
+                use_cache=False,
+                # 0 keeps all rows and saves the gather (decode and verify steps).
+                logits_to_keep=0 if len(rows) == len(batch.token_T) else rows,
+            )
+        logits: Tensor = output.logits
+        return logits.squeeze(0)

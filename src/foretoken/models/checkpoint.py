@@ -1,0 +1,203 @@
+"""Reading a model folder: where it is, its configuration, and whether its weights are whole.
+
+Belongs here: paths, JSON, safetensors headers; every failure is a `CheckpointError` that names
+the file. Does not: building modules (`loader.py`), judging architectures (`guards.py`). No torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import CheckpointError
+
+__all__ = ["BUILT_IN", "check_weights", "load_tokenizer", "read_config", "resolve_checkpoint"]
+
+BUILT_IN = ("tiny-python", "tiny-python-draft")
+"""Checkpoints that come with the package, under `foretoken/assets`."""
+
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
+
+
+def resolve_checkpoint(name: str | Path) -> Path:
+    """Find a model folder: a built-in name, a folder, or a hub id in the local cache.
+
+    Nothing is ever downloaded: a run that needs the network should say so in its own command.
+
+    Raises:
+        CheckpointError: nothing of that name; the message lists what was tried and the remedy.
+    """
+    text = str(name)
+    if text in BUILT_IN:
+        folder = _ASSETS / text
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"The built-in model `{text}` is missing from this installation: no folder "
+                f"`{folder}`. Reinstall Foretoken."
+            )
+        return folder
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise CheckpointError(f"`{text}` is a file: give the folder that holds `config.json`.")
+    cached = _cached_snapshot(text)
+    if cached is not None:
+        return cached
+    tried = f"built-in models ({', '.join(BUILT_IN)}), a folder of that name"
+    near = difflib.get_close_matches(text, BUILT_IN, n=1, cutoff=0.6)
+    if near:
+        remedy = f"Did you mean `{near[0]}`?"
+    elif _looks_like_hub_id(text):
+        tried += ", the local Hugging Face cache"
+        remedy = f"To fetch it from the hub: `hf download {text}`."
+    else:
+        remedy = "Give a folder that holds `config.json` and safetensors weights."
+    raise CheckpointError(f"No model `{text}`. Tried {tried}. {remedy}")
+
+
+def _looks_like_hub_id(text: str) -> bool:
+    return text.count("/") == 1 and not text.startswith((".", "/", "~"))
+
+
+def _cached_snapshot(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (OSError, HFValidationError):
+        return None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read `config.json` of a model folder.
+
+    Raises:
+        CheckpointError: no such file, not JSON, not an object, or without `model_type`.
+    """
+    path = folder / "config.json"
+    config = _read_json(path)
+    if not isinstance(config.get("model_type"), str):
+        raise CheckpointError(f"`{path}` has no `model_type`: it is not a model configuration.")
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"`{path}` cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"`{path}` is not valid JSON: {error.msg} at line {error.lineno}."
+        ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"`{path}` must hold a JSON object.")
+    return content
+
+
+def check_weights(folder: Path) -> None:
+    """Check that the folder's safetensors files are all there and whole.
+
+    Reads headers only (0.3 ms for the embedded model), so that a truncated download is reported
+    by name and size, before a loader fails somewhere inside.
+
+    Raises:
+        CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
+    """
+    index_path = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        _read_header(folder / "model.safetensors")
+        return
+    if not index_path.is_file():
+        others = sorted(
+            p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"}
+        )
+        if others:
+            raise CheckpointError(
+                f"`{folder}` holds only pickled weights (`{others[0]}`), which can run code when "
+                "read. Convert them to safetensors (`save_pretrained` writes it)."
+            )
+        raise CheckpointError(f"`{folder}` holds no `model.safetensors` and no index of shards.")
+    weight_map = _read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"`{index_path}` has no `weight_map`.")
+    shards: dict[str, set[str]] = {}
+    for tensor, shard in weight_map.items():
+        shards.setdefault(str(shard), set()).add(tensor)
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing:
+        raise CheckpointError(
+            f"`{folder}` lacks {len(missing)} of {len(shards)} weight files: `{missing[0]}` is "
+            "named in the index but is not there. Download the model again."
+        )
+    for shard, wanted in shards.items():
+        absent = sorted(wanted - _read_header(folder / shard).keys())
+        if absent:
+            raise CheckpointError(f"`{folder / shard}` lacks the tensor `{absent[0]}`.")
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file, after checking that its length is the file's."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = int.from_bytes(start, "little") if len(start) == 8 else -1
+        if start.startswith(b"version"):
+            raise CheckpointError(f"`{path}` is a Git LFS pointer, not weights: `git lfs pull`.")
+        if not 0 < length <= _MAX_HEADER_BYTES:
+            raise CheckpointError(f"`{path}` is not a safetensors file ({size} bytes).")
+        text = file.read(length)
+    if len(text) < length:
+        raise CheckpointError(
+            f"`{path}` is truncated: expected more than {8 + length} bytes, found {size}. "
+            "Download it again."
+        )
+    try:
+        header: dict[str, Any] = json.loads(text)
+        end = max(
+            (int(v["data_offsets"][1]) for k, v in header.items() if k != "__metadata__"),
+            default=0,
+        )
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"`{path}` has a corrupt header. Download it again.") from error
+    expected = 8 + length + end
+    if size != expected:
+        state = "truncated" if size < expected else "corrupt"
+        raise CheckpointError(
+            f"`{path}` is {state}: expected {expected} bytes, found {size}. Download it again."
+        )
+    return header
+
+
+def load_tokenizer(path_or_name: str | Path) -> Any:
+    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`), or None if the folder has none.
+
+    Raises:
+        CheckpointError: no such checkpoint, or tokenizer files that cannot be read.
+    """
+    folder = resolve_checkpoint(path_or_name)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    from foretoken.models.quiet import quiet_transformers
+
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:
+        reason = str(error).strip().splitlines()
+        raise CheckpointError(
+            f"The tokenizer in `{folder}` cannot be loaded: "
+            f"{reason[0] if reason else type(error).__name__}"
+        ) from error

@@ -1,0 +1,198 @@
+"""Which models we refuse, and why: a wrong answer in silence is the one failure we cannot have.
+
+Belongs here: checks on the configuration, on how a module calls attention, and the self-check
+against the module's own eager attention. Does not: loading.
+
+Some families carry Transformers' support flag and still attend across requests when packed;
+others never call the attention function. Only running them tells.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.cache.batch import ForwardBatch, Span, build_batch
+from foretoken.cache.kv_pool import KVPool, LayerShape
+from foretoken.errors import UnsupportedModelError
+from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_context
+from foretoken.models.causal_lm import CausalLM
+from foretoken.ops import Backend
+
+__all__ = ["check_class", "check_config", "probe", "self_check"]
+
+# Frequencies of these depend on the longest position of the whole packed batch, so that one
+# request's text would change another's logits (measured: by 2.8).
+_REFUSED_ROPE = ("longrope", "dynamic")
+
+# Largest difference to eager attention, relative to the largest logit. float32: differences of
+# correct models are below 1e-6, of wrong ones above 1e-2. Half precision rounds each layer: 1e-2 is
+# common for correct models, so that only gross errors are caught there.
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+_LENGTH = 14  # tokens per sequence of the self-check; two windows of a sliding window of 7
+_BLOCK = 4
+
+
+def check_config(raw: dict[str, Any], model_class_name: str) -> None:
+    """Refuse by configuration: remote code, another architecture, quantised, RoPE by batch.
+
+    Args:
+        raw: `config.json`.
+        model_class_name: the class Transformers has for this `model_type`.
+    """
+    names = raw.get("architectures") or []
+    same = any(str(name).lower() == model_class_name.lower() for name in names)
+    if raw.get("auto_map") and not same:
+        raise UnsupportedModelError(
+            f"The checkpoint brings its own code (`auto_map`, architecture {names}), which is never "
+            "run. Only architectures that Transformers itself has are supported."
+        )
+    if names and not same:
+        raise UnsupportedModelError(
+            f"The checkpoint is of architecture {names}; for `{raw['model_type']}` we run "
+            f"`{model_class_name}`."
+        )
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"Quantised weights (`quant_method`: {method}) are not supported. Use a checkpoint in "
+            "bfloat16, float16 or float32."
+        )
+    for scaling in _rope_types(raw):
+        if scaling in _REFUSED_ROPE:
+            raise UnsupportedModelError(
+                f"RoPE of type `{scaling}` depends on the longest request of the batch, so that "
+                "requests would change each other's text."
+            )
+
+
+def _rope_types(raw: Any) -> list[str]:
+    """Every RoPE type named anywhere in a configuration, nested ones included."""
+    found = []
+    for key, value in raw.items():
+        if key in ("rope_type", "type") and isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += _rope_types(value)
+    return found
+
+
+def check_class(model_class: Any, model_type: str) -> None:
+    """Refuse classes whose attention does not go through Transformers' attention interface."""
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise UnsupportedModelError(
+            f"Models of type `{model_type}` do not support a custom attention backend in "
+            "Transformers (`_supports_attention_backend` is not set)."
+        )
+
+
+def probe(module: Any, backend: Backend, device: torch.device) -> tuple[list[LayerShape], Tensor]:
+    """Run a few tokens without a cache: the K/V shape of each layer, and logits to look at.
+
+    Raises:
+        UnsupportedModelError: not exactly one attention call per layer, in order.
+    """
+    text = module.config.get_text_config()
+    batch = build_batch([Span([0], 0, _random_tokens(text.vocab_size, 4), 4)], _BLOCK, device)
+    calls: list[tuple[int, LayerShape]] = []
+    run = AttentionPass(batch.attention, None, backend, calls)
+    logits = _forward(module, batch, run)
+    layers = text.num_hidden_layers
+    if [layer for layer, _ in calls] != list(range(layers)):
+        raise UnsupportedModelError(
+            f"`{text.model_type}` makes {len(calls)} attention calls in {layers} layers: paged "
+            "attention needs exactly one call in every layer."
+        )
+    return [shape for _, shape in calls], logits
+
+
+def _forward(module: Any, batch: ForwardBatch, run: AttentionPass) -> Tensor:
+    try:
+        with torch.inference_mode(), attention_context(run):
+            output = module(
+                input_ids=batch.token_T.unsqueeze(0),
+                position_ids=batch.position_T.unsqueeze(0),
+                use_cache=False,
+            )
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"`{module.config.model_type}` fails on packed input with explicit positions "
+            f"({type(error).__name__})."
+        ) from error
+    logits: Tensor = output.logits
+    return logits.squeeze(0)
+
+
+def self_check(model: CausalLM) -> None:
+    """Compare with the module's own eager attention: prefill, decode, verify and rollback, ragged.
+
+    Three sequences of random tokens run through the paged cache as an engine would run them; every
+    logit row must equal the row of one plain eager forward. Costs six forwards of a few tokens
+    (0.1 s for the embedded model). Sliding windows longer than 14 tokens are not exercised.
+
+    Raises:
+        UnsupportedModelError: some row differs by more than rounding.
+    """
+    tokens = [_random_tokens(model.vocab_size, _LENGTH, seed) for seed in (1, 2, 3)]
+    expected = _eager_logits(model, tokens)
+    kv = KVPool(model.layer_shapes, 16, _BLOCK, dtype=model.dtype, device=model.device)
+    # Blocks of the first sequence are adjacent, of the others scattered.
+    tables = ([1, 2, 3, 4], [9, 5, 7, 6], [15, 10, 12, 8])
+    wrong = _random_tokens(model.vocab_size, 3, 4)
+    worst = torch.zeros((), device=model.device)
+    for step in _SCHEDULE:
+        spans = []
+        for i, start, count, drafts in step:
+            new = tokens[i][start : start + count] + wrong[:drafts]
+            spans.append(Span(tables[i], start, new, len(new)))
+        logits = model.forward(build_batch(spans, _BLOCK, model.device), kv)
+        row = 0
+        for i, start, count, drafts in step:
+            ours, eager = logits[row : row + count], expected[i, start : start + count]
+            worst = torch.maximum(worst, (ours.float() - eager).abs().max())
+            row += count + drafts
+    error = (worst / expected.abs().max()).item()
+    tolerance = _TOLERANCE.get(model.dtype, 1e-4)
+    if not error <= tolerance:  # NaN too
+        raise UnsupportedModelError(
+            f"`{model.config.model_type}` differs from its own eager attention by {error:.1e} of "
+            f"the largest logit (bound {tolerance:.0e}): packed requests would not be exact."
+        )
+
+
+# Steps of (sequence, first position, true tokens, wrong drafts after them). Positions that held
+# wrong drafts are written again by a later step: rollback.
+_SCHEDULE = (
+    ((0, 0, 6, 0), (1, 0, 3, 0)),  # ragged prefill
+    ((0, 6, 3, 0), (1, 3, 1, 0), (2, 0, 5, 0)),  # chunked prefill, decode, prefill
+    ((0, 9, 1, 3), (1, 4, 1, 3), (2, 5, 1, 0)),  # verify with wrong drafts, decode
+    ((2, 6, 5, 0), (0, 10, 4, 0), (1, 5, 5, 0)),  # rolled back, verify with right drafts
+)
+
+
+def _eager_logits(model: CausalLM, tokens: list[list[int]]) -> Tensor:
+    """Logits of equally long sequences, batched, without any of our code: float32 [B, n, V]."""
+    module: Any = model.module
+    input_ids = torch.tensor(tokens, device=model.device)
+    module.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits: Tensor = module(input_ids=input_ids, use_cache=False).logits
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"`{module.config.model_type}` has no working eager attention to check against "
+            f"({type(error).__name__})."
+        ) from error
+    finally:
+        module.set_attn_implementation(ATTENTION_NAME)
+    return logits.float()
+
+
+def _random_tokens(vocab_size: int, count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab_size, (count,), generator=generator).tolist()

@@ -1,0 +1,205 @@
+"""From a name to a model that passed every guard.
+
+Belongs here: the order of loading, and turning Transformers' failures into our errors. Does not:
+the checks themselves (`checkpoint.py`, `guards.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.models.attention import ATTENTION_NAME, register_attention
+from foretoken.models.causal_lm import CausalLM
+from foretoken.models.checkpoint import check_weights, read_config, resolve_checkpoint
+from foretoken.models.quiet import quiet_transformers
+from foretoken.ops import Backend, get_backend
+
+__all__ = ["load_model"]
+
+LoadFormat = Literal["auto", "dummy"]
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def load_model(
+    path_or_name: str | Path,
+    *,
+    device: str | torch.device,
+    dtype: str | torch.dtype = "auto",
+    backend: Backend | str,
+    load_format: LoadFormat = "auto",
+    max_model_len: int | None = None,
+    seed: int = 0,
+) -> CausalLM:
+    """Load a checkpoint into a Transformers module with paged attention, and check it.
+
+    Args:
+        path_or_name: what `resolve_checkpoint` takes.
+        dtype: "auto" is float32 on a CPU, whatever the checkpoint holds (bfloat16 was slower there
+            at the sizes a CPU serves), and the checkpoint's own dtype elsewhere.
+        load_format: "dummy" fills in random weights and needs `config.json` only.
+        max_model_len: most positions of a request; the checkpoint's limit if None.
+        seed: of dummy weights.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+        UnsupportedModelError: it can, but we would not run it exactly.
+        ConfigError: `dtype`, `load_format` or `max_model_len` out of bounds.
+    """
+    device = torch.device(device)
+    backend = get_backend(backend) if isinstance(backend, str) else backend
+    if load_format not in ("auto", "dummy"):
+        raise ConfigError("load_format", load_format, "one of auto, dummy")
+    folder = resolve_checkpoint(path_or_name)
+    raw = read_config(folder)
+    if load_format == "auto":
+        check_weights(folder)
+    with quiet_transformers():
+        config, model_class = _config_and_class(folder, raw)
+        torch_dtype = _choose_dtype(dtype, config, device)
+        limit = _choose_max_len(max_model_len, config)
+        register_attention()
+        if load_format == "dummy":
+            module = _dummy_module(model_class, config, torch_dtype, device, seed, backend)
+        else:
+            module = _weighted_module(model_class, config, folder, torch_dtype, device)
+        return _checked(module, backend, limit, torch_dtype, device)
+
+
+def _checked(
+    module: Any, backend: Backend, max_model_len: int, dtype: torch.dtype, device: torch.device
+) -> CausalLM:
+    from foretoken.models import guards
+
+    layer_shapes, _ = guards.probe(module, backend, device)
+    model = CausalLM(
+        module,
+        backend=backend,
+        layer_shapes=layer_shapes,
+        max_model_len=max_model_len,
+        dtype=dtype,
+        device=device,
+    )
+    guards.self_check(model)
+    return model
+
+
+def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
+    """The configuration and the class for it, after the guards that need no weights."""
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from foretoken.models import guards
+
+    model_type = raw["model_type"]
+    if model_type not in CONFIG_MAPPING:
+        guards.check_config(raw, "")
+        raise UnsupportedModelError(
+            f"Transformers has no model of type `{model_type}`: is it newer than this installation?"
+        )
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise CheckpointError(
+            f"`{folder / 'config.json'}` is not a valid `{model_type}` configuration: "
+            f"{_first_line(error)}"
+        ) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"`{model_type}` is not a causal language model.")
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    guards.check_config(raw, model_class.__name__)
+    guards.check_class(model_class, model_type)
+    return config, model_class
+
+
+def _weighted_module(
+    model_class: Any, config: Any, folder: Path, dtype: torch.dtype, device: torch.device
+) -> Any:
+    try:
+        module, info = model_class.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise CheckpointError(
+            f"The weights in `{folder}` do not fit `{model_class.__name__}`: {_first_line(error)}"
+        ) from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        keys = sorted(str(key) for key in info[problem])
+        if keys:
+            word = problem.removesuffix("_keys")
+            raise CheckpointError(
+                f"The weights in `{folder}` do not fit its `config.json`: {len(keys)} {word} "
+                f"tensors, the first is `{keys[0]}`."
+            )
+    return module.to(device).eval().requires_grad_(False)
+
+
+def _dummy_module(
+    model_class: Any,
+    config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int,
+    backend: Backend,
+) -> Any:
+    from foretoken.models import guards
+    from foretoken.models.dummy import build_dummy, sharpen
+
+    module = build_dummy(
+        model_class,
+        config,
+        attn_implementation=ATTENTION_NAME,
+        dtype=dtype,
+        device=device,
+        seed=seed,
+    )
+    module = module.to(device).eval().requires_grad_(False)
+    _, logits = guards.probe(module, backend, device)
+    sharpen(module, logits)
+    return module
+
+
+def _choose_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype == "auto":
+        stored = config.get_text_config().dtype
+        if device.type == "cpu":
+            return torch.float32
+        return stored if stored in _DTYPES.values() else torch.bfloat16
+    if dtype not in _DTYPES:
+        raise ConfigError("dtype", dtype, f"one of auto, {', '.join(_DTYPES)}")
+    return _DTYPES[dtype]
+
+
+def _choose_max_len(max_model_len: int | None, config: Any) -> int:
+    text = config.get_text_config()
+    limit = next((n for name in _POSITIONS if (n := getattr(text, name, None))), None)
+    if limit is None and max_model_len is None:
+        raise ConfigError(
+            "max_model_len", None, "set: the checkpoint does not state how many positions it has"
+        )
+    if max_model_len is None:
+        return int(limit)
+    if max_model_len < 1 or (limit is not None and max_model_len > limit):
+        raise ConfigError(
+            "max_model_len", max_model_len, f"in 1..{limit}, the positions of the checkpoint"
+        )
+    return max_model_len
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__

@@ -1,0 +1,68 @@
+"""Prompt lookup against a naive search."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.drafting.base import DraftContext, DrafterSetup, DraftRequest
+from foretoken.drafting.ngram import NGram
+from foretoken.ops import get_backend
+from foretoken.sampling.slots import SlotTable
+
+CPU = torch.device("cpu")
+
+
+def make_drafter(shortest: int, longest: int) -> NGram:
+    speculation = SpeculativeConfig(
+        method="ngram", prompt_lookup_min=shortest, prompt_lookup_max=longest
+    )
+    config = EngineConfig(model="none", speculative_config=speculation)
+    setup = DrafterSetup(config, speculation, get_backend("torch_cpu"), CPU, vocab_size=400)
+    return NGram(setup)
+
+
+def propose(drafter: NGram, tokens: list[int], k: int, slot: int = 0) -> list[int]:
+    context = DraftContext([DraftRequest(slot, tokens, [], k)], SlotTable(4, CPU).params)
+    block = drafter.propose(context)
+    assert block.logits_SKV is None
+    assert not block.real_q_B.any()
+    return block.token_BK[0, : int(block.num_B[0])].tolist()
+
+
+def naive(tokens: list[int], k: int, shortest: int, longest: int) -> list[int]:
+    for size in range(longest, shortest - 1, -1):
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if tokens[start : start + size] == tokens[len(tokens) - size :]:
+                return tokens[start + size : start + size + k]
+    return []
+
+
+@given(
+    tokens=st.lists(st.sampled_from([0, 1, 2, 256, 257]), min_size=1, max_size=40),
+    grown=st.lists(st.sampled_from([0, 1, 256]), max_size=10),
+    k=st.integers(1, 6),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 3),
+)
+def test_equals_a_naive_search_also_as_the_text_grows(
+    tokens: list[int], grown: list[int], k: int, shortest: int, more: int
+) -> None:
+    drafter = make_drafter(shortest, shortest + more)
+    for end in range(len(tokens), len(tokens) + len(grown) + 1):
+        text = (tokens + grown)[:end]
+        assert propose(drafter, text, k) == naive(text, k, shortest, shortest + more)
+
+
+def test_ids_whose_bytes_overlap_do_not_match() -> None:
+    # As bytes, 1 followed by 256 contains the words of 65536 at an odd offset.
+    assert propose(make_drafter(1, 1), [1, 256, 3, 65536], 3) == []
+
+
+def test_a_released_slot_starts_afresh() -> None:
+    drafter = make_drafter(1, 2)
+    assert propose(drafter, [5, 6, 5], 2) == [6, 5]
+    drafter.release(0)
+    assert propose(drafter, [7, 8, 9], 2) == []

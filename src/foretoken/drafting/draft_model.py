@@ -56,9 +56,9 @@ class DraftModel(Drafter):
     def allocate(self, num_blocks: int) -> None:
         """K/V tensors for as many blocks as the target has."""
         self._kv = KVPool(
+            self.model.layer_shapes,
             num_blocks,
             self.config.block_size,
-            self.model.layer_shapes,
             dtype=self.model.dtype,
             device=self.device,
         )

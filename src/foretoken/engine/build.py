@@ -47,7 +47,7 @@ def build_engine(config: EngineConfig) -> Engine:
     num_blocks = _num_blocks(config, model, drafter)
     if drafter is not None:
         drafter.allocate(num_blocks)
-    kv = KVPool(num_blocks, config.block_size, model.layer_shapes, dtype=model.dtype, device=device)
+    kv = KVPool(model.layer_shapes, num_blocks, config.block_size, dtype=model.dtype, device=device)
     slots = SlotTable(config.max_num_seqs, device)
     rule = config.speculative_config.rejection_sample_method if config.speculative_config else None
     sampler = Sampler(backend, slots, rule=rule or "standard", fp64_noise=config.use_fp64_gumbel)
@@ -100,7 +100,7 @@ def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) 
 
 def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
     """End-of-text ids: the generation config's, else the model config's, else the tokenizer's."""
-    for source in (model.generation_config, model.config, tokenizer):
+    for source in (getattr(model.module, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,7 +1,7 @@
 """One pass of the target over a step's shares, verified: the only place where the model runs.
 
-Charter: turns a plan's shares into tensors, runs model and sampler, and turns the verdict back into plain
-lists. It decides nothing: not who runs (scheduler), not when a request ends (engine).
+Charter: turns a plan's shares into tensors, runs model and sampler, and turns the verdict back
+into plain lists. It decides nothing: not who runs (scheduler), not when a request ends (engine).
 
 Shape suffixes: B deciding requests, N logit rows, V vocabulary.
 """

@@ -47,8 +47,8 @@ def check_config(raw: dict[str, Any], model_class_name: str) -> None:
     same = any(str(name).lower() == model_class_name.lower() for name in names)
     if raw.get("auto_map") and not same:
         raise UnsupportedModelError(
-            f"The checkpoint brings its own code (`auto_map`, architecture {names}), which is never "
-            "run. Only architectures that Transformers itself has are supported."
+            f"The checkpoint brings its own code (`auto_map`, architecture {names}), which is "
+            "never run. Only architectures that Transformers itself has are supported."
         )
     if names and not same:
         raise UnsupportedModelError(

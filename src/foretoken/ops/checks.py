@@ -27,9 +27,10 @@ def check_tensor(
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ConfigError(f"{name}.dtype", value.dtype, wanted)
     given = value.shape
-    if len(given) != len(shape) or any(
-        want is not None and have != want for have, want in zip(given, shape, strict=True)
-    ):
+    fits = len(given) == len(shape)
+    for have, want in zip(given, shape, strict=False):
+        fits = fits and want in (None, have)
+    if not fits:
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ConfigError(f"{name}.shape", tuple(given), f"[{wanted}]")
 

@@ -107,12 +107,14 @@ def threshold(x_RV: Array, top_k_R: Array, top_p_R: Array, min_p_R: Array) -> Ar
     topk_R = top_k_R < vocabulary
     rows = np.flatnonzero(topk_R | (top_p_R < 1))
     if not len(rows):
-        return bound_R
+        return np.asarray(bound_R)
     # The mass of the set that top-p cuts, where top-k leaves it to the whole row.
     mass_R = np.zeros(len(x_RV))
-    for r in np.flatnonzero(~topk_R & (top_p_R < 1)):
-        e = np.exp(x_RV[r] - max_R[r])
-        mass_R[r] = np.sum(e, where=x_RV[r] >= bound_R[r])
+    wide = np.flatnonzero(~topk_R & (top_p_R < 1))
+    if len(wide):
+        weight = np.exp(x_RV[wide] - max_R[wide, None])
+        weight[x_RV[wide] < bound_R[wide, None]] = 0
+        mass_R[wide] = weight.sum(axis=1)
     width = max(64, int(np.max(top_k_R, where=topk_R, initial=0)))
     while len(rows):
         width = vocabulary if width * 4 > vocabulary else width
@@ -126,7 +128,7 @@ def threshold(x_RV: Array, top_k_R: Array, top_p_R: Array, min_p_R: Array) -> Ar
         bound_R[rows[found]] = bound[found]
         rows = rows[~found]
         width = min(vocabulary, width * 16)
-    return bound_R
+    return np.asarray(bound_R)
 
 
 def _cut(
@@ -153,8 +155,12 @@ def _cut(
     weight_RC[best_RC < bound_R[:, None]] = 0.0
     cumulative_RC = weight_RC.cumsum(axis=1)
     # Ties at the k-th value may go on below the C values: count them into the mass.
-    ties_R = (x_RV >= bound_R[:, None]).sum(axis=1) - (best_RC >= bound_R[:, None]).sum(axis=1)
-    inside_R = cumulative_RC[:, -1] + ties_R * np.exp(bound_R.astype(np.float64) - max_R)
+    inside_R = cumulative_RC[:, -1]
+    tied = np.flatnonzero(topk_R & (best_RC[:, -1] == bound_R))
+    if len(tied):
+        beyond = (x_RV[tied] == bound_R[tied, None]).sum(axis=1)
+        beyond -= (best_RC[tied] == bound_R[tied, None]).sum(axis=1)
+        inside_R[tied] += beyond * weight_RC[tied, -1]
     mass_R = np.where(topk_R, inside_R, mass_R)
     reached_RC = cumulative_RC >= (top_p_R * mass_R)[:, None]
     reached_R = reached_RC[:, -1]

@@ -136,7 +136,7 @@ def draw_hierarchical(
             value[n, : len(part)] = part
     score = to_gumbel(uniform_span(first_N, value.shape[1], at, token_stream, fp64))
     score += value
-    return first_N + score.argmax(axis=1)
+    return np.asarray(first_N + score.argmax(axis=1))
 
 
 def block_masses(x_NV: Array) -> Array:

@@ -188,7 +188,7 @@ def _emitting_rows(batch: Batch, n_accept_B: Array) -> Array:
     """The target row that each request draws its last token from, [B, V]."""
     if len(batch.logits_NV) == len(batch.slot_B):  # every K_b is 0
         return batch.logits_NV
-    return batch.logits_NV[batch.first_row_B + n_accept_B]
+    return np.asarray(batch.logits_NV[batch.first_row_B + n_accept_B])
 
 
 def _emit(

@@ -1,0 +1,148 @@
+"""Is it lossless? Two checks through the real engine, each with a figure a reader can judge.
+
+Greedy: at T=0 speculative tokens must equal plain tokens, one by one. Sampled: at T>0 they must
+have the same law, so many short completions of one prompt are drawn both ways and their joint
+distributions compared by a chi-square test. Both use one engine: plain decoding is the same engine
+with `num_speculative_tokens=0` for the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from foretoken.lab.chi_square import ChiSquare, homogeneity
+from foretoken.outputs import RequestMetrics
+from foretoken.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+
+NEAR_TIE = 1e-4  # logits closer than this may swap between passes over 1 row and K+1 rows
+ALPHA = 1e-3  # a p-value below this is reported as a difference
+_REQUESTS_PER_CALL = 256
+
+Report = Callable[[int, int], None]
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyAudit:
+    """Speculative against plain tokens at T=0.
+
+    Attributes:
+        prompts: completed both ways.
+        tokens: compared.
+        near_ties: prompts that part where the two best logits are within `NEAR_TIE`.
+        differing: indices of prompts that part anywhere else: a bug.
+        accepted: drafts accepted on the speculative side; the check says little if it is 0.
+    """
+
+    prompts: int
+    tokens: int
+    near_ties: int
+    differing: tuple[int, ...]
+    accepted: int
+
+    @property
+    def passed(self) -> bool:
+        """No difference that a near-tie does not explain, and something was at stake."""
+        return not self.differing and self.accepted > 0
+
+
+@dataclass(frozen=True, slots=True)
+class SampledAudit:
+    """Speculative against plain completions of one prompt at T>0.
+
+    Attributes:
+        samples: completions on each side.
+        length: tokens of each, whose joint law is compared.
+        test: the chi-square test of homogeneity.
+        metrics: of the speculative side: what was drafted and accepted.
+    """
+
+    samples: int
+    length: int
+    test: ChiSquare
+    metrics: RequestMetrics
+
+    @property
+    def passed(self) -> bool:
+        """The test finds no difference, and drafts were both accepted and rejected."""
+        at_stake = 0 < self.metrics.num_accepted_tokens < self.metrics.num_draft_tokens
+        return self.test.p_value >= ALPHA and at_stake
+
+
+def greedy_audit(
+    llm: LLM, prompts: Sequence[str], *, max_tokens: int, report: Report = _silent
+) -> GreedyAudit:
+    """Complete every prompt at T=0 with and without speculation and compare token by token."""
+    speculative = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    plain = replace(speculative, num_speculative_tokens=0)
+    tokens = near_ties = accepted = 0
+    differing = []
+    for done, prompt in enumerate(prompts):
+        report(done, len(prompts))
+        (drafted,) = llm.generate(prompt, speculative)
+        (reference,) = llm.generate(prompt, plain)
+        mine, theirs = drafted.outputs[0].token_ids, reference.outputs[0].token_ids
+        tokens += len(theirs)
+        accepted += drafted.metrics.num_accepted_tokens
+        if mine == theirs:
+            continue
+        same = next(
+            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
+            min(len(mine), len(theirs)),
+        )
+        if _top_gap(llm, [*reference.prompt_token_ids, *theirs[:same]]) <= NEAR_TIE:
+            near_ties += 1
+        else:
+            differing.append(done)
+    report(len(prompts), len(prompts))
+    return GreedyAudit(len(prompts), tokens, near_ties, tuple(differing), accepted)
+
+
+def _top_gap(llm: LLM, token_ids: list[int]) -> float:
+    """Distance of the two best logits after `token_ids`."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, num_speculative_tokens=0)
+    (output,) = llm.generate(token_ids, params)
+    found = (output.outputs[0].logprobs or [{}])[0]
+    best = sorted((entry.logprob for entry in found.values()), reverse=True)
+    return best[0] - best[1] if len(best) > 1 else float("inf")
+
+
+def sampled_audit(
+    llm: LLM,
+    prompt: str | Sequence[int],
+    *,
+    samples: int,
+    length: int,
+    params: SamplingParams,
+    report: Report = _silent,
+) -> SampledAudit:
+    """Draw `samples` completions of `length` tokens each way and compare their joint law.
+
+    Every completion has its own noise (no seed is given), so the two sides are independent.
+
+    Args:
+        params: temperature and filters; length, stopping and seed are set here.
+    """
+    speculative = replace(params, max_tokens=length, ignore_eos=True, seed=None)
+    plain = replace(speculative, num_speculative_tokens=0)
+    metrics = RequestMetrics()
+    drawn: tuple[list[list[int]], list[list[int]]] = ([], [])
+    for start in range(0, samples, _REQUESTS_PER_CALL):
+        count = min(_REQUESTS_PER_CALL, samples - start)
+        for side, side_params in enumerate((speculative, plain)):
+            report(2 * start + side * count, 2 * samples)
+            outputs = llm.generate([prompt] * count, side_params)
+            drawn[side].extend(output.outputs[0].token_ids for output in outputs)
+            if side == 0:
+                for output in outputs:
+                    metrics.add(output.metrics)
+    report(2 * samples, 2 * samples)
+    return SampledAudit(samples, length, homogeneity(*drawn), metrics)

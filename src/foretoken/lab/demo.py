@@ -1,0 +1,246 @@
+"""The guided first minute behind `foretoken demo`.
+
+Every figure on the screen is measured in the run that shows it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from foretoken.engine.detokenizer import Detokenizer
+from foretoken.lab.audit import ALPHA, NEAR_TIE, greedy_audit, sampled_audit
+from foretoken.lab.workloads import HeldOut, heldout
+from foretoken.outputs import RequestMetrics, RequestOutput
+from foretoken.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+
+# Underline and bold tell the kinds apart where there is no colour.
+STYLES = {
+    "accepted": "green",
+    "resampled": "yellow underline",
+    "bonus": "cyan bold",
+    "plain": "",
+}
+MEANING = {
+    "accepted": "drafted, and accepted by the target",
+    "resampled": "drawn by the target in place of a rejected draft",
+    "bonus": "drawn by the target after all drafts were accepted",
+    "plain": "drawn by the target with nothing drafted",
+}
+TEMPERATURES = (0.0, 0.8)
+ROUNDS = 5
+BAR = 32
+PROMPT_LINES = 6
+AUDIT_PROMPTS = 8
+AUDIT_LENGTH = 4
+AUDIT_PROMPT = "def __init__(self, name"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Tokens per second of each round, plain and speculative measured in turn."""
+
+    temperature: float
+    plain: list[float]
+    speculative: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """Median speculative over median plain speed."""
+        return statistics.median(self.speculative) / statistics.median(self.plain)
+
+
+class Demo:
+    """Runs the parts in order on one loaded engine.
+
+    Args:
+        llm: an engine with a drafter.
+        console: where to write; colour and width are its business.
+        note: told after each part what has been done, for whoever interrupts.
+    """
+
+    def __init__(self, llm: LLM, console: Console, note: Callable[[str], None]) -> None:
+        self.llm, self.console, self.note = llm, console, note
+
+    def run(self, prompts: int, max_tokens: int, samples: int) -> None:
+        """Completions, acceptance, speed, losslessness: about a minute in all."""
+        chosen = heldout(prompts)
+        self.introduce()
+        metrics = RequestMetrics()
+        for number, item in enumerate(chosen):
+            self.note(f"{number} of {len(chosen)} prompts were completed.")
+            temperature = TEMPERATURES[number % len(TEMPERATURES)]
+            output = self.complete(number, len(chosen), item, temperature, max_tokens)
+            metrics.add(output.metrics)
+        self.note("the prompts were completed; speed was not measured.")
+        self.show_acceptance(metrics)
+        self.show_speed(chosen, max_tokens)
+        self.note("prompts and speed are shown; the losslessness check was not finished.")
+        self.check_losslessness(samples)
+
+    def introduce(self) -> None:
+        """What runs here, and what the colours mean."""
+        config, speculation = self.llm.config, self.llm.config.speculative_config
+        drafts = speculation.num_speculative_tokens if speculation else 0
+        self.console.print(
+            f"Foretoken completes Python files that {config.model} has never seen. A small draft "
+            f"model proposes up to {drafts} tokens, the target checks them in one pass, and the "
+            "text has exactly the law it would have without drafts."
+        )
+        for kind, meaning in MEANING.items():
+            self.console.print(Text(f"  {kind:<10}", STYLES[kind]).append(meaning, "not bold"))
+
+    def complete(
+        self, number: int, count: int, item: HeldOut, temperature: float, max_tokens: int
+    ) -> RequestOutput:
+        """Stream one completion, each token in the style of its origin."""
+        self._title(f"{number + 1} of {count}: {item.source}, temperature {temperature:g}")
+        lines = item.prompt.splitlines(keepends=True)
+        self._write("".join(lines[-PROMPT_LINES:]), "dim")
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
+        detokenizer, done, output = None, 0, None
+        for output in self.llm.stream(item.prompt, params):
+            sample = output.outputs[0]
+            if detokenizer is None:
+                detokenizer = Detokenizer(self.llm.tokenizer, output.prompt_token_ids, ())
+            for token, origin in zip(sample.token_ids[done:], sample.origins[done:], strict=True):
+                before = len(detokenizer.text)
+                detokenizer.append(token)
+                self._write(detokenizer.text[before:], STYLES[origin])
+            done = len(sample.token_ids)
+        if output is None:
+            raise RuntimeError("the stream ended before it began")
+        self.console.print()
+        counts = Counter(output.outputs[0].origins)
+        kinds = ", ".join(f"{counts[kind]} {kind}" for kind in STYLES if counts[kind])
+        passes = output.metrics.num_steps
+        self.console.print(f"{done} tokens in {passes} passes of the target: {kinds}", style="dim")
+        return output
+
+    def show_acceptance(self, metrics: RequestMetrics) -> None:
+        """A bar per draft position, with the counts behind it."""
+        self._title("Acceptance by position of the draft")
+        full, empty = ("█", "░") if "utf" in self.console.encoding.lower() else ("#", ".")
+        counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)
+        for position, (accepted, drafted) in enumerate(counts, start=1):
+            share = accepted / drafted
+            filled = round(share * BAR)
+            bar = Text(f"  {position}  ").append(full * filled, "green")
+            bar.append(empty * (BAR - filled), "dim")
+            self.console.print(bar.append(f"  {share:5.1%}  {accepted} of {drafted}"))
+        self.console.print(
+            f"  A position counts as accepted when all before it were, too. Mean acceptance length "
+            f"(accepted + 1 per pass): {metrics.mean_acceptance_length:.2f}"
+        )
+
+    def show_speed(self, chosen: list[HeldOut], max_tokens: int) -> None:
+        """Plain and speculative decoding of the same prompts in turn, medians."""
+        self._title("Speed, batch 1, plain and speculative in turn")
+        rounds = ROUNDS * len(TEMPERATURES)
+        with self._progress("measuring", rounds) as advance:
+            timings = [self._time(chosen, max_tokens, t, advance) for t in TEMPERATURES]
+        for timing in timings:
+            self.console.print(
+                f"  temperature {timing.temperature:<4g}"
+                f" plain {_span(timing.plain)}   speculative {_span(timing.speculative)}"
+                f"   {timing.ratio:.2f}x"
+            )
+        self.console.print(f"  Tokens per second: median of {ROUNDS} rounds (least to most).")
+        if min(timing.ratio for timing in timings) < 1.0:
+            self.console.print(
+                "  Speculation is slower than plain decoding here: at this acceptance, drafting "
+                "and checking cost more than the passes they save."
+            )
+
+    def _time(
+        self,
+        chosen: list[HeldOut],
+        max_tokens: int,
+        temperature: float,
+        advance: Callable[[], None],
+    ) -> Timing:
+        speculative = SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0
+        )
+        plain = replace(speculative, num_speculative_tokens=0)
+        timing = Timing(temperature, [], [])
+        for _ in range(ROUNDS):
+            for params, speeds in ((plain, timing.plain), (speculative, timing.speculative)):
+                start, tokens = time.perf_counter(), 0
+                for item in chosen:
+                    (output,) = self.llm.generate(item.prompt, params)
+                    tokens += len(output.outputs[0].token_ids)
+                speeds.append(tokens / (time.perf_counter() - start))
+            advance()
+        return timing
+
+    def check_losslessness(self, samples: int) -> None:
+        """Equal tokens at T=0, equal law at T>0, with the figures that say so."""
+        self._title("Is it lossless?")
+        prompts = [item.prompt for item in heldout(AUDIT_PROMPTS)]
+        with self._progress("comparing tokens", len(prompts)) as advance:
+            greedy = greedy_audit(
+                self.llm, prompts, max_tokens=48, report=lambda done, total: advance(done)
+            )
+        verdict = "equal" if greedy.passed else f"DIFFERENT in prompts {greedy.differing}"
+        ties = f", {greedy.near_ties} parted at a tie within {NEAR_TIE:g}" * bool(greedy.near_ties)
+        self.console.print(
+            f"  Temperature 0: {greedy.tokens} speculative tokens of {greedy.prompts} prompts "
+            f"against plain decoding: {verdict}{ties}."
+        )
+        with self._progress("drawing samples", 2 * samples) as advance:
+            sampled = sampled_audit(
+                self.llm,
+                AUDIT_PROMPT,
+                samples=samples,
+                length=AUDIT_LENGTH,
+                params=SamplingParams(temperature=1.0),
+                report=lambda done, total: advance(done),
+            )
+        test = sampled.test
+        verdict = "no difference found" if sampled.passed else "DIFFERENT"
+        self.console.print(
+            f"  Temperature 1: {samples} completions of `{AUDIT_PROMPT}` each way, joint law of "
+            f"{AUDIT_LENGTH} tokens: chi-square {test.statistic:.1f} on {test.degrees} degrees of "
+            f"freedom, p = {test.p_value:.3f}: {verdict} (a difference would show as "
+            f"p < {ALPHA:g}; {sampled.metrics.acceptance_rate:.0%} of the drafts were accepted)."
+        )
+
+    def _title(self, text: str) -> None:
+        self.console.print()
+        self.console.print(text, style="bold", markup=False)
+
+    def _write(self, text: str, style: str) -> None:
+        self.console.print(Text(text, style), end="", soft_wrap=True)
+
+    @contextmanager
+    def _progress(self, what: str, total: int) -> Iterator[Callable[..., None]]:
+        """A bar that vanishes when done; on anything but a terminal nothing is written."""
+        columns = (TextColumn("  {task.description}"), BarColumn(), TimeRemainingColumn())
+        shown = self.console.is_terminal
+        with Progress(*columns, console=self.console, transient=True, disable=not shown) as bar:
+            task = bar.add_task(what, total=total)
+
+            def advance(done: int | None = None) -> None:
+                if done is None:
+                    bar.advance(task)
+                else:
+                    bar.update(task, completed=done)
+
+            yield advance
+
+
+def _span(speeds: list[float]) -> str:
+    return f"{statistics.median(speeds):.0f} ({min(speeds):.0f} to {max(speeds):.0f})"

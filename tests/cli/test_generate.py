@@ -1,0 +1,147 @@
+"""`foretoken generate`: streaming, JSON, and one clear message for whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from foretoken import cli
+from foretoken.errors import CheckpointError, NonFiniteLogitsError
+from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+PIECES = ["a", " +", " b", "\n"]
+
+
+class FakeLLM:
+    """Streams `PIECES`; fails where it is told to."""
+
+    def __init__(self, fail_after: int | None = None, error: BaseException | None = None) -> None:
+        self.fail_after, self.error = fail_after, error
+        self.calls: list[tuple[str, Any]] = []
+
+    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
+        self.calls.append((prompt, params))
+        for count in range(1, len(PIECES) + 1):
+            if self.error is not None and count - 1 == self.fail_after:
+                raise self.error
+            ended = "length" if count == len(PIECES) else None
+            sample = CompletionOutput(
+                index=0,
+                token_ids=list(range(count)),
+                text="".join(PIECES[:count]),
+                finish_reason=ended,
+                seed=7,
+                origins=["plain"] * count,
+            )
+            metrics = RequestMetrics()
+            metrics.observe(2, 1)
+            yield RequestOutput("1", prompt, [5, 6], [sample], metrics)
+
+
+def invoke(monkeypatch: pytest.MonkeyPatch, llm: FakeLLM, *args: str, **kwargs: Any) -> Result:
+    monkeypatch.setattr(cli, "_load", lambda *given, **options: llm)
+    return CliRunner().invoke(cli.app, ["generate", *args], **kwargs)
+
+
+def test_text_goes_to_standard_output_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = invoke(monkeypatch, FakeLLM(), "def f():")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "a + b\n\n", "")
+
+
+def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = invoke(monkeypatch, FakeLLM(), "def f():", "--json")
+    data = json.loads(result.stdout)
+    assert data["token_ids"] == [0, 1, 2, 3]
+    assert (data["text"], data["finish_reason"], data["seed"]) == ("a + b\n", "length", 7)
+    assert data["metrics"]["mean_acceptance_length"] == 2.0
+    assert data["metrics"]["accepted_per_position"] == [1, 0]
+
+
+def test_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM()
+    invoke(monkeypatch, llm, "-", input="def g():\n")
+    assert llm.calls[0][0] == "def g():\n"
+
+
+def test_options_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM()
+    invoke(
+        monkeypatch, llm, "x", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "20",
+        "--min-p", "0.1", "--max-tokens", "9", "--seed", "3", "--stop", "a", "--stop", "b",
+        "--ignore-eos",
+    )  # fmt: skip
+    params = llm.calls[0][1]
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 20, 0.1)
+    assert (params.max_tokens, params.seed, params.stop) == (9, 3, ("a", "b"))
+    assert params.ignore_eos
+
+
+def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def load(model: str, speculative_config: Any, **options: Any) -> FakeLLM:
+        seen.update(options, model=model, speculative_config=speculative_config)
+        return FakeLLM()
+
+    monkeypatch.setattr(cli, "_load", load)
+    runner = CliRunner()
+    runner.invoke(cli.app, ["generate", "x"])
+    assert seen["speculative_config"] == {"method": "draft_model"}
+    runner.invoke(cli.app, ["generate", "x", "--model", "elsewhere", "--max-num-seqs", "2"])
+    assert (seen["speculative_config"], seen["max_num_seqs"]) == (None, 2)
+    runner.invoke(cli.app, ["generate", "x", "--no-speculation", "--use-fp64-gumbel"])
+    assert (seen["speculative_config"], seen["use_fp64_gumbel"]) == (None, True)
+    runner.invoke(cli.app, ["generate", "x", "--speculative-config", '{"method": "ngram"}'])
+    assert seen["speculative_config"] == '{"method": "ngram"}'
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--temperature", "-1"], "`temperature` is -1.0: must be a finite number >= 0."),
+        (["--top-p", "0"], "`top_p`"),
+        (["--max-tokens", "0"], "`max_tokens` is 0: must be an integer >= 1."),
+        (["--no-speculation", "--speculative-config", "{}"], "`speculative-config`"),
+    ],
+)
+def test_bad_values_are_one_message(
+    monkeypatch: pytest.MonkeyPatch, args: list[str], said: str
+) -> None:
+    result = invoke(monkeypatch, FakeLLM(), "x", *args)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"Error: {said}")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+
+
+def test_a_typed_error_from_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*args: Any, **options: Any) -> FakeLLM:
+        raise CheckpointError("no such folder: [nowhere]")
+
+    monkeypatch.setattr(cli, "_load", load)
+    result = CliRunner().invoke(cli.app, ["generate", "x", "--model", "nowhere"])
+    assert (result.exit_code, result.stderr) == (2, "Error: no such folder: [nowhere]\n")
+
+
+def test_ctrl_c_says_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = invoke(monkeypatch, FakeLLM(2, KeyboardInterrupt()), "x")
+    assert result.exit_code == 130
+    assert result.stdout == "a +"
+    assert "Interrupted: 2 tokens were generated in" in result.stderr
+
+
+def test_unknown_errors_hide_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = invoke(monkeypatch, FakeLLM(1, ZeroDivisionError("by zero")), "x")
+    assert result.exit_code == 1
+    assert "Unexpected ZeroDivisionError: by zero" in result.stderr
+    assert "--debug" in result.stderr
+
+
+def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = NonFiniteLogitsError("row 3")
+    result = invoke(monkeypatch, FakeLLM(1, error), "x", "--debug")
+    assert result.exception is error

@@ -65,20 +65,22 @@ def verify(
     decide = get_rule(rule)
     batch = _read(logits_NV, params, slot_B, position_B, drafts, fp64_noise)
     with np.errstate(all="ignore"):
-        log_p_BK, log_q_BK = _log_p(batch), _log_q(batch)
-        log_u_BK = _log_u(batch)
-        inputs = RuleInputs(from_numpy(log_p_BK), from_numpy(log_q_BK), from_numpy(log_u_BK))
-        n_accept, log_w = decide(inputs)
-        n_accept_B = n_accept.numpy()
+        log_q_BK = np.where(batch.known_BK, 0.0, -np.inf)
+        n_accept_B, log_w_B = np.zeros(len(slot_B), np.int64), np.zeros(len(slot_B))
+        if batch.known_BK.any():  # K = 0 is plain decoding: nothing to reduce or decide
+            log_q_BK = _log_q(batch, log_q_BK)
+            stats = (_log_p(batch), log_q_BK, _log_u(batch))
+            n_accept, log_w = decide(RuleInputs(*map(from_numpy, stats)))
+            n_accept_B, log_w_B = n_accept.numpy(), log_w.numpy()
         weight_BV = _emitting_rows(batch, n_accept_B)
         finite_B = np.isfinite(weight_BV.max(axis=1))  # max is NaN if the row holds one
-        drawn_B = _emit(batch, weight_BV, n_accept_B, log_q_BK, log_w.numpy())
+        drawn_B = _emit(batch, weight_BV, n_accept_B, log_q_BK, log_w_B)
     num_requests, most = batch.token_BK.shape
     token_BK1 = np.full((num_requests, most + 1), -1, drafts.token_BK.numpy().dtype)
     accepted_BK = np.arange(most) < n_accept_B[:, None]
     np.copyto(token_BK1[:, :most], batch.token_BK, where=accepted_BK)
     token_BK1[np.arange(num_requests), n_accept_B] = np.where(finite_B, drawn_B, -1)
-    return Verdict(from_numpy(token_BK1), n_accept, from_numpy(finite_B))
+    return Verdict(from_numpy(token_BK1), from_numpy(n_accept_B), from_numpy(finite_B))
 
 
 def _read(
@@ -147,9 +149,11 @@ def _log_p(batch: Batch) -> Array:
     return log_p_BK
 
 
-def _log_q(batch: Batch) -> Array:
-    """Stage (i): log q(x_i), [B, K]. One-hot 0; -inf (q = 0) without a draft or a finite row."""
-    log_q_BK = np.where(batch.known_BK, 0.0, -np.inf)
+def _log_q(batch: Batch, log_q_BK: Array) -> Array:
+    """Stage (i): log q(x_i), [B, K]; -inf (q = 0) where the draft row is not finite.
+
+    `log_q_BK` holds what one-hot drafts have, 0, or -inf without a draft; real ones are filled in.
+    """
     if batch.draft_logits_SKV is None:
         return log_q_BK
     b_M, i_M = np.nonzero(batch.known_BK & (batch.real_q_B & ~batch.greedy_B)[:, None])
@@ -171,9 +175,9 @@ def _draft_rows(batch: Batch, b_M: Array, i_M: Array) -> Array:
 
 
 def _log_u(batch: Batch) -> Array:
-    """log of the acceptance uniforms, [B, K]. -inf (u = 0), undrawn, if no draft depends on it."""
+    """log of the acceptance uniforms, [B, K]. -inf (u = 0), undrawn, if all are at T=0."""
     num_requests, most = batch.token_BK.shape
-    if batch.greedy_B.all() or not batch.known_BK.any():
+    if batch.greedy_B.all():
         return np.full((num_requests, most), -np.inf)
     index_BK = np.broadcast_to(np.arange(most), (num_requests, most))
     position_BK = batch.position_B[:, None] + index_BK

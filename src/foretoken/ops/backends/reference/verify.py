@@ -1,0 +1,132 @@
+"""Speculative sampling as in the papers, in fp64, one request at a time.
+
+Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding" (2023),
+algorithm 1; Chen et al., "Accelerating large language model decoding with speculative sampling"
+(2023), algorithm 2. p is the target's distribution, q the one that the draft was sampled from:
+
+    for i = 1..K:  accept x_i if u_i < p(x_i) / q(x_i), else stop
+    after a rejection emit y ~ norm(max(p - q, 0)); if all K were accepted, y ~ p
+
+Shapes: B requests, K most drafts, N rows, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.ops.backends.reference.noise import uniform_of
+from foretoken.ops.backends.reference.process import Row
+from foretoken.ops.backends.reference.sample import Place, draw, log_sum_exp
+from foretoken.ops.checks import FLOATS, INT64, check_drafts, check_params, check_tensor
+from foretoken.ops.types import DraftBlock, SlotParams, Stream, Verdict
+
+TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+RESIDUAL = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
+
+
+def verify(
+    logits_NV: Tensor,
+    params: SlotParams,
+    slot_B: Tensor,
+    position_B: Tensor,
+    drafts: DraftBlock,
+    *,
+    rule: str = "standard",
+    fp64_noise: bool = False,
+) -> Verdict:
+    """See `Backend.verify`."""
+    check_tensor("logits_NV", logits_NV, (None, None), FLOATS)
+    check_tensor("slot_B", slot_B, (None,), INT64)
+    check_tensor("position_B", position_B, slot_B.shape, INT64)
+    check_params(params)
+    check_drafts(drafts, len(slot_B))
+    if rule != "standard":
+        raise ConfigError("rule", rule, "standard")
+    most = drafts.token_BK.shape[1]
+    if any(not 0 <= num <= most for num in drafts.num_B.tolist()):
+        raise ConfigError("drafts.num_B", drafts.num_B.tolist(), f"in 0..{most}")
+    if len(logits_NV) != int(drafts.num_B.sum()) + len(slot_B):
+        raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "sum(num_B + 1) rows")
+    if drafts.logits_SKV is None and bool(drafts.real_q_B.any()):
+        raise ConfigError("drafts.logits_SKV", None, "given, since `real_q_B` asks for it")
+    if drafts.logits_SKV is not None and drafts.logits_SKV.shape[1] < most:
+        raise ConfigError("drafts.logits_SKV.shape", tuple(drafts.logits_SKV.shape), f"K >= {most}")
+    token_BK1 = torch.full((len(slot_B), most + 1), -1, dtype=drafts.token_BK.dtype)
+    n_accept_B = torch.zeros(len(slot_B), dtype=torch.int64)
+    finite_B = torch.ones(len(slot_B), dtype=torch.bool)
+    start = 0
+    for b, num in enumerate(drafts.num_B.tolist()):
+        rows = logits_NV[start : start + num + 1].detach().double().numpy()
+        emitted, finite = _verify_one(rows, b, params, slot_B, position_B, drafts, fp64_noise)
+        token_BK1[b, : len(emitted)] = torch.tensor(emitted, dtype=token_BK1.dtype)
+        n_accept_B[b], finite_B[b] = len(emitted) - 1, finite
+        start += num + 1
+    return Verdict(token_BK1, n_accept_B, finite_B)
+
+
+def _verify_one(
+    rows: Row,
+    b: int,
+    params: SlotParams,
+    slot_B: Tensor,
+    position_B: Tensor,
+    drafts: DraftBlock,
+    fp64: bool,
+) -> tuple[list[int], bool]:
+    """The tokens that request b emits, and whether the rows behind them were finite."""
+    slot, position = int(slot_B[b]), int(position_B[b])
+    key, temperature = int(params.key_S[slot]), float(params.temperature_S[slot])
+    top_k = int(params.top_k_S[slot])
+    emitted: list[int] = []
+    for i, logits in enumerate(rows):
+        if np.isnan(logits).any() or not np.isfinite(logits.max()):
+            return [*emitted, -1], False
+        place = Place(key, position + i, 0, fp64)
+        x = int(drafts.token_BK[b, i]) if i < len(rows) - 1 else -1
+        if temperature == 0:
+            best = int(np.argmax(logits))
+            emitted.append(best)
+            if x != best:
+                break
+            continue
+        q = _draft_distribution(drafts, b, slot, i, x, len(logits))
+        if q is None or q[x] == 0:  # q = 0: there is nothing to accept, and the residual is p
+            emitted.append(draw(logits, temperature, top_k, place, TARGET))
+            break
+        p = np.zeros(len(q))
+        p[: len(logits)] = np.exp(logits - log_sum_exp(logits))
+        u = uniform_of(0, key, position + i, i, Stream.ACCEPT, fp64)
+        if u < p[x] / q[x]:
+            emitted.append(x)
+            continue
+        residual = np.maximum(p - q, 0)[: len(logits)]
+        if residual.sum() > 0:
+            with np.errstate(divide="ignore"):
+                logits = np.log(residual)
+        emitted.append(draw(logits, temperature, top_k, place, RESIDUAL))
+        break
+    return emitted, True
+
+
+def _draft_distribution(
+    drafts: DraftBlock, b: int, slot: int, i: int, x: int, vocabulary: int
+) -> Row | None:
+    """q over max(V, draft width, x + 1) ids; None where q = 0: no draft, or a row not finite."""
+    if x < 0:
+        return None
+    if not drafts.real_q_B[b]:
+        one_hot = np.zeros(max(vocabulary, x + 1))
+        one_hot[x] = 1.0
+        return one_hot
+    assert drafts.logits_SKV is not None  # checked by `verify`
+    logits = drafts.logits_SKV[slot, i].detach().double().numpy()
+    if np.isnan(logits).any() or not math.isfinite(logits.max()):
+        return None
+    q = np.zeros(max(vocabulary, len(logits), x + 1))
+    q[: len(logits)] = np.exp(logits - log_sum_exp(logits))
+    return q

@@ -1,0 +1,186 @@
+"""Tokens per second at batch 1: plain, speculative, and Transformers on the same weights.
+
+All cases run in one process on the same held-out prompts, one after the other within each repeat,
+so that whatever else the machine does falls on all of them alike. Every case generates the same
+number of tokens per prompt (end-of-text is ignored).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.common import DRAFT, TARGET, parse, progress, record
+from foretoken import LLM, SamplingParams
+from foretoken.lab.results import Row, Spread
+from foretoken.lab.workloads import heldout
+from foretoken.models import resolve_checkpoint
+
+TEMPERATURES = (0.0, 0.8)
+DRAFT_KS = (1, 2, 3, 4, 5, 6, 8)
+NGRAM_KS = (2, 4, 8)
+ASSISTED_KS = (3, 5)
+Ids = list[int]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to complete a prompt: given its token ids and the temperature, the new tokens."""
+
+    name: str
+    labels: dict[str, Any]
+    complete: Callable[[Ids, float], Ids]
+
+
+def our_case(name: str, llm: LLM, method: str, k: int, max_tokens: int) -> Case:
+    def complete(ids: Ids, temperature: float) -> Ids:
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            num_speculative_tokens=k,
+            seed=len(ids),
+        )
+        return llm.generate(ids, params)[0].outputs[0].token_ids
+
+    return Case(name, {"engine": "foretoken", "method": method, "k": k}, complete)
+
+
+def our_cases(max_tokens: int) -> list[Case]:
+    """Plain decoding and every drafter at several K: K is a request's choice within one engine."""
+
+    def load(**speculation: Any) -> LLM:
+        return LLM(TARGET, speculation, max_num_seqs=1)
+
+    sampled = load(method="draft_model", num_speculative_tokens=max(DRAFT_KS))
+    greedy = load(method="draft_model", num_speculative_tokens=4, draft_sample_method="greedy")
+    ngram = load(method="ngram", num_speculative_tokens=max(NGRAM_KS))
+    plain = LLM(TARGET, None, max_num_seqs=1)
+    return [
+        our_case("plain", plain, "plain", 0, max_tokens),
+        *(our_case(f"draft model, K={k}", sampled, "draft_model", k, max_tokens) for k in DRAFT_KS),
+        our_case("draft model, greedy, K=4", greedy, "draft_model_greedy", 4, max_tokens),
+        *(our_case(f"n-gram, K={k}", ngram, "ngram", k, max_tokens) for k in NGRAM_KS),
+    ]
+
+
+def transformers_cases(max_tokens: int) -> list[Case]:
+    """`generate` and assisted generation of Transformers, same weights, float32."""
+    from transformers import AutoModelForCausalLM
+
+    def load(name: str) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(resolve_checkpoint(name), dtype=torch.float32)
+        model.generation_config.eos_token_id = None
+        model.generation_config.pad_token_id = 0
+        return model.eval()
+
+    target, assistant = load(TARGET), load(DRAFT)
+
+    def case(name: str, k: int) -> Case:
+        def complete(ids: Ids, temperature: float) -> Ids:
+            assisted = {}
+            if k:
+                config = assistant.generation_config
+                config.num_assistant_tokens = k
+                config.num_assistant_tokens_schedule = "constant"
+                config.assistant_confidence_threshold = 0.0
+                assisted = {"assistant_model": assistant}
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
+            tokens = target.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+                max_new_tokens=max_tokens,
+                **(sampling if temperature else {"do_sample": False}),
+                **assisted,
+            )
+            return tokens[0, len(ids) :].tolist()
+
+        method = "assisted" if k else "generate"
+        return Case(name, {"engine": "transformers", "method": method, "k": k}, complete)
+
+    return [
+        case("Transformers generate", 0),
+        *(case(f"Transformers assisted, K={k}", k) for k in ASSISTED_KS),
+    ]
+
+
+def measure(
+    cases: list[Case], prompts: list[Ids], temperature: float, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, list[Ids]]]:
+    """Tokens per second of every repeat, and the tokens of the last one."""
+    torch.manual_seed(0)
+    speeds: dict[str, list[float]] = {case.name: [] for case in cases}
+    tokens: dict[str, list[Ids]] = {}
+    rounds = [(r, case) for r in range(repeats + 1) for case in cases]
+    for repeat, case in progress(rounds, f"speed, T={temperature:g}"):
+        start = time.perf_counter()
+        tokens[case.name] = [case.complete(ids, temperature) for ids in prompts]
+        took = time.perf_counter() - start
+        if repeat:  # the first round warms up
+            speeds[case.name].append(sum(map(len, tokens[case.name])) / took)
+    return speeds, tokens
+
+
+def row(case: Case, temperature: float, speeds: dict[str, list[float]], same: int) -> Row:
+    """Speed of a case, and its ratio to plain decoding and to `generate`, repeat by repeat."""
+    mine = speeds[case.name]
+    ratios = {
+        f"ratio_to_{short}": Spread.of(
+            [a / b for a, b in zip(mine, speeds[other], strict=True)], "x"
+        )
+        for short, other in (("plain", "plain"), ("generate", "Transformers generate"))
+    }
+    values = {"tokens_per_second": Spread.of(mine, "tokens/s"), **ratios}
+    labels = case.labels | {"temperature": temperature}
+    if temperature == 0.0:
+        values["prompts_equal_to_plain"] = same
+    return Row(f"{case.name}, T={temperature:g}", labels, values)
+
+
+def main() -> None:
+    options = parse(__doc__, prompts=8, max_tokens=64, repeats=5, cores=2)
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    torch.set_num_threads(options.cores)
+    cases = our_cases(options.max_tokens) + transformers_cases(options.max_tokens)
+    tokenizer = LLM(TARGET, None, max_num_seqs=1).tokenizer
+    prompts = [list(tokenizer.encode(item.prompt)) for item in heldout(options.prompts)]
+    rows = []
+    for temperature in TEMPERATURES:
+        speeds, tokens = measure(cases, prompts, temperature, options.repeats)
+        for case in cases:
+            pairs = zip(tokens[case.name], tokens["plain"], strict=True)
+            rows.append(row(case, temperature, speeds, sum(a == b for a, b in pairs)))
+            print(f"{rows[-1].case:<36} {statistics.median(speeds[case.name]):7.0f} tokens/s")
+    record(
+        "speed",
+        options.out,
+        {
+            "target": TARGET,
+            "draft": DRAFT,
+            "batch": 1,
+            "prompts": options.prompts,
+            "prompt_tokens": [len(ids) for ids in prompts],
+            "max_tokens": options.max_tokens,
+            "dtype": "float32",
+            "cores": options.cores,
+            "repeats": options.repeats,
+        },
+        rows,
+        [
+            "One process, cases interleaved within each repeat; the first round warms up. Speed "
+            "counts generated tokens over the whole call, prefill included.",
+            "Ratios are taken repeat by repeat, then summed up.",
+            "prompts_equal_to_plain: at T=0, prompts whose tokens all equal plain decoding's; "
+            "passes over 1 and K+1 rows may part at near-ties.",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

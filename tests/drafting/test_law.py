@@ -1,0 +1,184 @@
+"""Losslessness through the real drafters: propose, then verify, over thousands of slots per call.
+
+The joint law of three tokens on a prefix-dependent chain is the target's own, for each drafter;
+each test rejects mutants of the same path.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.drafting.base import DraftContext, Drafter, DrafterSetup, DraftRequest
+from foretoken.drafting.draft_model import DraftModel
+from foretoken.drafting.ngram import NGram
+from foretoken.ops import DraftBlock, SlotParams, Stream, get_backend
+from tests.support.cases import make_params
+from tests.support.law import (
+    CORRECT_P,
+    MUTANT_P,
+    Chain,
+    MakePropose,
+    Propose,
+    count_sequences,
+    hide_token,
+    p_value,
+    random_chain,
+)
+from tests.support.table_model import TableModel
+
+CPU = torch.device("cpu")
+BACKEND = get_backend("torch_cpu")
+BLOCK = 16
+VOCABULARY = 5
+NUM_DRAFTS = 2
+MUTANT_TRIALS = 60_000
+_law = pytest.mark.law
+CASES = [
+    pytest.param(0.7, {}, id="T0.7"),
+    pytest.param(1.0, {}, id="T1"),
+    pytest.param(0.7, {"top_p": 0.8}, id="T0.7-top-p"),
+    pytest.param(1.0, {"top_k": 3}, id="T1-top-k"),
+    pytest.param(0.7, {"top_k": 3}, id="T0.7-top-k", marks=_law),
+    pytest.param(1.0, {"top_p": 0.8}, id="T1-top-p", marks=_law),
+    pytest.param(1.0, {"top_k": 4, "top_p": 0.7}, id="T1-both", marks=_law),
+]
+
+
+def setup_for(num_slots: int, **speculation) -> DrafterSetup:
+    spec = SpeculativeConfig(num_speculative_tokens=NUM_DRAFTS, **speculation)
+    config = EngineConfig(
+        model="table", speculative_config=spec, block_size=BLOCK, max_num_seqs=num_slots,
+        max_num_batched_tokens=4 * num_slots,
+    )  # fmt: skip
+    return DrafterSetup(config, spec, BACKEND, CPU, VOCABULARY)
+
+
+def driven(drafter: Drafter, params: SlotParams, bos: int) -> Propose:
+    """A drafter as the harness calls one: each slot owns one block, outcomes are observed."""
+    last: dict[int, int] = {}
+
+    def propose(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+        requests = []
+        for tokens, slot, position in zip(
+            prefix_BL.tolist(), slot_B.tolist(), position_B.tolist(), strict=True
+        ):
+            if slot in last:
+                drafter.observe(slot, NUM_DRAFTS, position - last[slot] - 1)
+            last[slot] = position
+            requests.append(DraftRequest(slot, [bos, *tokens[:position]], [slot], NUM_DRAFTS))
+        return drafter.propose(DraftContext(requests, params))
+
+    return propose
+
+
+def model_drafter(chain: Chain, **speculation) -> MakePropose:
+    def make(params: SlotParams) -> Propose:
+        num_slots = len(params.key_S)
+        model = TableModel(chain, num_slots * BLOCK)
+        drafter = DraftModel(setup_for(num_slots, method="draft_model", **speculation), model)  # type: ignore[arg-type]
+        drafter.allocate(num_slots)
+        return driven(drafter, params, model.bos)
+
+    return make
+
+
+def ngram_drafter(params: SlotParams) -> Propose:
+    drafter = NGram(setup_for(len(params.key_S), method="ngram", prompt_lookup_min=1))
+    return driven(drafter, params, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def chains() -> tuple[Chain, Chain]:
+    return random_chain(VOCABULARY, seed=3)
+
+
+@pytest.mark.parametrize(("temperature", "filters"), CASES)
+def test_draft_model_is_lossless(chains: tuple[Chain, Chain], temperature: float, filters) -> None:
+    target, draft = chains
+    counts = count_sequences(
+        BACKEND, target, model_drafter(draft), temperature=temperature, seed=11, **filters
+    )
+    assert p_value(counts, law_of(target, temperature, **filters)) > CORRECT_P
+
+
+def test_greedy_drafts_verified_as_one_hot_are_lossless(chains: tuple[Chain, Chain]) -> None:
+    target, draft = chains
+    make = model_drafter(draft, draft_sample_method="greedy")
+    counts = count_sequences(BACKEND, target, make, seed=12)
+    assert p_value(counts, law_of(target, 1.0)) > CORRECT_P
+
+
+@pytest.mark.parametrize(("temperature", "filters"), CASES)
+def test_ngram_is_lossless(chains: tuple[Chain, Chain], temperature: float, filters) -> None:
+    target = chains[0]
+    counts = count_sequences(
+        BACKEND, target, ngram_drafter, length=4, temperature=temperature, seed=13, **filters
+    )
+    assert p_value(counts, law_of(target, temperature, length=4, **filters)) > CORRECT_P
+
+
+def law_of(target: Chain, temperature: float, length: int = 3, **filters) -> Tensor:
+    params = make_params(1, temperature, filters.get("top_k", 0), filters.get("top_p", 1.0))
+    return target.joint(params, length)
+
+
+def mutant_q_of_another_draft(make: MakePropose) -> MakePropose:
+    """The q of each draft index is that of the one before: an off-by-one weight."""
+
+    def build(params: SlotParams) -> Propose:
+        propose = make(params)
+
+        def mutant(*args: Tensor) -> DraftBlock:
+            block = propose(*args)
+            assert block.logits_SKV is not None
+            return replace(block, logits_SKV=block.logits_SKV.roll(1, dims=1))
+
+        return mutant
+
+    return build
+
+
+def mutant_hidden_token(make: MakePropose) -> MakePropose:
+    """A sampled draft becomes -1 because of what it is."""
+    return lambda params: hide_token(make(params), 2)
+
+
+@pytest.mark.parametrize("mutate", [mutant_q_of_another_draft, mutant_hidden_token])
+def test_mutants_of_the_proposal_are_rejected(chains: tuple[Chain, Chain], mutate) -> None:
+    target, draft = chains
+    counts = count_sequences(
+        BACKEND, target, mutate(model_drafter(draft)), seed=14, trials=MUTANT_TRIALS
+    )
+    assert p_value(counts, law_of(target, 1.0)) < MUTANT_P
+
+
+def test_a_draft_that_shares_the_residuals_noise_is_rejected(
+    chains: tuple[Chain, Chain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from foretoken.drafting import draft_model
+
+    class Shared:
+        DRAFT_TOKEN, DRAFT_BLOCK = Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK
+
+    monkeypatch.setattr(draft_model, "Stream", Shared)
+    target, draft = chains
+    make = model_drafter(draft)
+    counts = count_sequences(BackendOneLater(), target, make, seed=15, trials=MUTANT_TRIALS)
+    assert p_value(counts, law_of(target, 1.0)) < MUTANT_P
+
+
+class BackendOneLater:
+    """The backend with positions that count the beginning-of-text token, as the drafter's do."""
+
+    process_logits = staticmethod(BACKEND.process_logits)
+    sample = staticmethod(BACKEND.sample)
+
+    @staticmethod
+    def verify(logits_NV, params, slot_B, position_B, drafts, **options):
+        # The residual of draft i is drawn at draft index 0; so is the first draft.
+        return BACKEND.verify(logits_NV, params, slot_B, position_B + 1, drafts, **options)

@@ -100,26 +100,26 @@ def chains() -> tuple[Chain, Chain]:
 @pytest.mark.parametrize(("temperature", "filters"), CASES)
 def test_draft_model_is_lossless(chains: tuple[Chain, Chain], temperature: float, filters) -> None:
     target, draft = chains
-    counts = count_sequences(
+    outcome = count_sequences(
         BACKEND, target, model_drafter(draft), temperature=temperature, seed=11, **filters
     )
-    assert p_value(counts, law_of(target, temperature, **filters)) > CORRECT_P
+    assert p_value(outcome.counts, law_of(target, temperature, **filters)) > CORRECT_P
 
 
 def test_greedy_drafts_verified_as_one_hot_are_lossless(chains: tuple[Chain, Chain]) -> None:
     target, draft = chains
     make = model_drafter(draft, draft_sample_method="greedy")
-    counts = count_sequences(BACKEND, target, make, seed=12)
-    assert p_value(counts, law_of(target, 1.0)) > CORRECT_P
+    outcome = count_sequences(BACKEND, target, make, seed=12)
+    assert p_value(outcome.counts, law_of(target, 1.0)) > CORRECT_P
 
 
 @pytest.mark.parametrize(("temperature", "filters"), CASES)
 def test_ngram_is_lossless(chains: tuple[Chain, Chain], temperature: float, filters) -> None:
     target = chains[0]
-    counts = count_sequences(
+    outcome = count_sequences(
         BACKEND, target, ngram_drafter, length=4, temperature=temperature, seed=13, **filters
     )
-    assert p_value(counts, law_of(target, temperature, length=4, **filters)) > CORRECT_P
+    assert p_value(outcome.counts, law_of(target, temperature, length=4, **filters)) > CORRECT_P
 
 
 def law_of(target: Chain, temperature: float, length: int = 3, **filters) -> Tensor:
@@ -151,10 +151,10 @@ def mutant_hidden_token(make: MakePropose) -> MakePropose:
 @pytest.mark.parametrize("mutate", [mutant_q_of_another_draft, mutant_hidden_token])
 def test_mutants_of_the_proposal_are_rejected(chains: tuple[Chain, Chain], mutate) -> None:
     target, draft = chains
-    counts = count_sequences(
+    outcome = count_sequences(
         BACKEND, target, mutate(model_drafter(draft)), seed=14, trials=MUTANT_TRIALS
     )
-    assert p_value(counts, law_of(target, 1.0)) < MUTANT_P
+    assert p_value(outcome.counts, law_of(target, 1.0)) < MUTANT_P
 
 
 def test_a_draft_that_shares_the_residuals_noise_is_rejected(
@@ -168,8 +168,8 @@ def test_a_draft_that_shares_the_residuals_noise_is_rejected(
     monkeypatch.setattr(draft_model, "Stream", Shared)
     target, draft = chains
     make = model_drafter(draft)
-    counts = count_sequences(BackendOneLater(), target, make, seed=15, trials=MUTANT_TRIALS)
-    assert p_value(counts, law_of(target, 1.0)) < MUTANT_P
+    outcome = count_sequences(BackendOneLater(), target, make, seed=15, trials=MUTANT_TRIALS)
+    assert p_value(outcome.counts, law_of(target, 1.0)) < MUTANT_P
 
 
 class BackendOneLater:

@@ -33,7 +33,7 @@ def commit(scheduler: Scheduler, share, num_accepted: int) -> None:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(blocks=st.integers(4, 30), seqs=st.integers(1, 4), budget=st.integers(4, 40))
+    @initialize(blocks=st.integers(4, 30), seqs=st.integers(1, 4), budget=st.integers(24, 60))
     def start(self, blocks: int, seqs: int, budget: int) -> None:
         self.scheduler = Scheduler(
             BlockPool(blocks, 4), max_num_seqs=seqs, max_num_batched_tokens=budget

@@ -97,11 +97,7 @@ class Drafter(ABC):
         """
 
     def observe(self, slot: int, num_drafted: int, num_accepted: int) -> None:  # noqa: B027
-        """Learn what became of this slot's last proposal.
-
-        `num_drafted` of its drafts were verified (the step's budget may have dropped the last
-        ones) and `num_accepted` accepted. Not called if none was verified.
-        """
+        """Learn what became of this slot's last proposal: how many of its drafts were accepted."""
 
     def release(self, slot: int) -> None:  # noqa: B027
         """Forget the request in this slot: it ended, and another may take its place."""

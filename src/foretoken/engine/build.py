@@ -24,13 +24,7 @@ from foretoken.sampling.slots import SlotTable
 
 def build_engine(config: EngineConfig) -> Engine:
     """Load models and allocate everything the engine will ever hold."""
-    if config.max_num_batched_tokens < config.max_num_seqs:
-        raise ConfigError(
-            "max_num_batched_tokens",
-            config.max_num_batched_tokens,
-            f"at least max_num_seqs ({config.max_num_seqs})",
-            "Every running request computes one token per step.",
-        )
+    _check_token_budget(config)
     device = torch.device("cpu")
     backend = get_backend("torch_cpu" if config.backend == "auto" else config.backend)
     tokenizer = load_tokenizer(config.model)
@@ -58,6 +52,20 @@ def build_engine(config: EngineConfig) -> Engine:
     )
     runner = Runner(model, kv, sampler, DraftState(device))
     return Engine(config, runner, scheduler, drafter, tokenizer, _eos_ids(model, tokenizer))
+
+
+def _check_token_budget(config: EngineConfig) -> None:
+    """Every running request must be able to verify its drafts in one step, whoever else runs."""
+    speculation = config.speculative_config
+    per_request = 1 + (speculation.num_speculative_tokens if speculation else 0)
+    if config.max_num_batched_tokens < config.max_num_seqs * per_request:
+        raise ConfigError(
+            "max_num_batched_tokens",
+            config.max_num_batched_tokens,
+            f"at least max_num_seqs x (1 + num_speculative_tokens) = "
+            f"{config.max_num_seqs * per_request}",
+            "Raise it, or lower `max_num_seqs` or `num_speculative_tokens`.",
+        )
 
 
 def _build_drafter(

@@ -75,19 +75,18 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Shares of the next step, in order of admission; admits waiting requests that fit.
 
-        Every decoding request gets its one token before any draft or prefill chunk is given room,
-        so a long prefill cannot stall the others.
+        A decoding request always gets its token and all its drafts, and prefill what room is left:
+        a long prefill cannot stall the others, and no draft is ever dropped for what else is in
+        the batch, which would make sampled tokens depend on it.
         """
         admitted = self._admit()
-        decoding = sum(1 for r in self.running if r.num_uncomputed == 1)
-        budget = self.max_num_batched_tokens - decoding
+        decoding = (r for r in self.running if r.num_uncomputed == 1)
+        budget = self.max_num_batched_tokens - sum(1 + len(r.draft_ids) for r in decoding)
         shares: list[Share] = []
         for request in self.running:
             known = request.num_uncomputed
             if known == 1:
-                drafts = request.draft_ids[: max(budget, 0)]
-                budget -= len(drafts)
-                shares.append(Share(request, 1, drafts, True))
+                shares.append(Share(request, 1, request.draft_ids, True))
             elif budget > 0:
                 chunk = min(known, budget)
                 budget -= chunk

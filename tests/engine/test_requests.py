@@ -1,0 +1,257 @@
+"""The life of requests: stopping, aborting, failing alone; and what bad input is told."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    NonFiniteLogitsError,
+    RequestError,
+    UsageError,
+)
+from tests.support.checkpoints import END, save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def llm(target: Path) -> LLM:
+    """The target drafting for itself: blocks of five tokens, so that stops fall inside them."""
+    return LLM(str(target), {"model": str(target)}, block_size=4, max_num_seqs=4, num_blocks=64)
+
+
+@pytest.fixture(scope="module")
+def text(llm: LLM) -> list[int]:
+    """Forty greedy tokens of the prompt the tests use."""
+    return llm.generate("abc", SamplingParams(temperature=0, max_tokens=40))[0].outputs[0].token_ids
+
+
+def complete(llm: LLM, **params: Any) -> Any:
+    output = llm.generate("abc", SamplingParams(temperature=0, max_tokens=40, **params))[0]
+    llm.engine.check_integrity()
+    return output.outputs[0]
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_a_stop_token_ends_inside_an_accepted_block(llm: LLM, text: list[int], at: int) -> None:
+    first = text.index(text[at])
+    done = complete(llm, stop_token_ids=[text[at]])
+    assert done.token_ids == text[: first + 1]
+    assert (done.finish_reason, done.stop_reason) == ("stop", text[at])
+    assert len(done.origins) == len(done.token_ids)
+
+
+@pytest.mark.parametrize("at", [5, 6, 7])
+def test_a_stop_string_across_tokens_is_cut_and_may_be_kept(llm: LLM, at: int) -> None:
+    whole = complete(llm).text
+    stop = whole[at : at + 3]
+    start = whole.index(stop)
+    cut = complete(llm, stop=[stop])
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole[:start], "stop", stop)
+    kept = complete(llm, stop=stop, include_stop_str_in_output=True)
+    assert kept.text == whole[: start + len(stop)]
+    assert kept.token_ids == cut.token_ids
+
+
+def test_length_stop_and_min_tokens(llm: LLM, text: list[int]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=7)
+    done = llm.generate("abc", params)[0].outputs[0]
+    assert (done.token_ids, done.finish_reason) == (text[:7], "length")
+    late = complete(llm, stop_token_ids=[text[2]], min_tokens=10)
+    assert text[2] not in late.token_ids[:9]
+    both = llm.generate(
+        "abc", SamplingParams(temperature=0, max_tokens=7, stop_token_ids=[text[6]])
+    )[0].outputs[0]
+    assert both.finish_reason == "stop", "a stop on the last allowed token is a stop"
+
+
+def test_end_of_text_stops_unless_ignored(llm: LLM) -> None:
+    bias = {END: 100.0}
+    done = complete(llm, logit_bias=bias)
+    assert (done.token_ids, done.finish_reason, done.text) == ([END], "stop", "")
+    assert complete(llm, logit_bias=bias, ignore_eos=True).token_ids == [END] * 40
+    held = complete(llm, logit_bias=bias, min_tokens=5)
+    assert held.token_ids.index(END) == len(held.token_ids) - 1 == 5
+
+
+def test_prompt_logprobs_equal_those_of_transformers(llm: LLM, target: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    prompt = list(b"hello world, this is a prompt")
+    output = llm.generate([prompt], SamplingParams(max_tokens=2, prompt_logprobs=3))[0]
+    model = AutoModelForCausalLM.from_pretrained(target)
+    with torch.inference_mode():
+        expected = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    rows = output.prompt_logprobs
+    assert rows is not None
+    assert rows[0] is None
+    assert len(rows) == len(prompt)
+    for i, row in enumerate(rows[1:]):
+        assert row is not None
+        assert row[prompt[i + 1]].logprob == pytest.approx(
+            float(expected[i, prompt[i + 1]]), abs=1e-4
+        )
+        assert sum(entry.rank <= 3 for entry in row.values()) == 3
+
+
+def test_stream_yields_growing_prefixes_and_aborts_when_closed(llm: LLM, text: list[int]) -> None:
+    seen = []
+    for output in llm.stream("abc", SamplingParams(temperature=0, max_tokens=40)):
+        seen.append(output.outputs[0])
+    assert seen[-1].token_ids == text
+    assert seen[-1].finish_reason == "length"
+    for before, after in pairwise(seen):
+        assert after.text.startswith(before.text)
+        assert after.token_ids[: len(before.token_ids)] == before.token_ids
+    stream = llm.stream("abc", SamplingParams(temperature=0, max_tokens=40))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_work
+    llm.engine.check_integrity()
+
+
+def test_abort_at_any_moment_leaves_nothing_behind(llm: LLM) -> None:
+    engine = llm.engine
+    for steps in range(5):
+        groups = [
+            engine.add(
+                str(i), list(b"abcdefgh"), SamplingParams(max_tokens=20, n=2, ignore_eos=True)
+            )
+            for i in range(4)
+        ]
+        for _ in range(steps):
+            engine.step()
+        engine.abort(groups[1])
+        engine.check_integrity()
+        while engine.has_work:
+            engine.step()
+            engine.check_integrity()
+        assert [s.finish_reason for s in groups[1].samples] == ["abort"] * 2
+        assert all(len(s.token_ids) == 28 for g in (groups[0], groups[3]) for s in g.samples)
+        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+
+
+def test_non_finite_logits_end_one_request_alone(
+    llm: LLM, text: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = llm.engine.runner.model.forward
+
+    def poisoned(batch: Any, kv: Any) -> torch.Tensor:
+        logits = forward(batch, kv).clone()
+        logits[batch.token_T[batch.logit_row_N] == 251] = torch.nan
+        return logits
+
+    monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
+    good, bad = llm.generate(["abc", [7, 251]], SamplingParams(temperature=0, max_tokens=40))
+    assert isinstance(bad.error, NonFiniteLogitsError)
+    assert bad.outputs[0].finish_reason == "error"
+    assert bad.outputs[0].token_ids == []
+    if 251 not in text:
+        assert good.outputs[0].token_ids == text
+    llm.engine.check_integrity()
+
+
+BAD_PROMPTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ("", {}, RequestError, "at least one token"),
+    ([], {}, RequestError, "at least one token"),
+    ([5, 260], {}, RequestError, r"\[0, 260\)"),
+    ([5, -1], {}, RequestError, r"\[0, 260\)"),
+    ([1] * 256, {}, CapacityError, "context of 256"),
+    ([1] * 200, {"max_tokens": 100}, CapacityError, "at most 56"),
+    ("abc", {"max_tokens": 253}, CapacityError, "num_blocks"),
+    ("abc", {"stop_token_ids": [999]}, RequestError, "stop_token_ids"),
+    ("abc", {"logit_bias": {300: 1.0}}, RequestError, "logit_bias"),
+    ("abc", {"num_speculative_tokens": 9}, RequestError, "engine's 4"),
+    (3.5, {}, RequestError, "list of token ids"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "error", "message"), BAD_PROMPTS)
+def test_a_bad_request_is_refused_alone(
+    target: Path, text: list[int], prompt: Any, params: Any, error: Any, message: str
+) -> None:
+    llm = LLM(str(target), {"model": str(target)}, max_num_seqs=2, num_blocks=15)
+    fine = SamplingParams(temperature=0, max_tokens=8)
+    outputs = llm.generate(
+        ["abc", prompt, "abc"], [fine, SamplingParams(**{"max_tokens": 8, **params}), fine]
+    )
+    assert isinstance(outputs[1].error, error)
+    with pytest.raises(error, match=message):
+        raise outputs[1].error
+    assert [o.outputs[0].token_ids for o in (outputs[0], outputs[2])] == [text[:8]] * 2
+    llm.engine.check_integrity()
+
+
+def test_a_single_bad_prompt_raises(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="at least one token"):
+        llm.generate("")
+    assert llm.generate([]) == []
+    with pytest.raises(RequestError, match="sampling_params"):
+        llm.generate(["a", "b"], [SamplingParams()])
+
+
+@pytest.mark.parametrize(
+    ("speculation", "message"),
+    [
+        ({"method": "ngrams"}, "draft_model, ngram"),
+        ({"num_speculative_tokens": 0, "method": "ngram"}, "speculative_config=None"),
+        ({"method": "ngram", "num_speculative_token": 3}, "Did you mean `num_speculative_tokens`"),
+        ({"model": "x", "draft_sample_method": "gumbel"}, "is called `probabilistic`"),
+        ({"method": "ngram", "model": "x"}, "Only `draft_model`"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min"),
+        ({"method": "draft_model"}, "shares the target's tokenizer"),
+        ({}, "Use `draft_model`"),
+        ("{not json", "JSON"),
+        ([1], "a dict"),
+    ],
+)
+def test_bad_speculative_options_are_named(target: Path, speculation: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(target), speculation)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_num_seq": 3}, "Did you mean `max_num_seqs`"),
+        ({"device": "tpu"}, "auto, cpu"),
+        ({"dtype": "int8"}, "float32"),
+        ({"backend": "triton9"}, "torch_cpu"),
+        ({"max_num_batched_tokens": 2, "max_num_seqs": 4}, "at least max_num_seqs x"),
+        ({"kv_cache_gib": 1e-9}, "one block"),
+        ({"seed": -1}, "integer in"),
+        ({"max_model_len": 10**6}, "max_model_len"),
+    ],
+)
+def test_bad_engine_options_are_named(target: Path, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(target), **options)
+
+
+def test_a_draft_with_another_vocabulary_is_refused(target: Path, tmp_path: Path) -> None:
+    other = save_checkpoint(tmp_path / "other", vocabulary=300, tokenizer=False)
+    with pytest.raises(ConfigError, match="300 logits where the target has 260"):
+        LLM(str(target), {"model": str(other)})
+    with pytest.raises(CheckpointError, match="nowhere"):
+        LLM(str(target), {"model": "nowhere"})
+
+
+def test_a_checkpoint_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:
+    bare = save_checkpoint(tmp_path / "bare", tokenizer=False)
+    llm = LLM(str(bare), {"method": "ngram"})
+    done = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].outputs[0]
+    assert (len(done.token_ids), done.text) == (4, "")
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.generate("text")
+    with pytest.raises(RequestError, match="no tokenizer"):
+        llm.generate([1, 2], SamplingParams(stop="x"))
+    llm.close()
+    with pytest.raises(UsageError, match="closed"):
+        llm.generate([1, 2])

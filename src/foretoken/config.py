@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from foretoken.errors import ConfigError, check_known_keys
 
@@ -156,7 +156,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_gib: float = 0.5
-    load_format: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     backend: str = "auto"
     use_fp64_gumbel: bool = False
 

@@ -126,7 +126,7 @@ class LLM:
         if not isinstance(prompt, str):
             if not isinstance(prompt, Sequence):
                 raise RequestError("prompt", prompt, "a text or a list of token ids")
-            return None, list(prompt)
+            return None, list(cast(Sequence[int], prompt))
         if self.tokenizer is None:
             raise RequestError(
                 "prompt", prompt, "token ids: this checkpoint has no tokenizer", "Encode it first."
@@ -173,7 +173,9 @@ class LLM:
     def _refusal(self, prompt: Prompt, error: ForetokenError) -> RequestOutput:
         self._num_requests += 1
         text = prompt if isinstance(prompt, str) else None
-        ids = [] if text is not None or not isinstance(prompt, Sequence) else list(prompt)
+        ids: list[int] = []
+        if not isinstance(prompt, str) and isinstance(prompt, Sequence):
+            ids = list(cast(Sequence[int], prompt))
         return RequestOutput(str(self._num_requests), text, ids, [], RequestMetrics(), error=error)
 
 

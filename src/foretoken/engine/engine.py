@@ -129,7 +129,7 @@ class Engine:
         )
         if self.tokenizer is not None:
             self._detokenizers[request] = Detokenizer(
-                self.tokenizer, request.group.prompt_ids, request.params.stop
+                self.tokenizer, request.group.prompt_ids, request.params.stop_strings
             )
 
     def _commit(self, share: Share, outcome: Outcome) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 from foretoken.errors import RequestError, check_known_keys
 
@@ -152,6 +152,11 @@ class SamplingParams:
     def top_k_active(self, vocab_size: int) -> bool:
         """Whether top-k drops anything, which also selects flat noise."""
         return 0 < self.top_k < vocab_size
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as it was normalised."""
+        return cast(tuple[str, ...], self.stop)
 
     @property
     def edits_logits(self) -> bool:

@@ -94,17 +94,17 @@ def _verify_one(
             if x != best:
                 break
             continue
-        q = _draft_distribution(drafts, b, slot, i, x, len(logits))
-        if q is None or q[x] == 0:  # q = 0: there is nothing to accept, and the residual is p
+        q_x, q = _draft_distribution(drafts, b, slot, i, x, len(logits))
+        if q_x == 0:  # q = 0: there is nothing to accept, and the residual is p
             emitted.append(draw(logits, temperature, top_k, place, TARGET))
             break
-        p = np.zeros(len(q))
-        p[: len(logits)] = np.exp(logits - log_sum_exp(logits))
+        p = np.exp(logits - log_sum_exp(logits))
+        p_x = p[x] if x < len(p) else 0.0
         u = uniform_of(0, key, position + i, i, Stream.ACCEPT, fp64)
-        if u < p[x] / q[x]:
+        if u < p_x / q_x:
             emitted.append(x)
             continue
-        residual = np.maximum(p - q, 0)[: len(logits)]
+        residual = np.maximum(p - q, 0)
         if residual.sum() > 0:
             with np.errstate(divide="ignore"):
                 logits = np.log(residual)
@@ -115,18 +115,20 @@ def _verify_one(
 
 def _draft_distribution(
     drafts: DraftBlock, b: int, slot: int, i: int, x: int, vocabulary: int
-) -> Row | None:
-    """q over max(V, draft width, x + 1) ids; None where q = 0: no draft, or a row not finite."""
+) -> tuple[float, Row]:
+    """q(x), and q over the target's V ids; all zero without a draft or if its row is not finite."""
+    q = np.zeros(vocabulary)
     if x < 0:
-        return None
+        return 0.0, q
     if not drafts.real_q_B[b]:
-        one_hot = np.zeros(max(vocabulary, x + 1))
-        one_hot[x] = 1.0
-        return one_hot
+        if x < vocabulary:
+            q[x] = 1.0
+        return 1.0, q
     assert drafts.logits_SKV is not None  # checked by `verify`
     logits = drafts.logits_SKV[slot, i].detach().double().numpy()
     if np.isnan(logits).any() or not math.isfinite(logits.max()):
-        return None
-    q = np.zeros(max(vocabulary, len(logits), x + 1))
-    q[: len(logits)] = np.exp(logits - log_sum_exp(logits))
-    return q
+        return 0.0, q
+    whole = np.exp(logits - log_sum_exp(logits))
+    shared = min(vocabulary, len(whole))
+    q[:shared] = whole[:shared]
+    return (float(whole[x]) if x < len(whole) else 0.0), q

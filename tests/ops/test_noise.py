@@ -1,0 +1,127 @@
+"""Noise by name: the same bits on every backend, open intervals, the published known answers."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.ops import Stream
+from foretoken.ops.backends.reference import noise as reference
+from foretoken.ops.backends.torch_cpu import noise as torch_cpu
+
+BOTH = pytest.mark.parametrize("noise", [reference, torch_cpu], ids=["reference", "torch_cpu"])
+ONES = 0xFFFFFFFF
+KNOWN = [  # Random123: counter, key, words
+    ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([ONES] * 4, [ONES] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("repeats", [1, 20])  # few lanes and many take different paths
+def test_known_answers(noise: ModuleType, repeats: int) -> None:
+    counter, key, words = (torch.tensor([row[i] for row in KNOWN] * repeats) for i in range(3))
+    assert torch.equal(noise.philox(counter, key), words)
+
+
+word = st.integers(0, ONES)
+
+
+@given(st.lists(st.tuples(*[word] * 6), min_size=1, max_size=20))
+def test_words_are_equal_on_both_backends(rows: list[tuple[int, ...]]) -> None:
+    table = torch.tensor(rows)
+    counter, key = table[:, :4], table[:, 4:]
+    assert torch.equal(reference.philox(counter, key), torch_cpu.philox(counter, key))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2**20),
+            st.integers(-(2**63), 2**63 - 1),
+            st.integers(0, 2**32 - 1),
+            st.integers(0, 64),
+        ),
+        min_size=1,
+        max_size=20,
+    ),
+    st.sampled_from(list(Stream)),
+    st.booleans(),
+)
+def test_uniforms_are_equal_on_both_backends(
+    rows: list[tuple[int, ...]], stream: Stream, fp64: bool
+) -> None:
+    index, key, position, draft = torch.tensor(rows).unbind(1)
+    ours = torch_cpu.uniform(index, key, position, draft, stream, fp64)
+    theirs = reference.uniform(index, key, position, draft, stream, fp64)
+    assert ours.dtype == theirs.dtype == (torch.float64 if fp64 else torch.float32)
+    assert torch.equal(ours, theirs)
+    assert bool(((ours > 0) & (ours < 1)).all())
+
+
+@BOTH
+@pytest.mark.parametrize("fp64", [False, True])
+def test_draws_are_numbered_by_group_and_word(noise: ModuleType, fp64: bool) -> None:
+    """Draw i is word i mod 4 of group i div 4; FP64: pair i mod 2 of group i div 2."""
+    key, position, draft, stream = -5, 123_456, 3, int(Stream.DRAFT_TOKEN)
+    index = torch.arange(9)
+    u = noise.uniform(
+        index, *(torch.full((9,), v) for v in (key, position, draft)), stream, fp64=fp64
+    ).tolist()
+    halves = torch.tensor([[key & ONES, (key >> 32) & ONES]])
+    for i in range(9):
+        group, place = divmod(i, 2 if fp64 else 4)
+        counter = torch.tensor([[group, position, draft, stream]])
+        words = noise.philox(counter, halves)[0].tolist()
+        if fp64:
+            h = (words[2 * place] << 32 | words[2 * place + 1]) >> 11
+            assert u[i] == (h + 0.5) * 2.0**-53
+        else:
+            assert u[i] == np.float32((words[place] + 0.5) * 2.0**-32)
+
+
+def as_words(*values: int) -> np.ndarray:
+    return np.array(values, np.uint32).reshape(1, -1, 4)
+
+
+def test_the_interval_is_open_at_both_ends() -> None:
+    u = torch_cpu.to_uniform(as_words(0, 1, ONES - 1, ONES), fp64=False)[0]
+    assert u.dtype == np.float32
+    assert u[0] == 2.0**-33
+    assert u[2] == u[3] == np.float32(1 - 2.0**-24)
+    u = torch_cpu.to_uniform(as_words(0, 0, ONES, ONES), fp64=True)[0]
+    assert u.tolist() == [2.0**-54, 1 - 2.0**-53]
+
+
+@pytest.mark.parametrize("fp64", [False, True])
+def test_gumbel_noise_reaches_far_and_is_finite(fp64: bool) -> None:
+    """-log(-log u) would stop at 16.6 in FP32; a token 20 logits down could never be drawn."""
+    g = torch_cpu.to_gumbel(torch_cpu.to_uniform(as_words(0, 0, ONES, ONES), fp64))
+    assert np.isfinite(g).all()
+    assert g.max() > (37 if fp64 else 22)
+
+
+def test_gumbel_tail_has_its_probability() -> None:
+    """P(G > 18) = 1 - exp(-exp(-18)) = 65.4 * 2^-32: exactly the 65 smallest words pass 18."""
+    few = torch_cpu.to_gumbel(torch_cpu.to_uniform(as_words(*range(128)), fp64=False))[0]
+    assert int((few > 18).sum()) == round(-math.expm1(-math.exp(-18)) * 2**32)
+    assert (np.diff(few) < 0).all()
+
+
+def test_position_key_draft_index_and_stream_each_change_the_draw() -> None:
+    base = [0, 11, 7, 0]
+    rows = [base, [1, 11, 7, 0], [0, 12, 7, 0], [0, 11 + 2**32, 7, 0], [0, 11, 8, 0], [0, 11, 7, 1]]
+    index, key, position, draft = torch.tensor(rows).unbind(1)
+    draws = [torch_cpu.uniform(index, key, position, draft, stream) for stream in Stream]
+    assert len(set(torch.cat(draws).tolist())) == len(rows) * len(Stream)

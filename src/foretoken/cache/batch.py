@@ -85,7 +85,8 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
     packed = torch.from_numpy(np.array(flat, dtype=np.int64))
     if device.type != "cpu":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    token_T, position_T, slot_T, row_N, *views = packed.split([len(field) for field in fields])
+    sizes = [len(field) for field in fields]
+    token_T, position_T, slot_T, row_N, *views = torch.split(packed, sizes)
     groups = tuple(
         _make_group(group, count, position_T, views[3 * i : 3 * i + 3])
         for i, (count, group) in enumerate(members.items())

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,29 +21,42 @@ from foretoken.cache.kv_pool import KVPool, LayerShape
 from foretoken.errors import UnsupportedModelError
 from foretoken.ops import AttentionBatch, Backend
 
-__all__ = ["ATTENTION_NAME", "AttentionPass", "attention_context", "register_attention"]
+__all__ = [
+    "ATTENTION_NAME",
+    "AttentionCall",
+    "AttentionPass",
+    "attention_context",
+    "register_attention",
+]
 
 ATTENTION_NAME = "foretoken_paged"
 
 # Keyword arguments that do not change the result of our attention: dropout is 0 in eval mode,
 # positions and causality come from the batch.
-_HARMLESS = frozenset(
-    {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "cache_position"}
-)
+_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "use_cache", "cache_position"})
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer asked for."""
+
+    layer: int
+    shape: LayerShape
+    sliding_window: int | None
 
 
 @dataclass(slots=True)
 class AttentionPass:
     """One forward pass: its batch, where K/V lives, and who computes.
 
-    calls: (layer, shape of its K/V) in call order, recorded if not None. Recording also refuses
-           keyword arguments that would change attention in a way we do not implement.
+    calls: in call order, recorded if not None. Recording also refuses keyword arguments that would
+           change attention in a way we do not implement.
     """
 
     batch: AttentionBatch
     kv: KVPool | None
     backend: Backend
-    calls: list[tuple[int, LayerShape]] | None = field(default=None)
+    calls: list[AttentionCall] | None = None
 
 
 _current: ContextVar[AttentionPass | None] = ContextVar("foretoken_attention", default=None)
@@ -81,7 +94,9 @@ def paged_attention(
         raise RuntimeError("attention was called outside of `CausalLM.forward`")
     layer: int = module.layer_idx  # type: ignore[assignment]
     if run.calls is not None:
-        _record(run.calls, layer, query, key, value, attention_mask, kwargs)
+        _check_call(layer, query, key, value, attention_mask, kwargs)
+        shape = (key.shape[1], key.shape[3], value.shape[3])
+        run.calls.append(AttentionCall(layer, shape, sliding_window))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if run.kv is None:  # a shape probe: the result does not matter
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
@@ -104,8 +119,7 @@ def paged_attention(
     return out_THD.unsqueeze(0), None
 
 
-def _record(
-    calls: list[tuple[int, LayerShape]],
+def _check_call(
     layer: int,
     query: Tensor,
     key: Tensor,
@@ -113,7 +127,10 @@ def _record(
     attention_mask: Tensor | None,
     kwargs: dict[str, Any],
 ) -> None:
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and k not in _HARMLESS)
+    # None and False switch nothing on, whatever their name (`output_router_logits=False`).
+    unknown = sorted(
+        k for k, v in kwargs.items() if not (v is None or v is False or k in _HARMLESS)
+    )
     if attention_mask is not None:
         unknown.append("attention_mask")
     if unknown:
@@ -126,7 +143,6 @@ def _record(
             f"Attention of layer {layer} has shapes {tuple(query.shape)}, {tuple(key.shape)}, "
             f"{tuple(value.shape)} that paged attention does not implement."
         )
-    calls.append((layer, (key.shape[1], key.shape[3], value.shape[3])))
 
 
 def register_attention() -> None:

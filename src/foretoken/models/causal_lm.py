@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape
@@ -28,32 +28,29 @@ class CausalLM:
     vocab_size:    columns of the logits (padding of the vocabulary included)
     max_model_len: most positions a request may use
     layer_shapes:  (H_kv, D, D_v) per layer: what a `KVPool` for this model needs
+    num_parameters: tied ones once
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: Any,
         *,
         backend: Backend,
         layer_shapes: list[LayerShape],
         max_model_len: int,
+        num_parameters: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.module = module
         self.backend = backend
         self.config: Any = module.config
-        text: Any = self.config.get_text_config()
-        self.vocab_size: int = text.vocab_size
+        self.vocab_size: int = self.config.get_text_config().vocab_size
         self.max_model_len = max_model_len
+        self.num_parameters = num_parameters
         self.layer_shapes = layer_shapes
         self.dtype = dtype
         self.device = device
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters, tied ones once."""
-        return sum(parameter.numel() for parameter in self.module.parameters())
 
     def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
         """Run the packed tokens, write their K/V into `kv`, and return raw logits.

@@ -15,6 +15,7 @@ from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models.attention import ATTENTION_NAME, register_attention
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import check_weights, read_config, resolve_checkpoint
+from foretoken.models.packing import can_pack, pack_linears
 from foretoken.models.quiet import quiet_transformers
 from foretoken.ops import Backend, get_backend
 
@@ -77,15 +78,20 @@ def _checked(
     from foretoken.models import guards
 
     layer_shapes, _ = guards.probe(module, backend, device)
+    expected = guards.eager_logits(module, device)
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    if can_pack(dtype, device):
+        pack_linears(module)
     model = CausalLM(
         module,
         backend=backend,
         layer_shapes=layer_shapes,
         max_model_len=max_model_len,
+        num_parameters=num_parameters,
         dtype=dtype,
         device=device,
     )
-    guards.self_check(model)
+    guards.self_check(model, expected)
     return model
 
 
@@ -186,13 +192,12 @@ def _choose_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
 
 def _choose_max_len(max_model_len: int | None, config: Any) -> int:
     text = config.get_text_config()
-    limit = next((n for name in _POSITIONS if (n := getattr(text, name, None))), None)
-    if limit is None and max_model_len is None:
-        raise ConfigError(
-            "max_model_len", None, "set: the checkpoint does not state how many positions it has"
-        )
+    stated = (getattr(text, name, None) for name in _POSITIONS)
+    limit: int | None = next((int(n) for n in stated if n), None)
     if max_model_len is None:
-        return int(limit)
+        if limit is None:
+            raise ConfigError("max_model_len", None, "set: the checkpoint does not state its own")
+        return limit
     if max_model_len < 1 or (limit is not None and max_model_len > limit):
         raise ConfigError(
             "max_model_len", max_model_len, f"in 1..{limit}, the positions of the checkpoint"

@@ -129,11 +129,9 @@ def one_hot(folder: Path) -> str:
         real = row.values["accepted"]
         if isinstance(real, Spread) or isinstance(accepted, Spread):
             raise TypeError("accepted drafts are counts")
-        rows.append([row.case, f"{real}", f"{accepted}", f"{real / accepted:.2f}x"])
-        rows[-1][1:3] = [
-            f"{real} ({number(row, 'mean_acceptance_length')})",
-            f"{accepted} ({number(row, 'same_drafts_as_one_hot_length')})",
-        ]
+        ours = f"{real} ({number(row, 'mean_acceptance_length')})"
+        shadow = f"{accepted} ({number(row, 'same_drafts_as_one_hot_length')})"
+        rows.append([row.case, ours, shadow, f"{real / accepted:.2f}x"])
     header = ["accepted drafts (mean length)", "with the real q", "as one-hot", "ratio"]
     return markdown(header, rows) + where(results)
 

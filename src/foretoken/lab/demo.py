@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -100,13 +101,16 @@ class Demo:
             "text has exactly the law it would have without drafts."
         )
         for kind, meaning in MEANING.items():
-            self.console.print(Text(f"  {kind:<10}", STYLES[kind]).append(meaning, "not bold"))
+            line = Text("  ").append(kind, STYLES[kind]).append(" " * (11 - len(kind)))
+            self.console.print(line.append(meaning))
 
     def complete(
         self, number: int, count: int, item: HeldOut, temperature: float, max_tokens: int
     ) -> RequestOutput:
         """Stream one completion, each token in the style of its origin."""
-        self._title(f"{number + 1} of {count}: {item.source}, temperature {temperature:g}")
+        self._title(
+            f"{number + 1} of {count}: {item.package}, {item.file}, temperature {temperature:g}"
+        )
         lines = item.prompt.splitlines(keepends=True)
         self._write("".join(lines[-PROMPT_LINES:]), "dim")
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
@@ -126,7 +130,7 @@ class Demo:
         counts = Counter(output.outputs[0].origins)
         kinds = ", ".join(f"{counts[kind]} {kind}" for kind in STYLES if counts[kind])
         passes = output.metrics.num_steps
-        self.console.print(f"{done} tokens in {passes} passes of the target: {kinds}", style="dim")
+        self._write(f"{done} tokens in {passes} passes of the target: {kinds}\n", "dim")
         return output
 
     def show_acceptance(self, metrics: RequestMetrics) -> None:
@@ -140,8 +144,8 @@ class Demo:
             bar = Text(f"  {position}  ").append(full * filled, "green")
             bar.append(empty * (BAR - filled), "dim")
             self.console.print(bar.append(f"  {share:5.1%}  {accepted} of {drafted}"))
-        self.console.print(
-            f"  A position counts as accepted when all before it were, too. Mean acceptance length "
+        self._say(
+            f"A position counts as accepted when all before it were, too. Mean acceptance length "
             f"(accepted + 1 per pass): {metrics.mean_acceptance_length:.2f}"
         )
 
@@ -157,10 +161,10 @@ class Demo:
                 f" plain {_span(timing.plain)}   speculative {_span(timing.speculative)}"
                 f"   {timing.ratio:.2f}x"
             )
-        self.console.print(f"  Tokens per second: median of {ROUNDS} rounds (least to most).")
+        self._say(f"Tokens per second: median of {ROUNDS} rounds (least to most).")
         if min(timing.ratio for timing in timings) < 1.0:
-            self.console.print(
-                "  Speculation is slower than plain decoding here: at this acceptance, drafting "
+            self._say(
+                "Speculation is slower than plain decoding here: at this acceptance, drafting "
                 "and checking cost more than the passes they save."
             )
 
@@ -196,8 +200,8 @@ class Demo:
             )
         verdict = "equal" if greedy.passed else f"DIFFERENT in prompts {greedy.differing}"
         ties = f", {greedy.near_ties} parted at a tie within {NEAR_TIE:g}" * bool(greedy.near_ties)
-        self.console.print(
-            f"  Temperature 0: {greedy.tokens} speculative tokens of {greedy.prompts} prompts "
+        self._say(
+            f"Temperature 0: {greedy.tokens} speculative tokens of {greedy.prompts} prompts "
             f"against plain decoding: {verdict}{ties}."
         )
         with self._progress("drawing samples", 2 * samples) as advance:
@@ -211,8 +215,8 @@ class Demo:
             )
         test = sampled.test
         verdict = "no difference found" if sampled.passed else "DIFFERENT"
-        self.console.print(
-            f"  Temperature 1: {samples} completions of `{AUDIT_PROMPT}` each way, joint law of "
+        self._say(
+            f"Temperature 1: {samples} completions of `{AUDIT_PROMPT}` each way, joint law of "
             f"{AUDIT_LENGTH} tokens: chi-square {test.statistic:.1f} on {test.degrees} degrees of "
             f"freedom, p = {test.p_value:.3f}: {verdict} (a difference would show as "
             f"p < {ALPHA:g}; {sampled.metrics.acceptance_rate:.0%} of the drafts were accepted)."
@@ -221,6 +225,10 @@ class Demo:
     def _title(self, text: str) -> None:
         self.console.print()
         self.console.print(text, style="bold", markup=False)
+
+    def _say(self, text: str) -> None:
+        """A paragraph, indented, wrapped at words."""
+        self.console.print(Padding(Text(text), (0, 0, 0, 2), expand=False))
 
     def _write(self, text: str, style: str) -> None:
         self.console.print(Text(text, style), end="", soft_wrap=True)

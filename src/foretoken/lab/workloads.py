@@ -15,14 +15,16 @@ class HeldOut:
 
     Attributes:
         id: a stable name.
-        source: the package and file it comes from.
+        package: where it comes from.
+        file: in that package.
         licence: of that file.
         prompt: the beginning of a piece of code.
         reference: how the file goes on.
     """
 
     id: str
-    source: str
+    package: str
+    file: str
     licence: str
     prompt: str
     reference: str
@@ -30,8 +32,10 @@ class HeldOut:
 
 def heldout(limit: int | None = None) -> list[HeldOut]:
     """The held-out prompts in file order, the first `limit` of them if given."""
-    text = (files("foretoken") / "assets" / "heldout.jsonl").read_text(encoding="utf-8")
-    prompts = [HeldOut(**json.loads(line)) for line in text.splitlines() if line.strip()]
+    text = (files("foretoken") / "assets" / "tiny-python" / "heldout.jsonl").read_text(
+        encoding="utf-8"
+    )
+    prompts = [HeldOut(**json.loads(line)) for line in text.split("\n") if line]
     if limit is None:
         return prompts
     if not 1 <= limit <= len(prompts):

@@ -67,3 +67,13 @@ class KVPool:
         """Store new tokens' keys and values at flat indices block * block_size + offset."""
         self._flat_keys[layer].index_copy_(0, slot_T, key_THD)
         self._flat_values[layer].index_copy_(0, slot_T, value_THD)
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zero blocks of a request that ended with non-finite numbers, before anyone reuses them.
+
+        Masked keys are multiplied by zero, and NaN times zero is NaN: stale NaN in the unused tail
+        of a block would reach its next owner.
+        """
+        index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
+        for cache in (*self.keys, *self.values):
+            cache.index_fill_(0, index, 0)

@@ -41,7 +41,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
             )
         return folder
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         return path
     if path.is_file():
         raise CheckpointError(f"`{text}` is a file: give the folder that holds `config.json`.")

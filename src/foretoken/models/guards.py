@@ -42,24 +42,29 @@ _LENGTH = 14  # tokens per sequence of the self-check; two windows of a sliding 
 _BLOCK = 4
 
 
-def check_config(raw: dict[str, Any], model_class_name: str) -> None:
+def check_config(raw: dict[str, Any], class_name: str | None) -> None:
     """Refuse by configuration: remote code, another architecture, quantised, RoPE by batch.
 
     Args:
         raw: `config.json`.
-        model_class_name: the class Transformers has for this `model_type`.
+        class_name: the causal language model that Transformers has for this `model_type`, if any.
     """
     names = raw.get("architectures") or []
-    same = any(str(name).lower() == model_class_name.lower() for name in names)
+    same = any(str(name) == class_name for name in names)
     if raw.get("auto_map") and not same:
         raise UnsupportedModelError(
             f"The checkpoint brings its own code (`auto_map`, architecture {names}), which is "
             "never run. Only architectures that Transformers itself has are supported."
         )
+    if class_name is None:
+        raise UnsupportedModelError(
+            f"Transformers has no causal language model of type `{raw['model_type']}`. If it is "
+            "new, a newer Transformers may have it."
+        )
     if names and not same:
         raise UnsupportedModelError(
             f"The checkpoint is of architecture {names}; for `{raw['model_type']}` we run "
-            f"`{model_class_name}`."
+            f"`{class_name}`."
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")

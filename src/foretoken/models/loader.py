@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.attention import ATTENTION_NAME, register_attention
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import check_weights, read_config, resolve_checkpoint
@@ -98,17 +98,15 @@ def _checked(
 def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     """The configuration and the class for it, after the guards that need no weights."""
     from transformers import AutoConfig
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    )
 
     from foretoken.models import guards
 
     model_type = raw["model_type"]
-    if model_type not in CONFIG_MAPPING:
-        guards.check_config(raw, "")
-        raise UnsupportedModelError(
-            f"Transformers has no model of type `{model_type}`: is it newer than this installation?"
-        )
+    guards.check_config(raw, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
@@ -116,10 +114,7 @@ def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
             f"`{folder / 'config.json'}` is not a valid `{model_type}` configuration: "
             f"{_first_line(error)}"
         ) from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UnsupportedModelError(f"`{model_type}` is not a causal language model.")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    guards.check_config(raw, model_class.__name__)
     guards.check_class(model_class, model_type)
     return config, model_class
 

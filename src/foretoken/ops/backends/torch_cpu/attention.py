@@ -154,37 +154,65 @@ def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list
         _last = (batch, plans)
     calls = plans.get((window, dtype))
     if calls is None:
-        whole = len(batch.groups) == 1 and isinstance(batch.groups[0].token_index, slice)
-        calls = [_plan_group(group, batch, window, dtype, whole) for group in batch.groups]
+        parts = [part for group in batch.groups for part in _split(group)]
+        whole = len(parts) == 1 and isinstance(parts[0].token_index, slice)
+        calls = [_plan_call(part, batch.block_size, window, dtype, whole) for part in parts]
         plans[window, dtype] = calls
     return calls
 
 
-def _plan_group(
-    group: AttentionGroup,
-    batch: AttentionBatch,
-    window: int | None,
-    dtype: torch.dtype,
-    whole: bool,
+def _split(group: AttentionGroup) -> list[AttentionGroup]:
+    """Cut a group whose padding would cost more than its keys, so that in each part the longest
+    request is at most twice the shortest (or short anyway)."""
+    lengths = group.length_b.tolist()
+    if len(lengths) * max(lengths) <= 2 * sum(lengths):
+        return [group]
+    members: dict[int, list[int]] = {}
+    for b, length in enumerate(lengths):
+        members.setdefault((length // 128).bit_length(), []).append(b)
+    if len(members) == 1:
+        return [group]
+    tokens: Tensor | slice = group.token_index
+    if isinstance(tokens, slice):
+        tokens = torch.arange(tokens.start, tokens.stop, device=group.length_b.device)
+    token_bQ = tokens.view(group.num_requests, group.num_queries)
+    return [
+        AttentionGroup(
+            token_index=token_bQ[part].flatten(),
+            num_requests=len(part),
+            num_queries=group.num_queries,
+            block_bL=group.block_bL[part],
+            length_b=group.length_b[part],
+            position_bQ=group.position_bQ[part],
+        )
+        for part in members.values()
+    ]
+
+
+def _plan_call(
+    group: AttentionGroup, block_size: int, window: int | None, dtype: torch.dtype, whole: bool
 ) -> _Call:
     """Decide what keys to read, as a view if possible, and the smallest mask that is right."""
-    block_size, queries = batch.block_size, group.num_queries
-    lengths = group.length_b.tolist()
-    longest = max(lengths)
-    skip = 0
-    if window is not None:
-        # The earliest key that the earliest query of any request still sees.
-        skip = max(0, min(lengths) - queries - window + 1)
-    columns = range(skip // block_size, -(-longest // block_size))
-    block_bL = group.block_bL[:, columns.start : columns.stop]
+    queries, lengths = group.num_queries, group.length_b.tolist()
+    shortest, longest = min(lengths), max(lengths)
+    # The earliest key that the earliest query of any request still sees.
+    skip = 0 if window is None else max(0, shortest - queries - window + 1)
+    first_column, columns = skip // block_size, -(-longest // block_size)
+    block_bL = group.block_bL[:, first_column:columns]
+    if shortest < longest:
+        # Read the request's own first block instead of the padding's: a masked key that another
+        # request left as NaN would still make this one NaN.
+        used_b1 = (group.length_b.unsqueeze(1) + block_size - 1) // block_size
+        column_L = torch.arange(first_column, columns, device=block_bL.device)
+        block_bL = torch.where(column_L < used_b1, block_bL, group.block_bL[:, :1])
     first = None
     if group.num_requests == 1:
         ids = block_bL[0].tolist()
         if ids == list(range(ids[0], ids[0] + len(ids))):
             first = ids[0] * block_size + skip % block_size
-    causal = group.num_requests == 1 and queries == longest > 1
-    if window is not None and window < longest:
-        causal = False
+    windowed = window is not None and window < longest
+    causal = group.num_requests == 1 and queries == longest > 1 and not windowed
+    visible = queries == 1 and shortest == longest and (window is None or longest - skip <= window)
     return _Call(
         tokens=None if whole else group.token_index,
         num_requests=group.num_requests,
@@ -193,20 +221,16 @@ def _plan_group(
         block_ids=block_bL.reshape(-1),
         skip=skip % block_size,
         length=longest - skip,
-        mask=None if causal else _mask(group, lengths, skip, window, dtype),
+        mask=None if causal or visible else _mask(group, skip, longest, window, dtype),
         causal=causal,
     )
 
 
 def _mask(
-    group: AttentionGroup, lengths: list[int], skip: int, window: int | None, dtype: torch.dtype
-) -> Tensor | None:
-    """Additive mask [b, 1, Q, L], or None if nothing is hidden. Floats: SDPA converts a boolean
-    mask in every call, once per layer."""
-    longest = max(lengths)
-    windowed = window is not None and skip < longest - window
-    if group.num_queries == 1 and min(lengths) == longest and not windowed:
-        return None
+    group: AttentionGroup, skip: int, longest: int, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Additive mask [b, 1, Q, L]. Floats: SDPA converts a boolean mask in every call, once per
+    layer."""
     key_L = torch.arange(skip, longest, device=group.length_b.device)
     query_bQ1 = group.position_bQ.unsqueeze(2)
     hidden = key_L > query_bQ1

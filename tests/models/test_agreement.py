@@ -1,0 +1,105 @@
+"""Our paged, packed, multi-request forward against plain Transformers, family by family."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.cache.batch import Span, build_batch
+from foretoken.cache.kv_pool import KVPool
+from foretoken.models import CausalLM, load_model
+from tests.models import families
+
+BLOCK = 4
+CPU = torch.device("cpu")
+LENGTH = 22
+
+
+def walk(model: CausalLM, texts: list[list[int]], seed: int) -> list[dict[int, torch.Tensor]]:
+    """Run texts as an engine would: random chunks, decodes, and verifies whose drafts are wrong.
+
+    Returns the logits of every position of every text, as last computed.
+    """
+    rng = random.Random(seed)
+    columns = -(-(LENGTH + 4) // BLOCK)
+    ids = list(range(1, len(texts) * columns + 1))
+    rng.shuffle(ids)
+    tables = [ids[i * columns : (i + 1) * columns] for i in range(len(texts))]
+    kv = KVPool(model.layer_shapes, len(ids) + 1, BLOCK, dtype=model.dtype, device=CPU)
+    done = [0] * len(texts)
+    seen: list[dict[int, torch.Tensor]] = [{} for _ in texts]
+    while min(done) < LENGTH:
+        spans, parts = [], []
+        for i in rng.sample(range(len(texts)), rng.randint(1, len(texts))):
+            good = min(rng.choice([1, 1, 2, 7]), LENGTH - done[i])
+            if good == 0:
+                continue
+            wrong = [rng.randrange(families.VOCABULARY) for _ in range(rng.choice([0, 0, 2, 4]))]
+            tokens = texts[i][done[i] : done[i] + good] + wrong
+            wanted = rng.choice([0, len(wrong) + 1, len(tokens)])
+            spans.append(Span(tables[i], done[i], tokens, wanted))
+            parts.append((i, good, len(tokens), wanted))
+        if not spans:
+            continue
+        logits = model.forward(build_batch(spans, BLOCK, CPU), kv)
+        row = 0
+        for i, good, count, wanted in parts:
+            for k in range(count - wanted, good):
+                seen[i][done[i] + k] = logits[row + k - (count - wanted)]
+            row += wanted
+            done[i] += good
+        assert row == len(logits)
+    return seen
+
+
+def check_family(folder: Path, family: str, overrides: dict[str, Any]) -> None:
+    families.save_model(folder, family, overrides)
+    model = load_model(folder, device="cpu", backend="torch_cpu")
+    plain = families.plain_model(folder)
+    rng = random.Random(1)
+    texts = [[rng.randrange(families.VOCABULARY) for _ in range(LENGTH)] for _ in range(4)]
+    expected = [families.plain_logits(plain, text) for text in texts]
+    for seed in range(3):
+        for text, rows in zip(expected, walk(model, texts, seed), strict=True):
+            assert rows
+            for position, row in rows.items():
+                torch.testing.assert_close(row, text[position], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", families.SUPPORTED)
+def test_forward_equals_transformers(tmp_path: Path, family: str) -> None:
+    check_family(tmp_path, family, families.SUPPORTED[family])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", families.MORE)
+def test_forward_equals_transformers_more_families(tmp_path: Path, family: str) -> None:
+    check_family(tmp_path, family, families.MORE[family])
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
+def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path, backend: str) -> None:
+    folder = families.save_model(tmp_path, "llama", {})
+    model = load_model(folder, device="cpu", backend=backend)
+    kv = KVPool(model.layer_shapes, 4, BLOCK, dtype=model.dtype, device=CPU)
+    empty = model.forward(build_batch([Span([1, 2], 0, [5, 6, 7, 8, 9], 0)], BLOCK, CPU), kv)
+    assert empty.shape == (0, families.VOCABULARY)
+    logits = model.forward(build_batch([Span([1, 2], 5, [10], 1)], BLOCK, CPU), kv)
+    expected = families.plain_logits(families.plain_model(folder), [5, 6, 7, 8, 9, 10])[-1:]
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_description(tmp_path: Path) -> None:
+    overrides = families.SUPPORTED["deepseek_v3"]
+    folder = families.save_model(tmp_path, "deepseek_v3", overrides)
+    model = load_model(folder, device="cpu", backend="torch_cpu", max_model_len=20)
+    assert model.layer_shapes == [(4, 16, 12), (4, 16, 12)]
+    assert model.config.model_type == "deepseek_v3"
+    assert (model.vocab_size, model.max_model_len) == (families.VOCABULARY, 20)
+    assert (model.dtype, model.device) == (torch.float32, CPU)
+    plain = families.plain_model(folder)
+    assert model.num_parameters == sum(p.numel() for p in plain.parameters())

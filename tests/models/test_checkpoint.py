@@ -1,0 +1,279 @@
+"""Broken, missing and hostile checkpoints: one clear error each, never a traceback's text."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
+from foretoken.models import load_model, load_tokenizer, resolve_checkpoint
+from tests.models import families
+from tests.support.checkpoints import save_tokenizer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return families.save_model(tmp_path_factory.mktemp("whole"), "llama", {})
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    families.save_model(folder, "llama", {}, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    return folder
+
+
+def load(folder: Path | str, **kwargs: object) -> object:
+    return load_model(folder, device="cpu", backend="torch_cpu", **kwargs)  # type: ignore[arg-type]
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _truncate(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _truncate_in_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:50])
+
+
+def _append(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+
+
+def _garbage(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\xff" * 4096)
+
+
+def _garbage_header(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8:40] = b"x" * 32
+    path.write_bytes(bytes(content))
+
+
+def _empty(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def _lfs_pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+
+
+def _pickle_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _bad_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def _json_list(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def _no_model_type(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def _bad_value(folder: Path) -> None:
+    edit_config(folder, hidden_size="large")
+
+
+def _vocabulary(folder: Path) -> None:
+    edit_config(folder, vocab_size=100)
+
+
+def _more_layers(folder: Path) -> None:
+    edit_config(folder, num_hidden_layers=3)
+
+
+BROKEN: dict[Callable[[Path], None], str] = {
+    _truncate: r"model.safetensors` is truncated: expected \d+ bytes, found \d+",
+    _truncate_in_header: r"truncated: expected more than \d+ bytes, found 50",
+    _append: r"corrupt: expected \d+ bytes, found \d+",
+    _garbage: "not a safetensors file",
+    _garbage_header: "corrupt header",
+    _empty: r"not a safetensors file \(0 bytes\)",
+    _lfs_pointer: "git lfs pull",
+    _pickle_only: "pytorch_model.bin.*Convert them to safetensors",
+    _no_weights: "no `model.safetensors`",
+    _no_config: "config.json` is missing",
+    _bad_json: "not valid JSON",
+    _json_list: "must hold a JSON object",
+    _no_model_type: "no `model_type`",
+    _bad_value: "not a valid `llama` configuration",
+    _vocabulary: "do not fit",
+    _more_layers: "missing tensors, the first is `model.layers.2",
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN, ids=lambda f: f.__name__.strip("_"))
+def test_broken_folder(whole: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "model"))
+    damage(folder)
+    with pytest.raises(CheckpointError, match=BROKEN[damage]) as caught:
+        load(folder)
+    assert "Traceback" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+def test_missing_shard(sharded: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "model"))
+    load(folder)
+    victim = sorted(folder.glob("*.safetensors"))[1]
+    victim.unlink()
+    with pytest.raises(CheckpointError, match=f"lacks 1 of .*`{victim.name}`"):
+        load(folder)
+
+
+def test_shard_without_its_tensor(sharded: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "model"))
+    first, second, *_ = sorted(folder.glob("*.safetensors"))
+    shutil.copy(first, second)
+    with pytest.raises(CheckpointError, match=f"{second.name}` lacks the tensor"):
+        load(folder)
+
+
+def _own_code(folder: Path) -> None:
+    edit_config(
+        folder,
+        model_type="mine",
+        architectures=["MineForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"},
+    )
+
+
+def _own_code_of_a_known_type(folder: Path) -> None:
+    edit_config(
+        folder,
+        architectures=["MineForCausalLM"],
+        auto_map={"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"},
+    )
+
+
+def _unknown_type(folder: Path) -> None:
+    edit_config(folder, model_type="llama99", architectures=["Llama99ForCausalLM"])
+
+
+def _other_head(folder: Path) -> None:
+    edit_config(folder, architectures=["LlamaForSequenceClassification"])
+
+
+def _quantised(folder: Path) -> None:
+    edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
+
+
+def _encoder_decoder(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
+
+
+UNSUPPORTED: dict[Callable[[Path], None], str] = {
+    _own_code: "its own code",
+    _own_code_of_a_known_type: "its own code",
+    _unknown_type: "no causal language model of type `llama99`",
+    _other_head: "LlamaForSequenceClassification",
+    _quantised: "awq",
+    _encoder_decoder: "no causal language model of type `t5`",
+}
+
+
+@pytest.mark.parametrize("change", UNSUPPORTED, ids=lambda f: f.__name__.strip("_"))
+def test_unsupported_folder(whole: Path, tmp_path: Path, change: Callable[[Path], None]) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "model"))
+    change(folder)
+    (folder / "modeling_mine.py").write_text("raise SystemExit('remote code ran')")
+    with pytest.raises(UnsupportedModelError, match=UNSUPPORTED[change]):
+        load(folder)
+
+
+def test_code_beside_a_known_architecture_is_ignored(whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "model"))
+    edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"})
+    (folder / "modeling_mine.py").write_text("raise SystemExit('remote code ran')")
+    load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tiny-pyton", "Did you mean `tiny-python`?"),
+        ("nobody/nothing", "hf download nobody/nothing"),
+        ("./no/such/folder", "Give a folder"),
+        ("", "No model ``"),
+    ],
+)
+def test_names_that_lead_nowhere(name: str, message: str) -> None:
+    with pytest.raises(CheckpointError, match=r"No model") as caught:
+        resolve_checkpoint(name)
+    assert message in str(caught.value)
+
+
+def test_a_file_is_not_a_folder(whole: Path) -> None:
+    with pytest.raises(CheckpointError, match="is a file"):
+        resolve_checkpoint(whole / "config.json")
+
+
+def test_hub_cache_is_read_without_network(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    repo = tmp_path / "models--some--model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text("0" * 40)
+    shutil.copytree(whole, repo / "snapshots" / ("0" * 40))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert resolve_checkpoint("some/model").samefile(repo / "snapshots" / ("0" * 40))
+
+
+def test_tokenizer(tmp_path: Path, whole: Path) -> None:
+    assert load_tokenizer(whole) is None
+    save_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer.encode("def f(): pass")) == "def f(): pass"
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "float8"),
+        ("dtype", torch.int8),
+        ("load_format", "pickle"),
+        ("max_model_len", 0),
+        ("max_model_len", 65),
+    ],
+)
+def test_options_out_of_bounds(whole: Path, field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        load(whole, **{field: value})
+
+
+def test_nothing_is_printed(whole: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    load(whole)
+    with pytest.raises(ForetokenError):
+        load("no-such-model")
+    assert capfd.readouterr() == ("", "")

@@ -1,0 +1,1 @@
+"""Training code for the models that ship with the package."""

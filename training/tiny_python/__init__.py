@@ -1,0 +1,1 @@
+"""The embedded pair `tiny-python`: corpus, tokenizer, target, draft, evaluation, export."""

@@ -1,0 +1,33 @@
+"""The optimiser and learning-rate schedule shared by pre-training and distillation."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def adamw(model: torch.nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW with decay on matrices only (norm gains and biases have one dimension)."""
+    matrices = [w for w in model.parameters() if w.ndim >= 2]
+    vectors = [w for w in model.parameters() if w.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    fused = next(model.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int, floor: float = 0.02) -> float:
+    """Linear warmup, then a cosine from `peak` to `floor · peak`."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Write `lr` to every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -145,14 +145,14 @@ def no_subtraction(residual: Residual, batch: Any, logits_RV: Any, *rest: Any) -
 
 
 def double_weight(residual: Residual, batch: Any, logits_RV: Any, *rest: Any) -> noise.Array:
-    b_R, i_R, log_w_R = rest
-    return residual(batch, logits_RV, b_R, i_R, log_w_R + math.log(2.0))
+    b_R, i_R, shift_R = rest
+    return residual(batch, logits_RV, b_R, i_R, shift_R - math.log(2.0))
 
 
 def row_before(residual: Residual, batch: Any, logits_RV: Any, *rest: Any) -> noise.Array:
     """Off by one: the residual is taken against the q of the draft before."""
-    b_R, i_R, log_w_R = rest
-    return residual(batch, logits_RV, b_R, (i_R - 1).clip(0), log_w_R)
+    b_R, i_R, shift_R = rest
+    return residual(batch, logits_RV, b_R, (i_R - 1).clip(0), shift_R)
 
 
 def one_hot_residual(residual: Residual, batch: Any, logits_RV: Any, *rest: Any) -> noise.Array:

@@ -120,11 +120,10 @@ def _draft_distribution(
     q = np.zeros(vocabulary)
     if x < 0:
         return 0.0, q
-    if not drafts.real_q_B[b]:
+    if drafts.logits_SKV is None or not drafts.real_q_B[b]:
         if x < vocabulary:
             q[x] = 1.0
         return 1.0, q
-    assert drafts.logits_SKV is not None  # checked by `verify`
     logits = drafts.logits_SKV[slot, i].detach().double().numpy()
     if np.isnan(logits).any() or not math.isfinite(logits.max()):
         return 0.0, q

@@ -3,7 +3,8 @@
 Only the rows that are needed are read: a row's LSE for its draft's p(x), the draft row's for q(x),
 then one row per request to draw from.
 
-One request with K=4, V=4096 is verified in ??? ms, at T=0 in ??? ms (one core, 2026-11).
+One request with K=4, V=4096, real q is verified in 0.29 ms, at T=0 in 0.07 ms; with K=0, which is
+plain sampling, in 0.15 ms (one core, 2026-11).
 
 Shapes: B requests, K most drafts, N rows, V vocabulary, S slots, M drafts in flat order.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, from_numpy
 
 from foretoken.errors import ConfigError
@@ -43,8 +45,20 @@ class Batch(NamedTuple):
     token_BK: Array
     known_BK: Array
     real_q_B: Array
-    draft_logits_SKV: Tensor | None
+    draft_logits_SKV: Tensor
     fp64_noise: bool
+
+
+class Reduced(NamedTuple):
+    """What stage (i) makes of the vocabulary, [B, K] each: `RuleInputs`, and the LSEs of p and q.
+
+    Without a draft log p and log q are -inf. One-hot q: log q = 0. LSEs are those of real rows.
+    """
+
+    log_p_BK: Array
+    log_q_BK: Array
+    lse_p_BK: Array
+    lse_q_BK: Array
 
 
 def verify(
@@ -65,16 +79,15 @@ def verify(
     decide = get_rule(rule)
     batch = _read(logits_NV, params, slot_B, position_B, drafts, fp64_noise)
     with np.errstate(all="ignore"):
-        log_q_BK = np.where(batch.known_BK, 0.0, -np.inf)
+        reduced = _reduce(batch)
         n_accept_B, log_w_B = np.zeros(len(slot_B), np.int64), np.zeros(len(slot_B))
-        if batch.known_BK.any():  # K = 0 is plain decoding: nothing to reduce or decide
-            log_q_BK = _log_q(batch, log_q_BK)
-            stats = (_log_p(batch), log_q_BK, _log_u(batch))
+        if batch.known_BK.any():  # else plain decoding: nothing to decide
+            stats = (reduced.log_p_BK, reduced.log_q_BK, _log_u(batch))
             n_accept, log_w = decide(RuleInputs(*map(from_numpy, stats)))
             n_accept_B, log_w_B = n_accept.numpy(), log_w.numpy()
         weight_BV = _emitting_rows(batch, n_accept_B)
         finite_B = np.isfinite(weight_BV.max(axis=1))  # max is NaN if the row holds one
-        drawn_B = _emit(batch, weight_BV, n_accept_B, log_q_BK, log_w_B)
+        drawn_B = _emit(batch, reduced, weight_BV, n_accept_B, log_w_B)
     num_requests, most = batch.token_BK.shape
     token_BK1 = np.full((num_requests, most + 1), -1, drafts.token_BK.numpy().dtype)
     accepted_BK = np.arange(most) < n_accept_B[:, None]
@@ -120,58 +133,60 @@ def _read(
         token_BK=token_BK,
         known_BK=(np.arange(most) < num_B[:, None]) & (token_BK >= 0),
         real_q_B=real_q_B,
-        draft_logits_SKV=drafts.logits_SKV,
+        draft_logits_SKV=torch.empty(0) if drafts.logits_SKV is None else drafts.logits_SKV,
         fp64_noise=fp64_noise,
     )
 
 
-def _log_p(batch: Batch) -> Array:
-    """Stage (i): log p(x_i), [B, K]. -inf without a draft, for ids >= V, where p is not finite."""
+def _reduce(batch: Batch) -> Reduced:
+    """Stage (i): p(x_i), q(x_i) and what normalises them, for the drafts that there are."""
+    shape = batch.token_BK.shape
+    log_q_BK = np.where(batch.known_BK, 0.0, -np.inf)
+    out = Reduced(np.full(shape, -np.inf), log_q_BK, np.zeros(shape), np.zeros(shape))
+    if batch.known_BK.any():
+        _reduce_p(batch, out)
+        if batch.real_q_B.any():
+            _reduce_q(batch, out)
+    return out
+
+
+def _reduce_p(batch: Batch, out: Reduced) -> None:
+    """log p(x_i), 0 or -inf at T=0. It stays -inf for ids >= V and where p is not finite."""
     vocabulary = batch.logits_NV.shape[1]
-    log_p_BK = np.full(batch.token_BK.shape, -np.inf)
-    b_M, i_M = np.nonzero(batch.known_BK & (batch.token_BK < vocabulary))
-    token_M = batch.token_BK[b_M, i_M]
-    row_M = batch.first_row_B[b_M] + i_M
-    greedy_M = batch.greedy_B[b_M]
-    value_M = batch.logits_NV[row_M, token_M].astype(np.float64)
-    for part in chunks(len(row_M), vocabulary):
-        rows, greedy = batch.logits_NV[row_M[part]], greedy_M[part]
-        if not greedy.any():
-            value_M[part] -= log_sum_exp(rows)
-            continue
-        best = rows.argmax(axis=1)
-        hit = (best == token_M[part]) & np.isfinite(value_M[part])
-        sure = np.where(hit, 0.0, -np.inf)
-        if not greedy.all():
-            sure = np.where(greedy, sure, value_M[part] - log_sum_exp(rows))
-        value_M[part] = sure
-    log_p_BK[b_M, i_M] = np.where(np.isfinite(value_M), value_M, -np.inf)
-    return log_p_BK
+    b_M, i_M = np.nonzero(batch.known_BK)
+    for part in chunks(len(b_M), vocabulary):
+        b, i = b_M[part], i_M[part]
+        token, greedy = batch.token_BK[b, i], batch.greedy_B[b]
+        rows = batch.logits_NV[batch.first_row_B[b] + i]
+        value = rows[np.arange(len(b)), np.minimum(token, vocabulary - 1)].astype(np.float64)
+        lse = value if greedy.all() else log_sum_exp(rows)  # T=0 needs none
+        out.lse_p_BK[b, i] = lse
+        value = value - np.where(greedy, value, lse)  # at T=0: 0, or NaN if not finite
+        if greedy.any():
+            value[greedy & (rows.argmax(axis=1) != token)] = -np.inf
+        out.log_p_BK[b, i] = np.where((token < vocabulary) & np.isfinite(value), value, -np.inf)
 
 
-def _log_q(batch: Batch, log_q_BK: Array) -> Array:
-    """Stage (i): log q(x_i), [B, K]; -inf (q = 0) where the draft row is not finite.
-
-    `log_q_BK` holds what one-hot drafts have, 0, or -inf without a draft; real ones are filled in.
-    """
-    if batch.draft_logits_SKV is None:
-        return log_q_BK
+def _reduce_q(batch: Batch, out: Reduced) -> None:
+    """log q(x_i) of real q; -inf (q = 0) where the draft row is not finite, or cannot give x_i."""
     b_M, i_M = np.nonzero(batch.known_BK & (batch.real_q_B & ~batch.greedy_B)[:, None])
-    token_M = batch.token_BK[b_M, i_M]
-    width = batch.draft_logits_SKV.shape[2]
-    for part in chunks(len(b_M), width):
-        b, i, token = b_M[part], i_M[part], token_M[part]
-        rows = _draft_rows(batch, b, i)
+    for part in chunks(len(b_M), batch.logits_NV.shape[1]):
+        b, i = b_M[part], i_M[part]
+        token, rows = batch.token_BK[b, i], _draft_rows(batch, b, i)
+        width = rows.shape[1]
         value = rows[np.arange(len(b)), np.minimum(token, width - 1)].astype(np.float64)
-        value -= log_sum_exp(rows)
-        log_q_BK[b, i] = np.where((token < width) & np.isfinite(value), value, -np.inf)
-    return log_q_BK
+        lse = log_sum_exp(rows)
+        out.lse_q_BK[b, i] = lse
+        value -= lse
+        out.log_q_BK[b, i] = np.where((token < width) & np.isfinite(value), value, -np.inf)
 
 
 def _draft_rows(batch: Batch, b_M: Array, i_M: Array) -> Array:
     """The cached draft logits of draft i_M of request b_M, by slot, float32 [M, draft width]."""
-    assert batch.draft_logits_SKV is not None  # callers look at rows with a real q only
-    return as_float32(batch.draft_logits_SKV[from_numpy(batch.slot_B[b_M]), from_numpy(i_M)])
+    cache = batch.draft_logits_SKV
+    if cache.dtype == torch.float32:
+        return np.asarray(as_float32(cache)[batch.slot_B[b_M], i_M])
+    return as_float32(cache[from_numpy(batch.slot_B[b_M]), from_numpy(i_M)])
 
 
 def _log_u(batch: Batch) -> Array:
@@ -196,7 +211,7 @@ def _emitting_rows(batch: Batch, n_accept_B: Array) -> Array:
 
 
 def _emit(
-    batch: Batch, weight_BV: Array, n_accept_B: Array, log_q_BK: Array, log_w_B: Array
+    batch: Batch, reduced: Reduced, weight_BV: Array, n_accept_B: Array, log_w_B: Array
 ) -> Array:
     """Stage (iii): the token after the accepted ones, [B].
 
@@ -205,9 +220,8 @@ def _emit(
     """
     if batch.greedy_B.all():
         return np.asarray(weight_BV.argmax(axis=1))
-    most = log_q_BK.shape[1]
-    b_R = np.flatnonzero(n_accept_B < most)
-    b_R = b_R[log_q_BK[b_R, n_accept_B[b_R]] > -np.inf]
+    b_R = np.flatnonzero(n_accept_B < batch.token_BK.shape[1])
+    b_R = b_R[reduced.log_q_BK[b_R, n_accept_B[b_R]] > -np.inf]
     token_stream = np.full(len(n_accept_B), Stream.TARGET_TOKEN, np.uint32)
     block_stream = np.full(len(n_accept_B), Stream.TARGET_BLOCK, np.uint32)
     token_stream[b_R], block_stream[b_R] = Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK
@@ -216,17 +230,20 @@ def _emit(
         weight_BV = weight_BV.copy() if weight_BV is batch.logits_NV else weight_BV
         for part in chunks(len(b_R), weight_BV.shape[1]):
             b = b_R[part]
-            weight_BV[b] = _residual(batch, weight_BV[b], b, n_accept_B[b], log_w_B[b])
+            i = n_accept_B[b]
+            shift_R = reduced.lse_q_BK[b, i] - reduced.lse_p_BK[b, i] - log_w_B[b]
+            weight_BV[b] = _residual(batch, weight_BV[b], b, i, shift_R)
     at = address(batch.key_B, batch.position_B + n_accept_B, 0)
     return draw(
         weight_BV, batch.greedy_B, batch.flat_B, at, token_stream, block_stream, batch.fp64_noise
     )
 
 
-def _residual(batch: Batch, logits_RV: Array, b_R: Array, i_R: Array, log_w_R: Array) -> Array:
+def _residual(batch: Batch, logits_RV: Array, b_R: Array, i_R: Array, shift_R: Array) -> Array:
     """Logits of norm(max(w p - q, 0)) at the rejected draft i of each request; p where it is 0.
 
-    In log space log(w p - q) = log w + log p + log(1 - e^d), d = log q - log p - log w.
+    log(w p - q) = log p + log w + log(1 - e^d) with d = log q - log p - log w, and constants of a
+    row fall out: log p may stay unnormalised. `shift_R` = LSE of q - LSE of p - log w.
     """
     out_RV = logits_RV.copy()
     token_R = batch.token_BK[b_R, i_R]
@@ -234,14 +251,15 @@ def _residual(batch: Batch, logits_RV: Array, b_R: Array, i_R: Array, log_w_R: A
     out_RV[one_hot, token_R[one_hot]] = -np.inf
     real = np.flatnonzero(batch.real_q_B[b_R])
     if len(real):
-        log_p = logits_RV[real] - log_sum_exp(logits_RV[real])[:, None]
-        log_p += log_w_R[real, None].astype(np.float32)
-        row = _draft_rows(batch, b_R[real], i_R[real])
-        width = min(row.shape[1], log_p.shape[1])
-        d = row[:, :width] - log_sum_exp(row)[:, None]
-        d -= log_p[:, :width]
-        log_p[:, :width] += np.log(-np.expm1(np.minimum(d, 0)))
-        out_RV[real] = np.where(log_p > -np.inf, log_p, -np.inf)  # NaN: p(x) = 0
+        rows = _draft_rows(batch, b_R[real], i_R[real])
+        width = min(rows.shape[1], out_RV.shape[1])
+        d = rows[:, :width] - logits_RV[real, :width]
+        d -= shift_R[real, None].astype(np.float32)
+        np.expm1(d, out=d)
+        np.negative(d, out=d)
+        np.log(d, out=d)  # NaN where q > w p, or p = q = 0
+        d += logits_RV[real, :width]
+        out_RV[real, :width] = np.where(d > -np.inf, d, -np.inf)
     empty = np.flatnonzero(np.isneginf(out_RV.max(axis=1)))
     out_RV[empty] = logits_RV[empty]
     return out_RV

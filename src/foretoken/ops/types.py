@@ -135,7 +135,7 @@ class AttentionGroup:
 class AttentionBatch:
     """Ragged queries over paged K/V.
 
-    slot_T:     int64 [T] flat cache index (block * block_size + offset) where a new token is written
+    slot_T:     int64 [T] flat cache index (block * block_size + offset) where a token is written
     block_size: tokens per block
     groups:     a partition of the packed tokens
     """

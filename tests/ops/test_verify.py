@@ -298,3 +298,27 @@ def test_batch_order_and_company_never_change_a_draw(ops: Backend) -> None:
             rows[one], params, torch.arange(6)[one], position[one], index[one], streams
         )
         assert alone.tolist() == together[one].tolist()
+
+
+@pytest.mark.parametrize("rejecting", [False, True])
+def test_bf16_logits_and_untouched_inputs(ops: Backend, rejecting: bool) -> None:
+    """Cached bf16 q is used as it is; no argument is written to, also where a residual is drawn."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(6, 1100, generator=generator).bfloat16()
+    q = torch.randn(2, 2, 1100, generator=generator).bfloat16()
+    if rejecting:
+        q = -10 * rows[[0, 1, 3, 4]].view(2, 2, -1)
+    best = q.float().argmax(dim=2)
+    params, slot = make_params(2, seed=1), torch.tensor([0, 1])
+    before = rows.clone(), q.clone(), best.clone()
+    drafts = drafts_of(best.tolist(), q)
+    half = ops.verify(rows, params, slot, slot + 5, drafts)
+    full = ops.verify(rows.float(), params, slot, slot + 5, drafts_of(best.tolist(), q.float()))
+    assert torch.equal(half.token_BK1, full.token_BK1)
+    assert not rejecting or half.n_accept_B.tolist() == [0, 0]
+    wide = rows.float()
+    ops.verify(wide, params, slot, slot + 5, drafts)
+    assert torch.equal(wide, before[0].float())
+    assert torch.equal(rows, before[0])
+    assert torch.equal(q, before[1])
+    assert torch.equal(drafts.token_BK, before[2])

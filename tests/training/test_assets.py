@@ -41,7 +41,7 @@ def test_pair_shares_its_tokenizer_and_stays_small() -> None:
 def test_heldout_prompts_are_complete() -> None:
     lines = (ASSETS / "tiny-python" / "heldout.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    assert len({r["id"] for r in rows}) == len({(r["package"], r["file"]) for r in rows}) == 64
+    assert len({r["id"] for r in rows}) == len({(r["package"], r["file"]) for r in rows}) == 192
     tokenizer = AutoTokenizer.from_pretrained(ASSETS / "tiny-python")
     for r in rows:
         assert {"licence", "prompt", "reference"} <= r.keys()

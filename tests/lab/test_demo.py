@@ -1,0 +1,68 @@
+"""The demo's parts appear in order, plain where colour is not wanted, and every figure adds up."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from foretoken import LLM, cli
+from foretoken.lab import demo
+from foretoken.lab.demo import STYLES, Demo
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "ROUNDS", 1)
+    monkeypatch.setattr(demo, "AUDIT_PROMPTS", 2)
+
+
+def show(pair: LLM, console: Console) -> tuple[str, list[str]]:
+    notes: list[str] = []
+    Demo(pair, console, notes.append).run(prompts=2, max_tokens=16, samples=32)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue(), notes
+
+
+@pytest.mark.usefixtures("short")
+def test_without_a_terminal(pair: LLM) -> None:
+    text, notes = show(pair, Console(file=io.StringIO(), width=100, highlight=False))
+    assert "\x1b" not in text
+    headings = ["1 of 2:", "2 of 2:", "Acceptance by position", "Speed, batch 1", "lossless?"]
+    places = [text.index(heading) for heading in headings]
+    assert places == sorted(places)
+    for kinds in re.findall(r"16 tokens in \d+ passes of the target: (.*)", text):
+        assert sum(int(n) for n in re.findall(r"\d+", kinds)) == 16
+    assert re.search(r"chi-square [\d.]+ on \d+ degrees", text)
+    assert notes[0].startswith("0 of 2 prompts")
+
+
+@pytest.mark.usefixtures("short")
+def test_colours_tell_where_tokens_come_from(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, highlight=False)
+    text, _ = show(pair, console)
+    assert "\x1b[32m" in text  # accepted: green
+    assert "\x1b[4;33m" in text  # resampled: yellow, underlined
+    assert "\x1b[1;36m" in text  # bonus: cyan, bold
+
+
+def test_styles_differ_without_colour() -> None:
+    marks = [style.split()[1:] for kind, style in STYLES.items() if kind != "accepted"]
+    assert len({tuple(mark) for mark in marks}) == len(marks)
+
+
+def test_ctrl_c_in_the_demo(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load", lambda *given, **options: pair)
+    monkeypatch.setattr(Demo, "show_acceptance", interrupt)
+    args = ["demo", "--prompts", "1", "--max-tokens", "4"]
+    result = CliRunner().invoke(cli.app, args)
+    assert result.exit_code == 130
+    assert "Interrupted: the prompts were completed; speed was not measured." in result.stderr

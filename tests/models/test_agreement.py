@@ -11,7 +11,7 @@ import torch
 
 from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.models import CausalLM, load_model
+from foretoken.models import CausalLM, load_model, packing
 from tests.models import families
 
 BLOCK = 4
@@ -68,6 +68,11 @@ def check_family(folder: Path, family: str, overrides: dict[str, Any]) -> None:
             assert rows
             for position, row in rows.items():
                 torch.testing.assert_close(row, text[position], atol=2e-5, rtol=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _pack_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MIN_BYTES", 0)
 
 
 @pytest.mark.parametrize("family", families.SUPPORTED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 
 from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.models import CausalLM, load_model
-from foretoken.models.packing import PackedLinear, can_pack
+from foretoken.models import CausalLM, load_model, packing
+from foretoken.models.packing import PackedLinear, can_pack, observe_linears, pack_linears
 from tests.models import families
 
 CPU = torch.device("cpu")
@@ -56,14 +57,41 @@ def test_dummy_weights(tmp_path: Path, family: str) -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
+class Siblings(torch.nn.Module):
+    """Three linears on one input, one of them on the sum of two, one called twice."""
+
+    def __init__(self, bias: list[bool]) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (
+            torch.nn.Linear(40, 24 + 8 * i, bias=on) for i, on in enumerate(bias)
+        )
+        self.twice = torch.nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        a, b = self.a(x), self.b(x)
+        c, d = self.c(x + 1), self.d(x)
+        return [a, b, c, d, self.twice(self.twice(a))]
+
+
 @pytest.mark.skipif(not can_pack(torch.float32, CPU), reason="no packed linear layers here")
-@pytest.mark.parametrize("bias", [False, True])
-def test_packed_linear_equals_linear(bias: bool) -> None:
+@pytest.mark.parametrize("bias", [[False] * 4, [True] * 4, [True, False, True, False]], ids=str)
+def test_packed_linears_equal_linears(bias: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    linear = torch.nn.Linear(40, 24, bias=bias).requires_grad_(False)
-    packed = PackedLinear(linear)
-    for shape in ((1, 1, 40), (1, 5, 40), (7, 40), (1, 0, 40), (2, 3, 40)):
-        x = torch.randn(shape)
-        torch.testing.assert_close(packed(x), linear(x))
-    x = torch.randn(1, 40, 9).transpose(1, 2)
-    torch.testing.assert_close(packed(x), linear(x))
+    plain = Siblings(bias).requires_grad_(False)
+    packed = copy.deepcopy(plain)
+    with observe_linears(packed) as calls:
+        packed(torch.randn(1, 3, 40))
+    pack_linears(packed, calls)
+    assert not any(type(child) is PackedLinear for child in packed.children())  # too small
+    monkeypatch.setattr(packing, "MIN_BYTES", 0)
+    pack_linears(packed, calls)
+    assert [type(child) is PackedLinear for child in packed.children()] == [True] * 4 + [False]
+    inputs = [torch.randn(shape) for shape in ((1, 1, 40), (1, 5, 40), (7, 40), (1, 0, 40))]
+    inputs.append(torch.randn(1, 40, 9).transpose(1, 2))
+    for x in inputs + inputs[::-1]:
+        for actual, expected in zip(packed(x), plain(x), strict=True):
+            torch.testing.assert_close(actual, expected)
+    # Any order of calls, and inputs that come again.
+    x, y = inputs[0], inputs[1]
+    for name, z in [("d", x), ("a", y), ("b", x), ("d", x), ("d", x), ("a", x), ("b", y)]:
+        torch.testing.assert_close(getattr(packed, name)(z), getattr(plain, name)(z))

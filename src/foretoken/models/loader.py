@@ -15,7 +15,7 @@ from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.attention import ATTENTION_NAME, register_attention
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import check_weights, read_config, resolve_checkpoint
-from foretoken.models.packing import can_pack, pack_linears
+from foretoken.models.packing import can_pack, observe_linears, pack_linears
 from foretoken.models.quiet import quiet_transformers
 from foretoken.ops import Backend, get_backend
 
@@ -77,11 +77,12 @@ def _checked(
 ) -> CausalLM:
     from foretoken.models import guards
 
-    layer_shapes, _ = guards.probe(module, backend, device)
+    with observe_linears(module) as calls:
+        layer_shapes, _ = guards.probe(module, backend, device)
     expected = guards.eager_logits(module, device)
     num_parameters = sum(parameter.numel() for parameter in module.parameters())
     if can_pack(dtype, device):
-        pack_linears(module)
+        pack_linears(module, calls)
     model = CausalLM(
         module,
         backend=backend,

@@ -123,7 +123,7 @@ def count(outputs: list[RequestOutput], k: int) -> dict[str, Value]:
 
 
 def main() -> None:
-    options = parse(__doc__, prompts=64, max_tokens=128, k=4)
+    options = parse(__doc__, prompts=128, max_tokens=96, k=4)
     runs = [(case, t) for case in CASES for t in case.temperatures]
     rows = [run_case(case, t, options) for case, t in progress(runs, "acceptance")]
     for row in rows:

@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.common import TARGET, parse, progress, record
+from benchmarks.common import TARGET, QuietTimer, parse, progress, record
 from foretoken.lab.results import Row, Spread
 
 FORETOKEN = [sys.executable, "-m", "foretoken"]
@@ -59,10 +59,11 @@ def main() -> None:
     options = parse(__doc__, repeats=5, demos=1)
     first_token_seconds()  # warms the disk
     imports = [import_seconds() for _ in progress(range(options.repeats), "import")]
-    first = [first_token_seconds() for _ in progress(range(options.repeats), "first token")]
-    memory, seconds = zip(
-        *(demo_cost() for _ in progress(range(options.demos), "demo")), strict=True
-    )
+    timer = QuietTimer()
+    runs = progress(range(options.repeats), "first token")
+    first = [timer(first_token_seconds)[1] for _ in runs]
+    demos = [timer(demo_cost)[1] for _ in progress(range(options.demos), "demo")]
+    memory, seconds = zip(*demos, strict=True)
     rows = [
         Row("import foretoken", {}, {"seconds": Spread.of(imports, "s")}),
         Row("first token of foretoken generate", {}, {"seconds": Spread.of(first, "s")}),
@@ -80,7 +81,7 @@ def main() -> None:
         options.out,
         {"model": TARGET, "first_token_prompt": "def fibonacci(n):", "demo": "default options"},
         rows,
-        ["Fresh processes on a warm disk."],
+        ["Fresh processes on a warm disk.", timer.note()],
     )
 
 

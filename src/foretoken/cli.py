@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken import __version__
+from foretoken.config import check_int
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.sampling.params import SamplingParams
 
@@ -161,8 +162,7 @@ def demo(
     """A guided first minute: drafting, acceptance, speed, losslessness."""
     with _reporting(debug) as note:
         for name, value in (("prompts", prompts), ("max-tokens", max_tokens), ("samples", samples)):
-            if value < 1:
-                raise ConfigError(name, value, "an integer >= 1")
+            check_int(name, value, 1)
         from rich.console import Console
 
         from foretoken.lab.demo import Demo

@@ -45,6 +45,13 @@ def test_fields_that_users_type() -> None:
     assert [f.name for f in fields(foretoken.EngineConfig)] == ENGINE_CONFIG
 
 
+def test_rules_that_users_may_name_are_those_there_are() -> None:
+    from foretoken.config import REJECTION_SAMPLE_METHODS
+    from foretoken.ops.rules import RULES
+
+    assert tuple(RULES) == REJECTION_SAMPLE_METHODS
+
+
 def test_errors_share_one_root() -> None:
     from foretoken import errors
 

@@ -11,13 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from textwrap import fill, indent
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.padding import Padding
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from foretoken.config import check_int
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.lab.audit import ALPHA, NEAR_TIE, greedy_audit, sampled_audit
 from foretoken.lab.workloads import HeldOut, heldout
@@ -41,6 +42,13 @@ MEANING = {
     "plain": "drawn by the target with nothing drafted",
 }
 TEMPERATURES = (0.0, 0.8)
+# These read well; the others follow in their order.
+SHOWN = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")
+    "heldout-001",
+    "heldout-012",
+    "heldout-013",
+    "heldout-025",
+)  # these read well; others follow
 ROUNDS = 5
 BAR = 32
 PROMPT_LINES = 6
@@ -77,7 +85,9 @@ class Demo:
 
     def run(self, prompts: int, max_tokens: int, samples: int) -> None:
         """Completions, acceptance, speed, losslessness: about a minute in all."""
-        chosen = heldout(prompts)
+        items = heldout()
+        check_int("prompts", prompts, 1, len(items))
+        chosen = sorted(items, key=lambda item: item.id not in SHOWN)[:prompts]
         self.introduce()
         metrics = RequestMetrics()
         for number, item in enumerate(chosen):
@@ -228,7 +238,8 @@ class Demo:
 
     def _say(self, text: str) -> None:
         """A paragraph, indented, wrapped at words."""
-        self.console.print(Padding(Text(text), (0, 0, 0, 2), expand=False))
+        width = max(self.console.width - 2, 20)
+        self._write(indent(fill(text, width), "  ") + "\n", "")
 
     def _write(self, text: str, style: str) -> None:
         self.console.print(Text(text, style), end="", soft_wrap=True)

@@ -44,11 +44,6 @@ MEANING = {
 TEMPERATURES = (0.0, 0.8)
 # These read well; the others follow in their order.
 SHOWN = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")
-    "heldout-001",
-    "heldout-012",
-    "heldout-013",
-    "heldout-025",
-)  # these read well; others follow
 ROUNDS = 5
 BAR = 32
 PROMPT_LINES = 6

@@ -56,7 +56,8 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
     """Pack spans in order, grouped by equal query length for attention.
 
     Every index of the batch is written into one host array, moved to the device once and cut
-    into views: 9 µs for one decode row against 30 µs with a tensor per field (2-core CPU).
+    into views: 5 µs for one decode row against 17 µs with a tensor per field, 14 µs in all (2-core
+    CPU; 16 requests of 5 rows 37 µs, a prefill of 1024 tokens 86 µs).
 
     Raises:
         IntegrityError: a span is empty, wants more logits than it has tokens, or lacks blocks.

@@ -9,6 +9,9 @@ from hypothesis import HealthCheck, settings
 
 # Tokenizers warn when a process forks after they ran in parallel; tests start subprocesses.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tiny models gain nothing from threads, and on a busy machine every parallel region waits for the
+# scheduler: the model tests took 24 s with one thread and 260 s with two.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 settings.register_profile(
     "foretoken",

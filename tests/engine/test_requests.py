@@ -149,10 +149,15 @@ def test_non_finite_logits_end_one_request_alone(
         return logits
 
     monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
+    kv = llm.engine.runner.kv
+    cleared: list[int] = []
+    clear = kv.clear
+    monkeypatch.setattr(kv, "clear", lambda blocks: (cleared.extend(blocks), clear(blocks)))
     good, bad = llm.generate(["abc", [7, 251]], SamplingParams(temperature=0, max_tokens=40))
     assert isinstance(bad.error, NonFiniteLogitsError)
     assert bad.outputs[0].finish_reason == "error"
     assert bad.outputs[0].token_ids == []
+    assert cleared, "its blocks do not poison their next owner"
     if 251 not in text:
         assert good.outputs[0].token_ids == text
     llm.engine.check_integrity()

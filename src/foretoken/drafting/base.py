@@ -99,6 +99,9 @@ class Drafter(ABC):
     def observe(self, slot: int, num_drafted: int, num_accepted: int) -> None:  # noqa: B027
         """Learn what became of this slot's last proposal: how many of its drafts were accepted."""
 
+    def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027
+        """Zero what is kept for these blocks: their request ended with non-finite numbers."""
+
     def release(self, slot: int) -> None:  # noqa: B027
         """Forget the request in this slot: it ended, and another may take its place."""
 

@@ -99,6 +99,11 @@ class DraftModel(Drafter):
         """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
         self._num_computed_S[slot] += min(num_accepted, self._num_proposed_S[slot] - 1)
 
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zero the K/V of these blocks."""
+        if self._kv is not None:
+            self._kv.clear(block_ids)
+
     def release(self, slot: int) -> None:
         """Forget the request in this slot."""
         self._num_computed_S[slot] = 0

@@ -146,6 +146,10 @@ class Engine:
                 f"request {group.request_id}: the target's logits are not finite at position "
                 f"{len(request.token_ids)}. Try dtype float32, or check the checkpoint."
             )
+            # Masked keys that are NaN still poison the next owner of the block.
+            self.runner.kv.clear(request.block_ids)
+            if self.drafter is not None:
+                self.drafter.clear(request.block_ids)
             self._finish(request, "error")
             return
         if group.metrics.time_to_first_token is None:

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from foretoken.lab.results import Row, collect, write
+from foretoken.lab.results import Row, collect, commit, write
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET, DRAFT = "tiny-python", "tiny-python-draft"
+CODE = commit()  # of the code that this process loaded, whatever is committed while it runs
 T = TypeVar("T")
 
 
@@ -31,7 +32,7 @@ def parse(description: str | None, **defaults: int) -> argparse.Namespace:
 def record(name: str, out: Path, shapes: dict[str, Any], rows: list[Row], notes: list[str]) -> None:
     """Write the results file and say where it is."""
     command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
-    path = write(collect(name, command, shapes, rows, notes), out)
+    path = write(collect(name, command, shapes, rows, notes, CODE), out)
     print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
 
 

@@ -15,6 +15,7 @@ from foretoken.lab.results import Results, Row, Spread, read
 
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", flags=re.DOTALL)
 TEMPERATURES = (0.0, 0.8)
+BASELINES = ("plain", "generate", "best_assisted")
 
 
 def markdown(header: list[str], rows: list[list[str]]) -> str:
@@ -47,18 +48,18 @@ def spread(row: Row, name: str, digits: int) -> str:
 
 
 def speed(folder: Path) -> str:
-    """Every case: tokens/s and the two ratios, at both temperatures."""
+    """Every case: tokens/s and the ratios, at both temperatures."""
     results = read(folder / "speed.json")
     header = ["batch 1, 2 cores, float32"]
     for t in TEMPERATURES:
-        header += [f"tokens/s, T={t:g}", "to plain", "to `generate`"]
+        header += [f"tokens/s, T={t:g}", "to plain", "to `generate`", "to assisted"]
     rows = []
     for name in dict.fromkeys(row.case.rpartition(", T=")[0] for row in results.rows):
         cells = [name]
         for t in TEMPERATURES:
             row = results.row(f"{name}, T={t:g}")
             cells.append(spread(row, "tokens_per_second", 0))
-            cells += [f"{number(row, f'ratio_to_{other}')}x" for other in ("plain", "generate")]
+            cells += [f"{number(row, f'ratio_to_{other}')}x" for other in BASELINES]
         rows.append(cells)
     return markdown(header, rows) + where(results)
 

@@ -106,9 +106,14 @@ def collect(
     shapes: dict[str, Any],
     rows: list[Row],
     notes: Sequence[str] = (),
+    code: tuple[str, bool] | None = None,
 ) -> Results:
-    """Results of a run that just ended here: adds the date, the machine and the commit."""
-    commit, dirty = _commit()
+    """Results of a run that just ended here: adds the date, the machine and the commit.
+
+    Args:
+        code: what `commit()` said when the run began; None: what it says now.
+    """
+    commit_id, dirty = code or commit()
     return Results(
         name=name,
         command=command,
@@ -116,7 +121,7 @@ def collect(
         rows=rows,
         notes=list(notes),
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=commit,
+        commit=commit_id,
         dirty=dirty,
         hardware=hardware(),
         versions=versions(),
@@ -226,7 +231,7 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> tuple[str, bool]:
+def commit() -> tuple[str, bool]:
     """The commit of the working directory, and whether code that runs differs from it."""
 
     def git(*args: str) -> str:

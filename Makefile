@@ -64,6 +64,7 @@ soak: $(DEV)
 bench: $(CORE)
 	@$(BIN)/python -m benchmarks.acceptance
 	@$(BIN)/python -m benchmarks.speed
+	@$(BIN)/python -m benchmarks.profile
 	@$(BIN)/python -m benchmarks.cost
 	@$(BIN)/python -m benchmarks.tables
 

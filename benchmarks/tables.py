@@ -150,9 +150,28 @@ def cost(folder: Path) -> str:
     return markdown(["", "median (least–most)"], rows) + where(results)
 
 
+def profile(folder: Path) -> str:
+    """Milliseconds of each part of a step."""
+    results = read(folder / "profile.json")
+    parts = [
+        "target pass",
+        "draft passes",
+        "drafting, beside its passes",
+        "sampling and verification",
+        "the rest",
+    ]
+    header = ["ms per step", "step", *parts, "tokens per step"]
+    rows = [
+        [row.case, *(number(row, part) for part in ("step", *parts, "tokens_per_step"))]
+        for row in results.rows
+    ]
+    return markdown(header, rows) + where(results)
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "speed": speed,
+    "profile": profile,
     "acceptance": acceptance,
     "one_hot": one_hot,
     "cost": cost,

@@ -82,7 +82,7 @@ def main() -> None:
     try:
         app()
     except KeyboardInterrupt:
-        _say("Interrupted: nothing was started.")
+        _say("Interrupted: nothing was started.", interrupted=True)
         sys.exit(130)
 
 
@@ -261,7 +261,7 @@ def _reporting(debug: bool) -> Iterator[Note]:
     try:
         yield note
     except KeyboardInterrupt:
-        _say(f"\nInterrupted: {done[0]}")
+        _say(f"\nInterrupted: {done[0]}", interrupted=True)
         raise typer.Exit(130) from None
     except BrokenPipeError:
         # The reader of our output went away: leave without a complaint at shutdown.
@@ -282,8 +282,11 @@ def _reporting(debug: bool) -> Iterator[Note]:
         raise typer.Exit(1) from None
 
 
-def _say(text: str, style: str = "") -> None:
+def _say(text: str, style: str = "", interrupted: bool = False) -> None:
     """One message on the error stream, coloured where the terminal takes it."""
     from rich.console import Console
 
-    Console(stderr=True, highlight=False, soft_wrap=True).print(text, style=style, markup=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    if interrupted:
+        console.show_cursor()  # a progress bar may have been hiding it
+    console.print(text, style=style, markup=False)

@@ -234,7 +234,7 @@ class Demo:
     def _say(self, text: str) -> None:
         """A paragraph, indented, wrapped at words."""
         width = max(self.console.width - 2, 20)
-        self._write(indent(fill(text, width), "  ") + "\n", "")
+        self._write(indent(fill(text, width, break_on_hyphens=False), "  ") + "\n", "")
 
     def _write(self, text: str, style: str) -> None:
         self.console.print(Text(text, style), end="", soft_wrap=True)

@@ -42,21 +42,24 @@ class SpeculativeConfig:
     Attributes:
         method: the drafter: `draft_model` or `ngram` (names registered in `drafting/registry.py`).
             None: `draft_model` if `model` is given, else an error.
-        model: checkpoint of the draft model; for `draft_model` only. None with the built-in
-            target `tiny-python` means its own draft, `tiny-python-draft`.
+        model: checkpoint of the draft model. None with the built-in target `tiny-python` means
+            its own draft, `tiny-python-draft`.
         num_speculative_tokens: K >= 1, the most tokens drafted per step.
-        prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that `ngram` looks up.
-        draft_sample_method: `probabilistic` draws drafts from q and verifies with it;
-            `greedy` drafts the argmax and verifies it as one-hot.
+        prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
+            None: 2 and 4.
+        draft_sample_method: `probabilistic` (None means this) draws drafts from q and verifies
+            with it; `greedy` drafts the argmax and verifies it as one-hot.
         rejection_sample_method: the verification rule, a name in `ops/rules.py`.
+
+    An option that the method does not take is refused when its drafter is built.
     """
 
     method: str | None = None
     model: str | None = None
     num_speculative_tokens: int = 4
-    prompt_lookup_min: int = 2
-    prompt_lookup_max: int = 4
-    draft_sample_method: str = "probabilistic"
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    draft_sample_method: str | None = None
     rejection_sample_method: str = "standard"
 
     def __post_init__(self) -> None:
@@ -68,21 +71,23 @@ class SpeculativeConfig:
             MAX_SPECULATIVE_TOKENS,
             "Pass speculative_config=None to decode without speculation.",
         )
-        check_int(where + "prompt_lookup_min", self.prompt_lookup_min, 1)
+        shortest, longest = self.lookup_sizes
+        check_int(where + "prompt_lookup_min", shortest, 1)
         check_int(
             where + "prompt_lookup_max",
-            self.prompt_lookup_max,
-            self.prompt_lookup_min,
+            longest,
+            shortest,
             remedy="It must not be smaller than `prompt_lookup_min`.",
         )
-        check_choice(
-            where + "draft_sample_method",
-            self.draft_sample_method,
-            DRAFT_SAMPLE_METHODS,
-            "`gumbel` is called `probabilistic` here: drafts are drawn by Gumbel-max from q."
-            if self.draft_sample_method == "gumbel"
-            else "",
-        )
+        if self.draft_sample_method is not None:
+            check_choice(
+                where + "draft_sample_method",
+                self.draft_sample_method,
+                DRAFT_SAMPLE_METHODS,
+                "`gumbel` is called `probabilistic` here: drafts are drawn by Gumbel-max from q."
+                if self.draft_sample_method == "gumbel"
+                else "",
+            )
         check_choice(
             where + "rejection_sample_method",
             self.rejection_sample_method,
@@ -94,13 +99,14 @@ class SpeculativeConfig:
                     where + "method", None, "given", "Use `draft_model` (with `model`) or `ngram`."
                 )
             object.__setattr__(self, "method", "draft_model")
-        if self.model is not None and self.method != "draft_model":
-            raise ConfigError(
-                where + "model",
-                self.model,
-                f"left out with method `{self.method}`",
-                "Only `draft_model` loads a model.",
-            )
+
+    @property
+    def lookup_sizes(self) -> tuple[int, int]:
+        """Shortest and longest n-gram to look up, defaults filled in; each follows the other."""
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is None:
+            shortest = 2 if longest is None else min(2, longest)
+        return shortest, max(4, shortest) if longest is None else longest
 
     @classmethod
     def parse(
@@ -138,8 +144,9 @@ class EngineConfig:
             chunks.
         block_size: tokens per cache block.
         num_blocks: blocks in the pool; None: enough for `kv_cache_gib`.
-        kv_cache_gib: memory of the target's and the drafter's cache together when `num_blocks` is
-            None. Never more than `max_num_seqs` requests of `max_model_len` need.
+        kv_cache_gib: memory of the target's and the drafter's cache and of the drafts'
+            probabilities together when `num_blocks` is None. Never more than `max_num_seqs`
+            requests of `max_model_len` need.
         load_format: `auto` reads safetensors, `dummy` makes random weights from config.json alone.
         backend: `auto` (fastest for the device), or a name in `ops.BACKENDS`.
         use_fp64_gumbel: draw all noise in FP64.
@@ -173,8 +180,11 @@ class EngineConfig:
         check_int("block_size", self.block_size, 1, 1024)
         if self.num_blocks is not None:
             check_int("num_blocks", self.num_blocks, 1)
-        if isinstance(self.kv_cache_gib, bool) or not self.kv_cache_gib > 0:
-            raise ConfigError("kv_cache_gib", self.kv_cache_gib, "a number > 0")
+        gib = self.kv_cache_gib
+        if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < 2**40:
+            raise ConfigError("kv_cache_gib", gib, "a finite number > 0")
+        speculation = SpeculativeConfig.parse(self.speculative_config)
+        object.__setattr__(self, "speculative_config", speculation)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         if not isinstance(self.use_fp64_gumbel, bool):
             raise ConfigError("use_fp64_gumbel", self.use_fp64_gumbel, "true or false")

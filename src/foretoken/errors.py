@@ -7,7 +7,7 @@ ForetokenError
 ├── CheckpointError        a model folder that cannot be read: path, config, tokenizer, weights
 ├── UnsupportedModelError  a model that loads but that we cannot run exactly
 ├── NonFiniteLogitsError   the target produced NaN, +inf, or a row with every token at -inf
-├── UsageError             a call in the wrong state: two at once, or after `close()`
+├── UsageError             a call after `close()`
 └── IntegrityError         our own bookkeeping is wrong: a bug, please report it
 
 Messages follow one form: the field in backticks, the value, the bound, the remedy.
@@ -70,7 +70,7 @@ class NonFiniteLogitsError(ForetokenError):
 
 
 class UsageError(ForetokenError, RuntimeError):
-    """A call at the wrong time: while another one runs, or after the engine was closed."""
+    """A call at the wrong time: after the engine was closed."""
 
 
 class IntegrityError(ForetokenError):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
-from foretoken.config import EngineConfig
+from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.build import build_engine
+from foretoken.engine.engine import Engine
 from foretoken.engine.request import Request, RequestGroup
 from foretoken.errors import ForetokenError, RequestError, UsageError
-from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
 Prompt = str | Sequence[int]
+Params = SamplingParams | Mapping[str, Any]
 
 
 class LLM:
@@ -32,13 +35,19 @@ class LLM:
     def __init__(
         self,
         model: str = "tiny-python",
-        speculative_config: Mapping[str, Any] | str | None = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
         self.config = EngineConfig.parse(model, speculative_config, **options)
-        self.engine = build_engine(self.config)
+        self._engine: Engine | None = build_engine(self.config)
         self._num_requests = 0
-        self._closed = False
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; `UsageError` after `close()`."""
+        if self._engine is None:
+            raise UsageError("this LLM was closed: make a new one")
+        return self._engine
 
     @property
     def tokenizer(self) -> Any | None:
@@ -46,14 +55,14 @@ class LLM:
         return self.engine.tokenizer
 
     @property
-    def metrics(self) -> RequestMetrics:
+    def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far."""
         return self.engine.metrics
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
         progress: bool = False,
     ) -> list[RequestOutput]:
@@ -61,46 +70,61 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            sampling_params: one for all prompts, one per prompt, or None for the defaults.
+            sampling_params: one for all prompts, one per prompt, or None for the defaults; each a
+                `SamplingParams` or a dict of its fields.
             progress: show a progress bar on the terminal's error stream.
 
         Returns:
             One `RequestOutput` per prompt. In a list, a prompt that cannot be served carries its
             `error` and the others complete; a single prompt that cannot be served raises it.
         """
-        self._check_open()
+        engine = self.engine
         single, items = _split(prompts)
         params = _params_per_prompt(sampling_params, len(items))
-        groups: list[RequestGroup | RequestOutput] = []
-        for item, item_params in zip(items, params, strict=True):
-            try:
-                groups.append(self._add(item, item_params))
-            except RequestError as error:
-                if single:
-                    raise
-                groups.append(self._refusal(item, error))
-        queued = [g for g in groups if isinstance(g, RequestGroup)]
-        for _ in self._run(queued, progress):
-            pass
-        return [self._output(g) if isinstance(g, RequestGroup) else g for g in groups]
+        results: list[RequestGroup | RequestOutput] = []
+        try:
+            for item, item_params in zip(items, params, strict=True):
+                try:
+                    results.append(self._add(item, item_params))
+                except RequestError as error:
+                    if single:
+                        raise
+                    results.append(self._refusal(item, error))
+            groups = [r for r in results if isinstance(r, RequestGroup)]
+            with _progress_bar(groups, progress) as update:
+                while not all(group.finished for group in groups):
+                    engine.step()
+                    update()
+        finally:  # whatever interrupts it, nothing is left behind in the engine
+            for result in results:
+                if isinstance(result, RequestGroup):
+                    engine.abort(result)
+        return [self._output(r) if isinstance(r, RequestGroup) else r for r in results]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: Params | None = None
     ) -> Iterator[RequestOutput]:
         """Complete one prompt; yields what there is after every step, the last one finished.
 
-        Closing the iterator early aborts the request.
+        Closing the iterator early aborts the request. Other calls may run in between: they
+        advance this request, too.
         """
-        self._check_open()
-        group = self._add(prompt, sampling_params or SamplingParams())
-        for changed in self._run([group]):
-            if group in changed:
+        engine, group = self.engine, self._add(prompt, _one_params(sampling_params))
+        try:
+            finished = False
+            while not finished:
+                if not group.finished:
+                    engine.step()
+                finished = group.finished
                 yield self._output(group)
+        finally:
+            engine.abort(group)
 
     def close(self) -> None:
-        """Release the models and caches; later calls raise `UsageError`."""
-        self._closed = True
-        self.__dict__.pop("engine", None)
+        """End what runs and release models and caches; later calls raise `UsageError`."""
+        if self._engine is not None:
+            self._engine.abort_all()
+        self._engine = None
 
     def __enter__(self) -> Self:
         return self
@@ -113,39 +137,25 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("this LLM was closed: make a new one")
-
     def _add(self, prompt: Prompt, params: SamplingParams) -> RequestGroup:
         text, ids = self._encode(prompt)
         self._num_requests += 1
         return self.engine.add(str(self._num_requests), ids, params, text)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if not isinstance(prompt, str):
-            if not isinstance(prompt, Sequence):
-                raise RequestError("prompt", prompt, "a text or a list of token ids")
-            return None, list(cast(Sequence[int], prompt))
-        if self.tokenizer is None:
-            raise RequestError(
-                "prompt", prompt, "token ids: this checkpoint has no tokenizer", "Encode it first."
-            )
-        return prompt, list(self.tokenizer.encode(prompt)) if prompt else []
-
-    def _run(
-        self, groups: Sequence[RequestGroup], progress: bool = False
-    ) -> Iterator[list[RequestGroup]]:
-        """Step until all groups have ended; whatever interrupts it, they are aborted."""
-        try:
-            with _progress_bar(groups, progress) as update:
-                while not all(group.finished for group in groups):
-                    changed = self.engine.step()
-                    update()
-                    yield changed
-        finally:
-            for group in groups:
-                self.engine.abort(group)
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError(
+                    "prompt",
+                    prompt,
+                    "token ids: this checkpoint has no tokenizer",
+                    "Encode it first.",
+                )
+            return prompt, list(self.tokenizer.encode(prompt)) if prompt else []
+        ids = _as_list(prompt)
+        if ids is None:
+            raise RequestError("prompt", prompt, "a text or a list of token ids")
+        return None, ids
 
     def _output(self, group: RequestGroup) -> RequestOutput:
         return RequestOutput(
@@ -153,8 +163,8 @@ class LLM:
             prompt=group.prompt,
             prompt_token_ids=group.prompt_ids,
             outputs=[self._completion(request) for request in group.samples],
-            metrics=group.metrics,
-            prompt_logprobs=group.prompt_logprobs,
+            metrics=copy.deepcopy(group.metrics),
+            prompt_logprobs=None if group.prompt_logprobs is None else [*group.prompt_logprobs],
             error=group.error,
         )
 
@@ -173,32 +183,51 @@ class LLM:
     def _refusal(self, prompt: Prompt, error: ForetokenError) -> RequestOutput:
         self._num_requests += 1
         text = prompt if isinstance(prompt, str) else None
-        ids: list[int] = []
-        if not isinstance(prompt, str) and isinstance(prompt, Sequence):
-            ids = list(cast(Sequence[int], prompt))
+        ids = [] if text is not None else _as_list(prompt) or []
         return RequestOutput(str(self._num_requests), text, ids, [], RequestMetrics(), error=error)
 
 
-def _split(prompts: Prompt | Sequence[Prompt]) -> tuple[bool, list[Prompt]]:
+def _as_list(value: Any) -> list[Any] | None:
+    """A sequence, array or tensor as a list; None for anything else, texts and bytes included."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
+        return None
+    return list(value)
+
+
+def _split(prompts: Any) -> tuple[bool, list[Any]]:
     """Whether it is one prompt, and the prompts as a list; [] is no prompts at all."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return True, [cast(Prompt, prompts)]
-    return False, list(cast(Sequence[Prompt], prompts))
+    if isinstance(prompts, str):
+        return True, [prompts]
+    items = _as_list(prompts)
+    if items is None:
+        raise RequestError("prompts", prompts, "a text, a list of token ids, or a list of either")
+    if items and isinstance(items[0], int):
+        return True, [items]
+    return False, items
 
 
-def _params_per_prompt(
-    given: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
+def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
+    if given is None or isinstance(given, (SamplingParams, Mapping)):
+        return [_one_params(given)] * count
+    if not isinstance(given, Sequence) or len(given) != count:
+        shown = f"a list of {len(given)}" if isinstance(given, Sequence) else given
+        raise RequestError("sampling_params", shown, f"one, or a list of {count}")
+    return [_one_params(one) for one in given]
+
+
+def _one_params(given: Any) -> SamplingParams:
     if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
-    if len(given) != count:
-        raise RequestError("sampling_params", f"a list of {len(given)}", f"one, or {count}")
-    return list(given)
+        return given or SamplingParams()
+    if isinstance(given, Mapping):
+        return SamplingParams.parse(given)
+    raise RequestError("sampling_params", given, "a SamplingParams or a dict of its fields")
 
 
 @contextmanager
 def _progress_bar(groups: Sequence[RequestGroup], shown: bool) -> Iterator[Callable[[], None]]:
-    """A bar over the tokens still to come; the caller invokes what it yields after every step."""
+    """A bar over finished requests; the caller invokes what it yields after every step."""
     if not shown:
         yield lambda: None
         return

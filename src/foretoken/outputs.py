@@ -17,7 +17,9 @@ class Logprob:
 
 @dataclass(slots=True)
 class SpeculationMetrics:
-    """What speculation did for one request, or a sum of requests.
+    """What verification decided for one request, or a sum of requests.
+
+    A draft accepted behind the token that ended the request counts as accepted, but is not emitted.
 
     Attributes:
         num_steps: target passes that emitted tokens.
@@ -133,5 +135,5 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether every sample has ended."""
-        return self.error is not None or all(o.finish_reason for o in self.outputs)
+        """Whether every sample has ended (a refused prompt has none)."""
+        return all(o.finish_reason for o in self.outputs)

@@ -34,10 +34,19 @@ def propose(drafter: NGram, tokens: list[int], k: int, slot: int = 0) -> list[in
 
 def naive(tokens: list[int], k: int, shortest: int, longest: int) -> list[int]:
     for size in range(longest, shortest - 1, -1):
-        for start in range(len(tokens) - size - 1, -1, -1):
-            if tokens[start : start + size] == tokens[len(tokens) - size :]:
-                return tokens[start + size : start + size + k]
+        found = [
+            tokens[start + size : start + size + k]
+            for start in range(len(tokens) - size - 1, -1, -1)
+            if tokens[start : start + size] == tokens[len(tokens) - size :]
+        ]
+        if found:
+            return next((f for f in found if len(f) == k), found[-1])
     return []
+
+
+def test_a_short_period_is_continued_to_k() -> None:
+    assert propose(make_drafter(2, 4), [1, 2] * 8, 4) == [1, 2, 1, 2]
+    assert propose(make_drafter(1, 1), [5] * 6, 5) == [5] * 5
 
 
 @given(

@@ -67,6 +67,13 @@ def test_the_earliest_of_several_stop_strings_wins() -> None:
     assert out.text == "a"
 
 
+def test_a_prompt_that_ends_within_a_character_is_continued() -> None:
+    out = Detokenizer(ByteTokenizer(), "é".encode()[:1], ())
+    for byte in "é".encode()[1:] + b"x":
+        out.append(byte)
+    assert out.text == "éx"
+
+
 def test_settled_text_holds_back_what_a_stop_string_may_take() -> None:
     out = feed(b"say STO", ("STOP", "TOX"))
     assert out.settled_text == "say "

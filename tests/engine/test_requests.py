@@ -149,18 +149,86 @@ def test_non_finite_logits_end_one_request_alone(
         return logits
 
     monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
-    kv = llm.engine.runner.kv
-    cleared: list[int] = []
-    clear = kv.clear
-    monkeypatch.setattr(kv, "clear", lambda blocks: (cleared.extend(blocks), clear(blocks)))
     good, bad = llm.generate(["abc", [7, 251]], SamplingParams(temperature=0, max_tokens=40))
     assert isinstance(bad.error, NonFiniteLogitsError)
     assert bad.outputs[0].finish_reason == "error"
     assert bad.outputs[0].token_ids == []
-    assert cleared, "its blocks do not poison their next owner"
     if 251 not in text:
         assert good.outputs[0].token_ids == text
     llm.engine.check_integrity()
+
+
+def test_what_a_block_held_before_cannot_poison_its_next_owner(llm: LLM, text: list[int]) -> None:
+    for pool in (llm.engine.runner.kv, llm.engine.drafter._kv):  # type: ignore[union-attr]
+        for cache in (*pool.keys, *pool.values):
+            cache.fill_(torch.nan)
+    assert complete(llm).token_ids == text
+
+
+def test_parameters_that_ban_every_token_are_blamed_and_lose_nothing_else(
+    llm: LLM, text: list[int]
+) -> None:
+    banned = SamplingParams(allowed_token_ids=[END], min_tokens=2, logprobs=1)
+    fine = SamplingParams(temperature=0, max_tokens=40, logprobs=0)
+    good, bad = llm.generate(["abc", "abd"], [fine, banned])
+    assert isinstance(bad.error, RequestError)
+    assert "ban every token" in str(bad.error)
+    assert good.outputs[0].token_ids == text
+
+
+def test_a_stream_ends_properly_when_another_call_finishes_it(llm: LLM) -> None:
+    stream = llm.stream("abc", {"max_tokens": 4, "temperature": 0})
+    next(stream)
+    llm.generate("xyz", SamplingParams(max_tokens=30, ignore_eos=True))
+    outputs = list(stream)
+    assert outputs[-1].finished
+    assert len(outputs[-1].outputs[0].token_ids) == 4
+
+
+def test_snapshots_do_not_change_after_they_were_given(llm: LLM) -> None:
+    outputs = list(llm.stream("abc", {"max_tokens": 12, "num_speculative_tokens": 0}))
+    assert [o.metrics.num_steps for o in outputs] == list(range(1, len(outputs) + 1))
+
+
+def test_an_interrupted_call_leaves_no_orphans(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(target), max_num_seqs=2)
+    encode = llm.engine.tokenizer.encode  # type: ignore[union-attr]
+
+    def interrupted(text: str) -> list[int]:
+        if text == "c":
+            raise KeyboardInterrupt
+        return encode(text)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(llm.engine.tokenizer, "encode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b", "c"])
+    assert not llm.engine.has_work
+    stream = llm.stream("a")
+    next(stream)
+    llm.close()
+    with pytest.raises(UsageError, match="closed"):
+        next(stream)
+    with pytest.raises(UsageError, match="closed"):
+        _ = llm.engine
+
+
+@pytest.mark.parametrize("prompt", [None, b"abc", 7, {"a": 1}])
+def test_prompts_of_another_kind_are_refused(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(RequestError, match="list of token ids"):
+        llm.generate(prompt)
+
+
+def test_arrays_are_token_ids_and_dicts_are_parameters(llm: LLM, text: list[int]) -> None:
+    ids = llm.tokenizer.encode("abc")  # type: ignore[union-attr]
+    params = {"temperature": 0, "max_tokens": 5, "top_k": 2**63}
+    for prompt in (torch.tensor(ids), torch.tensor([ids])):
+        assert llm.generate(prompt, params)[0].outputs[0].token_ids == text[:5]
+    with pytest.raises(ConfigError, match="Did you mean `max_tokens`"):
+        llm.generate("abc", {"max_token": 3})
+    with pytest.raises(RequestError, match="a dict of its fields"):
+        llm.generate(["abc"], [3])  # type: ignore[list-item]
 
 
 BAD_PROMPTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
@@ -209,7 +277,9 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         ({"num_speculative_tokens": 0, "method": "ngram"}, "speculative_config=None"),
         ({"method": "ngram", "num_speculative_token": 3}, "Did you mean `num_speculative_tokens`"),
         ({"model": "x", "draft_sample_method": "gumbel"}, "is called `probabilistic`"),
-        ({"method": "ngram", "model": "x"}, "Only `draft_model`"),
+        ({"method": "ngram", "model": "x"}, "takes prompt_lookup_max, prompt_lookup_min"),
+        ({"method": "ngram", "draft_sample_method": "greedy"}, "left out with method `ngram`"),
+        ({"model": "x", "prompt_lookup_min": 2}, "left out with method `draft_model`"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min"),
         ({"method": "draft_model"}, "shares the target's tokenizer"),
         ({}, "Use `draft_model`"),
@@ -231,6 +301,8 @@ def test_bad_speculative_options_are_named(target: Path, speculation: Any, messa
         ({"backend": "triton9"}, "torch_cpu"),
         ({"max_num_batched_tokens": 2, "max_num_seqs": 4}, "at least max_num_seqs x"),
         ({"kv_cache_gib": 1e-9}, "one block"),
+        ({"kv_cache_gib": "1"}, "finite number"),
+        ({"kv_cache_gib": float("inf")}, "finite number"),
         ({"seed": -1}, "integer in"),
         ({"max_model_len": 10**6}, "max_model_len"),
     ],

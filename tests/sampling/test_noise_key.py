@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.sampling.noise_key import mix, to_int64
+from foretoken.sampling.noise_key import mix, to_int64, unseeded
 
 
 def test_sample_zero_uses_the_seed_itself_so_reported_seeds_reproduce() -> None:
@@ -23,6 +23,12 @@ def test_splitmix64_known_answers() -> None:
         3203168211198807973,
         9817491932198370423,
     ]
+
+
+def test_unseeded_requests_share_no_key_with_seeded_samples() -> None:
+    own = {unseeded(0, n) for n in range(1, 500)}
+    assert len(own) == 499
+    assert not own & {mix(seed, j) for seed in range(20) for j in range(100)}
 
 
 def test_the_bits_survive_a_signed_integer() -> None:

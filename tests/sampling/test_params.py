@@ -32,6 +32,10 @@ BAD = [
     ("stop_token_ids", "12", "token ids"),
     ("stop_token_ids", [-1], "token ids"),
     ("bad_words", "word", "non-empty"),
+    ("bad_words", [3], "non-empty"),
+    ("stop", 5, "non-empty"),
+    ("ignore_eos", "no", "true or false"),
+    ("temperature", 2e6, "1e6"),
     ("allowed_token_ids", [], "non-empty"),
     ("logit_bias", {1: 200.0}, r"\[-100, 100\]"),
     ("logit_bias", {-1: 2.0}, "token ids"),
@@ -54,8 +58,9 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 def test_edges_are_allowed_and_normalised() -> None:
     params = SamplingParams(top_p=1, top_k=-1, min_p=1, stop="x", max_tokens=1, seed=2**64 - 1)
     assert params.stop == ("x",)
-    assert not params.top_k_active(100)
-    assert SamplingParams(top_k=99).top_k_active(100)
-    assert not SamplingParams(top_k=100).top_k_active(100)
     assert not params.edits_logits
     assert SamplingParams(bad_words=["a"]).edits_logits
+    bias = {1: 2.0}
+    held = SamplingParams(logit_bias=bias, bad_words=None)
+    bias[1] = 500.0
+    assert held.logit_bias == {1: 2.0}

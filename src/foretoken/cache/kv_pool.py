@@ -69,7 +69,7 @@ class KVPool:
         self._flat_values[layer].index_copy_(0, slot_T, value_THD)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks of a request that ended with non-finite numbers, before anyone reuses them.
+        """Zero blocks that change hands.
 
         Masked keys are multiplied by zero, and NaN times zero is NaN: stale NaN in the unused tail
         of a block would reach its next owner.

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -27,12 +28,11 @@ class Needs:
     Attributes:
         kv_bytes_per_block: K/V bytes of one cache block; the drafter keeps its own tensors but
             addresses them by the engine's block ids, so its cache rolls back with the target's.
-        sees_edits: whether drafts are drawn after penalties, bias and bans. False: they are drawn
-            from temperature and filters alone, and q says so.
+        bytes_per_slot: what it keeps for one request beside K/V, the q of its drafts above all.
     """
 
     kv_bytes_per_block: int = 0
-    sees_edits: bool = False
+    bytes_per_slot: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +80,18 @@ class DrafterSetup:
 
 
 class Drafter(ABC):
-    """Base class of all drafters; built as `cls(setup)` by the registry."""
+    """Base class of all drafters; built as `cls(setup)` by the registry.
 
+    options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
+    needs: set by the instance if it needs anything.
+    """
+
+    options: ClassVar[frozenset[str]] = frozenset()
     needs: Needs = Needs()
+
+    @abstractmethod
+    def __init__(self, setup: DrafterSetup) -> None:
+        """Load what it drafts with; per-block memory comes with `allocate`."""
 
     def allocate(self, num_blocks: int) -> None:  # noqa: B027 (optional hook)
         """Allocate per-block memory; called once, when the engine has sized its pool."""
@@ -94,13 +103,15 @@ class Drafter(ABC):
         Token i of a request is drawn with DRAFT noise at (position len(token_ids) + i, draft index
         i), from q at the request's temperature and filters; where q is real, the block's
         `logits_SKV[slot, i]` is bitwise what was drawn from and stays so until the next call.
+        Drafts see temperature and filters, not penalties, bias or bans: q says what they saw. A
+        drawn token is never replaced by -1 for what it is.
         """
 
     def observe(self, slot: int, num_drafted: int, num_accepted: int) -> None:  # noqa: B027
         """Learn what became of this slot's last proposal: how many of its drafts were accepted."""
 
     def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027
-        """Zero what is kept for these blocks: their request ended with non-finite numbers."""
+        """Zero what is kept for these blocks: they change hands."""
 
     def release(self, slot: int) -> None:  # noqa: B027
         """Forget the request in this slot: it ended, and another may take its place."""

@@ -36,25 +36,34 @@ BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 class DraftModel(Drafter):
     """Autoregressive drafting, `probabilistic` (q kept for verification) or `greedy` (one-hot)."""
 
+    options = frozenset({"model", "draft_sample_method"})
+
     def __init__(self, setup: DrafterSetup, model: CausalLM | None = None) -> None:
         self.model = model or _load_checked(setup)
         self.config = setup.config
         self.backend = setup.backend
         self.device = setup.device
-        self.probabilistic = setup.speculation.draft_sample_method == "probabilistic"
-        self.num_speculative_tokens = setup.speculation.num_speculative_tokens
+        self.probabilistic = setup.speculation.draft_sample_method != "greedy"
+        # Float32 logits of every draft, by slot: what `process_logits` gives, in any backend.
+        self._q_shape = (
+            setup.config.max_num_seqs,
+            setup.speculation.num_speculative_tokens if self.probabilistic else 0,
+            self.model.vocab_size,
+        )
         self.needs = Needs(
+            bytes_per_slot=4 * self._q_shape[1] * self._q_shape[2],
             kv_bytes_per_block=KVPool.bytes_per_block(
                 self.model.layer_shapes, setup.config.block_size, self.model.dtype
-            )
+            ),
         )
         self._num_computed_S = [0] * setup.config.max_num_seqs
         self._num_proposed_S = [0] * setup.config.max_num_seqs
         self._kv: KVPool | None = None
-        self._q_logits_SKV: Tensor | None = None
+        self._q_logits_SKV = torch.empty(0)
 
     def allocate(self, num_blocks: int) -> None:
-        """K/V tensors for as many blocks as the target has."""
+        """K/V tensors for as many blocks as the target has, and q for every slot."""
+        self._q_logits_SKV = torch.empty(self._q_shape, dtype=torch.float32, device=self.device)
         self._kv = KVPool(
             self.model.layer_shapes,
             num_blocks,
@@ -146,10 +155,7 @@ class DraftModel(Drafter):
         self, logits_BV: Tensor, params: SlotParams, slot_B: Tensor, positions: list[int], i: int
     ) -> list[int]:
         """Sample draft i of each request and keep the q it came from, by slot."""
-        processed_BV = self.backend.process_logits(logits_BV, params, slot_B, None)
-        if self._q_logits_SKV is None:
-            shape = (len(self._num_computed_S), self.num_speculative_tokens, logits_BV.shape[1])
-            self._q_logits_SKV = torch.empty(shape, dtype=processed_BV.dtype, device=self.device)
+        processed_BV = self.backend.process_logits(logits_BV, params, slot_B, None).float()
         self._q_logits_SKV[slot_B, i] = processed_BV
         position_B = torch.tensor(positions, device=self.device)
         token_B = self.backend.sample(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import cast
 
-from foretoken.config import check_choice
+from foretoken.config import SpeculativeConfig, check_choice
 from foretoken.drafting.base import Drafter, DrafterSetup
+from foretoken.errors import ConfigError
 
 DRAFTERS = {
     "draft_model": "foretoken.drafting.draft_model:DraftModel",
@@ -14,9 +15,27 @@ DRAFTERS = {
 }
 
 
-def build_drafter(setup: DrafterSetup) -> Drafter:
-    """Import and build the drafter that `setup.speculation.method` names."""
-    method = setup.speculation.method or ""
+_OPTIONAL = ("model", "prompt_lookup_min", "prompt_lookup_max", "draft_sample_method")
+
+
+def find_drafter(speculation: SpeculativeConfig) -> type[Drafter]:
+    """The class that `method` names; `ConfigError` for a name or an option it does not know."""
+    method = speculation.method or ""
     check_choice("speculative_config.method", method, tuple(DRAFTERS))
     module, name = DRAFTERS[method].split(":")
-    return cast(Drafter, getattr(import_module(module), name)(setup))
+    found = cast(type[Drafter], getattr(import_module(module), name))
+    for option in _OPTIONAL:
+        value = getattr(speculation, option)
+        if value is not None and option not in found.options:
+            raise ConfigError(
+                f"speculative_config.{option}",
+                value,
+                f"left out with method `{method}`",
+                f"`{method}` takes {', '.join(sorted(found.options)) or 'no options'}.",
+            )
+    return found
+
+
+def build_drafter(setup: DrafterSetup) -> Drafter:
+    """Build the drafter that `setup.speculation` describes."""
+    return find_drafter(setup.speculation)(setup)

@@ -55,6 +55,11 @@ class DraftState:
             real_q_B=torch.tensor(real, device=self.device),
         )
 
+    @property
+    def slots(self) -> set[int]:
+        """Slots whose drafts have a q."""
+        return set(self._has_real_q)
+
     def drop(self, slot: int) -> None:
         """Forget the q of a request that ended."""
         self._has_real_q.pop(slot, None)

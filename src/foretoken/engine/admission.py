@@ -68,12 +68,17 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
             raise RequestError(name, token, f"made of token ids in [0, {vocab_size})")
 
 
-def bad_word_ids(params: SamplingParams, tokenizer: Any | None) -> tuple[tuple[int, ...], ...]:
-    """Token sequences of the bad words, each as it starts a text and as it follows a space."""
+def bad_word_ids(
+    params: SamplingParams, tokenizer: Any | None, vocab_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of the bad words, each as it starts a text and as it follows a space.
+
+    A sequence with an id that the model does not have can never be drawn and is left out.
+    """
     found: dict[tuple[int, ...], None] = {}
-    for word in params.bad_words:
+    for word in params.bad_word_strings:
         for text in (word, " " + word.lstrip()):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else ()
-            if ids:
+            if ids and max(ids) < vocab_size:
                 found[ids] = None
     return tuple(found)

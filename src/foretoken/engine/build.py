@@ -10,7 +10,7 @@ from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import EngineConfig
 from foretoken.drafting.base import Drafter, DrafterSetup
-from foretoken.drafting.registry import build_drafter
+from foretoken.drafting.registry import build_drafter, find_drafter
 from foretoken.drafting.state import DraftState
 from foretoken.engine.engine import Engine
 from foretoken.engine.runner import Runner
@@ -25,9 +25,10 @@ from foretoken.sampling.slots import SlotTable
 def build_engine(config: EngineConfig) -> Engine:
     """Load models and allocate everything the engine will ever hold."""
     _check_token_budget(config)
+    if config.speculative_config is not None:
+        find_drafter(config.speculative_config)  # a wrong name is told before anything is loaded
     device = torch.device("cpu")
     backend = get_backend("torch_cpu" if config.backend == "auto" else config.backend)
-    tokenizer = load_tokenizer(config.model)
     model = load_model(
         config.model,
         device=device,
@@ -37,6 +38,7 @@ def build_engine(config: EngineConfig) -> Engine:
         max_model_len=config.max_model_len,
         seed=config.seed,
     )
+    tokenizer = load_tokenizer(config.model)
     drafter = _build_drafter(config, backend, device, model, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
     if drafter is not None:
@@ -95,13 +97,16 @@ def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) 
         return config.num_blocks
     per_block = KVPool.bytes_per_block(model.layer_shapes, config.block_size, model.dtype)
     per_block += drafter.needs.kv_bytes_per_block if drafter is not None else 0
-    fitting = int(config.kv_cache_gib * 2**30 / per_block)
+    per_slot = drafter.needs.bytes_per_slot if drafter is not None else 0
+    room = config.kv_cache_gib * 2**30 - per_slot * config.max_num_seqs
+    fitting = int(room / per_block)
     if fitting < 1:
         raise ConfigError(
             "kv_cache_gib",
             config.kv_cache_gib,
-            f"at least {per_block / 2**30:.3g}, one block of this model",
-            "Raise it, or lower `block_size`.",
+            f"at least {(per_block + per_slot * config.max_num_seqs) / 2**30:.3g}: one block of "
+            "this model, and the draft probabilities of every slot",
+            "Raise it, or lower `max_num_seqs` or `block_size`.",
         )
     return min(fitting, config.max_num_seqs * -(-model.max_model_len // config.block_size))
 
@@ -111,5 +116,6 @@ def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
     for source in (getattr(model.module, "generation_config", None), model.config, tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+            found = [ids] if isinstance(ids, int) else ids
+            return frozenset(i for i in found if 0 <= i < model.vocab_size)
     return frozenset()

@@ -29,14 +29,14 @@ class Detokenizer:
         self._ids.append(token_id)
         before = self._decode(self._start, self._shown)
         now = self._decode(self._start, len(self._ids))
-        if len(now) > len(before) and not now.endswith(_INCOMPLETE):
-            self.text += now[len(before) :]
+        if now != before and not now.endswith(_INCOMPLETE):
+            self.text += _added(before, now)
             self._start, self._shown = self._shown, len(self._ids)
 
     def flush(self) -> None:
         """The output ended: show what waited, incomplete characters as U+FFFD."""
         before = self._decode(self._start, self._shown)
-        self.text += self._decode(self._start, len(self._ids))[len(before) :]
+        self.text += _added(before, self._decode(self._start, len(self._ids)))
         self._start = self._shown = len(self._ids)
 
     def find_stop(self, length_before: int, include: bool) -> str | None:
@@ -70,3 +70,10 @@ class Detokenizer:
 
     def _decode(self, start: int, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))
+
+
+def _added(before: str, now: str) -> str:
+    """What `now` has after what both begin with: a prompt may end within a character."""
+    pairs = enumerate(zip(before, now, strict=False))
+    same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(now)))
+    return now[same:]

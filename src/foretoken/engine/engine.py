@@ -17,9 +17,9 @@ from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.engine.runner import Outcome, Runner
 from foretoken.engine.scheduler import Scheduler, Share
-from foretoken.errors import NonFiniteLogitsError
-from foretoken.outputs import RequestMetrics
-from foretoken.sampling.noise_key import mix
+from foretoken.errors import ForetokenError, IntegrityError, NonFiniteLogitsError, RequestError
+from foretoken.outputs import SpeculationMetrics
+from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
 
 
@@ -41,10 +41,10 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
-        self.metrics = RequestMetrics()
+        self.metrics = SpeculationMetrics()
         self._slots = runner.sampler.slots
         self._detokenizers: dict[Request, Detokenizer] = {}
-        self._admitted = 0
+        self._num_admitted = 0
 
     @property
     def limits(self) -> Limits:
@@ -72,6 +72,7 @@ class Engine:
         plan = self.scheduler.schedule()
         for request in plan.admitted:
             self._admit(request)
+        self._clear_fresh_blocks()
         outcomes = self.runner.run(plan.shares) if plan.shares else []
         for share, outcome in zip(plan.shares, outcomes, strict=True):
             self._commit(share, outcome)
@@ -88,18 +89,19 @@ class Engine:
         """Queue a prompt; `RequestError` if it or its parameters are out of bounds."""
         check_request(prompt_ids, params, self.limits)
         group = RequestGroup(request_id, prompt, list(prompt_ids), params)
-        self._admitted += 1
-        seed = params.seed if params.seed is not None else mix(self.config.seed, self._admitted)
+        admission = self._num_admitted + 1
+        seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.eos_ids
-        bad_words = bad_word_ids(params, self.tokenizer)
+        bad_words = bad_word_ids(params, self.tokenizer, self.runner.model.vocab_size)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
         for j in range(params.n):
             request = Request(group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words)
             self.scheduler.add(request)
             group.samples.append(request)
+        self._num_admitted = admission
         return group
 
     def text(self, request: Request) -> str:
@@ -113,9 +115,24 @@ class Engine:
             if request.status is not Status.FINISHED:
                 self._finish(request, "abort")
 
+    def abort_all(self) -> None:
+        """End every request where it is."""
+        for request in [*self.scheduler.running, *self.scheduler.waiting]:
+            self._finish(request, "abort")
+
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if any block, slot or per-request state is leaked."""
         self.scheduler.check_integrity()
+        running = self.scheduler.running
+        slots = {request.slot for request in running}
+        kept = {
+            "detokenizers": self._detokenizers.keys() - set(running),
+            "histories": self._slots.histories.keys() - slots,
+            "draft probabilities": self.runner.drafts.slots - slots,
+        }
+        for what, leaked in kept.items():
+            if leaked:
+                raise IntegrityError(f"{what} of requests that ended: {leaked}")
 
     def _admit(self, request: Request) -> None:
         """Set up the slot of a request that the scheduler just gave one."""
@@ -133,7 +150,7 @@ class Engine:
             )
 
     def _commit(self, share: Share, outcome: Outcome) -> None:
-        """Take over a step's tokens; what follows a stop within the step is dropped."""
+        """Take over what a step computed for one request."""
         request, group = share.request, share.request.group
         if group.prompt_logprobs is not None and outcome.prompt_logprobs is not None:
             group.prompt_logprobs += outcome.prompt_logprobs
@@ -141,15 +158,8 @@ class Engine:
         request.num_computed += share.num_tokens + outcome.num_accepted
         if not share.decides:
             return
-        if not outcome.finite:
-            group.error = NonFiniteLogitsError(
-                f"request {group.request_id}: the target's logits are not finite at position "
-                f"{len(request.token_ids)}. Try dtype float32, or check the checkpoint."
-            )
-            # Masked keys that are NaN still poison the next owner of the block.
-            self.runner.kv.clear(request.block_ids)
-            if self.drafter is not None:
-                self.drafter.clear(request.block_ids)
+        if outcome.failure is not None:
+            group.error = _no_token(request, outcome.failure)
             self._finish(request, "error")
             return
         if group.metrics.time_to_first_token is None:
@@ -159,6 +169,11 @@ class Engine:
         self.metrics.observe(num_drafts, num_accepted)
         if self.drafter is not None and num_drafts:
             self.drafter.observe(request.slot, num_drafts, num_accepted)
+        self._take_tokens(request, outcome, num_drafts)
+
+    def _take_tokens(self, request: Request, outcome: Outcome, num_drafts: int) -> None:
+        """Append tokens until one ends the request; what follows it is dropped."""
+        num_accepted = outcome.num_accepted
         last = "plain" if not num_drafts else "bonus" if num_accepted == num_drafts else "resampled"
         taken = 0
         for i, token in enumerate(outcome.token_ids):
@@ -208,10 +223,19 @@ class Engine:
             asked.append(DraftRequest(request.slot, request.token_ids, request.block_ids, k))
         if not asked:
             return
+        self._clear_fresh_blocks()
         block = self.drafter.propose(DraftContext(asked, self._slots.params))
         drafts = self.runner.drafts.put([r.slot for r in asked], block)
         for (request, _), tokens in zip(wanted, drafts, strict=True):
             request.draft_ids = tokens
+
+    def _clear_fresh_blocks(self) -> None:
+        """Zero blocks that changed hands: masked keys that are NaN would poison their new owner."""
+        fresh = self.scheduler.take_fresh_blocks()
+        if fresh:
+            self.runner.kv.clear(fresh)
+            if self.drafter is not None:
+                self.drafter.clear(fresh)
 
     def _num_drafts(self, request: Request) -> int:
         """K_b of a request: its own or the engine's, and no more than it can still emit."""
@@ -225,7 +249,7 @@ class Engine:
         detokenizer = self._detokenizers.pop(request, None)
         if detokenizer is not None:
             if not isinstance(request.stop_reason, str):
-                detokenizer.flush()
+                self._flush(request, detokenizer)
             request.text = detokenizer.text
         was_running = request.status is Status.RUNNING
         self.scheduler.finish(request)
@@ -236,3 +260,28 @@ class Engine:
                 self.drafter.release(slot)
         seconds = max(time.perf_counter() - group.arrival, 1e-9)
         group.metrics.tokens_per_second = sum(r.num_output for r in group.samples) / seconds
+
+    @staticmethod
+    def _flush(request: Request, detokenizer: Detokenizer) -> None:
+        """Show what waited for more bytes; a stop string may stand in it."""
+        params, length_before = request.params, len(detokenizer.text)
+        detokenizer.flush()
+        if params.stop and request.num_output >= params.min_tokens:
+            stop = detokenizer.find_stop(length_before, params.include_stop_str_in_output)
+            if stop is not None:
+                request.finish_reason, request.stop_reason = "stop", stop
+
+
+def _no_token(request: Request, failure: str) -> ForetokenError:
+    """Why nothing could be drawn at the request's next position."""
+    position = len(request.token_ids)
+    if failure == "parameters":
+        return RequestError(
+            "allowed_token_ids, bad_words, min_tokens",
+            "together they ban every token",
+            f"such that some token is left at position {position}",
+        )
+    return NonFiniteLogitsError(
+        f"request {request.group.request_id}: the target's logits are not finite at position "
+        f"{position}. Try dtype float32, or check the checkpoint."
+    )

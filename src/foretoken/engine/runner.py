@@ -30,14 +30,15 @@ class Outcome:
     Attributes:
         token_ids: accepted drafts and the one token after them; empty in the midst of a prefill.
         num_accepted: how many of them were drafts.
-        finite: False if the target's logits were not finite: the tokens must not be used.
+        failure: why the tokens must not be used: `target` if its logits were not finite,
+            `parameters` if the request's own parameters left no token; None if all is well.
         logprobs: one entry per token, if asked for.
         prompt_logprobs: entries for the prompt tokens after those computed here, if asked for.
     """
 
     token_ids: list[int]
     num_accepted: int = 0
-    finite: bool = True
+    failure: str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     prompt_logprobs: list[dict[int, Logprob]] | None = None
 
@@ -61,16 +62,18 @@ class Runner:
         decisions = self._decide(_deciding_rows(shares, num_logits, logits_NV), deciding)
         outcomes, first_row = [], 0
         for share, rows in zip(shares, num_logits, strict=True):
-            tokens, accepted, finite = next(decisions) if share.decides else ([], 0, True)
-            item_logits = logits_NV[first_row : first_row + rows]
+            own_logits = logits_NV[first_row : first_row + rows]
             first_row += rows
+            tokens, accepted, finite = next(decisions) if share.decides else ([], 0, True)
+            if not finite:
+                outcomes.append(Outcome([], failure=_failure(share, own_logits, accepted)))
+                continue
             outcomes.append(
                 Outcome(
                     tokens,
                     accepted,
-                    finite,
-                    logprobs=_token_logprobs(share, item_logits, tokens),
-                    prompt_logprobs=_prompt_logprobs(share, item_logits),
+                    logprobs=_token_logprobs(share, own_logits, tokens),
+                    prompt_logprobs=_prompt_logprobs(share, own_logits),
                 )
             )
         return outcomes
@@ -110,6 +113,12 @@ def _span(share: Share, num_logits: int) -> Span:
     start = request.num_computed
     tokens = request.token_ids[start : start + share.num_tokens] + share.drafts
     return Span(request.block_ids, start, tokens, num_logits)
+
+
+def _failure(share: Share, logits_NV: Tensor, num_accepted: int) -> str:
+    """Whose fault it is that no token can be drawn from the row after the accepted drafts."""
+    raw_V = logits_NV[len(logits_NV) - 1 - len(share.drafts) + num_accepted]
+    return "parameters" if bool(torch.isfinite(raw_V.amax())) else "target"
 
 
 def _deciding_rows(shares: Sequence[Share], num_logits: Sequence[int], logits_NV: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._fresh_blocks: list[int] = []
         self._num_reserved = 0
 
     @property
@@ -100,7 +101,14 @@ class Scheduler:
         """Give a request the blocks for its first `num_tokens` tokens."""
         missing = self.pool.blocks_for(num_tokens) - len(request.block_ids)
         if missing > 0:
-            request.block_ids += self.pool.allocate(missing)
+            fresh = self.pool.allocate(missing)
+            request.block_ids += fresh
+            self._fresh_blocks += fresh
+
+    def take_fresh_blocks(self) -> list[int]:
+        """Blocks handed out since the last call: they hold what their last owner left there."""
+        fresh, self._fresh_blocks = self._fresh_blocks, []
+        return fresh
 
     def finish(self, request: Request) -> None:
         """Take back the slot and blocks of a request that ended; also ends a waiting one."""

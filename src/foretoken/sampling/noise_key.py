@@ -4,13 +4,14 @@ from __future__ import annotations
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_ENGINE = int.from_bytes(b"foretokn", "big")
 
 
 def mix(seed: int, j: int) -> int:
     """Key of item j under `seed`: the seed itself for j = 0, else splitmix64's finaliser.
 
-    The finaliser (Steele, Lea and Flood 2014) is a bijection of seed + j * golden ratio, so the
-    keys of one seed never collide with each other.
+    The finaliser (Steele, Lea and Flood 2014) is a bijection of seed + j * golden ratio, so no two
+    items j >= 1 of one seed share a key.
     """
     if j == 0:
         return seed & _MASK
@@ -18,6 +19,15 @@ def mix(seed: int, j: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def unseeded(engine_seed: int, admission: int) -> int:
+    """Seed of the admission-th request (from 1) that brought none.
+
+    The engine's seed is set apart from users' seeds first: engines and users both like 0, and
+    request j of one would otherwise share its noise with sample j of the other.
+    """
+    return mix(mix(engine_seed ^ _ENGINE, 1), admission)
 
 
 def to_int64(key: int) -> int:

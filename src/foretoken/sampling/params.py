@@ -23,12 +23,19 @@ def _integer(name: str, value: Any, low: int, bound: str, remedy: str = "") -> N
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    items = tuple(value) if isinstance(value, (Sequence, set, frozenset)) else None
-    if items is None or isinstance(value, str):
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
         raise RequestError(name, value, "a list of token ids")
+    items = tuple(value)
     for item in items:
         _integer(name, item, 0, "a list of token ids >= 0")
     return items
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    items = (value,) if isinstance(value, str) else () if value is None else value
+    if not isinstance(items, Sequence) or any(not isinstance(s, str) or not s for s in items):
+        raise RequestError(name, value, "a list of non-empty strings")
+    return tuple(items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +59,8 @@ class SamplingParams:
         prompt_logprobs: the same for each prompt token.
         presence_penalty, frequency_penalty: in [-2, 2], subtracted once or per occurrence in the
             output.
-        repetition_penalty: > 0, divides (multiplies) the positive (negative) logits of tokens in
-            the prompt or output; 1 is off.
+        repetition_penalty: in [0.001, 1000], divides (multiplies) the positive (negative) logits
+            of tokens in the prompt or output; 1 is off.
         logit_bias: token id -> value in [-100, 100] added to its logit.
         bad_words: strings that must not appear: the last token of each is dropped where the tokens
             before it were just generated.
@@ -80,7 +87,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] | None = None
-    bad_words: tuple[str, ...] | list[str] = ()
+    bad_words: tuple[str, ...] | list[str] | None = ()
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     num_speculative_tokens: int | None = None
 
@@ -89,7 +96,7 @@ class SamplingParams:
         self._check_lists()
 
     def _check_numbers(self) -> None:
-        _number("temperature", self.temperature, 0.0, 1e6, "a finite number >= 0")
+        _number("temperature", self.temperature, 0.0, 1e6, "a number in [0, 1e6], >= 0")
         if 0.0 < self.temperature < 1e-5:
             raise RequestError(
                 "temperature", self.temperature, "0 or >= 1e-5", "Use 0 for greedy decoding."
@@ -117,20 +124,19 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
         _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
+        for name in ("include_stop_str_in_output", "ignore_eos"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, getattr(self, name), "true or false")
         if self.num_speculative_tokens is not None:
             _integer("num_speculative_tokens", self.num_speculative_tokens, 0, "an integer >= 0")
 
     def _check_lists(self) -> None:
         put = object.__setattr__
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise RequestError("stop", self.stop, "a list of non-empty strings")
-        put(self, "stop", stop)
+        put(self, "stop", _strings("stop", self.stop))
         put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
-        words = self.bad_words
-        if isinstance(words, str) or any(not isinstance(w, str) or not w for w in words):
-            raise RequestError("bad_words", words, "a list of non-empty strings")
-        put(self, "bad_words", tuple(words))
+        if isinstance(self.bad_words, str):
+            raise RequestError("bad_words", self.bad_words, "a list of non-empty strings")
+        put(self, "bad_words", _strings("bad_words", self.bad_words))
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
@@ -142,6 +148,7 @@ class SamplingParams:
             for token, value in self.logit_bias.items():
                 _integer("logit_bias", token, 0, "keyed by token ids >= 0")
                 _number(f"logit_bias[{token}]", value, -100.0, 100.0, "in [-100, 100]")
+            put(self, "logit_bias", dict(self.logit_bias))
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> SamplingParams:
@@ -149,14 +156,15 @@ class SamplingParams:
         check_known_keys("sampling_params", given, [f.name for f in fields(cls)])
         return cls(**given)
 
-    def top_k_active(self, vocab_size: int) -> bool:
-        """Whether top-k drops anything, which also selects flat noise."""
-        return 0 < self.top_k < vocab_size
-
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as it was normalised."""
         return cast(tuple[str, ...], self.stop)
+
+    @property
+    def bad_word_strings(self) -> tuple[str, ...]:
+        """`bad_words` as it was normalised."""
+        return cast(tuple[str, ...], self.bad_words)
 
     @property
     def edits_logits(self) -> bool:

@@ -64,7 +64,7 @@ class SlotTable:
         table = self.params
         table.key_S[slot] = to_int64(key)
         table.temperature_S[slot] = params.temperature
-        table.top_k_S[slot] = max(params.top_k, 0)
+        table.top_k_S[slot] = min(max(params.top_k, 0), 2**31)  # past any vocabulary: off
         table.top_p_S[slot] = params.top_p
         table.min_p_S[slot] = params.min_p
         self.histories.pop(slot, None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ import typer
 
 from foretoken import __version__
 from foretoken.config import check_int
-from foretoken.errors import ConfigError, ForetokenError
+from foretoken.errors import ConfigError, ForetokenError, IntegrityError, RequestError
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 Note = Callable[[str], None]
 _EMBEDDED = "tiny-python"
+_PATIENCE = 2.0  # seconds until what prints nothing shows that it is alive
 
 app = typer.Typer(
     add_completion=False,
@@ -137,7 +139,7 @@ def generate(
             stop=stop or (),
             ignore_eos=ignore_eos,
         )
-        text = sys.stdin.read() if prompt == "-" else prompt
+        text = _read_prompt(prompt)
         llm = _load(
             model,
             _speculation(model, speculative_config, no_speculation),
@@ -171,6 +173,20 @@ def demo(
         Demo(llm, Console(highlight=False), note).run(prompts, max_tokens, samples)
 
 
+def _read_prompt(given: str) -> str:
+    """The prompt itself, or standard input for `-`; bytes that are no text are refused."""
+    try:
+        if given == "-":
+            return typer.get_text_stream("stdin", encoding="utf-8", errors="strict").read()
+        given.encode()  # fails where the shell handed over bytes that are not UTF-8
+        return given
+    except UnicodeDecodeError as error:
+        wrong = error.object[max(error.start - 10, 0) : error.end + 10]
+        raise RequestError("prompt", wrong, "UTF-8 text") from None
+    except UnicodeEncodeError:
+        raise RequestError("prompt", os.fsencode(given), "UTF-8 text") from None
+
+
 def _speculation(model: str, given: str | None, off: bool) -> str | dict[str, Any] | None:
     if off and given is not None:
         raise ConfigError(
@@ -194,14 +210,16 @@ def _load(model: str, speculative_config: Any, **options: Any) -> LLM:
 def _complete(llm: LLM, text: str, params: SamplingParams, as_json: bool, note: Note) -> None:
     start, shown, output = time.perf_counter(), 0, None
     note("no token was generated.")
-    for output in llm.stream(text, params):
-        sample = output.outputs[0]
-        if not as_json:
-            sys.stdout.write(sample.text[shown:])
-            sys.stdout.flush()
-        shown = len(sample.text)
-        took = time.perf_counter() - start
-        note(f"{len(sample.token_ids)} tokens were generated in {took:.1f} s.")
+    with _sign_of_life(as_json) as show:
+        for output in llm.stream(text, params):
+            sample = output.outputs[0]
+            if not as_json:
+                sys.stdout.write(sample.text[shown:])
+                sys.stdout.flush()
+            shown = len(sample.text)
+            took = time.perf_counter() - start
+            note(f"{len(sample.token_ids)} tokens were generated in {took:.1f} s.")
+            show(f"{len(sample.token_ids)} of at most {params.max_tokens} tokens")
     if output is None:
         return
     if as_json:
@@ -213,6 +231,30 @@ def _complete(llm: LLM, text: str, params: SamplingParams, as_json: bool, note: 
         raise output.error
     if not as_json and sys.stderr.isatty():
         _say(_summary(output), style="dim")
+
+
+@contextmanager
+def _sign_of_life(wanted: bool) -> Iterator[Callable[[str], None]]:
+    """A status line for what prints nothing and takes long; on anything but a terminal, nothing.
+
+    Yields a function that sets the line's text.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not (wanted and console.is_terminal):
+        yield lambda text: None
+        return
+    status = console.status("Generating")
+    timer = threading.Timer(_PATIENCE, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield status.update
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
 
 
 def _as_json(output: RequestOutput) -> dict[str, Any]:
@@ -267,16 +309,14 @@ def _reporting(debug: bool) -> Iterator[Note]:
         # The reader of our output went away: leave without a complaint at shutdown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(141) from None
-    except ForetokenError as error:
-        if debug:
-            raise
-        _say(f"Error: {error}", style="bold red")
-        raise typer.Exit(2) from None
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
         if debug:
             raise
+        if isinstance(error, ForetokenError) and not isinstance(error, IntegrityError):
+            _say(f"Error: {error}", style="bold red")
+            raise typer.Exit(2) from None
         _say(f"Unexpected {type(error).__name__}: {error}", style="bold red")
         _say("This is a bug in Foretoken; --debug shows where it happened.")
         raise typer.Exit(1) from None

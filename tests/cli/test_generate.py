@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from foretoken import cli
-from foretoken.errors import CheckpointError, NonFiniteLogitsError
+from foretoken.errors import CheckpointError, IntegrityError, NonFiniteLogitsError
+from foretoken.ops import BACKENDS
 from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 PIECES = ["a", " +", " b", "\n"]
@@ -102,7 +105,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--temperature", "-1"], "`temperature` is -1.0: must be a finite number >= 0."),
+        (["--temperature", "-1"], "`temperature` is -1.0: must be a"),
         (["--top-p", "0"], "`top_p`"),
         (["--max-tokens", "0"], "`max_tokens` is 0: must be an integer >= 1."),
         (["--no-speculation", "--speculative-config", "{}"], "`speculative-config`"),
@@ -145,3 +148,50 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     error = NonFiniteLogitsError("row 3")
     result = invoke(monkeypatch, FakeLLM(1, error), "x", "--debug")
     assert result.exception is error
+
+
+def test_our_own_bugs_are_called_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = invoke(monkeypatch, FakeLLM(1, IntegrityError("block 3 has two owners")), "x")
+    assert result.exit_code == 1
+    assert "Unexpected IntegrityError: block 3 has two owners" in result.stderr
+    assert "bug in Foretoken" in result.stderr
+
+
+@pytest.mark.parametrize(("prompt", "given"), [("-", b"def \xff():"), ("def \udcff():", None)])
+def test_a_prompt_that_is_no_text(
+    monkeypatch: pytest.MonkeyPatch, prompt: str, given: bytes | None
+) -> None:
+    llm = FakeLLM()
+    result = invoke(monkeypatch, llm, prompt, input=given)
+    assert (result.exit_code, llm.calls) == (2, [])
+    assert result.stderr == "Error: `prompt` is b'def \\xff():': must be UTF-8 text.\n"
+
+
+class SlowLLM(FakeLLM):
+    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
+        for output in super().stream(prompt, params):
+            time.sleep(0.05)
+            yield output
+
+
+@pytest.mark.parametrize(
+    ("terminal", "patience", "shown"), [(True, 0.0, True), (True, 60.0, False), (False, 0.0, False)]
+)
+def test_json_shows_a_sign_of_life_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, patience: float, shown: bool
+) -> None:
+    monkeypatch.setattr(cli, "_PATIENCE", patience)
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm-256color")
+    result = invoke(monkeypatch, SlowLLM(), "x", "--json")
+    assert json.loads(result.stdout)["text"] == "a + b\n"
+    assert ("of at most 128 tokens" in result.stderr) == shown
+    assert shown or result.stderr == ""
+
+
+def test_the_help_names_every_backend() -> None:
+    """The text is written out, because importing `ops` would load torch for a page of help."""
+    option = get_args(cli.Backend)[1]
+    names = set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", option.help))) - {"or"}
+    assert names == {"auto", *BACKENDS}

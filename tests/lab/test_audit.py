@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.lab.audit import ALPHA, SampledAudit, greedy_audit, sampled_audit
+from foretoken.lab.audit import ALPHA, GreedyAudit, SampledAudit, greedy_audit, sampled_audit
+from foretoken.lab.chi_square import ChiSquare
 from foretoken.lab.workloads import heldout
 from foretoken.ops import rules
+from foretoken.outputs import RequestMetrics
 
 PROMPTS = [item.prompt for item in heldout(4)]
 
@@ -24,9 +26,9 @@ def test_greedy(pair: LLM) -> None:
     audit = greedy_audit(
         pair, PROMPTS, max_tokens=24, report=lambda done, total: seen.append((done, total))
     )
-    assert audit.passed
+    assert audit.verdict == "equal"
     assert audit.tokens == 4 * 24
-    assert audit.accepted > 0
+    assert 0 < audit.metrics.num_accepted_tokens < audit.metrics.num_draft_tokens
     assert seen[-1] == (4, 4)
 
 
@@ -34,7 +36,7 @@ def test_greedy_finds_the_mutant(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(rules.RULES, "standard", accept_everything)
     audit = greedy_audit(pair, PROMPTS, max_tokens=24)
     assert audit.differing
-    assert not audit.passed
+    assert audit.verdict == "different"
 
 
 def sampled(pair: LLM) -> SampledAudit:
@@ -44,7 +46,7 @@ def sampled(pair: LLM) -> SampledAudit:
 
 def test_sampled(pair: LLM) -> None:
     audit = sampled(pair)
-    assert audit.passed
+    assert audit.verdict == "equal"
     assert audit.test.degrees >= 10
     assert 0 < audit.metrics.num_accepted_tokens < audit.metrics.num_draft_tokens
 
@@ -53,4 +55,25 @@ def test_sampled_finds_the_mutant(pair: LLM, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(rules.RULES, "standard", accept_everything)
     audit = sampled(pair)
     assert audit.test.p_value < ALPHA
-    assert not audit.passed
+    assert audit.verdict == "different"
+
+
+def counts(drafted: int, accepted: int) -> RequestMetrics:
+    metrics = RequestMetrics()
+    for i in range(drafted):
+        metrics.observe(1, int(i < accepted))
+    return metrics
+
+
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "verdict"),
+    [(0, 0, "inconclusive"), (4, 0, "inconclusive"), (4, 4, "inconclusive"), (4, 3, "equal")],
+)
+def test_three_verdicts(drafted: int, accepted: int, verdict: str) -> None:
+    """A difference is one whatever was drafted; no difference says something if all was used."""
+    metrics = counts(drafted, accepted)
+    assert GreedyAudit(1, 9, 1, (), metrics).verdict == verdict
+    assert GreedyAudit(1, 9, 0, (0,), metrics).verdict == "different"
+    assert SampledAudit(9, 1, ChiSquare(1.0, 1, 0.3), metrics).verdict == verdict
+    assert SampledAudit(9, 1, ChiSquare(99.0, 1, ALPHA / 2), metrics).verdict == "different"
+    assert SampledAudit(9, 1, ChiSquare(0.0, 0, 1.0), metrics).verdict == "inconclusive"

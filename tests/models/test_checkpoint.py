@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,18 @@ def _more_layers(folder: Path) -> None:
     edit_config(folder, num_hidden_layers=3)
 
 
+def _surplus(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model.safetensors"
+    more = {f"model.layers.0.self_attn.{name}_proj.bias": torch.zeros(32) for name in "qo"}
+    save_file(load_file(path) | more, path, metadata={"format": "pt"})
+
+
+def _list_for_quantization(folder: Path) -> None:
+    edit_config(folder, quantization_config=["awq"])
+
+
 BROKEN: dict[Callable[[Path], None], str] = {
     _truncate: r"model.safetensors` is truncated: expected \d+ bytes, found \d+",
     _truncate_in_header: r"truncated: expected more than \d+ bytes, found 50",
@@ -124,7 +137,8 @@ BROKEN: dict[Callable[[Path], None], str] = {
     _no_model_type: "no `model_type`",
     _bad_value: "not a valid `llama` configuration",
     _vocabulary: "do not fit",
-    _more_layers: "missing tensors, the first is `model.layers.2",
+    _surplus: r"2 unexpected tensors, for example `model.layers.0.self_attn.o_proj.bias`, `",
+    _more_layers: "missing tensors, for example `model.layers.2",
 }
 
 
@@ -194,6 +208,7 @@ UNSUPPORTED: dict[Callable[[Path], None], str] = {
     _unknown_type: "no causal language model of type `llama99`",
     _other_head: "LlamaForSequenceClassification",
     _quantised: "awq",
+    _list_for_quantization: "Quantised weights",
     _encoder_decoder: "no causal language model of type `t5`",
 }
 
@@ -212,6 +227,40 @@ def test_code_beside_a_known_architecture_is_ignored(whole: Path, tmp_path: Path
     edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_mine.LlamaForCausalLM"})
     (folder / "modeling_mine.py").write_text("raise SystemExit('remote code ran')")
     load(folder)
+
+
+def test_surplus_tensors_that_transformers_ignores_are_allowed(whole: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(shutil.copytree(whole, tmp_path / "model"))
+    path = folder / "model.safetensors"
+    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    save_file(load_file(path) | old, path, metadata={"format": "pt"})
+    load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_no_permission(whole: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plain = Path.open
+
+    def refuse(self: Path, *args: Any, **kwargs: Any) -> Any:
+        if self.name == name:
+            raise PermissionError(13, "Permission denied", str(self))
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=f"{name}` cannot be read: Permission denied"):
+        load(whole)
+
+
+def test_a_folder_that_may_not_be_searched(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    for read in (load, load_tokenizer):
+        with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):
+            read(whole)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +304,18 @@ def test_tokenizer(tmp_path: Path, whole: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [_bad_json, _json_list, _bad_value])
+def test_a_broken_config_is_not_blamed_on_the_tokenizer(
+    whole: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "model"))
+    save_tokenizer(folder)
+    (folder / "tokenizer_config.json").unlink()
+    damage(folder)
+    with pytest.raises(CheckpointError, match=r"config\.json` (must|is not)"):
+        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize(

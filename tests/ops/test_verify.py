@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foretoken.ops import BACKENDS, Backend, DraftBlock, SlotParams, Stream, Verdict, get_backend
+from foretoken.ops.rules import RULES, RuleInputs
 from tests.support.cases import drafts_of, make_params, no_drafts
 
 INF = math.inf
@@ -322,3 +323,27 @@ def test_bf16_logits_and_untouched_inputs(ops: Backend, rejecting: bool) -> None
     assert torch.equal(rows, before[0])
     assert torch.equal(q, before[1])
     assert torch.equal(drafts.token_BK, before[2])
+
+
+def test_a_residual_weight_scales_p(monkeypatch: pytest.MonkeyPatch) -> None:
+    """norm(max(w p - q, 0)) at w = 1/2, p = (.6, .3, .1), q = (.1, .1, .8): (.8, .2, 0).
+
+    With 1/w in its place it would be (.688, .313, 0). Logits are shifted: they need no norm.
+    """
+    count = 40_000
+
+    def halve(x: RuleInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        rejected = torch.zeros(len(x.log_p_BK), dtype=torch.int64)
+        return rejected, torch.full((len(rejected),), math.log(0.5), dtype=torch.float64)
+
+    monkeypatch.setitem(RULES, "halve", halve)
+    p = torch.tensor([0.6, 0.3, 0.1]).log() + 3
+    q = torch.tensor([0.1, 0.1, 0.8]).log() - 2
+    slot = torch.arange(count)
+    verdict = get_backend("torch_cpu").verify(
+        p.repeat(2 * count, 1), make_params(count, seed=8), slot, slot * 0,
+        drafts_of([[2]] * count, q.expand(count, 1, 3)), rule="halve",
+    )  # fmt: skip
+    share = torch.bincount(verdict.token_BK1[:, 0], minlength=3) / count
+    assert abs(float(share[0]) - 0.8) < 4 * math.sqrt(0.8 * 0.2 / count)
+    assert float(share[2]) == 0

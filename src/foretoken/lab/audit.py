@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from foretoken.lab.chi_square import ChiSquare, homogeneity
 from foretoken.outputs import RequestMetrics
@@ -24,6 +24,8 @@ ALPHA = 1e-3  # a p-value below this is reported as a difference
 _REQUESTS_PER_CALL = 256
 
 Report = Callable[[int, int], None]
+Verdict = Literal["equal", "different", "inconclusive"]
+"""Inconclusive: no difference, but nothing was at stake, so that a bug could not have shown."""
 
 
 def _silent(done: int, total: int) -> None:
@@ -39,19 +41,19 @@ class GreedyAudit:
         tokens: compared.
         near_ties: prompts that part where the two best logits are within `NEAR_TIE`.
         differing: indices of prompts that part anywhere else: a bug.
-        accepted: drafts accepted on the speculative side; the check says little if it is 0.
+        metrics: of the speculative side: what was drafted and accepted.
     """
 
     prompts: int
     tokens: int
     near_ties: int
     differing: tuple[int, ...]
-    accepted: int
+    metrics: RequestMetrics
 
     @property
-    def passed(self) -> bool:
-        """No difference that a near-tie does not explain, and something was at stake."""
-        return not self.differing and self.accepted > 0
+    def verdict(self) -> Verdict:
+        """Different where a near-tie does not explain it."""
+        return _verdict(bool(self.differing), self.metrics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +73,19 @@ class SampledAudit:
     metrics: RequestMetrics
 
     @property
-    def passed(self) -> bool:
-        """The test finds no difference, and drafts were both accepted and rejected."""
-        at_stake = 0 < self.metrics.num_accepted_tokens < self.metrics.num_draft_tokens
-        return self.test.p_value >= ALPHA and at_stake
+    def verdict(self) -> Verdict:
+        """Different where the test finds a difference at level `ALPHA`."""
+        if self.test.degrees == 0 and self.test.p_value >= ALPHA:
+            return "inconclusive"  # one outcome alone: there was nothing to compare
+        return _verdict(self.test.p_value < ALPHA, self.metrics)
+
+
+def _verdict(different: bool, metrics: RequestMetrics) -> Verdict:
+    """Without drafts both accepted and rejected, half of the rule was never used."""
+    if different:
+        return "different"
+    at_stake = 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
+    return "equal" if at_stake else "inconclusive"
 
 
 def greedy_audit(
@@ -83,7 +94,8 @@ def greedy_audit(
     """Complete every prompt at T=0 with and without speculation and compare token by token."""
     speculative = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     plain = replace(speculative, num_speculative_tokens=0)
-    tokens = near_ties = accepted = 0
+    tokens = near_ties = 0
+    metrics = RequestMetrics()
     differing = []
     for done, prompt in enumerate(prompts):
         report(done, len(prompts))
@@ -91,7 +103,7 @@ def greedy_audit(
         (reference,) = llm.generate(prompt, plain)
         mine, theirs = drafted.outputs[0].token_ids, reference.outputs[0].token_ids
         tokens += len(theirs)
-        accepted += drafted.metrics.num_accepted_tokens
+        metrics.add(drafted.metrics)
         if mine == theirs:
             continue
         same = next(
@@ -103,7 +115,7 @@ def greedy_audit(
         else:
             differing.append(done)
     report(len(prompts), len(prompts))
-    return GreedyAudit(len(prompts), tokens, near_ties, tuple(differing), accepted)
+    return GreedyAudit(len(prompts), tokens, near_ties, tuple(differing), metrics)
 
 
 def _top_gap(llm: LLM, token_ids: list[int]) -> float:

@@ -203,7 +203,11 @@ class Demo:
             greedy = greedy_audit(
                 self.llm, prompts, max_tokens=48, report=lambda done, total: advance(done)
             )
-        verdict = "equal" if greedy.passed else f"DIFFERENT in prompts {greedy.differing}"
+        verdict = {
+            "equal": "equal",
+            "different": f"DIFFERENT in prompts {greedy.differing}",
+            "inconclusive": _nothing_at_stake(greedy.metrics),
+        }[greedy.verdict]
         ties = f", {greedy.near_ties} parted at a tie within {NEAR_TIE:g}" * bool(greedy.near_ties)
         self._say(
             f"Temperature 0: {greedy.tokens} speculative tokens of {greedy.prompts} prompts "
@@ -219,7 +223,11 @@ class Demo:
                 report=lambda done, total: advance(done),
             )
         test = sampled.test
-        verdict = "no difference found" if sampled.passed else "DIFFERENT"
+        verdict = {
+            "equal": "no difference found",
+            "different": "DIFFERENT",
+            "inconclusive": _nothing_at_stake(sampled.metrics),
+        }[sampled.verdict]
         self._say(
             f"Temperature 1: {samples} completions of `{AUDIT_PROMPT}` each way, joint law of "
             f"{AUDIT_LENGTH} tokens: chi-square {test.statistic:.1f} on {test.degrees} degrees of "
@@ -254,6 +262,11 @@ class Demo:
                     bar.update(task, completed=done)
 
             yield advance
+
+
+def _nothing_at_stake(metrics: RequestMetrics) -> str:
+    accepted, drafted = metrics.num_accepted_tokens, metrics.num_draft_tokens
+    return f"inconclusive, nothing was at stake ({accepted} of {drafted} drafts accepted)"
 
 
 def _span(speeds: list[float]) -> str:

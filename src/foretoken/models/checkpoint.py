@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from foretoken.errors import CheckpointError
 
-__all__ = ["BUILT_IN", "check_weights", "load_tokenizer", "read_config", "resolve_checkpoint"]
+__all__ = [
+    "BUILT_IN",
+    "check_weights",
+    "load_tokenizer",
+    "parse_config",
+    "read_config",
+    "resolve_checkpoint",
+]
 
 BUILT_IN = ("tiny-python", "tiny-python-draft")
 """Checkpoints that come with the package, under `foretoken/assets`."""
@@ -40,11 +49,12 @@ def resolve_checkpoint(name: str | Path) -> Path:
                 f"`{folder}`. Reinstall Foretoken."
             )
         return folder
-    path = Path(text).expanduser()
-    if text and path.is_dir():
-        return path
-    if path.is_file():
-        raise CheckpointError(f"`{text}` is a file: give the folder that holds `config.json`.")
+    with _reading(text[:200]):
+        path = Path(text).expanduser()
+        if text and path.is_dir():
+            return path
+        if path.is_file():
+            raise CheckpointError(f"`{text}` is a file: give the folder that holds `config.json`.")
     cached = _cached_snapshot(text)
     if cached is not None:
         return cached
@@ -58,6 +68,16 @@ def resolve_checkpoint(name: str | Path) -> Path:
     else:
         remedy = "Give a folder that holds `config.json` and safetensors weights."
     raise CheckpointError(f"No model `{text}`. Tried {tried}. {remedy}")
+
+
+@contextmanager
+def _reading(what: str | Path) -> Iterator[None]:
+    """Failures of the file system, permissions above all, as `CheckpointError`."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody` has no home
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"`{what}` cannot be read: {reason}") from error
 
 
 def _looks_like_hub_id(text: str) -> bool:
@@ -87,12 +107,36 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def parse_config(folder: Path, model_type: str) -> Any:
+    """Transformers' configuration object (`PretrainedConfig`) of a model folder.
+
+    Raises:
+        CheckpointError: a value in `config.json` is not what its `model_type` takes.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise CheckpointError(
+            f"`{folder / 'config.json'}` is not a valid `{model_type}` configuration: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says, short enough for a message of ours."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:200] if lines else type(error).__name__
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?") from error
-    except (OSError, UnicodeDecodeError) as error:
+        with _reading(path):
+            if not path.exists():
+                raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
+            content = json.loads(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"`{path}` cannot be read: {error}") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(
@@ -112,6 +156,11 @@ def check_weights(folder: Path) -> None:
     Raises:
         CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
     """
+    with _reading(folder):
+        _check_weights(folder)
+
+
+def _check_weights(folder: Path) -> None:
     index_path = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
         _read_header(folder / "model.safetensors")
@@ -146,8 +195,8 @@ def check_weights(folder: Path) -> None:
 
 def _read_header(path: Path) -> dict[str, Any]:
     """The header of a safetensors file, after checking that its length is the file's."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with _reading(path), path.open("rb") as file:
+        size = path.stat().st_size
         start = file.read(8)
         length = int.from_bytes(start, "little") if len(start) == 8 else -1
         if start.startswith(b"version"):
@@ -184,8 +233,9 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
         CheckpointError: no such checkpoint, or tokenizer files that cannot be read.
     """
     folder = resolve_checkpoint(path_or_name)
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return None
+    with _reading(folder):
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            return None
     from transformers import AutoTokenizer
 
     from foretoken.models.quiet import quiet_transformers
@@ -196,8 +246,17 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
                 folder, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:
-        reason = str(error).strip().splitlines()
+        _blame_config(folder)
         raise CheckpointError(
-            f"The tokenizer in `{folder}` cannot be loaded: "
-            f"{reason[0] if reason else type(error).__name__}"
+            f"The tokenizer in `{folder}` cannot be loaded: {first_line(error)}"
         ) from error
+
+
+def _blame_config(folder: Path) -> None:
+    """Raise if `config.json` is at fault: Transformers reads it for the tokenizer, too."""
+    from transformers import CONFIG_MAPPING
+
+    if (folder / "config.json").exists():
+        model_type = read_config(folder)["model_type"]
+        if model_type in CONFIG_MAPPING:
+            parse_config(folder, model_type)

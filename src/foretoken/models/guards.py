@@ -67,7 +67,8 @@ def check_config(raw: dict[str, Any], class_name: str | None) -> None:
             f"`{class_name}`."
         )
     if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
+        given = raw["quantization_config"]
+        method = given.get("quant_method", "unknown") if isinstance(given, dict) else "unknown"
         raise UnsupportedModelError(
             f"Quantised weights (`quant_method`: {method}) are not supported. Use a checkpoint in "
             "bfloat16, float16 or float32."

@@ -14,7 +14,13 @@ import torch
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.attention import ATTENTION_NAME, register_attention
 from foretoken.models.causal_lm import CausalLM
-from foretoken.models.checkpoint import check_weights, read_config, resolve_checkpoint
+from foretoken.models.checkpoint import (
+    check_weights,
+    first_line,
+    parse_config,
+    read_config,
+    resolve_checkpoint,
+)
 from foretoken.models.packing import can_pack, observe_linears, pack_linears
 from foretoken.models.quiet import quiet_transformers
 from foretoken.ops import Backend, get_backend
@@ -24,6 +30,7 @@ __all__ = ["load_model"]
 LoadFormat = Literal["auto", "dummy"]
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_KEYS_SHOWN = 3
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -98,7 +105,6 @@ def _checked(
 
 def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     """The configuration and the class for it, after the guards that need no weights."""
-    from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -108,13 +114,7 @@ def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
 
     model_type = raw["model_type"]
     guards.check_config(raw, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise CheckpointError(
-            f"`{folder / 'config.json'}` is not a valid `{model_type}` configuration: "
-            f"{_first_line(error)}"
-        ) from error
+    config = parse_config(folder, model_type)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     guards.check_class(model_class, model_type)
     return config, model_class
@@ -135,15 +135,16 @@ def _weighted_module(
         )
     except Exception as error:
         raise CheckpointError(
-            f"The weights in `{folder}` do not fit `{model_class.__name__}`: {_first_line(error)}"
+            f"The weights in `{folder}` do not fit `{model_class.__name__}`: {first_line(error)}"
         ) from error
-    for problem in ("missing_keys", "mismatched_keys"):
-        keys = sorted(str(key) for key in info[problem])
+    # Unexpected tensors, too: the model that was trained with them is not the one we would run.
+    # What Transformers declares ignorable for the class is not in the list.
+    for problem in ("missing", "mismatched", "unexpected"):
+        keys = sorted(str(key) for key in info[f"{problem}_keys"])
         if keys:
-            word = problem.removesuffix("_keys")
             raise CheckpointError(
-                f"The weights in `{folder}` do not fit its `config.json`: {len(keys)} {word} "
-                f"tensors, the first is `{keys[0]}`."
+                f"The weights in `{folder}` do not fit its `config.json`: {len(keys)} {problem} "
+                f"tensors, for example {', '.join(f'`{key}`' for key in keys[:_KEYS_SHOWN])}."
             )
     return module.to(device).eval().requires_grad_(False)
 
@@ -199,8 +200,3 @@ def _choose_max_len(max_model_len: int | None, config: Any) -> int:
             "max_model_len", max_model_len, f"in 1..{limit}, the positions of the checkpoint"
         )
     return max_model_len
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -45,8 +45,9 @@ def verify(
     check_tensor("position_B", position_B, slot_B.shape, INT64)
     check_params(params)
     check_drafts(drafts, len(slot_B))
-    if rule != "standard":
-        raise ConfigError("rule", rule, "standard")
+    if rule not in RULES:
+        raise ConfigError("rule", rule, f"one of {', '.join(RULES)}")
+    verify_one = RULES[rule]
     most = drafts.token_BK.shape[1]
     if any(not 0 <= num <= most for num in drafts.num_B.tolist()):
         raise ConfigError("drafts.num_B", drafts.num_B.tolist(), f"in 0..{most}")
@@ -62,14 +63,14 @@ def verify(
     start = 0
     for b, num in enumerate(drafts.num_B.tolist()):
         rows = logits_NV[start : start + num + 1].detach().double().numpy()
-        emitted, finite = _verify_one(rows, b, params, slot_B, position_B, drafts, fp64_noise)
+        emitted, finite = verify_one(rows, b, params, slot_B, position_B, drafts, fp64_noise)
         token_BK1[b, : len(emitted)] = torch.tensor(emitted, dtype=token_BK1.dtype)
         n_accept_B[b], finite_B[b] = len(emitted) - 1, finite
         start += num + 1
     return Verdict(token_BK1, n_accept_B, finite_B)
 
 
-def _verify_one(
+def _standard(
     rows: Row,
     b: int,
     params: SlotParams,
@@ -78,7 +79,10 @@ def _verify_one(
     drafts: DraftBlock,
     fp64: bool,
 ) -> tuple[list[int], bool]:
-    """The tokens that request b emits, and whether the rows behind them were finite."""
+    """The tokens that request b emits, and whether the rows behind them were finite.
+
+    The algorithm at the head of this file, line by line.
+    """
     slot, position = int(slot_B[b]), int(position_B[b])
     key, temperature = int(params.key_S[slot]), float(params.temperature_S[slot])
     top_k = int(params.top_k_S[slot])
@@ -131,3 +135,7 @@ def _draft_distribution(
     shared = min(vocabulary, len(whole))
     q[:shared] = whole[:shared]
     return (float(whole[x]) if x < len(whole) else 0.0), q
+
+
+RULES = {"standard": _standard}
+"""The oracle's own statement of each rule in `ops/rules.py`, one request at a time."""

@@ -26,7 +26,8 @@ __all__ = ["attention"]
 class _Call:
     """One SDPA call: b requests of Q queries over L keys each.
 
-    tokens:    packed tokens of the call; None if it covers all of them
+    tokens:    packed tokens of the call
+    whole:     these are all tokens of the batch, in order: no need to gather or scatter
     first:     flat cache index of the first key if the keys are contiguous in the pool, else None
     block_ids: int64 [b * columns], read if `first` is None
     skip:      keys to drop at the front of the gathered blocks (sliding window)
@@ -35,7 +36,8 @@ class _Call:
     causal:    queries and keys start together: SDPA's own causal mask is right
     """
 
-    tokens: Tensor | slice | None
+    tokens: Tensor | slice
+    whole: bool
     num_requests: int
     num_queries: int
     first: int | None
@@ -66,11 +68,10 @@ def attention(
 ) -> Tensor:
     """See `Backend.attention`: causal attention of ragged queries over paged K/V, [T, H, D_v]."""
     calls = _plan(batch, sliding_window, query_THD.dtype)
-    if calls[0].tokens is None:
+    if calls[0].whole:
         return _run(calls[0], query_THD, key_cache, value_cache, scale, softcap, sinks_H)
     out_THD = query_THD.new_empty(*query_THD.shape[:2], value_cache.shape[-1])
     for call in calls:
-        assert call.tokens is not None
         out_THD[call.tokens] = _run(
             call, query_THD[call.tokens], key_cache, value_cache, scale, softcap, sinks_H
         )
@@ -214,7 +215,8 @@ def _plan_call(
     causal = group.num_requests == 1 and queries == longest > 1 and not windowed
     visible = queries == 1 and shortest == longest and (window is None or longest - skip <= window)
     return _Call(
-        tokens=None if whole else group.token_index,
+        tokens=group.token_index,
+        whole=whole,
         num_requests=group.num_requests,
         num_queries=queries,
         first=first,

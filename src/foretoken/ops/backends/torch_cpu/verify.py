@@ -231,7 +231,7 @@ def _emit(
         for part in chunks(len(b_R), weight_BV.shape[1]):
             b = b_R[part]
             i = n_accept_B[b]
-            shift_R = reduced.lse_q_BK[b, i] - reduced.lse_p_BK[b, i] - log_w_B[b]
+            shift_R = reduced.lse_q_BK[b, i] - reduced.lse_p_BK[b, i] + log_w_B[b]
             weight_BV[b] = _residual(batch, weight_BV[b], b, i, shift_R)
     at = address(batch.key_B, batch.position_B + n_accept_B, 0)
     return draw(
@@ -243,7 +243,8 @@ def _residual(batch: Batch, logits_RV: Array, b_R: Array, i_R: Array, shift_R: A
     """Logits of norm(max(w p - q, 0)) at the rejected draft i of each request; p where it is 0.
 
     log(w p - q) = log p + log w + log(1 - e^d) with d = log q - log p - log w, and constants of a
-    row fall out: log p may stay unnormalised. `shift_R` = LSE of q - LSE of p - log w.
+    row fall out: log p may stay unnormalised. `shift_R` = LSE of q - LSE of p + log w, so that
+    d is the difference of the logits less the shift.
     """
     out_RV = logits_RV.copy()
     token_R = batch.token_BK[b_R, i_R]

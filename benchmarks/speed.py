@@ -154,6 +154,32 @@ def row(case: Case, temperature: float, speeds: dict[str, list[float]], same: in
     )
 
 
+GOALS = {"ratio_to_plain": 1.3, "ratio_to_generate": 1.4, "ratio_to_best_assisted": 1.4}
+
+
+def goal_notes(rows: list[Row]) -> list[str]:
+    """Per temperature, how far the best speculative case is from what was asked of it."""
+    notes = []
+    for temperature in TEMPERATURES:
+        ours = [
+            r
+            for r in rows
+            if r.labels["engine"] == "foretoken"
+            and r.labels["method"] != "plain"
+            and r.labels["temperature"] == temperature
+        ]
+        parts = []
+        for name, goal in GOALS.items():
+            best = max(r.values[name].median for r in ours)
+            verdict = "reached" if best >= goal else "NOT reached"
+            parts.append(f"{name} {best:.2f}x, goal {goal}x {verdict}")
+        notes.append(
+            f"Best speculative case at T={temperature:g}: {'; '.join(parts)}. Where the time of a "
+            "step goes: profile.json."
+        )
+    return notes
+
+
 def main() -> None:
     options = parse(__doc__, prompts=8, max_tokens=64, repeats=5, cores=2)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
@@ -191,6 +217,7 @@ def main() -> None:
             timer.note(),
             "prompts_equal_to_plain: at T=0, prompts whose tokens all equal plain decoding's; "
             "passes over 1 and K+1 rows may part at near-ties.",
+            *goal_notes(rows),
         ],
     )
 

@@ -13,6 +13,7 @@ from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import Request, RequestGroup
 from foretoken.errors import ForetokenError, RequestError, UsageError
+from foretoken.models.chat import ChatPrompt, ChatTemplate, split_conversations
 from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
@@ -78,9 +79,47 @@ class LLM:
             One `RequestOutput` per prompt. In a list, a prompt that cannot be served carries its
             `error` and the others complete; a single prompt that cannot be served raises it.
         """
-        engine = self.engine
         single, items = _split(prompts)
         params = _params_per_prompt(sampling_params, len(items))
+        return self._complete(single, items, params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete conversations, written as prompts by the tokenizer's chat template.
+
+        Args:
+            messages: a list of dicts with `role` and `content`, or a list of such lists.
+            sampling_params, progress: as in `generate`.
+            chat_template: Jinja text, or the name of one of the tokenizer's templates; None: its
+                own.
+            add_generation_prompt: end the prompt with what opens the assistant's answer.
+
+        Returns:
+            One `RequestOutput` per conversation, its `prompt` the rendered text. In a list, a
+            conversation that cannot be served carries its `error` and the others complete.
+        """
+        template = ChatTemplate(self.tokenizer, chat_template, add_generation_prompt)
+        single, conversations = split_conversations(messages)
+        params = _params_per_prompt(sampling_params, len(conversations))
+        items = [ChatPrompt(template, conversation) for conversation in conversations]
+        return self._complete(single, items, params, progress)
+
+    def _complete(
+        self,
+        single: bool,
+        items: Sequence[Prompt | ChatPrompt],
+        params: list[SamplingParams],
+        progress: bool,
+    ) -> list[RequestOutput]:
+        """One output per item; the error of a single one is raised."""
+        engine = self.engine
         results: list[RequestGroup | RequestOutput] = []
         try:
             for item, item_params in zip(items, params, strict=True):
@@ -137,12 +176,14 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _add(self, prompt: Prompt, params: SamplingParams) -> RequestGroup:
+    def _add(self, prompt: Prompt | ChatPrompt, params: SamplingParams) -> RequestGroup:
         text, ids = self._encode(prompt)
         self._num_requests += 1
         return self.engine.add(str(self._num_requests), ids, params, text)
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Prompt | ChatPrompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, ChatPrompt):
+            return prompt.encode()
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
@@ -180,7 +221,7 @@ class LLM:
             origins=list(request.origins),
         )
 
-    def _refusal(self, prompt: Prompt, error: ForetokenError) -> RequestOutput:
+    def _refusal(self, prompt: Prompt | ChatPrompt, error: ForetokenError) -> RequestOutput:
         self._num_requests += 1
         text = prompt if isinstance(prompt, str) else None
         ids = [] if text is not None else _as_list(prompt) or []

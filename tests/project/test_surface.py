@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 import tomllib
 from dataclasses import fields
 
 import foretoken
-from tests.project.source import ROOT
+from tests.project.source import ROOT, modules
 
 PUBLIC = [
     "LLM",
@@ -31,6 +34,12 @@ ENGINE_CONFIG = (
     "model speculative_config device dtype seed max_model_len max_num_seqs max_num_batched_tokens "
     "block_size num_blocks kv_cache_gib load_format backend use_fp64_gumbel"
 ).split()
+LLM_METHODS = {
+    "generate": "prompts sampling_params progress",
+    "chat": "messages sampling_params chat_template add_generation_prompt progress",
+    "stream": "prompt sampling_params",
+    "close": "",
+}
 
 
 def test_public_names() -> None:
@@ -43,6 +52,15 @@ def test_fields_that_users_type() -> None:
     assert [f.name for f in fields(foretoken.SamplingParams)] == SAMPLING_PARAMS
     assert [f.name for f in fields(foretoken.SpeculativeConfig)] == SPECULATIVE_CONFIG
     assert [f.name for f in fields(foretoken.EngineConfig)] == ENGINE_CONFIG
+
+
+def test_methods_that_users_call() -> None:
+    methods = {name: f for name, f in vars(foretoken.LLM).items() if inspect.isfunction(f)}
+    public = {name: f for name, f in methods.items() if not name.startswith("_")}
+    assert public.keys() == LLM_METHODS.keys()
+    for name, function in public.items():
+        _, *parameters = inspect.signature(function).parameters
+        assert parameters == LLM_METHODS[name].split()
 
 
 def test_rules_that_users_may_name_are_those_there_are() -> None:
@@ -69,9 +87,31 @@ def test_version_is_in_the_changelog() -> None:
     assert f"## {foretoken.__version__}" in changelog
 
 
-def test_core_dependencies_are_few() -> None:
+def core_dependencies() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = sorted(re.split(r"[<>=!~\[ ]", d)[0] for d in project["dependencies"])
-    assert names == ["numpy", "rich", "safetensors", "tokenizers", "torch", "transformers", "typer"]
+    return sorted(re.split(r"[<>=!~\[ ]", d)[0] for d in project["dependencies"])
+
+
+def test_what_is_imported_is_a_declared_dependency() -> None:
+    imported = set()
+    for module in modules().values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add((node.module or "").split(".")[0])
+    foreign = imported - set(sys.stdlib_module_names) - {"foretoken"}
+    assert {"torch", "huggingface_hub"} <= foreign
+    assert {name.replace("_", "-") for name in foreign} <= set(core_dependencies())
+
+
+def test_core_dependencies_are_few() -> None:
+    names = core_dependencies()
+    assert (
+        names
+        == (
+            "huggingface-hub jinja2 numpy rich safetensors tokenizers torch transformers typer"
+        ).split()
+    )
     reasons = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in reasons for name in names)

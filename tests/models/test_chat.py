@@ -1,0 +1,162 @@
+"""Conversations: rendered by the checkpoint's template, refused with what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.errors import RequestError
+from tests.support.checkpoints import save_checkpoint
+
+# Begins with the end-of-text token, as templates begin with their beginning-of-text token.
+TEMPLATE = """{{ eos_token }}{% for m in messages -%}
+{% if m.role == 'system' and not loop.first %}
+{{ raise_exception('System comes first') }}{% endif -%}
+<{{ m.role }}>{{ m.content }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+USER = {"role": "user", "content": "abc"}
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose tokenizer puts a token before every text, and has a template."""
+    folder = save_checkpoint(tmp_path_factory.mktemp("chat"), seed=1)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+            {"Sequence": {"id": "A", "type_id": 0}},
+        ],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+        "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [256], "tokens": ["<|end|>"]}},
+    }
+    path.write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(str(folder), num_blocks=64)
+
+
+def test_a_conversation_is_its_rendered_text(llm: LLM) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    (output,) = llm.chat([system, USER], GREEDY)
+    text = "<|end|><system>Be brief.\n<user>abc\n<assistant>"
+    assert output.prompt == text
+    encode = llm.tokenizer.encode  # type: ignore[union-attr]
+    assert output.prompt_token_ids == encode(text, add_special_tokens=False)
+    assert encode(text)[:2] == [256, 256], "the tokenizer itself would double the token"
+    (same,) = llm.generate([output.prompt_token_ids], GREEDY)
+    assert output.outputs[0].token_ids == same.outputs[0].token_ids
+    assert output.outputs[0].text
+
+
+def test_options_reach_the_template(llm: LLM) -> None:
+    (plain,) = llm.chat([USER], GREEDY, add_generation_prompt=False)
+    assert plain.prompt == "<|end|><user>abc\n"
+    (other,) = llm.chat([USER], GREEDY, chat_template="[{{ messages[0].content }}]")
+    assert other.prompt == "[abc]"
+
+
+def test_a_template_in_the_tokenizer_config(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    path = folder / "tokenizer_config.json"
+    named = [{"name": "default", "template": "d{{ 1 }}"}, {"name": "rag", "template": "r{{ 2 }}"}]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": named}))
+    llm = LLM(str(folder), num_blocks=64)
+    assert llm.chat([USER], GREEDY)[0].prompt == "d1"
+    assert llm.chat([USER], GREEDY, chat_template="rag")[0].prompt == "r2"
+    with pytest.raises(RequestError, match="Jinja template, or one of default, rag"):
+        llm.chat([USER], GREEDY, chat_template="rga")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": named[1:]}))
+    with pytest.raises(RequestError, match="no chat template without a name; it has rag"):
+        LLM(str(folder), num_blocks=64).chat([USER])
+
+
+def test_a_bad_conversation_fails_alone(llm: LLM) -> None:
+    late = [USER, {"role": "system", "content": "x"}]
+    params = [SamplingParams(temperature=0, max_tokens=i) for i in (1, 2, 3, 4)]
+    outputs = llm.chat([[USER], late, [], [USER]], params)
+    assert [len(o.outputs[0].token_ids) if o.outputs else None for o in outputs] == [
+        1,
+        None,
+        None,
+        4,
+    ]
+    assert "it says: System comes first" in str(outputs[1].error)
+    assert "at least one message" in str(outputs[2].error)
+    assert (outputs[1].prompt, outputs[1].prompt_token_ids) == (None, [])
+    with pytest.raises(RequestError, match="System comes first"):
+        llm.chat(late)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "a text": ("abc", "`messages` is 'abc': must be a list of dicts"),
+    "one message": (USER, "must be a list of dicts"),
+    "nothing": ([], "at least one message"),
+    "a list of texts": (["abc"], r"`messages\[0\]` is 'abc': must be a dict"),
+    "a misspelt field": ([{"role": "user", "contnt": "a"}], "contnt.*Did you mean `content`"),
+    "another field": ([{**USER, "tool_calls": []}], r"messages\[0\].tool_calls.*left out"),
+    "no content": ([USER, {"role": "user"}], r"`messages\[1\].content` is None: must be a text"),
+    "no role": ([{"content": "a"}], r"`messages\[0\].role` is None"),
+    "parts": ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "must be a text"),
+    "an unknown role": ([{"role": "usr", "content": "a"}], "'usr': must be one of system,"),
+    "lists and messages": ([[USER], USER], "must be a list of dicts"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_conversation(llm: LLM, case: str) -> None:
+    messages, message = BAD[case]
+    try:
+        errors = [output.error for output in llm.chat(messages, GREEDY)]
+    except RequestError as error:
+        errors = [error]
+    assert re.search(message, str(errors[-1]))
+    llm.engine.check_integrity()
+
+
+def test_a_role_that_only_the_template_knows(llm: LLM) -> None:
+    template = (
+        "{% for m in messages %}{% if m.role == 'critic' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    critic = [{"role": "critic", "content": "abc"}]
+    assert llm.chat(critic, GREEDY, chat_template=template)[0].prompt == "abc"
+    with pytest.raises(RequestError, match="critic"):
+        llm.chat(critic, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chat_template": "{% if %}"}, "must be a Jinja template; line 1: Expected an expression"),
+        ({"chat_template": "chatml"}, "must be the text of a Jinja template"),
+        ({"chat_template": {}}, "must be the text of a Jinja template"),
+        ({"chat_template": "{{ messages[0].content.nothing() }}"}, "takes; it says: 'str object'"),
+        ({"chat_template": "{{ messages[0].none }}"}, "at least one token"),
+        ({"add_generation_prompt": 1}, "must be true or false"),
+        ({"sampling_params": [GREEDY] * 2}, "one, or a list of 1"),
+    ],
+)
+def test_bad_options(llm: LLM, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.chat([USER], **options)
+
+
+def test_checkpoints_that_cannot_chat(tmp_path: Path) -> None:
+    bare = LLM(str(save_checkpoint(tmp_path / "bare", tokenizer=False)), num_blocks=64)
+    with pytest.raises(RequestError, match=r"no tokenizer\. Use `generate` with token ids"):
+        bare.chat([USER])
+    plain = LLM(str(save_checkpoint(tmp_path / "plain")), num_blocks=64)
+    with pytest.raises(RequestError, match=r"no chat template\. Use `generate`, or a checkpoint"):
+        plain.chat([USER])

@@ -142,6 +142,9 @@ class EngineConfig:
         max_num_seqs: most requests running at once; each owns one permanent slot.
         max_num_batched_tokens: most tokens in one forward pass; longer prompts are prefilled in
             chunks.
+        max_num_waiting: refuse a request while so many wait; None takes any number.
+        enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same
+            tokens.
         block_size: tokens per cache block.
         num_blocks: blocks in the pool; None: enough for `kv_cache_gib`.
         kv_cache_gib: memory of the target's and the drafter's cache and of the drafts'
@@ -160,6 +163,8 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    max_num_waiting: int | None = None
+    enable_prefix_caching: bool = True
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_gib: float = 0.5
@@ -177,6 +182,8 @@ class EngineConfig:
             check_int("max_model_len", self.max_model_len, 2)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_num_waiting is not None:
+            check_int("max_num_waiting", self.max_num_waiting, 1, remedy="None takes any number.")
         check_int("block_size", self.block_size, 1, 1024)
         if self.num_blocks is not None:
             check_int("num_blocks", self.num_blocks, 1)
@@ -186,8 +193,9 @@ class EngineConfig:
         speculation = SpeculativeConfig.parse(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculation)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
-        if not isinstance(self.use_fp64_gumbel, bool):
-            raise ConfigError("use_fp64_gumbel", self.use_fp64_gumbel, "true or false")
+        for name in ("enable_prefix_caching", "use_fp64_gumbel"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "true or false")
 
     @classmethod
     def parse(cls, model: str, speculative_config: Any, **options: Any) -> EngineConfig:

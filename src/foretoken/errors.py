@@ -3,7 +3,8 @@
 ForetokenError
 ├── ConfigError            an engine or speculative option: unknown name, value out of bounds
 ├── RequestError           one request: its prompt or its sampling parameters
-│   └── CapacityError      the request can never fit the context or the block pool
+│   ├── CapacityError      the request can never fit the context or the block pool
+│   └── OverloadedError    too many requests wait: this one may be sent again later
 ├── CheckpointError        a model folder that cannot be read: path, config, tokenizer, weights
 ├── UnsupportedModelError  a model that loads but that we cannot run exactly
 ├── NonFiniteLogitsError   the target produced NaN, +inf, or a row with every token at -inf
@@ -55,6 +56,10 @@ class RequestError(_FieldError):
 
 class CapacityError(RequestError):
     """A request that can never fit the context length or the block pool."""
+
+
+class OverloadedError(RequestError):
+    """The queue is as long as `max_num_waiting` allows; the same request may be taken later."""
 
 
 class CheckpointError(ForetokenError):

@@ -85,10 +85,16 @@ class RequestMetrics(SpeculationMetrics):
     Attributes:
         time_to_first_token: seconds from submission to the first token of any sample.
         tokens_per_second: generated tokens over seconds since submission, all samples together.
+        num_cached_tokens: prompt tokens that were not computed when the first sample was first
+            admitted, because cache blocks of earlier requests held their keys and values.
+        num_preemptions: how often a sample lost its cache blocks to an older request and computed
+            them again later, all samples together.
     """
 
     time_to_first_token: float | None = None
     tokens_per_second: float = 0.0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ TORCH_FREE = [
     "foretoken.outputs",
     "foretoken.sampling.params",
     "foretoken.cache.block_pool",
+    "foretoken.cache.prefix_index",
     "foretoken.engine.request",
     "foretoken.engine.scheduler",
 ]

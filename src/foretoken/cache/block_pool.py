@@ -1,34 +1,44 @@
-"""Fixed-size cache blocks: who owns which. No torch, no knowledge of requests.
+"""Fixed-size cache blocks: who holds which, and what unheld ones still hold. No torch.
 
-Charter: allocation, reference counts and their integrity. Prefix reuse (finding a block by its
-content) belongs here too when it comes; scheduling policy does not.
+Charter: allocation, reference counts, reuse by content, eviction, and the integrity of all of it.
+It knows tokens and blocks, not requests; scheduling policy is the scheduler's.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from foretoken.cache.prefix_index import ROOT, Entry, PrefixIndex
 from foretoken.errors import IntegrityError
 
 
 class BlockPool:
     """Reference-counted blocks 0..num_blocks-1 of `block_size` tokens each.
 
-    The free list is last-in first-out, so a block just freed is reused while it is warm; a fresh
-    pool hands out 0, 1, 2, ... so that a single request's blocks are adjacent in memory.
+    A block that nobody holds is either *empty* or *cached*: its content is in the prefix index and
+    may be taken again until the block is handed out anew. Empty blocks are handed out first (last
+    in first out, so that a block just freed is used while it is warm; a fresh pool hands out 0, 1,
+    2, ... so that one request's blocks are adjacent in memory), then the least recently used
+    cached ones.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._refs = [0] * num_blocks
+        self._index = PrefixIndex()
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody holds."""
-        return len(self._free)
+        """Blocks nobody holds, cached ones too."""
+        return len(self._empty) + len(self._cached)
+
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """How many of these blocks nobody holds."""
+        return sum(not self._refs[block] for block in blocks)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens: the quotient, rounded up."""
@@ -36,34 +46,89 @@ class BlockPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks with one reference each; the caller has checked `num_free`."""
-        if count > len(self._free):
-            raise IntegrityError(f"{count} blocks asked of a pool with {len(self._free)} free")
-        taken = [self._free.pop() for _ in range(count)]
+        if count > self.num_free:
+            raise IntegrityError(f"{count} blocks asked of a pool with {self.num_free} free")
+        taken = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
         for block in taken:
             self._refs[block] = 1
         return taken
 
-    def free(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each block; the last reference returns it to the pool."""
-        for block in reversed(list(blocks)):
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each block; the last reference returns it to the pool.
+
+        The last block goes first: of one request's cached blocks, those that fewest others can
+        share are evicted first, and none before the blocks that are found through it.
+        """
+        for block in reversed(blocks):
             if self._refs[block] <= 0:
                 raise IntegrityError(f"block {block} freed more often than it was taken")
             self._refs[block] -= 1
             if not self._refs[block]:
-                self._free.append(block)
+                self._put_back(block)
+
+    def match(self, token_ids: Sequence[int], num_blocks: int) -> list[Entry]:
+        """The cached blocks that hold the first tokens: as many as follow, at most `num_blocks`."""
+        found: list[Entry] = []
+        serial = ROOT
+        for start in range(0, num_blocks * self.block_size, self.block_size):
+            entry = self._index.find(serial, token_ids[start : start + self.block_size])
+            if entry is None:
+                break
+            found.append(entry)
+            serial = entry[1]
+        return found
+
+    def take(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each of these cached or held blocks, to share what they hold."""
+        for block in blocks:
+            if block not in self._index:
+                raise IntegrityError(f"block {block} is not cached and cannot be shared")
+            self._refs[block] += 1
+            self._cached.pop(block, None)
+
+    def enter(self, before: int, tokens: Sequence[int], block: int) -> int:
+        """Make a full, computed block one that can be found; returns its content's serial.
+
+        Args:
+            before: the serial of the request's block before it, or `ROOT`.
+            tokens: the `block_size` tokens whose K/V it holds.
+        """
+        if len(tokens) != self.block_size or not self._refs[block]:
+            raise IntegrityError(f"block {block} cannot be cached: not full, or held by nobody")
+        return self._index.add(before, tokens, block)
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Make sure that these held blocks are found by nobody any more."""
+        for block in blocks:
+            if block in self._index:
+                self._index.remove(block)
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
-        """Raise `IntegrityError` unless every block is either free or held as often as counted.
+        """Raise `IntegrityError` unless every block is held as counted, cached or empty.
 
         Args:
             owners: the block tables of all live requests.
         """
+        self._index.check_integrity()
         held = Counter(block for table in owners for block in table)
-        free = Counter(self._free)
+        empty = Counter(self._empty)
         for block in range(self.num_blocks):
-            if held[block] != self._refs[block]:
-                raise IntegrityError(
-                    f"block {block} has {self._refs[block]} references, {held[block]} owners"
-                )
-            if free[block] != (0 if self._refs[block] else 1):
-                raise IntegrityError(f"block {block} is in the free list {free[block]} times")
+            refs = self._refs[block]
+            if held[block] != refs:
+                raise IntegrityError(f"block {block} has {refs} references, {held[block]} owners")
+            unheld_empty = not refs and block not in self._index
+            if empty[block] != unheld_empty:
+                raise IntegrityError(f"block {block} is in the free list {empty[block]} times")
+            if (block in self._cached) != (not refs and not unheld_empty):
+                raise IntegrityError(f"block {block} is held or not cached, yet can be evicted")
+
+    def _put_back(self, block: int) -> None:
+        if block in self._index:
+            self._cached[block] = None
+        else:
+            self._empty.append(block)
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        self._index.remove(block)
+        return block

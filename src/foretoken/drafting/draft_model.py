@@ -4,6 +4,18 @@ Its K/V cache is addressed by the target's block ids, so accepting, rejecting an
 bookkeeping here beyond one number per slot: how many leading tokens its cache holds. After steps
 in which it was not asked (K = 0), the next proposal first catches up on what it missed.
 
+The target's blocks are shared between requests that begin with the same tokens, and the draft's
+half of such a block may or may not be there: whoever filled the target's half may never have been
+drafted for. So each block has a mark, `complete`: every one of its positions was computed here from
+a known token. A request that is new to its slot starts behind its leading complete blocks. That is
+right because
+- a block is in two requests' tables only if all their tokens up to its end are equal, and K/V at a
+  position are a function of the tokens up to it: who computed them does not matter;
+- drafts stand behind all known tokens, hence in no complete block: what a rejected draft leaves
+  behind lies in a block that is not marked, and is computed again before it is;
+- a block that is handed out anew passes through `clear`, which removes the mark.
+Requests that share a block which is not complete each compute it; they write the same values.
+
 Shape suffixes: B requests, K drafts, S slots, V vocabulary.
 """
 
@@ -58,12 +70,14 @@ class DraftModel(Drafter):
         )
         self._num_computed_S = [0] * setup.config.max_num_seqs
         self._num_proposed_S = [0] * setup.config.max_num_seqs
+        self._complete = bytearray()
         self._kv: KVPool | None = None
         self._q_logits_SKV = torch.empty(0)
 
     def allocate(self, num_blocks: int) -> None:
         """K/V tensors for as many blocks as the target has, and q for every slot."""
         self._q_logits_SKV = torch.empty(self._q_shape, dtype=torch.float32, device=self.device)
+        self._complete = bytearray(num_blocks)
         self._kv = KVPool(
             self.model.layer_shapes,
             num_blocks,
@@ -81,7 +95,10 @@ class DraftModel(Drafter):
         if not self.probabilistic:
             real_q_B = torch.zeros_like(real_q_B)
         capture = bool(real_q_B.any())
-        self._catch_up([r for r, k in zip(requests, num_drafts, strict=True) if k])
+        asked = [r for r, k in zip(requests, num_drafts, strict=True) if k]
+        for request in asked:
+            self._skip_complete(request)
+        self._catch_up(asked)
         drafts: list[list[int]] = [[] for _ in requests]
         for i in range(max(num_drafts, default=0)):
             live = [b for b, k in enumerate(num_drafts) if k > i]
@@ -97,7 +114,7 @@ class DraftModel(Drafter):
                 drafts[b].append(token)
         for request, k in zip(requests, num_drafts, strict=True):
             if k:
-                self._num_computed_S[request.slot] = len(request.token_ids)
+                self._advance(request, len(request.token_ids))
                 self._num_proposed_S[request.slot] = k
         block = one_hot_block(drafts, self.device)
         if not capture:
@@ -112,10 +129,31 @@ class DraftModel(Drafter):
         """Zero the K/V of these blocks."""
         if self._kv is not None:
             self._kv.clear(block_ids)
+            for block in block_ids:
+                self._complete[block] = False
 
     def release(self, slot: int) -> None:
         """Forget the request in this slot."""
         self._num_computed_S[slot] = 0
+
+    def _skip_complete(self, request: DraftRequest) -> None:
+        """Start a request that is new to its slot behind the leading blocks that are complete."""
+        if self._num_computed_S[request.slot]:
+            return
+        size, last = self.config.block_size, len(request.token_ids) - 1
+        for block in request.block_ids[: last // size]:
+            if not self._complete[block]:
+                break
+            self._num_computed_S[request.slot] += size
+
+    def _advance(self, request: DraftRequest, num_computed: int) -> None:
+        """Count a request's leading known tokens that were computed, and mark blocks they fill."""
+        self._num_computed_S[request.slot] = num_computed
+        for i in reversed(range(num_computed // self.config.block_size)):
+            block = request.block_ids[i]
+            if self._complete[block]:
+                return  # and so are those before it
+            self._complete[block] = True
 
     def _next_span(self, request: DraftRequest, drafts: Sequence[int]) -> Span:
         """All tokens the cache lacks before the first draft, then the last draft alone."""
@@ -132,18 +170,20 @@ class DraftModel(Drafter):
         budget = self.config.max_num_batched_tokens
         share = max(budget // len(requests), 1)
         while True:
-            spans, room = [], budget
+            spans, ends, room = [], [], budget
             for request in requests:
                 start = self._num_computed_S[request.slot]
                 size = min(len(request.token_ids) - start - share, room)
                 if size > 0:
                     tokens = request.token_ids[start : start + size]
                     spans.append(Span(request.block_ids, start, tokens, 0))
-                    self._num_computed_S[request.slot] += size
+                    ends.append((request, start + size))
                     room -= size
             if not spans:
                 return
             self._forward(spans)
+            for request, end in ends:
+                self._advance(request, end)
 
     def _forward(self, spans: Sequence[Span]) -> Tensor:
         if self._kv is None:

@@ -51,6 +51,7 @@ def build_engine(config: EngineConfig) -> Engine:
         BlockPool(num_blocks, config.block_size),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
     )
     runner = Runner(model, kv, sampler, DraftState(device))
     return Engine(config, runner, scheduler, drafter, tokenizer, _eos_ids(model, tokenizer))

@@ -17,7 +17,13 @@ from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.engine.runner import Outcome, Runner
 from foretoken.engine.scheduler import Scheduler, Share
-from foretoken.errors import ForetokenError, IntegrityError, NonFiniteLogitsError, RequestError
+from foretoken.errors import (
+    ForetokenError,
+    IntegrityError,
+    NonFiniteLogitsError,
+    OverloadedError,
+    RequestError,
+)
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
@@ -67,9 +73,16 @@ class Engine:
         """Whether any request waits or runs."""
         return self.scheduler.has_work
 
+    @property
+    def has_room(self) -> bool:
+        """Whether the queue takes another request; `add` refuses it if not."""
+        bound = self.config.max_num_waiting
+        return bound is None or len(self.scheduler.waiting) < bound
+
     def step(self) -> list[RequestGroup]:
         """Advance every running request; returns the groups that changed, in order of admission."""
         plan = self.scheduler.schedule()
+        self._release_slots()
         for request in plan.admitted:
             self._admit(request)
         self._clear_fresh_blocks()
@@ -86,8 +99,16 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
     ) -> RequestGroup:
-        """Queue a prompt; `RequestError` if it or its parameters are out of bounds."""
+        """Queue a prompt.
+
+        Raises:
+            RequestError: the prompt or its parameters are out of bounds.
+            OverloadedError: `max_num_waiting` requests wait already; there is no bound on what one
+                call adds, so that n samples are taken together or not at all.
+        """
         check_request(prompt_ids, params, self.limits)
+        if not self.has_room:
+            raise _overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
         group = RequestGroup(request_id, prompt, list(prompt_ids), params)
         admission = self._num_admitted + 1
         seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
@@ -123,10 +144,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if any block, slot or per-request state is leaked."""
         self.scheduler.check_integrity()
-        running = self.scheduler.running
+        running, waiting = self.scheduler.running, self.scheduler.waiting
         slots = {request.slot for request in running}
         kept = {
-            "detokenizers": self._detokenizers.keys() - set(running),
+            "detokenizers": self._detokenizers.keys() - {*running, *waiting},
             "histories": self._slots.histories.keys() - slots,
             "draft probabilities": self.runner.drafts.slots - slots,
         }
@@ -135,7 +156,7 @@ class Engine:
                 raise IntegrityError(f"{what} of requests that ended: {leaked}")
 
     def _admit(self, request: Request) -> None:
-        """Set up the slot of a request that the scheduler just gave one."""
+        """Set up the slot of a request that the scheduler just gave one, perhaps once more."""
         self._slots.admit(
             request.slot,
             request.key,
@@ -144,7 +165,10 @@ class Engine:
             stop_ids=tuple(request.stop_ids),
             bad_word_ids=request.bad_word_ids,
         )
-        if self.tokenizer is not None:
+        self._slots.append(request.slot, request.output_ids)
+        if request.index == 0 and not request.num_preemptions:
+            request.group.metrics.num_cached_tokens = request.num_computed
+        if self.tokenizer is not None and request not in self._detokenizers:
             self._detokenizers[request] = Detokenizer(
                 self.tokenizer, request.group.prompt_ids, request.params.stop_strings
             )
@@ -153,7 +177,9 @@ class Engine:
         """Take over what a step computed for one request."""
         request, group = share.request, share.request.group
         if group.prompt_logprobs is not None and outcome.prompt_logprobs is not None:
-            group.prompt_logprobs += outcome.prompt_logprobs
+            # After a preemption, some of these were there already.
+            num_known = len(group.prompt_logprobs) - (request.num_computed + 1)
+            group.prompt_logprobs += outcome.prompt_logprobs[num_known:]
         request.draft_ids = []
         request.num_computed += share.num_tokens + outcome.num_accepted
         if not share.decides:
@@ -212,18 +238,19 @@ class Engine:
         """Ask the drafter for the next step's drafts of every request that decodes."""
         if self.drafter is None:
             return
+        # Oldest first: only requests still to come can be preempted for the one that grows.
         wanted = [
             (request, k)
-            for request in self.scheduler.running
-            if request.num_uncomputed == 1 and (k := self._num_drafts(request)) > 0
+            for request in [*self.scheduler.running]
+            if request.decodes
+            and (k := self._num_drafts(request)) > 0
+            and self.scheduler.grow(request, len(request.token_ids) + k)
         ]
-        asked = []
-        for request, k in wanted:
-            self.scheduler.grow(request, len(request.token_ids) + k)
-            asked.append(DraftRequest(request.slot, request.token_ids, request.block_ids, k))
-        if not asked:
+        self._release_slots()
+        if not wanted:
             return
         self._clear_fresh_blocks()
+        asked = [DraftRequest(r.slot, r.token_ids, r.block_ids, k) for r, k in wanted]
         block = self.drafter.propose(DraftContext(asked, self._slots.params))
         drafts = self.runner.drafts.put([r.slot for r in asked], block)
         for (request, _), tokens in zip(wanted, drafts, strict=True):
@@ -237,6 +264,14 @@ class Engine:
             if self.drafter is not None:
                 self.drafter.clear(fresh)
 
+    def _release_slots(self) -> None:
+        """Forget what is kept by slot of requests that ended or were preempted."""
+        for slot in self.scheduler.take_left_slots():
+            self._slots.release(slot)
+            self.runner.drafts.drop(slot)
+            if self.drafter is not None:
+                self.drafter.release(slot)
+
     def _num_drafts(self, request: Request) -> int:
         """K_b of a request: its own or the engine's, and no more than it can still emit."""
         own = request.params.num_speculative_tokens
@@ -245,19 +280,15 @@ class Engine:
 
     def _finish(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
-        group, slot = request.group, request.slot
+        group = request.group
         detokenizer = self._detokenizers.pop(request, None)
         if detokenizer is not None:
             if not isinstance(request.stop_reason, str):
                 self._flush(request, detokenizer)
             request.text = detokenizer.text
-        was_running = request.status is Status.RUNNING
-        self.scheduler.finish(request)
-        if was_running:
-            self._slots.release(slot)
-            self.runner.drafts.drop(slot)
-            if self.drafter is not None:
-                self.drafter.release(slot)
+        keep_blocks = not isinstance(group.error, NonFiniteLogitsError)
+        self.scheduler.finish(request, keep_blocks=keep_blocks)
+        self._release_slots()
         seconds = max(time.perf_counter() - group.arrival, 1e-9)
         group.metrics.tokens_per_second = sum(r.num_output for r in group.samples) / seconds
 
@@ -270,6 +301,15 @@ class Engine:
             stop = detokenizer.find_stop(length_before, params.include_stop_str_in_output)
             if stop is not None:
                 request.finish_reason, request.stop_reason = "stop", stop
+
+
+def _overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
+    return OverloadedError(
+        "max_num_waiting",
+        num_waiting,
+        f"less than {bound} requests that wait for another to be queued",
+        "Send it again when some have ended, or raise `max_num_waiting`.",
+    )
 
 
 def _no_token(request: Request, failure: str) -> ForetokenError:

@@ -36,7 +36,10 @@ class Request:
         num_computed: leading tokens of `token_ids` whose K/V are in the target's cache.
         slot: permanent index into per-request device state while it runs.
         block_ids: cache blocks in order of position.
-        num_reserved: blocks it may come to need, counted against the pool at admission.
+        block_serials: for its leading blocks that were entered into, or found in, the prefix index:
+            the serials of their contents.
+        arrival: its place in the order in which requests came; lower is older.
+        num_preemptions: how often it lost its blocks and had to compute them again.
     """
 
     group: RequestGroup
@@ -50,7 +53,9 @@ class Request:
     num_computed: int = 0
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
-    num_reserved: int = 0
+    block_serials: list[int] = field(default_factory=list)
+    arrival: int = 0
+    num_preemptions: int = 0
     origins: list[str] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     text: str = ""
@@ -84,8 +89,34 @@ class Request:
 
     @property
     def num_uncomputed(self) -> int:
-        """Known tokens whose K/V are still missing: more than one means prefill."""
+        """Known tokens whose K/V are still missing; at least one while it runs."""
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_prefill(self) -> int:
+        """Known tokens to compute before it can decode; 0 when it decodes.
+
+        A request's first token is drawn when the last token of its prompt is computed; every later
+        one by a decode step, which computes the last known token and verifies the drafts after it.
+        So a request that lost its K/V computes them again up to its last token, and draws nothing
+        until it has been drafted for: where its drafts stand, and with them the noise that decides
+        each token, does not depend on preemption.
+        """
+        return self.num_uncomputed - (self.num_output > 0)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its next step is a decode step."""
+        return self.num_prefill == 0
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether its prompt must be computed, cached or not: the logits of every row are wanted.
+
+        The first sample serves all; entries it has survive preemption.
+        """
+        rows = self.group.prompt_logprobs
+        return self.index == 0 and rows is not None and len(rows) < self.num_prompt
 
 
 @dataclass(slots=True, eq=False)

@@ -95,11 +95,7 @@ class Runner:
 
 def _wants_prompt_logprobs(share: Share) -> bool:
     request = share.request
-    return (
-        request.params.prompt_logprobs is not None
-        and request.index == 0
-        and request.num_computed < request.num_prompt
-    )
+    return request.needs_prompt_logits and request.num_computed < request.num_prompt
 
 
 def _num_logits(share: Share) -> int:

@@ -1,21 +1,25 @@
 """Who computes which tokens in the next step. No torch, no sampling, no models.
 
-Charter: admission, the token budget of a step, blocks and slots. Every running request is treated
-alike: it has known tokens whose K/V are missing (one when decoding, many in prefill) and perhaps
-drafts to verify; a step gives each a share of the budget. Requests are admitted in order of
-arrival, and only when the pool can hold all they may come to need, so a running request is never
-short of blocks.
+Charter: admission, the token budget of a step, blocks and slots, and who gives way when blocks run
+out. A running request prefills (known tokens whose K/V are missing) or decodes (its last token and
+the drafts to verify after it). Age decides everything: requests are admitted in order of arrival,
+and the youngest running one is preempted when an older one needs a block. The oldest is never
+preempted for another, and alone it fits the pool, so every request comes to its end.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from foretoken.cache.block_pool import BlockPool
+from foretoken.cache.prefix_index import ROOT
 from foretoken.engine.request import Request, Status
 from foretoken.errors import CapacityError, IntegrityError
+
+_BY_ARRIVAL = attrgetter("arrival")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +28,8 @@ class Share:
 
     Attributes:
         num_tokens: known tokens to compute, from `request.num_computed` on.
-        drafts: tokens to verify after them; only if the known tokens end in this step.
-        decides: whether this step computes the last known token, so that a new one is drawn.
+        drafts: tokens to verify after them, in a decode step.
+        decides: whether new tokens are drawn: at the end of a prompt and in every decode step.
     """
 
     request: Request
@@ -36,24 +40,36 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step: every running request's share of it, and the requests it admitted."""
+    """A step: the running requests' shares of it, and the requests it admitted."""
 
     shares: list[Share]
     admitted: list[Request]
 
 
 class Scheduler:
-    """First come, first served, with chunked prefill beside decoding."""
+    """First come, first served, with chunked prefill beside decoding.
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    `waiting` and `running` are in order of arrival; preempted requests wait, too.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[Request] = deque()
+        self.enable_prefix_caching = enable_prefix_caching
+        self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self._num_arrived = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._left_slots: list[int] = []
         self._fresh_blocks: list[int] = []
-        self._num_reserved = 0
 
     @property
     def has_work(self) -> bool:
@@ -62,8 +78,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; `CapacityError` if the pool could never hold it."""
-        request.num_reserved = self.pool.blocks_for(request.num_prompt + request.params.max_tokens)
-        if request.num_reserved > self.pool.num_blocks:
+        most = self.pool.blocks_for(request.num_prompt + request.params.max_tokens)
+        if most > self.pool.num_blocks:
             raise CapacityError(
                 "max_tokens",
                 request.params.max_tokens,
@@ -71,91 +87,199 @@ class Scheduler:
                 f"{self.pool.num_blocks * self.pool.block_size} tokens",
                 "Lower `max_tokens`, shorten the prompt, or raise `kv_cache_gib` or `num_blocks`.",
             )
+        self._num_arrived += 1
+        request.arrival = self._num_arrived
         self.waiting.append(request)
 
     def schedule(self) -> Plan:
-        """Shares of the next step, in order of admission; admits waiting requests that fit.
+        """Shares of the next step, in order of arrival; admits waiting requests that fit.
 
         A decoding request always gets its token and all its drafts, and prefill what room is left:
         a long prefill cannot stall the others, and no draft is ever dropped for what else is in
         the batch, which would make sampled tokens depend on it.
         """
-        admitted = self._admit()
-        decoding = (r for r in self.running if r.num_uncomputed == 1)
-        budget = self.max_num_batched_tokens - sum(1 + len(r.draft_ids) for r in decoding)
-        shares: list[Share] = []
         for request in self.running:
-            known = request.num_uncomputed
-            if known == 1:
-                shares.append(Share(request, 1, request.draft_ids, True))
-            elif budget > 0:
-                chunk = min(known, budget)
-                budget -= chunk
-                shares.append(Share(request, chunk, [], chunk == known))
-        for share in shares:
-            end = share.request.num_computed + share.num_tokens + len(share.drafts)
-            self.grow(share.request, end)
-        return Plan(shares, admitted)
+            self._enter_blocks(request)
+        decoding = [request for request in self.running if request.decodes]
+        num_running = len(self.running)
+        for request in decoding:
+            self.grow(request, len(request.token_ids) + len(request.draft_ids))
+        # Whoever was preempted just now would only take the blocks back.
+        admitted = self._admit() if len(self.running) == num_running else []
+        return Plan(self._shares(), admitted)
 
-    def grow(self, request: Request, num_tokens: int) -> None:
-        """Give a request the blocks for its first `num_tokens` tokens."""
-        missing = self.pool.blocks_for(num_tokens) - len(request.block_ids)
-        if missing > 0:
-            fresh = self.pool.allocate(missing)
-            request.block_ids += fresh
-            self._fresh_blocks += fresh
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Give a running request the blocks for its first `num_tokens` tokens.
+
+        Younger requests are preempted while too few blocks are left; if there is none younger, the
+        request itself is, and the answer is False, as it is for one preempted before.
+        """
+        while request.status is Status.RUNNING:
+            missing = self.pool.blocks_for(num_tokens) - len(request.block_ids)
+            if missing <= self.pool.num_free:
+                fresh = self.pool.allocate(max(missing, 0))
+                request.block_ids += fresh
+                self._fresh_blocks += fresh
+                return True
+            self._preempt(self.running[-1])
+        return False
 
     def take_fresh_blocks(self) -> list[int]:
         """Blocks handed out since the last call: they hold what their last owner left there."""
         fresh, self._fresh_blocks = self._fresh_blocks, []
         return fresh
 
-    def finish(self, request: Request) -> None:
-        """Take back the slot and blocks of a request that ended; also ends a waiting one."""
+    def take_left_slots(self) -> list[int]:
+        """Slots that ended or preempted requests left since the last call, to be cleaned up."""
+        left, self._left_slots = self._left_slots, []
+        return left
+
+    def finish(self, request: Request, *, keep_blocks: bool = True) -> None:
+        """Take back the slot and blocks of a request that ended; also ends a waiting one.
+
+        Args:
+            keep_blocks: whether later requests may reuse what it computed; False if its K/V are
+                not to be trusted.
+        """
         if request.status is Status.RUNNING:
-            self.running.remove(request)
-            self.pool.free(request.block_ids)
-            self._free_slots.append(request.slot)
-            self._num_reserved -= request.num_reserved
-            request.block_ids = []
-            request.draft_ids = []
+            if keep_blocks:
+                self._enter_blocks(request)
+            else:
+                self.pool.forget(request.block_ids)
+            self._leave(request)
         elif request.status is Status.WAITING:
             self.waiting.remove(request)
         request.status = Status.FINISHED
 
     def _admit(self) -> list[Request]:
+        """Give slots and blocks to waiting requests, in order of arrival, while they fit."""
         admitted: list[Request] = []
-        while self.waiting and self._free_slots:
-            request = self.waiting[0]
-            if self._num_reserved + request.num_reserved > self.pool.num_blocks:
+        for request in [*self.waiting]:
+            if self._waits_for_leader(request):
+                continue
+            if not self._free_slots or not self._take_blocks(request):
                 break
-            self.waiting.popleft()
-            self._num_reserved += request.num_reserved
+            self.waiting.remove(request)
             request.slot = self._free_slots.pop()
             request.status = Status.RUNNING
-            self.running.append(request)
+            insort(self.running, request, key=_BY_ARRIVAL)
             admitted.append(request)
         return admitted
 
+    def _waits_for_leader(self, request: Request) -> bool:
+        """Whether it is a sample whose prompt's blocks the first sample is about to compute."""
+        leader = request.group.samples[0]
+        if not self.enable_prefix_caching or request is leader:
+            return False
+        shared = (request.num_prompt - 1) // self.pool.block_size * self.pool.block_size
+        return leader.status is Status.RUNNING and leader.num_computed < shared
+
+    def _take_blocks(self, request: Request) -> bool:
+        """Blocks for all known tokens, cached ones as far as they go; False if too few are left.
+
+        One block is left free for every running request: without it, an admission would be undone
+        by the next request that grows.
+        """
+        cached = self._match(request)
+        missing = self.pool.blocks_for(len(request.token_ids)) - len(cached)
+        unheld = self.pool.num_unheld(block for block, _ in cached)
+        if missing + unheld + len(self.running) > self.pool.num_free:
+            return False
+        request.block_ids = [block for block, _ in cached]
+        request.block_serials = [serial for _, serial in cached]
+        request.num_computed = len(cached) * self.pool.block_size
+        self.pool.take(request.block_ids)
+        fresh = self.pool.allocate(missing)
+        request.block_ids += fresh
+        self._fresh_blocks += fresh
+        return True
+
+    def _match(self, request: Request) -> list[tuple[int, int]]:
+        """The longest cached prefix that leaves at least one token to prefill.
+
+        That token's logits, or the step in which it is computed, are what the request goes on from.
+        """
+        if not self.enable_prefix_caching or request.needs_prompt_logits:
+            return []
+        most = (len(request.token_ids) - (request.num_output > 0) - 1) // self.pool.block_size
+        return self.pool.match(request.token_ids, most)
+
+    def _enter_blocks(self, request: Request) -> None:
+        """Let others find the blocks that the request has filled since it was last asked."""
+        if not self.enable_prefix_caching:
+            return
+        size, serials = self.pool.block_size, request.block_serials
+        # Behind a stop, accepted drafts are computed that are no tokens of the request.
+        num_full = min(request.num_computed, len(request.token_ids)) // size
+        for i in range(len(serials), num_full):
+            tokens = request.token_ids[i * size : (i + 1) * size]
+            before = serials[-1] if serials else ROOT
+            serials.append(self.pool.enter(before, tokens, request.block_ids[i]))
+
+    def _shares(self) -> list[Share]:
+        """Decode steps whole; the rest of the budget evenly to prefills, any surplus to the oldest.
+
+        So every prefill advances in every step, and a short prompt does not wait for a long one.
+        """
+        decoding = sum(1 + len(r.draft_ids) for r in self.running if r.decodes)
+        prefilling = [request for request in self.running if not request.decodes]
+        room = max(self.max_num_batched_tokens - decoding, 0)
+        even = room // max(len(prefilling), 1)
+        chunks = {request: min(request.num_prefill, even) for request in prefilling}
+        room -= sum(chunks.values())
+        for request in prefilling:
+            more = min(request.num_prefill - chunks[request], room)
+            chunks[request] += more
+            room -= more
+        shares: list[Share] = []
+        for request in self.running:
+            if request.decodes:
+                shares.append(Share(request, 1, request.draft_ids, True))
+            elif chunk := chunks[request]:
+                ends_prompt = chunk == request.num_prefill and not request.num_output
+                shares.append(Share(request, chunk, [], ends_prompt))
+        return shares
+
+    def _preempt(self, request: Request) -> None:
+        """Send a running request back to its place in the queue; its tokens stay known."""
+        self._enter_blocks(request)
+        self._leave(request)
+        request.num_computed = 0
+        request.num_preemptions += 1
+        request.group.metrics.num_preemptions += 1
+        request.status = Status.WAITING
+        insort(self.waiting, request, key=_BY_ARRIVAL)
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.free(request.block_ids)
+        self._free_slots.append(request.slot)
+        self._left_slots.append(request.slot)
+        request.slot = -1
+        request.block_ids = []
+        request.block_serials = []
+        request.draft_ids = []
+
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if a block or slot is leaked, doubly owned or over-reserved."""
+        """Raise `IntegrityError` if a block or slot is leaked or doubly owned, or order is lost."""
         self.pool.check_integrity(r.block_ids for r in self.running)
         slots = sorted([*self._free_slots, *(r.slot for r in self.running)])
         if slots != list(range(self.max_num_seqs)):
             raise IntegrityError(f"slots are leaked or shared: {slots}")
-        if self._num_reserved != sum(r.num_reserved for r in self.running):
-            raise IntegrityError(f"{self._num_reserved} blocks reserved, not what requests hold")
-        self._check_requests(self.running)
+        for queue, status in ((self.waiting, Status.WAITING), (self.running, Status.RUNNING)):
+            if queue != sorted(queue, key=_BY_ARRIVAL):
+                raise IntegrityError(f"requests that are {status.value} are out of order")
+            _check_requests(queue, status)
 
-    @staticmethod
-    def _check_requests(running: Iterable[Request]) -> None:
-        for request in running:
-            if request.status is not Status.RUNNING:
-                raise IntegrityError(f"{request.group.request_id} runs but is {request.status}")
-            if not 0 <= request.num_computed < len(request.token_ids):
-                raise IntegrityError(
-                    f"{request.group.request_id}: {request.num_computed} tokens computed of "
-                    f"{len(request.token_ids)} known"
-                )
-            if len(request.block_ids) > request.num_reserved:
-                raise IntegrityError(f"{request.group.request_id} holds more than it reserved")
+
+def _check_requests(queue: Iterable[Request], status: Status) -> None:
+    for request in queue:
+        name = request.group.request_id
+        if request.status is not status:
+            raise IntegrityError(f"{name} is queued as {status} but is {request.status}")
+        if not 0 <= request.num_computed < len(request.token_ids):
+            raise IntegrityError(
+                f"{name}: {request.num_computed} tokens computed of {len(request.token_ids)} known"
+            )
+        if status is Status.WAITING and (request.num_computed or request.block_ids):
+            raise IntegrityError(f"{name} waits but holds blocks")

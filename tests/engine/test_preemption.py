@@ -1,0 +1,107 @@
+"""A pool too small for all: requests give way and come back, and no token changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.outputs import RequestOutput
+
+SHARED = list(b"def shared(prefix, of, many):\n    ")
+EDITS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"bad_words": ["a", "th"], "logit_bias": {40: 2.0}},
+    {"min_tokens": 20, "stop_token_ids": list(range(0, 256, 11))},
+    {"logprobs": 1, "prompt_logprobs": 1},
+]
+
+
+def build(target: Path, speculation: dict[str, Any] | None, **options: Any) -> LLM:
+    defaults: dict[str, Any] = {
+        "block_size": 4,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 40,
+        "max_model_len": 128,
+    }
+    return LLM(str(target), speculation, **{**defaults, **options})
+
+
+def workload(num_requests: int, most_drafts: int) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts that share prefixes; temperatures, lengths, K, n and edits mixed."""
+    items = []
+    for i in range(num_requests):
+        prompt = SHARED[: 3 + (7 * i) % 30] + [97 + i] * (i % 9)
+        params = SamplingParams(
+            temperature=(0.0, 0.9, 1.3)[i % 3],
+            seed=1000 + i,
+            max_tokens=12 + (11 * i) % 36,
+            n=1 + (i % 4 == 1),
+            ignore_eos=True,
+            num_speculative_tokens=i % (most_drafts + 1) if most_drafts else None,
+            **EDITS[i % len(EDITS)],
+        )
+        items.append((prompt, params))
+    return items
+
+
+def speculations(draft: Path) -> dict[str, dict[str, Any] | None]:
+    return {
+        "plain": None,
+        "draft_model": {"model": str(draft), "num_speculative_tokens": 4},
+        "greedy": {
+            "model": str(draft),
+            "draft_sample_method": "greedy",
+            "num_speculative_tokens": 4,
+        },
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4},
+    }
+
+
+def check_after_every_step(llm: LLM) -> None:
+    step = llm.engine.step
+
+    def checked() -> Any:
+        changed = step()
+        llm.engine.check_integrity()
+        return changed
+
+    llm.engine.step = checked  # type: ignore[method-assign]
+
+
+def check_equal(crowded: RequestOutput, alone: RequestOutput) -> None:
+    assert crowded.error is None
+    for got, expected in zip(crowded.outputs, alone.outputs, strict=True):
+        assert got.token_ids == expected.token_ids
+        assert got.origins == expected.origins
+        assert (got.text, got.finish_reason) == (expected.text, expected.finish_reason)
+        assert got.logprobs is None or len(got.logprobs) == len(got.token_ids)
+    assert crowded.metrics.num_steps == alone.metrics.num_steps
+    assert crowded.metrics.accepted_per_position == alone.metrics.accepted_per_position
+    got_rows, expected_rows = crowded.prompt_logprobs, alone.prompt_logprobs
+    assert (got_rows is None) == (expected_rows is None)
+    for row, want in zip(got_rows or [], expected_rows or [], strict=True):
+        assert (row is None) == (want is None)
+        for token, entry in (row or {}).items():
+            assert entry.logprob == pytest.approx((want or {})[token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["plain", "draft_model", "greedy", "ngram"])
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+def test_preemption_changes_no_token(target: Path, draft: Path, kind: str, caching: bool) -> None:
+    speculation = speculations(draft)[kind]
+    items = workload(20, most_drafts=4 if speculation else 0)
+    prompts, params = [p for p, _ in items], [q for _, q in items]
+    llm = build(target, speculation, num_blocks=30, enable_prefix_caching=caching)
+    check_after_every_step(llm)
+    crowded = llm.generate(prompts, params)
+    single = build(target, speculation, max_num_seqs=2, enable_prefix_caching=False)
+    for output, prompt, param in zip(crowded, prompts, params, strict=True):
+        check_equal(output, single.generate([prompt], [param])[0])
+    assert sum(o.metrics.num_preemptions for o in crowded) >= 5
+    assert all(o.metrics.num_cached_tokens == 0 or caching for o in crowded)
+    pool = llm.engine.scheduler.pool
+    assert pool.num_free == pool.num_blocks

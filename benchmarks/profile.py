@@ -13,6 +13,7 @@ from benchmarks.common import DRAFT, TARGET, QuietTimer, parse, progress, record
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.lab.workloads import heldout
+from foretoken.outputs import uninterrupted
 
 TEMPERATURES = (0.0, 0.8)
 
@@ -76,7 +77,8 @@ def measure(llm: LLM, k: int, temperature: float, options: Any, timer: QuietTime
             watch = Stopwatch()
             with watch.attached(llm):
                 outputs = [
-                    llm.generate(item.prompt, params)[0] for item in heldout(options.prompts)
+                    uninterrupted(llm.generate(item.prompt, params))[0]
+                    for item in heldout(options.prompts)
                 ]
             return watch, outputs
 

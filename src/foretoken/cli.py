@@ -2,13 +2,14 @@
 
 Charter: options and messages only; what a command does lives in `llm.py` and `lab/`. Errors become
 one line on the error stream and an exit code: 2 for what the user can mend, 1 for our bugs, 130
-after Ctrl-C.
+after Ctrl-C, 143 after SIGTERM; what was generated until then is printed first.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -21,7 +22,14 @@ import typer
 
 from foretoken import __version__
 from foretoken.config import check_int
-from foretoken.errors import ConfigError, ForetokenError, IntegrityError, RequestError
+from foretoken.errors import (
+    ConfigError,
+    ForetokenError,
+    IntegrityError,
+    ProcessingError,
+    RequestError,
+    StepError,
+)
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
 
 Note = Callable[[str], None]
 _EMBEDDED = "tiny-python"
+_BUGS = (IntegrityError, ProcessingError, StepError)
 _PATIENCE = 2.0  # seconds until what prints nothing shows that it is alive
 
 app = typer.Typer(
@@ -209,7 +218,8 @@ def _load(model: str, speculative_config: Any, **options: Any) -> LLM:
 
 def _complete(llm: LLM, text: str, params: SamplingParams, as_json: bool, note: Note) -> None:
     start, shown, output = time.perf_counter(), 0, None
-    note("no token was generated.")
+    done = "no token was generated."
+    note(done)
     with _sign_of_life(as_json) as show:
         for output in llm.stream(text, params):
             sample = output.outputs[0]
@@ -218,7 +228,8 @@ def _complete(llm: LLM, text: str, params: SamplingParams, as_json: bool, note: 
                 sys.stdout.flush()
             shown = len(sample.text)
             took = time.perf_counter() - start
-            note(f"{len(sample.token_ids)} tokens were generated in {took:.1f} s.")
+            done = f"{len(sample.token_ids)} tokens were generated in {took:.1f} s."
+            note(done)
             show(f"{len(sample.token_ids)} of at most {params.max_tokens} tokens")
     if output is None:
         return
@@ -229,6 +240,9 @@ def _complete(llm: LLM, text: str, params: SamplingParams, as_json: bool, note: 
     sys.stdout.flush()
     if output.error is not None:
         raise output.error
+    if output.interrupted_by is not None:
+        _say(f"Interrupted: {done}", interrupted=True)
+        raise typer.Exit(128 + signal.Signals[output.interrupted_by])
     if not as_json and sys.stderr.isatty():
         _say(_summary(output), style="dim")
 
@@ -314,7 +328,7 @@ def _reporting(debug: bool) -> Iterator[Note]:
     except Exception as error:
         if debug:
             raise
-        if isinstance(error, ForetokenError) and not isinstance(error, IntegrityError):
+        if isinstance(error, ForetokenError) and not isinstance(error, _BUGS):
             _say(f"Error: {error}", style="bold red")
             raise typer.Exit(2) from None
         _say(f"Unexpected {type(error).__name__}: {error}", style="bold red")

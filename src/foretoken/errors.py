@@ -8,6 +8,9 @@ ForetokenError
 ├── CheckpointError        a model folder that cannot be read: path, config, tokenizer, weights
 ├── UnsupportedModelError  a model that loads but that we cannot run exactly
 ├── NonFiniteLogitsError   the target produced NaN, +inf, or a row with every token at -inf
+├── ProcessingError        work for one request raised: it ended, the others go on
+├── StepError              a step of the whole batch raised: every request in it ended
+├── EngineMemoryError      there is not the memory that the options ask for
 ├── UsageError             a call after `close()`
 └── IntegrityError         our own bookkeeping is wrong: a bug, please report it
 
@@ -72,6 +75,24 @@ class UnsupportedModelError(ForetokenError):
 
 class NonFiniteLogitsError(ForetokenError):
     """The target's logits for a row were NaN, +inf or all -inf; that request ends."""
+
+
+class ProcessingError(ForetokenError):
+    """Something raised while one request was worked on; that request ends, and no other.
+
+    The message names the request; what was raised is the `__cause__`.
+    """
+
+
+class StepError(ForetokenError):
+    """Model, sampler or drafter raised in a step; every request of the batch ends.
+
+    What was raised is the `__cause__`. The engine serves later requests as before.
+    """
+
+
+class EngineMemoryError(ForetokenError, MemoryError):
+    """Memory ran out, or would: the message says how much was asked and what to lower."""
 
 
 class UsageError(ForetokenError, RuntimeError):

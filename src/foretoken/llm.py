@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.engine.boundary import (
+    Params,
+    Prompt,
+    as_list,
+    build_output,
+    one_params,
+    submit,
+    unserved,
+)
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
-from foretoken.engine.request import Request, RequestGroup
+from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError, RequestError, UsageError
+from foretoken.interrupts import Interrupt, noticed
 from foretoken.models.chat import ChatPrompt, ChatTemplate, split_conversations
-from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput, SpeculationMetrics
+from foretoken.outputs import CompletionOutput, RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
-
-Prompt = str | Sequence[int]
-Params = SamplingParams | Mapping[str, Any]
 
 
 class LLM:
@@ -30,7 +36,7 @@ class LLM:
         options: any other field of `EngineConfig`, for example device="auto", dtype="auto", seed=0.
 
     Raises:
-        ConfigError, CheckpointError, UnsupportedModelError.
+        ConfigError, CheckpointError, UnsupportedModelError, EngineMemoryError.
     """
 
     def __init__(
@@ -76,8 +82,13 @@ class LLM:
             progress: show a progress bar on the terminal's error stream.
 
         Returns:
-            One `RequestOutput` per prompt. In a list, a prompt that cannot be served carries its
-            `error` and the others complete; a single prompt that cannot be served raises it.
+            One `RequestOutput` per prompt. In a list, a prompt that cannot be served or fails
+            carries its `error` and what it has, and the others complete; a single prompt raises it.
+
+            Ctrl-C or SIGTERM in the main thread ends the call after the present step: what is done
+            is complete, the rest has finish_reason `interrupted`, with the tokens it has (see
+            `outputs.uninterrupted`). A second signal does what it does without us. A
+            program's own signal handlers are left alone.
         """
         single, items = _split(prompts)
         params = _params_per_prompt(sampling_params, len(items))
@@ -122,23 +133,24 @@ class LLM:
         engine = self.engine
         results: list[RequestGroup | RequestOutput] = []
         try:
-            for item, item_params in zip(items, params, strict=True):
-                try:
-                    results.append(self._add(item, item_params))
-                except RequestError as error:
-                    if single:
-                        raise
-                    results.append(self._refusal(item, error))
-            groups = [r for r in results if isinstance(r, RequestGroup)]
-            with _progress_bar(groups, progress) as update:
-                while not all(group.finished for group in groups):
-                    engine.step()
-                    update()
-        finally:  # whatever interrupts it, nothing is left behind in the engine
+            with noticed() as interrupt:
+                for item, item_params in zip(items, params, strict=True):
+                    results.append(self._take(item, item_params, interrupt))
+                groups = [r for r in results if isinstance(r, RequestGroup)]
+                with _progress_bar(groups, progress) as update:
+                    while not interrupt.name and not all(group.finished for group in groups):
+                        engine.step()
+                        update()
+                for group in groups:
+                    _mark(engine, group, interrupt)
+        finally:  # whatever ends it, nothing is left behind in the engine
             for result in results:
                 if isinstance(result, RequestGroup):
                     engine.abort(result)
-        return [self._output(r) if isinstance(r, RequestGroup) else r for r in results]
+        outputs = [build_output(engine, r) if isinstance(r, RequestGroup) else r for r in results]
+        if single and outputs[0].error is not None:
+            raise outputs[0].error
+        return outputs
 
     def stream(
         self, prompt: Prompt, sampling_params: Params | None = None
@@ -146,16 +158,19 @@ class LLM:
         """Complete one prompt; yields what there is after every step, the last one finished.
 
         Closing the iterator early aborts the request. Other calls may run in between: they
-        advance this request, too.
+        advance this request, too. A signal during a step makes the next output the last, with
+        finish_reason `interrupted`; between steps signals are the caller's.
         """
-        engine, group = self.engine, self._add(prompt, _one_params(sampling_params))
+        engine, group = self.engine, self._add(prompt, one_params(sampling_params))
         try:
             finished = False
             while not finished:
-                if not group.finished:
-                    engine.step()
+                with noticed() as interrupt:
+                    if not group.finished:
+                        engine.step()
+                    _mark(engine, group, interrupt)
                 finished = group.finished
-                yield self._output(group)
+                yield build_output(self.engine, group)
         finally:
             engine.abort(group)
 
@@ -177,71 +192,42 @@ class LLM:
         self.close()
 
     def _add(self, prompt: Prompt | ChatPrompt, params: SamplingParams) -> RequestGroup:
-        text, ids = self._encode(prompt)
         self._num_requests += 1
-        return self.engine.add(str(self._num_requests), ids, params, text)
+        return submit(self.engine, str(self._num_requests), prompt, params)
 
-    def _encode(self, prompt: Prompt | ChatPrompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, ChatPrompt):
-            return prompt.encode()
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError(
-                    "prompt",
-                    prompt,
-                    "token ids: this checkpoint has no tokenizer",
-                    "Encode it first.",
-                )
-            return prompt, list(self.tokenizer.encode(prompt)) if prompt else []
-        ids = _as_list(prompt)
-        if ids is None:
-            raise RequestError("prompt", prompt, "a text or a list of token ids")
-        return None, ids
-
-    def _output(self, group: RequestGroup) -> RequestOutput:
-        return RequestOutput(
-            request_id=group.request_id,
-            prompt=group.prompt,
-            prompt_token_ids=group.prompt_ids,
-            outputs=[self._completion(request) for request in group.samples],
-            metrics=copy.deepcopy(group.metrics),
-            prompt_logprobs=None if group.prompt_logprobs is None else [*group.prompt_logprobs],
-            error=group.error,
-        )
-
-    def _completion(self, request: Request) -> CompletionOutput:
-        return CompletionOutput(
-            index=request.index,
-            token_ids=request.output_ids,
-            text=self.engine.text(request),
-            finish_reason=request.finish_reason,
-            stop_reason=request.stop_reason,
-            seed=request.key,
-            logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
-            origins=list(request.origins),
-        )
-
-    def _refusal(self, prompt: Prompt | ChatPrompt, error: ForetokenError) -> RequestOutput:
+    def _take(
+        self, prompt: Prompt | ChatPrompt, params: SamplingParams, interrupt: Interrupt
+    ) -> RequestGroup | RequestOutput:
+        """Queue one of several prompts, or its output if it cannot or need not be queued."""
+        if not interrupt.name:
+            try:
+                return self._add(prompt, params)
+            except ForetokenError as error:
+                return unserved(str(self._num_requests), prompt, error)
         self._num_requests += 1
-        text = prompt if isinstance(prompt, str) else None
-        ids = [] if text is not None else _as_list(prompt) or []
-        return RequestOutput(str(self._num_requests), text, ids, [], RequestMetrics(), error=error)
+        output = unserved(str(self._num_requests), prompt)
+        output.outputs.extend(
+            CompletionOutput(j, [], "", "interrupted", interrupt.name) for j in range(params.n)
+        )
+        return output
 
 
-def _as_list(value: Any) -> list[Any] | None:
-    """A sequence, array or tensor as a list; None for anything else, texts and bytes included."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
-        return None
-    return list(value)
+def _mark(engine: Engine, group: RequestGroup, interrupt: Interrupt) -> None:
+    """End what a signal came in the way of, with its name."""
+    if interrupt.name is None or group.finished:
+        return
+    running = [request for request in group.samples if request.finish_reason is None]
+    engine.abort(group, "interrupted")
+    for request in running:
+        if request.finish_reason == "interrupted":
+            request.stop_reason = interrupt.name
 
 
 def _split(prompts: Any) -> tuple[bool, list[Any]]:
     """Whether it is one prompt, and the prompts as a list; [] is no prompts at all."""
     if isinstance(prompts, str):
         return True, [prompts]
-    items = _as_list(prompts)
+    items = as_list(prompts)
     if items is None:
         raise RequestError("prompts", prompts, "a text, a list of token ids, or a list of either")
     if items and isinstance(items[0], int):
@@ -251,19 +237,11 @@ def _split(prompts: Any) -> tuple[bool, list[Any]]:
 
 def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, (SamplingParams, Mapping)):
-        return [_one_params(given)] * count
+        return [one_params(given)] * count
     if not isinstance(given, Sequence) or len(given) != count:
         shown = f"a list of {len(given)}" if isinstance(given, Sequence) else given
         raise RequestError("sampling_params", shown, f"one, or a list of {count}")
-    return [_one_params(one) for one in given]
-
-
-def _one_params(given: Any) -> SamplingParams:
-    if given is None or isinstance(given, SamplingParams):
-        return given or SamplingParams()
-    if isinstance(given, Mapping):
-        return SamplingParams.parse(given)
-    raise RequestError("sampling_params", given, "a SamplingParams or a dict of its fields")
+    return [one_params(one) for one in given]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass, field
 
 from foretoken.errors import ForetokenError
@@ -104,9 +105,13 @@ class CompletionOutput:
     Attributes:
         index: j of n.
         token_ids: generated ids; a stop token that ended the output is the last of them.
-        text: decoded text; empty if the checkpoint has no tokenizer.
-        finish_reason: `stop`, `length`, `abort`, `error`, or None while it runs.
-        stop_reason: the stop string or stop token id, if one ended the output.
+        text: decoded text, without the stop string or the text of the stop token that ended it
+            unless `include_stop_str_in_output`; empty if the checkpoint has no tokenizer.
+        finish_reason: None while it runs, then `stop` (a stop string, a stop token or
+            end-of-text), `length` (`max_tokens`), `abort` (by the caller), `interrupted` (by Ctrl-C
+            or SIGTERM), or `error` (see `RequestOutput.error`); the last three keep what there is.
+        stop_reason: the stop string or stop token id that ended the output, or the name of the
+            signal that interrupted it; else None.
         seed: reproduces this sample alone: SamplingParams(seed=..., n=1).
         logprobs: per generated token, token id -> Logprob; None unless asked for.
         origins: per generated token: `accepted` (a draft), `resampled` (in place of a rejected
@@ -143,3 +148,24 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether every sample has ended (a refused prompt has none)."""
         return all(o.finish_reason for o in self.outputs)
+
+    @property
+    def interrupted_by(self) -> str | None:
+        """`SIGINT` or `SIGTERM` if a signal ended any sample early, else None."""
+        names = (o.stop_reason for o in self.outputs if o.finish_reason == "interrupted")
+        return next((name for name in names if isinstance(name, str)), None)
+
+
+def uninterrupted(outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """The outputs given; for a caller that wants all or nothing, a signal ends the program here.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C interrupted one of the outputs.
+        SystemExit: SIGTERM did; with its exit code, 143.
+    """
+    for output in outputs:
+        if output.interrupted_by == "SIGINT":
+            raise KeyboardInterrupt
+        if output.interrupted_by is not None:
+            raise SystemExit(128 + signal.Signals[output.interrupted_by])
+    return outputs

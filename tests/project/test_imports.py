@@ -11,7 +11,7 @@ from tests.project.source import Module, imports, modules
 
 # Low to high. A module may import from its own component and from lower ones.
 LAYERS = [
-    {"config", "errors", "outputs"},
+    {"config", "errors", "interrupts", "outputs"},
     {"ops"},
     {"sampling"},
     {"cache"},
@@ -28,6 +28,7 @@ DATA_ONLY = {"assets"}
 TORCH_FREE = [
     "foretoken.config",
     "foretoken.errors",
+    "foretoken.interrupts",
     "foretoken.outputs",
     "foretoken.sampling.params",
     "foretoken.cache.block_pool",

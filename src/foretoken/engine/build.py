@@ -13,9 +13,10 @@ from foretoken.drafting.base import Drafter, DrafterSetup
 from foretoken.drafting.registry import build_drafter, find_drafter
 from foretoken.drafting.state import DraftState
 from foretoken.engine.engine import Engine
+from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Scheduler
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, ForetokenError
 from foretoken.models import CausalLM, load_model, load_tokenizer
 from foretoken.ops import Backend, get_backend
 from foretoken.sampling.sampler import Sampler
@@ -23,7 +24,20 @@ from foretoken.sampling.slots import SlotTable
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Load models and allocate everything the engine will ever hold."""
+    """Load models and allocate everything the engine will ever hold.
+
+    Raises:
+        ConfigError, CheckpointError, UnsupportedModelError, EngineMemoryError.
+    """
+    try:
+        return _build(config)
+    except Exception as error:
+        if isinstance(error, ForetokenError) or not is_out_of_memory(error):
+            raise
+        raise memory_error("the engine was built", error) from error
+
+
+def _build(config: EngineConfig) -> Engine:
     _check_token_budget(config)
     if config.speculative_config is not None:
         find_drafter(config.speculative_config)  # a wrong name is told before anything is loaded
@@ -41,6 +55,8 @@ def build_engine(config: EngineConfig) -> Engine:
     tokenizer = load_tokenizer(config.model)
     drafter = _build_drafter(config, backend, device, model, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
+    per_block, per_slot = _sizes(config, model, drafter)
+    check_fits(num_blocks * per_block + config.max_num_seqs * per_slot)
     if drafter is not None:
         drafter.allocate(num_blocks)
     kv = KVPool(model.layer_shapes, num_blocks, config.block_size, dtype=model.dtype, device=device)
@@ -96,9 +112,7 @@ def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) 
     """Blocks of the pool: as asked, or what the memory holds, never more than can be used."""
     if config.num_blocks is not None:
         return config.num_blocks
-    per_block = KVPool.bytes_per_block(model.layer_shapes, config.block_size, model.dtype)
-    per_block += drafter.needs.kv_bytes_per_block if drafter is not None else 0
-    per_slot = drafter.needs.bytes_per_slot if drafter is not None else 0
+    per_block, per_slot = _sizes(config, model, drafter)
     room = config.kv_cache_gib * 2**30 - per_slot * config.max_num_seqs
     fitting = int(room / per_block)
     if fitting < 1:
@@ -110,6 +124,14 @@ def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) 
             "Raise it, or lower `max_num_seqs` or `block_size`.",
         )
     return min(fitting, config.max_num_seqs * -(-model.max_model_len // config.block_size))
+
+
+def _sizes(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> tuple[int, int]:
+    """Bytes of one block over target and drafter, and of one slot."""
+    per_block = KVPool.bytes_per_block(model.layer_shapes, config.block_size, model.dtype)
+    if drafter is None:
+        return per_block, 0
+    return per_block + drafter.needs.kv_bytes_per_block, drafter.needs.bytes_per_slot
 
 
 def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:

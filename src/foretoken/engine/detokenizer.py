@@ -7,13 +7,15 @@ from typing import Any
 
 _INCOMPLETE = "\ufffd"  # what a byte-level tokenizer decodes half a UTF-8 character to
 _CONTEXT = 5  # prompt tokens decoded along, for tokenizers that drop a leading space
+_PATIENCE = 8  # tokens that may wait for one character, which has at most four bytes
 
 
 class Detokenizer:
     """Text of one sample. A character appears once all its bytes have.
 
     Only the tokens since the last complete character are decoded again, so the cost of a token does
-    not grow with the output.
+    not grow with the output, even where no character is ever complete: of tokens that say
+    nothing `_PATIENCE` wait, and of those that are no UTF-8 at most twice as many.
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
@@ -29,15 +31,18 @@ class Detokenizer:
         self._ids.append(token_id)
         before = self._decode(self._start, self._shown)
         now = self._decode(self._start, len(self._ids))
+        waiting = len(self._ids) - self._shown
         if now != before and not now.endswith(_INCOMPLETE):
-            self.text += _added(before, now)
-            self._start, self._shown = self._shown, len(self._ids)
+            self._show(before, now, len(self._ids))
+        elif waiting >= _PATIENCE and now == before:
+            del self._ids[self._shown :]  # special tokens: no text, and none to come from them
+        elif waiting >= _PATIENCE:
+            self._show_invalid(before, now)
 
     def flush(self) -> None:
         """The output ended: show what waited, incomplete characters as U+FFFD."""
-        before = self._decode(self._start, self._shown)
-        self.text += _added(before, self._decode(self._start, len(self._ids)))
-        self._start = self._shown = len(self._ids)
+        end = len(self._ids)
+        self._show(self._decode(self._start, self._shown), self._decode(self._start, end), end)
 
     def find_stop(self, length_before: int, include: bool) -> str | None:
         """Cut the text at the earliest stop string that the last token completed, if any did.
@@ -67,6 +72,26 @@ class Detokenizer:
                     held = size
                     break
         return self.text[: len(self.text) - held]
+
+    def _show(self, before: str, now: str, end: int) -> None:
+        """Add what the tokens before `end` say: `now`, of which `before` has been said."""
+        self.text += _added(before, now)
+        self._start, self._shown = self._shown, end
+
+    def _show_invalid(self, before: str, now: str) -> None:
+        """Too much waits to be one character: show it up to a border between characters.
+
+        Cutting there changes nothing: both parts decode to what the whole does. Invalid bytes that
+        have no such border are shown as they decode now.
+        """
+        end = len(self._ids)
+        for cut in range(end - 1, self._shown, -1):
+            head = self._decode(self._start, cut)
+            if head + self._decode(cut, end) == now:
+                return self._show(before, head, cut)
+        if end - self._shown >= 2 * _PATIENCE:
+            self._show(before, now, end)
+        return None
 
     def _decode(self, start: int, end: int) -> str:
         return str(self._tokenizer.decode(self._ids[start:end], skip_special_tokens=True))

@@ -1,28 +1,38 @@
 """The engine: `step()` serves every request once, from schedule to new drafts.
 
 Charter: the order of things and the life of requests (admission, committing tokens, stopping,
-ending). Batching policy is the scheduler's, tensors are the runner's, text is the detokenizer's.
+ending, failing). Batching policy is the scheduler's, tensors are the runner's, text is the
+detokenizer's.
+
+Faults: an exception in the work for one request ends that request (`_alone`); one in the work for
+the batch, its forward pass or its drafting, ends every running request, because their caches and
+drafts are then unknown. Neither leaves `step`, and slots and blocks come back. An exception in the
+schedule is a bug of ours that no request can be blamed for: it is raised.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from foretoken.config import EngineConfig
 from foretoken.drafting.base import DraftContext, Drafter, DraftRequest
 from foretoken.engine.admission import Limits, bad_word_ids, check_request
 from foretoken.engine.detokenizer import Detokenizer
+from foretoken.engine.memory import is_out_of_memory, memory_error
 from foretoken.engine.request import Request, RequestGroup, Status
-from foretoken.engine.runner import Outcome, Runner
+from foretoken.engine.runner import Outcome, Runner, ShareFault
 from foretoken.engine.scheduler import Scheduler, Share
 from foretoken.errors import (
     ForetokenError,
     IntegrityError,
     NonFiniteLogitsError,
     OverloadedError,
+    ProcessingError,
     RequestError,
+    StepError,
 )
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
@@ -80,17 +90,23 @@ class Engine:
         return bound is None or len(self.scheduler.waiting) < bound
 
     def step(self) -> list[RequestGroup]:
-        """Advance every running request; returns the groups that changed, in order of admission."""
+        """Advance every running request; returns the groups that changed, in order of admission.
+
+        A batch that failed ends requests that are not in the list, too.
+        """
         plan = self.scheduler.schedule()
-        self._release_slots()
-        for request in plan.admitted:
-            self._admit(request)
-        self._clear_fresh_blocks()
-        outcomes = self.runner.run(plan.shares) if plan.shares else []
-        for share, outcome in zip(plan.shares, outcomes, strict=True):
-            self._commit(share, outcome)
-        self._draft()
-        return list(dict.fromkeys(share.request.group for share in plan.shares))
+        with self._together():
+            self._release_slots()
+            for request in plan.admitted:
+                with self._alone(request):
+                    self._admit(request)
+            self._clear_fresh_blocks()
+            for share, outcome in self._run(plan.shares):
+                with self._alone(share.request):
+                    self._commit(share, outcome)
+            self._draft()
+        touched = [*(share.request for share in plan.shares), *plan.admitted]
+        return list(dict.fromkeys(request.group for request in touched))
 
     def add(
         self,
@@ -127,14 +143,16 @@ class Engine:
 
     def text(self, request: Request) -> str:
         """The request's text so far; while it runs, without what a stop string may take back."""
-        detokenizer = self._detokenizers.get(request)
-        return request.text if detokenizer is None else detokenizer.settled_text
+        with self._alone(request):
+            detokenizer = self._detokenizers.get(request)
+            return request.text if detokenizer is None else detokenizer.settled_text
+        return request.text
 
-    def abort(self, group: RequestGroup) -> None:
-        """End a request where it is; its outputs keep what they have."""
+    def abort(self, group: RequestGroup, reason: str = "abort") -> None:
+        """End a request where it is, with this finish reason; its outputs keep what they have."""
         for request in group.samples:
             if request.status is not Status.FINISHED:
-                self._finish(request, "abort")
+                self._finish(request, reason)
 
     def abort_all(self) -> None:
         """End every request where it is."""
@@ -154,6 +172,53 @@ class Engine:
         for what, leaked in kept.items():
             if leaked:
                 raise IntegrityError(f"{what} of requests that ended: {leaked}")
+
+    @contextmanager
+    def _alone(self, request: Request) -> Iterator[None]:
+        """Whatever is raised inside ends this request, with its reason, and nothing else."""
+        try:
+            yield
+        except Exception as error:
+            self._fail(request, error)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Whatever is raised inside ends every running request, with its reason."""
+        try:
+            yield
+        except BaseException as error:
+            failure = _step_failure(error)
+            for request in list(self.scheduler.running):
+                request.group.error = request.group.error or failure
+                self._finish(request, "error")
+            if not isinstance(error, Exception):  # a second Ctrl-C: not ours to keep
+                raise
+
+    def _fail(self, request: Request, cause: Exception) -> None:
+        self._blame(request, cause)
+        if request.status is not Status.FINISHED:
+            self._finish(request, "error")
+
+    @staticmethod
+    def _blame(request: Request, cause: Exception) -> None:
+        group = request.group
+        error = ProcessingError(
+            f"request {group.request_id}, sample {request.index}: "
+            f"{type(cause).__name__} while it was processed: {cause}"
+        )
+        error.__cause__ = cause
+        group.error = group.error or error
+
+    def _run(self, shares: Sequence[Share]) -> Iterator[tuple[Share, Outcome]]:
+        """The shares' outcomes; computed again without a request whose own part of it raised."""
+        while live := [s for s in shares if s.request.status is Status.RUNNING]:
+            try:
+                outcomes = self.runner.run(live)
+            except ShareFault as fault:
+                self._fail(fault.request, fault.cause)
+            else:
+                return zip(live, outcomes, strict=True)
+        return iter(())
 
     def _admit(self, request: Request) -> None:
         """Set up the slot of a request that the scheduler just gave one, perhaps once more."""
@@ -219,11 +284,12 @@ class Engine:
         params = request.params
         detokenizer = self._detokenizers.get(request)
         length_before = 0
-        if detokenizer is not None:
+        may_stop = request.num_output >= params.min_tokens
+        ends = may_stop and token in request.stop_ids
+        if detokenizer is not None and (not ends or params.include_stop_str_in_output):
             length_before = len(detokenizer.text)
             detokenizer.append(token)
-        may_stop = request.num_output >= params.min_tokens
-        if may_stop and token in request.stop_ids:
+        if ends:
             request.finish_reason = "stop"
             request.stop_reason = token if token in params.stop_token_ids else None
         elif may_stop and detokenizer is not None and params.stop:
@@ -266,10 +332,12 @@ class Engine:
 
     def _release_slots(self) -> None:
         """Forget what is kept by slot of requests that ended or were preempted."""
-        for slot in self.scheduler.take_left_slots():
+        left = self.scheduler.take_left_slots()
+        for slot in left:
             self._slots.release(slot)
             self.runner.drafts.drop(slot)
-            if self.drafter is not None:
+        if self.drafter is not None:
+            for slot in left:
                 self.drafter.release(slot)
 
     def _num_drafts(self, request: Request) -> int:
@@ -279,16 +347,21 @@ class Engine:
         return min(limit, request.num_remaining - 1)
 
     def _finish(self, request: Request, reason: str) -> None:
+        """Give back what a request holds, whatever raises on the way; its text is final."""
         request.finish_reason = reason
         group = request.group
-        detokenizer = self._detokenizers.pop(request, None)
-        if detokenizer is not None:
-            if not isinstance(request.stop_reason, str):
-                self._flush(request, detokenizer)
-            request.text = detokenizer.text
-        keep_blocks = not isinstance(group.error, NonFiniteLogitsError)
+        keep_blocks = reason != "error"  # what a fault left in them is not to be trusted
         self.scheduler.finish(request, keep_blocks=keep_blocks)
-        self._release_slots()
+        detokenizer = self._detokenizers.pop(request, None)
+        try:
+            self._release_slots()
+            if detokenizer is not None and not isinstance(request.stop_reason, str):
+                self._flush(request, detokenizer)
+        except Exception as error:
+            self._blame(request, error)
+            request.finish_reason = "error"
+        if detokenizer is not None:
+            request.text = detokenizer.text
         seconds = max(time.perf_counter() - group.arrival, 1e-9)
         group.metrics.tokens_per_second = sum(r.num_output for r in group.samples) / seconds
 
@@ -310,6 +383,15 @@ def _overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
         f"less than {bound} requests that wait for another to be queued",
         "Send it again when some have ended, or raise `max_num_waiting`.",
     )
+
+
+def _step_failure(cause: BaseException) -> ForetokenError:
+    """What every request of a batch is told when the work for all of it raised."""
+    if is_out_of_memory(cause):
+        return memory_error("a step was computed", cause)
+    error = StepError(f"{type(cause).__name__} in a step of the whole batch: {cause}")
+    error.__cause__ = cause
+    return error
 
 
 def _no_token(request: Request, failure: str) -> ForetokenError:

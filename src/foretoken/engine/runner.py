@@ -17,9 +17,11 @@ from torch import Tensor
 from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.state import DraftState
+from foretoken.engine.request import Request
 from foretoken.engine.scheduler import Share
 from foretoken.models import CausalLM
 from foretoken.outputs import Logprob
+from foretoken.sampling.edits import EditFault
 from foretoken.sampling.sampler import Sampler, SampleRequest, top_logprobs
 
 
@@ -43,6 +45,14 @@ class Outcome:
     prompt_logprobs: list[dict[int, Logprob]] | None = None
 
 
+class ShareFault(Exception):
+    """The part of a pass that is one request's own raised `cause`; the pass gave nothing."""
+
+    def __init__(self, request: Request, cause: Exception) -> None:
+        super().__init__(request, cause)
+        self.request, self.cause = request, cause
+
+
 class Runner:
     """Owns the target, its K/V pool and the sampler."""
 
@@ -53,7 +63,11 @@ class Runner:
         self.drafts = drafts
 
     def run(self, shares: Sequence[Share]) -> list[Outcome]:
-        """Compute a step's tokens and draw the next ones; outcomes in the plan's order."""
+        """Compute a step's tokens and draw the next ones; outcomes in the plan's order.
+
+        Raises:
+            ShareFault: running the shares again without that request's gives the others the same.
+        """
         num_logits = [_num_logits(share) for share in shares]
         spans = [_span(share, rows) for share, rows in zip(shares, num_logits, strict=True)]
         batch = build_batch(spans, self.kv.block_size, self.model.device)
@@ -68,13 +82,13 @@ class Runner:
             if not finite:
                 outcomes.append(Outcome([], failure=_failure(share, own_logits, accepted)))
                 continue
+            try:
+                logprobs = _token_logprobs(share, own_logits, tokens)
+                prompt_logprobs = _prompt_logprobs(share, own_logits)
+            except Exception as error:
+                raise ShareFault(share.request, error) from error
             outcomes.append(
-                Outcome(
-                    tokens,
-                    accepted,
-                    logprobs=_token_logprobs(share, own_logits, tokens),
-                    prompt_logprobs=_prompt_logprobs(share, own_logits),
-                )
+                Outcome(tokens, accepted, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
             )
         return outcomes
 
@@ -87,7 +101,10 @@ class Runner:
         requests = [
             SampleRequest(i.request.slot, len(i.request.token_ids), i.drafts) for i in items
         ]
-        verdict = self.sampler.verify(logits_NV, requests, block)
+        try:
+            verdict = self.sampler.verify(logits_NV, requests, block)
+        except EditFault as fault:
+            raise ShareFault(items[fault.index].request, fault.cause) from fault.cause
         accepted = verdict.n_accept_B.tolist()
         tokens = [row[: n + 1] for row, n in zip(verdict.token_BK1.tolist(), accepted, strict=True)]
         return zip(tokens, accepted, verdict.finite_B.tolist(), strict=True)

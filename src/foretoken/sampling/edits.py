@@ -15,6 +15,14 @@ from foretoken.ops import Edits
 from foretoken.sampling.slots import SlotHistory
 
 
+class EditFault(Exception):
+    """Building the edits of the request at `index` of the batch raised `cause`."""
+
+    def __init__(self, index: int, cause: Exception) -> None:
+        super().__init__(index, cause)
+        self.index, self.cause = index, cause
+
+
 @dataclass(slots=True)
 class _Entries:
     """One growing list per field of `Edits`."""
@@ -36,15 +44,21 @@ def build_edits(
     Args:
         rows: per request in batch order: its first row, its history (None: no edits), its drafts.
         vocab_size: ids at or past it are ignored (they cannot be drawn anyway).
+
+    Raises:
+        EditFault: naming the request whose history could not be read.
     """
     entries = _Entries()
     found = False
-    for first_row, history, drafts in rows:
+    for index, (first_row, history, drafts) in enumerate(rows):
         if history is None:
             continue
         found = True
-        for j in range(len(drafts) + 1):
-            _edit_row(entries, first_row + j, history, drafts[:j], vocab_size)
+        try:
+            for j in range(len(drafts) + 1):
+                _edit_row(entries, first_row + j, history, drafts[:j], vocab_size)
+        except Exception as error:
+            raise EditFault(index, error) from error
     return _to_tensors(entries, device) if found else None
 
 

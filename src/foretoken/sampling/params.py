@@ -10,6 +10,7 @@ from typing import Any, cast
 from foretoken.errors import RequestError, check_known_keys
 
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 128
 
 
 def _number(name: str, value: Any, low: float, high: float, bound: str) -> None:
@@ -49,10 +50,12 @@ class SamplingParams:
         min_p: in [0, 1]; drops tokens less likely than min_p times the likeliest; 0 is off.
         max_tokens: most tokens to generate, >= 1.
         min_tokens: end-of-text and `stop_token_ids` cannot be drawn before this many tokens.
-        n: independent samples of the same prompt.
+        n: independent samples of the same prompt, 1..128.
         seed: fixes the request's noise; None: from the engine's seed and the admission number.
-        stop: strings that end the output; cut off unless `include_stop_str_in_output`.
-        stop_token_ids: ids that end the output, kept in `token_ids`.
+        stop: strings that end the output.
+        stop_token_ids: ids that end the output; the last of `token_ids` is then that token.
+        include_stop_str_in_output: keep in `text` the string or token that ended it; by default
+            it is cut off.
         ignore_eos: do not stop at the model's end-of-text token.
         logprobs: log-probabilities of the drawn token and of this many likeliest, 0..20, from the
             model's raw logits; None is off.
@@ -110,7 +113,11 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
             )
-        _integer("n", self.n, 1, "an integer >= 1")
+        _integer("n", self.n, 1, f"an integer in [1, {MAX_SAMPLES}]")
+        if self.n > MAX_SAMPLES:
+            raise RequestError(
+                "n", self.n, f"an integer in [1, {MAX_SAMPLES}]", "Send the prompt several times."
+            )
         if self.seed is not None:
             _integer("seed", self.seed, 0, "an integer in [0, 2**64)")
             if self.seed >= 2**64:

@@ -1,0 +1,63 @@
+"""Memory: what the machine has, and what to say when it does not suffice. No torch."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from foretoken.errors import EngineMemoryError
+
+REMEDY = (
+    "Lower `kv_cache_gib` (or `num_blocks`), `max_num_seqs`, `max_num_batched_tokens` or "
+    "`max_model_len`."
+)
+_SAID = (  # how PyTorch, oneDNN and the C++ library say it, all as RuntimeError
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "size calculation overflowed",
+)
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory could not be had."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _SAID)
+
+
+def memory_error(doing: str, cause: BaseException) -> EngineMemoryError:
+    """The typed form of an allocation that failed while `doing` something."""
+    error = EngineMemoryError(f"Out of memory while {doing}: {cause}. {REMEDY}")
+    error.__cause__ = cause
+    return error
+
+
+def check_fits(num_bytes: int) -> None:
+    """Raise `EngineMemoryError` for a cache that this machine can never hold.
+
+    Linux grants memory that it does not have and kills the process when it is used, so asking and
+    seeing what happens would not do.
+    """
+    limit = machine_bytes()
+    if limit is not None and num_bytes > limit:
+        raise EngineMemoryError(
+            f"The cache asked for takes {num_bytes / 2**30:.3g} GiB, and this machine has "
+            f"{limit / 2**30:.3g} GiB of memory. {REMEDY}"
+        )
+
+
+def machine_bytes() -> int | None:
+    """Memory of the machine or of the container, whichever is less; None where unknown."""
+    limits = []
+    with suppress(AttributeError, OSError, ValueError):  # not a POSIX system
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for path in _CGROUP_LIMITS:
+        try:
+            limits.append(int(Path(path).read_text(encoding="ascii")))
+        except (OSError, ValueError):
+            continue  # no such control group, or "max"
+    return min((limit for limit in limits if limit > 0), default=None)

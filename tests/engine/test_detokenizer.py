@@ -78,3 +78,64 @@ def test_settled_text_holds_back_what_a_stop_string_may_take() -> None:
     out = feed(b"say STO", ("STOP", "TOX"))
     assert out.settled_text == "say "
     assert feed(b"say STOX", ("STOP",)).settled_text == "say STOX"
+
+
+class CountingTokenizer(ByteTokenizer):
+    """Counts the tokens it is asked to decode; 300 and up are special and say nothing."""
+
+    def __init__(self) -> None:
+        self.decoded = 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        self.decoded += len(ids)
+        return super().decode([i for i in ids if i < 300])
+
+
+@pytest.mark.parametrize(
+    "pattern", [b"\x80", b"\xe2\x82", b"\xf0", b"\xef\xbf\xbd", b"a\xff\xff", [300], [300, 300, 65]]
+)
+def test_endless_tokens_without_a_character_cost_the_same_each(pattern: bytes | list[int]) -> None:
+    def cost(length: int) -> int:
+        tokenizer = CountingTokenizer()
+        out = Detokenizer(tokenizer, [], ())
+        for i in range(length):
+            out.append(pattern[i % len(pattern)])
+        out.flush()
+        whole = tokenizer.decode([pattern[i % len(pattern)] for i in range(length)])
+        assert out.text == whole
+        return tokenizer.decoded
+
+    assert cost(4000) < 2.2 * cost(2000)
+    assert cost(4000) < 4000 * 100
+
+
+@given(st.text(st.sampled_from("aé€😀\ufffd\u0301"), max_size=40))
+def test_text_rich_in_replacement_characters_is_unchanged(text: str) -> None:
+    out = feed(text.encode())
+    out.flush()
+    assert out.text == text
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_become_what_they_decode_to_at_once(data: bytes) -> None:
+    out = feed(data)
+    shown = ""
+    for _ in range(2):
+        assert out.text.startswith(shown)
+        shown = out.text
+        out.flush()
+    assert out.text == data.decode("utf-8", errors="replace")
+
+
+def test_a_tokens_that_never_end_with_a_character_are_shown_at_last() -> None:
+    class Straddling(ByteTokenizer):
+        """Every token ends one character and begins the next, which is never completed."""
+
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return (b"\x82\xe2" * len(ids)).decode("utf-8", errors="replace")
+
+    out = Detokenizer(Straddling(), [], ())
+    for _ in range(40):
+        out.append(0)
+    assert out.text
+    assert len(out._ids) - out._shown < 16

@@ -85,9 +85,7 @@ def as_list(value: Any) -> list[Any] | None:
     return list(value)
 
 
-def _encode(
-    tokenizer: Any | None, prompt: Prompt | ChatPrompt
-) -> tuple[str | None, list[int]]:
+def _encode(tokenizer: Any | None, prompt: Prompt | ChatPrompt) -> tuple[str | None, list[int]]:
     if isinstance(prompt, ChatPrompt):
         return prompt.encode()
     if isinstance(prompt, str):

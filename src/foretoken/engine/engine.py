@@ -21,7 +21,7 @@ from foretoken.config import EngineConfig
 from foretoken.drafting.base import DraftContext, Drafter, DraftRequest
 from foretoken.engine.admission import Limits, bad_word_ids, check_request
 from foretoken.engine.detokenizer import Detokenizer
-from foretoken.engine.memory import is_out_of_memory, memory_error
+from foretoken.engine.faults import no_token, overloaded, processing_error, step_failure
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.engine.runner import Outcome, Runner, ShareFault
 from foretoken.engine.scheduler import Scheduler, Share
@@ -124,7 +124,7 @@ class Engine:
         """
         check_request(prompt_ids, params, self.limits)
         if not self.has_room:
-            raise _overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
+            raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
         group = RequestGroup(request_id, prompt, list(prompt_ids), params)
         admission = self._num_admitted + 1
         seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
@@ -187,7 +187,7 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            failure = _step_failure(error)
+            failure = step_failure(error)
             for request in list(self.scheduler.running):
                 request.group.error = request.group.error or failure
                 self._finish(request, "error")
@@ -201,13 +201,7 @@ class Engine:
 
     @staticmethod
     def _blame(request: Request, cause: Exception) -> None:
-        group = request.group
-        error = ProcessingError(
-            f"request {group.request_id}, sample {request.index}: "
-            f"{type(cause).__name__} while it was processed: {cause}"
-        )
-        error.__cause__ = cause
-        group.error = group.error or error
+        request.group.error = request.group.error or processing_error(request, cause)
 
     def _run(self, shares: Sequence[Share]) -> Iterator[tuple[Share, Outcome]]:
         """The shares' outcomes; computed again without a request whose own part of it raised."""
@@ -250,7 +244,7 @@ class Engine:
         if not share.decides:
             return
         if outcome.failure is not None:
-            group.error = _no_token(request, outcome.failure)
+            group.error = no_token(request, outcome.failure)
             self._finish(request, "error")
             return
         if group.metrics.time_to_first_token is None:
@@ -374,36 +368,3 @@ class Engine:
             stop = detokenizer.find_stop(length_before, params.include_stop_str_in_output)
             if stop is not None:
                 request.finish_reason, request.stop_reason = "stop", stop
-
-
-def _overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
-    return OverloadedError(
-        "max_num_waiting",
-        num_waiting,
-        f"less than {bound} requests that wait for another to be queued",
-        "Send it again when some have ended, or raise `max_num_waiting`.",
-    )
-
-
-def _step_failure(cause: BaseException) -> ForetokenError:
-    """What every request of a batch is told when the work for all of it raised."""
-    if is_out_of_memory(cause):
-        return memory_error("a step was computed", cause)
-    error = StepError(f"{type(cause).__name__} in a step of the whole batch: {cause}")
-    error.__cause__ = cause
-    return error
-
-
-def _no_token(request: Request, failure: str) -> ForetokenError:
-    """Why nothing could be drawn at the request's next position."""
-    position = len(request.token_ids)
-    if failure == "parameters":
-        return RequestError(
-            "allowed_token_ids, bad_words, min_tokens",
-            "together they ban every token",
-            f"such that some token is left at position {position}",
-        )
-    return NonFiniteLogitsError(
-        f"request {request.group.request_id}: the target's logits are not finite at position "
-        f"{position}. Try dtype float32, or check the checkpoint."
-    )

@@ -1,0 +1,58 @@
+"""What a request is told when it, its batch or its admission fails. No torch."""
+
+from __future__ import annotations
+
+from foretoken.engine.memory import is_out_of_memory, memory_error
+from foretoken.engine.request import Request
+from foretoken.errors import (
+    ForetokenError,
+    NonFiniteLogitsError,
+    OverloadedError,
+    ProcessingError,
+    RequestError,
+    StepError,
+)
+
+
+def processing_error(request: Request, cause: Exception) -> ProcessingError:
+    """What was raised while one request was worked on, with its name."""
+    error = ProcessingError(
+        f"request {request.group.request_id}, sample {request.index}: "
+        f"{type(cause).__name__} while it was processed: {cause}"
+    )
+    error.__cause__ = cause
+    return error
+
+
+def overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
+    """Why a request was not queued."""
+    return OverloadedError(
+        "max_num_waiting",
+        num_waiting,
+        f"less than {bound} requests that wait for another to be queued",
+        "Send it again when some have ended, or raise `max_num_waiting`.",
+    )
+
+
+def step_failure(cause: BaseException) -> ForetokenError:
+    """What every request of a batch is told when the work for all of it raised."""
+    if is_out_of_memory(cause):
+        return memory_error("a step was computed", cause)
+    error = StepError(f"{type(cause).__name__} in a step of the whole batch: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+def no_token(request: Request, failure: str) -> ForetokenError:
+    """Why nothing could be drawn at the request's next position."""
+    position = len(request.token_ids)
+    if failure == "parameters":
+        return RequestError(
+            "allowed_token_ids, bad_words, min_tokens",
+            "together they ban every token",
+            f"such that some token is left at position {position}",
+        )
+    return NonFiniteLogitsError(
+        f"request {request.group.request_id}: the target's logits are not finite at position "
+        f"{position}. Try dtype float32, or check the checkpoint."
+    )

@@ -26,13 +26,7 @@ from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.engine.runner import Outcome, Runner, ShareFault
 from foretoken.engine.scheduler import Scheduler, Share
 from foretoken.errors import (
-    ForetokenError,
     IntegrityError,
-    NonFiniteLogitsError,
-    OverloadedError,
-    ProcessingError,
-    RequestError,
-    StepError,
 )
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded

@@ -56,7 +56,7 @@ def setup_for(num_slots: int, **speculation) -> DrafterSetup:
         model="table", speculative_config=spec, block_size=BLOCK, max_num_seqs=num_slots,
         max_num_batched_tokens=4 * num_slots,
     )  # fmt: skip
-    return DrafterSetup(config, spec, BACKEND, CPU, VOCABULARY)
+    return DrafterSetup(config, spec, BACKEND, CPU, VOCABULARY, 4096)
 
 
 def driven(built: Drafter, params: SlotParams, bos: int) -> Propose:

@@ -21,87 +21,127 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": None,
 }
+_WINDOW = 5  # shorter than the self-check's sequences and the tests' texts: it is crossed
 _ALTERNATING = ["sliding_attention", "full_attention"]
+_MIXED = {"sliding_window": _WINDOW, "layer_types": _ALTERNATING}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MANY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_ROUTED_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+_OLD_NAMES = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
 SUPPORTED: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 5, "head_dim": 8},
-    "qwen2": {},
-    "qwen3": {"head_dim": 8},
-    "gemma2": {
-        "head_dim": 8,
-        "query_pre_attn_scalar": 8,
-        "sliding_window": 5,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-    },
-    "gpt_neox": {},
-    "phi": {},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "gpt_oss": {**_EXPERTS, "head_dim": 8, "sliding_window": 5, "layer_types": _ALTERNATING},
-    "gemma4_text": {
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "sliding_window": 5,
-        "layer_types": _ALTERNATING,
-    },
+    "apertus": {},
+    "arcee": {},
+    "bitnet": {},
+    "cohere": {},
+    "cohere2": _MIXED,
+    "ctrl": _OLD_NAMES,
     "deepseek_v3": {
+        **_ROUTED_EXPERTS,
         "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
         "n_group": 1,
         "topk_group": 1,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 1,
         "kv_lora_rank": 16,
         "q_lora_rank": 16,
         "qk_rope_head_dim": 8,
         "qk_nope_head_dim": 8,
         "v_head_dim": 12,
     },
-}
-MORE: dict[str, dict[str, Any]] = {
-    "apertus": {},
-    "cohere": {},
-    "cohere2": {"sliding_window": 5},
     "ernie4_5": {},
-    "exaone4": {"sliding_window": 5, "sliding_window_pattern": 2},
+    "exaone4": {"sliding_window": _WINDOW, "sliding_window_pattern": 2},
     "gemma": {"head_dim": 8},
-    "gemma3_text": {
+    "gemma2": {
+        **_MIXED,
         "head_dim": 8,
         "query_pre_attn_scalar": 8,
-        "sliding_window": 5,
-        "layer_types": _ALTERNATING,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {**_MIXED, "head_dim": 8, "query_pre_attn_scalar": 8},
+    "gemma4_text": {
+        **_MIXED,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
     },
     "glm": {"head_dim": 8},
     "glm4": {"head_dim": 8},
+    "glm4_moe": {**_ROUTED_EXPERTS, "head_dim": 8},
+    "gpt2": _OLD_NAMES,
+    "gpt_bigcode": _OLD_NAMES,
+    "gpt_neox": {},
+    "gpt_oss": {**_EXPERTS, **_MIXED, "head_dim": 8},
     "granite": {},
     "granitemoe": _EXPERTS,
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
-    "ministral": {"sliding_window": 5, "head_dim": 8},
-    "mixtral": _EXPERTS,
+    "jais2": {},
+    "jetmoe": {**_EXPERTS, "kv_channels": 8},
+    "llama": {},
+    "ministral": {"sliding_window": _WINDOW, "head_dim": 8},
+    "ministral3": {"head_dim": 8},
+    "mistral": {"sliding_window": _WINDOW, "head_dim": 8},
+    "mixtral": {**_EXPERTS, "sliding_window": _WINDOW},
+    "nanochat": {},
     "nemotron": {},
+    "olmo": {},
     "olmo2": {},
-    "olmo3": {"sliding_window": 5},
+    "olmo3": _MIXED,
+    "olmoe": _MANY_EXPERTS,
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "phi3": {},
-    "qwen3_moe": {
-        "head_dim": 8,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "decoder_sparse_step": 1,
-    },
+    "persimmon": {},
+    "phi": {},
+    "phi3": {"sliding_window": _WINDOW},
+    "phimoe": _EXPERTS,
+    "qwen2": {**_MIXED, "use_sliding_window": True},
+    "qwen2_moe": {**_MANY_EXPERTS, "shared_expert_intermediate_size": 16},
+    "qwen3": {**_MIXED, "use_sliding_window": True, "head_dim": 8},
+    "qwen3_moe": {**_MANY_EXPERTS, "head_dim": 8, "decoder_sparse_step": 1},
     "seed_oss": {"head_dim": 8},
-    "smollm3": {},
-    "starcoder2": {"sliding_window": 5},
+    "smollm3": {**_MIXED, "use_sliding_window": True},
+    "stablelm": {},
+    "starcoder2": {"sliding_window": _WINDOW},
+    "vaultgemma": {**_MIXED, "head_dim": 8, "query_pre_attn_scalar": 8},
 }
+
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_OWN_CODE = "its attention is its own code"
+_STATE = "it keeps a recurrent state"
+
+# And what the message says.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "bloom": ({"n_layer": 2, "n_head": 4}, "_supports_attention_backend"),
-    "mamba": ({"state_size": 4}, "_supports_attention_backend"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "attention calls in 2 layers"),
+    "bart": ({}, "`bart`.*attends to an encoder's output"),
+    "bert": ({}, "`bert` differs from its own eager attention"),
+    "biogpt": ({}, "`biogpt`.*does not declare that it can"),
+    "bloom": ({"n_layer": 2, "n_head": 4}, "`bloom`.*its own code adds ALiBi biases"),
+    "codegen": ({**_OLD_NAMES, "rotary_dim": 4}, f"`codegen`.*{_OWN_CODE}"),
+    "deepseek_v4": ({}, "type `heavily_compressed_attention`: only full and sliding window"),
+    "diffllama": ({}, "`diffllama` makes 4 attention calls in 2 layers"),
+    "doge": ({}, "layer 0 asks for `attention_mask`"),
+    "falcon": ({}, f"`falcon`.*{_OWN_CODE}"),
+    "falcon_h1": ({}, f"`falcon_h1` is of type `hybrid`: {_STATE}"),
+    "gpt_neo": (
+        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "num_heads": 4},
+        f"`gpt_neo`.*{_OWN_CODE}",
+    ),
+    "gptj": ({**_OLD_NAMES, "rotary_dim": 8}, f"`gptj`.*{_OWN_CODE}"),
+    "jamba": ({}, f"`jamba` is of type `linear_attention`: {_STATE}"),
+    "lfm2": (
+        {"layer_types": ["conv", "full_attention"]},
+        f"Layer 0 of `lfm2` is of type `conv`: {_STATE}",
+    ),
     "llama4_text": (
         {
             "head_dim": 8,
@@ -109,9 +149,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
             "num_local_experts": 2,
             "attention_chunk_size": 8,
         },
-        "chunked_attention",
+        "`llama4_text` is of type `chunked_attention`: attention in chunks is not a sliding window",
     ),
-    "bert": ({}, "differs from its own eager attention"),
+    "mamba": ({"state_size": 4}, f"`mamba` is of type `linear_attention`: {_STATE}"),
+    "mpt": (
+        {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
+        "`mpt`.*its own code adds ALiBi biases",
+    ),
+    "qwen3_5_text": (
+        {**_LINEAR, "head_dim": 8},
+        f"Layer 0 of `qwen3_5_text` is of type `linear_attention`: {_STATE}",
+    ),
+    "qwen3_next": (
+        {**_LINEAR, **_MANY_EXPERTS, "head_dim": 8, "shared_expert_intermediate_size": 16},
+        f"Layer 0 of `qwen3_next` is of type `linear_attention`: {_STATE}",
+    ),
+    "rwkv": ({}, f"`rwkv`.*{_STATE}"),
+    "xglm": ({}, f"`xglm`.*{_OWN_CODE}"),
 }
 
 

@@ -80,12 +80,6 @@ def test_forward_equals_transformers(tmp_path: Path, family: str) -> None:
     check_family(tmp_path, family, families.SUPPORTED[family])
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("family", families.MORE)
-def test_forward_equals_transformers_more_families(tmp_path: Path, family: str) -> None:
-    check_family(tmp_path, family, families.MORE[family])
-
-
 @pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
 def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path, backend: str) -> None:
     folder = families.save_model(tmp_path, "llama", {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,30 +12,103 @@ import pytest
 import torch
 
 from foretoken.errors import UnsupportedModelError
-from foretoken.models import load_model
+from foretoken.models import CausalLM, guards, load_model
 from foretoken.ops.backends.torch_cpu.attention import attention
 from tests.models import families
+from tests.project.source import ROOT
+
+
+def load(folder: Path, **options: Any) -> CausalLM:
+    return load_model(folder, device="cpu", **{"backend": "torch_cpu", **options})
 
 
 @pytest.mark.parametrize("family", families.REFUSED)
 def test_unsupported_families(tmp_path: Path, family: str) -> None:
     overrides, reason = families.REFUSED[family]
     families.save_model(tmp_path, family, overrides)
-    with pytest.raises(UnsupportedModelError, match=reason):
-        load_model(tmp_path, device="cpu", backend="torch_cpu")
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        load(tmp_path)
+    assert refused_on_the_page()[family] in str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma4_text"])
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_rope_that_looks_at_the_batch(tmp_path: Path, family: str, kind: str) -> None:
-    config = families.make_config(family, families.SUPPORTED[family])
-    config.save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    text = path.read_text().replace('"rope_type": "default"', f'"rope_type": "{kind}"')
-    assert kind in text
-    path.write_text(text)
-    with pytest.raises(UnsupportedModelError, match=kind):
-        load_model(tmp_path, device="cpu", backend="torch_cpu", load_format="dummy")
+def models_page(section: str) -> str:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    return text.split(f"<!-- {section} -->")[1].split(f"<!-- end {section} -->")[0]
+
+
+def refused_on_the_page() -> dict[str, str]:
+    """Family to reason, as in the table."""
+    rows = [line.strip("| ").split(" | ") for line in models_page("refused").strip().splitlines()]
+    return {name: why for names, why in rows[2:] for name in re.findall(r"`(\w+)`", names)}
+
+
+def test_the_page_of_models_names_the_families_of_the_tests() -> None:
+    assert re.findall(r"`(\w+)`", models_page("supported")) == sorted(families.SUPPORTED)
+    assert refused_on_the_page().keys() == families.REFUSED.keys()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{len(families.SUPPORTED)} families" in readme
+
+
+# These compute something with our attention, but not what they compute with their own.
+RUN = {
+    "bloom": "makes 0 attention calls in 2 layers",
+    "codegen": "makes 0 attention calls in 2 layers",
+    "jamba": "makes 0 attention calls in 2 layers",
+    "lfm2": "makes 1 attention calls in 2 layers",
+    "llama4_text": "differs from its own eager attention",
+    "mamba": "makes 0 attention calls in 2 layers",
+    "qwen3_5_text": "makes 1 attention calls in 2 layers",
+    "qwen3_next": "makes 1 attention calls in 2 layers",
+}
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_running_a_family_would_tell_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Transformers' flag and the types of layers could be wrong: nothing hangs on them alone."""
+    families.save_model(tmp_path, family, families.REFUSED[family][0])
+    monkeypatch.setattr(guards, "check_class", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match=RUN[family]):
+        load(tmp_path)
+
+
+def test_positions_counted_in_the_packed_batch(tmp_path: Path) -> None:
+    """Llama 4 without chunks passes the self-check; 8192 tokens later it would be wrong."""
+    full = {"layer_types": ["full_attention"] * 2}
+    families.save_model(tmp_path, "llama4_text", families.REFUSED["llama4_text"][0] | full)
+    with pytest.raises(UnsupportedModelError, match="attn_temperature_tuning"):
+        load(tmp_path)
+
+
+def test_the_flag_is_asked_of_families_that_no_test_proved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM, StableLmForCausalLM
+
+    assert not StableLmForCausalLM._supports_attention_backend, "no need for an exception any more"
+    families.save_model(tmp_path, "llama", {})
+    load(tmp_path)
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_attention_backend", False)
+    with pytest.raises(UnsupportedModelError, match=r"`llama`.*does not declare that it can"):
+        load(tmp_path)
+
+
+def test_windows_that_are_not_the_configurations() -> None:
+    def check(windows: list[int | None], **config: Any) -> None:
+        guards._check_windows(SimpleNamespace(model_type="x", **config), windows)
+
+    mixed = ["sliding_attention", "full_attention"]
+    check([5, None], sliding_window=5, layer_types=mixed)
+    check([5, 5], sliding_window=5)
+    check([None, None], sliding_window=0)
+    check([None, 64], sliding_window=64, max_position_embeddings=64)  # hides nothing
+    for windows in ([None, None], [6, None], [5, 5]):
+        with pytest.raises(UnsupportedModelError, match="sliding window of"):
+            check(windows, sliding_window=5, layer_types=mixed)
+    for windows in ([None, None], [5, 6]):
+        with pytest.raises(UnsupportedModelError, match="sliding window of"):
+            check(windows, sliding_window=5, max_position_embeddings=64)
 
 
 def _no_window(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> torch.Tensor:

@@ -67,7 +67,7 @@ class DrafterSetup:
 
     Attributes:
         config: the engine's options; `speculation` are those of this drafter.
-        vocab_size: the target's.
+        vocab_size, max_model_len: the target's.
         target_tokens: token text -> id of the target's tokenizer, or None without a tokenizer.
     """
 
@@ -76,6 +76,7 @@ class DrafterSetup:
     backend: Backend
     device: torch.device
     vocab_size: int
+    max_model_len: int
     target_tokens: dict[str, int] | None = None
 
 

@@ -235,6 +235,8 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
         dtype=config.dtype,
         backend=setup.backend,
         load_format=config.load_format,
+        max_model_len=setup.max_model_len,
+        shorten=True,
         seed=config.seed,
     )
     if model.vocab_size != setup.vocab_size:

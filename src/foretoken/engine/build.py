@@ -103,6 +103,7 @@ def _build_drafter(
             backend=backend,
             device=device,
             vocab_size=model.vocab_size,
+            max_model_len=model.max_model_len,
             target_tokens=tokenizer.get_vocab() if tokenizer is not None else None,
         )
     )

@@ -9,6 +9,8 @@ others never call the attention function. Only running them tells.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,11 +28,32 @@ from foretoken.models.attention import (
 from foretoken.models.causal_lm import CausalLM
 from foretoken.ops import Backend
 
-__all__ = ["check_class", "check_config", "eager_logits", "probe", "self_check"]
+__all__ = ["check_class", "check_config", "eager_logits", "probe", "rope_limit", "self_check"]
 
-# Frequencies of these depend on the longest position of the whole packed batch, so that one
-# request's text would change another's logits (measured: by 2.8).
-_REFUSED_ROPE = ("longrope", "dynamic")
+# Classes without Transformers' support flag whose attention does go through its interface: the
+# self-check passes, and the tests compare them with plain Transformers.
+_UNFLAGGED = frozenset({"stablelm"})
+
+_ALIBI = "its own code adds ALiBi biases to attention"
+_OWN_ATTENTION = "its attention is its own code, out of reach of paged attention"
+_RECURRENT = "it keeps a recurrent state, which paged attention does not hold and cannot roll back"
+_REASONS = {
+    "bart": "it attends to an encoder's output, too",
+    "bloom": _ALIBI,
+    "codegen": _OWN_ATTENTION,
+    "falcon": _OWN_ATTENTION,
+    "gpt_neo": _OWN_ATTENTION,
+    "gptj": _OWN_ATTENTION,
+    "mpt": _ALIBI,
+    "rwkv": _RECURRENT,
+    "xglm": _OWN_ATTENTION,
+}
+_LAYER_REASONS = {
+    "chunked_attention": "attention in chunks is not a sliding window",
+    "conv": _RECURRENT,
+    "hybrid": _RECURRENT,
+    "linear_attention": _RECURRENT,
+}
 
 # Difference to eager attention, relative to the largest logit. float32: the worst row; correct
 # models stay below 1e-6. Half precision: the 85th percentile of rows, because rounding can send
@@ -43,7 +66,7 @@ _BLOCK = 4
 
 
 def check_config(raw: dict[str, Any], class_name: str | None) -> None:
-    """Refuse by configuration: remote code, another architecture, quantised, RoPE by batch.
+    """Refuse by what `config.json` says: remote code, another architecture, quantised weights.
 
     Args:
         raw: `config.json`.
@@ -73,40 +96,74 @@ def check_config(raw: dict[str, Any], class_name: str | None) -> None:
             f"Quantised weights (`quant_method`: {method}) are not supported. Use a checkpoint in "
             "bfloat16, float16 or float32."
         )
-    for scaling in _rope_types(raw):
-        if scaling in _REFUSED_ROPE:
+
+
+def check_class(model_class: Any, config: Any) -> None:
+    """Refuse, before any weight is read, what paged attention cannot do for this model.
+
+    Args:
+        model_class: the causal language model of Transformers.
+        config: its configuration, parsed.
+    """
+    text = config.get_text_config()
+    for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if kind not in ("full_attention", "sliding_attention"):
+            why = _LAYER_REASONS.get(kind, "only full and sliding window attention are supported")
             raise UnsupportedModelError(
-                f"RoPE of type `{scaling}` depends on the longest request of the batch, so that "
-                "requests would change each other's text."
+                f"Layer {layer} of `{text.model_type}` is of type `{kind}`: {why}."
             )
-
-
-def _rope_types(raw: Any) -> list[str]:
-    """Every RoPE type named anywhere in a configuration, nested ones included."""
-    found = []
-    for key, value in raw.items():
-        if key in ("rope_type", "type") and isinstance(value, str):
-            found.append(value)
-        elif isinstance(value, dict):
-            found += _rope_types(value)
-    return found
-
-
-def check_class(model_class: Any, model_type: str) -> None:
-    """Refuse classes whose attention does not go through Transformers' attention interface."""
-    if not getattr(model_class, "_supports_attention_backend", False):
+    if getattr(text, "attn_temperature_tuning", False):
         raise UnsupportedModelError(
-            f"Models of type `{model_type}` do not support a custom attention backend in "
-            "Transformers (`_supports_attention_backend` is not set)."
+            f"`{text.model_type}` scales attention by a token's place in the packed batch, not in "
+            "its request (`attn_temperature_tuning`), so that requests would change each other's "
+            "text."
         )
+    flagged = getattr(model_class, "_supports_attention_backend", False)
+    if not flagged and config.model_type not in _UNFLAGGED:
+        why = _REASONS.get(config.model_type, "its class does not declare that it can")
+        raise UnsupportedModelError(
+            f"Models of type `{config.model_type}` do not support a custom attention backend in "
+            f"Transformers: {why}."
+        )
+
+
+def rope_limit(config: Any) -> tuple[str, int] | None:
+    """The RoPE type that looks at the batch, and the longest context at which it does not.
+
+    `longrope` and `dynamic` choose one set of frequencies for the whole packed batch, by its
+    highest position; one request's text would change another's logits (measured: by 2.8). While
+    every position is below `original_max_position_embeddings` (longrope) or
+    `max_position_embeddings` (dynamic) the choice is always the same.
+    """
+    text = config.get_text_config()
+    found: list[tuple[int, str]] = []
+    for parameters in _rope_parameters(text.to_dict()):
+        kind = str(parameters["rope_type"])
+        if kind == "longrope":
+            found.append((int(parameters["original_max_position_embeddings"]), kind))
+        elif "dynamic" in kind:
+            found.append((int(text.max_position_embeddings), kind))
+    if not found:
+        return None
+    limit, kind = min(found)
+    return kind, limit
+
+
+def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every dict of RoPE parameters in a configuration, those of single layer types included."""
+    for value in config.values():
+        if isinstance(value, dict):
+            if "rope_type" in value:
+                yield value
+            yield from _rope_parameters(value)
 
 
 def probe(module: Any, backend: Backend, device: torch.device) -> tuple[list[LayerShape], Tensor]:
     """Run a few tokens without a cache: the K/V shape of each layer, and logits to look at.
 
     Raises:
-        UnsupportedModelError: not exactly one attention call per layer, in order, or a layer that
-            should have a sliding window and does not ask for it.
+        UnsupportedModelError: not exactly one attention call per layer, in order, or a layer whose
+            sliding window is not the configuration's.
     """
     text = module.config.get_text_config()
     batch = build_batch([Span([0], 0, _random_tokens(text.vocab_size, 4), 4)], _BLOCK, device)
@@ -125,22 +182,25 @@ def probe(module: Any, backend: Backend, device: torch.device) -> tuple[list[Lay
 
 def _check_windows(text: Any, windows: list[int | None]) -> None:
     """Compare the windows that layers ask for with the configuration. The self-check's sequences
-    are shorter than real windows, so it cannot see a window that is missing."""
+    are shorter than real windows, so it cannot see one that is missing, too many or too long."""
+    reach = getattr(text, "max_position_embeddings", None) or math.inf
+
+    def effective(window: int | None) -> int | None:
+        return window if window and window < reach else None  # a longer one hides nothing
+
+    stated = effective(getattr(text, "sliding_window", None))
+    asked = [effective(window) for window in windows]
     types = getattr(text, "layer_types", None)
     if types is None:
-        types = ["full_attention"] * len(windows)
-        if getattr(text, "sliding_window", None) and not any(windows):
-            types[0] = "sliding_attention"
-    for layer, (kind, window) in enumerate(zip(types, windows, strict=True)):
-        if kind not in ("full_attention", "sliding_attention"):
+        # Without a type per layer only some layers may have it, by rules of the family.
+        missing = stated is not None and not any(asked)
+        types = ["sliding_attention" if w or missing else "full_attention" for w in asked]
+    for layer, (kind, window) in enumerate(zip(types, asked, strict=True)):
+        expected = stated if kind == "sliding_attention" else None
+        if window != expected:
             raise UnsupportedModelError(
-                f"Layer {layer} of `{text.model_type}` is of type `{kind}`: only full and sliding "
-                "window attention are supported."
-            )
-        if kind == "sliding_attention" and window is None:
-            raise UnsupportedModelError(
-                f"Layer {layer} of `{text.model_type}` has a sliding window in the configuration "
-                "but attends without one."
+                f"Layer {layer} of `{text.model_type}` attends with a sliding window of {window} "
+                f"where its configuration says {expected}."
             )
 
 

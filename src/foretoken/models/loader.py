@@ -42,6 +42,7 @@ def load_model(
     backend: Backend | str,
     load_format: LoadFormat = "auto",
     max_model_len: int | None = None,
+    shorten: bool = False,
     seed: int = 0,
 ) -> CausalLM:
     """Load a checkpoint into a Transformers module with paged attention, and check it.
@@ -52,6 +53,8 @@ def load_model(
             at the sizes a CPU serves), and the checkpoint's own dtype elsewhere.
         load_format: "dummy" fills in random weights and needs `config.json` only.
         max_model_len: most positions of a request; the checkpoint's limit if None.
+        shorten: take the checkpoint's limit where `max_model_len` is beyond it, instead of
+            refusing: for a draft model, which just stops drafting there.
         seed: of dummy weights.
 
     Raises:
@@ -70,7 +73,7 @@ def load_model(
     with quiet_transformers():
         config, model_class = _config_and_class(folder, raw)
         torch_dtype = _choose_dtype(dtype, config, device)
-        limit = _choose_max_len(max_model_len, config)
+        limit = _choose_max_len(max_model_len, config, shorten)
         register_attention()
         if load_format == "dummy":
             module = _dummy_module(model_class, config, torch_dtype, device, seed, backend)
@@ -116,7 +119,7 @@ def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     guards.check_config(raw, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
     config = parse_config(folder, model_type)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    guards.check_class(model_class, model_type)
+    guards.check_class(model_class, config)
     return config, model_class
 
 
@@ -187,16 +190,37 @@ def _choose_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
     return _DTYPES[dtype]
 
 
-def _choose_max_len(max_model_len: int | None, config: Any) -> int:
+def _choose_max_len(wanted: int | None, config: Any, shorten: bool) -> int:
     text = config.get_text_config()
     stated = (getattr(text, name, None) for name in _POSITIONS)
     limit: int | None = next((int(n) for n in stated if n), None)
-    if max_model_len is None:
-        if limit is None:
-            raise ConfigError("max_model_len", None, "set: the checkpoint does not state its own")
-        return limit
-    if max_model_len < 1 or (limit is not None and max_model_len > limit):
+    if wanted is None:
+        wanted = limit
+    elif shorten and limit is not None:
+        wanted = min(wanted, limit)
+    if wanted is None:
+        raise ConfigError("max_model_len", None, "set: the checkpoint does not state its own")
+    if wanted < 1 or (limit is not None and wanted > limit):
         raise ConfigError(
-            "max_model_len", max_model_len, f"in 1..{limit}, the positions of the checkpoint"
+            "max_model_len", wanted, f"in 1..{limit}, the positions of the checkpoint"
         )
-    return max_model_len
+    return _pin_rope(wanted, config, shorten)
+
+
+def _pin_rope(wanted: int, config: Any, shorten: bool) -> int:
+    """The context in which RoPE gives every request what it gives it alone."""
+    from foretoken.models.guards import rope_limit
+
+    pinned = rope_limit(config)
+    if pinned is None or wanted <= pinned[1]:
+        return wanted
+    kind, most = pinned
+    if shorten:
+        return most
+    raise ConfigError(
+        "max_model_len",
+        wanted,
+        f"at most {most}: in longer contexts RoPE of type `{kind}` depends on the longest request "
+        "of the batch, so that requests would change each other's text",
+        f"Set `max_model_len` to at most {most}.",
+    )

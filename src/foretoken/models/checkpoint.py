@@ -18,9 +18,11 @@ from foretoken.errors import CheckpointError
 __all__ = [
     "BUILT_IN",
     "check_weights",
-    "load_tokenizer",
+    "first_line",
     "parse_config",
     "read_config",
+    "read_json",
+    "reading",
     "resolve_checkpoint",
 ]
 
@@ -28,7 +30,6 @@ BUILT_IN = ("tiny-python", "tiny-python-draft")
 """Checkpoints that come with the package, under `foretoken/assets`."""
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 
 
@@ -49,7 +50,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
                 f"`{folder}`. Reinstall Foretoken."
             )
         return folder
-    with _reading(text[:200]):
+    with reading(text[:200]):
         path = Path(text).expanduser()
         if text and path.is_dir():
             return path
@@ -71,7 +72,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
 
 
 @contextmanager
-def _reading(what: str | Path) -> Iterator[None]:
+def reading(what: str | Path) -> Iterator[None]:
     """Failures of the file system, permissions above all, as `CheckpointError`."""
     try:
         yield
@@ -101,7 +102,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         CheckpointError: no such file, not JSON, not an object, or without `model_type`.
     """
     path = folder / "config.json"
-    config = _read_json(path)
+    config = read_json(path)
     if not isinstance(config.get("model_type"), str):
         raise CheckpointError(f"`{path}` has no `model_type`: it is not a model configuration.")
     return config
@@ -130,9 +131,10 @@ def first_line(error: Exception) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; `CheckpointError` naming the file if there is none."""
     try:
-        with _reading(path):
+        with reading(path):
             if not path.exists():
                 raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -156,7 +158,7 @@ def check_weights(folder: Path) -> None:
     Raises:
         CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
     """
-    with _reading(folder):
+    with reading(folder):
         _check_weights(folder)
 
 
@@ -175,7 +177,7 @@ def _check_weights(folder: Path) -> None:
                 "read. Convert them to safetensors (`save_pretrained` writes it)."
             )
         raise CheckpointError(f"`{folder}` holds no `model.safetensors` and no index of shards.")
-    weight_map = _read_json(index_path).get("weight_map")
+    weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"`{index_path}` has no `weight_map`.")
     shards: dict[str, set[str]] = {}
@@ -195,7 +197,7 @@ def _check_weights(folder: Path) -> None:
 
 def _read_header(path: Path) -> dict[str, Any]:
     """The header of a safetensors file, after checking that its length is the file's."""
-    with _reading(path), path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
         size = path.stat().st_size
         start = file.read(8)
         length = int.from_bytes(start, "little") if len(start) == 8 else -1
@@ -224,39 +226,3 @@ def _read_header(path: Path) -> dict[str, Any]:
             f"`{path}` is {state}: expected {expected} bytes, found {size}. Download it again."
         )
     return header
-
-
-def load_tokenizer(path_or_name: str | Path) -> Any:
-    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`), or None if the folder has none.
-
-    Raises:
-        CheckpointError: no such checkpoint, or tokenizer files that cannot be read.
-    """
-    folder = resolve_checkpoint(path_or_name)
-    with _reading(folder):
-        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-            return None
-    from transformers import AutoTokenizer
-
-    from foretoken.models.quiet import quiet_transformers
-
-    try:
-        with quiet_transformers():
-            return AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-    except Exception as error:
-        _blame_config(folder)
-        raise CheckpointError(
-            f"The tokenizer in `{folder}` cannot be loaded: {first_line(error)}"
-        ) from error
-
-
-def _blame_config(folder: Path) -> None:
-    """Raise if `config.json` is at fault: Transformers reads it for the tokenizer, too."""
-    from transformers import CONFIG_MAPPING
-
-    if (folder / "config.json").exists():
-        model_type = read_config(folder)["model_type"]
-        if model_type in CONFIG_MAPPING:
-            parse_config(folder, model_type)

@@ -1,0 +1,111 @@
+"""The tokenizer of a checkpoint folder: found, loaded, and what is wrong with its files.
+
+Belongs here: which files make a tokenizer, and errors that name the one at fault. Does not: chat
+templates (`chat.py`), text from tokens (`engine/detokenizer.py`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import CheckpointError
+from foretoken.models.checkpoint import (
+    first_line,
+    parse_config,
+    read_config,
+    read_json,
+    reading,
+    resolve_checkpoint,
+)
+
+__all__ = ["load_tokenizer"]
+
+_JSON_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+_TEXT_FILES = ("merges.txt", "vocab.txt", "chat_template.jinja")
+# Formats for which Transformers needs another package than `tokenizers`.
+_FOREIGN_FILES = ("tokenizer.model", "spiece.model", "*.bpe.model", "tekken.json", "*.tiktoken")
+_MAKES_ONE = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", *_FOREIGN_FILES)
+
+
+def load_tokenizer(path_or_name: str | Path) -> Any:
+    """The checkpoint's tokenizer (`PreTrainedTokenizerBase`), or None if the folder has none.
+
+    Raises:
+        CheckpointError: no such checkpoint, or tokenizer files that cannot be read; it names the
+            file, or the files that a tokenizer would need.
+    """
+    folder = resolve_checkpoint(path_or_name)
+    if not _find(folder, _MAKES_ONE):
+        return None
+    from transformers import AutoTokenizer
+
+    from foretoken.models.quiet import quiet_transformers
+
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:
+        _blame_config(folder)
+        _blame_unreadable(folder)
+        raise CheckpointError(_explain(folder, first_line(error))) from error
+
+
+def _find(folder: Path, patterns: tuple[str, ...]) -> list[str]:
+    """Names of the folder's files that match, in the order of the patterns."""
+    with reading(folder):  # `glob` would take a folder that may not be read for an empty one
+        names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    return [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
+
+
+def _blame_config(folder: Path) -> None:
+    """Raise if `config.json` is at fault: Transformers reads it for the tokenizer, too."""
+    from transformers import CONFIG_MAPPING
+
+    if (folder / "config.json").exists():
+        model_type = read_config(folder)["model_type"]
+        if model_type in CONFIG_MAPPING:
+            parse_config(folder, model_type)
+
+
+def _blame_unreadable(folder: Path) -> None:
+    """Raise if a file is not what its name says."""
+    for name in _find(folder, _JSON_FILES):
+        read_json(folder / name)
+    for name in _find(folder, _TEXT_FILES):
+        try:
+            with reading(folder / name):
+                (folder / name).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"`{folder / name}` cannot be read: {error}") from error
+
+
+def _explain(folder: Path, reason: str) -> str:
+    """Why files that can be read make no tokenizer, as far as their names tell."""
+    if (folder / "tokenizer_config.json").is_file():
+        settings = read_json(folder / "tokenizer_config.json")
+        if settings.get("auto_map"):
+            return (
+                f"`{folder / 'tokenizer_config.json'}` names a tokenizer of the checkpoint's own "
+                "code (`auto_map`), which is never run."
+            )
+    if (folder / "tokenizer.json").is_file():
+        return f"`{folder / 'tokenizer.json'}` cannot be loaded: {reason}"
+    foreign = _find(folder, _FOREIGN_FILES)
+    if foreign:
+        return (
+            f"`{folder / foreign[0]}` alone makes no tokenizer: that takes a package beyond "
+            "`tokenizers`. Convert it once, where that is installed: `AutoTokenizer."
+            "from_pretrained(folder).save_pretrained(folder)` writes `tokenizer.json`."
+        )
+    found = ", ".join(f"`{name}`" for name in _find(folder, (*_JSON_FILES, *_TEXT_FILES)))
+    return f"`{folder}` has {found}, which make no tokenizer: add `tokenizer.json`."

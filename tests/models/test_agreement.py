@@ -80,6 +80,27 @@ def test_forward_equals_transformers(tmp_path: Path, family: str) -> None:
     check_family(tmp_path, family, families.SUPPORTED[family])
 
 
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "heads of 6": ("llama", {"head_dim": 6}),
+    "heads of 10": ("qwen3", {"head_dim": 10}),
+    "heads of 7": ("gpt2", {"n_embd": 28, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+    "heads of 80": ("llama", {"head_dim": 80}),
+    "one key head": ("llama", {"num_key_value_heads": 1}),
+    "three queries to a key": ("llama", {"hidden_size": 48, "num_attention_heads": 6}),
+    "one layer": ("mistral", {"num_hidden_layers": 1, "sliding_window": 1, "head_dim": 8}),
+    "window of a block": ("mistral", {"sliding_window": BLOCK, "head_dim": 8}),
+    "values wider than keys": (
+        "deepseek_v3",
+        {**families.SUPPORTED["deepseek_v3"], "v_head_dim": 20},
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_odd_shapes(tmp_path: Path, shape: str) -> None:
+    check_family(tmp_path, *SHAPES[shape])
+
+
 @pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
 def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path, backend: str) -> None:
     folder = families.save_model(tmp_path, "llama", {})

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from foretoken.errors import CheckpointError
+from foretoken.errors import CheckpointError, UnsupportedModelError
 
 __all__ = [
     "BUILT_IN",
@@ -30,6 +30,7 @@ BUILT_IN = ("tiny-python", "tiny-python-draft")
 """Checkpoints that come with the package, under `foretoken/assets`."""
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
+_WEIGHT_DTYPES = ("F32", "F16", "BF16", "F64")
 _MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 
 
@@ -64,8 +65,11 @@ def resolve_checkpoint(name: str | Path) -> Path:
     if near:
         remedy = f"Did you mean `{near[0]}`?"
     elif _looks_like_hub_id(text):
-        tried += ", the local Hugging Face cache"
-        remedy = f"To fetch it from the hub: `hf download {text}`."
+        tried += ", the local Hugging Face cache (nothing is ever downloaded here)"
+        remedy = (
+            f"With a network, `hf download {text}` puts it there; without one, copy the folder "
+            "from a machine that has it and give its path."
+        )
     else:
         remedy = "Give a folder that holds `config.json` and safetensors weights."
     raise CheckpointError(f"No model `{text}`. Tried {tried}. {remedy}")
@@ -150,13 +154,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def check_weights(folder: Path) -> None:
-    """Check that the folder's safetensors files are all there and whole.
+    """Check that the folder's safetensors files are all there, whole, and hold plain numbers.
 
     Reads headers only (0.3 ms for the embedded model), so that a truncated download is reported
     by name and size, before a loader fails somewhere inside.
 
     Raises:
         CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
+        UnsupportedModelError: weights in a type that only means something with its scales.
     """
     with reading(folder):
         _check_weights(folder)
@@ -165,7 +170,7 @@ def check_weights(folder: Path) -> None:
 def _check_weights(folder: Path) -> None:
     index_path = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").is_file():
-        _read_header(folder / "model.safetensors")
+        _check_dtypes(folder / "model.safetensors")
         return
     if not index_path.is_file():
         others = sorted(
@@ -190,9 +195,24 @@ def _check_weights(folder: Path) -> None:
             "named in the index but is not there. Download the model again."
         )
     for shard, wanted in shards.items():
-        absent = sorted(wanted - _read_header(folder / shard).keys())
+        absent = sorted(wanted - _check_dtypes(folder / shard).keys())
         if absent:
             raise CheckpointError(f"`{folder / shard}` lacks the tensor `{absent[0]}`.")
+
+
+def _check_dtypes(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file whose weights are ordinary floating-point numbers.
+
+    Others would be read as if their scale were 1. Integers that are no weights are left alone.
+    """
+    header = _read_header(path)
+    for name, entry in header.items():
+        if name.endswith(".weight") and entry.get("dtype") not in _WEIGHT_DTYPES:
+            raise UnsupportedModelError(
+                f"`{path}` stores `{name}` as {entry.get('dtype')}: quantised weights are not "
+                "supported. Use a checkpoint in bfloat16, float16 or float32."
+            )
+    return header
 
 
 def _read_header(path: Path) -> dict[str, Any]:

@@ -293,6 +293,12 @@ def eager_logits(module: Any, device: torch.device) -> Tensor:
         ) from error
     finally:
         module.set_attn_implementation(ATTENTION_NAME)
+    if not bool(logits.isfinite().all()):
+        raise UnsupportedModelError(
+            f"`{module.config.model_type}` gives logits that are not finite in {logits.dtype}, "
+            "with Transformers' own attention: the weights are damaged, or larger than this dtype "
+            "holds (float16: 65504). Try another `dtype`."
+        )
     return logits.float()
 
 

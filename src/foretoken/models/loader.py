@@ -135,6 +135,7 @@ def _weighted_module(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are told below, with their names
         )
     except Exception as error:
         raise CheckpointError(
@@ -143,7 +144,9 @@ def _weighted_module(
     # Unexpected tensors, too: the model that was trained with them is not the one we would run.
     # What Transformers declares ignorable for the class is not in the list.
     for problem in ("missing", "mismatched", "unexpected"):
-        keys = sorted(str(key) for key in info[f"{problem}_keys"])
+        # A mismatched one comes as (name, shape stored, shape wanted).
+        found = info[f"{problem}_keys"]
+        keys = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in found)
         if keys:
             raise CheckpointError(
                 f"The weights in `{folder}` do not fit its `config.json`: {len(keys)} {problem} "

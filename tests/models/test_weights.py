@@ -1,0 +1,119 @@
+"""Weights as they are stored: tied, in shards, in other dtypes; and numbers that are none."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foretoken.cache.batch import Span, build_batch
+from foretoken.cache.kv_pool import KVPool
+from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.models import load_model
+from tests.models import families
+
+TOKENS = list(range(3, 25))
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+QUERY = "model.layers.0.self_attn.q_proj.weight"
+
+
+def our_logits(folder: Path, dtype: str = "auto") -> Tensor:
+    model = load_model(folder, device="cpu", backend="torch_cpu", dtype=dtype)
+    kv = KVPool(model.layer_shapes, 5, 8, dtype=model.dtype, device=model.device)
+    span = Span([1, 2, 3], 0, TOKENS, len(TOKENS))
+    return model.forward(build_batch([span], 8, model.device), kv)
+
+
+def assert_equals_transformers(folder: Path) -> None:
+    expected = families.plain_logits(families.plain_model(folder), TOKENS)
+    torch.testing.assert_close(our_logits(folder), expected, atol=2e-5, rtol=1e-4)
+
+
+def change(folder: Path, edit: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    path = folder / "model.safetensors"
+    save_file(edit(load_file(path)), path, metadata={"format": "pt"})
+
+
+def without_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in weights.items() if name != HEAD}
+
+
+def with_equal_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**weights, HEAD: weights[EMBEDDING].clone()}
+
+
+def with_another_head(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**weights, HEAD: weights[EMBEDDING].flip(0).contiguous()}
+
+
+@pytest.mark.parametrize("edit", [without_head, with_equal_head, with_another_head])
+def test_tied_weights(tmp_path: Path, edit: Callable[[Any], Any]) -> None:
+    families.save_model(tmp_path, "llama", {"tie_word_embeddings": True})
+    change(tmp_path, edit)
+    assert_equals_transformers(tmp_path)
+
+
+def test_untied_weights_without_a_head(tmp_path: Path) -> None:
+    families.save_model(tmp_path, "llama", {"tie_word_embeddings": False})
+    change(tmp_path, without_head)
+    with pytest.raises(CheckpointError, match=r"1 missing tensors, for example `lm_head\.weight`"):
+        load_model(tmp_path, device="cpu", backend="torch_cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_shards(tmp_path: Path, family: str) -> None:
+    overrides = families.SUPPORTED[family]
+    whole = families.save_model(tmp_path / "whole", family, overrides)
+    shards = families.save_model(tmp_path / "shards", family, overrides, max_shard_size="20KB")
+    assert len(list(shards.glob("*.safetensors"))) > 2
+    assert torch.equal(our_logits(shards), our_logits(whole))
+
+
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_stored_and_requested_dtypes(tmp_path: Path, stored: torch.dtype, wanted: str) -> None:
+    """Rounded once, to what was asked for: equal to Transformers' weights in that dtype."""
+    families.save_model(tmp_path, "llama", {}, dtype=stored)
+    ours = our_logits(tmp_path, wanted)
+    assert ours.dtype == getattr(torch, wanted)
+    plain = copy.deepcopy(families.plain_model(tmp_path)).to(ours.dtype).float()
+    expected = families.plain_logits(plain, TOKENS)
+    bound = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}[wanted]
+    assert (ours.float() - expected).abs().max() <= bound * expected.abs().max()
+
+
+def test_some_weights_in_another_dtype(tmp_path: Path) -> None:
+    families.save_model(tmp_path, "llama", {})
+    change(tmp_path, lambda w: {k: v.bfloat16() if "proj" in k else v for k, v in w.items()})
+    assert_equals_transformers(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_weights_that_do_not_say_so(tmp_path: Path, dtype: torch.dtype) -> None:
+    families.save_model(tmp_path, "llama", {})
+    change(tmp_path, lambda w: {**w, QUERY: w[QUERY].to(dtype)})
+    with pytest.raises(UnsupportedModelError, match=rf"stores `{QUERY}` as [IUF]8"):
+        load_model(tmp_path, device="cpu", backend="torch_cpu")
+
+
+def test_a_weight_of_another_shape(tmp_path: Path) -> None:
+    families.save_model(tmp_path, "llama", {})
+    change(tmp_path, lambda w: {**w, "model.norm.weight": torch.ones(31)})
+    with pytest.raises(CheckpointError, match=r"1 mismatched tensors.*`model\.norm\.weight`"):
+        load_model(tmp_path, device="cpu", backend="torch_cpu")
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [("float32", float("nan")), ("float16", 1e6)])
+def test_logits_that_are_not_finite(tmp_path: Path, dtype: str, scale: float) -> None:
+    families.save_model(tmp_path, "llama", {})
+    change(tmp_path, lambda w: {**w, "model.norm.weight": torch.full((32,), scale)})
+    with pytest.raises(UnsupportedModelError, match=rf"not finite in torch\.{dtype}"):
+        load_model(tmp_path, device="cpu", backend="torch_cpu", dtype=dtype)
+    if dtype == "float16":
+        load_model(tmp_path, device="cpu", backend="torch_cpu", dtype="float32")

@@ -272,7 +272,8 @@ def test_a_folder_that_may_not_be_searched(whole: Path, monkeypatch: pytest.Monk
     ("name", "message"),
     [
         ("tiny-pyton", "Did you mean `tiny-python`?"),
-        ("nobody/nothing", "hf download nobody/nothing"),
+        ("nobody/nothing", "With a network, `hf download nobody/nothing` puts it there; without"),
+        ("nobody/nothing", "the local Hugging Face cache (nothing is ever downloaded here)"),
         ("./no/such/folder", "Give a folder"),
         ("", "No model ``"),
     ],
@@ -305,6 +306,8 @@ def test_hub_cache_is_read_without_network(
     ("field", "value"),
     [
         ("dtype", "float8"),
+        ("dtype", "float64"),
+        ("dtype", torch.float64),
         ("dtype", torch.int8),
         ("load_format", "pickle"),
         ("max_model_len", 0),

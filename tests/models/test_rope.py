@@ -38,7 +38,17 @@ BY_LAYER_TYPE: dict[str, Any] = families.SUPPORTED["gemma3_text"] | {
 PINNED: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("phi3", PHI3),
     "longrope in one layer type": ("gemma3_text", BY_LAYER_TYPE),
+    "longrope with scales": (
+        "phimoe",
+        families.SUPPORTED["phimoe"]
+        | {"rope_parameters": LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.4}},
+    ),
     "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": SHORT}),
+    "dynamic by name only": (
+        "hunyuan_v1_dense",
+        families.SUPPORTED["hunyuan_v1_dense"]
+        | {"rope_parameters": DYNAMIC | {"alpha": 50.0}, "max_position_embeddings": SHORT},
+    ),
 }
 
 
@@ -75,7 +85,7 @@ def test_pinned_rope_equals_transformers(tmp_path: Path, case: str) -> None:
         torch.testing.assert_close(logits, families.plain_logits(plain, text), atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["longrope", "longrope in one layer type"])
+@pytest.mark.parametrize("case", [case for case in PINNED if case.startswith("longrope")])
 @pytest.mark.parametrize("wanted", [None, SHORT + 1])
 def test_longer_contexts_are_refused(tmp_path: Path, case: str, wanted: int | None) -> None:
     family, overrides = PINNED[case]

@@ -1,46 +1,151 @@
-"""The block pool against a naive model: sets of owned blocks."""
+"""The block pool and its index against a naive model: lists that are searched from the start."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from foretoken.cache.block_pool import BlockPool
+from foretoken.cache.prefix_index import ROOT, PrefixIndex
 from foretoken.errors import IntegrityError
+
+SIZE = 2
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
+
+
+@dataclass(eq=False)
+class Cached:
+    """A block that can be found: behind `before`, holding `tokens`."""
+
+    before: Cached | None
+    tokens: list[int]
+    block: int
+
+
+@dataclass(eq=False)
+class Owner:
+    """What one request holds; the first blocks are filled, and known to the index."""
+
+    tokens: list[int]
+    blocks: list[int]
+    chain: list[Cached] = field(default_factory=list)
+    serials: list[int] = field(default_factory=list)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Owners allocate and free in any order; the pool must agree with their tables."""
+    """Owners come, find what is cached, fill their blocks, and go, in any order."""
 
-    @initialize(num_blocks=st.integers(1, 12))
+    @initialize(num_blocks=st.integers(1, 14))
     def start(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, 16)
-        self.tables: list[list[int]] = []
+        self.pool = BlockPool(num_blocks, SIZE)
+        self.owners: list[Owner] = []
+        self.entries: list[Cached] = []
+        self.empty = list(range(num_blocks - 1, -1, -1))
+        self.unheld: list[Cached] = []  # least recently used first
+        self.content: dict[int, list[int]] = {}  # block -> all tokens up to its end
 
-    @rule(count=st.integers(0, 5))
-    def allocate(self, count: int) -> None:
-        owned = sum(len(t) for t in self.tables)
-        if count > self.pool.num_blocks - owned:
+    def held(self, block: int) -> bool:
+        return any(block in owner.blocks for owner in self.owners)
+
+    def find(self, before: Cached | None, tokens: list[int]) -> Cached | None:
+        return next((e for e in self.entries if (e.before, e.tokens) == (before, tokens)), None)
+
+    def match(self, tokens: list[int], most: int) -> list[Cached]:
+        chain: list[Cached] = []
+        for i in range(most):
+            before = chain[-1] if chain else None
+            entry = self.find(before, tokens[i * SIZE : (i + 1) * SIZE])
+            if entry is None:
+                break
+            chain.append(entry)
+        return chain
+
+    @rule(tokens=TEXTS)
+    def come(self, tokens: list[int]) -> None:
+        chain = self.match(tokens, len(tokens) // SIZE)
+        found = self.pool.match(tokens, len(tokens) // SIZE)
+        assert [block for block, _ in found] == [entry.block for entry in chain]
+        for i, (block, _) in enumerate(found):
+            assert self.content[block] == tokens[: (i + 1) * SIZE], "another text's K/V"
+        missing = self.pool.blocks_for(len(tokens)) - len(found)
+        shared = [block for block, _ in found]
+        room = self.pool.num_free - self.pool.num_unheld(shared)
+        assert room == len(self.empty) + sum(e not in chain for e in self.unheld)
+        self.pool.take(shared)
+        owner = Owner(tokens, shared, chain, [serial for _, serial in found])
+        self.unheld = [entry for entry in self.unheld if entry not in chain]
+        self.owners.append(owner)
+        if missing > room:
             with pytest.raises(IntegrityError, match="free"):
-                self.pool.allocate(count)
-        else:
-            self.tables.append(self.pool.allocate(count))
+                self.pool.allocate(missing)
+            owner.tokens = tokens[: len(found) * SIZE]
+            return
+        expected = [self.empty.pop() if self.empty else self.evict() for _ in range(missing)]
+        assert self.pool.allocate(missing) == expected
+        owner.blocks += expected
 
-    @rule(pick=st.integers(0, 100))
-    def free(self, pick: int) -> None:
-        if self.tables:
-            self.pool.free(self.tables.pop(pick % len(self.tables)))
+    def evict(self) -> int:
+        entry = self.unheld.pop(0)
+        self.entries.remove(entry)
+        del self.content[entry.block]
+        return entry.block
+
+    @rule(pick=st.integers(0, 100), count=st.integers(1, 5))
+    def fill(self, pick: int, count: int) -> None:
+        """An owner computes some more of its full blocks and lets them be found."""
+        if not self.owners:
+            return
+        owner = self.owners[pick % len(self.owners)]
+        for i in range(len(owner.chain), min(len(owner.chain) + count, len(owner.tokens) // SIZE)):
+            own, block = owner.tokens[i * SIZE : (i + 1) * SIZE], owner.blocks[i]
+            before = owner.chain[-1] if owner.chain else None
+            serial = owner.serials[-1] if owner.serials else ROOT
+            entry = self.find(before, own)
+            if entry is None:
+                entry = Cached(before, own, block)
+                self.entries.append(entry)
+                self.content[block] = owner.tokens[: (i + 1) * SIZE]
+            owner.chain.append(entry)
+            owner.serials.append(self.pool.enter(serial, own, block))
+
+    @rule(pick=st.integers(0, 100), trusted=st.sampled_from([True, True, True, False]))
+    def go(self, pick: int, trusted: bool) -> None:
+        if not self.owners:
+            return
+        owner = self.owners.pop(pick % len(self.owners))
+        if not trusted:
+            self.pool.forget(owner.blocks)
+            self.entries = [e for e in self.entries if e.block not in owner.blocks]
+            for block in owner.blocks:
+                self.content.pop(block, None)
+        self.pool.free(owner.blocks)
+        by_block = {entry.block: entry for entry in self.entries}
+        for block in reversed(owner.blocks):
+            if self.held(block):
+                continue
+            if block in by_block:
+                self.unheld.append(by_block[block])
+            else:
+                self.empty.append(block)
 
     @invariant()
     def agrees(self) -> None:
-        owned = [block for table in self.tables for block in table]
-        assert len(set(owned)) == len(owned)
-        assert self.pool.num_free == self.pool.num_blocks - len(owned)
-        self.pool.check_integrity(self.tables)
+        if not hasattr(self, "pool"):
+            return
+        assert self.pool.num_free == len(self.empty) + len(self.unheld)
+        self.pool.check_integrity([owner.blocks for owner in self.owners])
+        for owner in self.owners:
+            for entry, serial in zip(owner.chain, owner.serials, strict=True):
+                alike = [o for o in self.owners for e in o.chain if e is entry]
+                assert all(o.serials[o.chain.index(entry)] == serial for o in alike)
 
 
 TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 def test_a_fresh_pool_hands_out_adjacent_blocks_in_order() -> None:
@@ -51,7 +156,32 @@ def test_a_fresh_pool_hands_out_adjacent_blocks_in_order() -> None:
     assert pool.allocate(3) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("damage", ["leak", "double owner", "double free"])
+def test_last_blocks_are_evicted_first_and_only_when_nothing_is_empty() -> None:
+    pool = BlockPool(4, 2)
+    text = [5, 6, 7, 8, 9, 9]
+    blocks, serial = pool.allocate(3), ROOT
+    for i, block in enumerate(blocks):
+        serial = pool.enter(serial, text[2 * i : 2 * i + 2], block)
+    pool.free(blocks)
+    assert pool.num_free == 4
+    assert pool.allocate(2) == [3, blocks[2]]
+    assert [block for block, _ in pool.match(text, 3)] == blocks[:2]
+
+
+def test_what_stood_behind_an_evicted_block_is_never_found_for_other_tokens() -> None:
+    pool = BlockPool(3, 1)
+    first, second = pool.allocate(2)
+    serial = pool.enter(ROOT, [1], first)
+    pool.enter(serial, [2], second)
+    pool.free([first])  # released before the block that is found through it
+    pool.allocate(2)
+    assert pool.match([1, 2], 2) == []
+    third = pool.enter(ROOT, [3], first)
+    assert third != serial
+    assert len(pool.match([3, 2], 2)) == 1, "[2] was behind [1], not behind [3]"
+
+
+@pytest.mark.parametrize("damage", ["leak", "double owner", "double free", "unfit to cache"])
 def test_integrity_check_sees_each_kind_of_damage(damage: str) -> None:
     pool = BlockPool(4, 16)
     table = pool.allocate(2)
@@ -61,7 +191,46 @@ def test_integrity_check_sees_each_kind_of_damage(damage: str) -> None:
     elif damage == "double owner":
         with pytest.raises(IntegrityError, match="references"):
             pool.check_integrity([table, table])
-    else:
+    elif damage == "double free":
         pool.free(table)
         with pytest.raises(IntegrityError, match="freed more often"):
             pool.free(table)
+    else:
+        with pytest.raises(IntegrityError, match="not full"):
+            pool.enter(ROOT, [1] * 15, table[0])
+        with pytest.raises(IntegrityError, match="held by nobody"):
+            pool.enter(ROOT, [1] * 16, 3)
+        with pytest.raises(IntegrityError, match="not cached"):
+            pool.take(table)
+
+
+@pytest.mark.parametrize("damage", ["empty and cached", "evictable and held", "two serials"])
+def test_integrity_check_sees_a_cached_block_in_the_wrong_place(damage: str) -> None:
+    pool = BlockPool(4, 1)
+    table = pool.allocate(2)
+    for i, block in enumerate(table):
+        pool.enter(ROOT, [i], block)
+    if damage == "empty and cached":
+        pool.free(table)
+        pool._empty.append(table[0])
+        owners = []
+    else:
+        owners = [table]
+    pool.check_integrity(owners) if damage != "empty and cached" else None
+    if damage == "evictable and held":
+        pool._cached[table[0]] = None
+    elif damage == "two serials":
+        pool._index._entries[ROOT, (0,)] = pool._index._entries[ROOT, (1,)]
+    with pytest.raises(IntegrityError):
+        pool.check_integrity(owners)
+
+
+def test_a_block_is_entered_for_one_content() -> None:
+    index = PrefixIndex()
+    assert index.add(ROOT, [1, 2], 7) == index.add(ROOT, [1, 2], 8)
+    assert 8 not in index
+    with pytest.raises(IntegrityError, match="other tokens"):
+        index.add(ROOT, [3, 4], 7)
+    index.remove(7)
+    assert index.find(ROOT, [1, 2]) is None
+    assert len(index) == 0

@@ -1,127 +1,225 @@
-"""The scheduler as a state machine: whatever happens, nothing leaks and nobody starves."""
+"""The scheduler as a state machine: whatever happens, nothing leaks, starves or changes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from foretoken.cache.block_pool import BlockPool
-from foretoken.engine.request import Request, RequestGroup, Status
+from foretoken.engine.request import RequestGroup, Status
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import CapacityError, IntegrityError
-from foretoken.sampling.params import SamplingParams
+from tests.support.paged_machine import PagedMachine, make_group
+
+PREFIX = [0, 0, 1, 0, 2, 0, 1, 1, 2, 0, 0, 1] * 5
 
 
-def make_request(num_prompt: int, max_tokens: int, name: str = "r") -> Request:
-    prompt = list(range(num_prompt))
-    group = RequestGroup(name, None, prompt, SamplingParams(max_tokens=max_tokens))
-    request = Request(group, 0, 0, list(prompt))
-    group.samples.append(request)
-    return request
-
-
-def commit(scheduler: Scheduler, share, num_accepted: int) -> None:
-    """What the engine does to a request after a step, without a model."""
-    request = share.request
-    request.draft_ids = []
-    request.num_computed += share.num_tokens + num_accepted
-    if share.decides:
-        request.token_ids += [7] * min(num_accepted + 1, request.num_remaining)
-        if not request.num_remaining:
-            scheduler.finish(request)
+def machine(num_blocks: int = 100, seqs: int = 4, budget: int = 64, **options: Any) -> PagedMachine:
+    return PagedMachine(
+        num_blocks, max_num_seqs=seqs, max_num_batched_tokens=budget, **options
+    )  # fmt: skip
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    @initialize(blocks=st.integers(4, 30), seqs=st.integers(1, 4), budget=st.integers(24, 60))
-    def start(self, blocks: int, seqs: int, budget: int) -> None:
-        self.scheduler = Scheduler(
-            BlockPool(blocks, 4), max_num_seqs=seqs, max_num_batched_tokens=budget
-        )
-        self.alive: list[Request] = []
-        self.admitted: list[Request] = []
-        self.count = 0
+    """Arrivals, steps and aborts in any order, around a cache that notices every wrong cell."""
 
-    @rule(num_prompt=st.integers(1, 60), max_tokens=st.integers(1, 20))
-    def add(self, num_prompt: int, max_tokens: int) -> None:
-        self.count += 1
-        request = make_request(num_prompt, max_tokens, str(self.count))
-        if -(-(num_prompt + max_tokens) // 4) > self.scheduler.pool.num_blocks:
+    @initialize(
+        blocks=st.integers(4, 30),
+        seqs=st.integers(1, 5),
+        budget=st.integers(30, 60),
+        caching=st.booleans(),
+    )
+    def start(self, blocks: int, seqs: int, budget: int, caching: bool) -> None:
+        self.machine = machine(blocks, seqs, budget, enable_prefix_caching=caching)
+        self.groups: list[RequestGroup] = []
+
+    @rule(
+        shared=st.integers(0, 40),
+        own=st.lists(st.integers(0, 2), max_size=8),
+        max_tokens=st.integers(1, 24),
+        n=st.sampled_from([1, 1, 2, 3]),
+        key=st.integers(0, 3),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
+    )
+    def add(self, shared: int, own: list[int], **params: Any) -> None:
+        prompt = [*PREFIX[:shared], *own] or [0]
+        group = make_group(str(len(self.groups)), prompt, **params)
+        pool = self.machine.scheduler.pool
+        if pool.blocks_for(len(prompt) + params["max_tokens"]) > pool.num_blocks:
             with pytest.raises(CapacityError, match="kv_cache_gib"):
-                self.scheduler.add(request)
+                self.machine.add(group)
         else:
-            self.scheduler.add(request)
-            self.alive.append(request)
+            self.groups.append(self.machine.add(group))
 
-    @rule(accepted=st.integers(0, 5), drafts=st.integers(0, 5))
-    def step(self, accepted: int, drafts: int) -> None:
-        for request in self.scheduler.running:
-            if request.num_uncomputed == 1:
-                request.draft_ids = [3] * min(drafts, request.num_remaining - 1)
-        before = list(self.scheduler.running)
-        plan = self.scheduler.schedule()
-        self.admitted += plan.admitted
-        decoding = [r for r in before if r.num_uncomputed == 1]
-        assert {s.request for s in plan.shares} >= set(decoding), "a decoding request starved"
-        total = sum(s.num_tokens + len(s.drafts) for s in plan.shares)
-        assert 0 < total <= self.scheduler.max_num_batched_tokens or not self.alive
-        for share in plan.shares:
-            end = share.request.num_computed + share.num_tokens + len(share.drafts)
-            assert len(share.request.block_ids) * 4 >= end
-            assert share.decides == (share.num_tokens == share.request.num_uncomputed)
-            commit(self.scheduler, share, min(accepted, len(share.drafts)))
-        self.alive = [r for r in self.alive if r.status is not Status.FINISHED]
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            plan = self.machine.step()
+            total = sum(s.num_tokens + len(s.drafts) for s in plan.shares)
+            assert total <= self.machine.scheduler.max_num_batched_tokens
+            assert total or not self.machine.scheduler.has_work
+            self.machine.scheduler.check_integrity()
 
-    @rule(pick=st.integers(0, 100))
-    def abort(self, pick: int) -> None:
-        if self.alive:
-            self.scheduler.finish(self.alive.pop(pick % len(self.alive)))
+    @rule(pick=st.integers(0, 100), sample=st.integers(0, 2), whole=st.booleans())
+    def abort(self, pick: int, sample: int, whole: bool) -> None:
+        if not self.groups:
+            return
+        samples = self.groups[pick % len(self.groups)].samples
+        for request in samples if whole else [samples[sample % len(samples)]]:
+            if request.status is not Status.FINISHED:
+                self.machine.finish(request)
 
     @invariant()
     def sound(self) -> None:
-        if hasattr(self, "scheduler"):
-            self.scheduler.check_integrity()
-            names = [int(r.group.request_id) for r in self.admitted]
-            assert names == sorted(names), "admission is in order of arrival"
+        if hasattr(self, "machine"):
+            self.machine.scheduler.check_integrity()
 
     def teardown(self) -> None:
-        if not hasattr(self, "scheduler"):
+        if not hasattr(self, "machine"):
             return
-        for _ in range(2000):
-            if not self.scheduler.has_work:
-                break
-            for share in self.scheduler.schedule().shares:
-                commit(self.scheduler, share, len(share.drafts))
-            self.scheduler.check_integrity()
-        assert not self.scheduler.has_work, "every request ends"
-        assert self.scheduler.pool.num_free == self.scheduler.pool.num_blocks
+        self.machine.run()
+        assert all(group.finished for group in self.groups)
+        pool = self.machine.scheduler.pool
+        assert pool.num_free == pool.num_blocks
 
 
 TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=150, stateful_step_count=30)
 
 
-def test_a_long_prefill_is_chunked_and_does_not_stall_decoding() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), max_num_seqs=4, max_num_batched_tokens=10)
-    short = make_request(4, 8, "1")
-    scheduler.add(short)
-    for share in scheduler.schedule().shares:
-        commit(scheduler, share, 0)
-    scheduler.add(make_request(50, 8, "2"))
-    shares = scheduler.schedule().shares
-    assert [(s.request.group.request_id, s.num_tokens, s.decides) for s in shares] == [
-        ("1", 1, True),
-        ("2", 9, False),
+def test_a_crowd_in_a_small_pool_is_preempted_and_shares() -> None:
+    """The machine's own checks see every token; here, that the hard cases do happen."""
+    crowd = machine(num_blocks=24, seqs=5)
+    groups = [
+        crowd.add(make_group(str(i), PREFIX[: 4 + 5 * i % 30], 40, n=1 + i % 2, key=i % 3))
+        for i in range(12)
     ]
+    crowd.run()
+    assert all(group.finished for group in groups)
+    assert crowd.num_preempted > 10
+    assert crowd.num_reused > 100
+    assert sum(g.metrics.num_preemptions for g in groups) == crowd.num_preempted
 
 
-def test_integrity_check_sees_a_leaked_slot_and_a_lost_token() -> None:
+def test_the_youngest_gives_way_and_returns_to_its_place_in_the_queue() -> None:
+    small = machine(num_blocks=7, seqs=3)
+    old, young = (make_group(name, [0] * 8, 12, key=2) for name in ("old", "young"))
+    late = make_group("late", [1] * 8, 12)
+    for group in (old, young, late):
+        small.add(group)
+    seen = 0
+    while not old.finished:
+        small.step()
+        small.scheduler.check_integrity()
+        if young.samples[0].num_preemptions and young.samples[0] in small.scheduler.waiting:
+            seen += 1
+            assert small.scheduler.waiting[0] is young.samples[0]
+    assert seen > 0
+    assert old.metrics.num_preemptions == 0
+    small.run()
+
+
+def test_samples_wait_for_their_leader_and_share_its_blocks_while_others_pass() -> None:
+    shared = machine(budget=20, seqs=5)
+    group, other = make_group("n", PREFIX[:30], 10, n=3), make_group("other", [2] * 5, 10)
+    shared.add(group)
+    shared.add(other)
+    leader, *siblings = group.samples
+    plan = shared.step()
+    assert [share.request for share in plan.shares] == [leader, other.samples[0]]
+    while leader.num_computed < 28:
+        assert shared.step().admitted == []
+    assert shared.step().admitted == siblings
+    for sibling in siblings:
+        assert sibling.block_ids[:7] == leader.block_ids[:7]
+        assert sibling.block_ids[7] != leader.block_ids[7]
+    shared.run()
+    alone = machine(budget=20, seqs=5, enable_prefix_caching=False)
+    plan_of_all = alone.add(make_group("n", PREFIX[:30], 10, n=3))
+    assert [share.request for share in alone.step().shares] == plan_of_all.samples
+
+
+@pytest.mark.parametrize("moment", [0, 1, 2, 4])
+def test_samples_go_on_when_their_leader_is_aborted(moment: int) -> None:
+    shared = machine(budget=20, seqs=3)
+    group = shared.add(make_group("n", PREFIX[:50], 10, n=2))
+    for _ in range(moment):
+        shared.step()
+    shared.finish(group.samples[0])
+    shared.run()
+    assert group.finished
+
+
+def test_a_long_prefill_stalls_neither_decoding_nor_a_short_prompt_behind_it() -> None:
+    fair = machine(budget=12)
+    fair.add(make_group("decoding", [1] * 4, 30))
+    fair.step()
+    fair.add(make_group("long", [0] * 60, 8))
+    fair.add(make_group("short", [2] * 5, 8))
+    drafts = len(fair.scheduler.running[0].draft_ids)
+    shares = {s.request.group.request_id: s for s in fair.step().shares}
+    room = 12 - 1 - drafts
+    short = min(5, room // 2)
+    assert {name: s.num_tokens for name, s in shares.items()} == {
+        "decoding": 1,
+        "long": room - short,
+        "short": short,
+    }
+    assert shares["short"].decides == (short == 5)
+    fair.run()
+
+
+def test_a_prompt_that_ends_in_a_chunk_of_one_is_not_drafted_for() -> None:
+    """What stands before the first token must not depend on how the prompt was cut."""
+    cut = machine(budget=30)
+    group = cut.add(make_group("cut", [0] * 31, 8, key=1))
+    cut.step()
+    request = group.samples[0]
+    assert (request.num_uncomputed, request.decodes, request.draft_ids) == (1, False, [])
+    cut.run()
+
+
+def test_a_prompt_whose_logprobs_are_wanted_is_computed_in_full() -> None:
+    wanting = machine()
+    wanting.add(make_group("first", PREFIX[:20], 4))
+    wanting.run()
+    wanting.add(make_group("wants", PREFIX[:20], 4, prompt_logprobs=0))
+    wanting.add(make_group("does not", PREFIX[:20], 4))
+    assert [s.num_tokens for s in wanting.step().shares] == [20, 4]
+
+
+def test_what_may_not_be_trusted_is_not_reused() -> None:
+    failing = machine()
+    group = failing.add(make_group("failing", PREFIX[:20], 4))
+    failing.step()
+    failing.step()
+    failing.scheduler.finish(group.samples[0], keep_blocks=False)
+    failing.scheduler.check_integrity()
+    failing.add(make_group("again", PREFIX[:20], 4))
+    assert [s.num_tokens for s in failing.step().shares] == [20]
+
+
+@pytest.mark.parametrize("damage", ["tokens", "slot", "order", "blocks"])
+def test_integrity_check_sees_each_kind_of_damage(damage: str) -> None:
     scheduler = Scheduler(BlockPool(10, 4), max_num_seqs=2, max_num_batched_tokens=8)
-    scheduler.add(make_request(4, 4))
-    request = scheduler.schedule().shares[0].request
-    request.num_computed = 99
-    with pytest.raises(IntegrityError, match="99 tokens computed"):
-        scheduler.check_integrity()
-    request.num_computed = 0
-    request.slot = 0 if request.slot else 1
-    with pytest.raises(IntegrityError, match="slots"):
+    groups = [make_group(str(i), [0] * 4, 4) for i in range(4)]
+    requests = [group.samples[0] for group in groups]
+    for request in requests:
+        scheduler.add(request)
+    scheduler.schedule()
+    scheduler.check_integrity()
+    match = {"tokens": "99 tokens", "slot": "slots", "order": "order", "blocks": "holds blocks"}
+    if damage == "tokens":
+        requests[0].num_computed = 99
+    elif damage == "slot":
+        requests[0].slot = requests[1].slot
+    elif damage == "order":
+        scheduler.running.reverse()
+    else:
+        requests[3].block_ids = [9]
+    with pytest.raises(IntegrityError, match=match[damage]):
         scheduler.check_integrity()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -134,11 +135,16 @@ class LLM:
         results: list[RequestGroup | RequestOutput] = []
         try:
             with noticed() as interrupt:
-                for item, item_params in zip(items, params, strict=True):
-                    results.append(self._take(item, item_params, interrupt))
-                groups = [r for r in results if isinstance(r, RequestGroup)]
-                with _progress_bar(groups, progress) as update:
-                    while not interrupt.name and not all(group.finished for group in groups):
+                left = deque(zip(items, params, strict=True))
+                groups: list[RequestGroup] = []
+                with _progress_bar(groups, len(items), progress) as update:
+                    while True:
+                        while left and (engine.has_room or interrupt.name):
+                            results.append(self._take(*left.popleft(), interrupt))
+                            if isinstance(results[-1], RequestGroup):
+                                groups.append(results[-1])
+                        if interrupt.name or not (left or _unfinished(groups)):
+                            break
                         engine.step()
                         update()
                 for group in groups:
@@ -212,6 +218,10 @@ class LLM:
         return output
 
 
+def _unfinished(groups: Sequence[RequestGroup]) -> bool:
+    return not all(group.finished for group in groups)
+
+
 def _mark(engine: Engine, group: RequestGroup, interrupt: Interrupt) -> None:
     """End what a signal came in the way of, with its name."""
     if interrupt.name is None or group.finished:
@@ -245,7 +255,9 @@ def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
 
 
 @contextmanager
-def _progress_bar(groups: Sequence[RequestGroup], shown: bool) -> Iterator[Callable[[], None]]:
+def _progress_bar(
+    groups: Sequence[RequestGroup], total: int, shown: bool
+) -> Iterator[Callable[[], None]]:
     """A bar over finished requests; the caller invokes what it yields after every step."""
     if not shown:
         yield lambda: None
@@ -261,5 +273,5 @@ def _progress_bar(groups: Sequence[RequestGroup], shown: bool) -> Iterator[Calla
 
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("requests", total=len(groups))
+        task = bar.add_task("requests", total=total)
         yield lambda: bar.update(task, completed=sum(group.finished for group in groups))

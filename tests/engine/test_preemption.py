@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
+from foretoken.errors import OverloadedError
 from foretoken.outputs import RequestOutput
 
 SHARED = list(b"def shared(prefix, of, many):\n    ")
@@ -105,3 +106,33 @@ def test_preemption_changes_no_token(target: Path, draft: Path, kind: str, cachi
     assert all(o.metrics.num_cached_tokens == 0 or caching for o in crowded)
     pool = llm.engine.scheduler.pool
     assert pool.num_free == pool.num_blocks
+
+
+def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target: Path) -> None:
+    llm = build(target, None, max_num_seqs=2, max_num_waiting=3, num_blocks=20)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    prompts = [[i, 1, 2] for i in range(12)]
+    longest = 0
+    step = llm.engine.step
+
+    def observed() -> Any:
+        nonlocal longest
+        longest = max(longest, len(llm.engine.scheduler.waiting))
+        return step()
+
+    llm.engine.step = observed  # type: ignore[method-assign]
+    outputs = llm.generate(prompts, params)
+    assert longest == 3
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    assert all(len(o.outputs[0].token_ids) == 9 for o in outputs)
+    engine = llm.engine
+    for i in range(3):
+        assert engine.has_room
+        engine.add(str(i), [1], params)
+    assert not engine.has_room
+    with pytest.raises(OverloadedError, match="`max_num_waiting` is 3: must be less than 3"):
+        engine.add("one too many", [1], params)
+    engine.step()
+    engine.add("after a step", [1], params)
+    engine.abort_all()
+    engine.check_integrity()

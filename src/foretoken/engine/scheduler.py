@@ -101,11 +101,9 @@ class Scheduler:
         for request in self.running:
             self._enter_blocks(request)
         decoding = [request for request in self.running if request.decodes]
-        num_running = len(self.running)
         for request in decoding:
             self.grow(request, len(request.token_ids) + len(request.draft_ids))
-        # Whoever was preempted just now would only take the blocks back.
-        admitted = self._admit() if len(self.running) == num_running else []
+        admitted = self._admit()
         return Plan(self._shares(), admitted)
 
     def grow(self, request: Request, num_tokens: int) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from foretoken.async_engine import AsyncEngine
     from foretoken.config import EngineConfig, SpeculativeConfig
     from foretoken.errors import ForetokenError
     from foretoken.llm import LLM
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "LLM": "foretoken.llm",
+    "AsyncEngine": "foretoken.async_engine",
     "SamplingParams": "foretoken.sampling.params",
     "EngineConfig": "foretoken.config",
     "SpeculativeConfig": "foretoken.config",
@@ -28,6 +30,7 @@ _PUBLIC = {
 }
 __all__ = [
     "LLM",
+    "AsyncEngine",
     "EngineConfig",
     "ForetokenError",
     "SamplingParams",

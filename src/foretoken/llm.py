@@ -143,7 +143,7 @@ class LLM:
                             results.append(self._take(*left.popleft(), interrupt))
                             if isinstance(results[-1], RequestGroup):
                                 groups.append(results[-1])
-                        if interrupt.name or not (left or _unfinished(groups)):
+                        if not left and (interrupt.name or not _unfinished(groups)):
                             break
                         engine.step()
                         update()

@@ -18,7 +18,7 @@ LAYERS = [
     {"models"},
     {"drafting"},
     {"engine"},
-    {"llm"},
+    {"llm", "async_engine"},
     {"serving", "lab"},
     {"cli"},
     {"__main__"},

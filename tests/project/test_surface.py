@@ -14,6 +14,7 @@ from tests.project.source import ROOT, modules
 
 PUBLIC = [
     "LLM",
+    "AsyncEngine",
     "EngineConfig",
     "ForetokenError",
     "SamplingParams",

@@ -1,0 +1,433 @@
+"""`AsyncEngine`: the same tokens as `LLM`, in one batch; whatever ends, ends cleanly."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, AsyncEngine, SamplingParams
+from foretoken.errors import (
+    CapacityError,
+    ConfigError,
+    ProcessingError,
+    RequestError,
+    StepError,
+    UsageError,
+)
+from foretoken.outputs import RequestOutput
+from tests.support.checkpoints import save_checkpoint
+
+PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+PROMPTS = ["abc", "def f(x):", "import os", "x", "for i in", "class A:"]
+OPTIONS = {"max_num_seqs": 4, "block_size": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("target"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[int]]:
+    outputs = LLM(str(folder), {"method": "ngram"}, **OPTIONS).generate(PROMPTS, PARAMS)
+    return {str(o.prompt): o.outputs[0].token_ids for o in outputs}
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[AsyncEngine]:
+    engine = AsyncEngine(str(folder), {"method": "ngram"}, **OPTIONS)
+    yield engine
+    engine._worker.stop()
+    assert not engine._worker._thread.is_alive()
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def last(engine: AsyncEngine, prompt: Any, params: Any = PARAMS, **options: Any) -> Any:
+    return [output async for output in engine.generate(prompt, params, **options)][-1]
+
+
+async def idle(engine: AsyncEngine) -> None:
+    """Wait until the thread has nothing to do; then nothing may be left."""
+    inner = engine._worker._engine
+    while inner.has_work or engine._worker._commands:
+        await asyncio.sleep(0.001)
+    inner.check_integrity()
+    assert not engine._worker._groups
+    assert not engine._worker._open
+
+
+class Gate:
+    """Lets the engine make a step only when it is told to."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine._worker._engine
+        self.step = self.engine.step
+        self.engine.step = self  # type: ignore[method-assign, assignment]
+        self.allowed = threading.Semaphore(0)
+        self.count = 0
+
+    def __call__(self) -> Any:
+        assert self.allowed.acquire(timeout=30)
+        self.count += 1
+        return self.step()
+
+    def open(self, steps: int = 10_000) -> None:
+        self.allowed.release(steps)
+
+
+def test_tokens_are_those_of_llm_and_requests_share_steps(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+        tasks = [asyncio.create_task(last(engine, prompt)) for prompt in PROMPTS[:4]]
+        while len(engine._worker._groups) + len(engine._worker._commands) < 4:
+            await asyncio.sleep(0.001)
+        gate.open()
+        outputs = await asyncio.gather(*tasks)
+        assert {o.prompt: o.outputs[0].token_ids for o in outputs} == {
+            prompt: expected[prompt] for prompt in PROMPTS[:4]
+        }
+        assert gate.count <= 33, "four requests of 30 tokens, one after the other, need more"
+        assert engine.metrics.num_steps > gate.count
+        await idle(engine)
+
+    run(main())
+
+
+def test_snapshots_come_in_order_and_the_last_is_finished(engine: AsyncEngine) -> None:
+    async def main() -> list[RequestOutput]:
+        return [o async for o in engine.generate("abc", PARAMS, request_id="mine")]
+
+    seen = run(main())
+    assert [o.finished for o in seen] == [False] * (len(seen) - 1) + [True]
+    assert {o.request_id for o in seen} == {"mine"}
+    for before, after in pairwise(seen):
+        a, b = before.outputs[0], after.outputs[0]
+        assert len(a.token_ids) < len(b.token_ids)
+        assert b.token_ids[: len(a.token_ids)] == a.token_ids
+        assert b.text.startswith(a.text)
+
+
+def test_a_slow_reader_gets_the_newest_and_stalls_nobody(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    async def main() -> None:
+        slow = engine.generate("abc", PARAMS)
+        first = await anext(slow)
+        quick = await last(engine, "x", LONG)
+        assert len(quick.outputs[0].token_ids) == 200
+        second = await anext(slow)  # 30 tokens were done long ago
+        assert not first.finished
+        assert second.outputs[0].token_ids == expected["abc"]
+        with pytest.raises(StopAsyncIteration):
+            await anext(slow)
+        await idle(engine)
+
+    run(main())
+
+
+def test_a_loop_that_is_busy_is_called_once(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+        loop = asyncio.get_running_loop()
+        calls = []
+        real = loop.call_soon_threadsafe
+
+        def counted(function: Callable[..., object], *args: Any, **options: Any) -> Any:
+            calls.append(function)
+            return real(function, *args, **options)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[assignment, method-assign]
+        stream = engine.generate("abc", PARAMS)
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        gate.open()
+        while engine._worker._engine.has_work or not gate.count:
+            threading.Event().wait(0.01)  # the loop does not get round to anything
+        loop.call_soon_threadsafe = real  # type: ignore[method-assign]
+        assert len(calls) == 1
+        assert (await waiting).finished
+        await stream.aclose()
+
+    run(main())
+
+
+def test_leaving_an_iterator_ends_its_request_alone(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    async def main() -> None:
+        kept = asyncio.create_task(last(engine, "def f(x):"))
+        async with aclosing(engine.generate("abc", LONG, request_id="closed")) as stream:
+            async for _ in stream:
+                break
+        async for _ in engine.generate("abc", LONG, request_id="broken off"):
+            break
+        cancelled = asyncio.create_task(last(engine, "abc", LONG))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert (await kept).outputs[0].token_ids == expected["def f(x):"]
+        gc.collect()
+        await asyncio.sleep(0.01)
+        await idle(engine)
+        reused = await last(engine, "abc", PARAMS, request_id="closed")
+        assert reused.outputs[0].token_ids == expected["abc"]
+
+    run(main())
+
+
+def test_a_request_is_left_before_its_first_step(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+        task = asyncio.create_task(last(engine, "abc", LONG))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        gate.open()
+        await idle(engine)
+
+    run(main())
+
+
+def test_abort_by_name(engine: AsyncEngine, expected: dict[str, list[int]]) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+        ended = asyncio.create_task(last(engine, "abc", LONG, request_id="a"))
+        other = asyncio.create_task(last(engine, "x", request_id="b"))
+        while gate.engine.scheduler.running == []:
+            gate.open(1)
+            await asyncio.sleep(0.005)
+        assert await engine.abort("a")
+        assert not await engine.abort("nobody")
+        gate.open()
+        output = await ended
+        assert output.outputs[0].finish_reason == "abort"
+        assert len(output.outputs[0].token_ids) < 200
+        assert (await other).outputs[0].token_ids == expected["x"]
+        assert not await engine.abort("a")
+        await idle(engine)
+
+    run(main())
+
+
+def test_many_requests_with_aborts_at_random(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    async def one(number: int) -> None:
+        prompt = PROMPTS[number % len(PROMPTS)]
+        stop_after = None if number % 3 else number % 7
+        tokens: list[int] = []
+        async with aclosing(engine.generate(prompt, PARAMS)) as stream:
+            count = 0
+            async for output in stream:
+                tokens = output.outputs[0].token_ids
+                count += 1
+                if count == stop_after:
+                    break
+        assert tokens == expected[prompt][: len(tokens)]
+        assert stop_after is not None or tokens == expected[prompt]
+
+    async def main() -> None:
+        await asyncio.gather(*(one(number) for number in range(30)))
+        await idle(engine)
+
+    run(main())
+
+
+def test_bad_requests_raise_at_the_first_step_and_queue_nothing(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        for prompt, params, error in [
+            ("", {}, RequestError),
+            (None, {}, RequestError),
+            ([999], {}, RequestError),
+            ("abc", {"max_tokens": 10_000}, CapacityError),
+            ("abc", {"temperature": -1}, RequestError),
+            ("abc", {"temprature": 1}, ConfigError),
+            ("abc", 3, RequestError),
+        ]:
+            stream = engine.generate(prompt, params)  # type: ignore[arg-type]
+            with pytest.raises(error):
+                await anext(stream)
+        async with aclosing(engine.generate("abc", LONG, request_id="one")) as stream:
+            await anext(stream)
+            for name in ("one", 7):
+                with pytest.raises(RequestError, match="request_id"):
+                    await anext(engine.generate("abc", request_id=name))  # type: ignore[arg-type]
+        await idle(engine)
+        engine.generate("abc", LONG)  # never begun: nothing was queued
+        await idle(engine)
+
+    run(main())
+
+
+def test_numbers_avoid_names_that_are_taken(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        async with aclosing(engine.generate("abc", LONG, request_id="1")) as named:
+            await anext(named)
+            assert (await last(engine, "x")).request_id == "2"
+
+    run(main())
+
+
+def test_close_while_requests_run(folder: Path) -> None:
+    async def main() -> None:
+        async with AsyncEngine(str(folder), **OPTIONS) as engine:  # type: ignore[arg-type]
+            gate = Gate(engine)
+            tasks = [asyncio.create_task(last(engine, "abc", LONG)) for _ in range(6)]
+            await asyncio.sleep(0.01)
+            gate.open(5)
+            while gate.count < 5:
+                await asyncio.sleep(0.001)
+            gate.open(1)
+        assert not engine._worker._thread.is_alive()
+        outputs = await asyncio.gather(*tasks)
+        assert {o.outputs[0].finish_reason for o in outputs} == {"abort"}
+        assert [bool(o.outputs[0].token_ids) for o in outputs] == [True] * 4 + [False] * 2
+        with pytest.raises(UsageError, match="closed"):
+            await last(engine, "abc")
+        assert not await engine.abort("1")
+        await engine.close()
+
+    run(main())
+
+
+def test_a_fault_in_the_thread_reaches_every_reader(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+        tasks = [asyncio.create_task(last(engine, "abc", LONG)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+
+        def broken() -> None:
+            raise ZeroDivisionError("injected")
+
+        gate.step = broken  # type: ignore[assignment]
+        late = engine.generate("abc")
+        tasks.append(asyncio.ensure_future(anext(late)))  # type: ignore[arg-type]
+        await asyncio.sleep(0.01)
+        gate.open()
+        for error in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(error, StepError)
+            assert isinstance(error.__cause__, ZeroDivisionError)
+        with pytest.raises(StepError, match="ZeroDivisionError: injected") as caught:
+            await last(engine, "abc")
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        await engine.close()
+
+    run(main())
+
+
+def test_faults_that_end_requests_are_in_their_last_output(
+    engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = engine._worker._engine
+    stops, encode = inner._stops, inner.tokenizer.encode  # type: ignore[union-attr]
+
+    def failing(request: Any, token: int) -> bool:
+        if request.group.prompt == "x" and request.num_output == 5:
+            raise ZeroDivisionError("injected")
+        return stops(request, token)
+
+    def failing_encode(text: str, **options: Any) -> Any:
+        if text == "unreadable":
+            raise ZeroDivisionError("injected")
+        return encode(text, **options)
+
+    async def main() -> None:
+        good, bad = await asyncio.gather(last(engine, "abc"), last(engine, "x"))
+        assert good.outputs[0].token_ids == expected["abc"]
+        assert isinstance(bad.error, ProcessingError)
+        assert bad.outputs[0].finish_reason == "error"
+        with pytest.raises(ProcessingError, match="prompt was encoded"):
+            await last(engine, "unreadable")
+        with monkeypatch.context() as patch:
+            patch.setattr(inner.runner.model, "forward", None)
+            both = await asyncio.gather(last(engine, "abc"), last(engine, "x"))
+        assert [type(o.error) for o in both] == [StepError] * 2
+        assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
+        await idle(engine)
+
+    monkeypatch.setattr(inner, "_stops", failing)
+    monkeypatch.setattr(inner.tokenizer, "encode", failing_encode)
+    run(main())
+
+
+def test_a_loop_that_was_closed_is_forgotten(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    gate = Gate(engine)
+    loop = asyncio.new_event_loop()
+    stream = engine.generate("abc", LONG)
+    waiting = loop.create_task(anext(stream))  # type: ignore[arg-type]
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()  # an unclean end: nothing was cancelled
+    gate.open()
+
+    async def main() -> None:
+        assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
+        while engine._worker._groups:
+            await asyncio.sleep(0.001)
+
+    run(main())
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_two_loops_share_one_engine(engine: AsyncEngine, expected: dict[str, list[int]]) -> None:
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda p=p: found.append(run(last(engine, p))))  # type: ignore[misc]
+        for p in PROMPTS[:2]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert {o.prompt: o.outputs[0].token_ids for o in found} == {
+        p: expected[p] for p in PROMPTS[:2]
+    }
+
+
+def test_an_idle_thread_sleeps(engine: AsyncEngine) -> None:
+    calls = []
+    obey = engine._worker._obey
+    engine._worker._obey = lambda: calls.append(1) or obey()  # type: ignore[method-assign]
+    run(last(engine, "abc", {"max_tokens": 2}))
+    threading.Event().wait(0.2)
+    assert len(calls) < 10
+
+
+def test_a_forgotten_engine_ends_its_thread_and_the_program(folder: Path) -> None:
+    engine = AsyncEngine(str(folder), **OPTIONS)  # type: ignore[arg-type]
+    thread = engine._worker._thread
+    del engine
+    gc.collect()
+    thread.join(30)
+    assert not thread.is_alive()
+    code = (
+        "import asyncio, sys\nfrom foretoken import AsyncEngine\n"
+        "engine = AsyncEngine(sys.argv[1])\n"
+        "async def main():\n"
+        "    async for o in engine.generate('abc', {'max_tokens': 200, 'ignore_eos': True}):\n"
+        "        return o\n"
+        "asyncio.run(main())\nprint('end')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n")
+    assert "Error" not in done.stderr

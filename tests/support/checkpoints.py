@@ -10,6 +10,13 @@ VOCABULARY = 260
 END = 256
 
 
+def ids_of(text: str | bytes) -> list[int]:
+    """Token ids of a text or of bytes, one per byte: the order of the byte-level alphabet."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    order = printable + [byte for byte in range(256) if byte not in printable]
+    return [order.index(byte) for byte in (text.encode() if isinstance(text, str) else text)]
+
+
 def save_tokenizer(folder: Path) -> None:
     """One token per byte, and an end-of-text token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -225,7 +225,7 @@ def test_logprobs_stop_with_the_tokens(
     sure: LLM, prompt: list[int], whole: CompletionOutput
 ) -> None:
     params = {"stop": whole.text[2:4], "logprobs": 0, "prompt_logprobs": 0}
-    done = complete(sure, prompt * 3, **params).outputs[0]
+    done = complete(sure, [*LETTERS[3:9], *prompt], **params).outputs[0]
     assert done.logprobs is not None
     assert [list(row) for row in done.logprobs] == [[token] for token in done.token_ids]
     assert {entry.rank for row in done.logprobs for entry in row.values()} == {1}, "it is greedy"

@@ -1,4 +1,4 @@
-"""`AsyncEngine`: the same tokens as `LLM`, in one batch; whatever ends, ends cleanly."""
+"""Leaving, aborting, closing, failing: whatever ends, ends cleanly and alone."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ import gc
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from foretoken import LLM, AsyncEngine, SamplingParams
+from foretoken import AsyncEngine
 from foretoken.errors import (
     CapacityError,
     ConfigError,
@@ -24,147 +22,7 @@ from foretoken.errors import (
     StepError,
     UsageError,
 )
-from foretoken.outputs import RequestOutput
-from tests.support.checkpoints import save_checkpoint
-
-PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-PROMPTS = ["abc", "def f(x):", "import os", "x", "for i in", "class A:"]
-OPTIONS = {"max_num_seqs": 4, "block_size": 4}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_checkpoint(tmp_path_factory.mktemp("target"), seed=1)
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, list[int]]:
-    outputs = LLM(str(folder), {"method": "ngram"}, **OPTIONS).generate(PROMPTS, PARAMS)
-    return {str(o.prompt): o.outputs[0].token_ids for o in outputs}
-
-
-@pytest.fixture
-def engine(folder: Path) -> Iterator[AsyncEngine]:
-    engine = AsyncEngine(str(folder), {"method": "ngram"}, **OPTIONS)
-    yield engine
-    engine._worker.stop()
-    assert not engine._worker._thread.is_alive()
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
-
-
-async def last(engine: AsyncEngine, prompt: Any, params: Any = PARAMS, **options: Any) -> Any:
-    return [output async for output in engine.generate(prompt, params, **options)][-1]
-
-
-async def idle(engine: AsyncEngine) -> None:
-    """Wait until the thread has nothing to do; then nothing may be left."""
-    inner = engine._worker._engine
-    while inner.has_work or engine._worker._commands:
-        await asyncio.sleep(0.001)
-    inner.check_integrity()
-    assert not engine._worker._groups
-    assert not engine._worker._open
-
-
-class Gate:
-    """Lets the engine make a step only when it is told to."""
-
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = engine._worker._engine
-        self.step = self.engine.step
-        self.engine.step = self  # type: ignore[method-assign, assignment]
-        self.allowed = threading.Semaphore(0)
-        self.count = 0
-
-    def __call__(self) -> Any:
-        assert self.allowed.acquire(timeout=30)
-        self.count += 1
-        return self.step()
-
-    def open(self, steps: int = 10_000) -> None:
-        self.allowed.release(steps)
-
-
-def test_tokens_are_those_of_llm_and_requests_share_steps(
-    engine: AsyncEngine, expected: dict[str, list[int]]
-) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
-        tasks = [asyncio.create_task(last(engine, prompt)) for prompt in PROMPTS[:4]]
-        while len(engine._worker._groups) + len(engine._worker._commands) < 4:
-            await asyncio.sleep(0.001)
-        gate.open()
-        outputs = await asyncio.gather(*tasks)
-        assert {o.prompt: o.outputs[0].token_ids for o in outputs} == {
-            prompt: expected[prompt] for prompt in PROMPTS[:4]
-        }
-        assert gate.count <= 33, "four requests of 30 tokens, one after the other, need more"
-        assert engine.metrics.num_steps > gate.count
-        await idle(engine)
-
-    run(main())
-
-
-def test_snapshots_come_in_order_and_the_last_is_finished(engine: AsyncEngine) -> None:
-    async def main() -> list[RequestOutput]:
-        return [o async for o in engine.generate("abc", PARAMS, request_id="mine")]
-
-    seen = run(main())
-    assert [o.finished for o in seen] == [False] * (len(seen) - 1) + [True]
-    assert {o.request_id for o in seen} == {"mine"}
-    for before, after in pairwise(seen):
-        a, b = before.outputs[0], after.outputs[0]
-        assert len(a.token_ids) < len(b.token_ids)
-        assert b.token_ids[: len(a.token_ids)] == a.token_ids
-        assert b.text.startswith(a.text)
-
-
-def test_a_slow_reader_gets_the_newest_and_stalls_nobody(
-    engine: AsyncEngine, expected: dict[str, list[int]]
-) -> None:
-    async def main() -> None:
-        slow = engine.generate("abc", PARAMS)
-        first = await anext(slow)
-        quick = await last(engine, "x", LONG)
-        assert len(quick.outputs[0].token_ids) == 200
-        second = await anext(slow)  # 30 tokens were done long ago
-        assert not first.finished
-        assert second.outputs[0].token_ids == expected["abc"]
-        with pytest.raises(StopAsyncIteration):
-            await anext(slow)
-        await idle(engine)
-
-    run(main())
-
-
-def test_a_loop_that_is_busy_is_called_once(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        gate = Gate(engine)
-        loop = asyncio.get_running_loop()
-        calls = []
-        real = loop.call_soon_threadsafe
-
-        def counted(function: Callable[..., object], *args: Any, **options: Any) -> Any:
-            calls.append(function)
-            return real(function, *args, **options)
-
-        loop.call_soon_threadsafe = counted  # type: ignore[assignment, method-assign]
-        stream = engine.generate("abc", PARAMS)
-        waiting = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)
-        gate.open()
-        while engine._worker._engine.has_work or not gate.count:
-            threading.Event().wait(0.01)  # the loop does not get round to anything
-        loop.call_soon_threadsafe = real  # type: ignore[method-assign]
-        assert len(calls) == 1
-        assert (await waiting).finished
-        await stream.aclose()
-
-    run(main())
+from tests.support.asynchronous import LONG, OPTIONS, PARAMS, PROMPTS, Gate, idle, last, run
 
 
 def test_leaving_an_iterator_ends_its_request_alone(

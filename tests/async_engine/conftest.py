@@ -1,0 +1,31 @@
+"""A tiny checkpoint, an engine for every test, and what `LLM` says to the prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from foretoken import LLM, AsyncEngine
+from tests.support.asynchronous import OPTIONS, PARAMS, PROMPTS
+from tests.support.checkpoints import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("target"), seed=1)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, list[int]]:
+    outputs = LLM(str(folder), {"method": "ngram"}, **OPTIONS).generate(PROMPTS, PARAMS)
+    return {str(o.prompt): o.outputs[0].token_ids for o in outputs}
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[AsyncEngine]:
+    engine = AsyncEngine(str(folder), {"method": "ngram"}, **OPTIONS)
+    yield engine
+    engine._worker.stop()
+    assert not engine._worker._thread.is_alive()

@@ -1,0 +1,93 @@
+"""The same tokens as `LLM`, in one batch, in order, whatever the reader does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from foretoken import AsyncEngine
+from foretoken.outputs import RequestOutput
+from tests.support.asynchronous import LONG, PARAMS, PROMPTS, Gate, idle, last, run
+
+
+def test_tokens_are_those_of_llm_and_requests_share_steps(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+        tasks = [asyncio.create_task(last(engine, prompt)) for prompt in PROMPTS[:4]]
+        while len(engine._worker._groups) + len(engine._worker._commands) < 4:
+            await asyncio.sleep(0.001)
+        gate.open()
+        outputs = await asyncio.gather(*tasks)
+        assert {o.prompt: o.outputs[0].token_ids for o in outputs} == {
+            prompt: expected[prompt] for prompt in PROMPTS[:4]
+        }
+        assert gate.count <= 33, "four requests of 30 tokens, one after the other, need more"
+        assert engine.metrics.num_steps > gate.count
+        await idle(engine)
+
+    run(main())
+
+
+def test_snapshots_come_in_order_and_the_last_is_finished(engine: AsyncEngine) -> None:
+    async def main() -> list[RequestOutput]:
+        return [o async for o in engine.generate("abc", PARAMS, request_id="mine")]
+
+    seen = run(main())
+    assert [o.finished for o in seen] == [False] * (len(seen) - 1) + [True]
+    assert {o.request_id for o in seen} == {"mine"}
+    for before, after in pairwise(seen):
+        a, b = before.outputs[0], after.outputs[0]
+        assert len(a.token_ids) < len(b.token_ids)
+        assert b.token_ids[: len(a.token_ids)] == a.token_ids
+        assert b.text.startswith(a.text)
+
+
+def test_a_slow_reader_gets_the_newest_and_stalls_nobody(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    async def main() -> None:
+        slow = engine.generate("abc", PARAMS)
+        first = await anext(slow)
+        quick = await last(engine, "x", LONG)
+        assert len(quick.outputs[0].token_ids) == 200
+        second = await anext(slow)  # 30 tokens were done long ago
+        assert not first.finished
+        assert second.outputs[0].token_ids == expected["abc"]
+        with pytest.raises(StopAsyncIteration):
+            await anext(slow)
+        await idle(engine)
+
+    run(main())
+
+
+def test_a_loop_that_is_busy_is_called_once(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+        loop = asyncio.get_running_loop()
+        calls = []
+        real = loop.call_soon_threadsafe
+
+        def counted(function: Callable[..., object], *args: Any, **options: Any) -> Any:
+            calls.append(function)
+            return real(function, *args, **options)
+
+        loop.call_soon_threadsafe = counted  # type: ignore[assignment, method-assign]
+        stream = engine.generate("abc", PARAMS)
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        gate.open()
+        while engine._worker._engine.has_work or not gate.count:
+            threading.Event().wait(0.01)  # the loop does not get round to anything
+        loop.call_soon_threadsafe = real  # type: ignore[method-assign]
+        assert len(calls) == 1
+        assert (await waiting).finished
+        await stream.aclose()
+
+    run(main())

@@ -1,0 +1,52 @@
+"""Driving an `AsyncEngine` from tests: one call per event loop, steps on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+from foretoken import AsyncEngine, SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+PROMPTS = ["abc", "def f(x):", "import os", "x", "for i in", "class A:"]
+OPTIONS = {"max_num_seqs": 4, "block_size": 4}
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def last(engine: AsyncEngine, prompt: Any, params: Any = PARAMS, **options: Any) -> Any:
+    return [output async for output in engine.generate(prompt, params, **options)][-1]
+
+
+async def idle(engine: AsyncEngine) -> None:
+    """Wait until the thread has nothing to do; then nothing may be left."""
+    inner = engine._worker._engine
+    while inner.has_work or engine._worker._commands:
+        await asyncio.sleep(0.001)
+    inner.check_integrity()
+    assert not engine._worker._groups
+    assert not engine._worker._open
+
+
+class Gate:
+    """Lets the engine make a step only when it is told to."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.engine = engine._worker._engine
+        self.step = self.engine.step
+        self.engine.step = self  # type: ignore[method-assign, assignment]
+        self.allowed = threading.Semaphore(0)
+        self.count = 0
+
+    def __call__(self) -> Any:
+        assert self.allowed.acquire(timeout=30)
+        self.count += 1
+        return self.step()
+
+    def open(self, steps: int = 10_000) -> None:
+        self.allowed.release(steps)

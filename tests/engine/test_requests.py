@@ -231,20 +231,6 @@ def test_arrays_are_token_ids_and_dicts_are_parameters(llm: LLM, text: list[int]
         llm.generate(["abc"], [3])  # type: ignore[list-item]
 
 
-def test_a_full_queue_delays_a_call_and_refuses_nothing(target: Path, text: list[int]) -> None:
-    llm = LLM(str(target), max_num_seqs=2, max_num_waiting=1)
-    step, waiting = llm.engine.step, []
-
-    def watched() -> Any:
-        waiting.append(len(llm.engine.scheduler.waiting))
-        return step()
-
-    llm.engine.step = watched  # type: ignore[method-assign]
-    outputs = llm.generate(["abc"] * 7, SamplingParams(temperature=0, max_tokens=5))
-    assert [o.outputs[0].token_ids for o in outputs] == [text[:5]] * 7
-    assert max(waiting) == 1
-
-
 BAD_PROMPTS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     ("", {}, RequestError, "at least one token"),
     ([], {}, RequestError, "at least one token"),

@@ -1,0 +1,284 @@
+"""Prefix reuse: what is not computed again changes no token, and is reported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.engine.engine import Engine
+from foretoken.engine.request import RequestGroup
+from foretoken.errors import NonFiniteLogitsError
+
+TEXT = list(b"class Shared:\n    def __init__(self, a, b):\n        self.a = a\n")
+
+
+def build(target: Path, speculation: Any = None, **options: Any) -> LLM:
+    defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    return LLM(str(target), speculation, **{**defaults, **options})
+
+
+def params(**given: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.9, "seed": 5, "max_tokens": 14, **given})
+
+
+def tokens(output: Any) -> list[list[int]]:
+    assert output.error is None
+    return [sample.token_ids for sample in output.outputs]
+
+
+def finish(engine: Engine, group: RequestGroup) -> list[int]:
+    while not group.finished:
+        engine.step()
+        engine.check_integrity()
+    return group.samples[0].token_ids
+
+
+def count_target_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the tokens of every pass of the target."""
+    forward, counts = llm.engine.runner.model.forward, []
+
+    def counted(batch: Any, kv: Any) -> Any:
+        counts.append(len(batch.token_T))
+        return forward(batch, kv)
+
+    monkeypatch.setattr(llm.engine.runner.model, "forward", counted)
+    return counts
+
+
+@pytest.mark.parametrize("kind", ["plain", "draft_model", "ngram"])
+def test_a_shared_prompt_is_computed_once_and_changes_no_token(
+    target: Path, draft: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speculation = {
+        "plain": None,
+        "draft_model": {"model": str(draft), "num_speculative_tokens": 3},
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    }[kind]
+    prompts = [TEXT, TEXT, TEXT[:40], [*TEXT[:30], 7, 7], [*TEXT, 9]]
+    expected_cached = [0, 60, 36, 28, 60]
+    llm = build(target, speculation)
+    fresh = build(target, speculation, enable_prefix_caching=False)
+    counts = count_target_tokens(llm, monkeypatch)
+    for prompt, cached in zip(prompts, expected_cached, strict=True):
+        counts.clear()
+        [output] = llm.generate([prompt], params())
+        [expected] = fresh.generate([prompt], params())
+        assert tokens(output) == tokens(expected)
+        assert output.outputs[0].origins == expected.outputs[0].origins
+        assert output.metrics.num_cached_tokens == cached
+        assert counts[0] == len(prompt) - cached
+        assert expected.metrics.num_cached_tokens == 0
+        llm.engine.check_integrity()
+
+
+def test_a_conversation_goes_on_where_it_was(target: Path) -> None:
+    """Generated tokens are cached, too, except the last, which was never computed."""
+    llm, fresh = build(target), build(target, enable_prefix_caching=False)
+    [first] = llm.generate([TEXT], params(max_tokens=21))
+    longer = [*TEXT, *first.outputs[0].token_ids, 10, 11, 12]
+    [second] = llm.generate([longer], params())
+    assert second.metrics.num_cached_tokens == (len(TEXT) + 20) // 4 * 4
+    assert tokens(second) == tokens(fresh.generate([longer], params())[0])
+
+
+def test_samples_share_their_prompt(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = build(target)
+    counts = count_target_tokens(llm, monkeypatch)
+    [output] = llm.generate([TEXT], params(n=4, max_tokens=5))
+    rest = len(TEXT) - 60
+    assert sum(counts) == len(TEXT) + 3 * rest + 4 * 4
+    assert output.metrics.num_cached_tokens == 0
+    fresh = build(target, enable_prefix_caching=False)
+    assert tokens(output) == tokens(fresh.generate([TEXT], params(n=4, max_tokens=5))[0])
+
+
+def test_evicted_blocks_are_computed_again(target: Path) -> None:
+    llm = build(target, num_blocks=20)
+    first = tokens(llm.generate([TEXT], params())[0])
+    llm.generate([[1] * 60], params())
+    [again] = llm.generate([TEXT], params())
+    assert again.metrics.num_cached_tokens < 60
+    assert tokens(again) == first
+
+
+def test_a_prompt_whose_logprobs_are_wanted_has_them_all(target: Path) -> None:
+    llm = build(target)
+    wanted = params(prompt_logprobs=2, n=2)
+    first, second = (llm.generate([TEXT], wanted)[0] for _ in range(2))
+    assert second.metrics.num_cached_tokens == 0
+    assert first.prompt_logprobs is not None
+    assert second.prompt_logprobs is not None
+    assert len(first.prompt_logprobs) == len(second.prompt_logprobs) == len(TEXT)
+    assert tokens(first) == tokens(second)
+
+
+def test_blocks_of_a_request_with_non_finite_logits_are_not_reused(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = build(target)
+    expected = tokens(llm.generate([TEXT], params())[0])
+    llm = build(target)
+    forward = llm.engine.runner.model.forward
+
+    def poisoned(batch: Any, kv: Any) -> torch.Tensor:
+        logits = forward(batch, kv)
+        for cache in (*kv.keys, *kv.values):
+            cache.fill_(torch.nan)
+        return torch.full_like(logits, torch.nan)
+
+    monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
+    bad, _ = llm.generate([TEXT, [3]], params())
+    assert isinstance(bad.error, NonFiniteLogitsError)
+    monkeypatch.setattr(llm.engine.runner.model, "forward", forward)
+    [good] = llm.generate([TEXT], params())
+    assert good.metrics.num_cached_tokens == 0
+    assert tokens(good) == expected
+
+
+# -- the draft model's half of shared blocks ------------------------------------------------------
+
+SELF_K = 3
+
+
+@pytest.fixture
+def selfish(target: Path) -> LLM:
+    """The target drafts for itself: any stale or missing K/V of the draft shows as a rejection."""
+    return build(target, {"model": str(target), "num_speculative_tokens": SELF_K}, num_blocks=80)
+
+
+def check_all_accepted(group: RequestGroup) -> None:
+    metrics = group.metrics
+    assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 0
+
+
+def draft_tokens_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    drafter = llm.engine.drafter
+    forward, counts = drafter.model.forward, []  # type: ignore[union-attr]
+
+    def counted(batch: Any, kv: Any) -> Any:
+        counts.append(len(batch.token_T))
+        return forward(batch, kv)
+
+    monkeypatch.setattr(drafter.model, "forward", counted)  # type: ignore[union-attr]
+    return counts
+
+
+def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engine(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token for token and number for number what a drafter that computed everything proposes."""
+
+    def watched(caching: bool) -> tuple[LLM, list[Any]]:
+        llm = build(target, {"model": str(draft)}, enable_prefix_caching=caching)
+        drafter, seen = llm.engine.drafter, []
+        assert drafter is not None
+        propose = drafter.propose
+
+        def recorded(context: Any) -> Any:
+            block = propose(context)
+            slots = [request.slot for request in context.requests]
+            seen.append((block.token_BK.clone(), block.logits_SKV[slots].clone()))
+            return block
+
+        monkeypatch.setattr(drafter, "propose", recorded)
+        return llm, seen
+
+    reused, seen = watched(caching=True)
+    fresh, expected = watched(caching=False)
+    counts = draft_tokens_computed(reused, monkeypatch)
+    for i, prompt in enumerate((TEXT, [*TEXT, 9], TEXT[:50])):
+        for log in (seen, expected, counts):
+            log.clear()
+        reused.generate([prompt], params(seed=i))
+        fresh.generate([prompt], params(seed=i))
+        assert len(seen) == len(expected) > 1
+        for (token_BK, q_BKV), (want_BK, want_BKV) in zip(seen, expected, strict=True):
+            k = token_BK.shape[1]
+            assert torch.equal(token_BK, want_BK)
+            torch.testing.assert_close(q_BKV[:, :k], want_BKV[:, :k], atol=1e-4, rtol=1e-4)
+        first = counts[0]
+        assert first == len(prompt) + 1 if i == 0 else first <= len(prompt) + 1 - 48
+
+
+def test_the_half_that_a_request_without_drafts_left_empty_is_filled(selfish: LLM) -> None:
+    engine = selfish.engine
+    finish(engine, engine.add("K=0", TEXT, params(num_speculative_tokens=0)))
+    group = engine.add("K=3", TEXT, params(seed=6))
+    finish(engine, group)
+    assert group.metrics.num_cached_tokens == 60
+    check_all_accepted(group)
+    third = engine.add("K=3 again", TEXT, params(seed=7))
+    finish(engine, third)
+    check_all_accepted(third)
+
+
+def test_blocks_shared_while_both_run_are_right_for_both(selfish: LLM) -> None:
+    engine = selfish.engine
+    plain = engine.add("K=0", TEXT, params(num_speculative_tokens=0, max_tokens=40))
+    engine.step()
+    engine.step()
+    groups = [engine.add(str(i), TEXT, params(seed=i, max_tokens=40)) for i in range(2)]
+    for group in (plain, *groups):
+        finish(engine, group)
+    for group in groups:
+        assert group.metrics.num_cached_tokens == 60
+        check_all_accepted(group)
+
+
+def test_a_stretch_without_drafts_is_caught_up_also_by_who_reuses_it(selfish: LLM) -> None:
+    engine = selfish.engine
+    first = engine.add("first", TEXT, params(max_tokens=40))
+    request = first.samples[0]
+    while not first.finished:
+        if 8 < request.num_output < 24:
+            request.draft_ids = []  # verified without drafts: the drafter falls behind
+        engine.step()
+        engine.check_integrity()
+    check_all_accepted(first)
+    longer = engine.add("longer", request.token_ids, params(seed=8, max_tokens=30))
+    finish(engine, longer)
+    assert longer.metrics.num_cached_tokens >= len(request.token_ids) - 5
+    check_all_accepted(longer)
+
+
+@pytest.mark.parametrize("moment", range(1, 6))
+def test_what_an_aborted_request_left_is_right_for_the_next(selfish: LLM, moment: int) -> None:
+    engine = selfish.engine
+    doomed = engine.add("doomed", TEXT, params(max_tokens=40, n=2))
+    for _ in range(moment):
+        engine.step()
+    known = list(doomed.samples[0].token_ids)
+    engine.abort(doomed)
+    engine.check_integrity()
+    group = engine.add("next", [*known, 5], params(seed=9, max_tokens=30))
+    finish(engine, group)
+    assert group.metrics.num_cached_tokens >= (len(known) - 1) // 4 * 4 > 0
+    check_all_accepted(group)
+
+
+def test_the_drafter_is_right_after_preemption(target: Path) -> None:
+    llm = build(target, {"model": str(target), "num_speculative_tokens": SELF_K}, num_blocks=34)
+    engine = llm.engine
+    groups = [
+        engine.add(str(i), TEXT[: 20 + 5 * i], params(seed=i, max_tokens=60, ignore_eos=True))
+        for i in range(5)
+    ]
+    for group in groups:
+        finish(engine, group)
+    assert sum(group.metrics.num_preemptions for group in groups) >= 3
+    for group in groups:
+        check_all_accepted(group)
+
+
+def test_a_block_that_changes_hands_is_not_taken_for_complete(target: Path) -> None:
+    """The pool is as small as one request: every block is handed out again and again."""
+    llm = build(target, {"model": str(target), "num_speculative_tokens": SELF_K}, num_blocks=20)
+    for i in range(6):
+        own = [i] * 30 if i % 2 else TEXT[:30]
+        group = llm.engine.add(str(i), own, params(seed=i, max_tokens=44, ignore_eos=True))
+        finish(llm.engine, group)
+        check_all_accepted(group)

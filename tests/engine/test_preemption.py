@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
+from foretoken.engine.boundary import build_output
 from foretoken.errors import OverloadedError
 from foretoken.outputs import RequestOutput
 
@@ -136,3 +137,37 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
     engine.add("after a step", [1], params)
     engine.abort_all()
     engine.check_integrity()
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+def test_a_request_may_be_preempted_at_any_moment(target: Path, draft: Path, caching: bool) -> None:
+    """In its prompt, whose logprobs must come once each; between a draft and its verdict; often."""
+    params = SamplingParams(
+        temperature=1, seed=3, max_tokens=24, prompt_logprobs=1, repetition_penalty=1.1
+    )
+    speculation = speculations(draft)["draft_model"]
+    llm = build(
+        target, speculation, max_num_batched_tokens=30, enable_prefix_caching=caching, num_blocks=32
+    )
+    [expected] = llm.generate([SHARED * 2], [params])
+    engine = llm.engine
+    moment = 0
+    while True:
+        group = engine.add(str(moment), SHARED * 2, params)
+        request = group.samples[0]
+        for _ in range(moment):
+            engine.step()
+        if group.finished:
+            break
+        for _ in range(2):
+            if request in engine.scheduler.running:
+                engine.scheduler._preempt(request)
+            engine.step()
+            engine.check_integrity()
+        while not group.finished:
+            engine.step()
+            engine.check_integrity()
+        assert group.metrics.num_preemptions >= min(moment, 1)
+        check_equal(build_output(engine, group), expected)
+        moment += 1
+    assert moment > 8

@@ -245,6 +245,17 @@ def test_a_stretch_without_drafts_is_caught_up_also_by_who_reuses_it(selfish: LL
     check_all_accepted(longer)
 
 
+def test_the_last_draft_that_was_never_computed_is_computed_by_who_reuses_it(selfish: LLM) -> None:
+    """A request that ends with all drafts accepted leaves the last one's position empty."""
+    for length in range(4, 20):
+        first = selfish.engine.add("first", TEXT[length:], params(max_tokens=length))
+        tokens = finish(selfish.engine, first)
+        longer = selfish.engine.add("longer", [*tokens, 1], params(max_tokens=40, temperature=1.5))
+        finish(selfish.engine, longer)
+        assert longer.metrics.num_cached_tokens >= len(tokens) // 4 * 4 - 4
+        check_all_accepted(longer)
+
+
 @pytest.mark.parametrize("moment", range(1, 6))
 def test_what_an_aborted_request_left_is_right_for_the_next(selfish: LLM, moment: int) -> None:
     engine = selfish.engine

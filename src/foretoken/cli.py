@@ -80,6 +80,10 @@ MaxModelLen = Annotated[
     int | None, typer.Option(help="Longest prompt + output. Default: the checkpoint's limit.")
 ]
 MaxNumSeqs = Annotated[int, typer.Option(help="Most requests running at once.")]
+MaxNumBatchedTokens = Annotated[
+    int, typer.Option(help="Most tokens in one pass; longer prompts take several.")
+]
+KvCacheGib = Annotated[float, typer.Option(help="Memory of the cache, in GiB.")]
 LoadFormat = Annotated[
     str, typer.Option(help="auto reads safetensors; dummy makes random weights from config.json.")
 ]
@@ -131,6 +135,8 @@ def generate(
     dtype: Dtype = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = 64,
+    max_num_batched_tokens: MaxNumBatchedTokens = 2048,
+    kv_cache_gib: KvCacheGib = 0.5,
     load_format: LoadFormat = "auto",
     backend: Backend = "auto",
     use_fp64_gumbel: Fp64 = False,
@@ -156,6 +162,8 @@ def generate(
             dtype=dtype,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_gib=kv_cache_gib,
             load_format=load_format,
             backend=backend,
             use_fp64_gumbel=use_fp64_gumbel,

@@ -6,13 +6,23 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from foretoken import cli
-from foretoken.errors import CheckpointError, IntegrityError, NonFiniteLogitsError
+from foretoken.config import EngineConfig
+from foretoken.errors import (
+    CheckpointError,
+    EngineMemoryError,
+    ForetokenError,
+    IntegrityError,
+    NonFiniteLogitsError,
+    ProcessingError,
+    StepError,
+)
 from foretoken.ops import BACKENDS
 from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
@@ -96,6 +106,10 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen["speculative_config"] == {"method": "draft_model"}
     runner.invoke(cli.app, ["generate", "x", "--model", "elsewhere", "--max-num-seqs", "2"])
     assert (seen["speculative_config"], seen["max_num_seqs"]) == (None, 2)
+    runner.invoke(
+        cli.app, ["generate", "x", "--max-num-batched-tokens", "512", "--kv-cache-gib", "0.25"]
+    )
+    assert (seen["max_num_batched_tokens"], seen["kv_cache_gib"]) == (512, 0.25)
     runner.invoke(cli.app, ["generate", "x", "--no-speculation", "--use-fp64-gumbel"])
     assert (seen["speculative_config"], seen["use_fp64_gumbel"]) == (None, True)
     runner.invoke(cli.app, ["generate", "x", "--speculative-config", '{"method": "ngram"}'])
@@ -128,6 +142,54 @@ def test_a_typed_error_from_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_load", load)
     result = CliRunner().invoke(cli.app, ["generate", "x", "--model", "nowhere"])
     assert (result.exit_code, result.stderr) == (2, "Error: no such folder: [nowhere]\n")
+
+
+def test_what_the_command_does_not_say_is_the_engines_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(cli, "_load", lambda *args, **options: seen.update(options) or FakeLLM())
+    CliRunner().invoke(cli.app, ["generate", "x"])
+    assert EngineConfig("tiny-python", None, **seen) == EngineConfig("tiny-python")
+
+
+class EndingLLM(FakeLLM):
+    """Ends after its pieces in another way than by their length."""
+
+    def __init__(self, error: ForetokenError | None = None, **fields: Any) -> None:
+        super().__init__()
+        self.ended, self.fields = error, fields
+
+    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
+        *before, last = super().stream(prompt, params)
+        yield from before
+        yield replace(last, outputs=[replace(last.outputs[0], **self.fields)], error=self.ended)
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize("as_json", [True, False])
+def test_an_interrupted_stream_is_printed_first(
+    monkeypatch: pytest.MonkeyPatch, name: str, code: int, as_json: bool
+) -> None:
+    llm = EndingLLM(finish_reason="interrupted", stop_reason=name)
+    result = invoke(monkeypatch, llm, "x", *(["--json"] if as_json else []))
+    assert result.exit_code == code
+    text = json.loads(result.stdout)["text"] if as_json else result.stdout[:-1]
+    assert text == "a + b\n"
+    assert "Interrupted: 4 tokens were generated in" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(StepError("wires"), 1), (ProcessingError("one"), 1), (EngineMemoryError("too much"), 2)],
+)
+def test_a_request_that_failed_is_printed_first(
+    monkeypatch: pytest.MonkeyPatch, error: ForetokenError, code: int
+) -> None:
+    result = invoke(monkeypatch, EndingLLM(error, finish_reason="error"), "x")
+    assert (result.exit_code, result.stdout) == (code, "a + b\n\n")
+    assert str(error) in result.stderr
+    assert ("bug in Foretoken" in result.stderr) == (code == 1)
 
 
 def test_ctrl_c_says_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,7 +257,7 @@ class _Worker:
         changed = {*self._engine.step()}
         self.metrics = _copy(self._engine.metrics)
         for mailbox, group in [*self._groups.items()]:
-            if group in changed or group.finished:
+            if group in changed:
                 self._show(mailbox, group)
 
     def _add(self, mailbox: _Mailbox, name: str, prompt: Prompt, params: SamplingParams) -> None:

@@ -190,6 +190,28 @@ def test_a_fault_in_the_thread_reaches_every_reader(engine: AsyncEngine) -> None
     run(main())
 
 
+def test_what_was_finished_before_a_fault_can_still_be_read(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    async def main() -> None:
+        slow = engine.generate("abc", PARAMS)
+        await anext(slow)
+        inner = engine._worker._engine
+        while inner.has_work:
+            await asyncio.sleep(0.001)
+
+        def broken() -> None:
+            raise ZeroDivisionError("injected")
+
+        inner.step = broken  # type: ignore[method-assign, assignment]
+        with pytest.raises(StepError):
+            await last(engine, "x")
+        assert (await anext(slow)).outputs[0].token_ids == expected["abc"]
+        await slow.aclose()
+
+    run(main())
+
+
 def test_faults_that_end_requests_are_in_their_last_output(
     engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

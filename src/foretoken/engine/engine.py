@@ -84,11 +84,9 @@ class Engine:
         return bound is None or len(self.scheduler.waiting) < bound
 
     def step(self) -> list[RequestGroup]:
-        """Advance every running request; returns the groups that changed, in order of admission.
-
-        A batch that failed ends requests that are not in the list, too.
-        """
+        """Advance every running request; returns their groups, in order of arrival."""
         plan = self.scheduler.schedule()
+        changed = list(dict.fromkeys(request.group for request in self.scheduler.running))
         with self._together():
             self._release_slots()
             for request in plan.admitted:
@@ -99,8 +97,7 @@ class Engine:
                 with self._alone(share.request):
                     self._commit(share, outcome)
             self._draft()
-        touched = [*(share.request for share in plan.shares), *plan.admitted]
-        return list(dict.fromkeys(request.group for request in touched))
+        return changed
 
     def add(
         self,

@@ -103,7 +103,8 @@ def main() -> None:
     speculation = {"method": "draft_model", "num_speculative_tokens": options.k}
     timer = QuietTimer()
     rows = []
-    with LLM(TARGET, speculation, max_num_seqs=1) as llm:
+    # Prompts are repeated: every repeat must compute its own.
+    with LLM(TARGET, speculation, max_num_seqs=1, enable_prefix_caching=False) as llm:
         llm.generate(heldout(1)[0].prompt)  # warms up
         cases = [(k, t) for k in (0, options.k) for t in TEMPERATURES]
         for k, temperature in progress(cases, "profile"):

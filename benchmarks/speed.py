@@ -55,13 +55,15 @@ def our_case(name: str, llm: LLM, method: str, k: int, max_tokens: int) -> Case:
 def our_cases(max_tokens: int) -> list[Case]:
     """Plain decoding and every drafter at several K: K is a request's choice within one engine."""
 
-    def load(**speculation: Any) -> LLM:
-        return LLM(TARGET, speculation, max_num_seqs=1)
+    def load(speculation: dict[str, Any] | None) -> LLM:
+        # Prompts are repeated: every repeat must compute its own, as the others do.
+        return LLM(TARGET, speculation, max_num_seqs=1, enable_prefix_caching=False)
 
-    sampled = load(method="draft_model", num_speculative_tokens=max(DRAFT_KS))
-    greedy = load(method="draft_model", num_speculative_tokens=4, draft_sample_method="greedy")
-    ngram = load(method="ngram", num_speculative_tokens=max(NGRAM_KS))
-    plain = LLM(TARGET, None, max_num_seqs=1)
+    drafted = {"method": "draft_model", "num_speculative_tokens": max(DRAFT_KS)}
+    sampled = load(drafted)
+    greedy = load({**drafted, "num_speculative_tokens": 4, "draft_sample_method": "greedy"})
+    ngram = load({"method": "ngram", "num_speculative_tokens": max(NGRAM_KS)})
+    plain = load(None)
     return [
         our_case("plain", plain, "plain", 0, max_tokens),
         *(our_case(f"draft model, K={k}", sampled, "draft_model", k, max_tokens) for k in DRAFT_KS),

@@ -186,7 +186,8 @@ def demo(
 
         from foretoken.lab.demo import Demo
 
-        llm = _load(_EMBEDDED, _speculation(_EMBEDDED, None, False))
+        # Timed prompts are repeated: each time must pay for its own prompt.
+        llm = _load(_EMBEDDED, _speculation(_EMBEDDED, None, False), enable_prefix_caching=False)
         Demo(llm, Console(highlight=False), note).run(prompts, max_tokens, samples)
 
 

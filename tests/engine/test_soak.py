@@ -23,7 +23,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import Request, RequestGroup
 
 NUM_REQUESTS = 2000  # per drafter
-NUM_DISTINCT = 400  # what each request alone gives is computed once
+NUM_DISTINCT = 1000  # what each request alone gives is computed once
 MOST_NEAR_TIES = NUM_REQUESTS // 1000
 RSS_BOUND_MIB = 24  # growth between a quarter of the run and its end
 PREFIXES = [
@@ -84,7 +84,7 @@ def resident_mib() -> float:
 
 def live(kind: type) -> int:
     gc.collect()
-    return sum(isinstance(thing, kind) for thing in gc.get_objects())
+    return sum(type(thing) is kind for thing in gc.get_objects())
 
 
 class Crowd:

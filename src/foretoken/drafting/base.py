@@ -43,7 +43,9 @@ class DraftRequest:
         slot: permanent index of the request's state.
         token_ids: every known token, prompt and output; the first draft is for position
             len(token_ids).
-        block_ids: cache blocks covering len(token_ids) + num_drafts tokens.
+        block_ids: cache blocks covering len(token_ids) + num_drafts tokens. Leading ones may be
+            shared with requests that begin with the same tokens, and may have been filled by one
+            that was never drafted for.
         num_drafts: most tokens to draft, >= 1.
     """
 
@@ -112,10 +114,10 @@ class Drafter(ABC):
         """Learn what became of this slot's last proposal: how many of its drafts were accepted."""
 
     def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027
-        """Zero what is kept for these blocks: they change hands."""
+        """Zero what is kept for these blocks: they are handed out anew, for other tokens."""
 
     def release(self, slot: int) -> None:  # noqa: B027
-        """Forget the request in this slot: it ended, and another may take its place."""
+        """Forget the request in this slot: it ended, or was preempted and will be new to a slot."""
 
 
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:

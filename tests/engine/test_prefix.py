@@ -204,16 +204,21 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
         assert first == len(prompt) + 1 if i == 0 else first <= len(prompt) + 1 - 48
 
 
-def test_the_half_that_a_request_without_drafts_left_empty_is_filled(selfish: LLM) -> None:
-    engine = selfish.engine
+def test_the_half_that_a_request_without_drafts_left_empty_is_filled(
+    selfish: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A skipped stretch costs the draft model each of its tokens once, whoever needs them."""
+    engine, counts = selfish.engine, draft_tokens_computed(selfish, monkeypatch)
     finish(engine, engine.add("K=0", TEXT, params(num_speculative_tokens=0)))
-    group = engine.add("K=3", TEXT, params(seed=6))
-    finish(engine, group)
-    assert group.metrics.num_cached_tokens == 60
-    check_all_accepted(group)
-    third = engine.add("K=3 again", TEXT, params(seed=7))
-    finish(engine, third)
-    check_all_accepted(third)
+    assert counts == []
+    for seed, skipped in ((6, 0), (7, 60)):
+        counts.clear()
+        group = engine.add("K=3", TEXT, params(seed=seed))
+        engine.step()
+        assert sum(counts) == len(TEXT) - skipped + SELF_K  # with its first token, and two drafts
+        finish(engine, group)
+        assert group.metrics.num_cached_tokens == 60
+        check_all_accepted(group)
 
 
 def test_blocks_shared_while_both_run_are_right_for_both(selfish: LLM) -> None:

@@ -115,9 +115,7 @@ class Scheduler:
         while request.status is Status.RUNNING:
             missing = self.pool.blocks_for(num_tokens) - len(request.block_ids)
             if missing <= self.pool.num_free:
-                fresh = self.pool.allocate(max(missing, 0))
-                request.block_ids += fresh
-                self._fresh_blocks += fresh
+                self._hand_out(request, max(missing, 0))
                 return True
             self._preempt(self.running[-1])
         return False
@@ -187,10 +185,13 @@ class Scheduler:
         request.block_serials = [serial for _, serial in cached]
         request.num_computed = len(cached) * self.pool.block_size
         self.pool.take(request.block_ids)
-        fresh = self.pool.allocate(missing)
+        self._hand_out(request, missing)
+        return True
+
+    def _hand_out(self, request: Request, count: int) -> None:
+        fresh = self.pool.allocate(count)
         request.block_ids += fresh
         self._fresh_blocks += fresh
-        return True
 
     def _match(self, request: Request) -> list[tuple[int, int]]:
         """The longest cached prefix that leaves at least one token to prefill.

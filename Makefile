@@ -8,9 +8,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-# Stamp files: the packages that pyproject.toml and the constraints ask for are in .venv.
+# Stamp files: the packages that pyproject.toml and the constraints ask for are in .venv; the native
+# kernels are those of the present sources.
 CORE := $(VENV)/.foretoken-core
 DEV := $(VENV)/.foretoken-dev
+NATIVE := $(VENV)/.foretoken-native
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
 
 .PHONY: demo test check format law soak bench tables clean help
@@ -40,7 +42,12 @@ $(DEV): pyproject.toml constraints-dev.txt | $(CORE)
 	@$(PIP) --quiet --editable '.[dev]'
 	@touch $(CORE) $@
 
-demo: $(CORE)
+# Without a compiler everything runs on the `torch_cpu` backend, and says so.
+$(NATIVE): $(wildcard src/foretoken/native/csrc/*) src/foretoken/native/build.py | $(CORE)
+	@$(BIN)/python -m foretoken.native.build || true
+	@touch $@
+
+demo: $(CORE) $(NATIVE)
 	@$(BIN)/foretoken demo
 
 check: $(DEV)
@@ -48,20 +55,20 @@ check: $(DEV)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-test: check
+test: check $(NATIVE)
 	@$(BIN)/python -m pytest $(ARGS)
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-law: $(DEV)
+law: $(DEV) $(NATIVE)
 	@$(BIN)/python -m pytest -m law $(ARGS)
 
-soak: $(DEV)
+soak: $(DEV) $(NATIVE)
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
-bench: $(CORE)
+bench: $(CORE) $(NATIVE)
 	@$(BIN)/python -m benchmarks.acceptance
 	@$(BIN)/python -m benchmarks.speed
 	@$(BIN)/python -m benchmarks.profile

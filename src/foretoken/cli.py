@@ -87,7 +87,12 @@ KvCacheGib = Annotated[float, typer.Option(help="Memory of the cache, in GiB.")]
 LoadFormat = Annotated[
     str, typer.Option(help="auto reads safetensors; dummy makes random weights from config.json.")
 ]
-Backend = Annotated[str, typer.Option(help="auto, torch_cpu, or reference (the fp64 oracle).")]
+Backend = Annotated[
+    str, typer.Option(help="auto, native_cpu, torch_cpu, or reference (the fp64 oracle).")
+]
+Threads = Annotated[
+    int | None, typer.Option(help="Threads to compute with. Default: one per physical core.")
+]
 Fp64 = Annotated[bool, typer.Option("--use-fp64-gumbel", help="Draw all noise in FP64.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 
@@ -139,6 +144,7 @@ def generate(
     kv_cache_gib: KvCacheGib = 0.5,
     load_format: LoadFormat = "auto",
     backend: Backend = "auto",
+    threads: Threads = None,
     use_fp64_gumbel: Fp64 = False,
     debug: Debug = False,
 ) -> None:
@@ -166,6 +172,7 @@ def generate(
             kv_cache_gib=kv_cache_gib,
             load_format=load_format,
             backend=backend,
+            threads=threads,
             use_fp64_gumbel=use_fp64_gumbel,
         )
         _complete(llm, text, params, as_json, note)

@@ -152,6 +152,8 @@ class EngineConfig:
             requests of `max_model_len` need.
         load_format: `auto` reads safetensors, `dummy` makes random weights from config.json alone.
         backend: `auto` (fastest for the device), or a name in `ops.BACKENDS`.
+        threads: threads to compute with, of the whole process; None: one per physical core that it
+            may use, and no more than `OMP_NUM_THREADS`.
         use_fp64_gumbel: draw all noise in FP64.
     """
 
@@ -170,6 +172,7 @@ class EngineConfig:
     kv_cache_gib: float = 0.5
     load_format: Literal["auto", "dummy"] = "auto"
     backend: str = "auto"
+    threads: int | None = None
     use_fp64_gumbel: bool = False
 
     def __post_init__(self) -> None:
@@ -187,6 +190,8 @@ class EngineConfig:
         check_int("block_size", self.block_size, 1, 1024)
         if self.num_blocks is not None:
             check_int("num_blocks", self.num_blocks, 1)
+        if self.threads is not None:
+            check_int("threads", self.threads, 1, 1024)
         gib = self.kv_cache_gib
         if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < 2**40:
             raise ConfigError("kv_cache_gib", gib, "a finite number > 0")

@@ -156,8 +156,9 @@ def test_self_check_rejects_wrong_attention(tmp_path: Path, mutant: str) -> None
     family, function = MUTANTS[mutant]
     families.save_model(tmp_path, family, families.SUPPORTED[family])
     load_model(tmp_path, device="cpu", backend="torch_cpu")
+    mutant: Any = SimpleNamespace(attention=function, FUSES_DECODERS=False)
     with pytest.raises(UnsupportedModelError, match="eager attention"):
-        load_model(tmp_path, device="cpu", backend=SimpleNamespace(attention=function))  # type: ignore[arg-type]
+        load_model(tmp_path, device="cpu", backend=mutant)
 
 
 @pytest.mark.parametrize("family", families.SUPPORTED)
@@ -171,6 +172,6 @@ def test_every_family_passes_in_half_precision(tmp_path: Path, family: str) -> N
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_half_precision_still_catches_gross_errors(tmp_path: Path, family: str, dtype: str) -> None:
     families.save_model(tmp_path, family, families.SUPPORTED[family])
-    wrong: Any = SimpleNamespace(attention=_wrong_request)
+    wrong: Any = SimpleNamespace(attention=_wrong_request, FUSES_DECODERS=False)
     with pytest.raises(UnsupportedModelError, match="eager attention"):
         load(tmp_path, dtype=dtype, backend=wrong)

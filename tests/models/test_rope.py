@@ -120,7 +120,8 @@ def test_a_draft_model_drafts_as_far_as_it_can(tmp_path: Path, length: int | Non
     target = save_checkpoint(tmp_path / "target", max_len=3 * SHORT)
     draft = save_checkpoint(tmp_path / "draft", max_len=3 * SHORT)
     config = AutoConfig.from_pretrained(draft)
-    config.rope_parameters = LONGROPE
+    factors = ("short_factor", "long_factor")  # of heads twice as large as those above
+    config.rope_parameters = LONGROPE | {name: LONGROPE[name] * 2 for name in factors}
     config.save_pretrained(draft)
     llm = LLM(str(target), {"model": str(draft)}, max_model_len=length, num_blocks=64)
     assert cast(DraftModel, llm.engine.drafter).model.max_model_len == SHORT

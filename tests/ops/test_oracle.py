@@ -1,4 +1,4 @@
-"""torch_cpu gives the oracle's tokens and counts for equal logits and noise.
+"""The fast backends give the oracle's tokens and counts for equal logits and noise.
 
 A row is a near-tie if the oracle itself decides otherwise once its logits move by about `BOUND`:
 such rows are excluded, and counted, and their share is bounded. FP32 arithmetic on logits of size
@@ -20,14 +20,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, SlotParams, Stream, Verdict, get_backend
+from foretoken.ops import (
+    BACKENDS,
+    Backend,
+    DraftBlock,
+    SlotParams,
+    Stream,
+    Verdict,
+    get_backend,
+    unavailable,
+)
 from foretoken.ops.backends import reference
 from tests.support.cases import make_edits
 
 BOUND = 1e-5
 MOST_EXCLUDED = 0.01
 PERTURBATIONS = 4
-ORACLE, FAST = get_backend("reference"), get_backend("torch_cpu")
+ORACLE = get_backend("reference")
+FAST = [get_backend(name) for name in BACKENDS if name != "reference" and not unavailable(name)]
 VOCABULARIES = [1, 5, 999, 1024, 1025, 4097]
 DRAFT = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)
 
@@ -82,14 +92,14 @@ def perturbed(logits: Tensor, trial: int) -> Tensor:
     return logits.double() + BOUND * noise
 
 
-def agree_or_near_tie(oracle: Tensor, fast: Tensor, others: list[Tensor]) -> tuple[int, int]:
+def agree_or_near_tie(oracle: Tensor, fast: list[Tensor], others: list[Tensor]) -> tuple[int, int]:
     """Compare by leading dimension; returns (rows, rows excluded as near-ties)."""
     excluded = 0
     for n in range(len(oracle)):
         if any(not torch.equal(oracle[n], other[n]) for other in others):
             excluded += 1
         else:
-            assert fast[n].tolist() == oracle[n].tolist()
+            assert [f[n].tolist() for f in fast] == [oracle[n].tolist()] * len(fast)
     return len(oracle), excluded
 
 
@@ -109,20 +119,22 @@ def compare(case: Case, fp64_noise: bool, dtype: torch.dtype) -> tuple[int, int]
         row += num + 1
     masks = [
         ops.process_logits(x, params, slot_N, None) > -torch.inf
-        for ops, x in [(ORACLE, raw_NV), (FAST, raw_NV)]
+        for ops, x in [(ORACLE, raw_NV)]
+        + [(fast, raw_NV) for fast in FAST]
         + [(ORACLE, perturbed(raw_NV, t)) for t in range(PERTURBATIONS)]
     ]
-    tally = [agree_or_near_tie(masks[0], masks[1], masks[2:])]
+    end = 1 + len(FAST)
+    tally = [agree_or_near_tie(masks[0], masks[1:end], masks[end:])]
 
     slot_SK = torch.arange(case.num_slots).repeat_interleave(case.most)
-    p_NV = FAST.process_logits(raw_NV, params, slot_N, None)
-    q_SKV = FAST.process_logits(raw_SKV.flatten(0, 1), params, slot_SK, None).view_as(raw_SKV)
+    p_NV = FAST[0].process_logits(raw_NV, params, slot_N, None)
+    q_SKV = FAST[0].process_logits(raw_SKV.flatten(0, 1), params, slot_SK, None).view_as(raw_SKV)
     tokens = sample_drafts(ORACLE, case, q_SKV, fp64_noise)
     others = [
         sample_drafts(ORACLE, case, perturbed(q_SKV, t), fp64_noise) for t in range(PERTURBATIONS)
     ]
-    fast = sample_drafts(FAST, case, q_SKV, fp64_noise)
-    tally.append(agree_or_near_tie(tokens, fast, others))
+    drawn = [sample_drafts(fast, case, q_SKV, fp64_noise) for fast in FAST]
+    tally.append(agree_or_near_tie(tokens, drawn, others))
 
     drafts = case.drafts(q_SKV, tokens.view(case.num_requests, case.most), dtype)
     verdicts = [
@@ -132,12 +144,13 @@ def compare(case: Case, fp64_noise: bool, dtype: torch.dtype) -> tuple[int, int]
                 fp64_noise=fp64_noise,
             )
         )
-        for ops, p, q in [(ORACLE, p_NV, q_SKV), (FAST, p_NV, q_SKV)]
+        for ops, p, q in [(ORACLE, p_NV, q_SKV)]
+        + [(fast, p_NV, q_SKV) for fast in FAST]
         + [
             (ORACLE, perturbed(p_NV, t), perturbed(q_SKV, t + 100)) for t in range(PERTURBATIONS)
         ]
     ]  # fmt: skip
-    tally.append(agree_or_near_tie(verdicts[0], verdicts[1], verdicts[2:]))
+    tally.append(agree_or_near_tie(verdicts[0], verdicts[1:end], verdicts[end:]))
     return sum(t[0] for t in tally), sum(t[1] for t in tally)
 
 
@@ -204,9 +217,10 @@ def test_edits_are_the_oracles(seed: int) -> None:
     fields["penalty_presence_M"] = values(40, -2, 2)
     edits, case = make_edits(**fields), Case(vocabulary, seed, top_k=0, top_p=1.0, min_p=0.0)
     raw, slot = case.logits(rows), torch.arange(rows)
-    fast = FAST.process_logits(raw, case.params, slot, edits).double()
     oracle = ORACLE.process_logits(raw, case.params, slot, edits)
-    torch.testing.assert_close(fast, oracle, rtol=1e-5, atol=1e-5)
+    for backend in FAST:
+        fast = backend.process_logits(raw, case.params, slot, edits).double()
+        torch.testing.assert_close(fast, oracle, rtol=1e-5, atol=1e-5)
 
 
 def test_the_oracle_is_independent() -> None:
@@ -218,4 +232,4 @@ def test_the_oracle_is_independent() -> None:
             for node in ast.walk(ast.parse(inspect.getsource(module)))
             if isinstance(node, ast.ImportFrom)
         ]
-        assert not [m for m in imported if "rules" in m or "torch_cpu" in m]
+        assert not [m for m in imported if "rules" in m or "_cpu" in m]

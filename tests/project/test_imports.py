@@ -12,6 +12,7 @@ from tests.project.source import Module, imports, modules
 # Low to high. A module may import from its own component and from lower ones.
 LAYERS = [
     {"config", "errors", "interrupts", "outputs"},
+    {"native"},
     {"ops"},
     {"sampling"},
     {"cache"},

@@ -54,6 +54,7 @@ def save_checkpoint(
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=16,  # what the native decoder takes
         intermediate_size=2 * hidden,
         vocab_size=vocabulary,
         max_position_embeddings=max_len,

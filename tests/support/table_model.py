@@ -17,6 +17,9 @@ from tests.support.law import Chain
 class TableModel:
     """Logits of `chain`, over vocabulary + 1 ids: the last is a beginning-of-text token."""
 
+    fused = None
+    multiplies_masked_keys = True
+
     def __init__(self, chain: Chain, num_positions: int, max_model_len: int = 4096) -> None:
         self.chain = chain
         self.vocab_size = chain.vocabulary

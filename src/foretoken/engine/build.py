@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Scheduler
+from foretoken.engine.threads import set_threads
 from foretoken.errors import ConfigError, ForetokenError
-from foretoken.models import CausalLM, load_model, load_tokenizer
-from foretoken.ops import Backend, get_backend
+from foretoken.models import BLOCK_MULTIPLE, CausalLM, load_model, load_tokenizer
+from foretoken.ops import Backend, get_backend, unavailable
 from foretoken.sampling.sampler import Sampler
 from foretoken.sampling.slots import SlotTable
+
+_log = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -42,7 +46,7 @@ def _build(config: EngineConfig) -> Engine:
     if config.speculative_config is not None:
         find_drafter(config.speculative_config)  # a wrong name is told before anything is loaded
     device = torch.device("cpu")
-    backend = get_backend("torch_cpu" if config.backend == "auto" else config.backend)
+    backend = _choose_backend(config)
     model = load_model(
         config.model,
         device=device,
@@ -52,6 +56,7 @@ def _build(config: EngineConfig) -> Engine:
         max_model_len=config.max_model_len,
         seed=config.seed,
     )
+    set_threads(config.threads, native_target=model.fused is not None)
     tokenizer = load_tokenizer(config.model)
     drafter = _build_drafter(config, backend, device, model, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
@@ -71,6 +76,26 @@ def _build(config: EngineConfig) -> Engine:
     )
     runner = Runner(model, kv, sampler, DraftState(device))
     return Engine(config, runner, scheduler, drafter, tokenizer, _eos_ids(model, tokenizer))
+
+
+def _choose_backend(config: EngineConfig) -> Backend:
+    """The backend asked for, or the fastest that this machine has; says which one runs."""
+    name = config.backend
+    if name == "auto":
+        reason = unavailable("native_cpu")
+        if reason is None and config.block_size % BLOCK_MULTIPLE:
+            reason = f"`block_size` is no multiple of {BLOCK_MULTIPLE}"
+        if reason is not None:
+            _log.warning("Backend `torch_cpu`, without native kernels: %s.", reason)
+        name = "torch_cpu" if reason else "native_cpu"
+    elif name == "native_cpu" and config.block_size % BLOCK_MULTIPLE:
+        raise ConfigError(
+            "block_size",
+            config.block_size,
+            f"a multiple of {BLOCK_MULTIPLE} with backend `native_cpu`",
+        )
+    _log.info("Backend `%s`.", name)
+    return get_backend(name)
 
 
 def _check_token_budget(config: EngineConfig) -> None:

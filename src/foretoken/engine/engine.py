@@ -311,7 +311,7 @@ class Engine:
         """Zero blocks that changed hands: masked keys that are NaN would poison their new owner."""
         fresh = self.scheduler.take_fresh_blocks()
         if fresh:
-            self.runner.kv.clear(fresh)
+            self.runner.clear(fresh)
             if self.drafter is not None:
                 self.drafter.clear(fresh)
 

@@ -62,6 +62,11 @@ class Runner:
         self.sampler = sampler
         self.drafts = drafts
 
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Zero blocks that change hands, if the model would let what stands there spread."""
+        if self.model.multiplies_masked_keys:
+            self.kv.clear(block_ids)
+
     def run(self, shares: Sequence[Share]) -> list[Outcome]:
         """Compute a step's tokens and draw the next ones; outcomes in the plan's order.
 

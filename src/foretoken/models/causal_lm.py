@@ -16,6 +16,7 @@ from torch import Tensor
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape
 from foretoken.models.attention import AttentionPass, attention_context
+from foretoken.models.fused_decoder import FusedDecoder
 from foretoken.ops import Backend
 
 __all__ = ["CausalLM"]
@@ -29,6 +30,7 @@ class CausalLM:
     max_model_len: most positions a request may use
     layer_shapes:  (H_kv, D, D_v) per layer: what a `KVPool` for this model needs
     num_parameters: tied ones once
+    fused:         runs in the module's stead, if given
     """
 
     def __init__(
@@ -41,8 +43,10 @@ class CausalLM:
         num_parameters: int,
         dtype: torch.dtype,
         device: torch.device,
+        fused: FusedDecoder | None = None,
     ) -> None:
         self.module = module
+        self.fused = fused
         self.backend = backend
         self.config: Any = module.config
         self.vocab_size: int = self.config.get_text_config().vocab_size
@@ -52,12 +56,19 @@ class CausalLM:
         self.dtype = dtype
         self.device = device
 
+    @property
+    def multiplies_masked_keys(self) -> bool:
+        """Whether a NaN in an unused part of a block would spread: such blocks must be cleared."""
+        return self.fused is None
+
     def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
         """Run the packed tokens, write their K/V into `kv`, and return raw logits.
 
         Returns:
             [N, V] in the model's dtype, one row per `batch.logit_row_N` in its order; N may be 0.
         """
+        if self.fused is not None:
+            return self.fused.forward(batch, kv)
         run = AttentionPass(batch.attention, kv, self.backend)
         return self._run(batch, run)
 

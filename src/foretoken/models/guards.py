@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch, Span, build_batch
-from foretoken.cache.kv_pool import KVPool, LayerShape
+from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.models.attention import (
     ATTENTION_NAME,
@@ -26,6 +26,7 @@ from foretoken.models.attention import (
     attention_context,
 )
 from foretoken.models.causal_lm import CausalLM
+from foretoken.models.fused_decoder import BLOCK_MULTIPLE
 from foretoken.ops import Backend
 
 __all__ = ["check_class", "check_config", "eager_logits", "probe", "rope_limit", "self_check"]
@@ -61,8 +62,8 @@ _LAYER_REASONS = {
 # stayed below 2e-2, a bidirectional model was at 0.5.
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
-_LENGTH = 14  # tokens per sequence of the self-check; two windows of a sliding window of 7
-_BLOCK = 4
+_LENGTH = 22  # tokens per sequence of the self-check: past one block of 16
+_BLOCK = 4  # tokens per cache block there, unless the fused decoder wants more
 
 
 def check_config(raw: dict[str, Any], class_name: str | None) -> None:
@@ -158,8 +159,10 @@ def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _rope_parameters(value)
 
 
-def probe(module: Any, backend: Backend, device: torch.device) -> tuple[list[LayerShape], Tensor]:
-    """Run a few tokens without a cache: the K/V shape of each layer, and logits to look at.
+def probe(
+    module: Any, backend: Backend, device: torch.device
+) -> tuple[list[AttentionCall], Tensor]:
+    """Run a few tokens without a cache: what each layer asks of attention, and logits to look at.
 
     Raises:
         UnsupportedModelError: not exactly one attention call per layer, in order, or a layer whose
@@ -177,7 +180,7 @@ def probe(module: Any, backend: Backend, device: torch.device) -> tuple[list[Lay
             "attention needs exactly one call in every layer."
         )
     _check_windows(text, [call.sliding_window for call in calls])
-    return [call.shape for call in calls], logits
+    return calls, logits
 
 
 def _check_windows(text: Any, windows: list[int | None]) -> None:
@@ -229,7 +232,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
     Three sequences of random tokens run through the paged cache as an engine would run them; every
     logit row must equal the row of one plain eager forward. With `probe` and `eager_logits` this
     costs six forwards of a few tokens (0.15 s for the embedded model on one thread of a busy CPU).
-    Sliding windows longer than 14 tokens are not exercised.
+    Sliding windows longer than 22 tokens are not exercised.
 
     Args:
         expected: `eager_logits` of the module before anything in it was replaced.
@@ -241,9 +244,10 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
         UnsupportedModelError: rows differ by more than rounding.
     """
     tokens = _check_tokens(model.vocab_size)
-    kv = KVPool(model.layer_shapes, 16, _BLOCK, dtype=model.dtype, device=model.device)
+    block = _BLOCK if model.fused is None else BLOCK_MULTIPLE
+    kv = KVPool(model.layer_shapes, 16, block, dtype=model.dtype, device=model.device)
     # Blocks of the first sequence are adjacent, of the others scattered.
-    tables = ([1, 2, 3, 4], [9, 5, 7, 6], [15, 10, 12, 8])
+    tables = ([1, 2, 3, 4, 13, 14], [9, 5, 7, 6], [15, 10, 12, 8, 11])
     wrong = _random_tokens(model.vocab_size, 3, 4)
     errors = []
     for step in _SCHEDULE:
@@ -251,7 +255,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
         for i, start, count, drafts in step:
             new = tokens[i][start : start + count] + wrong[:drafts]
             spans.append(Span(tables[i], start, new, len(new)))
-        logits = model.forward(build_batch(spans, _BLOCK, model.device), kv)
+        logits = model.forward(build_batch(spans, block, model.device), kv)
         row = 0
         for i, start, count, drafts in step:
             ours, eager = logits[row : row + count], expected[i, start : start + count]
@@ -271,15 +275,16 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
 # Steps of (sequence, first position, true tokens, wrong drafts after them). Positions that held
 # wrong drafts are written again by a later step: rollback.
 _SCHEDULE = (
-    ((0, 0, 6, 0), (1, 0, 3, 0)),  # ragged prefill
-    ((0, 6, 3, 0), (1, 3, 1, 0), (2, 0, 5, 0)),  # chunked prefill, decode, prefill
-    ((0, 9, 1, 3), (1, 4, 1, 3), (2, 5, 1, 0)),  # verify with wrong drafts, decode
-    ((2, 6, 5, 0), (0, 10, 4, 0), (1, 5, 5, 0)),  # rolled back, verify with right drafts
+    ((0, 0, 13, 0), (1, 0, 3, 0)),  # ragged prefill
+    ((0, 13, 3, 0), (1, 3, 1, 0), (2, 0, 13, 0)),  # chunked prefill, decode, prefill
+    ((0, 16, 1, 3), (1, 4, 1, 3), (2, 13, 1, 3)),  # verify with wrong drafts
+    ((2, 14, 5, 0), (0, 17, 5, 0), (1, 5, 5, 0)),  # rolled back, verify with right drafts
+    ((1, 10, 1, 0), (2, 19, 1, 0)),  # decode
 )
 
 
 def eager_logits(module: Any, device: torch.device) -> Tensor:
-    """Logits of the self-check's sequences without any of our code: float32 [3, 14, V]."""
+    """Logits of the self-check's sequences without any of our code: float32 [3, 22, V]."""
     vocab_size = module.config.get_text_config().vocab_size
     input_ids = torch.tensor(_check_tokens(vocab_size), device=device)
     module.set_attn_implementation("eager")

@@ -6,13 +6,14 @@ the checks themselves (`checkpoint.py`, `guards.py`).
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.models.attention import ATTENTION_NAME, register_attention
+from foretoken.models.attention import ATTENTION_NAME, AttentionCall, register_attention
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import (
     check_weights,
@@ -21,6 +22,7 @@ from foretoken.models.checkpoint import (
     read_config,
     resolve_checkpoint,
 )
+from foretoken.models.fused_decoder import FusedDecoder, UnfitError
 from foretoken.models.packing import can_pack, observe_linears, pack_linears
 from foretoken.models.quiet import quiet_transformers
 from foretoken.ops import Backend, get_backend
@@ -28,6 +30,8 @@ from foretoken.ops import Backend, get_backend
 __all__ = ["load_model"]
 
 LoadFormat = Literal["auto", "dummy"]
+
+_log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _KEYS_SHOWN = 3
@@ -85,25 +89,39 @@ def load_model(
 def _checked(
     module: Any, backend: Backend, max_model_len: int, dtype: torch.dtype, device: torch.device
 ) -> CausalLM:
+    """The module made fast as far as it can be, after the self-check."""
     from foretoken.models import guards
 
-    with observe_linears(module) as calls:
-        layer_shapes, _ = guards.probe(module, backend, device)
+    with observe_linears(module) as linears:
+        calls, _ = guards.probe(module, backend, device)
     expected = guards.eager_logits(module, device)
-    num_parameters = sum(parameter.numel() for parameter in module.parameters())
-    if can_pack(dtype, device):
-        pack_linears(module, calls)
     model = CausalLM(
         module,
         backend=backend,
-        layer_shapes=layer_shapes,
+        layer_shapes=[call.shape for call in calls],
         max_model_len=max_model_len,
-        num_parameters=num_parameters,
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         dtype=dtype,
         device=device,
+        fused=_fused(module, calls) if backend.FUSES_DECODERS else None,
     )
+    if model.fused is not None:
+        guards.self_check(model, expected)
+        model.fused.drop_module_weights()
+        return model
+    if can_pack(dtype, device):
+        pack_linears(module, linears)
     guards.self_check(model, expected)
     return model
+
+
+def _fused(module: Any, calls: list[AttentionCall]) -> FusedDecoder | None:
+    """The native decoder in the module's stead, if it implements all that the module has."""
+    try:
+        return FusedDecoder(module, calls)
+    except UnfitError as reason:
+        _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
+        return None
 
 
 def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:

@@ -37,11 +37,18 @@ __all__ = [
     "Stream",
     "Verdict",
     "get_backend",
+    "unavailable",
 ]
 
 
 class Backend(Protocol):
-    """The contract. Shapes as in `ops/types.py`; no function changes its inputs."""
+    """The contract. Shapes as in `ops/types.py`; no function changes its inputs.
+
+    FUSES_DECODERS: whether models may run as one native call (`models/fused_decoder.py`), whose
+        K/V layout no `attention` reads.
+    """
+
+    FUSES_DECODERS: bool
 
     def process_logits(
         self, logits_NV: Tensor, params: SlotParams, slot_N: Tensor, edits: Edits | None
@@ -146,11 +153,24 @@ class Backend(Protocol):
 BACKENDS = {
     "reference": "foretoken.ops.backends.reference",
     "torch_cpu": "foretoken.ops.backends.torch_cpu",
+    "native_cpu": "foretoken.ops.backends.native_cpu",
 }
 
 
+def unavailable(name: str) -> str | None:
+    """Why the backend of this name cannot run on this machine, or None if it can."""
+    if name == "native_cpu":
+        from foretoken.native import library
+
+        return library.missing()
+    return None
+
+
 def get_backend(name: str) -> Backend:
-    """Import a backend by name; `ConfigError` if there is none of that name."""
+    """Import a backend by name; `ConfigError` if there is none, or if it cannot run here."""
     if name not in BACKENDS:
         raise ConfigError("backend", name, f"one of {', '.join(BACKENDS)}")
+    reason = unavailable(name)
+    if reason is not None:
+        raise ConfigError("backend", name, "one that runs here", f"Without kernels: {reason}.")
     return cast(Backend, importlib.import_module(BACKENDS[name]))

@@ -61,3 +61,23 @@ def check_drafts(drafts: DraftBlock, num_requests: int) -> None:
     check_tensor("drafts.real_q_B", drafts.real_q_B, (num_requests,), (torch.bool,))
     if drafts.logits_SKV is not None:
         check_tensor("drafts.logits_SKV", drafts.logits_SKV, (None, None, None), FLOATS)
+
+
+def check_verify(
+    logits_NV: Tensor, params: SlotParams, slot_B: Tensor, position_B: Tensor, drafts: DraftBlock
+) -> None:
+    """All arguments of `Backend.verify` against each other; of tensors on the host, values too."""
+    check_tensor("logits_NV", logits_NV, (None, None), FLOATS)
+    check_tensor("slot_B", slot_B, (None,), INT64)
+    check_tensor("position_B", position_B, slot_B.shape, INT64)
+    check_params(params)
+    check_drafts(drafts, len(slot_B))
+    num_B, most = drafts.num_B.tolist(), drafts.token_BK.shape[1]
+    if num_B and not 0 <= min(num_B) <= max(num_B) <= most:
+        raise ConfigError("drafts.num_B", num_B, f"in 0..{most}, the width of `token_BK`")
+    if logits_NV.shape[0] != sum(num_B) + len(num_B):
+        raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "sum(num_B + 1) rows")
+    if drafts.logits_SKV is not None and drafts.logits_SKV.shape[1] < most:
+        raise ConfigError("drafts.logits_SKV.shape", tuple(drafts.logits_SKV.shape), f"K >= {most}")
+    if drafts.logits_SKV is None and bool(drafts.real_q_B.any()):
+        raise ConfigError("drafts.logits_SKV", None, "given, since `real_q_B` asks for it")

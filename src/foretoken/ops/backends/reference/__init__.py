@@ -9,4 +9,6 @@ from foretoken.ops.backends.reference.process import process_logits
 from foretoken.ops.backends.reference.sample import sample
 from foretoken.ops.backends.reference.verify import verify
 
-__all__ = ["attention", "process_logits", "sample", "verify"]
+FUSES_DECODERS = False
+
+__all__ = ["FUSES_DECODERS", "attention", "process_logits", "sample", "verify"]

@@ -22,7 +22,7 @@ from foretoken.errors import ConfigError
 from foretoken.ops.backends.reference.noise import uniform_of
 from foretoken.ops.backends.reference.process import Row
 from foretoken.ops.backends.reference.sample import Place, draw, log_sum_exp
-from foretoken.ops.checks import FLOATS, INT64, check_drafts, check_params, check_tensor
+from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, SlotParams, Stream, Verdict
 
 TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
@@ -40,23 +40,11 @@ def verify(
     fp64_noise: bool = False,
 ) -> Verdict:
     """See `Backend.verify`."""
-    check_tensor("logits_NV", logits_NV, (None, None), FLOATS)
-    check_tensor("slot_B", slot_B, (None,), INT64)
-    check_tensor("position_B", position_B, slot_B.shape, INT64)
-    check_params(params)
-    check_drafts(drafts, len(slot_B))
+    check_verify(logits_NV, params, slot_B, position_B, drafts)
     if rule not in RULES:
         raise ConfigError("rule", rule, f"one of {', '.join(RULES)}")
     verify_one = RULES[rule]
     most = drafts.token_BK.shape[1]
-    if any(not 0 <= num <= most for num in drafts.num_B.tolist()):
-        raise ConfigError("drafts.num_B", drafts.num_B.tolist(), f"in 0..{most}")
-    if len(logits_NV) != int(drafts.num_B.sum()) + len(slot_B):
-        raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "sum(num_B + 1) rows")
-    if drafts.logits_SKV is None and bool(drafts.real_q_B.any()):
-        raise ConfigError("drafts.logits_SKV", None, "given, since `real_q_B` asks for it")
-    if drafts.logits_SKV is not None and drafts.logits_SKV.shape[1] < most:
-        raise ConfigError("drafts.logits_SKV.shape", tuple(drafts.logits_SKV.shape), f"K >= {most}")
     token_BK1 = torch.full((len(slot_B), most + 1), -1, dtype=drafts.token_BK.dtype)
     n_accept_B = torch.zeros(len(slot_B), dtype=torch.int64)
     finite_B = torch.ones(len(slot_B), dtype=torch.bool)

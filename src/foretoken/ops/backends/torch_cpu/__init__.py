@@ -5,4 +5,6 @@ from foretoken.ops.backends.torch_cpu.process import process_logits
 from foretoken.ops.backends.torch_cpu.sample import sample
 from foretoken.ops.backends.torch_cpu.verify import verify
 
-__all__ = ["attention", "process_logits", "sample", "verify"]
+FUSES_DECODERS = False
+
+__all__ = ["FUSES_DECODERS", "attention", "process_logits", "sample", "verify"]

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from foretoken.errors import ConfigError
 from foretoken.ops.backends.torch_cpu.noise import Array, address, uniform_at
 from foretoken.ops.backends.torch_cpu.process import as_float32, chunks
 from foretoken.ops.backends.torch_cpu.sample import draw, is_flat, log_sum_exp
-from foretoken.ops.checks import FLOATS, INT64, check_drafts, check_params, check_tensor
+from foretoken.ops.checks import check_verify
 from foretoken.ops.rules import RuleInputs, get_rule
 from foretoken.ops.types import DraftBlock, SlotParams, Stream, Verdict
 
@@ -105,23 +104,10 @@ def _read(
     fp64_noise: bool,
 ) -> Batch:
     """Check the arguments against each other and turn them into arrays."""
-    check_tensor("logits_NV", logits_NV, (None, None), FLOATS)
-    check_tensor("slot_B", slot_B, (None,), INT64)
-    check_tensor("position_B", position_B, slot_B.shape, INT64)
-    check_params(params)
-    check_drafts(drafts, len(slot_B))
+    check_verify(logits_NV, params, slot_B, position_B, drafts)
     num_B, slot, token_BK = drafts.num_B.numpy(), slot_B.numpy(), drafts.token_BK.numpy()
     most = token_BK.shape[1]
-    if len(num_B) and not 0 <= num_B.min() <= num_B.max() <= most:
-        raise ConfigError("drafts.num_B", num_B.tolist(), f"in 0..{most}, the width of `token_BK`")
     end_B = (num_B + 1).cumsum()
-    if logits_NV.shape[0] != (end_B[-1] if len(end_B) else 0):
-        raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "sum(num_B + 1) rows")
-    if drafts.logits_SKV is not None and drafts.logits_SKV.shape[1] < most:
-        raise ConfigError("drafts.logits_SKV.shape", tuple(drafts.logits_SKV.shape), f"K >= {most}")
-    real_q_B = drafts.real_q_B.numpy()
-    if drafts.logits_SKV is None and real_q_B.any():
-        raise ConfigError("drafts.logits_SKV", None, "given, since `real_q_B` asks for it")
     return Batch(
         logits_NV=as_float32(logits_NV),
         slot_B=slot,
@@ -132,7 +118,7 @@ def _read(
         first_row_B=end_B - (num_B + 1),
         token_BK=token_BK,
         known_BK=(np.arange(most) < num_B[:, None]) & (token_BK >= 0),
-        real_q_B=real_q_B,
+        real_q_B=drafts.real_q_B.numpy(),
         draft_logits_SKV=torch.empty(0) if drafts.logits_SKV is None else drafts.logits_SKV,
         fp64_noise=fp64_noise,
     )

@@ -1,0 +1,1 @@
+"""C++ kernels for CPUs (`csrc`), their compilation (`build`) and their functions (`library`)."""

@@ -1,0 +1,95 @@
+"""Compiles the native kernels: `python -m foretoken.native.build`, also run when installing.
+
+Belongs here: compiler, flags, file names. Standard library only, and no import of this package: the
+build hook loads this file by its path before anything is installed.
+
+There is one library per instruction set, chosen when it is loaded, so that a wheel built anywhere
+runs anywhere. A file's name holds a digest of the sources: a library of other sources is never
+loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE / "csrc"
+LIBRARIES = HERE / "lib"
+
+# Most capable first. x86-64-v4 has 512-bit vectors, v3 is every x86 server since about 2014.
+VARIANTS: dict[str, dict[str, list[str]]] = {
+    "x86_64": {"x86-64-v4": ["-march=x86-64-v4"], "x86-64-v3": ["-march=x86-64-v3"]},
+    "aarch64": {"aarch64": []},
+}
+_FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
+_SHARED = ["-shared", "-fPIC", "-pthread"]
+
+
+class BuildError(Exception):
+    """The kernels could not be compiled; the message says why."""
+
+
+def digest() -> str:
+    """Twelve digits that change with the sources and with how they are compiled."""
+    found = hashlib.sha256(repr((VARIANTS, _FLAGS, _SHARED)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        found.update(path.name.encode() + path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def library_path(variant: str) -> Path:
+    """Where the library of this variant and of the present sources is, if it was built."""
+    return LIBRARIES / f"foretoken-{digest()}-{variant}.so"
+
+
+def build() -> list[Path]:
+    """Compile every variant of this machine's architecture that is missing; drop outdated ones.
+
+    Raises:
+        BuildError: no C++ compiler, an unknown architecture, or the compiler refused.
+    """
+    variants = VARIANTS.get(platform.machine())
+    if variants is None:
+        raise BuildError(f"there are no native kernels for `{platform.machine()}`")
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildError("there is no C++ compiler (`g++` or `clang++`)")
+    LIBRARIES.mkdir(exist_ok=True)
+    built = [library_path(variant) for variant in variants]
+    for path, flags in zip(built, variants.values(), strict=True):
+        if not path.exists():
+            _compile(compiler, flags, path)
+    for path in LIBRARIES.glob("*.so"):
+        if path not in built:
+            path.unlink(missing_ok=True)
+    return built
+
+
+def _compile(compiler: str, flags: list[str], path: Path) -> None:
+    sources = sorted(str(source) for source in SOURCES.glob("*.cpp"))
+    partial = path.with_suffix(".partial")  # renamed when whole: nobody loads half a library
+    command = [compiler, *_FLAGS, *flags, *_SHARED, *sources, "-o", str(partial)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"`{' '.join(command)}` failed:\n{done.stderr.strip()}")
+    partial.replace(path)
+
+
+def main() -> int:
+    """Build, and say what came of it."""
+    try:
+        for path in build():
+            print(path.relative_to(HERE.parent))
+    except BuildError as error:
+        print(f"Native kernels were not built: {error}.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,234 @@
+#include "attention.h"
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "pool.h"
+#include "simd.h"
+
+namespace foretoken {
+namespace {
+
+constexpr int kMostRows = 24;  // (query, head) pairs of a tile: they share each read of K and V
+constexpr int kRowBlock = 6;   // of them in registers at once
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
+
+// Rows of one tile: queries q0.. of one request times the heads that share one K/V head.
+struct QueryTile {
+  const AttentionShape& shape;
+  const int64_t* blocks;
+  const float* keys;
+  const float* values;
+  int rows;
+  const float* query[kMostRows];
+  float* out[kMostRows];
+  int64_t begin[kMostRows], end[kMostRows];  // keys that the row sees
+  int64_t first_block, last_block;           // blocks that any row sees
+  float* score;                              // [rows][stride], from the first key of first_block
+  int64_t stride;
+
+  float* scores_of(int r) const { return score + r * stride; }
+  int64_t origin() const { return first_block * shape.block_size; }
+};
+
+const float* key_block(const QueryTile& t, int64_t b) {
+  const AttentionShape& s = t.shape;
+  return t.keys + t.blocks[b] * s.kv_heads * s.key_size * s.block_size;
+}
+
+// Blocks b to b+C-1 against R rows. Blocks are scattered, so the processor cannot guess the next:
+// it is fetched meanwhile. Several blocks at once keep more additions in flight.
+template <int R, int C>
+void score_blocks(const QueryTile& t, int first_row, int64_t b) {
+  const int64_t size = t.shape.key_size, width = t.shape.block_size;
+  for (int64_t c = 0; c < width; c += kWidth) {
+    const float *keys[C], *next[C];
+    for (int j = 0; j < C; j++) {
+      keys[j] = key_block(t, b + j) + c;
+      next[j] = key_block(t, b + j + C <= t.last_block ? b + j + C : b + j) + c;
+    }
+    Vec sum[R][C] = {};
+    for (int64_t d = 0; d < size; d++) {
+      for (int j = 0; j < C; j++) {
+        const Vec k = load(keys[j] + d * width);
+        __builtin_prefetch(next[j] + d * width);
+        for (int r = 0; r < R; r++) sum[r][j] += t.query[first_row + r][d] * k;
+      }
+    }
+    for (int r = 0; r < R; r++)
+      for (int j = 0; j < C; j++) {
+        const int64_t column = (b + j - t.first_block) * width + c;
+        store(t.scores_of(first_row + r) + column, sum[r][j] * t.shape.scale);
+      }
+  }
+}
+
+template <int R>
+void score_rows(const QueryTile& t, int first_row) {
+  constexpr int C = R <= 2 ? 4 : R <= 3 ? 2 : 1;
+  int64_t b = t.first_block;
+  for (; b + C - 1 <= t.last_block; b += C) score_blocks<R, C>(t, first_row, b);
+  for (; b <= t.last_block; b++) score_blocks<R, 1>(t, first_row, b);
+}
+
+void score_keys(const QueryTile& t) {
+  for (int r = 0; r < t.rows; r += kRowBlock) {
+    switch (t.rows - r) {
+      case 1: score_rows<1>(t, r); break;
+      case 2: score_rows<2>(t, r); break;
+      case 3: score_rows<3>(t, r); break;
+      case 4: score_rows<4>(t, r); break;
+      case 5: score_rows<5>(t, r); break;
+      default: score_rows<6>(t, r);
+    }
+  }
+}
+
+// Scores of one row to weights, in place; what it does not see gets weight 0.
+void softmax(float* score, int64_t size, int64_t begin, int64_t end) {
+  for (int64_t i = 0; i < begin; i++) score[i] = kMinusInfinity;
+  for (int64_t i = end; i < size; i++) score[i] = kMinusInfinity;
+  Vec peak = splat(kMinusInfinity);
+  for (int64_t i = 0; i < size; i += kWidth) peak = max(peak, load(score + i));
+  const float top = max_lane(peak);
+  Vec total = {};
+  for (int64_t i = 0; i < size; i += kWidth) {
+    const Vec weight = exp(load(score + i) - top);
+    store(score + i, weight);
+    total += weight;
+  }
+  const float scale = 1.0f / sum_lanes(total);
+  for (int64_t i = 0; i < size; i += kWidth) store(score + i, load(score + i) * scale);
+}
+
+// Add weight * value for keys begin..end-1 to V vectors of the outputs of R rows, from column v on.
+template <int R, int V>
+void mix_columns(const QueryTile& t, int first_row, int64_t begin, int64_t end, int64_t v) {
+  const AttentionShape& s = t.shape;
+  const int64_t size = s.value_size, per_block = s.kv_heads * s.block_size * size;
+  Vec sum[R][V];
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < V; j++) sum[r][j] = load(t.out[first_row + r] + v + j * kWidth);
+  for (int64_t key = begin; key < end;) {
+    const int64_t b = key / s.block_size, offset = key % s.block_size;
+    const int64_t left = s.block_size - offset, run = end - key < left ? end - key : left;
+    const float* value = t.values + t.blocks[b] * per_block + offset * size + v;
+    const float* next = t.values + t.blocks[b < t.last_block ? b + 1 : b] * per_block + v;
+    for (int64_t i = 0; i < run; i++, value += size, next += size) {
+      for (int j = 0; j < V; j++) {
+        __builtin_prefetch(next + j * kWidth);
+        const Vec x = load(value + j * kWidth);
+        for (int r = 0; r < R; r++)
+          sum[r][j] += t.scores_of(first_row + r)[key + i - t.origin()] * x;
+      }
+    }
+    key += run;
+  }
+  for (int r = 0; r < R; r++)
+    for (int j = 0; j < V; j++) store(t.out[first_row + r] + v + j * kWidth, sum[r][j]);
+}
+
+template <int R>
+void mix_values(const QueryTile& t, int first_row, int64_t begin, int64_t end) {
+  constexpr int V = kWidth == 16 ? 4 : 2;
+  int64_t v = 0;
+  for (; v + V * kWidth <= t.shape.value_size; v += V * kWidth)
+    mix_columns<R, V>(t, first_row, begin, end, v);
+  for (; v < t.shape.value_size; v += kWidth) mix_columns<R, 1>(t, first_row, begin, end, v);
+}
+
+void mix_rows(const QueryTile& t, int first_row, int rows, int64_t begin, int64_t end) {
+  switch (rows) {
+    case 1: return mix_values<1>(t, first_row, begin, end);
+    case 2: return mix_values<2>(t, first_row, begin, end);
+    case 3: return mix_values<3>(t, first_row, begin, end);
+    case 4: return mix_values<4>(t, first_row, begin, end);
+    case 5: return mix_values<5>(t, first_row, begin, end);
+    default: return mix_values<6>(t, first_row, begin, end);
+  }
+}
+
+// Keys that all rows see are read once for kRowBlock rows; each row's own before and after alone.
+void mix(const QueryTile& t) {
+  for (int first = 0; first < t.rows; first += kRowBlock) {
+    const int rows = t.rows - first < kRowBlock ? t.rows - first : kRowBlock;
+    int64_t begin = t.begin[first], end = t.end[first];
+    for (int r = first; r < first + rows; r++) {
+      std::memset(t.out[r], 0, t.shape.value_size * sizeof(float));
+      begin = t.begin[r] > begin ? t.begin[r] : begin;
+      end = t.end[r] < end ? t.end[r] : end;
+    }
+    if (begin >= end) begin = end = t.end[first];  // windows so far apart that they share nothing
+    for (int r = first; r < first + rows; r++)
+      mix_rows(t, r, 1, t.begin[r], begin < t.end[r] ? begin : t.end[r]);
+    if (begin < end) mix_rows(t, first, rows, begin, end);
+    for (int r = first; r < first + rows; r++)
+      mix_rows(t, r, 1, end > t.begin[r] ? end : t.begin[r], t.end[r]);
+  }
+}
+
+float* scratch(int64_t size) {
+  thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+  return memory.data();
+}
+
+}  // namespace
+
+void attend(const float* query, const float* keys, const float* values, const Group* groups,
+            int64_t num_groups, const AttentionShape& s, float* out) {
+  const int64_t per_kv = s.heads / s.kv_heads;
+  const int64_t most = per_kv < kMostRows ? kMostRows / per_kv : 1;  // queries of a tile
+  for (const Group* g = groups; g < groups + num_groups; g++) {
+    const int64_t cuts = (g->queries + most - 1) / most;
+    int64_t keys_read = 0;
+    for (int64_t b = 0; b < g->requests; b++) keys_read += g->length_b[b] * g->queries;
+    parallel_for(
+        g->requests * s.kv_heads * cuts, keys_read * s.heads * s.key_size > 60000,
+        [&](int64_t index) {
+          const int64_t cut = index % cuts, head = index / cuts % s.kv_heads;
+          const int64_t b = index / cuts / s.kv_heads, q0 = cut * most;
+          const int64_t count = g->queries - q0 < most ? g->queries - q0 : most;
+          const int64_t start = g->length_b[b] - g->queries;
+          for (int64_t h0 = 0; h0 < per_kv; h0 += kMostRows) {  // more heads than a tile has rows
+            const int64_t h1 = per_kv < h0 + kMostRows ? per_kv : h0 + kMostRows;
+            QueryTile t{s, g->block_bL + b * g->columns,
+                   keys + head * s.key_size * s.block_size,
+                   values + head * s.value_size * s.block_size, 0, {}, {}, {}, {}, 0, 0, nullptr, 0};
+            for (int64_t q = q0; q < q0 + count; q++) {
+              const int64_t token =
+                  g->token_index ? g->token_index[b * g->queries + q] : g->first + b * g->queries + q;
+              for (int64_t h = h0; h < h1; h++) {
+                const int r = t.rows++;
+                const int64_t row = token * s.heads + head * per_kv + h;
+                t.query[r] = query + row * s.key_size;
+                t.out[r] = out + row * s.value_size;
+                t.end[r] = start + q + 1;
+                t.begin[r] = s.window && t.end[r] > s.window ? t.end[r] - s.window : 0;
+              }
+            }
+            t.first_block = t.begin[0] / s.block_size;
+            t.last_block = (t.end[t.rows - 1] - 1) / s.block_size;
+            t.stride = (t.last_block - t.first_block + 1) * s.block_size;
+            t.score = scratch(t.rows * t.stride);
+            score_keys(t);
+            for (int r = 0; r < t.rows; r++)
+              softmax(t.scores_of(r), t.stride, t.begin[r] - t.origin(), t.end[r] - t.origin());
+            mix(t);
+          }
+        });
+  }
+}
+
+void write_kv(float* keys, float* values, int64_t slot, const float* key, const float* value,
+              const AttentionShape& s) {
+  const int64_t block = slot / s.block_size, offset = slot % s.block_size;
+  float* k = keys + block * s.kv_heads * s.key_size * s.block_size + offset;
+  for (int64_t i = 0; i < s.kv_heads * s.key_size; i++) k[i * s.block_size] = key[i];
+  for (int64_t h = 0; h < s.kv_heads; h++)
+    std::memcpy(values + ((block * s.kv_heads + h) * s.block_size + offset) * s.value_size,
+                value + h * s.value_size, s.value_size * sizeof(float));
+}
+
+}  // namespace foretoken

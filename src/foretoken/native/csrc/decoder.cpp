@@ -1,0 +1,231 @@
+#include "decoder.h"
+
+#include <cmath>
+
+namespace foretoken {
+namespace {
+
+std::vector<float> copy(const float* from, int64_t count) {
+  return from ? std::vector<float>(from, from + count) : std::vector<float>();
+}
+
+Packed pack(int64_t outputs, int64_t inputs, const float* weight, const float* bias) {
+  Packed packed(outputs, inputs);
+  packed.fill(0, weight, bias, outputs);
+  return packed;
+}
+
+// weight * x / rms(x), as one fixed order of additions.
+void norm_row(const float* x, const float* weight, int64_t size, float epsilon, float* out) {
+  Vec squares = {};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + kWidth <= size; i += kWidth) squares += load(x + i) * load(x + i);
+  for (; i < size; i++) rest += x[i] * x[i];
+  const float scale = 1.0f / std::sqrt((sum_lanes(squares) + rest) / size + epsilon);
+  for (i = 0; i < size; i++) out[i] = weight[i] * (x[i] * scale);
+}
+
+// A panel of gate_up holds half a panel of gate, then the same outputs of up.
+constexpr int64_t kHalf = kPanel / 2;
+
+// silu(gate) * up, for `count` outputs.
+void activate(const float* values, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const Vec gate = load(values + i), up = load(values + kHalf + i);
+    const Vec y = gate / (1.0f + exp(-gate)) * up;
+    if (i + kWidth <= count) {
+      store(out + i, y);
+    } else {
+      for (int64_t j = i; j < count; j++) out[j] = y[j - i];
+    }
+  }
+}
+
+}  // namespace
+
+Decoder::Decoder(const DecoderShape& shape, const LayerWeights* layers, const float* embedding,
+                 const float* final_norm, const float* head, const float* frequencies)
+    : shape_(shape),
+      embedding_(embedding),
+      final_norm_(copy(final_norm, shape.hidden)),
+      frequencies_(copy(frequencies, shape.rotary_size / 2)),
+      head_(pack(shape.vocabulary, shape.hidden, head, nullptr)) {
+  const int64_t h = shape.hidden, d = shape.head_size;
+  const int64_t q = shape.heads * d, kv = shape.kv_heads * d;
+  for (const LayerWeights* w = layers; w < layers + shape.layers; w++) {
+    Layer layer;
+    layer.window = w->window;
+    layer.input_norm = copy(w->input_norm, h);
+    layer.post_attention_norm = copy(w->post_attention_norm, h);
+    layer.q_norm = copy(w->q_norm, d);
+    layer.k_norm = copy(w->k_norm, d);
+    layer.qkv = Packed(q + 2 * kv, h);
+    layer.qkv.fill(0, w->q, w->q_bias, q);
+    layer.qkv.fill(q, w->k, w->k_bias, kv);
+    layer.qkv.fill(q + kv, w->v, w->v_bias, kv);
+    layer.o = pack(h, q, w->o, w->o_bias);
+    const int64_t halves = (shape.intermediate + kHalf - 1) / kHalf;
+    layer.gate_up = Packed(halves * kPanel, h);
+    for (int64_t i = 0; i < halves; i++) {
+      const int64_t at = i * kHalf, left = shape.intermediate - at;
+      const int64_t count = left < kHalf ? left : kHalf;
+      const float *gate_bias = w->gate_bias ? w->gate_bias + at : nullptr,
+                  *up_bias = w->up_bias ? w->up_bias + at : nullptr;
+      layer.gate_up.fill(i * kPanel, w->gate + at * h, gate_bias, count);
+      layer.gate_up.fill(i * kPanel + kHalf, w->up + at * h, up_bias, count);
+    }
+    layer.down = pack(h, shape.intermediate, w->down, w->down_bias);
+    layers_.push_back(std::move(layer));
+  }
+}
+
+void Decoder::place(int64_t tokens) {
+  const int64_t q = shape_.heads * shape_.head_size, kv = shape_.kv_heads * shape_.head_size;
+  const int64_t sizes[] = {shape_.hidden,       shape_.hidden,          q + 2 * kv,
+                           q,                   q,                      shape_.intermediate,
+                           shape_.rotary_size / 2, shape_.rotary_size / 2};
+  float** parts[] = {&x_, &normed_, &qkv_, &query_, &mixed_, &activated_, &cos_, &sin_};
+  int64_t total = 0;
+  for (int64_t size : sizes) total += size * tokens + 2 * kWidth;
+  if (static_cast<int64_t>(memory_.size()) < total) memory_.resize(total);
+  float* next = memory_.data();
+  for (int i = 0; i < 8; i++) {
+    *parts[i] = next;
+    next += sizes[i] * tokens + 2 * kWidth;
+  }
+}
+
+void Decoder::norm(const float* x, const std::vector<float>& weight, int64_t rows,
+                   float* out) const {
+  parallel_for(rows, rows * shape_.hidden > 100000, [&](int64_t r) {
+    const int64_t at = r * shape_.hidden;
+    norm_row(x + at, weight.data(), shape_.hidden, shape_.norm_epsilon, out + at);
+  });
+}
+
+void Decoder::rotary_tables(const Batch& batch) {
+  const int64_t half = shape_.rotary_size / 2;
+  parallel_for(batch.num_tokens, batch.num_tokens > 64, [&](int64_t t) {
+    for (int64_t i = 0; i < half; i++) {
+      const float angle = static_cast<float>(batch.position_T[t]) * frequencies_[i];
+      cos_[t * half + i] = std::cos(angle) * shape_.rotary_scale;
+      sin_[t * half + i] = std::sin(angle) * shape_.rotary_scale;
+    }
+  });
+}
+
+void Decoder::rotate(float* head, int64_t token) const {
+  const int64_t half = shape_.rotary_size / 2;
+  const float *c = cos_ + token * half, *s = sin_ + token * half;
+  for (int64_t i = 0; i < half; i++) {
+    const float a = head[i], b = head[half + i];
+    head[i] = a * c[i] - b * s[i];
+    head[half + i] = b * c[i] + a * s[i];
+  }
+}
+
+void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, float* values) {
+  const int64_t d = shape_.head_size, q = shape_.heads * d, kv = shape_.kv_heads * d;
+  const int64_t all = q + 2 * kv, tokens = batch.num_tokens;
+  const AttentionShape s{shape_.heads, shape_.kv_heads, d, d, batch.block_size,
+                         shape_.attention_scale, layer.window};
+  norm(x_, layer.input_norm, tokens, normed_);
+  product(normed_, tokens, layer.qkv, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+    std::memcpy(qkv_ + row * all + first, y, count * sizeof(float));
+  });
+  parallel_for(tokens, tokens > 32, [&](int64_t t) {
+    float* row = qkv_ + t * all;
+    for (int64_t h = 0; h < shape_.heads + shape_.kv_heads; h++) {
+      float* head = row + h * d;
+      const auto& weight = h < shape_.heads ? layer.q_norm : layer.k_norm;
+      if (!weight.empty()) norm_row(head, weight.data(), d, shape_.norm_epsilon, head);
+      rotate(head, t);
+    }
+    std::memcpy(query_ + t * q, row, q * sizeof(float));
+    write_kv(keys, values, batch.slot_T[t], row + q, row + q + kv, s);
+  });
+  attend(query_, keys, values, batch.groups, batch.num_groups, s, mixed_);
+  const int64_t h = shape_.hidden;
+  product(mixed_, tokens, layer.o, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+    for (int64_t i = 0; i < count; i++) x_[row * h + first + i] += y[i];
+  });
+}
+
+void Decoder::mlp(const Layer& layer, int64_t tokens) {
+  const int64_t h = shape_.hidden, wide = shape_.intermediate;
+  norm(x_, layer.post_attention_norm, tokens, normed_);
+  product(normed_, tokens, layer.gate_up, [&](int64_t row, int64_t first, int64_t, const float* y) {
+    const int64_t at = first / 2, count = wide - at < kHalf ? wide - at : kHalf;
+    activate(y, count, activated_ + row * wide + at);
+  });
+  product(activated_, tokens, layer.down, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+    for (int64_t i = 0; i < count; i++) x_[row * h + first + i] += y[i];
+  });
+}
+
+void Decoder::forward(const Batch& batch, float* const* keys, float* const* values,
+                      float* logits) {
+  const int64_t h = shape_.hidden, tokens = batch.num_tokens, rows = batch.num_rows;
+  place(tokens);
+  for (int64_t t = 0; t < tokens; t++)
+    std::memcpy(x_ + t * h, embedding_ + batch.token_T[t] * h, h * sizeof(float));
+  rotary_tables(batch);
+  for (size_t i = 0; i < layers_.size(); i++) {
+    attention(layers_[i], batch, keys[i], values[i]);
+    mlp(layers_[i], tokens);
+  }
+  for (int64_t n = 0; n < rows; n++)
+    norm_row(x_ + batch.row_N[n] * h, final_norm_.data(), h, shape_.norm_epsilon, normed_ + n * h);
+  product(normed_, rows, head_, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+    std::memcpy(logits + row * shape_.vocabulary + first, y, count * sizeof(float));
+  });
+}
+
+// Draft i of every request that still drafts, from its row of `logits`.
+void Decoder::draw_drafts(const Params& params, const DraftRound& r, int64_t i,
+                          float* logits) const {
+  const int64_t size = shape_.vocabulary;
+  int64_t row = 0;
+  for (int64_t b = 0; b < r.requests; b++) {
+    if (r.num_drafts_B[b] <= i) continue;
+    const float* from = logits + size * row++;
+    int64_t* token = r.token_BK + b * r.most + i;
+    if (!r.q_logits) {
+      *token = argmax(from, size);
+      continue;
+    }
+    float* q = r.q_logits + (r.slot_B[b] * r.q_drafts + i) * size;
+    scale_row(from, size, params.temperature_S[r.slot_B[b]], q);
+    *token = draw(q, size, params, r.slot_B[b], r.position_B[b] + i, i, kDraftToken, kDraftBlock);
+  }
+}
+
+void Decoder::draft(const Batch& first, float* const* keys, float* const* values,
+                    const Params& params, const DraftRound& r) {
+  const int64_t width = first.block_size;
+  draft_logits_.resize(r.requests * shape_.vocabulary);
+  forward(first, keys, values, draft_logits_.data());
+  draw_drafts(params, r, 0, draft_logits_.data());
+  std::vector<int64_t> tokens, positions, slots, rows, lengths, blocks;
+  for (int64_t i = 1; i < r.most; i++) {
+    for (auto* list : {&tokens, &positions, &slots, &rows, &lengths, &blocks}) list->clear();
+    for (int64_t b = 0; b < r.requests; b++) {
+      if (r.num_drafts_B[b] <= i) continue;
+      const int64_t position = r.position_B[b] + i - 1, *table = r.block_BL + b * r.columns;
+      rows.push_back(static_cast<int64_t>(tokens.size()));
+      tokens.push_back(r.token_BK[b * r.most + i - 1]);
+      positions.push_back(position);
+      slots.push_back(table[position / width] * width + position % width);
+      lengths.push_back(position + 1);
+      blocks.insert(blocks.end(), table, table + r.columns);
+    }
+    const auto live = static_cast<int64_t>(tokens.size());
+    const Group group{nullptr, 0, live, 1, blocks.data(), r.columns, lengths.data()};
+    forward({tokens.data(), positions.data(), slots.data(), rows.data(), live, live, width, &group, 1},
+            keys, values, draft_logits_.data());
+    draw_drafts(params, r, i, draft_logits_.data());
+  }
+}
+
+}  // namespace foretoken

@@ -1,0 +1,86 @@
+// One forward pass of a dense decoder (Llama and its relatives): packed tokens in, logits out.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "gemm.h"
+#include "sampling.h"
+
+namespace foretoken {
+
+// Dimensions and constants of a model. Mirrored by `native/library.py`.
+struct DecoderShape {
+  int64_t layers, hidden, intermediate, heads, kv_heads, head_size, vocabulary;
+  int64_t rotary_size;  // leading dimensions of a head that are rotated, in two halves
+  float norm_epsilon, attention_scale, rotary_scale;
+};
+
+// Weights of one layer as PyTorch holds them, row-major float32; null where a model has none.
+struct LayerWeights {
+  const float *input_norm, *post_attention_norm;
+  const float *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias;
+  const float *q_norm, *k_norm;  // [head_size], over each head
+  const float *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
+  int64_t window;
+};
+
+// The packed tokens of one pass. Field for field `cache.batch.ForwardBatch`.
+struct Batch {
+  const int64_t *token_T, *position_T, *slot_T, *row_N;
+  int64_t num_tokens, num_rows, block_size;
+  const Group* groups;
+  int64_t num_groups;
+};
+
+// A round of drafting for B requests, each drafting num_drafts_B[b] >= 1 tokens from the row that
+// the first pass gives it on. Mirrored by `native/library.py`.
+struct DraftRound {
+  const int64_t *slot_B, *position_B, *num_drafts_B;  // position: of the first draft
+  const int64_t* block_BL;                            // [B, columns] block ids
+  int64_t requests, columns, most;
+  // q of the drafts of slot s: [S, q_drafts, vocabulary]; null: drafts are the argmax of the logits.
+  float* q_logits;
+  int64_t q_drafts;
+  int64_t* token_BK;  // [B, most]: the drafts; entries past num_drafts_B are left alone
+};
+
+class Decoder {
+ public:
+  Decoder(const DecoderShape& shape, const LayerWeights* layers, const float* embedding,
+          const float* final_norm, const float* head, const float* frequencies);
+  // keys, values: one pointer per layer. logits [num_rows, vocabulary].
+  void forward(const Batch& batch, float* const* keys, float* const* values, float* logits);
+  // Draft autoregressively: `first` computes what the cache lacks, with one row per request.
+  void draft(const Batch& first, float* const* keys, float* const* values, const Params& params,
+             const DraftRound& round);
+  int64_t vocabulary() const { return shape_.vocabulary; }
+
+ private:
+  struct Layer {
+    std::vector<float> input_norm, post_attention_norm, q_norm, k_norm;
+    Packed qkv, o, gate_up, down;
+    int64_t window;
+  };
+  void attention(const Layer& layer, const Batch& batch, float* keys, float* values);
+  void mlp(const Layer& layer, int64_t tokens);
+  void rotary_tables(const Batch& batch);
+  void rotate(float* head, int64_t token) const;
+  void norm(const float* x, const std::vector<float>& weight, int64_t rows, float* out) const;
+  void place(int64_t tokens);
+  void draw_drafts(const Params& params, const DraftRound& round, int64_t i, float* logits) const;
+
+  DecoderShape shape_;
+  std::vector<Layer> layers_;
+  const float* embedding_;
+  std::vector<float> final_norm_, frequencies_;
+  Packed head_;
+  // One allocation for the intermediate results of a pass, kept between passes.
+  std::vector<float> memory_, draft_logits_;
+  float *x_ = nullptr, *normed_ = nullptr, *qkv_ = nullptr, *query_ = nullptr, *mixed_ = nullptr,
+        *activated_ = nullptr, *cos_ = nullptr, *sin_ = nullptr;
+};
+
+}  // namespace foretoken

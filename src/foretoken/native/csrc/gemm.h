@@ -1,0 +1,69 @@
+// Products of a few rows with packed weights.
+//
+// Every output is one chain of fused multiply-adds over k = 0, 1, ..., K-1, whatever the number of
+// rows, threads or tiles: the same row gives the same bits in any batch.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "pool.h"
+#include "simd.h"
+
+namespace foretoken {
+
+constexpr int kRows = 6;                          // rows of a register tile
+constexpr int kVecs = kWidth == 16 ? 4 : 2;       // vectors of a register tile
+constexpr int kPanel = kVecs * kWidth;            // columns of a register tile
+
+// A weight [N, K] as panels of kPanel outputs, each stored k by k: [panels][K][kPanel]. Unused
+// columns of the last panel are zero.
+class Packed {
+ public:
+  Packed() = default;
+  Packed(int64_t outputs, int64_t inputs);
+  // Outputs first..first+count-1 from row-major `weight` [count, K]; `bias` may be null.
+  void fill(int64_t first, const float* weight, const float* bias, int64_t count);
+
+  int64_t outputs = 0, inputs = 0, panels = 0;
+  std::vector<float> bias;
+  const float* panel(int64_t index) const { return weights_ + index * inputs * kPanel; }
+  size_t bytes() const { return storage_.size() * sizeof(float); }
+
+ private:
+  std::vector<float> storage_;
+  float* weights_ = nullptr;
+};
+
+// One register tile: `rows` rows of x (stride `inputs`) times one panel, into out[rows][kPanel].
+void multiply(const float* x, int64_t inputs, int rows, const float* panel, float* out);
+
+// Whether a product is large enough to be shared among threads (a hand-over costs about 1 us).
+inline bool worth_sharing(int64_t rows, const Packed& w) {
+  return w.inputs * w.outputs * (rows + 3) > 200000;
+}
+
+// For each tile of x [rows, K] times w: epilogue(row, first output, count, values of that row).
+template <typename Epilogue>
+void product(const float* x, int64_t rows, const Packed& w, const Epilogue& epilogue) {
+  // Few rows: a tile is one panel. Many: rows are cut too, so that tiles outnumber threads.
+  const int64_t chunk = 16 * kRows, chunks = (rows + chunk - 1) / chunk;
+  parallel_for(w.panels * chunks, worth_sharing(rows, w), [&](int64_t tile) {
+    const int64_t p = tile / chunks, begin = tile % chunks * chunk;
+    const int64_t end = rows < begin + chunk ? rows : begin + chunk;
+    const int64_t first = p * kPanel;
+    const int64_t count = w.outputs - first < kPanel ? w.outputs - first : kPanel;
+    float out[kRows][kPanel];
+    for (int64_t r = begin; r < end; r += kRows) {
+      const int n = static_cast<int>(end - r < kRows ? end - r : kRows);
+      multiply(x + r * w.inputs, w.inputs, n, w.panel(p), out[0]);
+      for (int i = 0; i < n; i++) {
+        if (!w.bias.empty())
+          for (int64_t j = 0; j < count; j++) out[i][j] += w.bias[first + j];
+        epilogue(r + i, first, count, out[i]);
+      }
+    }
+  });
+}
+
+}  // namespace foretoken

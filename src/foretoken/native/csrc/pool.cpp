@@ -1,0 +1,134 @@
+#include "pool.h"
+
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace foretoken {
+namespace {
+
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+constexpr int kSpins = 4000;  // about 50 us: the gap between the loops of one forward pass, and more
+
+struct Pool {
+  // High half: number of the job; low half: tiles not yet taken. Taking one is a compare-and-swap,
+  // so a tile belongs to the job whose number was read with it.
+  std::atomic<uint64_t> ticket{0};
+  std::atomic<int64_t> unfinished{0};
+  std::atomic<Tile> tile{nullptr};
+  std::atomic<void*> context{nullptr};
+  std::atomic<int> sleeping{0};
+  std::atomic<bool> stop{false};
+  std::mutex owner, sleep;
+  std::condition_variable wake;
+  std::vector<std::thread> workers;
+  pid_t process = getpid();
+
+  explicit Pool(int threads) {
+    for (int i = 1; i < threads; i++) workers.emplace_back([this] { work(); });
+  }
+
+  ~Pool() {
+    {
+      std::lock_guard<std::mutex> lock(sleep);
+      stop = true;
+    }
+    wake.notify_all();
+    for (auto& worker : workers) worker.join();
+  }
+
+  bool take_one() {
+    uint64_t seen = ticket.load(std::memory_order_acquire);
+    while (static_cast<uint32_t>(seen)) {
+      if (ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) {
+        tile.load(std::memory_order_relaxed)(context.load(std::memory_order_relaxed),
+                                             static_cast<uint32_t>(seen) - 1);
+        unfinished.fetch_sub(1, std::memory_order_release);
+        return true;
+      }
+    }
+    return false;
+  }
+
+  void work() {
+    int idle = 0;
+    while (!stop.load(std::memory_order_relaxed)) {
+      if (take_one()) {
+        idle = 0;
+      } else if (++idle < kSpins) {
+        relax();
+      } else {
+        std::unique_lock<std::mutex> lock(sleep);
+        sleeping.fetch_add(1);
+        wake.wait(lock, [this] { return stop || static_cast<uint32_t>(ticket.load()); });
+        sleeping.fetch_sub(1);
+        idle = 0;
+      }
+    }
+  }
+
+  void run(int64_t count, Tile new_tile, void* new_context) {
+    tile.store(new_tile, std::memory_order_relaxed);
+    context.store(new_context, std::memory_order_relaxed);
+    unfinished.store(count, std::memory_order_relaxed);
+    uint64_t job = (ticket.load(std::memory_order_relaxed) >> 32) + 1;
+    ticket.store(job << 32 | static_cast<uint64_t>(count));
+    if (sleeping.load()) {
+      { std::lock_guard<std::mutex> lock(sleep); }
+      wake.notify_all();
+    }
+    while (take_one()) {
+    }
+    for (int spins = 0; unfinished.load(std::memory_order_acquire); spins++) {
+      if (spins < kSpins) {
+        relax();
+      } else {
+        std::this_thread::yield();  // a worker that holds a tile may be waiting for this core
+      }
+    }
+  }
+};
+
+std::mutex pool_lock;
+std::unique_ptr<Pool> pool;
+std::atomic<int> wanted{1};
+
+// The pool of this process: threads do not survive a fork.
+Pool* current() {
+  std::lock_guard<std::mutex> lock(pool_lock);
+  if (pool && pool->process != getpid()) pool.release();
+  if (!pool || static_cast<int>(pool->workers.size()) + 1 != wanted)
+    pool = std::make_unique<Pool>(wanted);
+  return pool.get();
+}
+
+}  // namespace
+
+void set_num_threads(int count) { wanted = count; }
+int num_threads() { return wanted; }
+
+void parallel(int64_t count, Tile tile, void* context) {
+  if (wanted > 1) {
+    Pool* shared = current();
+    if (shared->owner.try_lock()) {
+      shared->run(count, tile, context);
+      shared->owner.unlock();
+      return;
+    }
+  }
+  for (int64_t i = 0; i < count; i++) tile(context, i);
+}
+
+}  // namespace foretoken

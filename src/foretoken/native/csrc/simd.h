@@ -1,0 +1,110 @@
+// Vectors of float, one register wide, in the compiler's own vector extension: the same source
+// serves AVX-512, AVX2 and NEON. No -ffast-math anywhere: NaN and infinities keep their meaning.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace foretoken {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kWidth * 4)));
+typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
+
+inline Vec load(const float* from) {
+  Vec v;
+  std::memcpy(&v, from, sizeof v);
+  return v;
+}
+
+inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
+
+inline Vec splat(float x) { return x - Vec{}; }  // 0 + x would turn -0 into 0
+
+inline Vec select(IntVec mask, Vec yes, Vec no) {
+  return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no));
+}
+
+inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
+
+inline float max_lane(Vec v) {
+  float best = v[0];
+  for (int i = 1; i < kWidth; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+
+// Halves added to halves, so that the order of additions is fixed.
+inline float sum_lanes(Vec v) {
+  float lane[kWidth];
+  store(lane, v);
+  for (int half = kWidth / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) lane[i] += lane[i + half];
+  return lane[0];
+}
+
+// e^x to about 1 ulp for x in [-87, 88]; 0 below, clamped above; -inf gives 0, NaN gives NaN.
+inline Vec exp(Vec x) {
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Vec bounded = min(max(x, splat(-87.33f)), splat(88.0f));
+  Vec n = (bounded * 1.44269504f + magic) - magic;
+  Vec r = bounded - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
+  Vec result = p * (Vec)exponent;
+  result = select(x < splat(-87.33f), Vec{}, result);
+  return select(x != x, x, result);
+}
+
+// Natural logarithm to about 1 ulp for positive normal numbers; -inf at 0, NaN below it.
+inline Vec log(Vec x) {
+  const IntVec bits = (IntVec)x;
+  IntVec exponent = ((bits >> 23) & 255) - 126;
+  Vec m = (Vec)((bits & 0x007fffff) | 0x3f000000);  // mantissa in [0.5, 1)
+  const IntVec small = m < splat(0.70710678f);
+  exponent += small;  // -1 where true
+  m = select(small, m + m, m) - 1.0f;
+  const Vec e = __builtin_convertvector(exponent, Vec), z = m * m;
+  Vec p = splat(7.0376836292e-2f);
+  p = p * m - 1.1514610310e-1f;
+  p = p * m + 1.1676998740e-1f;
+  p = p * m - 1.2420140846e-1f;
+  p = p * m + 1.4249322787e-1f;
+  p = p * m - 1.6668057665e-1f;
+  p = p * m + 2.0000714765e-1f;
+  p = p * m - 2.4999993993e-1f;
+  p = p * m + 3.3333331174e-1f;
+  Vec y = p * m * z + e * -2.12194440e-4f - 0.5f * z;
+  y = m + y + e * 0.693359375f;
+  y = select(x == Vec{}, splat(-__builtin_inff()), y);
+  return select((x < Vec{}) | (x != x), splat(__builtin_nanf("")), y);
+}
+
+// log(1 - u) for u in (0, 1), exact in the leading digits as u goes to 0.
+inline Vec log1m(Vec u) {
+  const Vec w = 1.0f - u;
+  return select(w == splat(1.0f), -u, log(w) * (u / (1.0f - w)));
+}
+
+// 1 - e^d for d <= 0, exact in the leading digits as d goes to 0; NaN for NaN.
+inline Vec one_minus_exp(Vec d) {
+  const Vec u = exp(d);
+  const Vec near = (1.0f - u) * (d / log(u));
+  return select(u == splat(1.0f), -d, select(d < splat(-1.0f), 1.0f - u, near));
+}
+
+}  // namespace foretoken

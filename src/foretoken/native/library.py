@@ -1,0 +1,200 @@
+"""The compiled kernels as Python functions, and the structures they take.
+
+Belongs here: choosing and loading a library, the C signatures. Does not: what the numbers mean
+(the backend `native_cpu` and `models/fused_decoder.py`).
+
+Structures mirror those in `csrc/*.h` field for field. Pointers are addresses of contiguous arrays
+that the caller keeps alive during the call; nothing is checked on the C side. Every call releases
+the GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
+
+from foretoken.native import build
+
+__all__ = [
+    "Batch",
+    "DecoderShape",
+    "DraftRound",
+    "Group",
+    "LayerWeights",
+    "Params",
+    "Reduced",
+    "SampleRows",
+    "VerifyBatch",
+    "load",
+    "missing",
+    "set_num_threads",
+]
+
+_CPUINFO = Path("/proc/cpuinfo")
+_NEEDS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"},
+}
+
+_Fields: TypeAlias = list[tuple[str, type]]
+
+
+def _fields(pointers: str = "", ints: str = "", floats: str = "") -> _Fields:
+    kinds = ((c_void_p, pointers), (c_int64, ints), (c_float, floats))
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
+class DecoderShape(Structure):
+    """`foretoken::DecoderShape`."""
+
+    _fields_: ClassVar[_Fields] = _fields(
+        ints="layers hidden intermediate heads kv_heads head_size vocabulary rotary_size",
+        floats="norm_epsilon attention_scale rotary_scale",
+    )
+
+
+class LayerWeights(Structure):
+    """`foretoken::LayerWeights`: float32, row-major; null for what a model does not have."""
+
+    _fields_: ClassVar[_Fields] = _fields(
+        pointers="input_norm post_attention_norm q k v o q_bias k_bias v_bias o_bias "
+        "q_norm k_norm gate up down gate_bias up_bias down_bias",
+        ints="window",
+    )
+
+
+class Group(Structure):
+    """`foretoken::Group`: an `ops.AttentionGroup`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields("token_index", "first requests queries"),
+        *_fields("block_bL", "columns"),
+        *_fields("length_b"),
+    ]
+
+
+class Batch(Structure):
+    """`foretoken::Batch`: a `cache.batch.ForwardBatch`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields("token_T position_T slot_T row_N", "num_tokens num_rows block_size"),
+        *_fields("groups", "num_groups"),
+    ]
+
+
+class DraftRound(Structure):
+    """`foretoken::DraftRound`."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields("slot_B position_B num_drafts_B block_BL", "requests columns most"),
+        *_fields("q_logits"),
+        *_fields(ints="q_drafts"),
+        *_fields("token_BK"),
+    ]
+
+
+class Params(Structure):
+    """`foretoken::Params`: an `ops.SlotParams`."""
+
+    _fields_: ClassVar[_Fields] = _fields("key_S temperature_S top_k_S top_p_S min_p_S")
+
+
+class SampleRows(Structure):
+    """`foretoken::SampleRows`: the arguments of `ops.Backend.sample`."""
+
+    _fields_: ClassVar[_Fields] = _fields(
+        "logits_NV slot_N position_N draft_index_N", "rows vocabulary token_stream block_stream"
+    )
+
+
+class VerifyBatch(Structure):
+    """`foretoken::VerifyBatch`: the arguments of `ops.Backend.verify`."""
+
+    _fields_: ClassVar[_Fields] = _fields(
+        "logits_NV q_logits slot_B position_B num_B token_BK real_q_B",
+        "requests drafts vocabulary q_drafts q_vocabulary",
+    )
+
+
+class Reduced(Structure):
+    """`foretoken::Reduced`: what the first stage of verification writes, float64 [B, K] each."""
+
+    _fields_: ClassVar[_Fields] = _fields("log_p_BK log_q_BK log_u_BK lse_p_BK lse_q_BK")
+
+
+@cache
+def _variant() -> tuple[str | None, str]:
+    """The most capable variant that this processor runs and that was built, or None and why."""
+    variants = build.VARIANTS.get(platform.machine())
+    if variants is None:
+        return None, f"there are none for `{platform.machine()}`"
+    features = _cpu_features()
+    fitting = [v for v in variants if _NEEDS.get(v, set()) <= features]
+    if not fitting:
+        return None, "this processor is older than x86-64-v3 (AVX2)"
+    built = [v for v in fitting if build.library_path(v).exists()]
+    if not built:
+        return None, "they were not built: run `python -m foretoken.native.build` (needs g++)"
+    return built[0], ""
+
+
+def _cpu_features() -> set[str]:
+    if not _CPUINFO.exists():
+        return set()
+    lines = _CPUINFO.read_text().splitlines()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return set(flags.partition(":")[2].split())
+
+
+def missing() -> str | None:
+    """Why there are no native kernels on this machine; None if there are."""
+    variant, reason = _variant()
+    return None if variant else reason
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library, its functions declared.
+
+    Raises:
+        OSError: it cannot be loaded, or `missing()` says why there is none.
+    """
+    variant, reason = _variant()
+    if variant is None:
+        raise OSError(f"there are no native kernels: {reason}")
+    library = ctypes.CDLL(str(build.library_path(variant)))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, f"foretoken_{name}")
+        function.argtypes, function.restype, function.errcheck = arguments, c_int, _check
+    return library
+
+
+_PARAMS, _VERIFY, _REDUCED = POINTER(Params), POINTER(VerifyBatch), POINTER(Reduced)
+_ADDRESSES = [c_void_p] * 7
+_SIGNATURES = {
+    "set_num_threads": [c_int],
+    "decoder_new": [POINTER(DecoderShape), POINTER(LayerWeights), *_ADDRESSES[:5]],
+    "decoder_free": [c_void_p],
+    "decoder_forward": [c_void_p, POINTER(Batch), *_ADDRESSES[:3]],
+    "decoder_draft": [c_void_p, POINTER(Batch), *_ADDRESSES[:2], _PARAMS, POINTER(DraftRound)],
+    "scale": [_PARAMS, *_ADDRESSES[:2], c_int64, c_int64, c_void_p],
+    "sample": [_PARAMS, POINTER(SampleRows), c_void_p],
+    "reduce": [_PARAMS, _VERIFY, _REDUCED],
+    "emit": [_PARAMS, _VERIFY, _REDUCED, *_ADDRESSES[:4]],
+}
+
+
+def _check(status: int, function: Any, arguments: Any) -> bool:
+    """Whether the call did what was asked; False if it does not cover that."""
+    if status == 2:
+        raise MemoryError(f"native kernels: {function.__name__} could not allocate memory")
+    return status == 0
+
+
+def set_num_threads(count: int) -> None:
+    """Threads that share one call's work, the calling one included; of the whole process."""
+    load().foretoken_set_num_threads(count)

@@ -32,6 +32,13 @@ def test_file_length(name: str) -> None:
     assert lines <= MAX_FILE_LINES
 
 
+def test_length_of_native_sources() -> None:
+    sources = list((PACKAGE / "native" / "csrc").iterdir())
+    assert sources
+    lines = {path.name: path.read_text(encoding="utf-8").count("\n") for path in sources}
+    assert {name: n for name, n in lines.items() if n > MAX_FILE_LINES} == {}
+
+
 def test_function_length() -> None:
     bad = [
         f"{where(module, node)} {node.name}: {length} lines"

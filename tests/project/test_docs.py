@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.project.source import PACKAGE, ROOT
 
 TREE_LINE = re.compile(r"^(?P<indent> +)(?P<name>[\w.\-]+/?)(?:\s.*)?$")
-SKIPPED_DIRECTORIES = {"__pycache__"}
+SKIPPED_DIRECTORIES = {"__pycache__", "lib"}  # `lib`: compiled kernels
 
 
 def tree_in(document: str, top: str) -> set[str]:
@@ -35,7 +35,8 @@ def tree_in(document: str, top: str) -> set[str]:
 
 
 def real_tree(top: Path) -> set[str]:
-    """Folders and Python files below `top`; `__init__.py` of a subfolder goes without saying."""
+    """Folders and sources below `top`; `__init__.py` of a subfolder goes without saying, and so
+    does the header of a C++ file."""
     found = set()
     for path in top.rglob("*"):
         relative = path.relative_to(top)
@@ -44,6 +45,10 @@ def real_tree(top: Path) -> set[str]:
         if path.is_dir():
             found.add(f"{relative}/")
         elif path.suffix == ".py" and (path.name != "__init__.py" or path.parent == top):
+            found.add(str(relative))
+        elif path.suffix == ".cpp" or (
+            path.suffix == ".h" and not path.with_suffix(".cpp").exists()
+        ):
             found.add(str(relative))
     return found
 

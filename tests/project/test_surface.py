@@ -34,7 +34,7 @@ SPECULATIVE_CONFIG = (
 ENGINE_CONFIG = (
     "model speculative_config device dtype seed max_model_len max_num_seqs max_num_batched_tokens "
     "max_num_waiting enable_prefix_caching block_size num_blocks kv_cache_gib load_format backend "
-    "use_fp64_gumbel"
+    "threads use_fp64_gumbel"
 ).split()
 LLM_METHODS = {
     "generate": "prompts sampling_params progress",

@@ -2,8 +2,8 @@
 
 On a machine of 2 cores that others use too, two OpenMP threads took a decode step from 7 to 77 ms,
 since a team waits for its slowest member at every loop. The native pool does not (its threads take
-small pieces), and where it runs the target OpenMP gets one thread: idle threads would spin on the cores
-that the pool needs.
+small pieces), and where it runs the target OpenMP gets one thread: idle ones would spin on the
+cores that the pool needs.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ Shapes: B requests, K most drafts, N rows, V vocabulary, S slots.
 from __future__ import annotations
 
 from ctypes import byref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,34 +41,16 @@ def verify(
     decide = get_rule(rule)
     check_verify(logits_NV, params, slot_B, position_B, drafts)
     num_requests, most = drafts.token_BK.shape
-    token_BK = drafts.token_BK.to(torch.int64).contiguous()
-    q_logits = drafts.logits_SKV
-    if q_logits is not None:
-        q_logits = q_logits.float().contiguous()
-    logits_NV, num_B = logits_NV.float().contiguous(), drafts.num_B.contiguous()
-    slot_B, position_B = slot_B.contiguous(), position_B.contiguous()
-    real_q_B = drafts.real_q_B.contiguous()
-    batch = library.VerifyBatch(
-        logits_NV.data_ptr(),
-        None if q_logits is None else q_logits.data_ptr(),
-        slot_B.data_ptr(),
-        position_B.data_ptr(),
-        num_B.data_ptr(),
-        token_BK.data_ptr(),
-        real_q_B.data_ptr(),
-        num_requests,
-        most,
-        logits_NV.shape[1],
-        *((0, 0) if q_logits is None else q_logits.shape[1:]),
-    )
-    native, kernels = native_params(params), library.load()
+    given = _Given.of(logits_NV, slot_B, position_B, drafts)
+    batch, native, kernels = given.packed(), native_params(params), library.load()
     numbers = torch.empty(5, num_requests, most, dtype=torch.float64)
     reduced = library.Reduced(*[part.data_ptr() for part in numbers])
-    n_accept_B = torch.zeros(num_requests, dtype=torch.int64)
-    log_w_B = torch.zeros(num_requests, dtype=torch.float64)
     if most:
         kernels.foretoken_reduce(byref(native), byref(batch), byref(reduced))
         n_accept_B, log_w_B = decide(RuleInputs(*numbers[:3]))
+    else:  # plain decoding: nothing to decide
+        n_accept_B = torch.zeros(num_requests, dtype=torch.int64)
+        log_w_B = torch.zeros(num_requests, dtype=torch.float64)
     token_BK1 = torch.empty(num_requests, most + 1, dtype=torch.int64)
     finite_B = torch.empty(num_requests, dtype=torch.bool)
     kernels.foretoken_emit(
@@ -80,3 +63,37 @@ def verify(
         finite_B.data_ptr(),
     )
     return Verdict(token_BK1.to(drafts.token_BK.dtype), n_accept_B, finite_B)
+
+
+class _Given(NamedTuple):
+    """The arguments as the kernels read them; keeps alive what `packed` points to."""
+
+    logits_NV: Tensor
+    q_logits_SKV: Tensor | None
+    slot_B: Tensor
+    position_B: Tensor
+    num_B: Tensor
+    token_BK: Tensor
+    real_q_B: Tensor
+
+    @classmethod
+    def of(
+        cls, logits_NV: Tensor, slot_B: Tensor, position_B: Tensor, drafts: DraftBlock
+    ) -> _Given:
+        q_logits = drafts.logits_SKV
+        return cls(
+            logits_NV.float().contiguous(),
+            None if q_logits is None else q_logits.float().contiguous(),
+            slot_B.contiguous(),
+            position_B.contiguous(),
+            drafts.num_B.contiguous(),
+            drafts.token_BK.to(torch.int64).contiguous(),
+            drafts.real_q_B.contiguous(),
+        )
+
+    def packed(self) -> library.VerifyBatch:
+        q_shape = (0, 0) if self.q_logits_SKV is None else self.q_logits_SKV.shape[1:]
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in self]
+        return library.VerifyBatch(
+            *addresses, *self.token_BK.shape, self.logits_NV.shape[1], *q_shape
+        )

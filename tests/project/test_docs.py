@@ -44,10 +44,10 @@ def real_tree(top: Path) -> set[str]:
             continue
         if path.is_dir():
             found.add(f"{relative}/")
-        elif path.suffix == ".py" and (path.name != "__init__.py" or path.parent == top):
-            found.add(str(relative))
-        elif path.suffix == ".cpp" or (
-            path.suffix == ".h" and not path.with_suffix(".cpp").exists()
+        elif (
+            (path.suffix == ".py" and (path.name != "__init__.py" or path.parent == top))
+            or path.suffix == ".cpp"
+            or (path.suffix == ".h" and not path.with_suffix(".cpp").exists())
         ):
             found.add(str(relative))
     return found

@@ -175,7 +175,7 @@ EDITS: dict[str, dict[str, Any]] = {
 def test_edits_count_the_drafts_before_them(
     drafting: dict[str, LLM], method: str, edits: str
 ) -> None:
-    llm, prompt = drafting[method], "abcabcabab"
+    llm, prompt = drafting[method], "abcabcabababc"
     params = {"max_tokens": 48}
     drafted = complete(llm, prompt, **{**params, **EDITS[edits]})
     plain = complete(llm, prompt, **{**params, **EDITS[edits], "num_speculative_tokens": 0})
@@ -206,8 +206,8 @@ def test_logprobs_are_those_without_speculation(
 ) -> None:
     params = {"max_tokens": 40, "ignore_eos": True, **EDITS[edits]}
     params |= {"logprobs": 3, "prompt_logprobs": 2}
-    drafted = complete(drafting[method], "abcab", **params)
-    plain = complete(drafting[method], "abcab", num_speculative_tokens=0, **params)
+    drafted = complete(drafting[method], "abcabcabababc", **params)
+    plain = complete(drafting[method], "abcabcabababc", num_speculative_tokens=0, **params)
     mine, theirs = drafted.outputs[0], plain.outputs[0]
     assert mine.token_ids == theirs.token_ids
     assert drafted.metrics.num_accepted_tokens > 0
@@ -217,7 +217,7 @@ def test_logprobs_are_those_without_speculation(
     assert_same_logprobs([*mine.logprobs], [*theirs.logprobs])
     assert drafted.prompt_logprobs is not None
     assert plain.prompt_logprobs is not None
-    assert len(drafted.prompt_logprobs) == 5
+    assert len(drafted.prompt_logprobs) == 13
     assert_same_logprobs(drafted.prompt_logprobs, plain.prompt_logprobs)
 
 

@@ -231,7 +231,7 @@ BATCH_PARTS = {
     "forward": lambda llm: (llm.engine.runner.model, "forward"),
     "sampler": lambda llm: (llm.engine.runner.sampler, "verify"),
     "drafter": lambda llm: (llm.engine.drafter, "propose"),
-    "clearing": lambda llm: (llm.engine.runner.kv, "clear"),
+    "clearing": lambda llm: (llm.engine.runner, "clear"),
 }
 
 

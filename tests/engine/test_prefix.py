@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
+from foretoken.cache.batch import build_batch
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import NonFiniteLogitsError
@@ -155,15 +156,16 @@ def check_all_accepted(group: RequestGroup) -> None:
     assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 0
 
 
-def draft_tokens_computed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    drafter = llm.engine.drafter
-    forward, counts = drafter.model.forward, []  # type: ignore[union-attr]
+def draft_tokens_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Known tokens in each of the draft model's passes, as they come."""
+    counts: list[int] = []
 
-    def counted(batch: Any, kv: Any) -> Any:
+    def counted(spans: Any, block_size: int, device: Any) -> Any:
+        batch = build_batch(spans, block_size, device)
         counts.append(len(batch.token_T))
-        return forward(batch, kv)
+        return batch
 
-    monkeypatch.setattr(drafter.model, "forward", counted)  # type: ignore[union-attr]
+    monkeypatch.setattr("foretoken.drafting.draft_model.build_batch", counted)
     return counts
 
 
@@ -189,12 +191,12 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
 
     reused, seen = watched(caching=True)
     fresh, expected = watched(caching=False)
-    counts = draft_tokens_computed(reused, monkeypatch)
+    counts = draft_tokens_computed(monkeypatch)
     for i, prompt in enumerate((TEXT, [*TEXT, 9], TEXT[:50])):
         for log in (seen, expected, counts):
             log.clear()
-        reused.generate([prompt], params(seed=i))
-        fresh.generate([prompt], params(seed=i))
+        reused.generate([prompt], params(seed=i, ignore_eos=True))
+        fresh.generate([prompt], params(seed=i, ignore_eos=True))
         assert len(seen) == len(expected) > 1
         for (token_BK, q_BKV), (want_BK, want_BKV) in zip(seen, expected, strict=True):
             k = token_BK.shape[1]

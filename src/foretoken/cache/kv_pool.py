@@ -8,11 +8,14 @@ Shape suffixes: D head size; shapes are [num_blocks, block_size, H_kv, D].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
 
 __all__ = ["KVPool", "LayerShape"]
+
+_BEHIND = 16
 
 LayerShape = tuple[int, int, int]
 """(H_kv, D of keys, D of values); layers of one model may differ."""
@@ -43,8 +46,8 @@ class KVPool:
         self.values: list[Tensor] = []
         for heads, key_size, value_size in self.layer_shapes:
             shape = (num_blocks, block_size, heads)
-            self.keys.append(torch.zeros(*shape, key_size, dtype=dtype, device=device))
-            self.values.append(torch.zeros(*shape, value_size, dtype=dtype, device=device))
+            self.keys.append(_zeros((*shape, key_size), dtype, device))
+            self.values.append(_zeros((*shape, value_size), dtype, device))
         self._flat_keys = [keys.flatten(0, 1) for keys in self.keys]
         self._flat_values = [values.flatten(0, 1) for values in self.values]
 
@@ -77,3 +80,9 @@ class KVPool:
         index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
         for cache in (*self.keys, *self.values):
             cache.index_fill_(0, index, 0)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros with readable memory behind them: kernels load whole vectors, the last one too."""
+    count = prod(shape)
+    return torch.zeros(count + _BEHIND, dtype=dtype, device=device)[:count].view(shape)

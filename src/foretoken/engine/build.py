@@ -19,7 +19,7 @@ from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import set_threads
 from foretoken.errors import ConfigError, ForetokenError
-from foretoken.models import BLOCK_MULTIPLE, CausalLM, load_model, load_tokenizer
+from foretoken.models import CausalLM, load_model, load_tokenizer
 from foretoken.ops import Backend, get_backend, unavailable
 from foretoken.sampling.sampler import Sampler
 from foretoken.sampling.slots import SlotTable
@@ -83,17 +83,9 @@ def _choose_backend(config: EngineConfig) -> Backend:
     name = config.backend
     if name == "auto":
         reason = unavailable("native_cpu")
-        if reason is None and config.block_size % BLOCK_MULTIPLE:
-            reason = f"`block_size` is no multiple of {BLOCK_MULTIPLE}"
         if reason is not None:
             _log.warning("Backend `torch_cpu`, without native kernels: %s.", reason)
         name = "torch_cpu" if reason else "native_cpu"
-    elif name == "native_cpu" and config.block_size % BLOCK_MULTIPLE:
-        raise ConfigError(
-            "block_size",
-            config.block_size,
-            f"a multiple of {BLOCK_MULTIPLE} with backend `native_cpu`",
-        )
     _log.info("Backend `%s`.", name)
     return get_backend(name)
 

@@ -2,8 +2,7 @@
 
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import resolve_checkpoint
-from foretoken.models.fused_decoder import BLOCK_MULTIPLE
 from foretoken.models.loader import load_model
 from foretoken.models.tokenizer import load_tokenizer
 
-__all__ = ["BLOCK_MULTIPLE", "CausalLM", "load_model", "load_tokenizer", "resolve_checkpoint"]
+__all__ = ["CausalLM", "load_model", "load_tokenizer", "resolve_checkpoint"]

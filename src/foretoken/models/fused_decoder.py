@@ -29,14 +29,12 @@ from foretoken.native import library
 from foretoken.ops import SlotParams
 from foretoken.ops.backends.native_cpu.process import native_params
 
-__all__ = ["BLOCK_MULTIPLE", "FAMILIES", "FusedDecoder", "UnfitError"]
+__all__ = ["FAMILIES", "FusedDecoder", "UnfitError"]
 
 FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
 """Model types built of RMSNorm, rotary attention and a gated SiLU layer, in that order."""
 
-BLOCK_MULTIPLE = 16
-"""Cache blocks hold a multiple of so many tokens: a vector is one dimension of that many keys."""
-
+_HEAD_MULTIPLE = 16  # the widest vector: values are read by whole vectors
 # Frequencies that do not depend on what is computed; the others move with the longest position.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
@@ -152,11 +150,8 @@ class FusedDecoder:
         """Remember where this pool's tensors are."""
         if kv is self._kv:
             return
-        if kv.block_size % BLOCK_MULTIPLE or kv.dtype is not torch.float32:
-            raise IntegrityError(
-                f"a pool of {kv.dtype} blocks of {kv.block_size} tokens was given to the native "
-                f"decoder, which reads float32 and multiples of {BLOCK_MULTIPLE}"
-            )
+        if kv.dtype is not torch.float32:
+            raise IntegrityError(f"the native decoder was given a pool of {kv.dtype}, not float32")
         self._kv = kv
         array = c_void_p * len(kv.keys)
         self._key_addresses = array(*[key.data_ptr() for key in kv.keys])
@@ -210,8 +205,8 @@ def _check_fit(module: Any, calls: Sequence[AttentionCall]) -> None:
         raise UnfitError("the output layer has a bias")
     sizes = {call.shape for call in calls}
     _, key_size, value_size = calls[0].shape
-    if len(sizes) > 1 or key_size != value_size or key_size % BLOCK_MULTIPLE:
-        raise UnfitError(f"heads of sizes {sorted(sizes)}: not one multiple of {BLOCK_MULTIPLE}")
+    if len(sizes) > 1 or key_size != value_size or key_size % _HEAD_MULTIPLE:
+        raise UnfitError(f"heads of sizes {sorted(sizes)}: not one multiple of {_HEAD_MULTIPLE}")
 
 
 def _shape(module: Any) -> library.DecoderShape:

@@ -26,7 +26,6 @@ from foretoken.models.attention import (
     attention_context,
 )
 from foretoken.models.causal_lm import CausalLM
-from foretoken.models.fused_decoder import BLOCK_MULTIPLE
 from foretoken.ops import Backend
 
 __all__ = ["check_class", "check_config", "eager_logits", "probe", "rope_limit", "self_check"]
@@ -63,7 +62,7 @@ _LAYER_REASONS = {
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 _LENGTH = 22  # tokens per sequence of the self-check: past one block of 16
-_BLOCK = 4  # tokens per cache block there, unless the fused decoder wants more
+_BLOCK = 4  # tokens per cache block there
 
 
 def check_config(raw: dict[str, Any], class_name: str | None) -> None:
@@ -244,8 +243,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
         UnsupportedModelError: rows differ by more than rounding.
     """
     tokens = _check_tokens(model.vocab_size)
-    block = _BLOCK if model.fused is None else BLOCK_MULTIPLE
-    kv = KVPool(model.layer_shapes, 16, block, dtype=model.dtype, device=model.device)
+    kv = KVPool(model.layer_shapes, 16, _BLOCK, dtype=model.dtype, device=model.device)
     # Blocks of the first sequence are adjacent, of the others scattered.
     tables = ([1, 2, 3, 4, 13, 14], [9, 5, 7, 6], [15, 10, 12, 8, 11])
     wrong = _random_tokens(model.vocab_size, 3, 4)
@@ -255,7 +253,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
         for i, start, count, drafts in step:
             new = tokens[i][start : start + count] + wrong[:drafts]
             spans.append(Span(tables[i], start, new, len(new)))
-        logits = model.forward(build_batch(spans, block, model.device), kv)
+        logits = model.forward(build_batch(spans, _BLOCK, model.device), kv)
         row = 0
         for i, start, count, drafts in step:
             ours, eager = logits[row : row + count], expected[i, start : start + count]

@@ -38,7 +38,8 @@ const float* key_block(const QueryTile& t, int64_t b) {
 }
 
 // Blocks b to b+C-1 against R rows. Blocks are scattered, so the processor cannot guess the next:
-// it is fetched meanwhile. Several blocks at once keep more additions in flight.
+// it is fetched meanwhile. Several blocks at once keep more additions in flight. Where a block ends
+// within a vector, the rest of its scores is nonsense, written over by the next block's or masked.
 template <int R, int C>
 void score_blocks(const QueryTile& t, int first_row, int64_t b) {
   const int64_t size = t.shape.key_size, width = t.shape.block_size;
@@ -210,7 +211,8 @@ void attend(const float* query, const float* keys, const float* values, const Gr
             }
             t.first_block = t.begin[0] / s.block_size;
             t.last_block = (t.end[t.rows - 1] - 1) / s.block_size;
-            t.stride = (t.last_block - t.first_block + 1) * s.block_size;
+            // Whole vectors, and one more: the last block may end within one.
+            t.stride = (t.last_block - t.first_block + 1) * s.block_size / kWidth * kWidth + 2 * kWidth;
             t.score = scratch(t.rows * t.stride);
             score_keys(t);
             for (int r = 0; r < t.rows; r++)

@@ -20,7 +20,8 @@ struct Group {
 };
 
 // Layout of the cache within one layer: keys [block][kv head][key_size][block_size], so that one
-// vector holds one dimension of several keys; values [block][kv head][block_size][value_size].
+// vector holds one dimension of several keys; values [block][kv head][block_size][value_size]. Up to
+// 15 numbers behind the last key are read, and not used.
 struct AttentionShape {
   int64_t heads, kv_heads, key_size, value_size, block_size;
   float scale;

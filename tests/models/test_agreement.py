@@ -11,49 +11,13 @@ import torch
 
 from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.models import CausalLM, load_model, packing
+from foretoken.models import load_model, packing
 from tests.models import families
+from tests.models.walk import walk
 
 BLOCK = 4
 CPU = torch.device("cpu")
 LENGTH = 22
-
-
-def walk(model: CausalLM, texts: list[list[int]], seed: int) -> list[dict[int, torch.Tensor]]:
-    """Run texts as an engine would: random chunks, decodes, and verifies whose drafts are wrong.
-
-    Returns the logits of every position of every text, as last computed.
-    """
-    rng = random.Random(seed)
-    columns = -(-(LENGTH + 4) // BLOCK)
-    ids = list(range(1, len(texts) * columns + 1))
-    rng.shuffle(ids)
-    tables = [ids[i * columns : (i + 1) * columns] for i in range(len(texts))]
-    kv = KVPool(model.layer_shapes, len(ids) + 1, BLOCK, dtype=model.dtype, device=CPU)
-    done = [0] * len(texts)
-    seen: list[dict[int, torch.Tensor]] = [{} for _ in texts]
-    while min(done) < LENGTH:
-        spans, parts = [], []
-        for i in rng.sample(range(len(texts)), rng.randint(1, len(texts))):
-            good = min(rng.choice([1, 1, 2, 7]), LENGTH - done[i])
-            if good == 0:
-                continue
-            wrong = [rng.randrange(families.VOCABULARY) for _ in range(rng.choice([0, 0, 2, 4]))]
-            tokens = texts[i][done[i] : done[i] + good] + wrong
-            wanted = rng.choice([0, len(wrong) + 1, len(tokens)])
-            spans.append(Span(tables[i], done[i], tokens, wanted))
-            parts.append((i, good, len(tokens), wanted))
-        if not spans:
-            continue
-        logits = model.forward(build_batch(spans, BLOCK, CPU), kv)
-        row = 0
-        for i, good, count, wanted in parts:
-            for k in range(count - wanted, good):
-                seen[i][done[i] + k] = logits[row + k - (count - wanted)]
-            row += wanted
-            done[i] += good
-        assert row == len(logits)
-    return seen
 
 
 def check_family(folder: Path, family: str, overrides: dict[str, Any]) -> None:
@@ -64,7 +28,7 @@ def check_family(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     texts = [[rng.randrange(families.VOCABULARY) for _ in range(LENGTH)] for _ in range(4)]
     expected = [families.plain_logits(plain, text) for text in texts]
     for seed in range(3):
-        for text, rows in zip(expected, walk(model, texts, seed), strict=True):
+        for text, rows in zip(expected, walk(model, texts, seed, BLOCK), strict=True):
             assert rows
             for position, row in rows.items():
                 torch.testing.assert_close(row, text[position], atol=2e-5, rtol=1e-4)

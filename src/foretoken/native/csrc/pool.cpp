@@ -102,16 +102,18 @@ struct Pool {
 };
 
 std::mutex pool_lock;
-std::unique_ptr<Pool> pool;
 std::atomic<int> wanted{1};
+// Never destroyed at exit: a forked child would wait for threads that it does not have.
+std::shared_ptr<Pool>& pool = *new std::shared_ptr<Pool>;
 
-// The pool of this process: threads do not survive a fork.
-Pool* current() {
+// The pool of this process and of the threads wanted now. One that is replaced lives on while
+// another Python thread computes with it; a parent's is left alone: threads do not survive a fork.
+std::shared_ptr<Pool> current() {
   std::lock_guard<std::mutex> lock(pool_lock);
-  if (pool && pool->process != getpid()) pool.release();
+  if (pool && pool->process != getpid()) new std::shared_ptr<Pool>(std::move(pool));
   if (!pool || static_cast<int>(pool->workers.size()) + 1 != wanted)
-    pool = std::make_unique<Pool>(wanted);
-  return pool.get();
+    pool = std::make_shared<Pool>(wanted);
+  return pool;
 }
 
 }  // namespace
@@ -121,7 +123,7 @@ int num_threads() { return wanted; }
 
 void parallel(int64_t count, Tile tile, void* context) {
   if (wanted > 1) {
-    Pool* shared = current();
+    const std::shared_ptr<Pool> shared = current();
     if (shared->owner.try_lock()) {
       shared->run(count, tile, context);
       shared->owner.unlock();

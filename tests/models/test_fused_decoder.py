@@ -1,0 +1,384 @@
+"""The native decoder against plain Transformers, and against itself in other batches."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from foretoken.cache.batch import Span, build_batch
+from foretoken.cache.kv_pool import KVPool
+from foretoken.errors import IntegrityError
+from foretoken.models import CausalLM, fused_decoder, load_model
+from foretoken.models.attention import ATTENTION_NAME, register_attention
+from foretoken.models.fused_decoder import FAMILIES, FusedDecoder, UnfitError
+from foretoken.models.guards import probe
+from foretoken.native import library
+from foretoken.ops import get_backend
+from tests.models import families
+from tests.models.walk import CPU, new_pool, walk
+
+pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"{library.missing()}")
+
+WINDOW = 5
+HEADS = {"head_dim": 16}
+ROPE = {"rope_theta": 10000.0}
+MIXED = {
+    "sliding_window": WINDOW,
+    "use_sliding_window": True,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+# No size is a multiple of a vector or of a panel; every family has the parts that set it apart.
+ODD = {**HEADS, "hidden_size": 36, "intermediate_size": 53, "vocab_size": 101}
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "llama": ("llama", HEADS, 16),
+    "llama with biases": ("llama", {**ODD, "attention_bias": True, "mlp_bias": True}, 4),
+    "llama, tied": ("llama", {**ODD, "tie_word_embeddings": True}, 16),
+    "llama, a key head to each query head": ("llama", {**HEADS, "num_key_value_heads": 4}, 16),
+    "llama, one key head": ("llama", {**HEADS, "num_key_value_heads": 1}, 16),
+    "llama, 32 heads on one key head": (
+        "llama",
+        {**HEADS, "num_attention_heads": 32, "num_key_value_heads": 1},
+        16,
+    ),
+    "llama, heads of 48": ("llama", {"head_dim": 48, "num_hidden_layers": 1}, 16),
+    "llama, heads of 128": ("llama", {"head_dim": 128}, 32),
+    "llama, blocks of 1": ("llama", ODD, 1),
+    "llama, blocks of 7": ("llama", ODD, 7),
+    "llama, blocks of 32": ("llama", ODD, 32),
+    "llama3 RoPE": (
+        "llama",
+        {
+            **HEADS,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        16,
+    ),
+    "linear RoPE": (
+        "llama",
+        {**HEADS, "rope_parameters": {**ROPE, "rope_type": "linear", "factor": 3.0}},
+        16,
+    ),
+    "yarn RoPE": (
+        "llama",
+        {
+            **HEADS,
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        16,
+    ),
+    "mistral": ("mistral", {**ODD, "sliding_window": WINDOW}, 4),
+    "mistral, window of 1": ("mistral", {**HEADS, "sliding_window": 1}, 16),
+    "mistral, window of a block": ("mistral", {**HEADS, "sliding_window": 16}, 16),
+    "ministral": ("ministral", {**HEADS, "sliding_window": WINDOW}, 16),
+    "qwen2": ("qwen2", {**MIXED, "hidden_size": 64, "vocab_size": 97}, 4),
+    "qwen3": ("qwen3", {**ODD, **MIXED}, 16),
+    "seed_oss": ("seed_oss", {**ODD, "attention_out_bias": True}, 16),
+}
+
+
+def test_every_family_has_a_case() -> None:
+    assert {family for family, _, _ in CASES.values()} == set(FAMILIES)
+
+
+def save(folder: Path, family: str, overrides: dict[str, Any]) -> Path:
+    """A random checkpoint whose vectors are random, too: biases, weights of norms."""
+    from safetensors.torch import load_file, save_file
+
+    families.save_model(folder, family, {"max_position_embeddings": 512, **overrides})
+    path, generator = folder / "model.safetensors", torch.Generator().manual_seed(1)
+    weights = {
+        name: w + 0.3 * torch.randn(w.shape, generator=generator) if w.ndim == 1 else w
+        for name, w in load_file(path).items()
+    }
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
+def load(folder: Path) -> CausalLM:
+    model = load_model(folder, device="cpu", backend="native_cpu")
+    assert model.fused is not None
+    return model
+
+
+def random_text(length: int, seed: int, vocabulary: int = families.VOCABULARY) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocabulary) for _ in range(length)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_equals_transformers(tmp_path: Path, case: str) -> None:
+    family, overrides, block_size = CASES[case]
+    folder = save(tmp_path, family, overrides)
+    model, plain = load(folder), families.plain_model(folder)
+    texts = [random_text(22, seed, model.vocab_size) for seed in range(4)]
+    expected = [families.plain_logits(plain, text) for text in texts]
+    for seed in range(3):
+        rows_seen = walk(model, texts, seed, block_size, fill=torch.nan)
+        for text, rows in zip(expected, rows_seen, strict=True):
+            assert rows
+            for position, row in rows.items():
+                torch.testing.assert_close(row, text[position], atol=2e-5, rtol=1e-4)
+
+
+def test_a_context_of_hundreds_of_keys(tmp_path: Path) -> None:
+    folder = save(tmp_path, "qwen3", {**ODD, **MIXED, "sliding_window": 100})
+    model, text = load(folder), random_text(400, 1)
+    expected = families.plain_logits(families.plain_model(folder), text)
+    torch.testing.assert_close(run(model, text, [300, 1, 17, 82]), expected, atol=1e-4, rtol=1e-3)
+
+
+def run(
+    model: CausalLM,
+    text: list[int],
+    chunks: list[int],
+    *,
+    block_size: int = 16,
+    others: bool = False,
+) -> Tensor:
+    """[n, V] logits of a text computed in chunks, beside other requests' chunks if wanted."""
+    assert sum(chunks) == len(text)
+    columns = -(-len(text) // block_size)
+    tables = [list(range(i, 3 * columns, 3)) for i in range(3)]
+    kv, rows, done = new_pool(model, 3 * columns, block_size, torch.nan), [], 0
+    for number, size in enumerate(chunks):
+        new = text[done : done + size]
+        spans = [Span(tables[0], done, new, size)]
+        if others:  # one before and one behind; the first of as many tokens, the other ragged
+            spans.insert(number % 2, Span(tables[1], done, new[::-1], 1))
+            spans.append(Span(tables[2], 0, text[: 1 + number % 5], 1))
+        logits = model.forward(build_batch(spans, block_size, CPU), kv)
+        first = 1 if spans[0].block_ids is tables[1] else 0
+        rows.append(logits[first : first + size])
+        done += size
+    return torch.cat(rows)
+
+
+BITWISE: dict[str, tuple[str, dict[str, Any], int]] = {
+    "four queries to a key": ("llama", {**ODD, "num_key_value_heads": 1}, 16),
+    "biases": ("llama", {**HEADS, "attention_bias": True, "mlp_bias": True}, 16),
+    "many heads on one key head": (
+        "llama",
+        {**HEADS, "num_attention_heads": 32, "num_key_value_heads": 1},
+        16,
+    ),
+    "blocks of 1": ("llama", HEADS, 1),
+    "window": ("mistral", {**HEADS, "sliding_window": WINDOW}, 16),
+    "window, blocks of 1": ("mistral", {**HEADS, "sliding_window": 21}, 1),
+    "window, blocks of 4": ("mistral", {**HEADS, "sliding_window": 21}, 4),
+    "window, blocks of 7": ("mistral", {**HEADS, "sliding_window": 21}, 7),
+}
+
+
+@pytest.fixture
+def _one_thread_afterwards() -> Iterator[None]:
+    yield
+    library.set_num_threads(1)
+
+
+@pytest.mark.usefixtures("_one_thread_afterwards")
+@pytest.mark.parametrize("case", BITWISE)
+def test_a_row_is_the_same_bits_in_any_batch(tmp_path: Path, case: str) -> None:
+    family, overrides, block_size = BITWISE[case]
+    model, text = load(save(tmp_path, family, overrides)), random_text(131, 2)
+    one_by_one = run(model, text, [1] * 131, block_size=block_size)
+    for threads in (1, 2):
+        library.set_num_threads(threads)
+        for chunks in ([131], [100, 31], [7, 2, 109, 13], [30, *[5] * 20, 1], [1] * 131):
+            for others in (False, True):
+                again = run(model, text, chunks, block_size=block_size, others=others)
+                assert torch.equal(again, one_by_one), (threads, chunks, others)
+
+
+def test_blocks_of_another_size_change_rounding_only(tmp_path: Path) -> None:
+    model, text = load(save(tmp_path, "llama", ODD)), random_text(60, 3)
+    expected = run(model, text, [60], block_size=16)
+    for block_size in (1, 4, 7, 32, 64):
+        other = run(model, text, [60], block_size=block_size)
+        torch.testing.assert_close(other, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_nan_of_another_request_does_not_spread(tmp_path: Path) -> None:
+    model, block = load(save(tmp_path, "llama", HEADS)), 4
+    kv, text = new_pool(model, 12, block), random_text(14, 4)
+    ours, theirs, alone = [1, 5, 3, 7], [2, 6, 4, 8], run(model, text, [14], block_size=block)
+    spans = [Span(ours, 0, text[:9], 0), Span(theirs, 0, text[:9], 0)]
+    assert model.forward(build_batch(spans, block, CPU), kv).shape == (0, model.vocab_size)
+    for cache in (*kv.keys, *kv.values):
+        cache[theirs] = torch.nan
+        assert bool(cache[ours[-1]].eq(0).all())  # not yet used
+        cache[ours[-1]] = torch.nan
+    spans = [Span(theirs, 9, text[9:], 5), Span(ours, 9, text[9:], 5)]
+    logits = model.forward(build_batch(spans, block, CPU), kv)
+    assert bool(logits[:5].isnan().all())
+    assert torch.equal(logits[5:], alone[9:])
+
+
+def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path) -> None:
+    model, text = load(save(tmp_path, "qwen2", {"hidden_size": 64})), random_text(6, 5)
+    kv = new_pool(model, 4, 4)
+    first = model.forward(build_batch([Span([1, 2], 0, text[:5], 0)], 4, CPU), kv)
+    assert first.shape == (0, model.vocab_size)
+    last = model.forward(build_batch([Span([1, 2], 5, text[5:], 1)], 4, CPU), kv)
+    assert torch.equal(last[0], run(model, text, [6], block_size=4)[5])
+
+
+def test_pools_may_change_between_passes(tmp_path: Path) -> None:
+    model, text = load(save(tmp_path, "llama", HEADS)), random_text(8, 6)
+    pools, expected = [new_pool(model, 2, 4), new_pool(model, 2, 4)], run(model, text, [8])
+    for start in (0, 5):
+        for kv in pools:
+            batch = build_batch([Span([0, 1], start, text[start : start + 5], 1)], 4, CPU)
+            logits = model.forward(batch, kv)
+    torch.testing.assert_close(logits[0], expected[7], atol=2e-5, rtol=1e-4)
+
+
+def test_a_pool_of_another_dtype_is_refused(tmp_path: Path) -> None:
+    model = load(save(tmp_path, "llama", HEADS))
+    kv = KVPool(model.layer_shapes, 2, 4, dtype=torch.bfloat16, device=CPU)
+    with pytest.raises(IntegrityError, match=r"pool of torch\.bfloat16, not float32"):
+        model.forward(build_batch([Span([0], 0, [1], 1)], 4, CPU), kv)
+
+
+LONGROPE = {
+    **ROPE,
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+    "factor": 8.0,
+}
+UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "family": ("gemma", HEADS, "models of type `gemma` run through their own modules"),
+    "heads": ("llama", {"head_dim": 24}, r"heads of sizes \[\(2, 24, 24\)\]: not one multiple of"),
+    "activation": ("llama", {**HEADS, "hidden_act": "gelu"}, "activation is `gelu`, not SiLU"),
+    "longrope": ("llama", {**HEADS, "rope_parameters": LONGROPE}, "RoPE of type `longrope`"),
+    "dynamic": (
+        "llama",
+        {**HEADS, "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 2.0}},
+        "RoPE of type `dynamic` changes its frequencies",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_it_does_not_cover_runs_through_its_module(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    family, overrides, message = UNFIT[case]
+    folder = save(tmp_path, family, overrides)
+    with caplog.at_level(logging.INFO, "foretoken"):
+        model = load_model(folder, device="cpu", backend="native_cpu", max_model_len=64)
+    assert model.fused is None
+    assert model.multiplies_masked_keys
+    (record,) = caplog.records
+    assert f"`{family}` runs through its Transformers module: " in record.getMessage()
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(record.getMessage())
+    text = random_text(20, 7)
+    expected = families.plain_logits(families.plain_model(folder), text)
+    kv = KVPool(model.layer_shapes, 3, 8, dtype=model.dtype, device=CPU)
+    logits = model.forward(build_batch([Span([0, 1, 2], 0, text, 20)], 8, CPU), kv)
+    torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_half_precision_runs_through_its_module(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = families.save_model(tmp_path, "llama", HEADS)
+    with caplog.at_level(logging.INFO, "foretoken"):
+        model = load_model(folder, device="cpu", backend="native_cpu", dtype="bfloat16")
+    assert model.fused is None
+    assert "weights are torch.bfloat16, not float32" in caplog.text
+    kv = KVPool(model.layer_shapes, 1, 4, dtype=model.dtype, device=CPU)
+    logits = model.forward(build_batch([Span([0], 0, [1, 2], 2)], 4, CPU), kv)
+    assert bool(logits.isfinite().all())
+
+
+def test_other_backends_do_not_fuse(tmp_path: Path) -> None:
+    folder = families.save_model(tmp_path, "llama", HEADS)
+    assert load_model(folder, device="cpu", backend="torch_cpu").fused is None
+
+
+def loose_module() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    config = families.make_config("llama", HEADS)
+    module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    return module.eval().requires_grad_(False)
+
+
+def fuse(module: Any) -> FusedDecoder:
+    calls, _ = probe(module, get_backend("native_cpu"), CPU)
+    return FusedDecoder(module, calls)
+
+
+def biased_head(module: Any) -> None:
+    module.lm_head.bias = nn.Parameter(torch.zeros(families.VOCABULARY), requires_grad=False)
+
+
+def transposed_weight(module: Any) -> None:
+    linear = module.model.layers[1].mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight.t().contiguous().t(), requires_grad=False)
+
+
+def half_a_norm(module: Any) -> None:
+    norm = module.model.norm
+    norm.weight = nn.Parameter(norm.weight.double(), requires_grad=False)
+    norm.forward = lambda x: x
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (biased_head, "the output layer has a bias"),
+        (transposed_weight, "a weight is not contiguous float32"),
+        (half_a_norm, "a weight is not contiguous float32"),
+    ],
+)
+def test_odd_modules_do_not_fit(change: Any, message: str) -> None:
+    module = loose_module()
+    fuse(module)
+    change(module)
+    with pytest.raises(UnfitError, match=message):
+        fuse(module)
+
+
+def test_without_kernels_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = loose_module()
+    calls, _ = probe(module, get_backend("torch_cpu"), CPU)
+    monkeypatch.setattr(fused_decoder.library, "missing", lambda: "of a test")
+    with pytest.raises(UnfitError, match="there are no native kernels: of a test"):
+        FusedDecoder(module, calls)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_modules_weights_are_dropped(tmp_path: Path, tied: bool) -> None:
+    folder = save(tmp_path, "llama", {**HEADS, "tie_word_embeddings": tied})
+    model = load(folder)
+    linears = [child for child in model.module.modules() if isinstance(child, nn.Linear)]
+    assert len(linears) == 2 * 7 + 1
+    assert all(linear.weight.is_meta and linear.bias is None for linear in linears)
+    assert not model.module.model.embed_tokens.weight.is_meta
+    plain = families.plain_model(folder)
+    assert model.num_parameters == sum(p.numel() for p in plain.parameters())
+    assert not model.multiplies_masked_keys

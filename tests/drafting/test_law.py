@@ -6,6 +6,8 @@ drafter; mutants of the same path are rejected.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DraftContext, Drafter, DrafterSetup, DraftRequest
 from foretoken.drafting.registry import DRAFTERS, build_drafter
-from foretoken.ops import DraftBlock, SlotParams, Stream, get_backend
+from foretoken.ops import Backend, DraftBlock, SlotParams, Stream, get_backend, unavailable
 from tests.support.cases import make_params
 from tests.support.law import (
     CORRECT_P,
@@ -33,7 +35,8 @@ from tests.support.law import (
 from tests.support.table_model import TableModel
 
 CPU = torch.device("cpu")
-BACKEND = get_backend("torch_cpu")
+TORCH = get_backend("torch_cpu")
+BACKEND = TORCH if unavailable("native_cpu") else get_backend("native_cpu")
 BLOCK = 16
 VOCABULARY = 5
 NUM_DRAFTS = 2
@@ -50,13 +53,21 @@ CASES = [
 ]
 
 
-def setup_for(num_slots: int, **speculation) -> DrafterSetup:
+@pytest.fixture(autouse=True, scope="module")
+def _no_collection() -> Iterator[None]:
+    """Searching 25 000 requests for cycles, over and over, takes two thirds of the time here."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def setup_for(num_slots: int, backend: Backend, **speculation) -> DrafterSetup:
     spec = SpeculativeConfig(num_speculative_tokens=NUM_DRAFTS, **speculation)
     config = EngineConfig(
         model="table", speculative_config=spec, block_size=BLOCK, max_num_seqs=num_slots,
         max_num_batched_tokens=4 * num_slots,
     )  # fmt: skip
-    return DrafterSetup(config, spec, BACKEND, CPU, VOCABULARY, 4096)
+    return DrafterSetup(config, spec, backend, CPU, VOCABULARY, 4096)
 
 
 def driven(built: Drafter, params: SlotParams, bos: int) -> Propose:
@@ -85,13 +96,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 LENGTHS = {"ngram": 4}  # tokens enough that a suffix has often occurred before
 
 
-def drafter(name: str, chain: Chain, **options: Any) -> MakePropose:
+def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any) -> MakePropose:
     """The registered drafter of that name; a model it loads is `chain`."""
 
     def make(params: SlotParams) -> Propose:
         num_slots = len(params.key_S)
         model = TableModel(chain, num_slots * BLOCK)
-        setup = setup_for(num_slots, method=name, **{**OPTIONS.get(name, {}), **options})
+        setup = setup_for(num_slots, backend, method=name, **{**OPTIONS.get(name, {}), **options})
         module = import_module(DRAFTERS[name].split(":")[0])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "load_model", lambda *_, **__: model, raising=False)
@@ -113,12 +124,25 @@ def chains() -> tuple[Chain, Chain]:
 def test_every_drafter_is_lossless(
     chains: tuple[Chain, Chain], name: str, temperature: float, filters: dict[str, Any]
 ) -> None:
+    check_lossless(chains, name, BACKEND, temperature, **filters)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_is_lossless_in_stock_operators(
+    chains: tuple[Chain, Chain], name: str
+) -> None:
+    check_lossless(chains, name, TORCH, 0.7)
+
+
+def check_lossless(
+    chains: tuple[Chain, Chain], name: str, backend: Backend, temperature: float, **filters: Any
+) -> None:
     target, draft = chains
     length = LENGTHS.get(name, 3)
     outcome = count_sequences(
-        BACKEND,
+        backend,
         target,
-        drafter(name, draft),
+        drafter(name, draft, backend),
         length=length,
         temperature=temperature,
         seed=11,

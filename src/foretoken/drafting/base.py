@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from foretoken.config import EngineConfig, SpeculativeConfig
@@ -122,12 +123,13 @@ class Drafter(ABC):
 
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:
     """A `DraftBlock` of ragged token lists whose q is one-hot (or of no drafts at all)."""
-    widest = max((len(d) for d in drafts), default=0)
+    num_B = np.array([len(d) for d in drafts], dtype=np.int64)
+    widest = int(num_B.max(initial=0))
+    token_BK = np.array([[*d, *[-1] * (widest - len(d))] for d in drafts], dtype=np.int64)
+    # By way of numpy: torch.tensor takes 40 us for 450 numbers, this 6.
     return DraftBlock(
-        token_BK=torch.tensor(
-            [[*d, *[-1] * (widest - len(d))] for d in drafts], dtype=torch.int64, device=device
-        ).reshape(len(drafts), widest),
-        num_B=torch.tensor([len(d) for d in drafts], dtype=torch.int64, device=device),
+        token_BK=torch.from_numpy(token_BK.reshape(len(drafts), widest)).to(device),
+        num_B=torch.from_numpy(num_B).to(device),
         logits_SKV=None,
         real_q_B=torch.zeros(len(drafts), dtype=torch.bool, device=device),
     )

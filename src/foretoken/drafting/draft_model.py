@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,10 +91,9 @@ class DraftModel(Drafter):
         """One pass per draft index over the requests that still want one. See `Drafter.propose`."""
         requests = context.requests
         num_drafts = [_fit(r, self.model.max_model_len) for r in requests]
-        slots = torch.tensor([r.slot for r in requests], dtype=torch.int64, device=self.device)
-        real_q_B = context.params.temperature_S[slots] > 0
-        if not self.probabilistic:
-            real_q_B = torch.zeros_like(real_q_B)
+        slots = np.array([r.slot for r in requests], dtype=np.int64)
+        slot_B = torch.from_numpy(slots).to(self.device)
+        real_q_B = (context.params.temperature_S[slot_B] > 0) & self.probabilistic
         capture = bool(real_q_B.any())
         asked = [(r, k) for r, k in zip(requests, num_drafts, strict=True) if k]
         for request, _ in asked:
@@ -136,8 +136,8 @@ class DraftModel(Drafter):
             first,
             kv,
             params,
-            torch.tensor(blocks),
-            torch.tensor(numbers),
+            torch.from_numpy(np.array(blocks, dtype=np.int64)),
+            torch.from_numpy(np.array(numbers, dtype=np.int64)),
             self._q_logits_SKV if capture else None,
         )
         if token_BK is None:

@@ -38,6 +38,8 @@ class DraftState:
         A request that has drafts but no q is verified as one-hot, alone, with a warning.
         """
         block = one_hot_block(drafts, self.device)
+        if not block.token_BK.shape[1]:
+            return block
         real = []
         for slot, tokens in zip(slots, drafts, strict=True):
             if tokens and slot not in self._has_real_q:

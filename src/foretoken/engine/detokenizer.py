@@ -7,6 +7,7 @@ from typing import Any
 
 _INCOMPLETE = "\ufffd"  # what a byte-level tokenizer decodes half a UTF-8 character to
 _CONTEXT = 5  # prompt tokens decoded along, for tokenizers that drop a leading space
+_AT_ONCE = 64  # tokens decoded together when text is asked for late
 _PATIENCE = 8  # tokens that may wait for one character, which has at most four bytes
 
 
@@ -16,6 +17,9 @@ class Detokenizer:
     Only the tokens since the last complete character are decoded again, so the cost of a token does
     not grow with the output, even where no character is ever complete: of tokens that say
     nothing `_PATIENCE` wait, and of those that are no UTF-8 at most twice as many.
+
+    Without stop strings nothing depends on the text before somebody asks for it: tokens wait until
+    then and are decoded many at once (in a step of 16 requests that took 0.2 ms of 7).
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
@@ -24,10 +28,41 @@ class Detokenizer:
         self._start = 0
         self._shown = len(self._ids)
         self._stop = tuple(stop)
-        self.text = ""
+        self._unread: list[int] = []
+        self._text = ""
+
+    @property
+    def text(self) -> str:
+        """What the tokens say, up to the last complete character."""
+        self._catch_up()
+        return self._text
 
     def append(self, token_id: int) -> None:
-        """Add a generated token to the text, or to the bytes that wait for their character."""
+        """Add a generated token."""
+        if self._stop:
+            self._read(token_id)
+        else:
+            self._unread.append(token_id)
+
+    def _catch_up(self) -> None:
+        unread, self._unread = self._unread, []
+        for i in range(0, len(unread), _AT_ONCE):
+            self._read_many(unread[i : i + _AT_ONCE])
+
+    def _read_many(self, token_ids: list[int]) -> None:
+        """Add tokens to the text: what adding one by one gives."""
+        before = self._decode(self._start, self._shown)
+        self._ids += token_ids
+        now = self._decode(self._start, len(self._ids))
+        if now != before and not now.endswith(_INCOMPLETE):
+            return self._show(before, now, len(self._ids))
+        del self._ids[-len(token_ids) :]
+        for token_id in token_ids:
+            self._read(token_id)
+        return None
+
+    def _read(self, token_id: int) -> None:
+        """Add a token to the text, or to the bytes that wait for their character."""
         self._ids.append(token_id)
         before = self._decode(self._start, self._shown)
         now = self._decode(self._start, len(self._ids))
@@ -41,6 +76,7 @@ class Detokenizer:
 
     def flush(self) -> None:
         """The output ended: show what waited, incomplete characters as U+FFFD."""
+        self._catch_up()
         end = len(self._ids)
         self._show(self._decode(self._start, self._shown), self._decode(self._start, end), end)
 
@@ -52,30 +88,31 @@ class Detokenizer:
             include: keep the stop string itself.
         """
         found: tuple[int, str] | None = None
+        text = self.text
         for stop in self._stop:
-            at = self.text.find(stop, max(0, length_before - len(stop) + 1))
+            at = text.find(stop, max(0, length_before - len(stop) + 1))
             if at >= 0 and (found is None or at < found[0]):
                 found = at, stop
         if found is None:
             return None
         at, stop = found
-        self.text = self.text[: at + len(stop)] if include else self.text[:at]
+        self._text = text[: at + len(stop)] if include else text[:at]
         return stop
 
     @property
     def settled_text(self) -> str:
         """Text that no later token can take back: without a possible beginning of a stop string."""
-        held = 0
+        held, text = 0, self.text
         for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self.text)), held, -1):
-                if self.text.endswith(stop[:size]):
+            for size in range(min(len(stop) - 1, len(text)), held, -1):
+                if text.endswith(stop[:size]):
                     held = size
                     break
-        return self.text[: len(self.text) - held]
+        return text[: len(text) - held]
 
     def _show(self, before: str, now: str, end: int) -> None:
         """Add what the tokens before `end` say: `now`, of which `before` has been said."""
-        self.text += _added(before, now)
+        self._text += _added(before, now)
         self._start, self._shown = self._shown, end
 
     def _show_invalid(self, before: str, now: str) -> None:

@@ -272,7 +272,7 @@ class Engine:
         may_stop = request.num_output >= params.min_tokens
         ends = may_stop and token in request.stop_ids
         if detokenizer is not None and (not ends or params.include_stop_str_in_output):
-            length_before = len(detokenizer.text)
+            length_before = len(detokenizer.text) if params.stop else 0
             detokenizer.append(token)
         if ends:
             request.finish_reason = "stop"

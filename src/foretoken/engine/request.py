@@ -102,7 +102,8 @@ class Request:
         until it has been drafted for: where its drafts stand, and with them the noise that decides
         each token, does not depend on preemption.
         """
-        return self.num_uncomputed - (self.num_output > 0)
+        known = len(self.token_ids)
+        return known - self.num_computed - (known > len(self.group.prompt_ids))
 
     @property
     def decodes(self) -> bool:

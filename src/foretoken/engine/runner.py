@@ -9,7 +9,7 @@ Shape suffixes: B deciding requests, N logit rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -81,20 +81,13 @@ class Runner:
         decisions = self._decide(_deciding_rows(shares, num_logits, logits_NV), deciding)
         outcomes, first_row = [], 0
         for share, rows in zip(shares, num_logits, strict=True):
-            own_logits = logits_NV[first_row : first_row + rows]
-            first_row += rows
             tokens, accepted, finite = next(decisions) if share.decides else ([], 0, True)
-            if not finite:
-                outcomes.append(Outcome([], failure=_failure(share, own_logits, accepted)))
-                continue
-            try:
-                logprobs = _token_logprobs(share, own_logits, tokens)
-                prompt_logprobs = _prompt_logprobs(share, own_logits)
-            except Exception as error:
-                raise ShareFault(share.request, error) from error
-            outcomes.append(
-                Outcome(tokens, accepted, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
-            )
+            outcome = Outcome(tokens, accepted)
+            if not finite or share.request.params.wants_logprobs:
+                own_logits = logits_NV[first_row : first_row + rows]
+                outcome = _with_logits(share, own_logits, outcome, finite)
+            outcomes.append(outcome)
+            first_row += rows
         return outcomes
 
     def _decide(
@@ -131,6 +124,20 @@ def _span(share: Share, num_logits: int) -> Span:
     start = request.num_computed
     tokens = request.token_ids[start : start + share.num_tokens] + share.drafts
     return Span(request.block_ids, start, tokens, num_logits)
+
+
+def _with_logits(share: Share, logits_NV: Tensor, outcome: Outcome, finite: bool) -> Outcome:
+    """The outcome with what only the request's own logits tell."""
+    if not finite:
+        return Outcome([], failure=_failure(share, logits_NV, outcome.num_accepted))
+    try:
+        return replace(
+            outcome,
+            logprobs=_token_logprobs(share, logits_NV, outcome.token_ids),
+            prompt_logprobs=_prompt_logprobs(share, logits_NV),
+        )
+    except Exception as error:
+        raise ShareFault(share.request, error) from error
 
 
 def _failure(share: Share, logits_NV: Tensor, num_accepted: int) -> str:

@@ -114,8 +114,10 @@ class Scheduler:
         """
         while request.status is Status.RUNNING:
             missing = self.pool.blocks_for(num_tokens) - len(request.block_ids)
+            if missing <= 0:
+                return True
             if missing <= self.pool.num_free:
-                self._hand_out(request, max(missing, 0))
+                self._hand_out(request, missing)
                 return True
             self._preempt(self.running[-1])
         return False
@@ -220,8 +222,8 @@ class Scheduler:
 
         So every prefill advances in every step, and a short prompt does not wait for a long one.
         """
-        decoding = sum(1 + len(r.draft_ids) for r in self.running if r.decodes)
         prefilling = [request for request in self.running if not request.decodes]
+        decoding = sum(1 + len(r.draft_ids) for r in self.running) - len(prefilling)
         room = max(self.max_num_batched_tokens - decoding, 0)
         even = room // max(len(prefilling), 1)
         chunks = {request: min(request.num_prefill, even) for request in prefilling}
@@ -232,7 +234,7 @@ class Scheduler:
             room -= more
         shares: list[Share] = []
         for request in self.running:
-            if request.decodes:
+            if request not in chunks:
                 shares.append(Share(request, 1, request.draft_ids, True))
             elif chunk := chunks[request]:
                 ends_prompt = chunk == request.num_prefill and not request.num_output

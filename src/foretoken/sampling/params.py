@@ -174,6 +174,11 @@ class SamplingParams:
         return cast(tuple[str, ...], self.bad_words)
 
     @property
+    def wants_logprobs(self) -> bool:
+        """Whether log-probabilities of output or prompt tokens are asked for."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
     def edits_logits(self) -> bool:
         """Whether rows of this request are edited before temperature."""
         return bool(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -47,8 +48,8 @@ class Sampler:
         device = logits_NV.device
         params = self.slots.params
         slots = [r.slot for r in requests]
-        slot_B = torch.tensor(slots, device=device)
-        position_B = torch.tensor([r.position for r in requests], device=device)
+        numbers = np.array([slots, [r.position for r in requests]], dtype=np.int64)
+        slot_B, position_B = torch.from_numpy(numbers).to(device)
         slot_N = slot_B
         if len(logits_NV) != len(requests):
             slot_N = torch.repeat_interleave(slot_B, drafts.num_B + 1, output_size=len(logits_NV))

@@ -21,12 +21,22 @@ void Packed::fill(int64_t first, const float* weight, const float* given_bias, i
 
 namespace {
 
+// Bytes between what is read and what is fetched meanwhile. Weights come from memory, once per pass:
+// with 16 KB ahead six rows cost what one costs (59 MB of weights on one core: 1.70 ms without, 1.14
+// with 8 KB, 0.98 with 16, 1.14 with 32). They are fetched past the outer caches, which keep the
+// draft model, the K/V and the interpreter: a speculative step took 2.8 ms instead of 3.2.
+constexpr int64_t kAhead = 16384 / sizeof(float);
+
 template <int R>
 void multiply_rows(const float* x, int64_t inputs, const float* panel, float* out) {
   Vec sum[R][kVecs] = {};
   for (int64_t k = 0; k < inputs; k++) {
     Vec w[kVecs];
-    for (int v = 0; v < kVecs; v++) w[v] = load(panel + k * kPanel + v * kWidth);
+    for (int v = 0; v < kVecs; v++) {
+      const float* at = panel + k * kPanel + v * kWidth;
+      __builtin_prefetch(at + kAhead, 0, 0);
+      w[v] = load(at);
+    }
     for (int r = 0; r < R; r++) {
       const Vec a = splat(x[r * inputs + k]);
       for (int v = 0; v < kVecs; v++) sum[r][v] += a * w[v];

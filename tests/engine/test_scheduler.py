@@ -179,7 +179,7 @@ def test_a_prompt_that_ends_in_a_chunk_of_one_is_not_drafted_for() -> None:
     group = cut.add(make_group("cut", [0] * 31, 8, key=1))
     cut.step()
     request = group.samples[0]
-    assert (request.num_uncomputed, request.decodes, request.draft_ids) == (1, False, [])
+    assert (request.num_prefill, request.decodes, request.draft_ids) == (1, False, [])
     cut.run()
 
 

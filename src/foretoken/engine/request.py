@@ -88,11 +88,6 @@ class Request:
         return self.token_ids[self.num_prompt :]
 
     @property
-    def num_uncomputed(self) -> int:
-        """Known tokens whose K/V are still missing; at least one while it runs."""
-        return len(self.token_ids) - self.num_computed
-
-    @property
     def num_prefill(self) -> int:
         """Known tokens to compute before it can decode; 0 when it decodes.
 

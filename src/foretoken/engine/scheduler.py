@@ -223,8 +223,9 @@ class Scheduler:
         So every prefill advances in every step, and a short prompt does not wait for a long one.
         """
         prefilling = [request for request in self.running if not request.decodes]
-        decoding = sum(1 + len(r.draft_ids) for r in self.running) - len(prefilling)
-        room = max(self.max_num_batched_tokens - decoding, 0)
+        num_decoding = len(self.running) - len(prefilling)
+        num_drafts = sum(len(request.draft_ids) for request in self.running)
+        room = max(self.max_num_batched_tokens - num_decoding - num_drafts, 0)
         even = room // max(len(prefilling), 1)
         chunks = {request: min(request.num_prefill, even) for request in prefilling}
         room -= sum(chunks.values())

@@ -71,7 +71,10 @@ soak: $(DEV) $(NATIVE)
 bench: $(CORE) $(NATIVE)
 	@$(BIN)/python -m benchmarks.acceptance
 	@$(BIN)/python -m benchmarks.speed
+	@$(BIN)/python -m benchmarks.throughput
 	@$(BIN)/python -m benchmarks.profile
+	@$(BIN)/python -m benchmarks.prefix
+	@$(BIN)/python -m benchmarks.curves
 	@$(BIN)/python -m benchmarks.cost
 	@$(BIN)/python -m benchmarks.tables
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from foretoken.lab.results import Row, collect, commit, write
+from foretoken.lab.results import Row, Spread, collect, commit, write
+from foretoken.lab.workloads import heldout
+from foretoken.models import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -29,11 +31,35 @@ def parse(description: str | None, **defaults: int) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def use_cores(count: int) -> None:
+    """Keep this process to the first `count` cores that it may use."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+
+
+def heldout_tokens() -> list[int]:
+    """All held-out texts, prompts and how they go on, as one run of token ids."""
+    tokenizer = load_tokenizer(TARGET)
+    return [i for item in heldout() for i in tokenizer.encode(item.prompt + item.reference)]
+
+
 def record(name: str, out: Path, shapes: dict[str, Any], rows: list[Row], notes: list[str]) -> None:
     """Write the results file and say where it is."""
     command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
     path = write(collect(name, command, shapes, rows, notes, CODE), out)
     print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
+
+
+def goal(what: str, row: Row, value: str, bound: float, least: bool = True) -> str:
+    """A note for the results file: a median against its goal.
+
+    Args:
+        bound: to reach or exceed, or with `least` False not to exceed.
+    """
+    measured = row.values[value]
+    median = measured.median if isinstance(measured, Spread) else measured
+    reached = median >= bound if least else median <= bound
+    sign = ">=" if least else "<="
+    return f"{what} {median:.3g}, goal {sign} {bound:g}: {'reached' if reached else 'NOT reached'}."
 
 
 class QuietTimer:

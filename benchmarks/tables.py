@@ -1,6 +1,7 @@
-"""Writes the tables in README.md and docs/ from the results files; `--check` only compares.
+"""Writes the tables and figures of README.md and docs/ from the results files; `--check` compares.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end table -->`; NAME is a function here.
+A table stands between `<!-- table: NAME -->` and `<!-- end table -->`; NAME is a function here. A
+figure is a file in docs/figures.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT
+from benchmarks.plot import Series, line_chart
 from foretoken.lab.results import Results, Row, Spread, read
 
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", flags=re.DOTALL)
+FIGURES = ROOT / "docs" / "figures"
+NOT_MEASURED = "Not measured yet: `make bench`.\n"
 TEMPERATURES = (0.0, 0.8)
 BASELINES = ("plain", "generate", "best_assisted")
 
@@ -27,7 +31,7 @@ def where(results: Results) -> str:
     """One line under a table: machine, versions, date, commit, file."""
     hardware, versions = results.hardware, results.versions
     return (
-        f"\n{hardware['cpu']}, {hardware['threads']} threads; torch {versions['torch']}, "
+        f"\n{hardware['cpu']}, {hardware['cores']} cores; torch {versions['torch']}, "
         f"transformers {versions['transformers']}; {results.date[:10]}, commit "
         f"{results.commit[:10]}; `benchmarks/results/{results.name}.json`.\n"
     )
@@ -158,23 +162,146 @@ def profile(folder: Path) -> str:
         "draft passes",
         "drafting, beside its passes",
         "sampling and verification",
+        "scheduling",
+        "commit",
         "the rest",
     ]
-    header = ["ms per step", "step", *parts, "tokens per step"]
-    rows = [
-        [row.case, *(number(row, part) for part in ("step", *parts, "tokens_per_step"))]
-        for row in results.rows
-    ]
+    header = ["ms per step", "step", *parts, "host overhead", "tokens per step"]
+    rows = []
+    for row in results.rows:
+        cells = [row.case, *(number(row, part) for part in ("step", *parts))]
+        rows.append([*cells, percent(row, "host_overhead"), number(row, "tokens_per_step")])
     return markdown(header, rows) + where(results)
+
+
+def percent(row: Row, name: str) -> str:
+    value = row.values.get(name)
+    if value is None:
+        return ""
+    return f"{value.median if isinstance(value, Spread) else value:.1%}"
+
+
+def throughput(folder: Path) -> str:
+    """Every case of every batch size: tokens/s, ratios, and how many prompts agree."""
+    results = read(folder / "throughput.json")
+    header = ["T=0", "tokens/s", "to plain", "to `generate`", "to continuous batching"]
+    header.append("prompts equal to plain")
+    rows = []
+    for row in results.rows:
+        cells = [row.case, spread(row, "tokens_per_second", 0)]
+        for other in ("plain", "generate", "continuous"):
+            cells.append(f"{number(row, f'ratio_to_{other}')}x")
+        ties, differ = row.values["near_ties"], row.values["differ"]
+        equal = f"{row.values['prompts_equal_to_plain']} of {row.labels['batch']}"
+        notes = [f"{count} {what}" for count, what in ((ties, "ties"), (differ, "other")) if count]
+        rows.append([*cells, f"{equal} ({', '.join(notes)})" if notes else equal])
+    return markdown(header, rows) + where(results)
+
+
+def prefix(folder: Path) -> str:
+    """Time to first token cold and warm, and what the drafter catches up."""
+    results = read(folder / "prefix.json")
+    rows = []
+    for row in results.rows:
+        if "temperature" not in row.labels:
+            continue
+        cells = [row.case, spread(row, "first_token, cold", 1)]
+        for name in ("another tail", "the same prompt"):
+            ms = spread(row, f"first_token, {name}", 1)
+            cells.append(f"{ms}, {number(row, f'ratio, {name}', 3)}x")
+        equal = f"{row.values['outputs_equal_to_uncached']} of {row.values['outputs']}"
+        rows.append([*cells, equal])
+    header = ["ms", "cold", "same prompt, another tail", "exactly the same prompt"]
+    header.append("outputs equal to those without reuse")
+    return markdown(header, rows) + where(results)
+
+
+def catch_up(folder: Path) -> str:
+    """A request's first drafting: fresh, with what the drafter has, and after a skipped stretch."""
+    results = read(folder / "prefix.json")
+    row = next(row for row in results.rows if row.case.startswith("first drafting"))
+    rows = [[name, f"{spread(row, name, 1)} ms"] for name in row.values]
+    return markdown([row.case, "median (least–most)"], rows) + where(results)
+
+
+CURVES = {
+    "batch": ("Step time and batch", "requests", ("batch",)),
+    "context": ("Step time and context", "tokens", ("context, batch 1", "context, batch 8")),
+    "prefill": ("Time to first token and prompt", "tokens", ("prefill",)),
+}
+
+
+def curves(folder: Path) -> str:
+    """The figures, and the line through each of their series."""
+    results = read(folder / "curves.json")
+    images = [f"![{title}](figures/curve_{name}.svg)\n\n" for name, (title, *_) in CURVES.items()]
+    rows = [
+        [
+            row.case.removeprefix("line: "),
+            number(row, "intercept"),
+            number(row, "slope", 4),
+            number(row, "r_squared", 4),
+            percent(row, "largest_deviation"),
+        ]
+        for row in results.rows
+        if row.labels.get("fit")
+    ]
+    header = ["line", "ms at 0", "ms per request or token", "R²", "farthest point"]
+    return "".join(images) + markdown(header, rows) + where(results)
+
+
+def curve_figures(folder: Path) -> dict[str, str]:
+    """File name -> SVG text of every curve."""
+    rows = [row for row in read(folder / "curves.json").rows if "x" in row.labels]
+    figures = {}
+    for name, (title, x_label, wanted) in CURVES.items():
+        series: dict[str, list[tuple[float, float, float, float]]] = {}
+        for row in rows:
+            ms = row.values["ms"]
+            if row.labels["curve"] in wanted and isinstance(ms, Spread):
+                point = (float(row.labels["x"] or 0), ms.median, ms.min, ms.max)
+                series.setdefault(row.case.rpartition(", x=")[0], []).append(point)
+        lines = [Series(case, points) for case, points in series.items()]
+        figures[f"curve_{name}.svg"] = line_chart(title, x_label, "ms", lines)
+    return figures
+
+
+GOALS = ("speed", "throughput", "profile", "prefix")
+
+
+def goals(folder: Path) -> str:
+    """Every note of the results files that names a goal."""
+    rows = []
+    for name in GOALS:
+        if (folder / f"{name}.json").exists():
+            notes = read(folder / f"{name}.json").notes
+            rows += [[f"`{name}`", *note] for text in notes if (note := goal_parts(text))]
+    if not rows:
+        return NOT_MEASURED
+    return markdown(["results file", "what", "median", "goal", "verdict"], rows)
+
+
+def goal_parts(note: str) -> list[str]:
+    """What was compared, its median, its goal and the verdict; [] for any other note."""
+    found = re.fullmatch(r"(.+) (\S+), goal ([<>]=) (\S+): (reached|NOT reached)\.", note)
+    if found is None:
+        return []
+    what, median, sign, bound, verdict = found.groups()
+    return [what, median, {">=": "≥ ", "<=": "≤ "}[sign] + bound, verdict.replace("NOT", "**not**")]
 
 
 TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary,
+    "goals": goals,
     "speed": speed,
     "profile": profile,
     "acceptance": acceptance,
     "one_hot": one_hot,
     "cost": cost,
+    "throughput": throughput,
+    "prefix": prefix,
+    "catch_up": catch_up,
+    "curves": curves,
 }
 
 
@@ -185,19 +312,33 @@ def documents() -> list[Path]:
 
 
 def regenerate(text: str, folder: Path = RESULTS) -> str:
-    """`text` with every marked table written anew."""
-    return MARKED.sub(lambda match: match[1] + TABLES[match[2]](folder) + match[3], text)
+    """`text` with every marked table written anew; one without its results file says so."""
+
+    def table(name: str) -> str:
+        try:
+            return TABLES[name](folder)
+        except FileNotFoundError:
+            return NOT_MEASURED
+
+    return MARKED.sub(lambda match: match[1] + table(match[2]) + match[3], text)
+
+
+def outputs(folder: Path = RESULTS) -> dict[Path, str]:
+    """Every generated file and what it must hold."""
+    texts = {path: regenerate(path.read_text(encoding="utf-8"), folder) for path in documents()}
+    if (folder / "curves.json").exists():
+        texts |= {FIGURES / name: svg for name, svg in curve_figures(folder).items()}
+    return texts
 
 
 def main() -> None:
     stale = []
-    for path in documents():
-        text = path.read_text(encoding="utf-8")
-        fresh = regenerate(text)
-        if fresh == text:
+    for path, fresh in outputs().items():
+        if path.exists() and path.read_text(encoding="utf-8") == fresh:
             continue
         stale.append(str(path.relative_to(ROOT)))
         if "--check" not in sys.argv:
+            path.parent.mkdir(exist_ok=True)
             path.write_text(fresh, encoding="utf-8")
     if "--check" in sys.argv and stale:
         sys.exit(f"out of date, run `make tables`: {', '.join(stale)}")

@@ -1,19 +1,38 @@
-"""Tables in the documents are what the results files say."""
+"""Tables and figures in the documents are what the results files say."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.tables import TABLES, documents, regenerate
+from benchmarks.common import goal
+from benchmarks.plot import Series, line_chart, ticks
+from benchmarks.tables import (
+    CURVES,
+    FIGURES,
+    NOT_MEASURED,
+    TABLES,
+    curve_figures,
+    documents,
+    goal_parts,
+    outputs,
+    regenerate,
+)
+from foretoken.lab.results import Row, Spread, collect, write
 from tests.project.source import ROOT
 
+SVG = "{http://www.w3.org/2000/svg}"
 
-@pytest.mark.parametrize("path", documents(), ids=lambda path: path.name)
-def test_tables_are_up_to_date(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert regenerate(text) == text, "run `make tables`"
+
+@pytest.mark.parametrize("path", outputs(), ids=lambda path: path.name)
+def test_tables_and_figures_are_up_to_date(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == outputs()[path], "run `make tables`"
+
+
+def test_no_figure_is_left_from_before() -> None:
+    assert set(FIGURES.glob("*")) <= set(outputs())
 
 
 def test_every_table_is_used() -> None:
@@ -27,3 +46,56 @@ def test_a_changed_figure_is_noticed() -> None:
     digit = next(i for i in range(text.index("---:", start), len(text)) if text[i].isdigit())
     broken = text[:digit] + str((int(text[digit]) + 1) % 10) + text[digit + 1 :]
     assert regenerate(broken) == text
+
+
+def test_a_table_without_its_results_says_so(tmp_path: Path) -> None:
+    text = "<!-- table: curves -->\nold\n<!-- end table -->"
+    fresh = f"<!-- table: curves -->\n{NOT_MEASURED}<!-- end table -->"
+    assert regenerate(text, tmp_path) == fresh
+
+
+def test_goal_notes_are_read_as_they_are_written() -> None:
+    row = Row("plain", {}, {"ratio": Spread("x", 5, 1.234, 1.0, 1.1, 1.3, 1.4), "host": 0.1})
+    parts = goal_parts(goal("batch 16: plain to generate", row, "ratio", 1.15))
+    assert parts == ["batch 16: plain to generate", "1.23", "≥ 1.15", "reached"]
+    assert goal_parts(goal("it", row, "ratio", 1.3))[3] == "**not** reached"
+    assert goal_parts(goal("host", row, "host", 0.1, least=False))[1:] == [
+        "0.1",
+        "≤ 0.1",
+        "reached",
+    ]
+    assert goal_parts(goal("host", row, "host", 0.09, least=False))[3] == "**not** reached"
+    assert goal_parts("Ratios are taken repeat by repeat.") == []
+
+
+def test_ticks_are_round_and_reach_the_largest_value() -> None:
+    assert ticks(64) == [0, 20, 40, 60, 80]
+    assert ticks(2000) == [0, 500, 1000, 1500, 2000]
+    assert ticks(0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_a_chart_has_each_point_at_its_place() -> None:
+    text = line_chart("A < B", "tokens", "ms", [Series("a", [(0, 0, 0, 0), (10, 5, 4, 10)])])
+    dots = ElementTree.fromstring(text).findall(f".//{SVG}circle")
+    assert [(dot.get("cx"), dot.get("cy")) for dot in dots] == [("64.0", "348.0"), ("616.0", "196.0")]
+    assert "A &lt; B" in text
+
+
+def test_curve_figures_follow_the_results(tmp_path: Path) -> None:
+    def point(curve: str, x: int, ms: float) -> Row:
+        labels = {"curve": curve, "k": 0, "x": x}
+        return Row(f"{curve}, plain, x={x}", labels, {"ms": Spread.of([ms, 1.1 * ms], "ms")})
+
+    def figures(most: float) -> dict[str, str]:
+        names = [name for _, _, wanted in CURVES.values() for name in wanted]
+        rows = [point(name, x, most * x / 64) for name in names for x in (1, 64)]
+        write(collect("curves", "python -m benchmarks.curves", {"steps": 1}, rows), tmp_path)
+        return curve_figures(tmp_path)
+
+    first = figures(8.0)
+    assert set(first) == {f"curve_{name}.svg" for name in CURVES}
+    for name, text in first.items():
+        lines = ElementTree.fromstring(text).findall(f".//{SVG}polyline")
+        assert len(lines) == len(CURVES[name[6:-4]][2])
+    assert figures(8.0) == first
+    assert figures(8.5) != first

@@ -39,13 +39,14 @@ def ticks(most: float, count: int = 5) -> list[float]:
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> str:
-    """A chart with both axes from 0, a dot with its range per point, and a legend."""
+    """A chart with both axes from 0, its x to the last point; a dot with its range per point, and a legend."""
     points = [point for one in series for point in one.points]
-    x_ticks, y_ticks = ticks(max(p[0] for p in points)), ticks(max(p[3] for p in points))
+    last = max(p[0] for p in points)
+    x_ticks, y_ticks = ticks(last), ticks(max(p[3] for p in points))
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
 
     def at_x(x: float) -> float:
-        return round(LEFT + (right - LEFT) * x / x_ticks[-1], 1)
+        return round(LEFT + (right - LEFT) * x / last, 1)
 
     def at_y(y: float) -> float:
         return round(bottom - (bottom - TOP) * y / y_ticks[-1], 1)
@@ -60,7 +61,7 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series])
     for tick in y_ticks:
         parts.append(_line(LEFT, at_y(tick), right, at_y(tick), "grid"))
         parts.append(_text(LEFT - 8, at_y(tick) + 4, f"{tick:g}", "end"))
-    for tick in x_ticks:
+    for tick in (tick for tick in x_ticks if tick <= last):
         parts.append(_line(at_x(tick), bottom, at_x(tick), bottom + 5, "axis"))
         parts.append(_text(at_x(tick), bottom + 20, f"{tick:g}", "middle"))
     parts.append(_line(LEFT, bottom, right, bottom, "axis"))

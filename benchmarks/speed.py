@@ -158,11 +158,10 @@ def goal_notes(rows: list[Row]) -> list[str]:
         plain = [r for r in ours if r.labels["method"] == "plain"]
         drafted = [r for r in ours if r.labels["method"] != "plain"]
         best = max(drafted, key=lambda r: r.values["tokens_per_second"].median)
-        where = f"T={temperature:g}"
         notes += [
-            goal(f"{where}: plain to generate", plain[0], "ratio_to_generate", 1.3),
-            goal(f"{where}: {best.case} to plain", best, "ratio_to_plain", 1.5),
-            goal(f"{where}: {best.case} to best assisted", best, "ratio_to_best_assisted", 1.7),
+            goal(f"{plain[0].case}: to generate", plain[0], "ratio_to_generate", 1.3),
+            goal(f"{best.case}: to plain", best, "ratio_to_plain", 1.5),
+            goal(f"{best.case}: to best assisted", best, "ratio_to_best_assisted", 1.7),
         ]
     return notes
 

@@ -39,7 +39,7 @@ def ticks(most: float, count: int = 5) -> list[float]:
 
 
 def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> str:
-    """A chart with both axes from 0, its x to the last point; a dot with its range per point, and a legend."""
+    """A chart with both axes from 0, x to the last point; a dot with its range per point."""
     points = [point for one in series for point in one.points]
     last = max(p[0] for p in points)
     x_ticks, y_ticks = ticks(last), ticks(max(p[3] for p in points))

@@ -34,9 +34,13 @@ HOST_GOAL = 0.10
 
 @dataclass
 class Stopwatch:
-    """Seconds per part of the engine over its decode steps, while `attached`."""
+    """Seconds per part of the engine over its decode steps, while `attached`.
+
+    outside:  seconds in no step of either kind: what the caller's side does before and after
+    """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    outside: float = 0.0
     steps: int = 0
     requests: int = 0
     _now: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -76,9 +80,11 @@ class Stopwatch:
         for part in parts:
             self.wrap(*part)
         self._watch(engine)
+        start = time.perf_counter()
         try:
             yield
         finally:
+            self.outside += time.perf_counter() - start
             for owner, name, _ in parts:
                 delattr(owner, name)
 
@@ -95,6 +101,7 @@ class Stopwatch:
         def stepped() -> Any:
             self._now.clear()
             changed = step()
+            self.outside -= self._now["step"]
             if not self._prefills and self._running:
                 self.steps += 1
                 self.requests += self._running
@@ -108,6 +115,7 @@ class Stopwatch:
 def split(watch: Stopwatch) -> tuple[dict[str, float], float]:
     """Milliseconds per decode step of each part, and the share outside the models' passes."""
     ms = {part: 1000 * seconds / watch.steps for part, seconds in watch.seconds.items()}
+    ms["outside the step"] = 1000 * watch.outside / watch.steps
     drafting, passes = ms.pop("proposing", 0.0), ms.get("draft passes", 0.0)
     ms["drafting, beside its passes"] = drafting - passes
     known = ("target pass", "sampling and verification", "scheduling", "commit")
@@ -194,6 +202,8 @@ def main() -> None:
             "Milliseconds per decode step of the engine; steps that compute prompts are left out.",
             "host_overhead: all of a step but the forward passes of target and drafter, over the "
             "step: scheduling, sampling, verification, commit, and drafting beside its passes.",
+            "outside the step: encoding prompts, decoding texts and the rest of the call, per decode "
+            "step; it is in neither the step nor its host overhead.",
             "With the native decoder all passes and draws of a step's drafts are one call: "
             "`draft passes` then includes the drawing.",
             timer.note(),

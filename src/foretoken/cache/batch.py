@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +23,7 @@ from foretoken.ops import AttentionBatch, AttentionGroup
 __all__ = ["ForwardBatch", "Span", "build_batch"]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One request's new tokens, at positions `start` to `start + len(tokens) - 1`.
 
     block_ids:  the request's blocks from position 0 on; may reach beyond the new tokens

@@ -22,6 +22,7 @@ class DraftState:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._has_real_q: dict[int, bool] = {}
+        self._empty: dict[int, DraftBlock] = {}
         self._logits_SKV: torch.Tensor | None = None
 
     def put(self, slots: Sequence[int], block: DraftBlock) -> list[list[int]]:
@@ -37,9 +38,9 @@ class DraftState:
 
         A request that has drafts but no q is verified as one-hot, alone, with a warning.
         """
+        if not any(drafts):
+            return self._no_drafts(len(drafts))
         block = one_hot_block(drafts, self.device)
-        if not block.token_BK.shape[1]:
-            return block
         real = []
         for slot, tokens in zip(slots, drafts, strict=True):
             if tokens and slot not in self._has_real_q:
@@ -56,6 +57,12 @@ class DraftState:
             logits_SKV=self._logits_SKV,
             real_q_B=torch.tensor(real, device=self.device),
         )
+
+    def _no_drafts(self, num_requests: int) -> DraftBlock:
+        """The empty block of a plain step; one for each size of batch, made once."""
+        if num_requests not in self._empty:
+            self._empty[num_requests] = one_hot_block([[]] * num_requests, self.device)
+        return self._empty[num_requests]
 
     @property
     def slots(self) -> set[int]:

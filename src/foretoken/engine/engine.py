@@ -94,8 +94,10 @@ class Engine:
                     self._admit(request)
             self._clear_fresh_blocks()
             for share, outcome in self._run(plan.shares):
-                with self._alone(share.request):
+                try:
                     self._commit(share, outcome)
+                except Exception as error:
+                    self._fail(share.request, error)
             self._draft()
         return changed
 

@@ -9,7 +9,7 @@ Shape suffixes: B deciding requests, N logit rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from foretoken.sampling.edits import EditFault
 from foretoken.sampling.sampler import Sampler, SampleRequest, top_logprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step gave one request.
 
     Attributes:
@@ -131,8 +130,7 @@ def _with_logits(share: Share, logits_NV: Tensor, outcome: Outcome, finite: bool
     if not finite:
         return Outcome([], failure=_failure(share, logits_NV, outcome.num_accepted))
     try:
-        return replace(
-            outcome,
+        return outcome._replace(
             logprobs=_token_logprobs(share, logits_NV, outcome.token_ids),
             prompt_logprobs=_prompt_logprobs(share, logits_NV),
         )

@@ -13,6 +13,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.prefix_index import ROOT
@@ -22,8 +23,7 @@ from foretoken.errors import CapacityError, IntegrityError
 _BY_ARRIVAL = attrgetter("arrival")
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(NamedTuple):  # made for every request in every step: a dataclass takes 3 times as long
     """One request's share of a step.
 
     Attributes:

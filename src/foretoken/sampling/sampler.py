@@ -9,7 +9,7 @@ Shape suffixes: B requests, K drafts, N rows (= sum of K_b + 1), V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,7 @@ from foretoken.sampling.edits import build_edits
 from foretoken.sampling.slots import SlotHistory, SlotTable
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRequest:
+class SampleRequest(NamedTuple):
     """One request's rows: K_b + 1 of them, the first deciding the token at `position`."""
 
     slot: int

@@ -202,8 +202,8 @@ def main() -> None:
             "Milliseconds per decode step of the engine; steps that compute prompts are left out.",
             "host_overhead: all of a step but the forward passes of target and drafter, over the "
             "step: scheduling, sampling, verification, commit, and drafting beside its passes.",
-            "outside the step: encoding prompts, decoding texts and the rest of the call, per decode "
-            "step; it is in neither the step nor its host overhead.",
+            "outside the step: encoding prompts, decoding texts and the rest of the call, per "
+            "decode step; it is in neither the step nor its host overhead.",
             "With the native decoder all passes and draws of a step's drafts are one call: "
             "`draft passes` then includes the drawing.",
             timer.note(),

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
+from foretoken.native import library
 from foretoken.outputs import RequestOutput
 
+# The native decoder's logits do not depend on what is verified with them, not by a bit.
+TOLERANCE = 1e-4 if library.missing() else 0.0
 PROMPTS = ["def add(a, b):", "x", "import os\nimport sys\n" * 4, "for i in range(10): print(i)"]
 
 
@@ -82,7 +85,7 @@ def check_logprobs(fast: RequestOutput, slow: RequestOutput) -> None:
     for row, want in zip(rows, expected, strict=True):
         assert row.keys() == want.keys()
         for token, entry in row.items():
-            assert entry.logprob == pytest.approx(want[token].logprob, abs=1e-4)
+            assert entry.logprob == pytest.approx(want[token].logprob, abs=TOLERANCE)
             assert entry.rank == want[token].rank
 
 

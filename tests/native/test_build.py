@@ -1,0 +1,122 @@
+"""Compiling the kernels: what is built, kept and dropped, and what is said when it cannot be."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from foretoken.native import build
+
+# A compiler that leaves a note of what it was asked for, or fails.
+FAKE = """#!/bin/sh
+echo "$@" >> {log}
+for word in "$@"; do last=$word; done
+{then}
+"""
+WORKS, FAILS = 'echo library > "$last"', 'echo "kernel.cpp:1: no such luck" >&2; exit 1'
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A source folder with one file, no libraries, an x86-64 machine without a compiler."""
+    for name in ("csrc", "bin"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "csrc" / "kernel.cpp").write_text("int one() { return 1; }")
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path / "lib")
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return tmp_path
+
+
+def compiler(tree: Path, name: str, then: str = WORKS) -> None:
+    path = tree / "bin" / name
+    path.write_text(FAKE.format(log=tree / f"{name}.log", then=then))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def commands(tree: Path, name: str) -> list[str]:
+    log = tree / f"{name}.log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_one_library_per_instruction_set_each_compiled_once(tree: Path) -> None:
+    compiler(tree, "g++")
+    built = build.build()
+    assert built == [build.library_path(v) for v in ("x86-64-v4", "x86-64-v3")]
+    assert sorted((tree / "lib").iterdir()) == sorted(built)  # nothing half-made beside them
+    for variant, command in zip(("x86-64-v4", "x86-64-v3"), commands(tree, "g++"), strict=True):
+        assert f"-march={variant} " in command
+        assert str(tree / "csrc" / "kernel.cpp") in command
+        assert "-ffast-math" not in command
+    assert build.build() == built
+    assert len(commands(tree, "g++")) == 2
+    built[1].unlink()
+    assert build.build() == built
+    assert len(commands(tree, "g++")) == 3
+
+
+def test_clang_serves_too(tree: Path) -> None:
+    compiler(tree, "clang++")
+    assert all(path.exists() for path in build.build())
+    assert len(commands(tree, "clang++")) == 2
+
+
+def test_changed_sources_are_another_library_and_the_outdated_go(tree: Path) -> None:
+    compiler(tree, "g++")
+    (tree / "lib").mkdir()
+    unrelated = tree / "lib" / "note.txt"
+    unrelated.touch()
+    old = build.build()
+    (tree / "csrc" / "kernel.h").touch()
+    new = build.build()
+    assert set(new).isdisjoint(old)
+    assert not any(path.exists() for path in old)
+    assert all(path.exists() for path in (*new, unrelated))
+
+
+def test_the_digest_changes_with_everything_that_is_compiled(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = tree / "csrc" / "kernel.cpp"
+    seen = [build.digest()]
+    assert build.digest() == seen[0]
+    kernel.write_text("int one() { return 2; }")
+    seen.append(build.digest())
+    kernel.rename(kernel.with_name("other.cpp"))
+    seen.append(build.digest())
+    monkeypatch.setattr(build, "_FLAGS", ["-O0"])
+    seen.append(build.digest())
+    assert len(set(seen)) == 4
+    assert all(digest in build.library_path("v").name for digest in seen[3:])
+
+
+def test_no_compiler(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(build.BuildError, match=r"no C\+\+ compiler \(`g\+\+` or `clang\+\+`\)"):
+        build.build()
+    assert build.main() == 1
+    assert "Native kernels were not built: there is no C++ compiler" in capsys.readouterr().err
+
+
+def test_an_unknown_architecture(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tree, "g++")
+    monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
+    with pytest.raises(build.BuildError, match="there are no native kernels for `riscv64`"):
+        build.build()
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_no_library(tree: Path) -> None:
+    compiler(tree, "g++", FAILS)
+    with pytest.raises(build.BuildError, match=r"(?s)g\+\+ .*kernel.cpp.*failed:\n.*no such"):
+        build.build()
+    assert not list((tree / "lib").glob("*.so"))
+
+
+def test_the_command_says_what_it_built(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compiler(tree, "g++")
+    assert build.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.rpartition("/")[2] for line in lines] == [path.name for path in build.build()]

@@ -1,0 +1,179 @@
+"""Which library is loaded, what is said without one, and that all of them compute the same."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foretoken.models import load_model
+from foretoken.native import build, library
+from foretoken.ops import DraftBlock, SlotParams, Stream, get_backend
+from foretoken.ops.backends.native_cpu.process import native_params
+from foretoken.ops.backends.native_cpu.verify import _Given
+from foretoken.ops.backends.reference import noise as reference
+from tests.models import families
+from tests.models.walk import walk
+from tests.support.cases import make_params
+
+needs_kernels = pytest.mark.skipif(library.missing() is not None, reason=f"{library.missing()}")
+V3, V4 = "x86-64-v3", "x86-64-v4"
+LOAD = library.load.__wrapped__  # afresh, whatever was loaded before
+Machine = Callable[[str, set[str], tuple[str, ...]], tuple[str | None, str]]
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """What `missing` and `load` decide on a machine of these features and libraries."""
+
+    def variant(name: str, features: set[str], built: tuple[str, ...]) -> tuple[str | None, str]:
+        info = tmp_path / "cpuinfo"
+        info.write_text(f"processor\t: 0\nflags\t\t: fpu {' '.join(features)}\nflags\t\t: x\n")
+        monkeypatch.setattr(library, "_CPUINFO", info)
+        monkeypatch.setattr(library.platform, "machine", lambda: name)
+        monkeypatch.setattr(build, "LIBRARIES", tmp_path)
+        for found in built:
+            build.library_path(found).touch()
+        chosen: tuple[str | None, str] = library._variant.__wrapped__()
+        return chosen
+
+    return variant
+
+
+def test_the_most_capable_variant_is_chosen(machine: Machine) -> None:
+    both = library._NEEDS[V3] | library._NEEDS[V4]
+    assert machine("x86_64", both, (V3,)) == (V3, "")
+    assert machine("x86_64", both, (V3, V4)) == (V4, "")
+    assert machine("x86_64", library._NEEDS[V3], ()) == (V3, "")
+    assert machine("x86_64", library._NEEDS[V3] | {"avx512f"}, ()) == (V3, "")
+
+
+def test_other_architectures_need_no_features(
+    machine: Machine,
+) -> None:
+    assert machine("aarch64", set(), ("aarch64",)) == ("aarch64", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "features", "reason"),
+    [
+        ("riscv64", library._NEEDS[V3], "there are none for `riscv64`"),
+        ("x86_64", {"avx2"}, "this processor is older than x86-64-v3 (AVX2)"),
+        (
+            "x86_64",
+            library._NEEDS[V3],
+            "they were not built: run `python -m foretoken.native.build` (needs g++)",
+        ),
+    ],
+)
+def test_why_there_are_none(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    features: set[str],
+    reason: str,
+) -> None:
+    found = machine(name, features, ())
+    assert found == (None, reason)
+    monkeypatch.setattr(library, "_variant", lambda: found)
+    assert library.missing() == reason
+    with pytest.raises(OSError, match="there are no native kernels: ") as caught:
+        LOAD()
+    assert reason in str(caught.value)
+
+
+def test_memory_that_runs_out_is_an_exception() -> None:
+    def foretoken_sample() -> None: ...
+
+    assert library._check(0, foretoken_sample, ())
+    assert not library._check(1, foretoken_sample, ())
+    with pytest.raises(MemoryError, match="foretoken_sample could not allocate"):
+        library._check(2, foretoken_sample, ())
+
+
+def results(folder: Path, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Logits, tokens and verdicts by one library."""
+    monkeypatch.setattr(library, "load", lambda: kernels)
+    model, ops = load_model(folder, device="cpu", backend="native_cpu"), get_backend("native_cpu")
+    assert model.fused is not None
+    text = list(range(3, 25))
+    seen = walk(model, [text, text[::-1]], 1, 16, fill=torch.nan)
+    rows = [row for rows in seen for _, row in sorted(rows.items())]
+    random = torch.Generator().manual_seed(2)
+    raw = torch.randn(40, 3001, generator=random) * 3
+    params, slot = make_params(40, [0.0, 0.7, 1.0, 1.0, 1.3] * 8), torch.arange(40)
+    logits = ops.process_logits(raw, params, slot, None)
+    tokens = ops.sample(logits, params, slot, slot, slot, (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK))
+    block = DraftBlock(
+        tokens[:10, None], torch.ones(10).long(), logits[:, None], torch.ones(10).bool()
+    )
+    target = ops.process_logits(raw[:20].flip(0), params, slot[:10].repeat_interleave(2), None)
+    verdict = ops.verify(target, params, slot[:10], slot[:10], block)
+    return [torch.stack(rows), logits, tokens, verdict.token_BK1, verdict.n_accept_B]
+
+
+@needs_kernels
+def test_every_instruction_set_gives_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variants = [
+        variant
+        for variant in build.VARIANTS[build.platform.machine()]
+        if library._NEEDS.get(variant, set()) <= library._cpu_features()
+        and build.library_path(variant).exists()
+    ]
+    if len(variants) < 2:
+        pytest.skip(f"this machine runs {variants} only")
+    folder = families.save_model(tmp_path, "qwen3", {"head_dim": 16, "intermediate_size": 53})
+    found = []
+    for variant in variants:
+        monkeypatch.setattr(library, "_variant", lambda chosen=variant: (chosen, ""))
+        kernels = LOAD()
+        assert kernels._name.endswith(f"{variant}.so")
+        found.append(results(folder, kernels, monkeypatch))
+    for ours, *others in zip(*found, strict=True):
+        for other in others:
+            if ours.dtype is torch.int64:
+                assert torch.equal(ours, other)
+            else:
+                torch.testing.assert_close(ours, other, atol=1e-5, rtol=1e-5)
+
+
+@needs_kernels
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-(2**63), 2**63 - 1),
+            st.integers(0, 2**32 - 9),
+            st.integers(1, 5),
+        ),
+        min_size=1,
+        max_size=8,
+    )
+)
+def test_uniforms_are_the_bits_of_the_definition(rows: list[tuple[int, int, int]]) -> None:
+    """Seen through the logarithm of the uniform that decides a draft."""
+    key_S, position_B, num_B = torch.tensor(rows).t().contiguous()
+    ones = torch.ones(len(rows))
+    params = SlotParams(key_S, ones, torch.zeros(len(rows)).long(), ones, 0 * ones)
+    logits = torch.zeros(int(num_B.sum()) + len(rows), 3)
+    token_BK = torch.zeros(len(rows), 5, dtype=torch.int64)
+    slot_B, real_q_B = torch.arange(len(rows)), torch.zeros(len(rows)).bool()
+    drafts = DraftBlock(token_BK, num_B, None, real_q_B)
+    given = _Given.of(logits, slot_B, position_B, drafts)  # keeps what the kernels read
+    numbers = torch.empty(5, len(rows), 5, dtype=torch.float64)
+    reduced = library.Reduced(*[part.data_ptr() for part in numbers])
+    library.load().foretoken_reduce(
+        ctypes.byref(native_params(params)), ctypes.byref(given.packed()), ctypes.byref(reduced)
+    )
+    for b, (key, position, num) in enumerate(rows):
+        for i in range(num):
+            uniform = reference.uniform_of(0, key, position + i, i, Stream.ACCEPT, fp64=False)
+            assert math.isclose(numbers[2, b, i].item(), math.log(uniform), rel_tol=1e-15)

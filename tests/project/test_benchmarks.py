@@ -1,0 +1,89 @@
+"""Parts of the benchmarks that would spoil a figure in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks.curves import fit
+from benchmarks.opponents import torch_threads
+from benchmarks.prefix import Prompts
+from benchmarks.profile import Stopwatch, split
+from foretoken import LLM, SamplingParams
+from foretoken.lab.results import Row, Spread
+
+BLOCK = 16
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    speculation = {"method": "draft_model", "num_speculative_tokens": 2}
+    threads = torch.get_num_threads()
+    with LLM("tiny-python", speculation, max_num_seqs=2, threads=1) as llm:
+        yield llm
+    torch.set_num_threads(threads)
+
+
+def points(*ms: float) -> list[Row]:
+    return [
+        Row(f"x={x}", {"x": x}, {"ms": Spread.of([y], "ms")}) for x, y in enumerate(ms, start=1)
+    ]
+
+
+def test_fit_finds_a_line_and_what_leaves_it() -> None:
+    exact = fit(points(5.0, 7.0, 9.0))
+    assert exact == pytest.approx(
+        {"intercept": 3.0, "slope": 2.0, "r_squared": 1.0, "largest_deviation": 0.0}, abs=1e-12
+    )
+    # The line through (1, 1), (2, 2), (3, 6) is 2.5 x - 2: residuals -0.5, 1, -0.5.
+    bent = fit(points(1.0, 2.0, 6.0))
+    assert bent["r_squared"] == pytest.approx(1 - 1.5 / 14)
+    assert bent["largest_deviation"] == pytest.approx(0.5)
+
+
+def test_pytorch_threads_come_back_whatever_happens() -> None:
+    before = torch.get_num_threads()
+    seen = []
+
+    def fail() -> None:
+        with torch_threads(before + 1):
+            seen.append(torch.get_num_threads())
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fail()
+    assert seen == [before + 1]
+    assert torch.get_num_threads() == before
+
+
+def test_cold_prompts_share_no_block() -> None:
+    prompts = Prompts(length=1000, tail=16)
+    taken = [prompts.take() for _ in range(40)]
+    for shared, tail, other in taken:
+        assert (len(shared), len(tail), len(other)) == (1000, 16, 16)
+        assert tail != other
+    assert len({tuple(shared[:BLOCK]) for shared, _, _ in taken}) == len(taken)
+
+
+def test_profile_counts_decode_steps_and_leaves_no_trace(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
+    plain = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, num_speculative_tokens=0)
+    drafting, decoding = Stopwatch(), Stopwatch()
+    with drafting.attached(llm):
+        llm.generate("def f(x):\n    return ", params)
+    with decoding.attached(llm):
+        llm.generate(["def g(x):\n    return ", "import os, "], plain)
+    assert (decoding.steps, decoding.requests) == (6, 12)  # the prompts' step gives the first token
+    assert 1 <= drafting.steps <= 6
+    for watch in (drafting, decoding):
+        ms, host = split(watch)
+        whole = ms.pop("step")
+        assert ms.pop("outside the step") > 0
+        assert sum(ms.values()) == pytest.approx(whole)
+        assert 0 < host < 1
+    assert split(drafting)[0]["draft passes"] > 0
+    steps = drafting.steps
+    llm.generate("def f(x):\n    return ", params)
+    assert drafting.steps == steps

@@ -134,22 +134,22 @@ class Crowd:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", ["draft_model", "ngram"])
+@pytest.mark.parametrize("kind", ["draft_model", "ngram", "embedded pair"])
 def test_a_crowd_in_a_small_pool_gets_what_each_gets_alone(
     target: Path, draft: Path, kind: str, record_property: Any
 ) -> None:
     speculation: dict[str, Any] = {
         "draft_model": {"model": str(draft)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+        "embedded pair": {"method": "draft_model"},
     }[kind]
+    model = "tiny-python" if kind == "embedded pair" else str(target)
     options: dict[str, Any] = {"block_size": 4, "max_num_batched_tokens": 64, "max_model_len": 128}
     crowded: dict[str, Any] = {"num_blocks": 32, "max_num_waiting": 30}
     rng = random.Random(f"soak {kind}")
-    single = LLM(
-        str(target), speculation, max_num_seqs=2, enable_prefix_caching=False, **options
-    ).engine
+    single = LLM(model, speculation, max_num_seqs=2, enable_prefix_caching=False, **options).engine
     specs = [run_alone(single, *make_request(rng, number)) for number in range(NUM_DISTINCT)]
-    engine = LLM(str(target), speculation, max_num_seqs=8, **crowded, **options).engine
+    engine = LLM(model, speculation, max_num_seqs=8, **crowded, **options).engine
     del single
     arriving = iter([rng.choice(specs) for _ in range(NUM_REQUESTS)])
     crowd = Crowd(engine, arriving, rng)

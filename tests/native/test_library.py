@@ -89,6 +89,20 @@ def test_why_there_are_none(
     assert reason in str(caught.value)
 
 
+def test_a_library_that_cannot_be_loaded_is_none(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = machine("x86_64", library._NEEDS[V3], (V3,))  # an empty file
+    assert found == (V3, "")
+    monkeypatch.setattr(library, "_variant", lambda: found)
+    monkeypatch.setattr(library, "load", LOAD)
+    reason = library.missing()
+    assert reason is not None
+    assert reason.startswith("they cannot be loaded (")
+    assert f"{build.library_path(V3)}: file too short" in reason
+    assert "run `python -m foretoken.native.build`" in reason
+
+
 def test_memory_that_runs_out_is_an_exception() -> None:
     def foretoken_sample() -> None: ...
 

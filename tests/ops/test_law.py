@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.ops import DraftBlock, SlotParams, Stream, get_backend
+from foretoken.ops import DraftBlock, SlotParams, Stream, get_backend, unavailable
 from foretoken.ops.backends.torch_cpu import noise
 from tests.support.cases import make_params
 from tests.support.law import (
@@ -29,7 +29,8 @@ from tests.support.law import (
     random_chain,
 )
 
-CPU = get_backend("torch_cpu")
+CPU = get_backend("torch_cpu")  # another one where a test runs on `each_backend`
+FAST = [name for name in ("torch_cpu", "native_cpu") if not unavailable(name)]
 SAMPLE, VERIFY = (  # the modules: the package has the functions under these names
     importlib.import_module(f"foretoken.ops.backends.torch_cpu.{name}")
     for name in ("sample", "verify")
@@ -47,6 +48,14 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "one_hot": {"lookup": True, "real_q": False},
     "sampled_as_one_hot": {"real_q": False},
 }
+
+
+@pytest.fixture(params=FAST)
+def _each_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "CPU", get_backend(request.param))
+
+
+each_backend = pytest.mark.usefixtures("_each_backend")
 
 
 def drafter(**changes: Any) -> MakePropose:
@@ -71,6 +80,7 @@ def check(filters: str, temperature: float, kind: str, fp64_noise: bool = False)
     assert 0.01 < outcome.acceptance < 0.9  # the drafts are neither all wrong nor all right
 
 
+@each_backend
 @pytest.mark.parametrize(
     ("filters", "temperature", "kind"),
     [
@@ -88,6 +98,7 @@ def test_joint_law(filters: str, temperature: float, kind: str) -> None:
     check(filters, temperature, kind)
 
 
+@each_backend
 @pytest.mark.law
 @pytest.mark.parametrize("fp64_noise", [False, True])
 @pytest.mark.parametrize("kind", DRAFTERS)
@@ -97,6 +108,7 @@ def test_joint_law_full(filters: str, temperature: float, kind: str, fp64_noise:
     check(filters, temperature, kind, fp64_noise)
 
 
+@each_backend
 def test_ragged_lengths_that_depend_on_the_prefix() -> None:
     outcome, p = run(lambda params: cut_by_prefix(drafter()(params)))
     assert p > CORRECT_P
@@ -187,6 +199,7 @@ def draw_four_equal(streams: tuple[Stream, Stream], trials: int) -> float:
     return p_value(counts, torch.full((4,), 0.25))
 
 
+@each_backend
 def test_block_and_token_noise_are_independent() -> None:
     assert draw_four_equal((Stream.TARGET_TOKEN, Stream.TARGET_BLOCK), 10_000) > CORRECT_P
     assert draw_four_equal((Stream.TARGET_TOKEN, Stream.TARGET_TOKEN), 1_000) < MUTANT_P
@@ -208,6 +221,7 @@ def accept_once(
     return float(verdict.n_accept_B.double().mean()), verdict.token_BK1[:, 0]
 
 
+@each_backend
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_acceptance_is_the_overlap(seed: int) -> None:
     """Sum of min(p, q), to four standard errors; FP32 and FP64 noise accept equally."""
@@ -225,11 +239,13 @@ def test_acceptance_is_the_overlap(seed: int) -> None:
         assert p_value(torch.bincount(first, minlength=12), target.softmax(0)) > CORRECT_P
 
 
+@each_backend
 def test_a_draft_equal_to_the_target_is_always_accepted() -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(0)) * 5
     assert accept_once(logits, logits, 100_000)[0] == 1.0
 
 
+@each_backend
 def test_disjoint_supports_accept_nothing_and_emit_p() -> None:
     target, draft = torch.full((2, 12), -torch.inf)
     target[:6], draft[6:] = torch.arange(6) / 3, 0.0
@@ -238,6 +254,7 @@ def test_disjoint_supports_accept_nothing_and_emit_p() -> None:
     assert p_value(torch.bincount(first, minlength=12), target.softmax(0)) > CORRECT_P
 
 
+@each_backend
 def test_drafts_outside_the_nucleus_are_never_accepted() -> None:
     """The draft model samples unfiltered: what the target's filters dropped has p(x) = 0."""
     params = make_params(1, top_p=0.6)
@@ -265,13 +282,22 @@ def capped_gumbel(u: noise.Array) -> noise.Array:
     return -noise.np.log(-noise.np.log(u))
 
 
-@pytest.mark.law
-def test_tail_is_drawn_at_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """18 logits below the head, FP32 noise: 31 draws expected in two million."""
+def tail_draws() -> tuple[int, float]:
+    """Draws 18 logits below the head, FP32 noise, and how many are expected: 31 of 2 million."""
     trials, waves, gap = 200_000, 10, 18.0
-    expected = trials * waves * 1023 * math.exp(-gap)
     drawn = sum(tail_rate(make_params(trials, seed=w), trials, gap) for w in range(waves))
+    return drawn, trials * waves * 1023 * math.exp(-gap)
+
+
+@each_backend
+@pytest.mark.law
+def test_tail_is_drawn_at_its_rate() -> None:
+    drawn, expected = tail_draws()
     assert abs(drawn - expected) < 4 * math.sqrt(expected)
+
+
+@pytest.mark.law
+def test_a_tail_cut_off_by_coarse_noise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SAMPLE, "to_gumbel", capped_gumbel)
-    drawn = sum(tail_rate(make_params(trials, seed=w), trials, gap) for w in range(waves))
+    drawn, expected = tail_draws()
     assert drawn < expected / 4

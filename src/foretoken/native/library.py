@@ -153,7 +153,15 @@ def _cpu_features() -> set[str]:
 def missing() -> str | None:
     """Why there are no native kernels on this machine; None if there are."""
     variant, reason = _variant()
-    return None if variant else reason
+    if variant is None:
+        return reason
+    try:
+        load()
+    except OSError as error:  # built elsewhere, against newer system libraries
+        return (
+            f"they cannot be loaded ({error}): run `python -m foretoken.native.build` (needs g++)"
+        )
+    return None
 
 
 @cache

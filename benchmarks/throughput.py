@@ -208,7 +208,8 @@ def main() -> None:
             "ignored. No case reuses prefixes.",
             "Ratios are taken repeat by repeat. generate is the faster of dynamic cache and static "
             "cache without compilation; continuous batching has a manager that is kept between "
-            "repeats, its start and stop outside the timing.",
+            "repeats, its start and stop outside the timing, and passes of at most 256 tokens: "
+            "it was fastest so.",
             "near_ties: prompts whose tokens part from plain decoding's where the logits of the "
             f"two tokens are within {opponents.TIE:g}; differ: that part elsewhere.",
             timer.note(),

@@ -167,7 +167,7 @@ def goal_notes(rows: list[Row]) -> list[str]:
 
 
 def main() -> None:
-    options = parse(__doc__, prompts=8, max_tokens=64, repeats=5, cores=2)
+    options = parse(__doc__, prompts=8, max_tokens=128, repeats=5, cores=2)
     use_cores(options.cores)
     size = (options.max_tokens, options.cores)
     cases = our_cases(*size) + transformers_cases(*size)

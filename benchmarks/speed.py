@@ -205,7 +205,8 @@ def main() -> None:
             "PyTorch has one; PyTorch's are set around each call of Transformers.",
             timer.note(),
             "prompts_equal_to_plain: at T=0, prompts whose tokens all equal plain decoding's; "
-            "passes over 1 and K+1 rows may part at near-ties.",
+            "the native decoder gives equal bits, passes of other modules over 1 and K+1 rows may "
+            "part at near-ties.",
             *goal_notes(rows),
         ],
     )

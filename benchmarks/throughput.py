@@ -211,8 +211,8 @@ def main() -> None:
             "repeats, its start and stop outside the timing, and passes of at most 256 tokens: "
             "it was fastest so.",
             "near_ties: prompts whose tokens part from plain decoding's where the logits of the "
-            f"two tokens are within {opponents.TIE:g}; differ: that part elsewhere. Models in the "
-            "native decoder give equal bits in any batch; passes of other modules may part at ties.",
+            f"two tokens are within {opponents.TIE:g}; differ: that part elsewhere. The native "
+            "decoder gives equal bits in any batch; passes of other modules may part at ties.",
             timer.note(),
             *goal_notes(rows),
         ],

@@ -155,6 +155,12 @@ def test_drafts_that_are_the_argmax_at_any_temperature(make_pair: MakePair) -> N
     assert pair.covered == [True] * 12
 
 
+def test_filters_do_not_matter_to_the_argmax(make_pair: MakePair) -> None:
+    pair = make_pair(make_params(SLOTS, 1.0, top_k=3), draft_sample_method="greedy")
+    assert drive(pair) > 60
+    assert pair.covered == [True] * 12
+
+
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
 def test_filters_take_one_pass_per_draft(make_pair: MakePair, filters: dict[str, Any]) -> None:
     pair = make_pair(make_params(SLOTS, 1.0, **filters))

@@ -184,6 +184,7 @@ BITWISE: dict[str, tuple[str, dict[str, Any], int]] = {
     "window": ("mistral", {**HEADS, "sliding_window": WINDOW}, 16),
     "window, blocks of 1": ("mistral", {**HEADS, "sliding_window": 21}, 1),
     "window, blocks of 4": ("mistral", {**HEADS, "sliding_window": 21}, 4),
+    "blocks of 24": ("llama", HEADS, 24),
     "window, blocks of 7": ("mistral", {**HEADS, "sliding_window": 21}, 7),
 }
 
@@ -208,11 +209,13 @@ def test_a_row_is_the_same_bits_in_any_batch(tmp_path: Path, case: str) -> None:
                 assert torch.equal(again, one_by_one), (threads, chunks, others)
 
 
-def test_blocks_of_another_size_change_rounding_only(tmp_path: Path) -> None:
-    model, text = load(save(tmp_path, "llama", ODD)), random_text(60, 3)
-    expected = run(model, text, [60], block_size=16)
-    for block_size in (1, 4, 7, 32, 64):
-        other = run(model, text, [60], block_size=block_size)
+@pytest.mark.parametrize("block_size", [1, 4, 7, 12, 20, 24, 32, 40, 64])
+def test_blocks_of_another_size_change_rounding_only(tmp_path: Path, block_size: int) -> None:
+    """Also those that end within a vector of 8 or 16 numbers."""
+    model, text = load(save(tmp_path, "llama", ODD)), random_text(90, 3)
+    expected = run(model, text, [90], block_size=16)
+    for chunks in ([90], [1] * 90):
+        other = run(model, text, chunks, block_size=block_size)
         torch.testing.assert_close(other, expected, atol=2e-5, rtol=1e-4)
 
 

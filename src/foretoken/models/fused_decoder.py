@@ -71,7 +71,8 @@ class FusedDecoder:
             _address(module.model.rotary_emb.inv_freq),
             byref(self._handle),
         )
-        weakref.finalize(self, self._library.foretoken_decoder_free, self._handle)
+        # Not at exit: a daemon thread may still compute then.
+        weakref.finalize(self, self._library.foretoken_decoder_free, self._handle).atexit = False
         self._kv: KVPool | None = None
         self._key_addresses: Any = None
         self._value_addresses: Any = None
@@ -106,7 +107,7 @@ class FusedDecoder:
         numbers_3B: Tensor,
         q_logits_SKV: Tensor | None,
     ) -> Tensor | None:
-        """A whole round of autoregressive drafting, without filters.
+        """A whole round of autoregressive drafting, without filters on what is drawn from.
 
         Args:
             first: what the cache lacks, with one logit row per request.
@@ -116,8 +117,8 @@ class FusedDecoder:
                 None: each draft is the argmax of the logits.
 
         Returns:
-            int64 [B, K], -1 behind a request's last draft; None, and nothing done, if a request
-            filters its logits.
+            int64 [B, K], -1 behind a request's last draft; None, and nothing done, if drafts are
+            drawn and a request filters its logits.
         """
         self._adopt(kv)
         slot_B, position_B, num_B = numbers_3B

@@ -11,6 +11,7 @@ loaded.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import shutil
 import subprocess
@@ -56,23 +57,24 @@ def build() -> list[Path]:
     variants = VARIANTS.get(platform.machine())
     if variants is None:
         raise BuildError(f"there are no native kernels for `{platform.machine()}`")
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise BuildError("there is no C++ compiler (`g++` or `clang++`)")
     LIBRARIES.mkdir(exist_ok=True)
     built = [library_path(variant) for variant in variants]
     for path, flags in zip(built, variants.values(), strict=True):
         if not path.exists():
-            _compile(compiler, flags, path)
+            _compile(flags, path)
     for path in LIBRARIES.glob("*.so"):
         if path not in built:
             path.unlink(missing_ok=True)
     return built
 
 
-def _compile(compiler: str, flags: list[str], path: Path) -> None:
+def _compile(flags: list[str], path: Path) -> None:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildError("there is no C++ compiler (`g++` or `clang++`)")
     sources = sorted(str(source) for source in SOURCES.glob("*.cpp"))
-    partial = path.with_suffix(".partial")  # renamed when whole: nobody loads half a library
+    # Renamed when whole: nobody loads half a library.
+    partial = path.with_suffix(f".{os.getpid()}.partial")
     command = [compiler, *_FLAGS, *flags, *_SHARED, *sources, "-o", str(partial)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

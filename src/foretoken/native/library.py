@@ -200,6 +200,8 @@ def _check(status: int, function: Any, arguments: Any) -> bool:
     """Whether the call did what was asked; False if it does not cover that."""
     if status == 2:
         raise MemoryError(f"native kernels: {function.__name__} could not allocate memory")
+    if status == 3:
+        raise RuntimeError(f"native kernels: {function.__name__} failed")
     return status == 0
 
 

@@ -1,6 +1,7 @@
 // The functions that Python calls, by ctypes. Arguments have been checked there.
 //
-// Each returns 0 if done, 1 if it does not cover what is asked and did nothing, 2 if memory ran out.
+// Each returns 0 if done, 1 if it does not cover what is asked and did nothing, 2 if memory ran out,
+// 3 if anything else was thrown.
 #include <new>
 
 #include "decoder.h"
@@ -18,6 +19,8 @@ int guarded(const Work& work) {
     return 0;
   } catch (const std::bad_alloc&) {
     return 2;
+  } catch (...) {
+    return 3;
   }
 }
 
@@ -46,10 +49,11 @@ int foretoken_decoder_forward(Decoder* decoder, const Batch* batch, float* const
   return guarded([&] { decoder->forward(*batch, keys, values, logits); });
 }
 
-// Does not cover requests that filter their logits.
+// Does not cover draws from filtered logits; the largest logit survives every filter.
 int foretoken_decoder_draft(Decoder* decoder, const Batch* first, float* const* keys,
                             float* const* values, const Params* params, const DraftRound* round) {
-  if (any_filter(*params, round->slot_B, round->requests, decoder->vocabulary())) return 1;
+  const bool draws = round->q_logits;
+  if (draws && any_filter(*params, round->slot_B, round->requests, decoder->vocabulary())) return 1;
   return guarded([&] { decoder->draft(*first, keys, values, *params, *round); });
 }
 

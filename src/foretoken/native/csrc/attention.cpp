@@ -39,11 +39,12 @@ const float* key_block(const QueryTile& t, int64_t b) {
 
 // Blocks b to b+C-1 against R rows. Blocks are scattered, so the processor cannot guess the next:
 // it is fetched meanwhile. Several blocks at once keep more additions in flight. Where a block ends
-// within a vector, the rest of its scores is nonsense, written over by the next block's or masked.
+// within a vector, the rest of that vector is nonsense: last vectors are stored first, so that what
+// stands there is written over by the next block's scores, or masked.
 template <int R, int C>
 void score_blocks(const QueryTile& t, int first_row, int64_t b) {
   const int64_t size = t.shape.key_size, width = t.shape.block_size;
-  for (int64_t c = 0; c < width; c += kWidth) {
+  for (int64_t c = (width - 1) / kWidth * kWidth; c >= 0; c -= kWidth) {
     const float *keys[C], *next[C];
     for (int j = 0; j < C; j++) {
       keys[j] = key_block(t, b + j) + c;

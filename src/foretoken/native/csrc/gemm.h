@@ -22,13 +22,14 @@ class Packed {
  public:
   Packed() = default;
   Packed(int64_t outputs, int64_t inputs);
+  Packed(Packed&&) = default;
+  Packed& operator=(Packed&&) = default;
   // Outputs first..first+count-1 from row-major `weight` [count, K]; `bias` may be null.
   void fill(int64_t first, const float* weight, const float* bias, int64_t count);
 
   int64_t outputs = 0, inputs = 0, panels = 0;
   std::vector<float> bias;
   const float* panel(int64_t index) const { return weights_ + index * inputs * kPanel; }
-  size_t bytes() const { return storage_.size() * sizeof(float); }
 
  private:
   std::vector<float> storage_;

@@ -6,6 +6,8 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -30,14 +32,20 @@ struct Pool {
   std::atomic<Tile> tile{nullptr};
   std::atomic<void*> context{nullptr};
   std::atomic<int> sleeping{0};
-  std::atomic<bool> stop{false};
+  std::atomic<bool> stop{false}, failed{false};
   std::mutex owner, sleep;
   std::condition_variable wake;
   std::vector<std::thread> workers;
   pid_t process = getpid();
+  const int size;  // asked for, the calling thread included
 
-  explicit Pool(int threads) {
-    for (int i = 1; i < threads; i++) workers.emplace_back([this] { work(); });
+  explicit Pool(int threads) : size(threads) {
+    workers.reserve(threads);  // what may throw beside the system comes before the first thread
+    try {
+      for (int i = 1; i < threads; i++) workers.emplace_back([this] { work(); });
+    } catch (const std::system_error&) {
+      // The system gives no more threads: those there are share the work.
+    }
   }
 
   ~Pool() {
@@ -53,8 +61,12 @@ struct Pool {
     uint64_t seen = ticket.load(std::memory_order_acquire);
     while (static_cast<uint32_t>(seen)) {
       if (ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) {
-        tile.load(std::memory_order_relaxed)(context.load(std::memory_order_relaxed),
-                                             static_cast<uint32_t>(seen) - 1);
+        try {
+          tile.load(std::memory_order_relaxed)(context.load(std::memory_order_relaxed),
+                                               static_cast<uint32_t>(seen) - 1);
+        } catch (...) {  // the only thing that tiles do that may throw is to allocate
+          failed = true;
+        }
         unfinished.fetch_sub(1, std::memory_order_release);
         return true;
       }
@@ -98,6 +110,7 @@ struct Pool {
         std::this_thread::yield();  // a worker that holds a tile may be waiting for this core
       }
     }
+    if (failed.exchange(false)) throw std::bad_alloc();
   }
 };
 
@@ -111,7 +124,7 @@ std::shared_ptr<Pool>& pool = *new std::shared_ptr<Pool>;
 std::shared_ptr<Pool> current() {
   std::lock_guard<std::mutex> lock(pool_lock);
   if (pool && pool->process != getpid()) new std::shared_ptr<Pool>(std::move(pool));
-  if (!pool || static_cast<int>(pool->workers.size()) + 1 != wanted)
+  if (!pool || pool->size != wanted)
     pool = std::make_shared<Pool>(wanted);
   return pool;
 }
@@ -119,16 +132,12 @@ std::shared_ptr<Pool> current() {
 }  // namespace
 
 void set_num_threads(int count) { wanted = count; }
-int num_threads() { return wanted; }
 
 void parallel(int64_t count, Tile tile, void* context) {
   if (wanted > 1) {
     const std::shared_ptr<Pool> shared = current();
-    if (shared->owner.try_lock()) {
-      shared->run(count, tile, context);
-      shared->owner.unlock();
-      return;
-    }
+    std::unique_lock<std::mutex> own(shared->owner, std::try_to_lock);
+    if (own) return shared->run(count, tile, context);
   }
   for (int64_t i = 0; i < count; i++) tile(context, i);
 }

@@ -10,7 +10,8 @@ namespace foretoken {
 using Tile = void (*)(void* context, int64_t index);
 
 // Run tile(context, i) for i in [0, count), each once, on this thread and the pool's. Calls from
-// other threads while the pool is taken run on their own thread alone. Tiles must not throw.
+// other threads while the pool is taken run on their own thread alone. If a tile throws, the others
+// are run all the same, then std::bad_alloc is thrown here.
 void parallel(int64_t count, Tile tile, void* context);
 
 // `work(i)` for i in [0, count): in parallel, or here if `worth` is false.
@@ -26,6 +27,5 @@ void parallel_for(int64_t count, bool worth, const Work& work) {
 }
 
 void set_num_threads(int count);
-int num_threads();
 
 }  // namespace foretoken

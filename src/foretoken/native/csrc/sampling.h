@@ -43,7 +43,8 @@ struct SampleRows {
 
 void sample(const Params& params, const SampleRows& rows, int64_t* token_N);
 
-// A batch of requests to verify; B requests of up to K drafts, num_B[b] + 1 rows each. q: draft logits [S, q_drafts, q_vocabulary] by slot, or null.
+// A batch of requests to verify; B requests of up to K drafts, num_B[b] + 1 rows each. q: draft
+// logits [S, q_drafts, q_vocabulary] by slot, or null.
 struct VerifyBatch {
   const float *logits_NV, *q_logits;
   const int64_t *slot_B, *position_B, *num_B, *token_BK;

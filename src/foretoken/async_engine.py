@@ -81,12 +81,13 @@ class AsyncEngine:
 
         Raises, at the first step of the iterator:
             RequestError, CapacityError, OverloadedError: the request cannot be served.
-            ProcessingError: the tokenizer raised.
+            ProcessingError: the tokenizer raised when it encoded the prompt.
             UsageError: after `close()`.
 
         Raises, at any step:
             StepError: the engine's thread failed, which is a bug in Foretoken. Faults that end
-                requests and not the engine are in the last output's `error` instead.
+                requests and not the engine are in the last output's `error` instead, beside the
+                tokens that were made.
         """
         params = one_params(sampling_params)
         worker, mailbox = self._worker, _Mailbox(asyncio.get_running_loop())

@@ -84,7 +84,8 @@ class LLM:
 
         Returns:
             One `RequestOutput` per prompt. In a list, a prompt that cannot be served or fails
-            carries its `error` and what it has, and the others complete; a single prompt raises it.
+            carries its `error` and what it has, and the others complete; a single prompt raises it
+            and drops the tokens it has: put it in a list to keep them.
 
             Ctrl-C or SIGTERM in the main thread ends the call after the present step: what is done
             is complete, the rest has finish_reason `interrupted`, with the tokens it has (see
@@ -163,8 +164,9 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Complete one prompt; yields what there is after every step, the last one finished.
 
-        Closing the iterator early aborts the request. Other calls may run in between: they
-        advance this request, too. A signal during a step makes the next output the last, with
+        A request that fails while it runs is not raised: its last output has the `error` and what
+        there is. Closing the iterator early aborts the request. Other calls may run in between:
+        they advance this request, too. A signal during a step makes the next output the last, with
         finish_reason `interrupted`; between steps signals are the caller's.
         """
         engine, group = self.engine, self._add(prompt, one_params(sampling_params))
@@ -175,8 +177,9 @@ class LLM:
                     if not group.finished:
                         engine.step()
                     _mark(engine, group, interrupt)
-                finished = group.finished
-                yield build_output(self.engine, group)
+                output = build_output(self.engine, group)
+                finished = output.finished  # reading the text may be what ends it
+                yield output
         finally:
             engine.abort(group)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from foretoken.engine.detokenizer import Detokenizer
@@ -139,3 +139,26 @@ def test_a_tokens_that_never_end_with_a_character_are_shown_at_last() -> None:
         out.append(0)
     assert out.text
     assert len(out._ids) - out._shown < 16
+
+
+class CleaningTokenizer(ByteTokenizer):
+    """Drops spaces before punctuation, as tokenizers of older models do."""
+
+    clean_up_tokenization_spaces = True
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return super().decode(ids).replace(" .", ".").replace(" ,", ",").replace(" n't", "n't")
+
+
+@given(st.text(st.sampled_from("a .,n't€"), max_size=150))
+@example("do n't , now .")
+def test_text_read_late_is_the_text_that_was_streamed(text: str) -> None:
+    for tokenizer in (ByteTokenizer(), CleaningTokenizer()):
+        streamed, late = (Detokenizer(tokenizer, list(b"say "), ()) for _ in range(2))
+        shown = ""
+        for byte in text.encode():
+            late.append(byte)
+            streamed.append(byte)
+            assert streamed.text.startswith(shown)
+            shown = streamed.text
+        assert late.text == streamed.text

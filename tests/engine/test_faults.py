@@ -12,7 +12,14 @@ import torch
 from foretoken import LLM, SamplingParams
 from foretoken.engine import build, memory
 from foretoken.engine.detokenizer import Detokenizer
-from foretoken.errors import ConfigError, EngineMemoryError, ProcessingError, StepError
+from foretoken.engine.engine import Engine
+from foretoken.errors import (
+    ConfigError,
+    EngineMemoryError,
+    IntegrityError,
+    ProcessingError,
+    StepError,
+)
 from foretoken.sampling import edits
 
 FAULTY = "bad prompt"
@@ -169,7 +176,9 @@ def test_a_fault_while_the_text_is_built_ends_the_stream(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inject_text(llm, monkeypatch)
-    *_, last = llm.stream(FAULTY, PARAMS)
+    *running, last = llm.stream(FAULTY, PARAMS)
+    assert last.finished
+    assert not any(output.finished for output in running)
     assert isinstance(last.error, ProcessingError)
     assert last.outputs[0].finish_reason == "error"
     assert_clean(llm)
@@ -293,6 +302,36 @@ def test_a_schedule_that_raises_is_our_bug_and_leaves_nothing(
     with pytest.raises(Broken):
         llm.generate(["abc", "abd"])
     assert_clean(llm)
+
+
+def run_dry(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+
+
+def test_what_is_leaked_is_told_when_the_engine_goes_idle(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, engine = llm.engine.scheduler.pool, llm.engine
+    leaked = pool.allocate(1)
+    group = engine.add("short", [1, 2], SamplingParams(max_tokens=2, num_speculative_tokens=0))
+    other = engine.add("long", [3, 4], SamplingParams(max_tokens=9, ignore_eos=True))
+    while not group.finished:
+        engine.step()  # there is work left: nothing is checked
+    with pytest.raises(IntegrityError, match=rf"block {leaked[0]} has 1 references, 0 owners"):
+        run_dry(engine)
+    assert other.finished
+    # A step that fails as a whole ends idle, too: the fault is told, or else the leak.
+    model = engine.runner.model
+    monkeypatch.setattr(model, "forward", break_call(1, Broken("wires"), model.forward))
+    with pytest.raises(IntegrityError):
+        llm.generate(["abc"], PARAMS)
+    pool.free(leaked)
+    monkeypatch.setattr(model, "forward", break_call(1, Broken("wires"), model.forward))
+    (output,) = llm.generate(["abc"], PARAMS)
+    assert isinstance(output.error, StepError)
+    monkeypatch.undo()
+    assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)] == expected
 
 
 @pytest.mark.parametrize("num_blocks", [10**9, 10**14, 10**17])

@@ -48,7 +48,7 @@ def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
     return RequestOutput(
         request_id=group.request_id,
         prompt=group.prompt,
-        prompt_token_ids=group.prompt_ids,
+        prompt_token_ids=[*group.prompt_ids],
         outputs=samples,
         metrics=replace(
             metrics,

@@ -24,6 +24,10 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
+        # One that drops spaces before punctuation decodes tokens together to another text than one
+        # by one, and text read late must be the text that was streamed.
+        cleans_up = getattr(tokenizer, "clean_up_tokenization_spaces", False)
+        self._at_once = 1 if cleans_up else _AT_ONCE
         self._ids = list(prompt_ids[-_CONTEXT:])
         self._start = 0
         self._shown = len(self._ids)
@@ -46,8 +50,8 @@ class Detokenizer:
 
     def _catch_up(self) -> None:
         unread, self._unread = self._unread, []
-        for i in range(0, len(unread), _AT_ONCE):
-            self._read_many(unread[i : i + _AT_ONCE])
+        for i in range(0, len(unread), self._at_once):
+            self._read_many(unread[i : i + self._at_once])
 
     def _read_many(self, token_ids: list[int]) -> None:
         """Add tokens to the text: what adding one by one gives."""

@@ -7,7 +7,8 @@ detokenizer's.
 Faults: an exception in the work for one request ends that request (`_alone`); one in the work for
 the batch, its forward pass or its drafting, ends every running request, because their caches and
 drafts are then unknown. Neither leaves `step`, and slots and blocks come back. An exception in the
-schedule is a bug of ours that no request can be blamed for: it is raised.
+schedule is a bug of ours that no request can be blamed for: it is raised, and so is what
+`check_integrity` finds when the last request has ended.
 """
 
 from __future__ import annotations
@@ -84,7 +85,11 @@ class Engine:
         return bound is None or len(self.scheduler.waiting) < bound
 
     def step(self) -> list[RequestGroup]:
-        """Advance every running request; returns their groups, in order of arrival."""
+        """Advance every running request; returns their groups, in order of arrival.
+
+        Raises:
+            IntegrityError: nothing is left to do, and yet something is held: a bug of ours.
+        """
         plan = self.scheduler.schedule()
         changed = list(dict.fromkeys(request.group for request in self.scheduler.running))
         with self._together():
@@ -99,6 +104,8 @@ class Engine:
                 except Exception as error:
                     self._fail(share.request, error)
             self._draft()
+        if not self.has_work:
+            self.check_integrity()
         return changed
 
     def add(
@@ -310,7 +317,10 @@ class Engine:
             request.draft_ids = tokens
 
     def _clear_fresh_blocks(self) -> None:
-        """Zero blocks that changed hands: masked keys that are NaN would poison their new owner."""
+        """Tell who keeps something by block that these changed hands.
+
+        If a model multiplies masked keys, theirs are zeroed: a NaN would poison the new owner.
+        """
         fresh = self.scheduler.take_fresh_blocks()
         if fresh:
             self.runner.clear(fresh)
@@ -354,10 +364,14 @@ class Engine:
 
     @staticmethod
     def _flush(request: Request, detokenizer: Detokenizer) -> None:
-        """Show what waited for more bytes; a stop string may stand in it."""
+        """Show what waited for more bytes; a stop string may stand in it.
+
+        Nothing stops what was ended from outside: an aborted request stays aborted.
+        """
         params, length_before = request.params, len(detokenizer.text)
         detokenizer.flush()
-        if params.stop and request.num_output >= params.min_tokens:
+        may_stop = request.finish_reason in ("length", "stop")
+        if params.stop and may_stop and request.num_output >= params.min_tokens:
             stop = detokenizer.find_stop(length_before, params.include_stop_str_in_output)
             if stop is not None:
                 request.finish_reason, request.stop_reason = "stop", stop

@@ -23,6 +23,14 @@ settings.register_profile(
 settings.load_profile("foretoken")
 
 
+@pytest.fixture(scope="session")
+def kernels() -> None:
+    """Behind `needs_kernels`."""
+    from tests.support.kernels import require_kernels
+
+    require_kernels()
+
+
 @pytest.fixture(autouse=True)
 def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that tests compare does not depend on the terminal they run in."""

@@ -152,8 +152,9 @@ class EngineConfig:
             requests of `max_model_len` need.
         load_format: `auto` reads safetensors, `dummy` makes random weights from config.json alone.
         backend: `auto` (fastest for the device), or a name in `ops.BACKENDS`.
-        threads: threads to compute with, of the whole process; None: one per physical core that it
-            may use, and no more than `OMP_NUM_THREADS`.
+        threads: threads to compute with; None: one per physical core that the process may use, and
+            no more than `OMP_NUM_THREADS`. A setting of the whole process: the newest engine's
+            holds for all, and where the target runs in native kernels PyTorch gets one thread.
         use_fp64_gumbel: draw all noise in FP64.
     """
 

@@ -19,8 +19,9 @@ from foretoken.native import library
 from foretoken.ops import DraftBlock, SlotParams, get_backend
 from tests.support.cases import make_params
 from tests.support.checkpoints import save_checkpoint
+from tests.support.kernels import needs_kernels
 
-pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"{library.missing()}")
+pytestmark = needs_kernels
 
 CPU = torch.device("cpu")
 MOST = 5

@@ -15,9 +15,9 @@ from foretoken.engine import threads
 from foretoken.engine.threads import set_threads, usable_cores
 from foretoken.errors import ConfigError
 from foretoken.native import library
+from tests.support.kernels import needs_kernels
 
 REASON = "they were not built: run `python -m foretoken.native.build` (needs g++)"
-needs_kernels = pytest.mark.skipif(library.missing() is not None, reason=f"{library.missing()}")
 
 
 @pytest.fixture
@@ -112,12 +112,17 @@ def test_without_kernels_openmp_gets_them(
 
 
 @needs_kernels
-def test_the_option_reaches_them_and_changes_no_token(target: Path, native: list[int]) -> None:
+def test_the_option_reaches_them_is_logged_and_changes_no_token(
+    target: Path, native: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "foretoken")
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
     texts = []
     for count, backend, openmp in ((1, "auto", 1), (2, "native_cpu", 1), (2, "torch_cpu", 2)):
         llm = LLM(str(target), threads=count, backend=backend, num_blocks=64)
         assert (native[-1], torch.get_num_threads()) == (count, openmp)
+        assert f"Threads: {count}, PyTorch's: {openmp}; for the whole process." in caplog.messages
+        caplog.clear()
         texts.append(llm.generate("abc " * 30, params)[0].outputs[0].token_ids)
     assert texts[0] == texts[1] == texts[2]
 

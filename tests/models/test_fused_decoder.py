@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from foretoken.native import library
 from foretoken.ops import get_backend
 from tests.models import families
 from tests.models.walk import CPU, new_pool, walk
+from tests.support.kernels import needs_kernels
 
-pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"{library.missing()}")
+pytestmark = needs_kernels
 
 WINDOW = 5
 HEADS = {"head_dim": 16}
@@ -294,8 +296,7 @@ def test_what_it_does_not_cover_runs_through_its_module(
     assert model.multiplies_masked_keys
     (record,) = caplog.records
     assert f"`{family}` runs through its Transformers module: " in record.getMessage()
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(record.getMessage())
+    assert re.search(message, record.getMessage())
     text = random_text(20, 7)
     expected = families.plain_logits(families.plain_model(folder), text)
     kv = KVPool(model.layer_shapes, 3, 8, dtype=model.dtype, device=CPU)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
+from foretoken.errors import UnsupportedModelError
 from foretoken.models import CausalLM, load_model, packing
+from foretoken.models.fused_decoder import FusedDecoder
 from foretoken.models.packing import PackedLinear, can_pack, observe_linears, pack_linears
 from tests.models import families
+from tests.support.kernels import needs_kernels
 
 CPU = torch.device("cpu")
 
@@ -55,6 +59,22 @@ def test_dummy_weights(tmp_path: Path, family: str) -> None:
     assert bool(first.isfinite().all())
     assert 0.5 < first.std().item() < 4
     assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@needs_kernels
+def test_a_native_decoder_that_differs_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, forward = families.save_model(tmp_path, "llama", {"head_dim": 16}), FusedDecoder.forward
+
+    def wrong(self: FusedDecoder, *args: Any) -> torch.Tensor:
+        return 1.01 * forward(self, *args)
+
+    monkeypatch.setattr(FusedDecoder, "forward", wrong)
+    with pytest.raises(UnsupportedModelError, match="`llama` differs from its own") as caught:
+        load_model(folder, device="cpu", backend="native_cpu")
+    assert 'native decoder; `backend="torch_cpu"` runs it through' in str(caught.value)
+    assert load_model(folder, device="cpu", backend="torch_cpu").fused is None
 
 
 class Siblings(torch.nn.Module):

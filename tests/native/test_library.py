@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,8 @@ from foretoken.ops.backends.reference import noise as reference
 from tests.models import families
 from tests.models.walk import walk
 from tests.support.cases import make_params
+from tests.support.kernels import needs_kernels, require_kernels
 
-needs_kernels = pytest.mark.skipif(library.missing() is not None, reason=f"{library.missing()}")
 V3, V4 = "x86-64-v3", "x86-64-v4"
 LOAD = library.load.__wrapped__  # afresh, whatever was loaded before
 Machine = Callable[[str, set[str], tuple[str, ...]], tuple[str | None, str]]
@@ -101,6 +102,26 @@ def test_a_library_that_cannot_be_loaded_is_none(
     assert reason.startswith("they cannot be loaded (")
     assert f"{build.library_path(V3)}: file too short" in reason
     assert "run `python -m foretoken.native.build`" in reason
+
+
+@pytest.mark.parametrize(
+    ("reason", "compiler", "outcome"),
+    [
+        ("they were not built: run `python -m foretoken.native.build`", "g++", pytest.fail),
+        ("they were not built: run `python -m foretoken.native.build`", "clang++", pytest.fail),
+        ("they were not built: run `python -m foretoken.native.build`", None, pytest.skip),
+        ("this processor is older than x86-64-v3 (AVX2)", "g++", pytest.skip),
+    ],
+)
+def test_tests_of_kernels_fail_where_only_the_build_is_missing(
+    monkeypatch: pytest.MonkeyPatch, reason: str, compiler: str | None, outcome: Any
+) -> None:
+    monkeypatch.setattr(library, "missing", lambda: reason)
+    monkeypatch.setattr("shutil.which", lambda name: name if name == compiler else None)
+    with pytest.raises((pytest.fail.Exception, pytest.skip.Exception)) as caught:
+        require_kernels()
+    assert caught.type is outcome.Exception
+    assert reason in str(caught.value)
 
 
 def test_memory_that_runs_out_is_an_exception() -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from foretoken.native import library
 from tests.support.checkpoints import save_checkpoint
+from tests.support.kernels import needs_kernels
 
-pytestmark = pytest.mark.skipif(library.missing() is not None, reason=f"{library.missing()}")
+pytestmark = needs_kernels
 
 # Eight rows of 20 000 are enough to be shared among threads.
 PRELUDE = """

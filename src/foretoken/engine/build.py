@@ -56,7 +56,9 @@ def _build(config: EngineConfig) -> Engine:
         max_model_len=config.max_model_len,
         seed=config.seed,
     )
-    set_threads(config.threads, native_target=model.fused is not None)
+    native = model.fused is not None
+    count = set_threads(config.threads, native_target=native)
+    _log.info("Threads: %d, PyTorch's: %d; for the whole process.", count, torch.get_num_threads())
     tokenizer = load_tokenizer(config.model)
     drafter = _build_drafter(config, backend, device, model, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)

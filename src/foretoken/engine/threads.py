@@ -37,8 +37,9 @@ def set_threads(asked: int | None, native_target: bool) -> int:
     """Set the process's threads; returns how many.
 
     Args:
-        asked: None takes all usable cores, but no more than OpenMP was given from outside
-            (`OMP_NUM_THREADS`, `torch.set_num_threads`).
+        asked: None takes all usable cores, but no more than OpenMP had when this module was
+            imported (`OMP_NUM_THREADS`); what is set later, by `torch.set_num_threads` for
+            example, does not count and is overwritten.
         native_target: the target runs in the native decoder. A draft model beside it that does
             not is small: one thread is as fast there.
     """

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from foretoken.errors import CheckpointError, ConfigError
+from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models.attention import ATTENTION_NAME, AttentionCall, register_attention
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import (
@@ -106,7 +106,13 @@ def _checked(
         fused=_fused(module, calls) if backend.FUSES_DECODERS else None,
     )
     if model.fused is not None:
-        guards.self_check(model, expected)
+        try:
+            guards.self_check(model, expected)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{error} It ran in the native decoder; "
+                '`backend="torch_cpu"` runs it through its Transformers module.'
+            ) from error
         model.fused.drop_module_weights()
         return model
     if can_pack(dtype, device):

@@ -1,4 +1,7 @@
-"""The embedded pair on held-out text: at T=0 speculation changes no token, up to near-ties."""
+"""The embedded pair on held-out text: at T=0 speculation changes no token.
+
+In the native decoder not one; without native kernels two outputs may part at near-ties.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.lab.workloads import heldout
+from foretoken.native import library
 from foretoken.outputs import RequestOutput
 
 NUM_PROMPTS, LENGTH = 50, 40
+MOST_NEAR_TIES = 2 if library.missing() else 0
 NEAR_TIE = 1e-4  # distance of the two best logits within which row counts may decide
 
 
@@ -50,7 +55,7 @@ def test_greedy_tokens_equal_plain_ones(
             near_ties += 1
     record_property("near_ties", near_ties)
     print(f"{near_ties} of {len(prompts)} outputs part at a near-tie")
-    assert near_ties <= 2
+    assert near_ties <= MOST_NEAR_TIES
     assert llm.metrics.num_accepted_tokens > len(prompts)
     llm.engine.check_integrity()
 

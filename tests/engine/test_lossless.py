@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from foretoken.native import library
 from foretoken.outputs import RequestOutput
 
 # The native decoder's logits do not depend on what is verified with them, not by a bit.
-TOLERANCE = 1e-4 if library.missing() else 0.0
+TOLERANCE = {"auto": 1e-4 if library.missing() else 0.0, "torch_cpu": 1e-4}
 PROMPTS = ["def add(a, b):", "x", "import os\nimport sys\n" * 4, "for i in range(10): print(i)"]
 
 
@@ -59,14 +60,21 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["draft_model", "greedy", "ngram"])
-@pytest.mark.parametrize("edits", EDITS)
+@pytest.mark.parametrize(
+    ("kind", "edits", "backend"),
+    [
+        *product(["draft_model", "greedy", "ngram"], EDITS, ["auto"]),
+        *product(["draft_model"], EDITS, ["torch_cpu"]),
+        ("greedy", "plain", "torch_cpu"),
+        ("ngram", "penalties", "torch_cpu"),
+    ],
+)
 def test_greedy_tokens_equal_plain_decoding(
-    target: Path, draft: Path, kind: str, edits: str
+    target: Path, draft: Path, kind: str, edits: str, backend: str
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=2, **EDITS[edits])
-    plain = run(build(target), PROMPTS, params)
-    llm = build(target, speculations(draft)[kind])
+    plain = run(build(target, backend=backend), PROMPTS, params)
+    llm = build(target, speculations(draft)[kind], backend=backend)
     speculative = run(llm, PROMPTS, params)
     assert tokens(speculative) == tokens(plain)
     assert [o.outputs[0].text for o in speculative] == [o.outputs[0].text for o in plain]
@@ -74,10 +82,10 @@ def test_greedy_tokens_equal_plain_decoding(
     if kind != "ngram" and edits == "plain":
         assert 0 < llm.metrics.num_accepted_tokens < llm.metrics.num_draft_tokens
     for fast, slow in zip(speculative, plain, strict=True):
-        check_logprobs(fast, slow)
+        check_logprobs(fast, slow, TOLERANCE[backend])
 
 
-def check_logprobs(fast: RequestOutput, slow: RequestOutput) -> None:
+def check_logprobs(fast: RequestOutput, slow: RequestOutput, tolerance: float) -> None:
     rows, expected = fast.outputs[0].logprobs, slow.outputs[0].logprobs
     assert rows is not None
     assert expected is not None
@@ -85,22 +93,28 @@ def check_logprobs(fast: RequestOutput, slow: RequestOutput) -> None:
     for row, want in zip(rows, expected, strict=True):
         assert row.keys() == want.keys()
         for token, entry in row.items():
-            assert entry.logprob == pytest.approx(want[token].logprob, abs=TOLERANCE)
+            assert entry.logprob == pytest.approx(want[token].logprob, abs=tolerance)
             assert entry.rank == want[token].rank
 
 
-def test_the_same_seed_gives_the_same_tokens_in_any_batch(target: Path, draft: Path) -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch_cpu"])
+def test_the_same_seed_gives_the_same_tokens_in_any_batch(
+    target: Path, draft: Path, backend: str
+) -> None:
+    wider = {"max_num_seqs": 64, "max_num_batched_tokens": 512}
     params = [
         SamplingParams(temperature=0.9, max_tokens=24, seed=100 + i, top_p=0.9 if i % 2 else 1.0)
         for i in range(len(PROMPTS))
     ]
     for speculation in (None, speculations(draft)["draft_model"]):
-        expected = tokens(run(build(target, speculation), PROMPTS, params))
-        backwards = tokens(run(build(target, speculation), PROMPTS[::-1], params[::-1]))
+        expected = tokens(run(build(target, speculation, backend=backend), PROMPTS, params))
+        backwards = tokens(
+            run(build(target, speculation, backend=backend), PROMPTS[::-1], params[::-1])
+        )
         assert backwards == expected[::-1]
-        wide = build(target, speculation, max_num_seqs=64, max_num_batched_tokens=512)
+        wide = build(target, speculation, backend=backend, **wider)
         assert tokens(run(wide, PROMPTS, params)) == expected
-        one = build(target, speculation)
+        one = build(target, speculation, backend=backend)
         assert [
             tokens(run(one, [p], [q]))[0] for p, q in zip(PROMPTS, params, strict=True)
         ] == expected
@@ -121,16 +135,20 @@ def test_samples_and_repeats_differ_and_each_is_reproduced_by_its_seed(target: P
     assert tokens(fresh) == tokens(outputs[:2]), "the engine's seed and the order of arrival decide"
 
 
-def test_drafts_from_the_target_itself_are_all_accepted(target: Path) -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch_cpu"])
+def test_drafts_from_the_target_itself_are_all_accepted(target: Path, backend: str) -> None:
+    speculation = {"model": str(target), "num_speculative_tokens": 3}
     for temperature in (0.0, 0.7, 1.5):
-        llm = build(target, {"model": str(target), "num_speculative_tokens": 3})
+        llm = build(target, speculation, backend=backend)
         run(llm, PROMPTS, SamplingParams(temperature=temperature, max_tokens=41, seed=3))
         assert llm.metrics.num_accepted_tokens == llm.metrics.num_draft_tokens > 0
 
 
-def test_k_zero_stretches_are_caught_up(target: Path) -> None:
+@pytest.mark.parametrize("backend", ["auto", "torch_cpu"])
+def test_k_zero_stretches_are_caught_up(target: Path, backend: str) -> None:
     """Requests of own K, 0 too, share a batch; a drafter equal to the target never errs."""
-    llm = build(target, {"model": str(target), "num_speculative_tokens": 4})
+    speculation = {"model": str(target), "num_speculative_tokens": 4}
+    llm = build(target, speculation, backend=backend)
     params = [
         SamplingParams(temperature=1, max_tokens=30, seed=1, num_speculative_tokens=k)
         for k in (0, 1, None, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -91,16 +92,26 @@ def check_equal(crowded: RequestOutput, alone: RequestOutput) -> None:
             assert entry.logprob == pytest.approx((want or {})[token].logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["plain", "draft_model", "greedy", "ngram"])
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-def test_preemption_changes_no_token(target: Path, draft: Path, kind: str, caching: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "caching", "backend"),
+    [
+        *product(["plain", "draft_model", "greedy", "ngram"], [True, False], ["auto"]),
+        ("plain", False, "torch_cpu"),
+        ("draft_model", True, "torch_cpu"),
+    ],
+)
+def test_preemption_changes_no_token(
+    target: Path, draft: Path, kind: str, caching: bool, backend: str
+) -> None:
     speculation = speculations(draft)[kind]
     items = workload(20, most_drafts=4 if speculation else 0)
     prompts, params = [p for p, _ in items], [q for _, q in items]
-    llm = build(target, speculation, num_blocks=30, enable_prefix_caching=caching)
+    llm = build(target, speculation, num_blocks=30, enable_prefix_caching=caching, backend=backend)
     check_after_every_step(llm)
     crowded = llm.generate(prompts, params)
-    single = build(target, speculation, max_num_seqs=2, enable_prefix_caching=False)
+    single = build(
+        target, speculation, max_num_seqs=2, enable_prefix_caching=False, backend=backend
+    )
     for output, prompt, param in zip(crowded, prompts, params, strict=True):
         check_equal(output, single.generate([prompt], [param])[0])
     assert sum(o.metrics.num_preemptions for o in crowded) >= 5
@@ -139,16 +150,19 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
-def test_a_request_may_be_preempted_at_any_moment(target: Path, draft: Path, caching: bool) -> None:
+@pytest.mark.parametrize(
+    ("caching", "backend"), [(True, "auto"), (False, "auto"), (True, "torch_cpu")]
+)
+def test_a_request_may_be_preempted_at_any_moment(
+    target: Path, draft: Path, caching: bool, backend: str
+) -> None:
     """In its prompt, whose logprobs must come once each; between a draft and its verdict; often."""
     params = SamplingParams(
         temperature=1, seed=3, max_tokens=24, prompt_logprobs=1, repetition_penalty=1.1
     )
     speculation = speculations(draft)["draft_model"]
-    llm = build(
-        target, speculation, max_num_batched_tokens=30, enable_prefix_caching=caching, num_blocks=32
-    )
+    small = {"max_num_batched_tokens": 30, "num_blocks": 32}
+    llm = build(target, speculation, enable_prefix_caching=caching, backend=backend, **small)
     [expected] = llm.generate([SHARED * 2], [params])
     engine = llm.engine
     moment = 0

@@ -18,13 +18,17 @@ from foretoken.errors import (
     RequestError,
     UsageError,
 )
-from tests.support.checkpoints import END, save_checkpoint
+from tests.support.checkpoints import END, ids_of, save_checkpoint
 
 
-@pytest.fixture(scope="module")
-def llm(target: Path) -> LLM:
-    """The target drafting for itself: blocks of five tokens, so that stops fall inside them."""
-    return LLM(str(target), {"model": str(target)}, block_size=4, max_num_seqs=4, num_blocks=64)
+@pytest.fixture(scope="module", params=["auto", "torch_cpu"])
+def llm(target: Path, request: pytest.FixtureRequest) -> LLM:
+    """The target drafting for itself: blocks of five tokens, so that stops fall inside them.
+
+    In the native decoder, where there are kernels, and through its Transformers module.
+    """
+    options = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64, "backend": request.param}
+    return LLM(str(target), {"model": str(target)}, **options)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +62,24 @@ def test_a_stop_string_across_tokens_is_cut_and_may_be_kept(llm: LLM, at: int) -
     kept = complete(llm, stop=stop, include_stop_str_in_output=True)
     assert kept.text == whole[: start + len(stop)]
     assert kept.token_ids == cut.token_ids
+
+
+@pytest.mark.parametrize("reason", ["abort", "interrupted", "error"])
+def test_bytes_that_waited_stop_nothing_that_was_ended_from_outside(llm: LLM, reason: str) -> None:
+    """Half a character is shown as U+FFFD at the end: a stop string, if one ends on its own."""
+    [lead] = ids_of(b"\xc3")
+    params = SamplingParams(
+        allowed_token_ids=[lead], stop=["\ufffd"], max_tokens=3, num_speculative_tokens=0
+    )
+    [whole] = llm.generate(["abc"], params)
+    assert whole.outputs[0].finish_reason == "stop"
+    group = llm.engine.add("ended", [1, 2, 3], params)
+    for _ in range(2):
+        llm.engine.step()
+    llm.engine.abort(group, reason)
+    (sample,) = group.samples
+    assert (sample.finish_reason, sample.stop_reason) == (reason, None)
+    assert sample.text == "\ufffd\ufffd"
 
 
 def test_length_stop_and_min_tokens(llm: LLM, text: list[int]) -> None:
@@ -158,11 +180,21 @@ def test_non_finite_logits_end_one_request_alone(
     llm.engine.check_integrity()
 
 
-def test_what_a_block_held_before_cannot_poison_its_next_owner(llm: LLM, text: list[int]) -> None:
+def test_what_a_block_held_before_cannot_poison_its_next_owner(llm: LLM) -> None:
+    """Requests of unlike lengths: the shorter are read to the longest one's length, masked.
+
+    No prompt is longer than a block: none begins with cached blocks, which are not cleared.
+    """
+    prompts, params = ["abc", "a", "abcd"], SamplingParams(temperature=0, max_tokens=40)
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
     for pool in (llm.engine.runner.kv, llm.engine.drafter._kv):  # type: ignore[union-attr]
         for cache in (*pool.keys, *pool.values):
             cache.fill_(torch.nan)
-    assert complete(llm).token_ids == text
+    again = llm.generate(prompts, params)
+    assert [output.error for output in again] == [None] * 3
+    assert [output.outputs[0].token_ids for output in again] == expected
+    for output in again:
+        assert output.metrics.num_accepted_tokens == output.metrics.num_draft_tokens > 0
 
 
 def test_parameters_that_ban_every_token_are_blamed_and_lose_nothing_else(
@@ -186,7 +218,11 @@ def test_a_stream_ends_properly_when_another_call_finishes_it(llm: LLM) -> None:
 
 
 def test_snapshots_do_not_change_after_they_were_given(llm: LLM) -> None:
-    outputs = list(llm.stream("abc", {"max_tokens": 12, "num_speculative_tokens": 0}))
+    outputs = []
+    for output in llm.stream("abc", {"max_tokens": 12, "num_speculative_tokens": 0}):
+        outputs.append(output)
+        assert output.prompt_token_ids == ids_of("abc")
+        output.prompt_token_ids.clear()  # the caller's own: nobody else reads it
     assert [o.metrics.num_steps for o in outputs] == list(range(1, len(outputs) + 1))
 
 

@@ -17,6 +17,7 @@ from benchmarks.tables import (
     curve_figures,
     documents,
     goal_parts,
+    goals,
     outputs,
     regenerate,
 )
@@ -66,6 +67,20 @@ def test_goal_notes_are_read_as_they_are_written() -> None:
     ]
     assert goal_parts(goal("host", row, "host", 0.09, least=False))[3] == "**not** reached"
     assert goal_parts("Ratios are taken repeat by repeat.") == []
+
+
+def test_the_growth_of_steps_has_a_goal_and_that_of_prefills_none(tmp_path: Path) -> None:
+    fits = [("batch, plain", "batch", 0.995), ("prefill, plain", "prefill", 0.9)]
+    fits.append(("context, batch 8, K=4", "context, batch 8", 0.989))
+    rows = [
+        Row(f"line: {case}", {"curve": curve, "k": 0, "fit": True}, {"r_squared": r_squared})
+        for case, curve, r_squared in fits
+    ]
+    write(collect("curves", "python -m benchmarks.curves", {"steps": 1}, rows), tmp_path)
+    assert goals(tmp_path).splitlines()[2:] == [
+        "| `curves` | batch, plain: R² of its line | 0.995 | ≥ 0.99 | reached |",
+        "| `curves` | context, batch 8, K=4: R² of its line | 0.989 | ≥ 0.99 | **not** reached |",
+    ]
 
 
 def test_ticks_are_round_and_reach_the_largest_value() -> None:

@@ -25,7 +25,8 @@ class KVPool:
     """Paged K and V of every layer.
 
     keys, values: per layer, [num_blocks, block_size, H_kv, D] and [..., D_v]. Memory starts at
-    zero because attention reads whole blocks: a masked position holding NaN would still give NaN.
+    zero: attention reads whole blocks, and if the model multiplies masked keys (all but the native
+    decoder), a masked position holding NaN would still give NaN.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class KVPool:
         self._flat_values[layer].index_copy_(0, slot_T, value_THD)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks that change hands.
+        """Zero blocks that change hands: needed if the model multiplies masked keys.
 
-        Masked keys are multiplied by zero, and NaN times zero is NaN: stale NaN in the unused tail
-        of a block would reach its next owner.
+        They are then multiplied by zero, and NaN times zero is NaN: stale NaN in the unused tail of
+        a block would reach its next owner.
         """
         index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
         for cache in (*self.keys, *self.values):

@@ -115,7 +115,10 @@ class Drafter(ABC):
         """Learn what became of this slot's last proposal: how many of its drafts were accepted."""
 
     def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027
-        """Zero what is kept for these blocks: they are handed out anew, for other tokens."""
+        """Forget what is kept for these blocks: they are handed out anew, for other tokens.
+
+        K/V need not be zeroed unless the model multiplies masked keys (a NaN would spread).
+        """
 
     def release(self, slot: int) -> None:  # noqa: B027
         """Forget the request in this slot: it ended, or was preempted and will be new to a slot."""

@@ -164,7 +164,7 @@ class DraftModel(Drafter):
         self._num_computed_S[slot] += min(num_accepted, self._num_proposed_S[slot] - 1)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero the K/V of these blocks."""
+        """Remove these blocks' marks; zero their K/V if the model multiplies masked keys."""
         if self._kv is not None:
             if self.model.multiplies_masked_keys:
                 self._kv.clear(block_ids)

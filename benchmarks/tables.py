@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.common import RESULTS, ROOT
+from benchmarks.common import RESULTS, ROOT, goal
 from benchmarks.plot import Series, line_chart
 from foretoken.lab.results import Results, Row, Spread, read
 
@@ -276,19 +276,32 @@ def curve_figures(folder: Path) -> dict[str, str]:
     return figures
 
 
-GOALS = ("speed", "throughput", "profile", "prefix")
+GOALS = ("speed", "throughput", "profile", "prefix", "curves")
+LEAST_R_SQUARED = 0.99
 
 
 def goals(folder: Path) -> str:
-    """Every note of the results files that names a goal."""
+    """Every note of the results files that names a goal, and the straightness of step times."""
     rows = []
     for name in GOALS:
         if (folder / f"{name}.json").exists():
-            notes = read(folder / f"{name}.json").notes
+            results = read(folder / f"{name}.json")
+            notes = [*results.notes, *straightness(results)]
             rows += [[f"`{name}`", *note] for text in notes if (note := goal_parts(text))]
     if not rows:
         return NOT_MEASURED
     return markdown(["results file", "what", "median", "goal", "verdict"], rows)
+
+
+def straightness(results: Results) -> list[str]:
+    """A goal note per line through step times; a prefill's growth is not meant to be one."""
+    return [
+        goal(
+            f"{row.case.removeprefix('line: ')}: R² of its line", row, "r_squared", LEAST_R_SQUARED
+        )
+        for row in results.rows
+        if row.labels.get("fit") and row.labels["curve"] != "prefill"
+    ]
 
 
 def goal_parts(note: str) -> list[str]:

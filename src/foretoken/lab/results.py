@@ -7,7 +7,7 @@ A results file is one JSON object:
     date      when it was written, ISO 8601 with the time zone
     commit    of the code that ran, `dirty` if tracked code differed from it
     command   as typed, from the repository root
-    hardware  cpu, cores, threads, memory_gib, accelerator
+    hardware  cpu, vector_instructions, read_gb_per_s, cores, threads, memory_gib, accelerator
     versions  python, torch, transformers, foretoken
     shapes    what stays equal over the rows: models, prompts, tokens, options
     rows      one per case: `case`, its `labels`, its `values`
@@ -24,6 +24,7 @@ import platform
 import re
 import statistics
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -204,11 +205,30 @@ def hardware() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": _cpu_name(),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "read_gb_per_s": round(_read_bandwidth(), 1),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_gib": round(memory, 1),
         "accelerator": accelerator,
     }
+
+
+def _read_bandwidth() -> float:
+    """GB/s at which all of PyTorch's threads read memory: the best of five passes over 512 MiB.
+
+    Machines of one name differ threefold here, and a decode step on a CPU is mostly reading.
+    """
+    import torch
+
+    numbers = torch.ones(2**27)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        numbers.sum()
+        return time.perf_counter() - start
+
+    return numbers.nbytes / min(seconds() for _ in range(5)) / 1e9
 
 
 def versions() -> dict[str, str]:

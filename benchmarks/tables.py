@@ -30,8 +30,11 @@ def markdown(header: list[str], rows: list[list[str]]) -> str:
 def where(results: Results) -> str:
     """One line under a table: machine, versions, date, commit, file."""
     hardware, versions = results.hardware, results.versions
+    cpu = f"{hardware['cpu']}, {hardware['cores']} cores"
+    if "read_gb_per_s" in hardware:
+        cpu += f" with {hardware['vector_instructions']} reading {hardware['read_gb_per_s']} GB/s"
     return (
-        f"\n{hardware['cpu']}, {hardware['cores']} cores; torch {versions['torch']}, "
+        f"\n{cpu}; torch {versions['torch']}, "
         f"transformers {versions['transformers']}; {results.date[:10]}, commit "
         f"{results.commit[:10]}; `benchmarks/results/{results.name}.json`.\n"
     )

@@ -25,7 +25,7 @@ import re
 import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -36,6 +36,8 @@ from foretoken import __version__
 from foretoken.errors import ConfigError
 
 SCHEMA = 1
+_HARDWARE = {"cpu", "cores", "threads", "memory_gib", "accelerator"}
+_HARDWARE_ADDED = {"vector_instructions", "read_gb_per_s"}  # files of 2026-11-20 lack them
 Label = str | int | float | bool | None
 
 
@@ -167,7 +169,7 @@ def validate(data: Mapping[str, Any]) -> None:
     ):
         if not isinstance(data[name], str) or not re.fullmatch(pattern, data[name]):
             raise ConfigError(name, data[name], f"text that matches {pattern}")
-    _has("hardware", data["hardware"], {"cpu", "cores", "threads", "memory_gib", "accelerator"})
+    _has("hardware", data["hardware"], _HARDWARE, optional=_HARDWARE_ADDED)
     _has("versions", data["versions"], {"python", "torch", "transformers", "foretoken"})
     if not data["shapes"]:
         raise ConfigError("shapes", data["shapes"], "given: models, prompts, tokens, options")
@@ -182,8 +184,10 @@ def validate(data: Mapping[str, Any]) -> None:
             _check_value(f"{row['case']}.{name}", value)
 
 
-def _has(field_name: str, given: Mapping[str, Any], names: set[str]) -> None:
-    if set(given) != names:
+def _has(
+    field_name: str, given: Mapping[str, Any], names: set[str], optional: Set[str] = frozenset()
+) -> None:
+    if not names <= set(given) <= names | optional:
         raise ConfigError(field_name, sorted(given), f"an object of {', '.join(sorted(names))}")
 
 

@@ -20,7 +20,10 @@ from foretoken.ops.types import (
     AttentionBatch,
     AttentionGroup,
     DraftBlock,
+    DraftCache,
     Edits,
+    Logprobs,
+    Rule,
     SlotParams,
     Stream,
     Verdict,
@@ -32,7 +35,10 @@ __all__ = [
     "AttentionGroup",
     "Backend",
     "DraftBlock",
+    "DraftCache",
     "Edits",
+    "Logprobs",
+    "Rule",
     "SlotParams",
     "Stream",
     "Verdict",
@@ -53,7 +59,7 @@ class Backend(Protocol):
     def process_logits(
         self, logits_NV: Tensor, params: SlotParams, slot_N: Tensor, edits: Edits | None
     ) -> Tensor:
-        """Apply a row's parameters: edits -> temperature -> min_p -> top_k -> top_p.
+        """Apply a row's parameters, as the other functions do on load: edits -> temperature -> min_p -> top_k -> top_p.
 
         Args:
             logits_NV: raw logits, any float dtype, finite or -inf (others: see `verify`).
@@ -78,22 +84,51 @@ class Backend(Protocol):
         draft_index_N: Tensor,
         streams: tuple[Stream, Stream],
         *,
+        edits: Edits | None = None,
         fp64_noise: bool = False,
     ) -> Tensor:
-        """Draw one token per row of processed logits; exact (Gumbel-max).
+        """Draw one token per row of raw logits, processed on load; exact (Gumbel-max).
 
-        Rows at T=0 take the argmax, lowest index on ties. Rows with top-k active (0 < k < V) use
-        flat Gumbel noise by token id over the survivors; others are hierarchical over blocks of
-        1024 ids: block = argmax(log-mass + G_block), token = argmax(logit + G_token) within it.
+        Rows at T=0 take the argmax, lowest index on ties. Rows with top-k active (0 < k < V), and
+        rows of slots under `Rule.COUPLED`, use flat Gumbel noise by token id over the survivors;
+        others are hierarchical over blocks of 1024 ids: block = argmax(log-mass + G_block), token =
+        argmax(logit + G_token) within it.
 
         Args:
-            logits_NV: output of `process_logits`; every row has a finite maximum.
+            logits_NV: raw logits as for `process_logits`; every row has a finite maximum that
+                survives its edits (a row without one gives an arbitrary id in [0, V)).
             position_N: int64, sequence position of the token that is drawn.
             draft_index_N: int64, 0 for target and residual streams.
-            streams: (token stream, block stream), for example (DRAFT_TOKEN, DRAFT_BLOCK).
+            streams: (token stream, block stream), for example (TARGET_TOKEN, TARGET_BLOCK).
 
         Returns:
             int64 [N] token ids.
+        """
+        ...
+
+    def draft(
+        self,
+        logits_BV: Tensor,
+        params: SlotParams,
+        slot_B: Tensor,
+        position_B: Tensor,
+        draft_index_B: Tensor,
+        cache: DraftCache | None,
+        *,
+        fp64_noise: bool = False,
+    ) -> Tensor:
+        """Draw a draft per row of raw draft logits and keep the q it came from.
+
+        As `sample` with DRAFT noise at (position, draft index); slots under `Rule.COUPLED` draw
+        with TARGET noise at draft index 0, as the target itself will.
+
+        Args:
+            logits_BV: raw logits of the draft model, one row per request; V' tokens.
+            cache: written at [slot, draft index]; its dtype is that of the logits. None if no q
+                will be asked for (every row at T=0, greedy drafts).
+
+        Returns:
+            int64 [B] token ids.
         """
         ...
 
@@ -105,21 +140,44 @@ class Backend(Protocol):
         position_B: Tensor,
         drafts: DraftBlock,
         *,
-        rule: str = "standard",
+        edits: Edits | None = None,
+        synthetic_rate_K: Tensor | None = None,
         fp64_noise: bool = False,
     ) -> Verdict:
         """Accept a prefix of each request's drafts and emit one more token (K_b = 0: just draw).
 
         Args:
-            logits_NV: processed target logits, K_b + 1 rows per request, requests in batch order.
+            logits_NV: raw target logits, K_b + 1 rows per request, requests in batch order.
             position_B: int64, sequence position of the token that the first row decides.
-            rule: a name in `ops.rules.RULES`.
+            edits: of the N rows; row i of a request has those that hold if drafts before it were
+                accepted.
+            synthetic_rate_K: float64 in [0, 1], the probability that draft i is accepted once those
+                before it are; at least as long as the longest draft. Needed iff a slot of the
+                batch is under `Rule.SYNTHETIC`.
 
-        T=0 rows accept iff the draft is the argmax. A draft of -1 is never accepted, nothing
-        after it is, and its slot is drawn from p; so is the slot after a draft row that is not
-        finite (q = 0 there), and the bonus slot: these three use TARGET noise. A rejected draft's
-        slot is drawn from norm(max(w p - q, 0)) with RESIDUAL noise; if that has zero mass, from
-        p with RESIDUAL noise.
+        Each request is decided by the rule of its slot (`ops/rules.py`). T=0 rows accept iff the
+        draft is the argmax, except under SYNTHETIC. A draft of -1 is never accepted, nothing after
+        it is, and its slot is drawn from p; so is the slot after a draft row that is not finite
+        (q = 0 there), and the bonus slot: these three use TARGET noise. A rejected draft's slot is
+        drawn from norm(max(w p - q, 0)) with RESIDUAL noise; if that has zero mass, from p with
+        RESIDUAL noise. Under COUPLED every slot is the target's own draw with TARGET noise.
+        """
+        ...
+
+    def logprobs(
+        self,
+        logits_NV: Tensor,
+        token_N: Tensor,
+        num_top: int,
+        *,
+        params: SlotParams | None = None,
+        slot_N: Tensor | None = None,
+        edits: Edits | None = None,
+    ) -> Logprobs:
+        """Log-probabilities of a given token and of the `num_top` likeliest of every row.
+
+        Of the raw logits, or, if `params` and `slot_N` are given, of the processed ones (T=0: only
+        edited). Tokens that were dropped have -inf. 0 <= num_top <= 64, and <= V.
         """
         ...
 

@@ -1,12 +1,13 @@
 """Verification rules: which drafts a request accepts, and how its residual is weighted.
 
-What belongs here: one function per rule on [B, K] numbers, the same for every backend. What does
-not: anything that touches the vocabulary (a backend's reductions and its one residual sampler), or
-noise (drawn by the backend, handed in as log u). A rule that needs a further reduction adds a
-field to `RuleInputs`; its name goes into `RULES`.
+What belongs here: one function per rule on [B, K] numbers, the same for every CPU backend (a device
+backend states it again in its own language, tested against these). What does not: anything that
+touches the vocabulary (a backend's reductions and its one residual sampler), or noise (drawn by
+the backend, handed in as log u). A rule that needs a further reduction adds a field to `RuleInputs`.
 
-Notation: p target, q draft distribution, x_i the draft i of a request, u_i its acceptance uniform,
-tau = n_accept, w the residual weight. Shapes: B requests, K most drafts of a request.
+Notation: p target, q draft distribution, x_i the draft i = 1..K of a request, u_i its acceptance
+uniform, tau = n_accept, w the residual weight. Shapes: B requests, K most drafts of a request.
+Column i - 1 of a [B, K] array is about x_i.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretoken.errors import ConfigError
+from foretoken.ops.types import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,37 +30,95 @@ class RuleInputs:
               draft, a placeholder, a draft row that is not finite. Such a draft is never accepted
               and ends the prefix.
     log_u_BK: log of the acceptance uniform
+    synthetic_rate_K: c_i, the rates of SYNTHETIC; None if no request is under it
+    residual_mass_BK: S_{i-1} = sum_x max(w p(x) - q(x), 0) of the row that decides x_i, with the
+              weight w_{i-1} that `weights` gave; read by BLOCK only
 
-    At T=0 both p and q are one-hot: log p is 0 or -inf, log q is 0, any u in (0, 1) decides alike.
+    p and q are one-hot at T=0, and under COUPLED, where p is the target's own draw: log p is 0 or
+    -inf, log q is 0 and any u in (0, 1) decides alike.
     """
 
     log_p_BK: Tensor
     log_q_BK: Tensor
     log_u_BK: Tensor
+    synthetic_rate_K: Tensor | None = None
+    residual_mass_BK: Tensor | None = None
 
 
-Rule = Callable[[RuleInputs], tuple[Tensor, Tensor]]
-"""RuleInputs -> (n_accept_B int64, log_w_B float64): the residual is norm(max(w p - q, 0))."""
+Decide = Callable[[RuleInputs], Tensor]
+"""RuleInputs -> accept_BK (bool): whether x_i is accepted provided those before it are."""
 
 
-def standard(x: RuleInputs) -> tuple[Tensor, Tensor]:
+def log_ratio(x: RuleInputs) -> Tensor:
+    """log p(x_i) - log q(x_i), -inf where q = 0 everywhere.
+
+    Where p = q it is exactly 0, so that a draft equal to the target is accepted for every u < 1.
+    """
+    return (x.log_p_BK - x.log_q_BK).masked_fill_(x.log_q_BK.isneginf(), -torch.inf)
+
+
+def standard(x: RuleInputs) -> Tensor:
     """Accept x_i while u_i < p(x_i) / q(x_i); w = 1.
 
-    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2. Compared as
-    log u < log p - log q, not log u + log q < log p: where p = q the right side is exactly 0, so
-    a draft model equal to the target is accepted for every u < 1, whatever the rounding.
+    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2.
     """
-    ratio_BK = x.log_p_BK - x.log_q_BK
-    ratio_BK.masked_fill_(x.log_q_BK.isneginf(), -torch.inf)
-    n_accept_B = (x.log_u_BK < ratio_BK).long().cumprod(dim=1).sum(dim=1)
-    return n_accept_B, torch.zeros_like(n_accept_B, dtype=x.log_p_BK.dtype)
+    return (x.log_u_BK < log_ratio(x)).cumprod(dim=1).bool()
 
 
-RULES: dict[str, Rule] = {"standard": standard}
+def block(x: RuleInputs) -> Tensor:
+    """Accept the longest prefix with u_i < h_i: no early stop (Sun et al. 2024, algorithm 2).
+
+    p_0 = 1, p_i = min(1, p_{i-1} p(x_i) / q(x_i)); h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, and h_K =
+    p_K, which S_K = p_K gives too, K being a request's own length: behind it q = 0. w_i = p_i.
+    """
+    if x.residual_mass_BK is None:
+        raise ValueError("the block rule needs `residual_mass_BK`")
+    p_BK = block_weights(x)[:, 1:].exp()
+    mass_BK = torch.cat([x.residual_mass_BK[:, 1:], p_BK[:, -1:]], dim=1)
+    h_BK = mass_BK / (mass_BK + 1 - p_BK)
+    last_BK = torch.cat([x.log_q_BK[:, 1:].isneginf(), torch.ones_like(p_BK[:, -1:]).bool()], dim=1)
+    h_BK = torch.where(last_BK, p_BK, h_BK.nan_to_num(nan=1.0))
+    reached_BK = (x.log_u_BK < h_BK.log()) & ~x.log_q_BK.isneginf().cummax(dim=1).values
+    return reached_BK.flip(1).cummax(dim=1).values.flip(1)
 
 
-def get_rule(name: str) -> Rule:
-    """Look a rule up by name; `ConfigError` if there is none of that name."""
-    if name not in RULES:
-        raise ConfigError("rule", name, f"one of {', '.join(RULES)}")
-    return RULES[name]
+def block_weights(x: RuleInputs) -> Tensor:
+    """log p_i of `block`, i = 0..K: [B, K + 1]."""
+    log_p = torch.zeros_like(x.log_p_BK[:, 0])
+    columns = [log_p]
+    for log_ratio_B in log_ratio(x).unbind(dim=1):
+        log_p = (log_p + log_ratio_B).clamp(max=0.0)
+        columns.append(log_p)
+    return torch.stack(columns, dim=1)
+
+
+def synthetic(x: RuleInputs) -> Tensor:
+    """Accept x_i while u_i < c_i, whatever p and q are; w = 1. The output's law is no one's."""
+    if x.synthetic_rate_K is None:
+        raise ValueError("the synthetic rule needs `synthetic_rate_K`")
+    log_rate_K = x.synthetic_rate_K[: x.log_u_BK.shape[1]].log()
+    return ((x.log_u_BK < log_rate_K) & ~x.log_q_BK.isneginf()).cumprod(dim=1).bool()
+
+
+RULES: dict[Rule, Decide] = {
+    Rule.STANDARD: standard,
+    Rule.BLOCK: block,
+    Rule.COUPLED: standard,  # Daliri et al. 2024: p is the target's own draw, one-hot
+    Rule.SYNTHETIC: synthetic,
+}
+
+
+def weights(x: RuleInputs, rule_B: Tensor) -> Tensor:
+    """log of the residual weight w_i after i accepted drafts, [B, K + 1]: 0 but for BLOCK."""
+    if bool((rule_B == Rule.BLOCK).any()):
+        return torch.where((rule_B == Rule.BLOCK)[:, None], block_weights(x), 0.0)
+    return x.log_p_BK.new_zeros(len(rule_B), x.log_p_BK.shape[1] + 1)
+
+
+def accept(x: RuleInputs, rule_B: Tensor) -> Tensor:
+    """n_accept_B (int64): how many drafts each request accepts under its own rule."""
+    n_accept_B = torch.zeros_like(rule_B)
+    for rule in rule_B.unique().tolist():
+        mine_B = rule_B == rule
+        n_accept_B = torch.where(mine_B, RULES[Rule(rule)](x).sum(dim=1), n_accept_B)
+    return n_accept_B

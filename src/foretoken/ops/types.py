@@ -1,7 +1,7 @@
 """Data that crosses the boundary of `ops`. Plain tensors in named fields, no behaviour.
 
 Shape suffixes: B requests in the batch, K most drafts of a request, N rows (= sum of K_b + 1),
-V vocabulary, S request slots, T packed tokens, M sparse entries, Q queries of one request,
+V vocabulary, S request slots, T packed tokens, M entries of edits, R masks, W mask words, Q queries of one request,
 L block-table columns. A *row* is one position of the target whose next-token distribution is
 needed; a *slot* is a request's permanent index into per-request state, not its batch order.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+import torch
 from torch import Tensor
 
 
@@ -26,6 +27,15 @@ class Stream(IntEnum):
     ACCEPT = 6
 
 
+class Rule(IntEnum):
+    """Verification rules by number, as `SlotParams.rule_S` holds them; see `ops/rules.py`."""
+
+    STANDARD = 0
+    BLOCK = 1
+    COUPLED = 2
+    SYNTHETIC = 3
+
+
 @dataclass(frozen=True, slots=True)
 class SlotParams:
     """Sampling state of every request slot; rows gather from it by slot index.
@@ -35,6 +45,9 @@ class SlotParams:
     top_k_S:       int64; active iff 0 < k < V
     top_p_S:       float32 in (0, 1]; 1 is off
     min_p_S:       float32 in [0, 1]; 0 is off
+    rule_S:        int64, a `Rule`. It also decides noise: slots under COUPLED always draw flat.
+    has_filters:   False promises that top-k, top-p and min-p are off in every slot that is used, so
+                   that a backend on a device need not look; True promises nothing
     """
 
     key_S: Tensor
@@ -42,57 +55,97 @@ class SlotParams:
     top_k_S: Tensor
     top_p_S: Tensor
     min_p_S: Tensor
+    rule_S: Tensor
+    has_filters: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Edits:
-    """Sparse changes to raw logits, applied in field order, before temperature.
+    """Changes to raw logits, before temperature. First the mask, then one entry per (row, token).
 
-    Each `*_row` is an int64 index into the N rows, each `*_token` a token id. A row absent from
-    every field is left alone. Duplicate (row, token) pairs occur only in `ban_*`.
+    An entry turns a logit x into x + bias; then x / repetition if x > 0, else x * repetition; then
+    x - subtract. A ban is a bias of -inf, which stays -inf whatever follows. What is defined as a
+    sequence (bias, allowed tokens, min_tokens, penalties, bad words, grammar) folds into that:
+    frequency * count + presence * (count > 0) is the `subtract` of a seen token.
 
-    bias_*:     value added to one logit
-    allow_*:    for every row named in `allow_row`, tokens not listed with it become -inf
-    ban_early_*: -inf (`min_tokens` holding back end-of-text and stop ids)
-    penalty_*:  per (row, token seen): `penalty_count` = times in the output (drafts of this block
-                before the row included), 0 if only in the prompt; repetition divides a positive
-                logit and multiplies a negative one, then frequency * count + presence * (count>0)
-                is subtracted
-    ban_late_*: -inf (`bad_words`)
+    mask_RW:     int32, W = ceil(V / 32) words of masks, or None; token v survives iff bit v % 32 of
+                 word v // 32 is 1
+    mask_N:      int64, the mask of each row, -1 for none; None iff `mask_RW` is
+    start_N1:    int64 [N + 1], where each row's entries begin; start_N1[N] = M
+    token_M:     int64, rising within a row; ids >= V are not allowed
+    bias_M, repetition_M, subtract_M: float32; 0, 1, 0 change nothing
     """
 
-    bias_row_M: Tensor
-    bias_token_M: Tensor
-    bias_value_M: Tensor
-    allow_row_M: Tensor
-    allow_token_M: Tensor
-    ban_early_row_M: Tensor
-    ban_early_token_M: Tensor
-    penalty_row_M: Tensor
-    penalty_token_M: Tensor
-    penalty_count_M: Tensor
-    penalty_repetition_M: Tensor
-    penalty_frequency_M: Tensor
-    penalty_presence_M: Tensor
-    ban_late_row_M: Tensor
-    ban_late_token_M: Tensor
+    mask_RW: Tensor | None
+    mask_N: Tensor | None
+    start_N1: Tensor
+    token_M: Tensor
+    bias_M: Tensor
+    repetition_M: Tensor
+    subtract_M: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCache:
+    """The q of every draft, by request *slot* and draft index: what it takes to state it again.
+
+    q is softmax of logits / temperature over the tokens whose raw logit is >= threshold. Filled
+    by `Backend.draft`; stays until the slot's next draft at that index. The slot's temperature must
+    not change between.
+
+    logits_SKV:   raw draft logits, any float dtype; V' may differ from the target's V
+    threshold_SK: float32, in units of raw logits; -inf where nothing is dropped
+    lse_SK:       float64, log sum exp of logits / temperature over the tokens kept; not finite if
+                  the row is not (NaN, +inf or all -inf): such a q counts as 0 everywhere
+    """
+
+    logits_SKV: Tensor
+    threshold_SK: Tensor
+    lse_SK: Tensor
+
+    @classmethod
+    def empty(
+        cls, slots: int, drafts: int, vocabulary: int, dtype: torch.dtype, device: torch.device
+    ) -> DraftCache:
+        """Room for `drafts` drafts of every slot; nothing in it may be read before it is filled."""
+        shape = (slots, drafts)
+        return cls(
+            torch.empty(*shape, vocabulary, dtype=dtype, device=device),
+            torch.empty(shape, dtype=torch.float32, device=device),
+            torch.empty(shape, dtype=torch.float64, device=device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
     """What was drafted for a batch of B requests, and the q it was sampled from.
 
-    token_BK:   int32 or int64 token ids; -1 is a placeholder, and padding from num_B[b] on
-    num_B:      int64, K_b drafts of each request, 0 allowed
-    logits_SKV: processed draft logits by request *slot* and draft index: temperature applied,
-                filtered tokens at -inf, exactly what was sampled from; None if no row has a real q
-    real_q_B:   bool; False means one-hot q (greedy drafts, n-grams, a request whose q is missing)
+    token_BK: int32 or int64 token ids; -1 is a placeholder, and padding from num_B[b] on
+    num_B:    int64, K_b drafts of each request, 0 allowed
+    cache:    where the q of this batch's slots is; None if no row has a real q
+    real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request whose q is missing)
     """
 
     token_BK: Tensor
     num_B: Tensor
-    logits_SKV: Tensor | None
+    cache: DraftCache | None
     real_q_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of one given token per row and of the likeliest, of N rows.
+
+    logprob_N:      float32, of the given token
+    rank_N:         int64, 1 + the number of tokens that are likelier
+    top_logprob_NT: float32, falling; the T likeliest tokens
+    top_token_NT:   int64, the lowest id first where logits are equal
+    """
+
+    logprob_N: Tensor
+    rank_N: Tensor
+    top_logprob_NT: Tensor
+    top_token_NT: Tensor
 
 
 @dataclass(frozen=True, slots=True)

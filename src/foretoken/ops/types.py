@@ -48,6 +48,7 @@ class SlotParams:
     rule_S:        int64, a `Rule`. It also decides noise: slots under COUPLED always draw flat.
     has_filters:   False promises that top-k, top-p and min-p are off in every slot that is used, so
                    that a backend on a device need not look; True promises nothing
+    rules:         the rules that slots in use may be under, a promise likewise
     """
 
     key_S: Tensor
@@ -57,6 +58,7 @@ class SlotParams:
     min_p_S: Tensor
     rule_S: Tensor
     has_filters: bool = True
+    rules: frozenset[Rule] = frozenset(Rule)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,11 @@ Reading order: `rows` (what a kernel loads), `scan` (the one pass), `filters` (t
 """
 
 from foretoken.ops.backends.triton.attention import attention
+from foretoken.ops.backends.triton.logprobs import logprobs
 from foretoken.ops.backends.triton.process import process_logits
 from foretoken.ops.backends.triton.sample import draft, sample
 from foretoken.ops.backends.triton.verify import verify
 
 FUSES_DECODERS = False
 
-__all__ = ["FUSES_DECODERS", "attention", "draft", "process_logits", "sample", "verify"]
+__all__ = ["FUSES_DECODERS", "attention", "draft", "logprobs", "process_logits", "sample", "verify"]

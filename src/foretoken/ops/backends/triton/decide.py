@@ -173,7 +173,7 @@ def decide_kernel(
         token = tl.load(request[3] + b * K + i, mask=i < num, other=-1).to(tl.int64)
         known = token >= 0
         inside = known & (token < V)
-        x = load_at(logits, stride, first + i, tl.where(inside, token, 0), inside, V, edits,
+        x = load_at(logits, stride, first + tl.minimum(i, num), tl.where(inside, token, 0), inside, V, edits,
                     MASKS, ENTRIES)  # fmt: skip
         usable = inside & (x >= threshold) & (x > float("-inf")) & (lse - lse == 0)
         log_p = tl.where(usable, x * scale - lse, float("-inf"))

@@ -88,7 +88,7 @@ def sample(
 
     See `Backend.sample`. Two launches; two more if `params.has_filters`. Returns int64 [N].
     """
-    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, edits)
+    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
     return _draw_rows(
         logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise, None, False
     )

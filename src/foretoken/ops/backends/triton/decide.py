@@ -40,11 +40,11 @@ DONE, ONE_ROW, ALL_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _request(b, request, params, V, RAGGED: tl.constexpr):
+def _request(b, request, state, V, RAGGED: tl.constexpr):
     """(first row, number of drafts, slot, position, key, scale, greedy, coupled, flat, rule)."""
     slot = tl.load(request[1] + b)
-    temperature = tl.load(params[1] + slot)
-    rule = tl.load(params[5] + slot)
+    temperature = tl.load(state[1] + slot)
+    rule = tl.load(state[5] + slot)
     greedy = temperature == 0
     num = tl.full((), 0, tl.int32)
     if RAGGED:
@@ -54,11 +54,11 @@ def _request(b, request, params, V, RAGGED: tl.constexpr):
         num,
         slot,
         tl.load(request[2] + b),
-        tl.load(params[0] + slot),
+        tl.load(state[0] + slot),
         LOG2E / tl.where(greedy, 1.0, temperature),
         greedy,
         rule == COUPLED_RULE,
-        is_flat(params, slot, V),
+        is_flat(state, slot, V),
         rule,
     )
 
@@ -108,7 +108,8 @@ def _log2_of(u, FP64: tl.constexpr):
     """log2 of a uniform, below 0 whatever the hardware's rounding: u < 1 must stay so."""
     if FP64:
         return tl.log(u) * LOG2E
-    return tl.minimum(tl.log2(u), -1e-8)
+    else:
+        return tl.minimum(tl.log2(u), -1e-8)
 
 
 @triton.jit
@@ -138,7 +139,8 @@ def _law(b, k, slot, num, greedy, coupled, request, q, work, K, HAS_Q: tl.conste
 def _is_dense(found, row, FILTERS: tl.constexpr):
     if FILTERS:
         return tl.load(found[2] + row) < 0
-    return row >= 0
+    else:
+        return row >= 0
 
 
 @triton.jit
@@ -155,7 +157,7 @@ def _store_tokens(b, k, token, finite, num, request, verdict, K, KP: tl.constexp
 
 @triton.jit
 def decide_kernel(
-    logits, stride, request, params, edits, q, out, found, work, verdict, V, NB, K,
+    logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K,
     RAGGED: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
     HAS_Q: tl.constexpr, RATES: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr,
     FP64: tl.constexpr,
@@ -163,7 +165,7 @@ def decide_kernel(
     """A program per request: rule and draw, unless the residual has to be summed over a row."""
     b = tl.program_id(0)
     first, num, slot, position, key, scale, greedy, coupled, flat, rule = _request(
-        b, request, params, V, RAGGED
+        b, request, state, V, RAGGED
     )
     i = tl.arange(0, KP)
     lse, threshold = _row_lse(first, i, num, out, found, NB, FILTERS, KP, NBP)
@@ -280,7 +282,7 @@ def _block_rule(b, first, num, slot, position, key, scale, greedy, coupled, requ
 
 @triton.jit
 def residual_kernel(
-    logits, stride, request, params, edits, q, out, found, work, verdict, V, NB, K, parts, rows,
+    logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K, parts, rows,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, HAS_Q: tl.constexpr,
     KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
@@ -292,7 +294,7 @@ def residual_kernel(
     if pending == DONE:
         return
     first, num, slot, position, key, scale, greedy, coupled, flat, rule = _request(
-        b, request, params, V, True
+        b, request, state, V, True
     )
     i = tl.arange(0, KP)
     k = tl.load(verdict[1] + b).to(tl.int32)

@@ -70,6 +70,18 @@ def _compact(weight, id_, count, flat, at_, token_stream, block_stream, FP64: tl
 
 
 @triton.jit
+def _from_list(row, found, count, threshold, scale, lse, flat, law, at_, token_stream, block_stream, FP64: tl.constexpr):  # noqa: E501
+    """A token of a compact row; from p if the residual has no mass."""
+    c = tl.arange(0, CAPACITY)
+    x = tl.load(found[4] + row * CAPACITY + c, mask=c < count, other=float("-inf"))
+    id_ = tl.load(found[3] + row * CAPACITY + c, mask=c < count, other=2147483647)
+    weight = weigh(x, id_, threshold, scale, lse, law)
+    if tl.max(weight, axis=0) == float("-inf"):
+        weight = tl.where(x >= threshold, x * scale, float("-inf"))
+    return _compact(weight, id_, count, flat, at_, token_stream, block_stream, FP64)
+
+
+@triton.jit
 def _within(logits, stride, row, V, edits, block, threshold, scale, lse, greedy, law, at_, stream, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
     """The token of one block; at T=0 the first of the largest."""
     first = block * BLOCK
@@ -96,23 +108,18 @@ def draw(
     Of a dense row with mode 2, or with mode 1 and flat noise, `out` must hold the residual's
     masses and best scores. Where the residual has no mass the row is drawn from p.
     """
-    count = tl.full((), -1, tl.int32)
-    threshold, lse = float("-inf"), 0.0
+    threshold, lse, compact = float("-inf"), 0.0, False
+    token = tl.full((), 0, tl.int64)
+    if law[0] == 2:
+        lse = tl.load(found[1] + row)
     if FILTERS:
         count = tl.load(found[2] + row)
         threshold = tl.load(found[0] + row)
-    if law[0] == 2:
-        lse = tl.load(found[1] + row)
-    token = tl.full((), 0, tl.int64)
-    if count >= 0:
-        c = tl.arange(0, CAPACITY)
-        x = tl.load(found[4] + row * CAPACITY + c, mask=c < count, other=float("-inf"))
-        id_ = tl.load(found[3] + row * CAPACITY + c, mask=c < count, other=2147483647)
-        weight = weigh(x, id_, threshold, scale, lse, law)
-        if tl.max(weight, axis=0) == float("-inf"):
-            weight = tl.where(x >= threshold, x * scale, float("-inf"))
-        token = _compact(weight, id_, count, flat, at_, token_stream, block_stream, FP64)
-    else:
+        compact = count >= 0
+        if compact:
+            token = _from_list(row, found, count, threshold, scale, lse, flat, law, at_,
+                               token_stream, block_stream, FP64)  # fmt: skip
+    if not compact:
         mass_J = load_masses(out[0], row, NB, NBP)
         j = tl.arange(0, NBP)
         if (law[0] == 1) & (law[1] < V) & (not flat):

@@ -146,7 +146,7 @@ def min_p_floor(min_p, top, scale):
 
 @triton.jit
 def filter_kernel(
-    logits, stride, num_ptr, slot_ptr, params, edits, out, found, V, NB, NG,
+    logits, stride, num_ptr, slot_ptr, state, edits, out, found, V, NB, NG,
     K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, NGP: tl.constexpr,
     NBP: tl.constexpr,
 ):  # fmt: skip
@@ -160,10 +160,10 @@ def filter_kernel(
     slot = tl.load(slot_ptr + b)
     tl.store(found[0] + row, float("-inf"))
     tl.store(found[2] + row, DENSE)
-    if not is_filtered(params, slot, V):
+    if not is_filtered(state, slot, V):
         return
-    scale = LOG2E / tl.load(params[1] + slot)
-    k, top_p = tl.load(params[2] + slot), tl.load(params[3] + slot)
+    scale = LOG2E / tl.load(state[1] + slot)
+    k, top_p = tl.load(state[2] + slot), tl.load(state[3] + slot)
     g = tl.arange(0, NGP)
     groups = out[2] + row * NG
     top_G = tl.load(groups + g, mask=g < NG, other=float("-inf"))
@@ -171,7 +171,7 @@ def filter_kernel(
     broken = tl.sum((top_G != top_G).to(tl.int32), axis=0) > 0
     if broken | (top == float("-inf")) | (top == float("inf")):
         return  # dense, and its masses are not finite either
-    floor = min_p_floor(tl.load(params[4] + slot), top, scale)
+    floor = min_p_floor(tl.load(state[4] + slot), top, scale)
     bound = floor
     if ((k > 0) & (k < V)) | (floor == float("-inf")):
         bound = tl.maximum(floor, _bound(top_G, k, top_p, V, NB, NG, NGP))
@@ -231,7 +231,7 @@ def _search(logits, stride, row, V, edits, scale, top, floor, need, MASS: tl.con
 
 @triton.jit
 def wide_kernel(
-    logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, params, edits, out, found, V, NB,
+    logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, found, V, NB,
     token_stream, K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
     NBP: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr,
 ):  # fmt: skip
@@ -245,13 +245,13 @@ def wide_kernel(
     if tl.load(found[2] + row) != UNDECIDED:
         return
     slot = tl.load(slot_ptr + b)
-    scale = LOG2E / tl.load(params[1] + slot)
-    k, top_p = tl.load(params[2] + slot), tl.load(params[3] + slot)
+    scale = LOG2E / tl.load(state[1] + slot)
+    k, top_p = tl.load(state[2] + slot), tl.load(state[3] + slot)
     top = float("-inf")
     for first in range(0, V, BLOCK):
         x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
         top = tl.maximum(top, tl.max(x, axis=0))
-    floor = min_p_floor(tl.load(params[4] + slot), top, scale)
+    floor = min_p_floor(tl.load(state[4] + slot), top, scale)
     if (k > 0) & (k < V):
         need = k.to(tl.float32)
         kth = _search(
@@ -270,8 +270,8 @@ def wide_kernel(
             logits, stride, row, V, edits, scale, top, floor, need, True, MASKS, ENTRIES
         )
         floor = tl.maximum(floor, nucleus)
-    at = flat_noise(params, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
-    flat = is_flat(params, slot, V)
+    at = flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
+    flat = is_flat(state, slot, V)
     for first in range(0, V, BLOCK):
         x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
         x = tl.where(x >= floor, x, float("-inf"))

@@ -71,7 +71,7 @@ def arrivals(device: torch.device) -> Tensor:
 
 
 def params_tuple(params: SlotParams) -> tuple[Tensor, ...]:
-    """The pointers of `rows.py: params`."""
+    """The pointers of `rows.py: state`."""
     return (
         params.key_S,
         params.temperature_S,

@@ -62,9 +62,10 @@ def gumbel_span(at, first, COUNT: tl.constexpr, FP64: tl.constexpr):
     if FP64:
         a, b, c, d = words(at, (first // 2 + tl.arange(0, COUNT // 2)).to(tl.int32))
         return gumbel64(tl.reshape(tl.join(uniform64(a, b), uniform64(c, d)), (COUNT,)))
-    a, b, c, d = words(at, (first // 4 + tl.arange(0, COUNT // 4)).to(tl.int32))
-    even, odd = tl.join(uniform32(a), uniform32(c)), tl.join(uniform32(b), uniform32(d))
-    return gumbel(tl.reshape(tl.join(even, odd), (COUNT,)))
+    else:
+        a, b, c, d = words(at, (first // 4 + tl.arange(0, COUNT // 4)).to(tl.int32))
+        even, odd = tl.join(uniform32(a), uniform32(c)), tl.join(uniform32(b), uniform32(d))
+        return gumbel(tl.reshape(tl.join(even, odd), (COUNT,)))
 
 
 @triton.jit
@@ -74,11 +75,11 @@ def uniform_at(at, index, FP64: tl.constexpr):
         a, b, c, d = words(at, (index // 2).to(tl.int32))
         odd = index % 2 == 1
         return uniform64(tl.where(odd, c, a), tl.where(odd, d, b))
-    a, b, c, d = words(at, (index // 4).to(tl.int32))
-    word = index % 4
-    return uniform32(
-        tl.where(word == 0, a, tl.where(word == 1, b, tl.where(word == 2, c, d)))
-    )
+    else:
+        a, b, c, d = words(at, (index // 4).to(tl.int32))
+        word = index % 4
+        low, high = tl.where(word == 0, a, b), tl.where(word == 2, c, d)
+        return uniform32(tl.where(word < 2, low, high))
 
 
 @triton.jit
@@ -86,7 +87,8 @@ def gumbel_at(at, index, FP64: tl.constexpr):
     """Gumbel noise of any ids, one group computed for each."""
     if FP64:
         return gumbel64(uniform_at(at, index, True))
-    return gumbel(uniform_at(at, index, False))
+    else:
+        return gumbel(uniform_at(at, index, False))
 
 
 @triton.jit

@@ -19,13 +19,13 @@ from foretoken.ops.types import Edits, SlotParams
 
 @triton.jit
 def _write_kernel(
-    logits, stride, slot_ptr, params, edits, found, out, V, NB, MASKS: tl.constexpr,
+    logits, stride, slot_ptr, state, edits, found, out, V, NB, MASKS: tl.constexpr,
     ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
 ):  # fmt: skip
     """A program per block of a row."""
     pid = tl.program_id(0)
     row, first = (pid // NB).to(tl.int64), pid % NB * BLOCK
-    temperature = tl.load(params[1] + tl.load(slot_ptr + row))
+    temperature = tl.load(state[1] + tl.load(slot_ptr + row))
     x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_first")
     if FILTERS:
         x = tl.where(x < tl.load(found[0] + row), float("-inf"), x)

@@ -4,7 +4,8 @@ Kernels run over requests b and the rows i = 0..K_b of each. Logits are loaded r
 dtype, edited on load, and held in float32; nothing writes them back.
 
 Tuples passed to kernels (device pointers):
-    params = (key_S, temperature_S, top_k_S, top_p_S, min_p_S, rule_S)
+    state  = (key_S, temperature_S, top_k_S, top_p_S, min_p_S, rule_S); `params` is a name that
+             Triton's launcher keeps to itself
     edits  = (mask_RW, mask_N, start_N1, token_M, bias_M, repetition_M, subtract_M, words of a mask)
 
 Shapes: B requests, N rows, V vocabulary, S slots, M entries, R masks, W words.
@@ -23,29 +24,30 @@ _CHUNK = tl.constexpr(128)
 @triton.jit
 def first_row(num_ptr, b, RAGGED: tl.constexpr):
     """The row that decides request b's first token: the sum of K + 1 over those before it."""
-    if not RAGGED:
+    if RAGGED:
+        total = tl.zeros((_CHUNK,), tl.int64)
+        for start in range(0, b, _CHUNK):
+            index = start + tl.arange(0, _CHUNK)
+            total += tl.where(index < b, tl.load(num_ptr + index, mask=index < b, other=0) + 1, 0)
+        return tl.sum(total, axis=0)
+    else:
         return b.to(tl.int64)
-    total = tl.zeros((_CHUNK,), tl.int64)
-    for start in range(0, b, _CHUNK):
-        index = start + tl.arange(0, _CHUNK)
-        total += tl.where(index < b, tl.load(num_ptr + index, mask=index < b, other=0) + 1, 0)
-    return tl.sum(total, axis=0)
 
 
 @triton.jit
-def is_filtered(params, slot, V):
+def is_filtered(state, slot, V):
     """Whether top-k, top-p or min-p may drop tokens of this slot's rows."""
-    top_k = tl.load(params[2] + slot)
-    dropping = ((top_k > 0) & (top_k < V)) | (tl.load(params[3] + slot) < 1)
-    dropping = dropping | (tl.load(params[4] + slot) > 0)
-    return dropping & (tl.load(params[1] + slot) > 0)
+    top_k = tl.load(state[2] + slot)
+    dropping = ((top_k > 0) & (top_k < V)) | (tl.load(state[3] + slot) < 1)
+    dropping = dropping | (tl.load(state[4] + slot) > 0)
+    return dropping & (tl.load(state[1] + slot) > 0)
 
 
 @triton.jit
-def is_flat(params, slot, V):
+def is_flat(state, slot, V):
     """Whether this slot draws with flat noise: top-k is active, or its rule is COUPLED (2)."""
-    top_k = tl.load(params[2] + slot)
-    return ((top_k > 0) & (top_k < V)) | (tl.load(params[5] + slot) == 2)
+    top_k = tl.load(state[2] + slot)
+    return ((top_k > 0) & (top_k < V)) | (tl.load(state[5] + slot) == 2)
 
 
 @triton.jit

@@ -33,7 +33,7 @@ from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
 
 @triton.jit
 def pick_kernel(
-    logits, stride, slot_ptr, position_ptr, index_ptr, params, edits, out, found, cache, token_ptr,
+    logits, stride, slot_ptr, position_ptr, index_ptr, state, edits, out, found, cache, token_ptr,
     V, NB, token_stream, block_stream, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
     FILTERS: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr,
     STORE: tl.constexpr,
@@ -45,19 +45,19 @@ def pick_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row)
-    temperature = tl.load(params[1] + slot)
+    temperature = tl.load(state[1] + slot)
     greedy = temperature == 0
     scale = LOG2E / tl.where(greedy, 1.0, temperature)
     index = tl.load(index_ptr + row).to(tl.int32)
     zero = tl.full((), 0, tl.int32)
     token_stream, block_stream = zero + token_stream, zero + block_stream
     if DRAFT:
-        if tl.load(params[5] + slot) == 2:
+        if tl.load(state[5] + slot) == 2:
             index, token_stream, block_stream = zero, zero, zero + 1
-    at_ = (tl.load(params[0] + slot), tl.load(position_ptr + row).to(tl.int32), index)
-    law = (zero, tl.full((), -1, tl.int64), logits, 0, 0.0, 0.0, 0.0)
+    at_ = (tl.load(state[0] + slot), tl.load(position_ptr + row).to(tl.int32), index)
+    law = (0, 0, logits, 0, 0.0, 0.0, 0.0)
     token = draw(
-        logits, stride, row, V, edits, out, found, NB, scale, greedy, is_flat(params, slot, V), law,
+        logits, stride, row, V, edits, out, found, NB, scale, greedy, is_flat(state, slot, V), law,
         at_, token_stream, block_stream, MASKS, ENTRIES, FILTERS, NBP, FP64,
     )  # fmt: skip
     tl.store(token_ptr + row, token)

@@ -32,7 +32,7 @@ def block_value(x, scale, at, first, WIDTH: tl.constexpr, greedy, flat, FLAT: tl
 
     mass: log2 of the sum of 2^(x scale), at T=0 the maximum. best: of flat noise, max(x scale + G).
     """
-    best = float("-inf")
+    best = tl.full((), float("-inf"), tl.float32)
     if greedy:
         top = tl.max(x, axis=0)
         broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
@@ -48,21 +48,21 @@ def block_value(x, scale, at, first, WIDTH: tl.constexpr, greedy, flat, FLAT: tl
 
 
 @triton.jit
-def flat_noise(params, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT: tl.constexpr):
+def flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT: tl.constexpr):
     """The token stream of row i of request b; of drafts under COUPLED (2) it is the target's."""
     zero = tl.full((), 0, tl.int32)
     index = zero
     stream = zero + token_stream
     if DRAFT:
         index = tl.load(index_ptr + b).to(tl.int32)
-        if tl.load(params[5] + slot) == 2:
+        if tl.load(state[5] + slot) == 2:
             index, stream = zero, zero
-    return (tl.load(params[0] + slot), (tl.load(position_ptr + b) + i).to(tl.int32), index, stream)
+    return (tl.load(state[0] + slot), (tl.load(position_ptr + b) + i).to(tl.int32), index, stream)
 
 
 @triton.jit
 def scan_kernel(
-    logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, params, edits, out, cache, V, NB, NG,
+    logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, cache, V, NB, NG,
     programs, token_stream, K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
     FLAT: tl.constexpr, FP64: tl.constexpr, STORE: tl.constexpr, DRAFT: tl.constexpr,
     PER: tl.constexpr,
@@ -80,14 +80,14 @@ def scan_kernel(
             return
     row = first_row(num_ptr, b, K1 > 1) + i
     slot = tl.load(slot_ptr + b)
-    temperature = tl.load(params[1] + slot)
+    temperature = tl.load(state[1] + slot)
     greedy = temperature == 0
     scale = LOG2E / tl.where(greedy, 1.0, temperature)
-    flat = is_flat(params, slot, V)
+    flat = is_flat(state, slot, V)
     filtered = False
     if FILTERS:
-        filtered = is_filtered(params, slot, V)
-    at = flat_noise(params, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
+        filtered = is_filtered(state, slot, V)
+    at = flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
     for k in tl.static_range(PER):
         j = part * PER + k
         if j < NB:

@@ -3,6 +3,6 @@
 Its operators run on any device.
 """
 
-attention = None  # TEMP
+from foretoken.ops.backends.torch_cpu.attention import attention
 
 __all__ = ["attention"]

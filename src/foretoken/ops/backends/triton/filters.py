@@ -93,7 +93,20 @@ def _bound(top_G, k, top_p, V, NB, NG, NGP: tl.constexpr):
 
 
 @triton.jit
-def _collect(logits, stride, row, V, edits, bound, groups, n, list_id, list_x, MASKS: tl.constexpr, ENTRIES: tl.constexpr):  # noqa: E501
+def _collect(
+    logits,
+    stride,
+    row,
+    V,
+    edits,
+    bound,
+    groups,
+    n,
+    list_id,
+    list_x,
+    MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # noqa: E501
     """Write the ids and values >= bound of `n` groups, in rising order; returns their number."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, n, _GROUPS):

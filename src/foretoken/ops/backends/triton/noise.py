@@ -1,7 +1,8 @@
 """Noise by name on the device: Philox4x32-10, uniforms and Gumbel noise in base 2.
 
 A stream of noise is named by a tuple `at` = (key, position, draft index, stream); see design,
-"noise by name". Draw i is word i mod 4 of group i div 4; in FP64 word pair i mod 2 of group i div 2.
+"noise by name". Draw i is word i mod 4 of group i div 4; in FP64 word pair i mod 2 of group
+i div 2.
 Noise is scaled by log2 e, since logits are held in units of log 2 (exp2 and log2 are instructions).
 """
 

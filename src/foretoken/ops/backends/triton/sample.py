@@ -25,12 +25,11 @@ from foretoken.ops.backends.triton.launch import (
     params_tuple,
 )
 from foretoken.ops.backends.triton.noise import LN2, LOG2E
-from foretoken.ops.backends.triton.rows import first_row, is_flat, load_masses, log2_sum
+from foretoken.ops.backends.triton.rows import is_flat, load_masses, log2_sum
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, scan_kernel
 from foretoken.ops.backends.triton.wide import wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
-
 
 _FEW_ROWS = 132  # below it a row has a multiprocessor to itself: more warps, less time for each
 
@@ -94,7 +93,16 @@ def sample(
     """
     check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
     return _draw_rows(
-        logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise, None, False
+        logits_NV,
+        params,
+        slot_N,
+        position_N,
+        draft_index_N,
+        streams,
+        edits,
+        fp64_noise,
+        None,
+        False,
     )
 
 
@@ -149,8 +157,8 @@ def _draw_rows(
     )  # fmt: skip
     pick_kernel[(sizes.rows,)](
         logits_NV, logits_NV.stride(0), slot_N, position_N, index_N, pointers, packed[0],
-        scratch.out, scratch.found, stored, token_N, sizes.vocabulary, sizes.blocks, int(streams[0]),
-        int(streams[1]), packed[1], packed[2], filters, sizes.blocks_padded, fp64, draft,
+        scratch.out, scratch.found, stored, token_N, sizes.vocabulary, sizes.blocks,
+        int(streams[0]), int(streams[1]), packed[1], packed[2], filters, sizes.blocks_padded, fp64, draft,
         cache is not None, num_warps=8 if fp64 and sizes.rows < _FEW_ROWS else 4,
     )  # fmt: skip
     return token_N
@@ -209,6 +217,5 @@ def reduce_rows(
     wide_kernel[(requests * width,)](
         logits_NV, stride, num, slot_B, position_B, index_B, params, edits[0], scratch.out,
         scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups, int(noise[0]), width, *shared,
-        sizes.blocks_padded, fp64, noise[2], num_warps=8, maxnreg=80,
+        sizes.blocks_padded, fp64, noise[2], num_warps=4, maxnreg=128,
     )  # fmt: skip
-

@@ -27,7 +27,9 @@ BLOCKS_PER_PROGRAM = 2
 
 
 @triton.jit
-def block_value(x, scale, at, first, WIDTH: tl.constexpr, greedy, flat, FLAT: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
+def block_value(
+    x, scale, at, first, WIDTH: tl.constexpr, greedy, flat, FLAT: tl.constexpr, FP64: tl.constexpr
+):  # noqa: E501
     """What is kept of a block: (mass, best score).
 
     mass: log2 of the sum of 2^(x scale), at T=0 the maximum. best: of flat noise, max(x scale + G).
@@ -63,14 +65,14 @@ def flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT: 
 @triton.jit
 def scan_kernel(
     logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, cache, V, NB, NG,
-    programs, token_stream, K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
-    FLAT: tl.constexpr, FP64: tl.constexpr, STORE: tl.constexpr, DRAFT: tl.constexpr,
-    PER: tl.constexpr,
+    programs, token_stream, K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
+    FILTERS: tl.constexpr, FLAT: tl.constexpr, FP64: tl.constexpr, STORE: tl.constexpr,
+    DRAFT: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, row of it, pair of blocks). `out` = (mass_NJ, best_NJ, gmax_NG).
 
-    Rows with filters get group maxima, and masses unless top-k makes them useless. STORE copies raw rows into
-    `cache` = (logits, slot stride, draft stride, draft_index_B, ...).
+    Rows with filters get group maxima, and masses unless top-k makes them useless. STORE copies
+    raw rows into `cache` = (logits, slot stride, draft stride, draft_index_B, ...).
     """
     pid = tl.program_id(0)
     part, item = pid % programs, pid // programs

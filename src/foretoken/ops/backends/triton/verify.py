@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.ops.backends.triton.decide import decide_kernel, residual_kernel
+from foretoken.ops.backends.triton.decide import decide_kernel
 from foretoken.ops.backends.triton.launch import (
     Scratch,
     Sizes,
@@ -21,6 +21,7 @@ from foretoken.ops.backends.triton.launch import (
     may_be_flat,
     params_tuple,
 )
+from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
@@ -84,7 +85,7 @@ def verify(
         parts = -(-sizes.blocks // _BLOCKS_PER_PROGRAM)
         residual_kernel[(requests * rows * parts,)](
             *shared, parts, rows, packed[1], packed[2], filters, drafts.cache is not None, padded,
-            sizes.blocks_padded, fp64_noise, _BLOCKS_PER_PROGRAM, num_warps=4,
+            sizes.blocks_padded, fp64_noise, _BLOCKS_PER_PROGRAM, num_warps=4, maxnreg=96,
         )  # fmt: skip
     return verdict
 

@@ -50,7 +50,21 @@ def _weight(x, top, scale, floor, MASS: tl.constexpr):
 
 
 @triton.jit
-def _measure(logits, stride, row, V, edits, top, scale, floor, a, b, MASS: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr):  # noqa: E501
+def _measure(
+    logits,
+    stride,
+    row,
+    V,
+    edits,
+    top,
+    scale,
+    floor,
+    a,
+    b,
+    MASS: tl.constexpr,
+    MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # noqa: E501
     """W and number of the logits >= either of two values, in one pass."""
     wa = tl.zeros((_SPAN,), tl.float32)
     wb = tl.zeros((_SPAN,), tl.float32)
@@ -67,7 +81,21 @@ def _measure(logits, stride, row, V, edits, top, scale, floor, a, b, MASS: tl.co
 
 
 @triton.jit
-def _guess(logits, stride, row, V, edits, top, scale, floor, need, total, MASS: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr):  # noqa: E501
+def _guess(
+    logits,
+    stride,
+    row,
+    V,
+    edits,
+    top,
+    scale,
+    floor,
+    need,
+    total,
+    MASS: tl.constexpr,
+    MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # noqa: E501
     """Keys on either side of the threshold, as far as logits spread over the row can tell."""
     i = tl.arange(0, _SAMPLE)
     step = tl.maximum(V // _SAMPLE, 1)
@@ -94,7 +122,23 @@ def _tighter(low, high, w_low, w_high, n_low, n_high, key, w, n, need):
 
 
 @triton.jit
-def _listed(logits, stride, row, V, edits, low, high, top, scale, floor, need, room, MASS: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr):  # noqa: E501
+def _listed(
+    logits,
+    stride,
+    row,
+    V,
+    edits,
+    low,
+    high,
+    top,
+    scale,
+    floor,
+    need,
+    room,
+    MASS: tl.constexpr,
+    MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # noqa: E501
     """The threshold among the few logits whose keys are in [low, high)."""
     count = tl.full((), 0, tl.int32)
     for first in range(0, V, _SPAN):
@@ -114,7 +158,23 @@ def _listed(logits, stride, row, V, edits, low, high, top, scale, floor, need, r
 
 
 @triton.jit
-def _search(logits, stride, row, V, edits, top, scale, floor, need, total, room, NG, MASS: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr):  # noqa: E501
+def _search(
+    logits,
+    stride,
+    row,
+    V,
+    edits,
+    top,
+    scale,
+    floor,
+    need,
+    total,
+    room,
+    NG,
+    MASS: tl.constexpr,
+    MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # noqa: E501
     """The largest value t such that W(x >= t) reaches `need`; `total` is W of the whole row."""
     low, high = tl.full((), LOWEST, tl.uint32), key_of(top) + 1
     w_low, w_high = total, total * 0
@@ -151,7 +211,19 @@ def _search(logits, stride, row, V, edits, top, scale, floor, need, total, room,
 
 
 @triton.jit
-def _mass_above(logits, stride, row, V, edits, top, scale, floor, MASS: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr):  # noqa: E501
+def _mass_above(
+    logits,
+    stride,
+    row,
+    V,
+    edits,
+    top,
+    scale,
+    floor,
+    MASS: tl.constexpr,
+    MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # noqa: E501
     """W of the whole row."""
     weight = tl.zeros((_SPAN,), tl.float32)
     for first in range(0, V, _SPAN):

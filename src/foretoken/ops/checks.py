@@ -8,7 +8,6 @@ Shapes as in `ops/types.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ Host = npt.NDArray[Any]
 def check_tensor(
     name: str,
     value: Tensor,
-    shape: Sequence[int | None],
+    shape: tuple[int | None, ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
@@ -47,9 +46,10 @@ def check_tensor(
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ConfigError(f"{name}.dtype", value.dtype, wanted)
     given = value.shape
-    fits = len(given) == len(shape)
-    for have, want in zip(given, shape, strict=False):
-        fits = fits and (want is None or want == have)
+    fits = given == shape or (
+        len(given) == len(shape)
+        and all(want in (None, have) for have, want in zip(given, shape, strict=True))
+    )
     if not fits:
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ConfigError(f"{name}.shape", tuple(given), f"[{wanted}]")
@@ -290,7 +290,7 @@ def check_logprobs(
 
 
 def _on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 def _check_slots(name: str, slot_N: Tensor, params: SlotParams, vocabulary: int) -> set[int]:

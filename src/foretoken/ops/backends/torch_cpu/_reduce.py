@@ -47,7 +47,8 @@ def survivors(x_RV: Array, threshold_R: Array, temperature_R: Array) -> Survivor
 
 def sum_by_row(row_M: Array, weight_M: Array, num_rows: int) -> Array:
     """float64 [R]; entry by entry, so that other rows do not change a row's rounding."""
-    return np.bincount(row_M, weight_M, num_rows)
+    sums: Array = np.bincount(row_M, weight_M, num_rows)
+    return sums
 
 
 def dense_weights(x_RV: Tensor, temperature_R: Array) -> tuple[Tensor, Array]:
@@ -75,7 +76,8 @@ def dense_weights(x_RV: Tensor, temperature_R: Array) -> tuple[Tensor, Array]:
 def block_sums(weight_RW: Tensor) -> Array:
     """Sums over blocks of 1024 ids (over the row if it is shorter), float64 [R, J]."""
     num_rows, width = weight_RW.shape
-    sums: Array = weight_RW.view(num_rows, -1, min(width, BLOCK)).sum(dim=2).double().numpy()
+    blocks = weight_RW.view(num_rows, -1, min(width, BLOCK))
+    sums: Array = blocks.sum(dim=2).double().numpy()
     return sums
 
 

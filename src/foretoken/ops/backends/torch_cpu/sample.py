@@ -65,8 +65,7 @@ class Drawn(NamedTuple):
 
     max_M:       float32, the largest logit; finite iff the row is
     threshold_M: float32, in units of raw logits
-    lse_M:       float64, log sum exp of logits / T over what is kept; the maximum at T=0; undefined
-                 unless asked for
+    lse_M:       float64, log sum exp of logits / T over what is kept, if asked for; 0 at T=0
     """
 
     token_M: Array
@@ -128,7 +127,6 @@ def _draw_greedy(
         x_RV = load(rows, index_M[m]).numpy()
         out.token_M[m] = x_RV.argmax(axis=1)  # the first NaN if there is one
         out.max_M[m] = x_RV[np.arange(len(m)), out.token_M[m]]
-        out.lse_M[m] = out.max_M[m]
 
 
 def _draw_filtered(

@@ -25,7 +25,9 @@ def make_drafter(shortest: int, longest: int) -> NGram:
 
 
 def propose(drafter: NGram, tokens: list[int], k: int, slot: int = 0) -> list[int]:
-    context = DraftContext([DraftRequest(slot, tokens, [], k, 1.0, Rule.STANDARD)], SlotTable(4, CPU).params)
+    context = DraftContext(
+        [DraftRequest(slot, tokens, [], k, 1.0, Rule.STANDARD)], SlotTable(4, CPU).params
+    )
     block = drafter.propose(context)
     assert block.cache is None
     assert not block.real_q_B.any()

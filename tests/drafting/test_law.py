@@ -19,7 +19,16 @@ from torch import Tensor
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DraftContext, Drafter, DrafterSetup, DraftRequest
 from foretoken.drafting.registry import DRAFTERS, build_drafter
-from foretoken.ops import Backend, DraftBlock, SlotParams, Stream, get_backend, unavailable
+from foretoken.ops import (
+    Backend,
+    DraftBlock,
+    DraftCache,
+    Rule,
+    SlotParams,
+    Stream,
+    get_backend,
+    unavailable,
+)
 from tests.support.cases import make_params
 from tests.support.law import (
     CORRECT_P,
@@ -73,6 +82,7 @@ def setup_for(num_slots: int, backend: Backend, **speculation) -> DrafterSetup:
 def driven(built: Drafter, params: SlotParams, bos: int) -> Propose:
     """A drafter as the harness calls one: each slot owns one block, outcomes are observed."""
     last: dict[int, int] = {}
+    temperature, rule = params.temperature_S.tolist(), params.rule_S.tolist()
 
     def propose(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
         requests = []
@@ -82,7 +92,9 @@ def driven(built: Drafter, params: SlotParams, bos: int) -> Propose:
             if slot in last:
                 built.observe(slot, NUM_DRAFTS, position - last[slot] - 1)
             last[slot] = position
-            requests.append(DraftRequest(slot, [bos, *tokens[:position]], [slot], NUM_DRAFTS))
+            known = [bos, *tokens[:position]]
+            own = (temperature[slot], Rule(rule[slot]))
+            requests.append(DraftRequest(slot, known, [slot], NUM_DRAFTS, *own))
         return built.propose(DraftContext(requests, params))
 
     return propose
@@ -164,6 +176,9 @@ def law_of(target: Chain, temperature: float, length: int = 3, **filters) -> Ten
     return target.joint(params, length)
 
 
+FIELDS = ("logits_SKV", "threshold_SK", "lse_SK")
+
+
 def mutant_q_of_another_draft(make: MakePropose) -> MakePropose:
     """The q of each draft index is that of the one before: an off-by-one weight."""
 
@@ -172,8 +187,9 @@ def mutant_q_of_another_draft(make: MakePropose) -> MakePropose:
 
         def mutant(*args: Tensor) -> DraftBlock:
             block = propose(*args)
-            assert block.logits_SKV is not None
-            return replace(block, logits_SKV=block.logits_SKV.roll(1, dims=1))
+            assert block.cache is not None
+            rolled = [t.roll(1, dims=1) for t in (getattr(block.cache, n) for n in FIELDS)]
+            return replace(block, cache=DraftCache(*rolled))
 
         return mutant
 
@@ -194,28 +210,29 @@ def test_mutants_of_the_proposal_are_rejected(chains: tuple[Chain, Chain], mutat
     assert p_value(outcome.counts, law_of(target, 1.0)) < MUTANT_P
 
 
-def test_a_draft_that_shares_the_residuals_noise_is_rejected(
-    chains: tuple[Chain, Chain], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from foretoken.drafting import draft_model
-
-    class Shared:
-        DRAFT_TOKEN, DRAFT_BLOCK = Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK
-
-    monkeypatch.setattr(draft_model, "Stream", Shared)
+def test_a_draft_that_shares_the_residuals_noise_is_rejected(chains: tuple[Chain, Chain]) -> None:
     target, draft = chains
-    make = drafter("draft_model", draft)
-    outcome = count_sequences(BackendOneLater(), target, make, seed=15, trials=MUTANT_TRIALS)
+    backend: Any = SharedNoise()
+    make = drafter("draft_model", draft, backend)
+    outcome = count_sequences(backend, target, make, seed=15, trials=MUTANT_TRIALS)
     assert p_value(outcome.counts, law_of(target, 1.0)) < MUTANT_P
 
 
-class BackendOneLater:
-    """The backend with positions that count the beginning-of-text token, as the drafter's do."""
+class SharedNoise:
+    """The backend, but drafts are drawn with RESIDUAL noise.
+
+    Its positions count the beginning-of-text token, as the drafter's do. The residual of draft i is
+    drawn at draft index 0; so is the first draft.
+    """
 
     process_logits = staticmethod(BACKEND.process_logits)
-    sample = staticmethod(BACKEND.sample)
+
+    @staticmethod
+    def draft(logits_BV, params, slot_B, position_B, index_B, cache, **options):
+        BACKEND.draft(logits_BV, params, slot_B, position_B, index_B, cache, **options)
+        streams = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
+        return BACKEND.sample(logits_BV, params, slot_B, position_B, index_B, streams, **options)
 
     @staticmethod
     def verify(logits_NV, params, slot_B, position_B, drafts, **options):
-        # The residual of draft i is drawn at draft index 0; so is the first draft.
         return BACKEND.verify(logits_NV, params, slot_B, position_B + 1, drafts, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def changes(edits: Edits) -> list[dict[int, tuple[float, float, float]]]:
     assert start[0] == 0
     assert start[-1] == len(token) == len(values)
     rows = []
-    for first, end in zip(start, start[1:], strict=False):
+    for first, end in pairwise(start):
         assert token[first:end] == sorted(set(token[first:end])), "tokens rise within a row"
         entries = zip(token[first:end], values[first:end], strict=True)
         rows.append({t: v for t, v in entries if v != (0.0, 1.0, 0.0)})

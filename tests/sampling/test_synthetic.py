@@ -68,9 +68,7 @@ def test_known_rates() -> None:
 @given(
     rate=st.floats(0, 1), more=st.floats(0, 1), k=st.sampled_from(LENGTHS), position=st.integers(0)
 )
-def test_a_higher_rate_lowers_no_position(
-    rate: float, more: float, k: int, position: int
-) -> None:
+def test_a_higher_rate_lowers_no_position(rate: float, more: float, k: int, position: int) -> None:
     low, high = sorted((rate, more))
     below = conditional_rates(config(k, synthetic_acceptance_rate=low))
     above = conditional_rates(config(k, synthetic_acceptance_rate=high))

@@ -17,6 +17,8 @@ constexpr int kWidth = 4;
 
 typedef float Vec __attribute__((vector_size(kWidth * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
+typedef uint32_t BitVec __attribute__((vector_size(kWidth * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(kWidth * 2)));
 
 inline Vec load(const float* from) {
   Vec v;
@@ -32,8 +34,26 @@ inline Vec select(IntVec mask, Vec yes, Vec no) {
   return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no));
 }
 
-inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
-inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b if either is NaN
+inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
+
+inline bool any(IntVec mask) {
+  uint64_t part[kWidth / 2], all = 0;
+  std::memcpy(part, &mask, sizeof mask);
+  for (uint64_t bits : part) all |= bits;
+  return all;
+}
+
+// Sixteen-bit floats of their bits, exactly.
+inline Vec from_bfloat16(HalfVec h) { return (Vec)(__builtin_convertvector(h, BitVec) << 16); }
+
+inline Vec from_float16(HalfVec h) {
+  const BitVec bits = __builtin_convertvector(h, BitVec), sign = (bits & 0x8000u) << 16;
+  const BitVec rest = (bits & 0x7fffu) << 13;
+  const Vec scaled = (Vec)rest * 5.192296858534828e33f;  // 2^112: the exponent's new bias
+  const IntVec special = (IntVec)rest >= 0x0f800000;     // infinity or NaN
+  return (Vec)(sign | (special ? rest | 0x7f800000u : (BitVec)scaled));
+}
 
 inline float max_lane(Vec v) {
   float best = v[0];
@@ -100,11 +120,37 @@ inline Vec log1m(Vec u) {
   return select(w == splat(1.0f), -u, log(w) * (u / (1.0f - w)));
 }
 
-// 1 - e^d for d <= 0, exact in the leading digits as d goes to 0; NaN for NaN.
-inline Vec one_minus_exp(Vec d) {
-  const Vec u = exp(d);
-  const Vec near = (1.0f - u) * (d / log(u));
-  return select(u == splat(1.0f), -d, select(d < splat(-1.0f), 1.0f - u, near));
+// For t <= 0: 2^t = scale (1 + excess), with 2^-126 for all t below -126; NaN for NaN. To 2e-9
+// before rounding; half the work of `exp`.
+struct Power {
+  Vec scale, excess;
+};
+
+inline Power power_of_two(Vec t) {
+  // 1.5 * 2^23 + 127: adding it rounds to an integer, whose low bits are then the exponent's.
+  const Vec magic = splat(12583039.0f);
+  const Vec bounded = splat(-126.0f) > t ? splat(-126.0f) : t;
+  const Vec shifted = bounded + magic, f = bounded - (shifted - magic);
+  Vec p = splat(1.5353361956775188e-4f);
+  p = p * f + 1.3398875016719103e-3f;
+  p = p * f + 9.61843691766262e-3f;
+  p = p * f + 5.5503323674201965e-2f;
+  p = p * f + 2.4022647738456726e-1f;
+  p = p * f + 6.931471824645996e-1f;
+  return {(Vec)((IntVec)shifted << 23), p * f};
 }
+
+inline Vec exp2_of(Vec t) {
+  const Power y = power_of_two(t);
+  return y.scale + y.scale * y.excess;
+}
+
+// 1 - 2^t for t <= 0, exact in the leading digits as t goes to 0.
+inline Vec one_minus_exp2(Vec t) {
+  const Power y = power_of_two(t);
+  return (1.0f - y.scale) - y.scale * y.excess;
+}
+
+constexpr float kLog2e = 1.44269504f;
 
 }  // namespace foretoken

@@ -29,7 +29,7 @@ __all__ = ["Chain", "Setting", "random_chain"]
 CORRECT_P, MUTANT_P = 1e-4, 1e-6
 TRIALS = 200_000
 WAVE = {"cpu": 25_000, "cuda": 200_000}
-WINDOW = 3
+CELLS = 5000  # of the widest window of tokens that are tested together
 
 Propose = Callable[[Tensor, Tensor, Tensor], DraftBlock]
 """(prefix_BL, slot_B, position_B = length of each prefix) -> drafts; L may exceed the longest."""
@@ -210,10 +210,16 @@ class _Run:
 
 
 def law_p_value(token_SL: Tensor, next_CV: Tensor) -> float:
-    """Of every position and of the first and last three tokens together; Bonferroni's bound."""
+    """Of every position alone, and of the first and the last few together; Bonferroni's bound.
+
+    Together are as many as give `CELLS` outcomes at most: three of 16 tokens, six of 4.
+    """
     length, vocabulary = token_SL.shape[1], next_CV.shape[1]
+    widest = 1
+    while widest < length and vocabulary ** (widest + 1) <= CELLS:
+        widest += 1
     windows = [(i, 1) for i in range(length)]
-    windows += [(i, WINDOW) for i in sorted({0, length - WINDOW}) if i >= 0]
+    windows += [(i, widest) for i in sorted({0, length - widest})]
     p_values = []
     for start, width in windows:
         digits = vocabulary ** torch.arange(width - 1, -1, -1, device=token_SL.device)

@@ -180,7 +180,7 @@ class Setting:
 
 
 def window_law(next_CV: Tensor, start: int, width: int) -> Tensor:
-    """P(tokens start .. start + width - 1) of the chain, float64 [V ** width]; width in 1..3."""
+    """P(tokens start .. start + width - 1) of the chain, float64 [V ** width]."""
     vocabulary = next_CV.shape[1]
     ids = vocabulary + 1
     next_abV = next_CV.double().view(ids, ids, vocabulary)
@@ -190,11 +190,11 @@ def window_law(next_CV: Tensor, start: int, width: int) -> Tensor:
         moved = torch.zeros_like(state_ab)
         moved[:, :vocabulary] = torch.einsum("ab,abx->bx", state_ab, next_abV)
         state_ab = moved
-    law = torch.einsum("ab,abx->bx", state_ab, next_abV)  # last token, x
+    law = torch.einsum("ab,abx->bx", state_ab, next_abV)  # the last token before, x
     if width == 1:
         return law.sum(dim=0)
     law = torch.einsum("bx,bxy->xy", law, next_abV[:, :vocabulary])
-    if width == 2:
-        return law.flatten()
     inner = next_abV[:vocabulary, :vocabulary]
-    return (law[:, :, None] * inner).flatten()
+    for _ in range(width - 2):
+        law = law.view(-1, vocabulary, vocabulary, 1) * inner
+    return law.flatten()

@@ -2,21 +2,22 @@
 
 Mutants of the drafter wrap a `propose`; mutants of verification and of drafting wrap a backend;
 what neither can reach, the decision itself, is a mutant of a rule in `ops/rules.py` and runs on the
-backend that reads those.
+backends that read those. `law_mutant_cases.py` lists which must be noticed in which case.
 
 Shapes: B requests, K drafts, N rows, R rejected requests, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, Rule, SlotParams, Stream, Verdict
+from foretoken.ops import Backend, DraftBlock, Rule, SlotParams, Stream, Verdict, rules
 from tests.support.law import Propose
 
 RESIDUAL = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
@@ -84,9 +85,6 @@ def row_before_of_q(propose: Propose) -> Propose:
         return replace(drafts, cache=replace(cache, **rolled))
 
     return mutant
-
-
-PROPOSE_MUTANTS = (hide_token, cut_before_token, row_before_of_q)
 
 
 # Backends -----------------------------------------------------------------------------------------
@@ -284,12 +282,15 @@ BLOCK_RESIDUALS: dict[str, Weights] = {
 # Rules --------------------------------------------------------------------------------------------
 
 
-def one_uniform(rule: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+RuleMutant = Callable[[rules.Decide], rules.Decide]
+
+
+def one_uniform(rule: rules.Decide) -> rules.Decide:
     """All drafts of a round are decided by the first one's uniform."""
     return lambda x: rule(replace(x, log_u_BK=x.log_u_BK[:, :1].expand_as(x.log_u_BK)))
 
 
-def early_stop(rule: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+def early_stop(rule: rules.Decide) -> rules.Decide:
     """The block rule's h_i, but stopping at the first that fails."""
 
     def mutant(x: Any) -> Tensor:
@@ -299,14 +300,14 @@ def early_stop(rule: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
     return mutant
 
 
-def _reached(rule: Callable[[Any], Tensor], x: Any, i: int) -> Tensor:
+def _reached(rule: rules.Decide, x: Any, i: int) -> Tensor:
     """Whether u_i < h_i: what the rule says once every later uniform fails."""
     log_u_BK = x.log_u_BK.clone()
     log_u_BK[:, i + 1 :] = torch.inf
     return rule(replace(x, log_u_BK=log_u_BK))[:, i]
 
 
-def mass_of_the_row_before(rule: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
+def mass_of_the_row_before(rule: rules.Decide) -> rules.Decide:
     """h_i is made of S_{i-1} instead of S_i."""
 
     def mutant(x: Any) -> Tensor:
@@ -315,9 +316,12 @@ def mass_of_the_row_before(rule: Callable[[Any], Tensor]) -> Callable[[Any], Ten
     return mutant
 
 
-RULE_MUTANTS = (
-    (Rule.STANDARD, one_uniform),
-    (Rule.BLOCK, one_uniform),
-    (Rule.BLOCK, early_stop),
-    (Rule.BLOCK, mass_of_the_row_before),
-)
+@contextmanager
+def replaced_rule(rule: Rule, mutate: RuleMutant) -> Iterator[None]:
+    """`ops/rules.py` with one rule changed, for the backends that read it there."""
+    real = rules.RULES[rule]
+    rules.RULES[rule] = mutate(real)
+    try:
+        yield
+    finally:
+        rules.RULES[rule] = real

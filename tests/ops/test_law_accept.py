@@ -85,7 +85,7 @@ def verify_as(rule: Rule, backend: Any) -> Replaced:
 def test_another_mean_is_noticed(on: On) -> None:
     """The block rule's drafts, counted as the standard rule's, miss the enumeration."""
     found = mean_accepted(verify_as(Rule.BLOCK, on.backend), on.device, FEWER)  # type: ignore[arg-type]
-    wrong = [f for f in found if f.case.startswith("mean_accepted-standard-real-fp32")][0]
+    wrong = next(f for f in found if f.case.startswith("mean_accepted-standard-real-fp32"))
     assert not wrong.passed
 
 

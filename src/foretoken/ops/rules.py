@@ -3,7 +3,8 @@
 What belongs here: one function per rule on [B, K] numbers, the same for every CPU backend (a device
 backend states it again in its own language, tested against these). What does not: anything that
 touches the vocabulary (a backend's reductions and its one residual sampler), or noise (drawn by
-the backend, handed in as log u). A rule that needs a further reduction adds a field to `RuleInputs`.
+the backend, handed in as log u). A rule that needs a further reduction adds a field to
+`RuleInputs`.
 
 Notation: p target, q draft distribution, x_i the draft i = 1..K of a request, u_i its acceptance
 uniform, tau = n_accept, w the residual weight. Shapes: B requests, K most drafts of a request.
@@ -118,7 +119,7 @@ def weights(x: RuleInputs, rule_B: Tensor) -> Tensor:
 def accept(x: RuleInputs, rule_B: Tensor) -> Tensor:
     """n_accept_B (int64): how many drafts each request accepts under its own rule."""
     n_accept_B = torch.zeros_like(rule_B)
-    for rule in rule_B.unique().tolist():
+    for rule in sorted(set(rule_B.tolist())):
         mine_B = rule_B == rule
         n_accept_B = torch.where(mine_B, RULES[Rule(rule)](x).sum(dim=1), n_accept_B)
     return n_accept_B

@@ -67,6 +67,19 @@ def batches(vocabulary: int) -> list[tuple[Case, Expected]]:
     return out
 
 
+@functools.cache
+def batches_of(rule: Rule, temperature: float) -> list[tuple[Case, Expected]]:
+    """One rule and one temperature in each batch."""
+    fixed = {"rule": int(rule), "temperature": temperature}
+    cases = [
+        random_case(
+            40, 100 + seed, num_requests=9, num_slots=9, most=4, edited=seed % 2 == 0, fixed=fixed
+        )
+        for seed in range(5)
+    ]
+    return [(case, expect(case)) for case in cases]
+
+
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_tokens_and_counts_are_the_oracles(fast: Backend, vocabulary: int) -> None:
     tally = Tally()
@@ -81,12 +94,8 @@ def test_tokens_and_counts_are_the_oracles(fast: Backend, vocabulary: int) -> No
 def test_each_rule_alone(fast: Backend, rule: Rule, temperature: float) -> None:
     """A batch of one rule may take another path than a mixture."""
     tally = Tally()
-    for seed in range(6):
-        fixed = {"rule": int(rule), "temperature": temperature}
-        case = random_case(
-            40, 100 + seed, num_requests=9, num_slots=9, most=4, edited=seed % 2 == 0, fixed=fixed
-        )
-        tally = tally.plus(compare_batch(fast, case))
+    for case, expected in batches_of(rule, temperature):
+        tally = tally.plus(compare_batch(fast, case, expected))
     assert tally.near_ties <= MOST_EXCLUDED * tally.decisions
 
 

@@ -167,7 +167,7 @@ def test_logprobs_of_raw_and_processed_logits(ops: Backend) -> None:
     edits = make_edits(2, {(0, 0): (-INF, 1.0, 0.0), (1, 3): (-INF, 1.0, 0.0)})
     ours = ops.logprobs(rows, torch.tensor([0, 2]), 2, params=params, slot_N=slot, edits=edits)
     assert ours.logprob_N.exp().tolist() == pytest.approx([0.0, 0.5], abs=1e-6)
-    assert ours.rank_N.tolist() == [4, 1]  # row 0: 1, 2 and 3 are left: ties at the k-th are kept
+    assert ours.rank_N.tolist() == [4, 1]  # row 0 keeps 1, and 2 and 3, which tie at the k-th
     assert ours.top_token_NT.tolist() == [[1, 2], [2, 0]]  # row 1 at T=0 is not filtered
     assert ours.top_logprob_NT.exp().flatten().tolist() == pytest.approx(
         [0.5, 0.25, 0.5, 0.25], abs=1e-6

@@ -29,7 +29,7 @@ def test_the_residual_weight_of_block_scales_p(ops: Backend) -> None:
     p_1 = w: q is certain of x_1, p gives it 1/2. S_1 = 1/4, so h_1 = 1/3; h_2 = p_2 = 1/16. With
     1/w in its place the residual would be (.688, .313, 0). Logits are shifted: they need no norm.
     """
-    count = 3000
+    count = 1500
     p = torch.tensor([[0.5, 0.25, 0.25], [0.6, 0.3, 0.1], [0.1, 0.2, 0.7]]).log() + 3
     q = torch.tensor([[1.0, 0.0, 0.0], [0.1, 0.1, 0.8]]).log() - 2
     slot = torch.arange(count)
@@ -37,7 +37,7 @@ def test_the_residual_weight_of_block_scales_p(ops: Backend) -> None:
     drafts = drafts_of([[0, 2]] * count, q.repeat(count, 1, 1))
     verdict = ops.verify(p.repeat(count, 1), params, slot, slot * 0, drafts)
     share = torch.bincount(verdict.n_accept_B, minlength=3) / count
-    assert share.tolist() == pytest.approx([0.625, 0.3125, 0.0625], abs=0.035)
+    assert share.tolist() == pytest.approx([0.625, 0.3125, 0.0625], abs=0.05)
     one = verdict.token_BK1[verdict.n_accept_B == 1, 1]
     emitted = torch.bincount(one, minlength=3) / len(one)
     assert abs(float(emitted[0]) - 0.8) < 4 * math.sqrt(0.8 * 0.2 / len(one))
@@ -94,8 +94,24 @@ def test_synthetic_rejections_are_drawn_as_standard_ones(ops: Backend) -> None:
     assert not bool(ours.n_accept_B.any())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("real_q", [False, True])
+def test_synthetic_never_emits_an_id_that_the_target_lacks(
+    ops: Backend, temperature: float, real_q: bool
+) -> None:
+    """Such a draft counts as a placeholder: whatever its rate, its slot is drawn from p."""
+    rows = torch.randn(2, 8, generator=torch.Generator().manual_seed(2))
+    params, slot = make_params(1, temperature, rule=Rule.SYNTHETIC), torch.tensor([0])
+    rates = torch.ones(1, dtype=torch.float64)
+    drafts = drafts_of([[9]], torch.zeros(1, 1, 12) if real_q else None)
+    for position in range(10):
+        at = torch.tensor([position])
+        verdict = ops.verify(rows, params, slot, at, drafts, synthetic_rate_K=rates)
+        check(verdict, [[draw(ops, rows[0], params, position, TARGET)]])
+
+
 def test_synthetic_rates_are_probabilities(ops: Backend) -> None:
-    count, rates = 2000, torch.tensor([0.7, 0.4], dtype=torch.float64)
+    count, rates = 1000, torch.tensor([0.7, 0.4], dtype=torch.float64)
     slot, rows = torch.arange(count), torch.zeros(3 * count, 4)
     params = make_params(count, [0.0, 1.0] * (count // 2), seed=1, rule=Rule.SYNTHETIC)
     drafts = drafts_of([[1, 2]] * count)

@@ -47,8 +47,7 @@ def survivors(x_RV: Array, threshold_R: Array, temperature_R: Array) -> Survivor
 
 def sum_by_row(row_M: Array, weight_M: Array, num_rows: int) -> Array:
     """float64 [R]; entry by entry, so that other rows do not change a row's rounding."""
-    sums: Array = np.bincount(row_M, weight_M, num_rows)
-    return sums
+    return np.asarray(np.bincount(row_M, weight_M, num_rows))
 
 
 def dense_weights(x_RV: Tensor, temperature_R: Array) -> tuple[Tensor, Array]:
@@ -77,20 +76,20 @@ def block_sums(weight_RW: Tensor) -> Array:
     """Sums over blocks of 1024 ids (over the row if it is shorter), float64 [R, J]."""
     num_rows, width = weight_RW.shape
     blocks = weight_RW.view(num_rows, -1, min(width, BLOCK))
-    sums: Array = blocks.sum(dim=2).double().numpy()
-    return sums
+    return np.asarray(blocks.sum(dim=2).double().numpy())
 
 
 def dense_lse(sums_RJ: Array, max_R: Array, temperature_R: Array) -> Array:
     """log sum exp of logits / T, float64 [R]; not finite if the row is not."""
-    return max_R.astype(np.float64) / temperature_R + np.log(sums_RJ.sum(axis=1))
+    peak_R = max_R.astype(np.float64) / temperature_R
+    return np.asarray(peak_R + np.log(sums_RJ.sum(axis=1)))
 
 
 def sparse_lse(kept: Survivors, max_R: Array, temperature_R: Array) -> Array:
     """The same over survivors."""
     peak_R = max_R.astype(np.float64) / temperature_R
     weight_M = np.exp(kept.logit_M - peak_R[kept.row_M])
-    return peak_R + np.log(sum_by_row(kept.row_M, weight_M, len(max_R)))
+    return np.asarray(peak_R + np.log(sum_by_row(kept.row_M, weight_M, len(max_R))))
 
 
 def measure(rows: Rows, index_R: Array, x_RV: Tensor) -> tuple[Array, Array]:

@@ -231,10 +231,11 @@ def draw_survivors(kept: Survivors, flat_R: Array, vocabulary: int, noise: Noise
         sums = sum_by_row(cell_M, np.exp(kept.logit_M), num_rows * num_blocks)
         first_R = _best_block(sums.reshape(num_rows, -1), noise.blocks(num_blocks))
         kept = kept.take(flat_R[kept.row_M] | (block_M == first_R[kept.row_M] // BLOCK))
-    row_M, id_M = kept.row_M, kept.id_M
+    row_M, id_M, token_R = kept.row_M, kept.id_M, np.zeros(num_rows, np.int64)
+    if not len(row_M):
+        return token_R
     at, stream_M = noise.at.take(row_M), noise.token_M[row_M]
     score_M = to_gumbel(uniform_at(id_M, at, stream_M, noise.fp64)) + kept.logit_M
-    token_R = np.zeros(num_rows, np.int64)
     best_R = np.full(num_rows, -np.inf)
     np.maximum.at(best_R, row_M, score_M)
     winner = np.flatnonzero(score_M == best_R[row_M])[::-1]

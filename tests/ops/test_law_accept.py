@@ -11,7 +11,7 @@ import torch
 from foretoken.ops import Rule
 from foretoken.ops.backends.reference import noise
 from foretoken.ops.types import Stream
-from tests.support.law import CORRECT_P, MUTANT_P, TRIALS, law_p_value
+from tests.support.law import TRIALS
 from tests.support.law_accept import (
     HIGHEST_U,
     LOWEST_U,
@@ -29,7 +29,7 @@ from tests.support.law_cases import require
 from tests.support.law_model import Setting, random_chain
 from tests.support.law_mutants import Replaced
 
-FEWER = TRIALS // 4
+FEWER = TRIALS // 8  # of laws with many cases, in `make test`
 
 
 @each_backend
@@ -85,7 +85,7 @@ def verify_as(rule: Rule, backend: Any) -> Replaced:
 def test_another_mean_is_noticed(on: On) -> None:
     """The block rule's drafts, counted as the standard rule's, miss the enumeration."""
     found = mean_accepted(verify_as(Rule.BLOCK, on.backend), on.device, FEWER)  # type: ignore[arg-type]
-    wrong = [f for f in found if f.case.startswith("mean_accepted-standard-real-fp32")][0]
+    wrong = next(f for f in found if f.case.startswith("mean_accepted-standard-real-fp32"))
     assert not wrong.passed
 
 
@@ -116,5 +116,3 @@ def test_a_mean_off_by_five_errors_is_noticed() -> None:
     assert not z_finding("", 0.55, 0.5, 0.01, 1).passed
     assert not z_finding("", 0.55, 0.5, 0.0, 1).passed
     assert z_finding("", 0.5, 0.5, 0.0, 1).passed
-    assert MUTANT_P < CORRECT_P
-    assert law_p_value

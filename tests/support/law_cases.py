@@ -33,7 +33,7 @@ FILTERS: dict[str, dict[str, Any]] = {
     "no_filter": {},
     "top_k": {"top_k": 13},
     "top_p": {"top_p": 0.95},
-    "min_p": {"min_p": 0.3},
+    "min_p": {"min_p": 0.15},
     "penalties": {"edits": "penalties"},
     "grammar": {"edits": "grammar"},
 }

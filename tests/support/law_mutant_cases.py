@@ -31,7 +31,7 @@ from tests.support.law_mutants import (
     unfiltered,
 )
 
-TRIALS = 60_000
+TRIALS = 25_000
 TRIALS_OF_SUBTLE = 200_000
 READ_RULES = ("torch_cpu", "native_cpu")  # backends that take their rules from `ops/rules.py`
 

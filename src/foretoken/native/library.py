@@ -92,12 +92,21 @@ class Batch(Structure):
     ]
 
 
+class Cache(Structure):
+    """`foretoken::Cache`: an `ops.DraftCache`."""
+
+    _fields_: ClassVar[_Fields] = _fields(
+        "logits_SKV threshold_SK lse_SK", "dtype drafts vocabulary"
+    )
+
+
 class DraftRound(Structure):
     """`foretoken::DraftRound`."""
 
     _fields_: ClassVar[_Fields] = [
         *_fields("slot_B position_B num_drafts_B block_BL", "requests columns most"),
-        *_fields("cache", "fp64_noise"),
+        ("cache", POINTER(Cache)),
+        *_fields(ints="fp64_noise"),
         *_fields("token_BK"),
     ]
 
@@ -122,18 +131,14 @@ class Edits(Structure):
     )
 
 
-class Cache(Structure):
-    """`foretoken::Cache`: an `ops.DraftCache`."""
-
-    _fields_: ClassVar[_Fields] = _fields(
-        "logits_SKV threshold_SK lse_SK", "dtype drafts vocabulary"
-    )
-
-
 class Rows(Structure):
     """`foretoken::Rows`: logits, what edits them and the slots whose parameters they have."""
 
-    _fields_: ClassVar[_Fields] = [("logits", Logits), *_fields("edits slot_N", "count")]
+    _fields_: ClassVar[_Fields] = [
+        ("logits", Logits),
+        ("edits", POINTER(Edits)),
+        *_fields("slot_N", "count"),
+    ]
 
 
 class Places(Structure):
@@ -155,9 +160,10 @@ class VerifyBatch(Structure):
 
     _fields_: ClassVar[_Fields] = [
         ("logits", Logits),
+        ("edits", POINTER(Edits)),
+        ("cache", POINTER(Cache)),
         *_fields(
-            "edits cache slot_B position_B num_B token_BK real_q_B",
-            "requests drafts narrow fp64_noise",
+            "slot_B position_B num_B token_BK real_q_B", "requests drafts narrow fp64_noise"
         ),
     ]
 

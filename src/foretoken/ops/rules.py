@@ -119,7 +119,7 @@ def weights(x: RuleInputs, rule_B: Tensor) -> Tensor:
 def accept(x: RuleInputs, rule_B: Tensor) -> Tensor:
     """n_accept_B (int64): how many drafts each request accepts under its own rule."""
     n_accept_B = torch.zeros_like(rule_B)
-    for rule in rule_B.unique().tolist():
+    for rule in sorted(set(rule_B.tolist())):
         mine_B = rule_B == rule
         n_accept_B = torch.where(mine_B, RULES[Rule(rule)](x).sum(dim=1), n_accept_B)
     return n_accept_B

@@ -172,8 +172,10 @@ void masses(const Params& params, const VerifyBatch& batch, const Reduced& reduc
     const int64_t b = n / batch.drafts, i = n % batch.drafts;
     const Request& r = all[b];
     const double log_w = log_w_BK1[b * (batch.drafts + 1) + i], w = std::exp(log_w);
-    mass_BK[n] = w;
+    mass_BK[n] = w;  // of q = 0
     if (params.rule_S[r.slot] != kBlockRule || w == 0 || !(reduced.log_q_BK[n] > kNothing)) return;
+    mass_BK[n] = 0;  // of a row that is not finite, p = 0
+    if (!reduced.finite_BK[n]) return;
     if (!r.real_q()) {
       mass_BK[n] = -w * std::expm1(reduced.log_p_BK[n]);
       return;
@@ -181,7 +183,7 @@ void masses(const Params& params, const VerifyBatch& batch, const Reduced& reduc
     Distribution& d = scratch();
     measure(r.row(i), params.filters(r.slot), d);
     const Draft draft = r.q(i);
-    if (d.finite()) mass_BK[n] = Residual(d, draft, log_w).mass();
+    mass_BK[n] = Residual(d, draft, log_w).mass();
   });
 }
 

@@ -103,8 +103,8 @@ def _drafts(block: DraftBlock, b: int, s: int, slot: Slot, rows: Row) -> list[Dr
     vocabulary = rows.shape[1]
     for i in range(len(rows) - 1):
         x = int(block.token_BK[b, i])
-        if x < 0:
-            break
+        if x < 0 or (x >= vocabulary and slot.rule == Rule.SYNTHETIC):
+            break  # a rate cannot make a token of the target out of an id that it does not have
         if block.cache is None or not block.real_q_B[b] or _is_certain(slot):
             out.append(Draft(x, 1.0, _one_hot(x, vocabulary)))
             continue

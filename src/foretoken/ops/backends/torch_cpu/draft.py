@@ -27,8 +27,8 @@ def draft(
 ) -> Tensor:
     """One draft per row of raw logits, and into `cache` the q it was drawn from.
 
-    See `Backend.draft`. A row at T=0, whose q is never asked for, leaves no threshold, and its
-    maximum as the LSE. Returns int64 [B].
+    See `Backend.draft`. At T=0, where q is never asked for, no threshold and an LSE of 0 are left.
+    Returns int64 [B].
     """
     check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache)
     slot = slot_B.numpy()

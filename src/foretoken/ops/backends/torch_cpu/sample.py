@@ -65,8 +65,7 @@ class Drawn(NamedTuple):
 
     max_M:       float32, the largest logit; finite iff the row is
     threshold_M: float32, in units of raw logits
-    lse_M:       float64, log sum exp of logits / T over what is kept; the maximum at T=0; undefined
-                 unless asked for
+    lse_M:       float64, log sum exp of logits / T over what is kept, if asked for; 0 at T=0
     """
 
     token_M: Array
@@ -128,7 +127,6 @@ def _draw_greedy(
         x_RV = load(rows, index_M[m]).numpy()
         out.token_M[m] = x_RV.argmax(axis=1)  # the first NaN if there is one
         out.max_M[m] = x_RV[np.arange(len(m)), out.token_M[m]]
-        out.lse_M[m] = out.max_M[m]
 
 
 def _draw_filtered(
@@ -233,10 +231,11 @@ def draw_survivors(kept: Survivors, flat_R: Array, vocabulary: int, noise: Noise
         sums = sum_by_row(cell_M, np.exp(kept.logit_M), num_rows * num_blocks)
         first_R = _best_block(sums.reshape(num_rows, -1), noise.blocks(num_blocks))
         kept = kept.take(flat_R[kept.row_M] | (block_M == first_R[kept.row_M] // BLOCK))
-    row_M, id_M = kept.row_M, kept.id_M
+    row_M, id_M, token_R = kept.row_M, kept.id_M, np.zeros(num_rows, np.int64)
+    if not len(row_M):
+        return token_R
     at, stream_M = noise.at.take(row_M), noise.token_M[row_M]
     score_M = to_gumbel(uniform_at(id_M, at, stream_M, noise.fp64)) + kept.logit_M
-    token_R = np.zeros(num_rows, np.int64)
     best_R = np.full(num_rows, -np.inf)
     np.maximum.at(best_R, row_M, score_M)
     winner = np.flatnonzero(score_M == best_R[row_M])[::-1]

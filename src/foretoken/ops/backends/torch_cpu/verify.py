@@ -80,8 +80,6 @@ def _read(
     first_row_B = (num_B + 1).cumsum() - (num_B + 1)
     rule_B = params.rule_S.numpy()[slot]
     known_BK = (np.arange(token_BK.shape[1]) < num_B[:, None]) & (token_BK >= 0)
-    if (rule_B == Rule.SYNTHETIC).any():  # it would emit ids that the target does not have
-        known_BK &= (token_BK < logits_NV.shape[1]) | (rule_B != Rule.SYNTHETIC)[:, None]
     greedy_B = params.temperature_S.numpy()[slot] == 0
     return Batch(
         rows=rows,

@@ -254,7 +254,9 @@ class DraftModel(Drafter):
         return self.backend.draft(
             logits_BV,
             params,
-            *numbers_3B.unbind(),
+            numbers_3B[0],
+            numbers_3B[1],
+            numbers_3B[2],
             cache if any(r.keeps_q for r in requests) else None,
             fp64_noise=self.config.use_fp64_gumbel,
         )

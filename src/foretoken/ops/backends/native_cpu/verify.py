@@ -64,9 +64,7 @@ def _verify_in_stages(
     """Any mix of rules; writes what `verdict` holds but `n_accept_B`, which is new."""
     kernels, params, given = library.load(), byref(native), byref(batch)
     num_requests, most = len(rule_B), verdict.token_BK1.shape[1] - 1
-    log_p_BK, log_q_BK, log_u_BK, mass_BK = torch.empty(
-        4, num_requests, most, dtype=torch.float64
-    )
+    log_p_BK, log_q_BK, log_u_BK, mass_BK = torch.empty(4, num_requests, most, dtype=torch.float64)
     finite_BK = torch.empty(num_requests, most, dtype=torch.bool)
     addresses = [part.data_ptr() for part in (log_p_BK, log_q_BK, log_u_BK, finite_BK)]
     reduced = byref(library.Reduced(*addresses))

@@ -18,9 +18,8 @@ bool any_word(const uint32_t* word, uint32_t limit) {
   return any(found);
 }
 
-// The words of 64 draws as the cipher gives them, and by draw. Putting them in order takes ten times
-// as long as
-// making them, and few are ever looked at.
+// The words of 64 draws as the cipher gives them, and by draw. Putting them in order takes longer
+// than making them, and few are ever looked at.
 struct Words {
   uint32_t raw[2][4][16];
   bool fp64;

@@ -99,7 +99,7 @@ def test_each_rule_alone(fast: Backend, rule: Rule, temperature: float) -> None:
     assert tally.near_ties <= MOST_EXCLUDED * tally.decisions
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**31), st.booleans())
 def test_small_vocabularies_at_random(width: int, draft: int, seed: int, fp64: bool) -> None:
     case = random_case(

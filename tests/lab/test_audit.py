@@ -10,7 +10,7 @@ from foretoken.errors import ConfigError
 from foretoken.lab.audit import ALPHA, GreedyAudit, SampledAudit, greedy_audit, sampled_audit
 from foretoken.lab.chi_square import ChiSquare
 from foretoken.lab.workloads import heldout
-from foretoken.ops import Rule, rules
+from foretoken.ops import Rule, get_backend, rules
 from foretoken.outputs import RequestMetrics
 
 PROMPTS = [item.prompt for item in heldout(4)]
@@ -19,6 +19,12 @@ PROMPTS = [item.prompt for item in heldout(4)]
 def accept_everything(x: rules.RuleInputs) -> torch.Tensor:
     """The mutant: every draft is kept, whatever the target thinks of it."""
     return (~x.log_q_BK.isneginf()).cumprod(dim=1).bool()
+
+
+def break_verification(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In stock operators, which read the rules where native kernels have their own."""
+    monkeypatch.setitem(rules.RULES, Rule.STANDARD, accept_everything)
+    monkeypatch.setattr(pair.engine.runner.sampler, "backend", get_backend("torch_cpu"))
 
 
 def test_greedy(pair: LLM) -> None:
@@ -33,7 +39,7 @@ def test_greedy(pair: LLM) -> None:
 
 
 def test_greedy_finds_the_mutant(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rules.RULES, Rule.STANDARD, accept_everything)
+    break_verification(pair, monkeypatch)
     audit = greedy_audit(pair, PROMPTS, max_tokens=24)
     assert audit.differing
     assert audit.verdict == "different"
@@ -52,7 +58,7 @@ def test_sampled(pair: LLM) -> None:
 
 
 def test_sampled_finds_the_mutant(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rules.RULES, Rule.STANDARD, accept_everything)
+    break_verification(pair, monkeypatch)
     audit = sampled(pair)
     assert audit.test.p_value < ALPHA
     assert audit.verdict == "different"

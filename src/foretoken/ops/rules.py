@@ -85,7 +85,7 @@ def block(x: RuleInputs) -> Tensor:
 
 def block_weights(x: RuleInputs) -> Tensor:
     """log p_i of `block`, i = 0..K: [B, K + 1]."""
-    log_p = torch.zeros_like(x.log_p_BK[:, 0])
+    log_p = x.log_p_BK.new_zeros(len(x.log_p_BK))
     columns = [log_p]
     for log_ratio_B in log_ratio(x).unbind(dim=1):
         log_p = (log_p + log_ratio_B).clamp(max=0.0)
@@ -119,6 +119,8 @@ def weights(x: RuleInputs, rule_B: Tensor) -> Tensor:
 def accept(x: RuleInputs, rule_B: Tensor) -> Tensor:
     """n_accept_B (int64): how many drafts each request accepts under its own rule."""
     n_accept_B = torch.zeros_like(rule_B)
+    if not x.log_u_BK.shape[1]:
+        return n_accept_B  # nothing was drafted: there are no columns to decide
     for rule in sorted(set(rule_B.tolist())):
         mine_B = rule_B == rule
         n_accept_B = torch.where(mine_B, RULES[Rule(rule)](x).sum(dim=1), n_accept_B)

@@ -37,7 +37,7 @@ class SlotHistory:
     """The edits of one request and what they depend on; only for requests that have some.
 
     A token that is generated costs a binary search; one seen for the first time also a copy of U
-    entries. With 20 000 touched tokens and 4 drafts, `rows` takes 0.5 ms.
+    entries. Rows cost a few passes of numpy over R x U numbers.
     """
 
     def __init__(
@@ -148,7 +148,9 @@ class SlotHistory:
 
     def _touch(self, token_ids: Sequence[int]) -> None:
         """Make room for tokens that were not touched before."""
-        new = np.setdiff1d(np.array(token_ids, dtype=np.int64), self._token_U)
+        near = self._find(token_ids).clip(max=len(self._token_U) - 1)  # where each is, if it is
+        touched = set(self._token_U[near].tolist()) if len(self._token_U) else set()
+        new = np.array(sorted({*token_ids} - touched), dtype=np.int64)
         if not len(new):
             return
         at = self._find(new)

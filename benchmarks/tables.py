@@ -279,7 +279,7 @@ def curve_figures(folder: Path) -> dict[str, str]:
     return figures
 
 
-GOALS = ("speed", "throughput", "profile", "prefix", "curves")
+GOALS = ("speed", "throughput", "profile", "prefix", "curves", "ops_gpu", "ops_cpu")
 LEAST_R_SQUARED = 0.99
 
 

@@ -314,7 +314,7 @@ def prepare(options: argparse.Namespace) -> Session:
             from foretoken.native import library
 
             library.set_num_threads(options.cores)
-    else:
+    elif device.index is not None:
         torch.cuda.set_device(device)
     modules: list[ModuleType] = [ops_baseline, *map(importlib.import_module, options.baseline)]
     cases = ops_cases.gpu_cases() if gpu else ops_cases.cpu_cases()
@@ -343,7 +343,10 @@ def shapes(session: Session) -> dict[str, object]:
     }
     if session.device.type == "cuda":
         properties = torch.cuda.get_device_properties(session.device)
-        found |= {"cuda": str(torch.version.cuda), "l2_bytes": properties.L2_cache_size}
+        found |= {
+            "cuda": str(torch.version.cuda),
+            "l2_bytes": getattr(properties, "L2_cache_size", 0),
+        }
         try:
             found["triton"] = importlib.import_module("triton").__version__
         except ImportError:

@@ -26,12 +26,12 @@ CPU_FLOOR_BYTES = 2**28
 def graph_shot(calls: Sequence[Call]) -> Shot:
     """Captures all calls in one CUDA graph; a shot replays it between two events.
 
-    The calls run once before, for what is compiled or allocated at a first call.
+    Each call runs once before: nothing may be compiled or loaded during a capture.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for call in calls[:2]:
+        for call in dict.fromkeys(calls):
             call()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()

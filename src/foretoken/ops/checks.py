@@ -1,83 +1,327 @@
-"""Argument checks shared by the backends: shapes and dtypes only, so that no device is waited for.
+"""Argument checks shared by the backends: a wrong argument is named before any work is done.
 
-A wrong argument is an engine's mistake, reported by name before any work is done. What the values
-are (ids in range, a finite row) is the business of the op that reads them.
+Shapes, dtypes, devices and strides of every tensor; of tensors on the host, values too where a look
+costs little. Nothing here waits for a device: what a CUDA tensor holds is never read.
+
+Shapes as in `ops/types.py`.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.ops.types import DraftBlock, SlotParams
+from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT64 = (torch.int64,)
 IDS = (torch.int64, torch.int32)
+RULES = frozenset(int(rule) for rule in Rule)
+MOST_TOP = 64
+FEW = 16
+"""Up to here a Python loop over the values is cheaper than numpy: 1 us against 3 for one value."""
+
+Host = npt.NDArray[Any]
 
 
 def check_tensor(
-    name: str, value: Tensor, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]
+    name: str,
+    value: Tensor,
+    shape: tuple[int | None, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
 ) -> None:
-    """Raise `ConfigError` unless `value` is a tensor of this shape (None: any size) and dtype."""
+    """Raise `ConfigError` unless `value` is a tensor of this shape (None: any size), dtype, device.
+
+    device: None takes any.
+    """
     if not isinstance(value, Tensor):
         raise ConfigError(name, value, "a tensor")
     if value.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ConfigError(f"{name}.dtype", value.dtype, wanted)
     given = value.shape
-    fits = len(given) == len(shape)
-    for have, want in zip(given, shape, strict=False):
-        fits = fits and want in (None, have)
+    fits = given == shape or (
+        len(given) == len(shape)
+        and all(want in (None, have) for have, want in zip(given, shape, strict=True))
+    )
     if not fits:
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         raise ConfigError(f"{name}.shape", tuple(given), f"[{wanted}]")
+    if device is not None and value.device != device:
+        raise ConfigError(f"{name}.device", value.device, f"{device}, where the logits are")
 
 
-def check_rows(logits_NV: Tensor, slot_N: Tensor, params: SlotParams) -> None:
-    """Logits of N rows with at least one token, their slots, and one value per slot."""
-    check_tensor("logits_NV", logits_NV, (None, None), FLOATS)
+def check_logits(name: str, logits_NV: Tensor) -> None:
+    """Rows of at least one token, whose tokens are adjacent in memory."""
+    check_tensor(name, logits_NV, (None, None), FLOATS)
     if logits_NV.shape[1] == 0:
-        raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "at least one token wide")
-    check_tensor("slot_N", slot_N, (logits_NV.shape[0],), INT64)
-    check_params(params)
+        raise ConfigError(f"{name}.shape", tuple(logits_NV.shape), "at least one token wide")
+    if logits_NV.stride(1) != 1 and logits_NV.shape[1] > 1:
+        raise ConfigError(
+            f"{name}.stride", logits_NV.stride(), "1 along the vocabulary", "Call `.contiguous()`."
+        )
 
 
-def check_params(params: SlotParams) -> None:
-    """The five per-slot fields have their dtypes and one length."""
-    check_tensor("params.key_S", params.key_S, (None,), INT64)
-    shape = (params.key_S.shape[0],)
-    check_tensor("params.temperature_S", params.temperature_S, shape, (torch.float32,))
-    check_tensor("params.top_k_S", params.top_k_S, shape, INT64)
-    check_tensor("params.top_p_S", params.top_p_S, shape, (torch.float32,))
-    check_tensor("params.min_p_S", params.min_p_S, shape, (torch.float32,))
+def check_rows(
+    logits_NV: Tensor,
+    slot_N: Tensor,
+    params: SlotParams,
+    edits: Edits | None = None,
+    *,
+    names: tuple[str, str] = ("logits_NV", "slot_N"),
+) -> None:
+    """Logits of N rows, their slots, the parameters of these slots, and edits."""
+    check_logits(names[0], logits_NV)
+    check_tensor(names[1], slot_N, logits_NV.shape[:1], INT64, logits_NV.device)
+    check_params(params, logits_NV.device)
+    _check_slots(names[1], slot_N, params, logits_NV.shape[1])
+    if edits is not None:
+        check_edits(edits, logits_NV)
 
 
-def check_drafts(drafts: DraftBlock, num_requests: int) -> None:
-    """The draft block belongs to this many requests and is wide enough for its longest draft."""
-    check_tensor("drafts.token_BK", drafts.token_BK, (num_requests, None), IDS)
-    check_tensor("drafts.num_B", drafts.num_B, (num_requests,), INT64)
-    check_tensor("drafts.real_q_B", drafts.real_q_B, (num_requests,), (torch.bool,))
-    if drafts.logits_SKV is not None:
-        check_tensor("drafts.logits_SKV", drafts.logits_SKV, (None, None, None), FLOATS)
+def check_params(params: SlotParams, device: torch.device | None = None) -> None:
+    """The per-slot fields have their dtypes, one length and one device."""
+    check_tensor("params.key_S", params.key_S, (None,), INT64, device)
+    shape, device = params.key_S.shape, params.key_S.device
+    check_tensor("params.temperature_S", params.temperature_S, shape, (torch.float32,), device)
+    check_tensor("params.top_k_S", params.top_k_S, shape, INT64, device)
+    check_tensor("params.top_p_S", params.top_p_S, shape, (torch.float32,), device)
+    check_tensor("params.min_p_S", params.min_p_S, shape, (torch.float32,), device)
+    check_tensor("params.rule_S", params.rule_S, shape, INT64, device)
+
+
+def check_sample(
+    logits_NV: Tensor,
+    params: SlotParams,
+    slot_N: Tensor,
+    position_N: Tensor,
+    draft_index_N: Tensor,
+    streams: tuple[Stream, Stream],
+    edits: Edits | None = None,
+) -> None:
+    """All arguments of `Backend.sample`."""
+    check_rows(logits_NV, slot_N, params, edits)
+    check_tensor("position_N", position_N, slot_N.shape, INT64, slot_N.device)
+    check_tensor("draft_index_N", draft_index_N, slot_N.shape, INT64, slot_N.device)
+    if len(streams) != 2 or not {*streams} <= {*Stream}:
+        raise ConfigError("streams", streams, "a token stream and a block stream")
+
+
+def check_draft(
+    logits_BV: Tensor,
+    params: SlotParams,
+    slot_B: Tensor,
+    position_B: Tensor,
+    draft_index_B: Tensor,
+    cache: DraftCache | None,
+) -> None:
+    """All arguments of `Backend.draft`; on the host also that no row is written twice."""
+    check_rows(logits_BV, slot_B, params, names=("logits_BV", "slot_B"))
+    check_tensor("position_B", position_B, slot_B.shape, INT64, slot_B.device)
+    check_tensor("draft_index_B", draft_index_B, slot_B.shape, INT64, slot_B.device)
+    if cache is None:
+        return
+    check_cache("cache", cache, params, logits_BV.device)
+    slots, drafts, width = cache.logits_SKV.shape
+    if cache.logits_SKV.dtype != logits_BV.dtype:
+        wanted = f"{logits_BV.dtype}, as `logits_BV`"
+        raise ConfigError("cache.logits_SKV.dtype", cache.logits_SKV.dtype, wanted)
+    if width != logits_BV.shape[1]:
+        wanted = f"[{slots}, {drafts}, {logits_BV.shape[1]}]"
+        raise ConfigError("cache.logits_SKV.shape", tuple(cache.logits_SKV.shape), wanted)
+    if _on_host(draft_index_B):
+        index_B = draft_index_B.tolist()
+        if index_B and not 0 <= min(index_B) <= max(index_B) < drafts:
+            raise ConfigError("draft_index_B", index_B, f"in 0..{drafts - 1}, the cache's drafts")
+        if len(set(zip(slot_B.tolist(), index_B, strict=True))) < len(index_B):
+            raise ConfigError("slot_B", slot_B.tolist(), "one row per slot and draft index")
+
+
+def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.device) -> None:
+    """The cache's three tensors fit each other and have a row for every slot."""
+    shape = tuple(cache.logits_SKV.shape)
+    check_tensor(f"{name}.logits_SKV", cache.logits_SKV, (None, None, None), FLOATS, device)
+    if shape[0] < len(params.key_S) or shape[2] == 0:
+        wanted = f"[S >= {len(params.key_S)}, K, V > 0]"
+        raise ConfigError(f"{name}.logits_SKV.shape", shape, wanted)
+    if not cache.logits_SKV.is_contiguous():
+        raise ConfigError(f"{name}.logits_SKV.stride", cache.logits_SKV.stride(), "contiguous")
+    check_tensor(f"{name}.threshold_SK", cache.threshold_SK, shape[:2], (torch.float32,), device)
+    check_tensor(f"{name}.lse_SK", cache.lse_SK, shape[:2], (torch.float64,), device)
+    for field in ("threshold_SK", "lse_SK"):
+        if not getattr(cache, field).is_contiguous():
+            stride = getattr(cache, field).stride()
+            raise ConfigError(f"{name}.{field}.stride", stride, "contiguous")
+
+
+def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None:
+    """The draft block belongs to these requests, is wide enough, and has the q it asks for."""
+    device, num_requests = slot_B.device, len(slot_B)
+    check_tensor("drafts.token_BK", drafts.token_BK, (num_requests, None), IDS, device)
+    check_tensor("drafts.num_B", drafts.num_B, (num_requests,), INT64, device)
+    check_tensor("drafts.real_q_B", drafts.real_q_B, (num_requests,), (torch.bool,), device)
+    most = drafts.token_BK.shape[1]
+    if drafts.cache is not None:
+        check_cache("drafts.cache", drafts.cache, params, device)
+        shape = tuple(drafts.cache.logits_SKV.shape)
+        if shape[1] < most:
+            raise ConfigError("drafts.cache.logits_SKV.shape", shape, f"K >= {most}")
+    if not _on_host(drafts.num_B):
+        return
+    num_B = drafts.num_B.tolist()
+    if num_B and not 0 <= min(num_B) <= max(num_B) <= most:
+        raise ConfigError("drafts.num_B", num_B, f"in 0..{most}, the width of `token_BK`")
+    if drafts.cache is None and any(drafts.real_q_B.tolist()):
+        raise ConfigError("drafts.cache", None, "given, since `real_q_B` asks for it")
 
 
 def check_verify(
-    logits_NV: Tensor, params: SlotParams, slot_B: Tensor, position_B: Tensor, drafts: DraftBlock
+    logits_NV: Tensor,
+    params: SlotParams,
+    slot_B: Tensor,
+    position_B: Tensor,
+    drafts: DraftBlock,
+    edits: Edits | None = None,
+    synthetic_rate_K: Tensor | None = None,
 ) -> None:
-    """All arguments of `Backend.verify` against each other; of tensors on the host, values too."""
-    check_tensor("logits_NV", logits_NV, (None, None), FLOATS)
-    check_tensor("slot_B", slot_B, (None,), INT64)
-    check_tensor("position_B", position_B, slot_B.shape, INT64)
-    check_params(params)
-    check_drafts(drafts, len(slot_B))
-    num_B, most = drafts.num_B.tolist(), drafts.token_BK.shape[1]
-    if num_B and not 0 <= min(num_B) <= max(num_B) <= most:
-        raise ConfigError("drafts.num_B", num_B, f"in 0..{most}, the width of `token_BK`")
-    if logits_NV.shape[0] != sum(num_B) + len(num_B):
-        raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "sum(num_B + 1) rows")
-    if drafts.logits_SKV is not None and drafts.logits_SKV.shape[1] < most:
-        raise ConfigError("drafts.logits_SKV.shape", tuple(drafts.logits_SKV.shape), f"K >= {most}")
-    if drafts.logits_SKV is None and bool(drafts.real_q_B.any()):
-        raise ConfigError("drafts.logits_SKV", None, "given, since `real_q_B` asks for it")
+    """All arguments of `Backend.verify` against each other."""
+    check_logits("logits_NV", logits_NV)
+    device = logits_NV.device
+    check_tensor("slot_B", slot_B, (None,), INT64, device)
+    check_tensor("position_B", position_B, slot_B.shape, INT64, device)
+    check_params(params, device)
+    rules = _check_slots("slot_B", slot_B, params, logits_NV.shape[1])
+    check_drafts(drafts, params, slot_B)
+    rows, requests, most = len(logits_NV), len(slot_B), drafts.token_BK.shape[1]
+    if _on_host(drafts.num_B):
+        if rows != sum(drafts.num_B.tolist()) + requests:
+            raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "sum(num_B + 1) rows")
+    elif not requests <= rows <= requests * (most + 1):
+        wanted = f"{requests} to {requests * (most + 1)} rows, K_b + 1 of each request"
+        raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), wanted)
+    if edits is not None:
+        check_edits(edits, logits_NV)
+    if synthetic_rate_K is not None:
+        check_rates(synthetic_rate_K, most, device)
+    elif Rule.SYNTHETIC in rules:
+        raise ConfigError("synthetic_rate_K", None, "given, since a slot is under SYNTHETIC")
+
+
+def check_rates(synthetic_rate_K: Tensor, most: int, device: torch.device) -> None:
+    """One rate in [0, 1] for every column of `token_BK`, or more."""
+    name = "synthetic_rate_K"
+    check_tensor(name, synthetic_rate_K, (None,), (torch.float64,), device)
+    if len(synthetic_rate_K) < most:
+        wanted = f"[K >= {most}], one per draft"
+        raise ConfigError(f"{name}.shape", tuple(synthetic_rate_K.shape), wanted)
+    if _on_host(synthetic_rate_K):
+        _check_between(name, synthetic_rate_K.numpy(), 0.0, 1.0, "in [0, 1]")
+
+
+def check_edits(edits: Edits, logits_NV: Tensor) -> None:
+    """Masks and entries of the N rows; on the host, that rows and ids are in range and rise."""
+    device, (num_rows, vocabulary) = logits_NV.device, logits_NV.shape
+    if (edits.mask_RW is None) != (edits.mask_N is None):
+        raise ConfigError("edits.mask_N", edits.mask_N, "None exactly if `mask_RW` is")
+    if edits.mask_RW is not None and edits.mask_N is not None:
+        words = (None, -(-vocabulary // 32))
+        check_tensor("edits.mask_RW", edits.mask_RW, words, (torch.int32,), device)
+        check_tensor("edits.mask_N", edits.mask_N, (num_rows,), INT64, device)
+        most = len(edits.mask_RW) - 1
+        if _on_host(edits.mask_N):
+            wanted = f"in -1..{most}, rows of `mask_RW`"
+            _check_between("edits.mask_N", edits.mask_N.numpy(), -1, most, wanted)
+    check_tensor("edits.start_N1", edits.start_N1, (num_rows + 1,), INT64, device)
+    check_tensor("edits.token_M", edits.token_M, (None,), INT64, device)
+    for field in ("bias_M", "repetition_M", "subtract_M"):
+        value = getattr(edits, field)
+        check_tensor(f"edits.{field}", value, edits.token_M.shape, (torch.float32,), device)
+    if _on_host(edits.token_M):
+        _check_entries(edits, vocabulary)
+
+
+def _check_entries(edits: Edits, vocabulary: int) -> None:
+    """`start_N1` cuts the entries in rows, in which ids rise; a ban stays one whatever follows."""
+    start_N1, token_M = edits.start_N1.numpy(), edits.token_M.numpy()
+    if start_N1[0] != 0 or start_N1[-1] != len(token_M) or (np.diff(start_N1) < 0).any():
+        wanted = f"rising from 0 to {len(token_M)}, the number of entries"
+        raise ConfigError("edits.start_N1", start_N1.tolist(), wanted)
+    if len(token_M) == 0:
+        return
+    _check_between("edits.token_M", token_M, 0, vocabulary - 1, f"in 0..{vocabulary - 1}")
+    falls_M = np.flatnonzero(np.diff(token_M) <= 0) + 1  # allowed where a row begins
+    if not np.isin(falls_M, start_N1).all():
+        raise ConfigError("edits.token_M", token_M.tolist(), "rising within each row")
+    for field, low in (("bias_M", -np.inf), ("repetition_M", 1e-30), ("subtract_M", -3e38)):
+        wanted = {"bias_M": "finite or -inf", "repetition_M": "> 0", "subtract_M": "finite"}[field]
+        _check_between(f"edits.{field}", getattr(edits, field).numpy(), low, 3.4e38, wanted)
+
+
+def check_logprobs(
+    logits_NV: Tensor,
+    token_N: Tensor,
+    num_top: int,
+    params: SlotParams | None = None,
+    slot_N: Tensor | None = None,
+    edits: Edits | None = None,
+) -> None:
+    """All arguments of `Backend.logprobs`."""
+    if params is not None and slot_N is not None:
+        check_rows(logits_NV, slot_N, params, edits)
+    else:
+        check_logits("logits_NV", logits_NV)
+        if params is not None or slot_N is not None:
+            raise ConfigError("slot_N", slot_N, "given exactly if `params` is")
+        if edits is not None:
+            raise ConfigError("edits", "given", "None for the raw logits, without `params`")
+    vocabulary = logits_NV.shape[1]
+    check_tensor("token_N", token_N, logits_NV.shape[:1], IDS, logits_NV.device)
+    if _on_host(token_N):
+        wanted = f"in 0..{vocabulary - 1}"
+        _check_between("token_N", token_N.numpy(), 0, vocabulary - 1, wanted)
+    if not isinstance(num_top, int) or not 0 <= num_top <= min(MOST_TOP, vocabulary):
+        raise ConfigError("num_top", num_top, f"in 0..{min(MOST_TOP, vocabulary)}")
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.is_cpu
+
+
+def _check_slots(name: str, slot_N: Tensor, params: SlotParams, vocabulary: int) -> set[int]:
+    """Of tensors on the host: slots exist, and what they hold is in range; returns their rules."""
+    if not _on_host(slot_N) or len(slot_N) == 0:
+        return set()
+    slot, last = slot_N.numpy(), len(params.key_S) - 1
+    _check_between(name, slot, 0, last, f"in 0..{last}, the slots of `params`")
+    rules = set(params.rule_S.numpy()[slot].tolist())
+    for rule in rules:
+        if rule not in RULES:
+            known = ", ".join(f"{r.value} ({r.name})" for r in Rule)
+            raise ConfigError("params.rule_S", rule, f"one of {known}")
+    top_p, min_p = params.top_p_S.numpy()[slot], params.min_p_S.numpy()[slot]
+    temperature = params.temperature_S.numpy()[slot]
+    _check_between("params.temperature_S", temperature, 0, 3.4e38, ">= 0 and finite")
+    _check_between("params.top_p_S", top_p, 1e-45, 1, "in (0, 1]")
+    _check_between("params.min_p_S", min_p, 0, 1, "in [0, 1]")
+    if not params.has_filters:
+        top_k = params.top_k_S.numpy()[slot]
+        active = ((top_k > 0) & (top_k < vocabulary)) | (top_p < 1) | (min_p > 0)
+        if active.any():
+            raise ConfigError("params.has_filters", False, "True, since a slot has a filter on")
+    return rules
+
+
+def _check_between(name: str, values: Host, low: float, high: float, wanted: str) -> None:
+    """Raise `ConfigError` unless low <= every value <= high; NaN is neither."""
+    if len(values) <= FEW:
+        wrong = [value for value in values.tolist() if not low <= value <= high]
+    else:
+        wrong = values[~((values >= low) & (values <= high))].tolist()
+    if wrong:
+        raise ConfigError(name, wrong[0], wanted)

@@ -3,29 +3,31 @@
 Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011).
 Counter = (group, position, draft index, stream); key = low and high half of the sample's 64 bits.
 Nothing here is shared with another backend: equal bits come from an equal definition.
+
+Shapes: M draws, N counters.
 """
 
 from __future__ import annotations
 
-import functools
-import math
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Words = npt.NDArray[Any]  # uint64
+Floats = npt.NDArray[Any]
 
 _MASK = 0xFFFFFFFF
 
 
-@functools.lru_cache(maxsize=1024)  # a group's four words are asked for one by one
-def philox4x32_10(
-    counter: tuple[int, int, int, int], key: tuple[int, int]
-) -> tuple[int, int, int, int]:
-    """The block cipher on plain integers."""
+def philox4x32_10(counter: list[Words], key: list[Words]) -> list[Words]:
+    """The block cipher on 32-bit words, each an array of uint64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
         c0, c1, c2, c3 = (
             (product1 >> 32) ^ c1 ^ k0,
             product1 & _MASK,
@@ -33,43 +35,62 @@ def philox4x32_10(
             product0 & _MASK,
         )
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return c0, c1, c2, c3
+    return [c0, c1, c2, c3]
 
 
-def uniform_of(
-    index: int, key: int, position: int, draft_index: int, stream: int, fp64: bool
-) -> float:
-    """Draw `index` of a stream, in the open interval (0, 1).
+def uniforms(
+    index_M: npt.NDArray[np.int64],
+    key: int,
+    position: int,
+    draft_index: int,
+    stream: int,
+    fp64: bool,
+) -> Floats:
+    """Draws `index_M` of a stream, in the open interval (0, 1); float32, or float64 with `fp64`.
 
     FP32: h = word (index mod 4) of group (index div 4); (h + 1/2) 2^-32 in FP32 arithmetic, at most
     1 - 2^-24. FP64: h = the upper 53 bits of word pair (index mod 2) of group (index div 2), the
     first word above the second; (h + 1/2) 2^-53 in FP64 arithmetic, at most 1 - 2^-53.
     """
-    halves = (key & _MASK, key >> 32 & _MASK)
-    per_group = 2 if fp64 else 4
-    group, place = divmod(index, per_group)
-    word = philox4x32_10((group & _MASK, position & _MASK, draft_index & _MASK, stream), halves)
+    group_M, place_M = np.divmod(index_M, 2 if fp64 else 4)
+    names = (group_M, position, draft_index, int(stream))
+    counter = [np.asarray(name, np.int64) & _MASK for name in names]
+    halves = [np.asarray(half & _MASK, np.uint64) for half in (key, key >> 32)]
+    words = philox4x32_10([c.astype(np.uint64) for c in counter], halves)
+    word_M4 = np.stack(np.broadcast_arrays(*words), axis=-1)
     if fp64:
-        h = (word[2 * place] << 32 | word[2 * place + 1]) >> 11
-        return min((float(h) + 0.5) * 2.0**-53, 1 - 2.0**-53)
-    u = (np.float32(word[place]) + np.float32(0.5)) * np.float32(2.0**-32)
-    return float(min(u, np.float32(1 - 2.0**-24)))
+        pair_M2 = word_M4.reshape(-1, 2, 2)[np.arange(len(index_M)), place_M]
+        h_M = (pair_M2[:, 0] << 32 | pair_M2[:, 1]) >> 11
+        return np.asarray(np.minimum((h_M.astype(np.float64) + 0.5) * 2.0**-53, 1 - 2.0**-53))
+    h_M = word_M4[np.arange(len(index_M)), place_M]
+    u_M = (h_M.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    return np.asarray(np.minimum(u_M, np.float32(1 - 2.0**-24)))
 
 
-def gumbel_of(
+def uniform_of(
     index: int, key: int, position: int, draft_index: int, stream: int, fp64: bool
 ) -> float:
-    """Standard Gumbel noise -log(-log(1 - u)): large values come from u -> 0."""
-    return -math.log(-math.log1p(-uniform_of(index, key, position, draft_index, stream, fp64)))
+    """One draw of `uniforms`."""
+    return float(uniforms(np.array([index]), key, position, draft_index, stream, fp64)[0])
+
+
+def gumbels(
+    index_M: npt.NDArray[np.int64],
+    key: int,
+    position: int,
+    draft_index: int,
+    stream: int,
+    fp64: bool,
+) -> Floats:
+    """Standard Gumbel noise -log(-log(1 - u)) in float64: large values come from u -> 0."""
+    u_M = uniforms(index_M, key, position, draft_index, stream, fp64).astype(np.float64)
+    return np.asarray(-np.log(-np.log1p(-u_M)))
 
 
 def philox(counter_N4: Tensor, key_N2: Tensor) -> Tensor:
     """`philox4x32_10` of int64 tensors of 32-bit words: [N, 4] and [N, 2] -> [N, 4]."""
-    words = [
-        philox4x32_10((c[0], c[1], c[2], c[3]), (k[0], k[1]))
-        for c, k in zip(counter_N4.tolist(), key_N2.tolist(), strict=True)
-    ]
-    return torch.tensor(words, dtype=torch.int64).reshape(-1, 4)
+    counter, key = (list(t.numpy().astype(np.uint64).T) for t in (counter_N4, key_N2))
+    return torch.from_numpy(np.stack(philox4x32_10(counter, key), axis=1).astype(np.int64))
 
 
 def uniform(
@@ -80,7 +101,7 @@ def uniform(
     stream: int,
     fp64: bool = False,
 ) -> Tensor:
-    """`uniform_of` of int64 tensors [M]; float32, or float64 with `fp64`."""
+    """`uniforms` of int64 tensors [M] that name every draw on its own."""
     each = zip(
         index_M.tolist(),
         key_M.tolist(),
@@ -88,5 +109,5 @@ def uniform(
         draft_index_M.tolist(),
         strict=True,
     )
-    dtype = torch.float64 if fp64 else torch.float32
-    return torch.tensor([uniform_of(*one, int(stream), fp64) for one in each], dtype=dtype)
+    draws = [uniform_of(*names, stream, fp64) for names in each]
+    return torch.tensor(draws, dtype=torch.float64 if fp64 else torch.float32)

@@ -1,7 +1,7 @@
 """Edits, temperature and filters in fp64, one row at a time, each step as it is defined.
 
-Order: logit bias, allowed tokens, min_tokens -> penalties -> bad words -> temperature -> min_p ->
-top_k -> top_p. A filter keeps every logit at or above a threshold: ties stay together.
+Order: mask -> entries (bias, repetition, subtract) -> temperature -> min_p -> top_k -> top_p. A
+filter keeps every logit at or above a threshold: ties stay together.
 
 Shapes: N rows, V vocabulary.
 """
@@ -23,55 +23,48 @@ def process_logits(
     logits_NV: Tensor, params: SlotParams, slot_N: Tensor, edits: Edits | None
 ) -> Tensor:
     """See `Backend.process_logits`. Returns new float64 [N, V]."""
-    check_rows(logits_NV, slot_N, params)
+    check_rows(logits_NV, slot_N, params, edits)
     out_NV = logits_NV.detach().to(torch.float64, copy=True)
-    if edits is not None:
-        _apply_edits(out_NV, edits)
     for n, slot in enumerate(slot_N.tolist()):
-        temperature = float(params.temperature_S[slot])
-        if temperature == 0:
-            continue
         row = out_NV[n].numpy()  # shares memory
-        row /= temperature
-        if np.isnan(row).any() or not np.isfinite(row.max()):
-            continue  # left as it is, for `verify` to report
-        _keep_min_p(row, float(params.min_p_S[slot]))
-        _keep_top_k(row, int(params.top_k_S[slot]))
-        _keep_top_p(row, float(params.top_p_S[slot]))
+        if edits is not None:
+            edit(row, edits, n)
+        filter_row(row, params, slot)
     return out_NV
 
 
-def _apply_edits(x_NV: Tensor, edits: Edits) -> None:
-    for n, v, value in _entries(edits.bias_row_M, edits.bias_token_M, edits.bias_value_M):
-        x_NV[int(n), int(v)] += value
-    allowed: dict[int, list[int]] = {}
-    for n, v in _entries(edits.allow_row_M, edits.allow_token_M):
-        allowed.setdefault(int(n), []).append(int(v))
-    for row, tokens in allowed.items():
-        dropped = torch.ones(x_NV.shape[1], dtype=torch.bool)
-        dropped[tokens] = False
-        x_NV[row, dropped] = -torch.inf
-    for n, v in _entries(edits.ban_early_row_M, edits.ban_early_token_M):
-        x_NV[int(n), int(v)] = -torch.inf
-    penalties = _entries(
-        edits.penalty_row_M,
-        edits.penalty_token_M,
-        edits.penalty_count_M,
-        edits.penalty_repetition_M,
-        edits.penalty_frequency_M,
-        edits.penalty_presence_M,
-    )
-    for n, v, count, repetition, frequency, presence in penalties:
-        x = float(x_NV[int(n), int(v)])
+def edit(row: Row, edits: Edits, n: int) -> None:
+    """Row n's mask, then its entries, in place."""
+    if edits.mask_RW is not None and edits.mask_N is not None and edits.mask_N[n] >= 0:
+        words = edits.mask_RW[int(edits.mask_N[n])].tolist()
+        for v in range(len(row)):
+            if not words[v // 32] >> v % 32 & 1:
+                row[v] = -np.inf
+    start, stop = edits.start_N1[n : n + 2].tolist()
+    columns = (edits.token_M, edits.bias_M, edits.repetition_M, edits.subtract_M)
+    each = zip(*(column[start:stop].tolist() for column in columns), strict=True)
+    for v, bias, repetition, subtract in each:
+        x = float(row[v]) + bias
         x = x / repetition if x > 0 else x * repetition
-        x_NV[int(n), int(v)] = x - frequency * count - presence * (count > 0)
-    for n, v in _entries(edits.ban_late_row_M, edits.ban_late_token_M):
-        x_NV[int(n), int(v)] = -torch.inf
+        row[v] = x - subtract
 
 
-def _entries(*columns: Tensor) -> list[tuple[float, ...]]:
-    """The rows of a sparse field."""
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+def filter_row(row: Row, params: SlotParams, slot: int) -> None:
+    """Temperature and filters of a slot, in place; T=0 and rows that are not finite stay as is."""
+    temperature = float(params.temperature_S[slot])
+    if temperature == 0:
+        return
+    row /= temperature
+    if not is_finite(row):
+        return
+    _keep_min_p(row, float(params.min_p_S[slot]))
+    _keep_top_k(row, int(params.top_k_S[slot]))
+    _keep_top_p(row, float(params.top_p_S[slot]))
+
+
+def is_finite(row: Row) -> bool:
+    """Whether a row has a law: no NaN, no +inf, and not every token at -inf."""
+    return not np.isnan(row).any() and bool(np.isfinite(row.max()))
 
 
 def _keep_min_p(row: Row, min_p: float) -> None:

@@ -13,27 +13,41 @@ import math
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foretoken.ops.backends.reference.noise import gumbel_of
-from foretoken.ops.backends.reference.process import Row
-from foretoken.ops.checks import INT64, check_rows, check_tensor
-from foretoken.ops.types import SlotParams, Stream
+from foretoken.ops.backends.reference.noise import gumbels
+from foretoken.ops.backends.reference.process import Row, process_logits
+from foretoken.ops.checks import check_sample
+from foretoken.ops.types import Edits, Rule, SlotParams, Stream
 
 BLOCK = 1024
 
+Streams = tuple[Stream, Stream]
+TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+RESIDUAL = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
+DRAFT = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)
 
-class Place(NamedTuple):
-    """Names one row's noise, but for the index of the draw and the stream."""
+
+class Slot(NamedTuple):
+    """What decides how a slot's rows are drawn, its filters apart."""
 
     key: int
-    position: int
-    draft_index: int
-    fp64: bool
+    temperature: float
+    top_k: int
+    rule: Rule
+    fp64_noise: bool
 
-    def gumbel(self, index: int, stream: int) -> float:
-        return gumbel_of(index, self.key, self.position, self.draft_index, stream, self.fp64)
+    @classmethod
+    def of(cls, params: SlotParams, slot: int, fp64_noise: bool) -> Slot:
+        return cls(
+            int(params.key_S[slot]),
+            float(params.temperature_S[slot]),
+            int(params.top_k_S[slot]),
+            Rule(int(params.rule_S[slot])),
+            fp64_noise,
+        )
 
 
 def sample(
@@ -42,50 +56,40 @@ def sample(
     slot_N: Tensor,
     position_N: Tensor,
     draft_index_N: Tensor,
-    streams: tuple[Stream, Stream],
+    streams: Streams,
     *,
+    edits: Edits | None = None,
     fp64_noise: bool = False,
 ) -> Tensor:
     """See `Backend.sample`. Returns int64 [N]."""
-    check_rows(logits_NV, slot_N, params)
-    check_tensor("position_N", position_N, slot_N.shape, INT64)
-    check_tensor("draft_index_N", draft_index_N, slot_N.shape, INT64)
+    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
+    rows = process_logits(logits_NV, params, slot_N, edits).numpy()
     token_N = torch.empty(len(slot_N), dtype=torch.int64)
     for n, slot in enumerate(slot_N.tolist()):
-        row = logits_NV[n].detach().double().numpy()
-        place = Place(
-            int(params.key_S[slot]), int(position_N[n]), int(draft_index_N[n]), fp64_noise
-        )
-        token_N[n] = draw(
-            row, float(params.temperature_S[slot]), int(params.top_k_S[slot]), place, streams
-        )
+        one = Slot.of(params, slot, fp64_noise)
+        token_N[n] = draw(rows[n], one, int(position_N[n]), int(draft_index_N[n]), streams)
     return token_N
 
 
-def draw(
-    row: Row, temperature: float, top_k: int, place: Place, streams: tuple[Stream, Stream]
-) -> int:
-    """One token of one row; its parameters alone decide which noise it uses."""
-    token_stream, block_stream = streams
-    if temperature == 0:
+def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams) -> int:
+    """One token of one processed row; the slot alone decides which noise it uses."""
+    if slot.temperature == 0:
         return int(np.argmax(row))  # the lowest index on ties
-    if 0 < top_k < len(row):
-        return _gumbel_argmax(row, 0, len(row), place, token_stream)
+
+    def gumbel_argmax(score: Row, first: int, stream: Stream) -> int:
+        """first + argmax of score + noise, named by first + index; -inf is never drawn."""
+        index = first + np.flatnonzero(score > -np.inf)
+        if len(index) == 0:
+            return first
+        noise = gumbels(index, slot.key, position, draft_index, stream, slot.fp64_noise)
+        return int(index[np.argmax(score[index - first] + noise)])
+
+    token_stream, block_stream = streams
+    if 0 < slot.top_k < len(row) or slot.rule == Rule.COUPLED:
+        return gumbel_argmax(row, 0, token_stream)
     masses = [log_sum_exp(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)]
-    block = _gumbel_argmax(np.array(masses), 0, len(masses), place, block_stream)
-    first = block * BLOCK
-    return _gumbel_argmax(row, first, min(first + BLOCK, len(row)), place, token_stream)
-
-
-def _gumbel_argmax(row: Row, start: int, stop: int, place: Place, stream: Stream) -> int:
-    """argmax of logit + noise over the indices [start, stop); the lowest index on ties."""
-    best, best_score = start, -math.inf
-    for v in range(start, stop):
-        if row[v] > -math.inf:
-            score = float(row[v]) + place.gumbel(v, stream)
-            if score > best_score:
-                best, best_score = v, score
-    return best
+    first = gumbel_argmax(np.array(masses), 0, block_stream) * BLOCK
+    return gumbel_argmax(row[first : first + BLOCK], first, token_stream)
 
 
 def log_sum_exp(row: Row) -> float:
@@ -94,3 +98,8 @@ def log_sum_exp(row: Row) -> float:
     if largest == -math.inf:
         return -math.inf
     return largest + math.log(float(np.sum(np.exp(row - largest))))
+
+
+def softmax(row: Row) -> npt.NDArray[np.float64]:
+    """exp of a finite row over its sum."""
+    return np.asarray(np.exp(row - log_sum_exp(row)))

@@ -1,32 +1,26 @@
 """Speculative sampling as in the papers, in fp64, one request at a time.
 
-Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding" (2023),
-algorithm 1; Chen et al., "Accelerating large language model decoding with speculative sampling"
-(2023), algorithm 2. p is the target's distribution, q the one that the draft was sampled from:
+p is the target's distribution, q the one that the draft was sampled from. The rules are in
+`rules.py`; here is what they are given, and what is emitted after the drafts they accept:
 
-    for i = 1..K:  accept x_i if u_i < p(x_i) / q(x_i), else stop
-    after a rejection emit y ~ norm(max(p - q, 0)); if all K were accepted, y ~ p
+    y ~ norm(max(w p - q, 0)) after a rejection, y ~ p after the last draft
 
 Shapes: B requests, K most drafts, N rows, V vocabulary, S slots.
 """
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.errors import ConfigError
+from foretoken.ops.backends.reference.draft import q_of
 from foretoken.ops.backends.reference.noise import uniform_of
-from foretoken.ops.backends.reference.process import Row
-from foretoken.ops.backends.reference.sample import Place, draw, log_sum_exp
+from foretoken.ops.backends.reference.process import Row, is_finite, process_logits
+from foretoken.ops.backends.reference.rules import RULES, Draft, residual
+from foretoken.ops.backends.reference.sample import RESIDUAL, TARGET, Slot, draw, softmax
 from foretoken.ops.checks import check_verify
-from foretoken.ops.types import DraftBlock, SlotParams, Stream, Verdict
-
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
-RESIDUAL = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
+from foretoken.ops.types import DraftBlock, Edits, Rule, SlotParams, Stream, Verdict
 
 
 def verify(
@@ -36,94 +30,89 @@ def verify(
     position_B: Tensor,
     drafts: DraftBlock,
     *,
-    rule: str = "standard",
+    edits: Edits | None = None,
+    synthetic_rate_K: Tensor | None = None,
     fp64_noise: bool = False,
 ) -> Verdict:
-    """See `Backend.verify`."""
-    check_verify(logits_NV, params, slot_B, position_B, drafts)
-    if rule not in RULES:
-        raise ConfigError("rule", rule, f"one of {', '.join(RULES)}")
-    verify_one = RULES[rule]
+    """See `Backend.verify`. A request that is not finite gets -1 for its last token."""
+    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K)
+    slot_N = slot_B.repeat_interleave(drafts.num_B + 1)
+    rows = process_logits(logits_NV, params, slot_N, edits).numpy()
+    rates = [] if synthetic_rate_K is None else synthetic_rate_K.tolist()
     most = drafts.token_BK.shape[1]
     token_BK1 = torch.full((len(slot_B), most + 1), -1, dtype=drafts.token_BK.dtype)
     n_accept_B = torch.zeros(len(slot_B), dtype=torch.int64)
     finite_B = torch.ones(len(slot_B), dtype=torch.bool)
     start = 0
     for b, num in enumerate(drafts.num_B.tolist()):
-        rows = logits_NV[start : start + num + 1].detach().double().numpy()
-        emitted, finite = verify_one(rows, b, params, slot_B, position_B, drafts, fp64_noise)
-        token_BK1[b, : len(emitted)] = torch.tensor(emitted, dtype=token_BK1.dtype)
-        n_accept_B[b], finite_B[b] = len(emitted) - 1, finite
+        s, mine = int(slot_B[b]), rows[start : start + num + 1]
+        slot = Slot.of(params, s, fp64_noise)
+        tau, y = _verify_one(
+            mine, slot, int(position_B[b]), _drafts(drafts, b, s, slot, mine), rates
+        )
+        token_BK1[b, :tau] = drafts.token_BK[b, :tau]
+        n_accept_B[b], finite_B[b] = tau, all(is_finite(row) for row in mine[: tau + 1])
+        token_BK1[b, tau] = y if finite_B[b] else -1
         start += num + 1
     return Verdict(token_BK1, n_accept_B, finite_B)
 
 
-def _standard(
-    rows: Row,
-    b: int,
-    params: SlotParams,
-    slot_B: Tensor,
-    position_B: Tensor,
-    drafts: DraftBlock,
-    fp64: bool,
-) -> tuple[list[int], bool]:
-    """The tokens that request b emits, and whether the rows behind them were finite.
-
-    The algorithm at the head of this file, line by line.
-    """
-    slot, position = int(slot_B[b]), int(position_B[b])
-    key, temperature = int(params.key_S[slot]), float(params.temperature_S[slot])
-    top_k = int(params.top_k_S[slot])
-    emitted: list[int] = []
-    for i, logits in enumerate(rows):
-        if np.isnan(logits).any() or not np.isfinite(logits.max()):
-            return [*emitted, -1], False
-        place = Place(key, position + i, 0, fp64)
-        x = int(drafts.token_BK[b, i]) if i < len(rows) - 1 else -1
-        if temperature == 0:
-            best = int(np.argmax(logits))
-            emitted.append(best)
-            if x != best:
-                break
-            continue
-        q_x, q = _draft_distribution(drafts, b, slot, i, x, len(logits))
-        if q_x == 0:  # q = 0: there is nothing to accept, and the residual is p
-            emitted.append(draw(logits, temperature, top_k, place, TARGET))
-            break
-        p = np.exp(logits - log_sum_exp(logits))
-        p_x = p[x] if x < len(p) else 0.0
-        u = uniform_of(0, key, position + i, i, Stream.ACCEPT, fp64)
-        if u < p_x / q_x:
-            emitted.append(x)
-            continue
-        residual = np.maximum(p - q, 0)
-        if residual.sum() > 0:
-            with np.errstate(divide="ignore"):
-                logits = np.log(residual)
-        emitted.append(draw(logits, temperature, top_k, place, RESIDUAL))
-        break
-    return emitted, True
+def _verify_one(
+    rows: Row, slot: Slot, position: int, drafts: list[Draft], rates: list[float]
+) -> tuple[int, int]:
+    """tau and the token after the accepted drafts, of one request's K + 1 processed rows."""
+    own: list[int] = []
+    if _is_certain(slot):
+        own = [draw(row, slot, position + i, 0, TARGET) for i, row in enumerate(rows)]
+        p = [_one_hot(y, len(row)) for y, row in zip(own, rows, strict=True)]
+    else:
+        p = [softmax(row) if is_finite(row) else np.zeros(len(row)) for row in rows]
+    for i, row in enumerate(rows):
+        if not is_finite(row):
+            p[i][:] = 0.0
+    u = [
+        uniform_of(0, slot.key, position + i, i, Stream.ACCEPT, slot.fp64_noise)
+        for i in range(len(drafts))
+    ]
+    tau, w = RULES[slot.rule](p, drafts, u, rates)
+    if own:
+        return tau, own[tau]
+    if tau == len(drafts):  # all were accepted, or the next one has no q: q = 0, the residual is p
+        return tau, draw(rows[tau], slot, position + tau, 0, TARGET)
+    rest = residual(w, p[tau], drafts[tau].q)
+    with np.errstate(divide="ignore"):
+        logits = np.log(rest) if rest.sum() > 0 else rows[tau]
+    return tau, draw(logits, slot, position + tau, 0, RESIDUAL)
 
 
-def _draft_distribution(
-    drafts: DraftBlock, b: int, slot: int, i: int, x: int, vocabulary: int
-) -> tuple[float, Row]:
-    """q(x), and q over the target's V ids; all zero without a draft or if its row is not finite."""
+def _is_certain(slot: Slot) -> bool:
+    """Whether p and q are one-hot: p is the argmax, or under COUPLED the target's own draw."""
+    return slot.temperature == 0 or slot.rule == Rule.COUPLED
+
+
+def _one_hot(x: int, vocabulary: int) -> Row:
+    """All zero for an id that the target does not have."""
     q = np.zeros(vocabulary)
-    if x < 0:
-        return 0.0, q
-    if drafts.logits_SKV is None or not drafts.real_q_B[b]:
-        if x < vocabulary:
-            q[x] = 1.0
-        return 1.0, q
-    logits = drafts.logits_SKV[slot, i].detach().double().numpy()
-    if np.isnan(logits).any() or not math.isfinite(logits.max()):
-        return 0.0, q
-    whole = np.exp(logits - log_sum_exp(logits))
-    shared = min(vocabulary, len(whole))
-    q[:shared] = whole[:shared]
-    return (float(whole[x]) if x < len(whole) else 0.0), q
+    q[x : x + 1] = 1.0
+    return q
 
 
-RULES = {"standard": _standard}
-"""The oracle's own statement of each rule in `ops/rules.py`, one request at a time."""
+def _drafts(block: DraftBlock, b: int, s: int, slot: Slot, rows: Row) -> list[Draft]:
+    """The drafts of request b, up to the first that is a placeholder or has no q."""
+    out: list[Draft] = []
+    vocabulary = rows.shape[1]
+    for i in range(len(rows) - 1):
+        x = int(block.token_BK[b, i])
+        if x < 0:
+            break
+        if block.cache is None or not block.real_q_B[b] or _is_certain(slot):
+            out.append(Draft(x, 1.0, _one_hot(x, vocabulary)))
+            continue
+        whole = q_of(block.cache, s, i, slot.temperature)
+        if x >= len(whole) or whole[x] == 0:
+            break
+        q = np.zeros(vocabulary)
+        shared = min(vocabulary, len(whole))
+        q[:shared] = whole[:shared]
+        out.append(Draft(x, float(whole[x]), q))
+    return out

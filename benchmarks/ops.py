@@ -41,7 +41,7 @@ NOTES = [
     "the median.",
     "flat: normal logits; peaked: 3 times normal and 16 dominating tokens, as a trained model; "
     "mixed: peaked, every sixteenth row flat. Drafts are drawn from q = softmax of the target's "
-    "logits and 0.9 T times normal noise.",
+    "logits and 1.2 T times normal noise.",
     "ratio: to the same backend's other case, shot by shot in turns: FP64 noise to FP32, "
     "`synthetic` to `standard`. The synthetic rates are those at which `standard` accepted, and "
     "of 24 noises per input the one is timed that accepts and rejects as many.",

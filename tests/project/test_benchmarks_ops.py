@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import ops, ops_baseline, ops_inputs
+from benchmarks import ops, ops_baseline, ops_inputs, ops_timing
 from benchmarks.ops_backends import Module, Ours, rates
 from benchmarks.ops_cases import Case, Goal, chosen, cpu_cases, gpu_cases
 from benchmarks.ops_inputs import Pools, make, rows_of
@@ -238,6 +238,32 @@ def test_a_case_gives_a_row_per_implementation_and_its_goals_verdicts(
     assert first.endswith("goal <= 1e+09: reached.")
     assert second.endswith("goal <= 0: NOT reached.")
     assert second.startswith("verify synthetic: stand_in: us, eager ")
+
+
+def test_a_gpu_is_timed_in_graphs_and_eagerly_and_its_memory_counted(
+    session: ops.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_shot = ops_timing.host_shot
+    monkeypatch.setattr(ops_timing, "host_shot", lambda calls, _: host_shot(calls, CPU))
+    monkeypatch.setattr(ops_timing, "graph_shot", lambda calls: host_shot(calls, CPU))
+    monkeypatch.setattr(ops_timing, "extra_bytes", lambda call: 4 * V)
+    session.device = torch.device("cuda")
+    goals = (Goal("graph_us", 0.0), Goal("eager_us", 1e9, note="stretch"))
+    case = verify_case("synthetic", goals=(*goals, Goal("extra_memory_share", 0.02)))
+    rows = ops.measure(session, case, Pools(CPU))
+    assert {"graph_us", "eager_us", "ratio"} <= set(rows[0].values)
+    assert rows[0].values["extra_memory_share"] == 1 / 32
+    notes = ops.goal_notes([case], rows, session.ours)
+    assert [note.partition(", goal")[2] for note in notes] == [
+        " <= 0: NOT reached.",
+        " <= 1e+09: reached.",
+        " <= 0.02: NOT reached.",
+    ]
+    assert "us, eager (stretch)" in notes[1]
+    point = Case("sample", "sample, rows, x=4", 4, vocabulary=V, curve="sample, rows", x=4)
+    assert [row.case for row in ops.measure(session, point, Pools(CPU))] == [
+        "sample, rows, x=4: stand_in"
+    ]
 
 
 def test_what_a_module_lacks_is_skipped_and_what_fails_is_named(session: ops.Session) -> None:

@@ -26,10 +26,10 @@ def rows_of(kind: str, rows: int, vocabulary: int, generator: torch.Generator) -
     """Raw logits, float32 [rows, vocabulary].
 
     Args:
-        kind: `flat`: normal, standard deviation 1 (a nucleus of 0.95 holds half the vocabulary).
+        kind: `flat`: normal, standard deviation 1 (a nucleus of 0.95 holds 3/4 of the tokens).
             `peaked`, as a trained model's: normal with standard deviation 3, and HEAD random tokens
-            that fall by 0.2 to 1.2 each and together hold 0.95 or more of the mass (the first is 3 to
-            8 above the log of all other mass). `mixed`: peaked, every sixteenth row flat.
+            that fall by 0.2 to 1.2 each and together hold 0.95 or more of the mass (the first is 3
+            to 8 above the log of all other mass). `mixed`: peaked, every sixteenth row flat.
     """
     device = generator.device
     logits = torch.randn(rows, vocabulary, generator=generator, device=device)

@@ -32,7 +32,7 @@ from tests.support.law_mutants import (
 )
 
 TRIALS = 25_000
-TRIALS_OF_SUBTLE = 200_000
+TRIALS_OF_SUBTLE = 100_000
 READ_RULES = ("torch_cpu", "native_cpu")  # backends that take their rules from `ops/rules.py`
 
 

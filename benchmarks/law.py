@@ -131,7 +131,7 @@ def main() -> None:
     shapes |= {"matrix": "pairwise" if options.quick else "full", "seconds": round(took, 1)}
     notes = [
         f"{len(rows)} numbers, {len(broken)} outside their bounds, in {took:.0f} s.",
-        f"A correct path passes with p > {CORRECT_P:g}, a mutant is rejected with p < {MUTANT_P:g}.",
+        f"Passes: p > {CORRECT_P:g}; of a mutant, p < {MUTANT_P:g}.",
     ]
     command = shlex.join(["python", "-m", "benchmarks.law", *sys.argv[1:]])
     path = write(collect(options.out.stem, command, shapes, rows, notes, CODE), options.out.parent)

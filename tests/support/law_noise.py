@@ -15,7 +15,7 @@ from torch import Tensor
 from foretoken.ops import Backend, Rule, Stream
 from tests.support.law import TRIALS, TableDrafter, emit, law_p_value, p_value
 from tests.support.law_accept import one_round, z_finding
-from tests.support.law_cases import Finding, p_finding
+from tests.support.law_cases import RULES, Finding, p_finding
 from tests.support.law_model import Chain, Setting, random_chain
 
 TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
@@ -71,7 +71,11 @@ def _waves(logits_V: Tensor, trials: int) -> Iterator[tuple[int, int]]:
 
 
 def vocabulary_law(
-    backend: Backend, device: torch.device, vocabulary: int, trials: int
+    backend: Backend,
+    device: torch.device,
+    vocabulary: int,
+    trials: int,
+    rules: tuple[Rule, ...] = RULES,
 ) -> list[Finding]:
     """A draft and its verification over one vocabulary: the first token's law, by two groupings.
 
@@ -83,7 +87,7 @@ def vocabulary_law(
     cells = max(2, min(CELLS, trials // 20))
     ids = torch.arange(vocabulary)
     findings = []
-    for rule in (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED):
+    for rule in rules:
         _, first = one_round(
             backend, target_V.to(device), -target_V.to(device), Setting(rule=rule), trials
         )

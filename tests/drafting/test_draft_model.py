@@ -158,12 +158,12 @@ def test_drafts_that_are_the_argmax_at_any_temperature(
     make_pair: MakePair, filters: dict[str, Any]
 ) -> None:
     params = make_params(SLOTS, TEMPERATURES, **filters)
-    pair = make_pair(with_rules(params), draft_sample_method="greedy")
-    assert drive(pair) > 60
+    assert drive(make_pair(with_rules(params), draft_sample_method="greedy")) > 60
+    fresh = make_pair(with_rules(params), draft_sample_method="greedy")
     cold = make_pair(make_params(SLOTS, 0.0))
     for slot in range(SLOTS):
         wanted = (slot, [slot, 5, 1], [slot], MOST)
-        hot = pair.propose([pair.request(*wanted)])
+        hot = fresh.propose([fresh.request(*wanted)])
         assert hot.token_BK.tolist() == cold.propose([cold.request(*wanted)]).token_BK.tolist()
 
 

@@ -7,6 +7,7 @@ noise decides each of them.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ FILTERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", FILTERS)
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*product(FILTERS, ["auto"]), ("filters", "torch_cpu")]
+)
 def test_coupled_text_does_not_depend_on_drafter_or_number_of_drafts(
     target: Path, draft: Path, kind: str, backend: str
 ) -> None:
@@ -64,15 +66,15 @@ def test_coupled_text_does_not_depend_on_drafter_or_number_of_drafts(
     expected = tokens(build(target, backend=backend).generate(PROMPTS, params))
     accepted = {}
     for name, drafter in drafters(draft).items():
-        for k in (1, 3, 5):
+        for k in (1, 5) if name == "draft_model" else (3,):
             llm = build(target, {"num_speculative_tokens": k, **drafter}, backend=backend)
             assert tokens(llm.generate(PROMPTS, params)) == expected
             accepted[name, k] = llm.metrics.num_accepted_tokens
     opted_out = [replace(p, num_speculative_tokens=0) for p in params]
     assert tokens(llm.generate(PROMPTS, opted_out)) == expected
     assert accepted["draft_model", 5] > 0
-    if kind == "plain":  # the target's own noise agrees with it more often than the likeliest token
-        assert accepted["draft_model", 5] > accepted["greedy", 5]
+    if kind == "plain":  # with the target's own noise it agrees more often than the likeliest does
+        assert accepted["draft_model", 5] > accepted["greedy", 3]
 
 
 def test_the_engines_rule_is_that_of_requests_that_name_none(target: Path, draft: Path) -> None:
@@ -145,10 +147,11 @@ def test_acceptance_is_what_was_set_at_any_temperature_and_k(
         total = outputs[0].metrics
         for output in outputs[1:]:
             total.add(output.metrics)
-        assert total.num_drafts == total.num_synthetic_drafts > 2500
+        assert total.num_drafts == total.num_synthetic_drafts > 2000
         positions = zip(total.accepted_per_position, total.drafted_per_position, strict=True)
         observed = [accepted / drafted for accepted, drafted in positions]
-        assert observed == pytest.approx(joint, abs=0.03)
+        for share, rate, drafted in zip(observed, joint, total.drafted_per_position, strict=True):
+            assert share == pytest.approx(rate, abs=4 * (rate * (1 - rate) / drafted) ** 0.5)
         assert sum(observed) / 4 == pytest.approx(sum(joint) / 4, abs=0.02)
         assert all(o.synthetic_acceptance for o in outputs)
 

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken.ops import Rule, rules
-from foretoken.ops.backends.reference import rules as papers
+from foretoken.ops.backends.reference import _rules as papers
 from foretoken.ops.rules import RuleInputs
 
 INF = math.inf

@@ -135,13 +135,14 @@ class Drafter(ABC):
 
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:
     """A `DraftBlock` of ragged token lists whose q is one-hot (or of no drafts at all)."""
-    num_B = np.array([len(d) for d in drafts], dtype=np.int64)
-    widest = int(num_B.max(initial=0))
-    token_BK = np.array([[*d, *[-1] * (widest - len(d))] for d in drafts], dtype=np.int64)
+    counts = [len(d) for d in drafts]
+    widest = max(counts, default=0)
+    rows = [[*d, *[-1] * (widest - len(d))] for d in drafts]
     # By way of numpy: torch.tensor takes 40 us for 450 numbers, this 6.
+    token_BK = np.array(rows, dtype=np.int64).reshape(len(drafts), widest)
     return DraftBlock(
-        token_BK=torch.from_numpy(token_BK.reshape(len(drafts), widest)).to(device),
-        num_B=torch.from_numpy(num_B).to(device),
+        token_BK=torch.from_numpy(token_BK).to(device),
+        num_B=torch.from_numpy(np.array(counts, dtype=np.int64)).to(device),
         cache=None,
         real_q_B=torch.zeros(len(drafts), dtype=torch.bool, device=device),
     )

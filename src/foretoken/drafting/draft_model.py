@@ -129,13 +129,17 @@ class DraftModel(Drafter):
         last_computed = max(len(r.token_ids) + k - 1 for r, k in asked)
         columns = -(-last_computed // kv.block_size)
         blocks = [[*r.block_ids[:columns], *[0] * (columns - len(r.block_ids))] for r, _ in asked]
-        numbers = [(r.slot, len(r.token_ids), k) for r, k in asked]
+        numbers = [
+            [r.slot for r, _ in asked],
+            [len(r.token_ids) for r, _ in asked],
+            [k for _, k in asked],
+        ]
         return fused.draft(
             first,
             kv,
             params,
             torch.from_numpy(np.array(blocks, dtype=np.int64)),
-            torch.from_numpy(np.array(numbers, dtype=np.int64).T.copy()),
+            torch.from_numpy(np.array(numbers, dtype=np.int64)),
             cache,
             self.config.use_fp64_gumbel,
         )
@@ -241,14 +245,18 @@ class DraftModel(Drafter):
         cache: DraftCache,
     ) -> Tensor:
         """Sample draft i of each request and keep the q it came from, by slot."""
-        numbers = np.array([(r.slot, len(r.token_ids) + i, i) for r in requests], dtype=np.int64)
-        slot_B, position_B, index_B = torch.from_numpy(numbers.T.copy()).to(self.device)
+        numbers = [
+            [r.slot for r in requests],
+            [len(r.token_ids) + i for r in requests],
+            [i] * len(requests),
+        ]
+        numbers_3B = torch.from_numpy(np.array(numbers, dtype=np.int64)).to(self.device)
         return self.backend.draft(
             logits_BV,
             params,
-            slot_B,
-            position_B,
-            index_B,
+            numbers_3B[0],
+            numbers_3B[1],
+            numbers_3B[2],
             cache if any(r.keeps_q for r in requests) else None,
             fp64_noise=self.config.use_fp64_gumbel,
         )

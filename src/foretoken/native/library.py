@@ -162,9 +162,7 @@ class VerifyBatch(Structure):
         ("logits", Logits),
         ("edits", POINTER(Edits)),
         ("cache", POINTER(Cache)),
-        *_fields(
-            "slot_B position_B num_B token_BK real_q_B", "requests drafts narrow fp64_noise"
-        ),
+        *_fields("slot_B position_B num_B token_BK real_q_B", "requests drafts narrow fp64_noise"),
     ]
 
 

@@ -59,13 +59,13 @@ class Sampler:
         self, logits_NV: Tensor, requests: Sequence[SampleRequest], drafts: DraftBlock
     ) -> Verdict:
         """Verify drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
-        numbers = np.array([[r.slot, r.position] for r in requests], dtype=np.int64).T.copy()
-        slot_B, position_B = torch.from_numpy(numbers).to(self.device)
+        numbers = [[r.slot for r in requests], [r.position for r in requests]]
+        numbers_2B = torch.from_numpy(np.array(numbers, dtype=np.int64)).to(self.device)
         return self.backend.verify(
             logits_NV,
             self.slots.params,
-            slot_B,
-            position_B,
+            numbers_2B[0],
+            numbers_2B[1],
             drafts,
             edits=self._edits(requests, logits_NV.shape[1]),
             synthetic_rate_K=self.synthetic_rate_K,

@@ -7,12 +7,10 @@
 namespace foretoken {
 namespace {
 
-constexpr uint32_t kEveryWord = 0xffffffffu;
-
-// Whether one of 64 words is at most `limit`.
+// Whether one of 16 words is at most `limit`.
 bool any_word(const uint32_t* word, uint32_t limit) {
   IntVec found = {};
-  for (int i = 0; i < 64; i += kWidth) {
+  for (int i = 0; i < 16; i += kWidth) {
     BitVec w;
     std::memcpy(&w, word + i, sizeof w);
     found |= w <= limit + BitVec{};
@@ -20,30 +18,33 @@ bool any_word(const uint32_t* word, uint32_t limit) {
   return any(found);
 }
 
-// Words of draws first..first+63 in order; `low` is written in FP64 only.
-void words_of(int64_t first, const Address& a, bool fp64, uint32_t* __restrict high,
-              uint32_t* __restrict low) {
-  uint32_t w[4][16];
-  if (!fp64) {
-    words<16>(static_cast<uint32_t>(first / 4), a, w);
-    for (int g = 0; g < 16; g++) {
-      high[4 * g] = w[0][g];
-      high[4 * g + 1] = w[1][g];
-      high[4 * g + 2] = w[2][g];
-      high[4 * g + 3] = w[3][g];
-    }
-    return;
+// The words of 64 draws as the cipher gives them, and by draw. Putting them in order takes longer
+// than making them, and few are ever looked at.
+struct Words {
+  uint32_t raw[2][4][16];
+  bool fp64;
+
+  Words(int64_t first, const Address& a, bool wide) : fp64(wide) {
+    words16(static_cast<uint32_t>(first / (wide ? 2 : 4)), a, raw[0]);
+    if (wide) words16(static_cast<uint32_t>(first / 2) + 16, a, raw[1]);
   }
-  for (int half = 0; half < 2; half++) {
-    words<16>(static_cast<uint32_t>(first / 2) + 16 * half, a, w);
-    for (int g = 0; g < 16; g++) {
-      high[32 * half + 2 * g] = w[0][g];
-      high[32 * half + 2 * g + 1] = w[2][g];
-      low[32 * half + 2 * g] = w[1][g];
-      low[32 * half + 2 * g + 1] = w[3][g];
+
+  // Whether the (leading) word of a draw is at most `limit`.
+  bool any_below(uint32_t limit) const {
+    const auto& second = raw[fp64];
+    return any_word(raw[0][0], limit) || any_word(raw[0][2], limit) ||
+           any_word(fp64 ? second[0] : raw[0][1], limit) ||
+           any_word(fp64 ? second[2] : raw[0][3], limit);
+  }
+
+  void order(uint32_t* high, uint32_t* low) const {
+    for (int i = 0; i < 64; i++) {
+      const int word = fp64 ? i % 2 * 2 : i % 4, group = fp64 ? i / 2 : i / 4;
+      high[i] = raw[group / 16][word][group % 16];
+      low[i] = fp64 ? raw[group / 16][word + 1][group % 16] : 0;
     }
   }
-}
+};
 
 float peak64(const float* z) {
   Vec best = load(z);
@@ -94,11 +95,12 @@ void Race::offer(float z, int64_t id) {
 void Race::offer64(const float* z, int64_t first) {
   const float peak = peak64(z);
   if (!(peak > kMinusInfinity)) return;
-  alignas(64) uint32_t high[64], low[64];
-  words_of(first, address_, fp64_, high, low);
+  const Words words(first, address_, fp64_);
   // z + G > score needs -log1p(-u) < e^(z - score), hence u < e^(z - score).
   const double limit = std::exp(peak - score_) * 4294967296.0 * 1.001 + 1;
-  if (limit < 4294967295.0 && !any_word(high, static_cast<uint32_t>(limit))) return;
+  if (limit < 4294967295.0 && !words.any_below(static_cast<uint32_t>(limit))) return;
+  alignas(64) uint32_t high[64], low[64];
+  words.order(high, low);
   alignas(64) float score[64];
   Vec best = splat(kMinusInfinity);
   for (int i = 0; i < 64; i += kWidth) {

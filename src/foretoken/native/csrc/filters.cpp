@@ -65,23 +65,25 @@ IntVec bucket_of(const Distribution& d, Vec x) {
   return __builtin_convertvector(min(place, splat(kBuckets - 1)), IntVec);
 }
 
-// The nucleus of a whole row that no short list holds: masses of buckets, then one bucket.
-float wide_nucleus(Distribution& d, double top_p) {
+// The nucleus of a whole row that no short list holds: masses of buckets, then one bucket. `total` is
+// the row's mass. Tokens that weigh less than (1 - p) / V of it are too few to reach below.
+float wide_nucleus(const Distribution& d, double top_p, double total) {
   std::vector<double> bucket(kBuckets);
+  const double least = std::log((1 - top_p) * total / static_cast<double>(d.row.size)) - 1e-3;
+  const auto lower = static_cast<float>(d.top + d.temperature * least);
   alignas(64) float buffer[kBlock];
   for (int64_t j = 0; j < d.row.blocks(); j++) {
     const float* x = d.row.block(j, buffer);
     for (int64_t i = 0; i < d.row.padded(j); i += kWidth) {
       const Vec v = load(x + i);
+      if (!any(v >= splat(lower))) continue;
       const IntVec b = bucket_of(d, v);
       Vec w = exp2_of((v - d.top) * (d.inverse * kLog2e));
       w = v > splat(kMinusInfinity) ? w : Vec{};
       for (int k = 0; k < kWidth; k++) bucket[b[k]] += w[k];
     }
   }
-  double need = 0;
-  for (double mass : bucket) need += mass;
-  need *= top_p;
+  double need = top_p * total;
   int at = 0;
   while (at < kBuckets - 1 && bucket[at] < need) need -= bucket[at++];
   std::vector<float> values;
@@ -145,14 +147,11 @@ void measure(const Row& row, const Filters& f, Distribution& d) {
   if (by_mass) {
     const double inside = weight_of(d, d.threshold);
     const bool alone = !by_rank && f.min_p <= 0;
-    const double need =
-        f.top_p * (alone ? std::exp(d.lse - static_cast<double>(d.top) / d.temperature) : inside);
-    complete = inside >= need;
-    if (complete) {
-      d.threshold = nucleus(d, values_of(d, d.threshold), need);
-    } else {
-      d.threshold = wide_nucleus(d, f.top_p);
-    }
+    const double total =
+        alone ? std::exp(d.lse - static_cast<double>(d.top) / d.temperature) : inside;
+    complete = inside >= f.top_p * total;
+    d.threshold = complete ? nucleus(d, values_of(d, d.threshold), f.top_p * total)
+                           : wide_nucleus(d, f.top_p, total);
   }
   settle(d, complete);
 }

@@ -27,16 +27,24 @@ bool has_nan(const float* x, int64_t padded) {
 
 // Sum of exp((x - peak) / T) over x >= threshold; `scale` is log2(e) / T. NaN of a NaN if nothing is
 // dropped.
+//
+// Each step is taken for four vectors at a time: one chain of these operations takes some 50 cycles,
+// and a processor does not look far enough ahead to find the next (0.42 -> 0.33 ns per logit at 256 bits).
 template <bool cuts>
 float sum_of(const float* x, int64_t padded, float peak, float scale, float threshold) {
-  Vec sum[2] = {};
-  for (int64_t i = 0; i < padded; i += 2 * kWidth) {
-    for (int k = 0; k < 2; k++) {
-      const Vec v = load(x + i + k * kWidth), y = exp2_of((v - peak) * scale);
-      sum[k] += cuts ? (v >= splat(threshold) ? y : Vec{}) : y;
+  const Vec least = splat(peak - 126.0f / scale);  // NaN stays NaN in `max`
+  Vec sum[4] = {};
+  for (int64_t i = 0; i < padded; i += 4 * kWidth) {
+    Vec v[4], t[4];
+    for (int k = 0; k < 4; k++) v[k] = load(x + i + k * kWidth);
+    for (int k = 0; k < 4; k++) t[k] = (max(least, v[k]) - peak) * scale;
+    const PowersOfTwo<4> y(t);
+    for (int k = 0; k < 4; k++) {
+      const Vec part = y.scale[k] + y.scale[k] * y.excess[k];
+      sum[k] += cuts ? (v[k] >= splat(threshold) ? part : Vec{}) : part;
     }
   }
-  return sum_lanes(sum[0] + sum[1]);
+  return sum_lanes((sum[0] + sum[1]) + (sum[2] + sum[3]));
 }
 
 // Column maxima of one block; `broken` gets whether there was a NaN.

@@ -27,25 +27,48 @@ inline Address at(int64_t key, int64_t position, int64_t draft_index, int stream
           static_cast<uint32_t>(stream)};
 }
 
-// Words of groups first..first+count-1: out[w][g] is word w of group first + g.
-template <int count>
-inline void words(uint32_t first, const Address& a, uint32_t out[4][count]) {
-  uint32_t k0 = a.key[0], k1 = a.key[1];
-  for (int g = 0; g < count; g++) {
-    out[0][g] = first + g;
-    out[1][g] = a.position;
-    out[2][g] = a.draft_index;
-    out[3][g] = a.stream;
+constexpr uint32_t kMultipliers[2] = {0xD2511F53u, 0xCD9E8D57u}, kWeyl[2] = {0x9E3779B9u, 0xBB67AE85u};
+
+// The four words of one group.
+inline void words(uint32_t group, const Address& a, uint32_t out[4]) {
+  uint32_t k0 = a.key[0], k1 = a.key[1], c0 = group, c1 = a.position, c2 = a.draft_index,
+           c3 = a.stream;
+  for (int round = 0; round < 10; round++, k0 += kWeyl[0], k1 += kWeyl[1]) {
+    const uint64_t p0 = uint64_t{kMultipliers[0]} * c0, p1 = uint64_t{kMultipliers[1]} * c2;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(p1);
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(p0);
   }
-  for (int round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
-    for (int g = 0; g < count; g++) {
-      const uint64_t p0 = uint64_t{0xD2511F53u} * out[0][g], p1 = uint64_t{0xCD9E8D57u} * out[2][g];
-      out[0][g] = static_cast<uint32_t>(p1 >> 32) ^ out[1][g] ^ k0;
-      out[1][g] = static_cast<uint32_t>(p1);
-      out[2][g] = static_cast<uint32_t>(p0 >> 32) ^ out[3][g] ^ k1;
-      out[3][g] = static_cast<uint32_t>(p0);
+  out[0] = c0, out[1] = c1, out[2] = c2, out[3] = c3;
+}
+
+// Words of groups first..first+15: out[w][g] is word w of group first + g.
+inline void words16(uint32_t first, const Address& a, uint32_t out[4][16]) {
+  constexpr int kVectors = 16 / kWidth;
+  BitVec c0[kVectors], c1[kVectors], c2[kVectors], c3[kVectors];
+  for (int i = 0; i < kVectors; i++) {
+    for (int k = 0; k < kWidth; k++) c0[i][k] = first + static_cast<uint32_t>(i * kWidth + k);
+    c1[i] = a.position - BitVec{};
+    c2[i] = a.draft_index - BitVec{};
+    c3[i] = a.stream - BitVec{};
+  }
+  uint32_t k0 = a.key[0], k1 = a.key[1];
+  for (int round = 0; round < 10; round++, k0 += kWeyl[0], k1 += kWeyl[1]) {
+    for (int i = 0; i < kVectors; i++) {
+      const BitVec low0 = c0[i] * kMultipliers[0], low1 = c2[i] * kMultipliers[1];
+      const BitVec high0 = multiply_high(c0[i], kMultipliers[0]);
+      const BitVec high1 = multiply_high(c2[i], kMultipliers[1]);
+      c0[i] = high1 ^ c1[i] ^ k0;
+      c2[i] = high0 ^ c3[i] ^ k1;
+      c1[i] = low1;
+      c3[i] = low0;
     }
   }
+  std::memcpy(out[0], c0, sizeof c0);
+  std::memcpy(out[1], c1, sizeof c1);
+  std::memcpy(out[2], c2, sizeof c2);
+  std::memcpy(out[3], c3, sizeof c3);
 }
 
 // FP32: (h + 1/2) 2^-32 in FP32 arithmetic, at most 1 - 2^-24: open at both ends.
@@ -64,10 +87,10 @@ inline double uniform64(uint32_t high, uint32_t low) {
 // Draw `index` of a stream.
 inline double uniform_at(int64_t index, const Address& a, bool fp64) {
   const int64_t word = fp64 ? 2 * index : index;
-  uint32_t w[4][1];
-  words<1>(static_cast<uint32_t>(word / 4), a, w);
+  uint32_t w[4];
+  words(static_cast<uint32_t>(word / 4), a, w);
   const int64_t i = word % 4;
-  return fp64 ? uniform64(w[i][0], w[i + 1][0]) : uniform32(w[i][0]);
+  return fp64 ? uniform64(w[i], w[i + 1]) : uniform32(w[i]);
 }
 
 // Uniforms to Gumbel noise: the winning tail lies at u -> 0, where floats are dense.

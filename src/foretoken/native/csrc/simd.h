@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace foretoken {
 
 #if defined(__AVX512F__)
@@ -42,6 +46,25 @@ inline bool any(IntVec mask) {
   std::memcpy(part, &mask, sizeof mask);
   for (uint64_t bits : part) all |= bits;
   return all;
+}
+
+// Upper halves of the products with `m`. Compilers know no vector form of it that uses one
+// multiplication for two numbers (2.1 -> 0.8 ns per uniform).
+inline BitVec multiply_high(BitVec v, uint32_t m) {
+#if defined(__AVX512F__)
+  const __m512i by = _mm512_set1_epi32(static_cast<int>(m)), a = (__m512i)v;
+  const __m512i even = _mm512_mul_epu32(a, by), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), by);
+  return (BitVec)_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+#elif defined(__AVX2__)
+  const __m256i by = _mm256_set1_epi32(static_cast<int>(m)), a = (__m256i)v;
+  const __m256i even = _mm256_mul_epu32(a, by), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), by);
+  return (BitVec)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+#else
+  BitVec high;
+  for (int i = 0; i < kWidth; i++)
+    high[i] = static_cast<uint32_t>(uint64_t{v[i]} * m >> 32);
+  return high;
+#endif
 }
 
 // Sixteen-bit floats of their bits, exactly.
@@ -120,35 +143,44 @@ inline Vec log1m(Vec u) {
   return select(w == splat(1.0f), -u, log(w) * (u / (1.0f - w)));
 }
 
-// For t <= 0: 2^t = scale (1 + excess), with 2^-126 for all t below -126; NaN for NaN. To 2e-9
-// before rounding; half the work of `exp`.
-struct Power {
-  Vec scale, excess;
+// 2^t = scale (1 + excess) for `count` vectors of t in [-126.5, 0]; NaN for NaN. To 2e-9 before
+// rounding; half the work of `exp`.
+template <int count>
+struct PowersOfTwo {
+  Vec scale[count], excess[count];
+
+  explicit PowersOfTwo(const Vec (&t)[count]) {
+    // 1.5 * 2^23 + 127: adding it rounds to an integer, whose low bits are then the exponent's.
+    const Vec magic = splat(12583039.0f);
+    Vec f[count], p[count];
+    for (int k = 0; k < count; k++) scale[k] = t[k] + magic;
+    for (int k = 0; k < count; k++) f[k] = t[k] - (scale[k] - magic);
+    for (int k = 0; k < count; k++) p[k] = f[k] * 1.5353361956775188e-4f + 1.3398875016719103e-3f;
+    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 9.61843691766262e-3f;
+    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 5.5503323674201965e-2f;
+    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 2.4022647738456726e-1f;
+    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 6.931471824645996e-1f;
+    for (int k = 0; k < count; k++) excess[k] = p[k] * f[k];
+    for (int k = 0; k < count; k++) scale[k] = (Vec)((IntVec)scale[k] << 23);
+  }
 };
 
-inline Power power_of_two(Vec t) {
-  // 1.5 * 2^23 + 127: adding it rounds to an integer, whose low bits are then the exponent's.
-  const Vec magic = splat(12583039.0f);
-  const Vec bounded = splat(-126.0f) > t ? splat(-126.0f) : t;
-  const Vec shifted = bounded + magic, f = bounded - (shifted - magic);
-  Vec p = splat(1.5353361956775188e-4f);
-  p = p * f + 1.3398875016719103e-3f;
-  p = p * f + 9.61843691766262e-3f;
-  p = p * f + 5.5503323674201965e-2f;
-  p = p * f + 2.4022647738456726e-1f;
-  p = p * f + 6.931471824645996e-1f;
-  return {(Vec)((IntVec)shifted << 23), p * f};
+// For t <= 0, at least 2^-126.
+inline PowersOfTwo<1> power_of_two(Vec t) {
+  const Vec bounded[1] = {splat(-126.0f) > t ? splat(-126.0f) : t};
+  return PowersOfTwo<1>(bounded);
 }
 
+// For t <= 0, 2^-126 for all below it.
 inline Vec exp2_of(Vec t) {
-  const Power y = power_of_two(t);
-  return y.scale + y.scale * y.excess;
+  const auto y = power_of_two(t);
+  return y.scale[0] + y.scale[0] * y.excess[0];
 }
 
 // 1 - 2^t for t <= 0, exact in the leading digits as t goes to 0.
 inline Vec one_minus_exp2(Vec t) {
-  const Power y = power_of_two(t);
-  return (1.0f - y.scale) - y.scale * y.excess;
+  const auto y = power_of_two(t);
+  return (1.0f - y.scale[0]) - y.scale[0] * y.excess[0];
 }
 
 constexpr float kLog2e = 1.44269504f;

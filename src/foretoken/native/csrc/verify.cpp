@@ -22,7 +22,11 @@ struct Request {
                         : static_cast<const int64_t*>(batch.token_BK)[n];
   }
 
-  bool has_draft(int64_t i) const { return i < batch.num_B[index] && token(i) >= 0; }
+  // A rate does not make a token out of an id that the target lacks.
+  bool has_draft(int64_t i) const {
+    if (i >= batch.num_B[index] || token(i) < 0) return false;
+    return token(i) < batch.logits.vocabulary || params.rule_S[slot] != kSynthetic;
+  }
   bool real_q() const {
     return batch.real_q_B[index] && batch.cache && !greedy() && !params.coupled(slot);
   }

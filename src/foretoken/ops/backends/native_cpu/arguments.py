@@ -31,8 +31,15 @@ def _keeping(structure: type[_S], tensors: tuple[Tensor | None, ...], *numbers: 
     return made  # type: ignore[no-any-return]
 
 
+_latest: tuple[SlotParams, library.Params] | None = None  # an engine has one slot table
+
+
 def native_params(params: SlotParams) -> library.Params:
-    """The slot table's columns."""
+    """The slot table's columns; made once for a table of contiguous ones."""
+    global _latest
+    latest = _latest
+    if latest is not None and latest[0] is params:
+        return latest[1]
     columns = (
         params.key_S,
         params.temperature_S,
@@ -41,7 +48,10 @@ def native_params(params: SlotParams) -> library.Params:
         params.min_p_S,
         params.rule_S,
     )
-    return _keeping(library.Params, columns)
+    made = _keeping(library.Params, columns)
+    if all(column.is_contiguous() for column in columns):  # else these are copies of today's values
+        _latest = (params, made)
+    return made
 
 
 def as_native(logits: Tensor) -> Tensor:
@@ -83,9 +93,7 @@ def native_cache(cache: DraftCache | None) -> Any:
     logits_SKV = as_native(cache.logits_SKV)
     tensors = (logits_SKV, cache.threshold_SK, cache.lse_SK)
     _, drafts, vocabulary = logits_SKV.shape
-    return pointer(
-        _keeping(library.Cache, tensors, _DTYPES[logits_SKV.dtype], drafts, vocabulary)
-    )
+    return pointer(_keeping(library.Cache, tensors, _DTYPES[logits_SKV.dtype], drafts, vocabulary))
 
 
 def native_rows(

@@ -13,6 +13,7 @@ Shapes: R rows, V vocabulary, W the same in whole blocks, J blocks of a row, M s
 
 from __future__ import annotations
 
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -50,8 +51,25 @@ def sum_by_row(row_M: Array, weight_M: Array, num_rows: int) -> Array:
     return np.asarray(np.bincount(row_M, weight_M, num_rows))
 
 
-def dense_weights(x_RV: Tensor, temperature_R: Array) -> tuple[Tensor, Array]:
+class _Scratch(threading.local):
+    """Memory of each thread for weights: fresh pages would cost as much as the arithmetic."""
+
+    def __init__(self) -> None:
+        self.flat = [torch.empty(0), torch.empty(0)]
+
+    def take(self, which: int, count: int) -> Tensor:
+        if len(self.flat[which]) < count:
+            self.flat[which] = torch.empty(count)
+        return self.flat[which][:count]
+
+
+_scratch = _Scratch()
+
+
+def dense_weights(x_RV: Tensor, temperature_R: Array, which: int = 0) -> tuple[Tensor, Array]:
     """exp((x - max) / T), float32 [R, W], 0 beyond V; and the maxima, float32 [R].
+
+    The weights are the caller's until its thread's next call with the same `which`, 0 or 1.
 
     The last values of a call or of a thread's share that do not fill a vector are handled by other
     code, which may round otherwise: the scratch is padded so that there are none.
@@ -60,7 +78,7 @@ def dense_weights(x_RV: Tensor, temperature_R: Array) -> tuple[Tensor, Array]:
     width = vocabulary if vocabulary <= BLOCK else -(-vocabulary // BLOCK) * BLOCK
     count = num_rows * width
     step = _LANES * max(1, min(torch.get_num_threads(), -(-count // _GRAIN)))
-    flat = torch.empty(-(-count // step) * step)
+    flat = _scratch.take(which, -(-count // step) * step)
     flat[count:] = 0.0
     weight_RW = flat[:count].view(num_rows, width)
     weight_RW[:, vocabulary:] = -torch.inf

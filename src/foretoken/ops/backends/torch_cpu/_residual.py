@@ -159,7 +159,7 @@ def _dense(batch: Batch, out: Reduced, at: Index, log_w_R: Array) -> Tensor:
     if batch.cache is None or not len(real):
         return weight_RW
     logits_RV, bound_R, lse_R = _cached(batch.cache, batch.slot_B[b_R[real]], i_R[real])
-    q_RW = _probabilities(logits_RV, batch.rows.temperature_N[n[real]], lse_R)
+    q_RW = _probabilities(logits_RV, batch.rows.temperature_N[n[real]], lse_R, which=1)
     width = min(vocabulary, logits_RV.shape[1])
     q_RV = q_RW[:, :width]
     if (bound_R > -np.inf).any():
@@ -171,9 +171,9 @@ def _dense(batch: Batch, out: Reduced, at: Index, log_w_R: Array) -> Tensor:
     return weight_RW.clamp_(min=0.0)
 
 
-def _probabilities(x_RV: Tensor, temperature_R: Array, lse_R: Array) -> Tensor:
+def _probabilities(x_RV: Tensor, temperature_R: Array, lse_R: Array, which: int = 0) -> Tensor:
     """exp(x / T - LSE), float32 [R, W]."""
-    weight_RW, max_R = dense_weights(x_RV, temperature_R)
+    weight_RW, max_R = dense_weights(x_RV, temperature_R, which)
     scale_R = np.exp(max_R.astype(np.float64) / temperature_R - lse_R).astype(np.float32)
     return weight_RW.mul_(from_numpy(scale_R)[:, None])
 

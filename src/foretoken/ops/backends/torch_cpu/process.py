@@ -23,7 +23,7 @@ from foretoken.ops.backends.torch_cpu.noise import Array
 from foretoken.ops.checks import check_rows
 from foretoken.ops.types import Edits, Rule, SlotParams
 
-CHUNK = 1 << 17  # values handled at a time: 512 KB of fp32, half of it in the L2 cache of each core
+CHUNK = 1 << 19  # values handled at a time: 2 MB; with a quarter of it calls cost a third more
 
 
 class Rows(NamedTuple):

@@ -19,7 +19,7 @@ def several_rounds(backend: Backend, device: torch.device, trials: int = TRIALS)
     """Uniforms of positions that a round inspects but does not commit must not come again."""
     target, draft = random_chain(VOCABULARY, 4, 0.5)
     findings = []
-    for rule in (Rule.BLOCK, Rule.STANDARD):
+    for rule in rules:
         for real_q in (True, False):
             setting = Setting(rule=rule)
 

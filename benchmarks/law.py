@@ -30,31 +30,35 @@ from tests.support.law_mutant_cases import READ_RULES, check_mutant, mutants, ru
 from tests.support.law_rounds import several_rounds
 
 CODE = commit()
+NOISE = {
+    "fp32": Setting(),
+    "fp64": Setting(fp64_noise=True),
+    "flat": Setting(rule=Rule.COUPLED),
+}
 Law = Callable[[Backend, torch.device, int], list[Finding]]
 """(backend, device, trials) -> what was found."""
 
 
 def noise(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Vocabularies, ties, nearly uniform rows, tails; on a GPU with the draws of the goal."""
+    """Vocabularies, ties, nearly uniform rows, tails; on a GPU with the draws of the goal.
+
+    A CPU takes 0.3 ns per logit and 20 ns per token of flat noise: fewer draws, smaller vocabularies.
+    """
     gpu = device.type == "cuda"
     findings = law_noise.ties(backend, device, trials)
     for vocabulary in law_noise.VOCABULARIES:
-        rows = 20_000 if gpu else max(100, min(5000, 2**26 // vocabulary))
+        rows = 20_000 if gpu else max(100, min(5000, 2**24 // vocabulary))
         findings += law_noise.vocabulary_law(backend, device, vocabulary, rows)
-    settings = {
-        "fp32": Setting(),
-        "fp64": Setting(fp64_noise=True),
-        "flat": Setting(rule=Rule.COUPLED),
-    }
-    for name, setting in settings.items():
+    for name, setting in NOISE.items():
         draw = law_noise.sampler(backend, setting)
-        draws = (4_000_000 if name == "fp32" else 400_000) if gpu else 20_000
-        findings += law_noise.near_uniform(draw, device, 200_000, draws, f"near_uniform-{name}")
-        if name == "fp64":
-            continue
-        for vocabulary in (1024, 200_000 if gpu else 20_000):
-            draws = (32 if gpu else 2) * 2**31 // vocabulary
-            findings += law_noise.tail(draw, device, vocabulary, draws, f"tail-{name}")
+        vocabulary, draws = (200_000, 400_000) if gpu else (10_000, 20_000)
+        if gpu and name == "fp32":
+            draws = 4_000_000
+        findings += law_noise.near_uniform(draw, device, vocabulary, draws, f"near_uniform-{name}")
+        for vocabulary in (1024, 200_000) if gpu else (1024,):
+            draws = (32 if gpu else 1) * 2**31 // vocabulary
+            if gpu or name == "fp32":
+                findings += law_noise.tail(draw, device, vocabulary, draws, f"tail-{name}")
     return findings
 
 

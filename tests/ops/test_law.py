@@ -49,7 +49,7 @@ def test_joint_law_full(on: On, case: Case) -> None:
 
 
 @fastest
-@named("case", extra_cases())
+@named("case", extra_cases()[::2])
 def test_joint_law_of_longer_runs_and_other_vocabularies(on: On, case: Case) -> None:
     require(check_case(case, on.backend, on.device, on.quick // 2))
 

@@ -12,7 +12,7 @@ from tests.support.law import TRIALS
 
 CPU = torch.device("cpu")
 # Trials of one case in `make test`, on CPUs: 0.35 s of a core in `torch_cpu` on average, 0.6 s in
-# `native_cpu` (2026-11). Mutants are rejected at p < 1e-100 mostly, the subtlest drafter's at 1e-12.
+# `native_cpu` (2026-11). Mutants are rejected with 20 000 at p < 1e-100, but for two.
 QUICK = {"torch_cpu": 10_000, "native_cpu": 50_000}
 
 

@@ -27,8 +27,8 @@ struct Distribution {
   float temperature = 1, inverse = 1;  // T, 1 / T
   float threshold = kMinusInfinity;    // in raw units; -inf where nothing is dropped
   float top = 0;                       // the largest logit, raw
-  double lse = 0;                      // log sum exp of x / T over what is kept; NaN or infinite of a
-                                       // row that is not finite
+  double lse = 0;                      // log sum exp of x / T over what is kept; not finite of a row
+                                       // that is not
   bool listed = false;                 // `kept` holds all kept tokens, block by block
   std::vector<Token> kept;
   // By block, if not listed: the largest logit (raw) and log sum exp of (x - top) / T over what is

@@ -27,7 +27,8 @@ inline Address at(int64_t key, int64_t position, int64_t draft_index, int stream
           static_cast<uint32_t>(stream)};
 }
 
-constexpr uint32_t kMultipliers[2] = {0xD2511F53u, 0xCD9E8D57u}, kWeyl[2] = {0x9E3779B9u, 0xBB67AE85u};
+constexpr uint32_t kMultipliers[] = {0xD2511F53u, 0xCD9E8D57u};
+constexpr uint32_t kWeyl[] = {0x9E3779B9u, 0xBB67AE85u};
 
 // The four words of one group.
 inline void words(uint32_t group, const Address& a, uint32_t out[4]) {

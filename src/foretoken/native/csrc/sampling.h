@@ -39,8 +39,7 @@ struct Cache {
   int64_t dtype, drafts, vocabulary;
 
   char* row(int64_t slot, int64_t i) const {
-    return static_cast<char*>(logits_SKV) +
-           (slot * drafts + i) * vocabulary * bytes_of(dtype);
+    return static_cast<char*>(logits_SKV) + (slot * drafts + i) * vocabulary * bytes_of(dtype);
   }
 };
 

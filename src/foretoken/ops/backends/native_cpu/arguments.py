@@ -84,16 +84,25 @@ def native_edits(edits: Edits | None) -> Any:
 
 
 def native_cache(cache: DraftCache | None) -> Any:
-    """A pointer to the cache, or None.
+    """A pointer to the cache, whose tensors are contiguous and kept alive by the caller, or None.
 
     A float64 cache is read as a float32 copy; its logits are not written (`draft.py` does that).
     """
     if cache is None:
         return None
     logits_SKV = as_native(cache.logits_SKV)
-    tensors = (logits_SKV, cache.threshold_SK, cache.lse_SK)
     _, drafts, vocabulary = logits_SKV.shape
-    return pointer(_keeping(library.Cache, tensors, _DTYPES[logits_SKV.dtype], drafts, vocabulary))
+    made: Any = library.Cache(
+        logits_SKV.data_ptr(),
+        cache.threshold_SK.data_ptr(),
+        cache.lse_SK.data_ptr(),
+        _DTYPES[logits_SKV.dtype],
+        drafts,
+        vocabulary,
+    )
+    if logits_SKV is not cache.logits_SKV:
+        made.kept = logits_SKV
+    return pointer(made)
 
 
 def native_rows(
@@ -129,21 +138,20 @@ def native_batch(
 ) -> library.VerifyBatch:
     """The arguments of `Backend.verify`."""
     logits_NV, token_BK = as_native(logits_NV), drafts.token_BK.contiguous()
-    kept = [
-        slot_B.contiguous(),
-        position_B.contiguous(),
-        drafts.num_B.contiguous(),
-        token_BK,
-        drafts.real_q_B.contiguous(),
-    ]
+    slot_B, position_B = slot_B.contiguous(), position_B.contiguous()
+    num_B, real_q_B = drafts.num_B.contiguous(), drafts.real_q_B.contiguous()
     batch = library.VerifyBatch(
         native_logits(logits_NV),
         native_edits(edits),
         native_cache(drafts.cache),
-        *[tensor.data_ptr() for tensor in kept],
+        slot_B.data_ptr(),
+        position_B.data_ptr(),
+        num_B.data_ptr(),
+        token_BK.data_ptr(),
+        real_q_B.data_ptr(),
         *token_BK.shape,
         token_BK.dtype is torch.int32,
         fp64_noise,
     )
-    batch.kept = (logits_NV, kept)
+    batch.kept = (logits_NV, slot_B, position_B, num_B, token_BK, real_q_B)
     return batch

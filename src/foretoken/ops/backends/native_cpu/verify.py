@@ -64,18 +64,16 @@ def _verify_in_stages(
     """Any mix of rules; writes what `verdict` holds but `n_accept_B`, which is new."""
     kernels, params, given = library.load(), byref(native), byref(batch)
     num_requests, most = len(rule_B), verdict.token_BK1.shape[1] - 1
-    numbers = torch.empty(4, num_requests, most, dtype=torch.float64)
+    log_p_BK, log_q_BK, log_u_BK, mass_BK = torch.empty(4, num_requests, most, dtype=torch.float64)
     finite_BK = torch.empty(num_requests, most, dtype=torch.bool)
-    addresses = [part.data_ptr() for part in (*numbers[:3], finite_BK)]
+    addresses = [part.data_ptr() for part in (log_p_BK, log_q_BK, log_u_BK, finite_BK)]
     reduced = byref(library.Reduced(*addresses))
     kernels.foretoken_reduce(params, given, reduced)
-    first = RuleInputs(*numbers[:3], synthetic_rate_K)
-    log_w_BK1 = weights(first, rule_B).contiguous()
-    mass_BK = None
-    if bool((rule_B == Rule.BLOCK).any()):
-        mass_BK = numbers[3]
+    inputs = RuleInputs(log_p_BK, log_q_BK, log_u_BK, synthetic_rate_K, mass_BK)
+    log_w_BK1 = weights(inputs, rule_B).contiguous()
+    if Rule.BLOCK in rule_B.tolist():
         kernels.foretoken_masses(params, given, reduced, log_w_BK1.data_ptr(), mass_BK.data_ptr())
-    n_accept_B = accept(RuleInputs(*numbers[:3], synthetic_rate_K, mass_BK), rule_B)
+    n_accept_B = accept(inputs, rule_B)
     decided = Verdict(verdict.token_BK1, n_accept_B.contiguous(), verdict.finite_B)
     outcome: Any = byref(_outcome(decided))
     kernels.foretoken_emit(params, given, reduced, log_w_BK1.data_ptr(), outcome)

@@ -42,7 +42,7 @@ Law = Callable[[Backend, torch.device, int], list[Finding]]
 def noise(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
     """Vocabularies, ties, nearly uniform rows, tails; on a GPU with the draws of the goal.
 
-    A CPU takes 0.3 ns per logit and 20 ns per token of flat noise: fewer draws, smaller vocabularies.
+    A CPU takes 0.3 ns per logit, 20 per token of flat noise: fewer draws, smaller vocabularies.
     """
     gpu = device.type == "cuda"
     findings = law_noise.ties(backend, device, trials)

@@ -49,9 +49,9 @@ def test_joint_law_full(on: On, case: Case) -> None:
 
 
 @fastest
-@named("case", extra_cases())
+@named("case", extra_cases()[::2])
 def test_joint_law_of_longer_runs_and_other_vocabularies(on: On, case: Case) -> None:
-    require(check_case(case, on.backend, on.device, on.quick // 4))
+    require(check_case(case, on.backend, on.device, on.quick // 2))
 
 
 @pytest.mark.law
@@ -63,6 +63,12 @@ def test_joint_law_of_longer_runs_full(on: On, case: Case) -> None:
 
 @each_backend
 def test_several_rounds_of_blocks(on: On) -> None:
+    require(several_rounds(on.backend, on.device, rules=(Rule.BLOCK,)))
+
+
+@pytest.mark.law
+@each_backend
+def test_several_rounds_full(on: On) -> None:
     require(several_rounds(on.backend, on.device))
 
 

@@ -24,7 +24,7 @@ from tests.support.law_accept import (
     overlap,
     z_finding,
 )
-from tests.support.law_backends import On, each_backend
+from tests.support.law_backends import On, each_backend, fastest
 from tests.support.law_cases import require
 from tests.support.law_model import Setting, random_chain
 from tests.support.law_mutants import Replaced
@@ -81,7 +81,7 @@ def verify_as(rule: Rule, backend: Any) -> Replaced:
     return Replaced(backend, verify=verify)
 
 
-@each_backend
+@fastest
 def test_another_mean_is_noticed(on: On) -> None:
     """The block rule's drafts, counted as the standard rule's, miss the enumeration."""
     found = mean_accepted(verify_as(Rule.BLOCK, on.backend), on.device, FEWER)  # type: ignore[arg-type]

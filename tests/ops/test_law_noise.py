@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from foretoken.ops import Rule
 from tests.support.law import MUTANT_P, p_value
 from tests.support.law_backends import CPU, On, each_backend, fastest
-from tests.support.law_cases import require
+from tests.support.law_cases import RULES, require
 from tests.support.law_model import Setting
 from tests.support.law_noise import (
     ONE_STREAM,
@@ -26,14 +28,15 @@ from tests.support.law_noise import (
 
 FLAT = Setting(rule=Rule.COUPLED)
 FP64 = Setting(fp64_noise=True)
-LOGITS = 2**25  # of one rule in one vocabulary: what decides the time
+LOGITS = 2**24  # of one rule in one vocabulary: what decides the time
 
 
 @each_backend
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_every_vocabulary(on: On, vocabulary: int) -> None:
-    trials = max(200, min(5000, LOGITS // vocabulary))
-    require(vocabulary_law(on.backend, on.device, vocabulary, trials))
+    trials = max(100, min(4000, LOGITS // vocabulary))
+    rules = RULES if vocabulary == 1025 else (Rule.STANDARD,)
+    require(vocabulary_law(on.backend, on.device, vocabulary, trials, rules))
 
 
 @pytest.mark.law
@@ -45,7 +48,7 @@ def test_every_vocabulary_full(on: On, vocabulary: int) -> None:
 
 @each_backend
 def test_ties_at_the_edge_of_a_filter_are_kept(on: On) -> None:
-    require(ties(on.backend, on.device, 50_000))
+    require(ties(on.backend, on.device, on.quick // 2))
 
 
 def test_the_law_of_broken_ties_is_another() -> None:
@@ -62,12 +65,12 @@ def test_the_law_of_broken_ties_is_another() -> None:
 @each_backend
 @pytest.mark.parametrize("setting", [Setting(), FP64, FLAT], ids=["fp32", "fp64", "flat"])
 def test_nearly_uniform(on: On, setting: Setting) -> None:
-    require(near_uniform(sampler(on.backend, setting), on.device, 2500, 25_000))
+    require(near_uniform(sampler(on.backend, setting), on.device, 1500, 15_000))
 
 
 @fastest
 def test_nearly_uniform_rows_of_20k_tokens(on: On) -> None:
-    require(near_uniform(sampler(on.backend), on.device, 20_000, 60_000))
+    require(near_uniform(sampler(on.backend), on.device, 20_000, 25_000))
 
 
 @pytest.mark.law
@@ -105,7 +108,10 @@ def test_the_tail_is_drawn_at_its_rate(on: On) -> None:
 @pytest.mark.parametrize("setting", [Setting(), FLAT], ids=["hierarchical", "flat"])
 @pytest.mark.parametrize("vocabulary", [1024, 20_000])
 def test_the_tail_full(on: On, vocabulary: int, setting: Setting) -> None:
-    draws = (64 if on.device.type == "cuda" else 2) * 2**31 // vocabulary
+    gpu = on.device.type == "cuda"
+    if setting is FLAT and vocabulary > 1024 and not gpu:
+        vocabulary = 512  # flat noise takes a CPU 20 ns per token
+    draws = (64 if gpu else 1) * 2**31 // vocabulary
     require(tail(sampler(on.backend, setting), on.device, vocabulary, draws))
 
 
@@ -114,8 +120,10 @@ def test_a_tail_cut_off_by_coarse_noise_is_noticed() -> None:
     expected = 14.0
     logits_V = torch.linspace(-18.0, -20.5, 1000)
     logits_V[500] = 0.0
-    drawn = sum(int((capped_gumbel(logits_V, 20_000, wave) != 500).sum()) for wave in range(5))
-    assert drawn == 0  # of 0.56; its noise cannot bridge 17 logits, however many are drawn
+    assert not bool((capped_gumbel(logits_V, 20_000, 0) != 500).any())
+    largest = -math.log(-math.log(1 - 2.0**-24))
+    assert largest < 17  # so no number of draws would bridge 18 logits
     assert poisson_tail(0, expected) < MUTANT_P
+    # A sampler that always draws the head, in the test above:
     found = tail(lambda logits_V, num, wave: torch.full((num,), 10_000), CPU, 20_000, 130_000)
-    assert poisson_tail(0, found[0].value) < MUTANT_P
+    assert found[0].value > expected

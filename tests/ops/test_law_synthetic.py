@@ -9,6 +9,7 @@ from tests.support.law_cases import require
 from tests.support.law_synthetic import (
     DRAFTS,
     RATES,
+    SELECTED,
     greedy_rejections,
     mean_rates,
     observed_rates,
@@ -19,6 +20,12 @@ from tests.support.law_synthetic import (
 
 @each_backend
 def test_rates_per_position(on: On) -> None:
+    require(per_position(on.backend, on.device, SELECTED))
+
+
+@pytest.mark.law
+@each_backend
+def test_rates_per_position_full(on: On) -> None:
     require(per_position(on.backend, on.device))
 
 

@@ -15,11 +15,16 @@ TRIALS = 32_768
 LENGTH, NUM_DRAFTS, VOCABULARY = 6, 2, 4
 
 
-def several_rounds(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
+def several_rounds(
+    backend: Backend,
+    device: torch.device,
+    trials: int = TRIALS,
+    rules: tuple[Rule, ...] = (Rule.BLOCK, Rule.STANDARD),
+) -> list[Finding]:
     """Uniforms of positions that a round inspects but does not commit must not come again."""
     target, draft = random_chain(VOCABULARY, 4, 0.5)
     findings = []
-    for rule in (Rule.BLOCK, Rule.STANDARD):
+    for rule in rules:
         for real_q in (True, False):
             setting = Setting(rule=rule)
 

@@ -209,14 +209,16 @@ def slot_params(case: Case, inputs: Inputs, slots: int) -> SlotParams:
         return torch.full((slots,), value, dtype=dtype, device=inputs.device)
 
     key_S = torch.randint(2**62, (slots,), generator=inputs.generator(2), device=inputs.device)
+    rule = RULES[case.rule or "standard"]
     return SlotParams(
         key_S,
         full(case.temperature, torch.float32),
         full(case.top_k, torch.int64),
         full(case.top_p, torch.float32),
         full(case.min_p, torch.float32),
-        full(int(RULES[case.rule or "standard"]), torch.int64),
+        full(int(rule), torch.int64),
         has_filters=case.filtered,
+        rules=frozenset({rule}),
     )
 
 

@@ -42,6 +42,21 @@ def test_filters_are_promised_off_only_while_every_used_slot_has_none() -> None:
     assert table.params.top_k_S.tolist()[1] == 0
 
 
+def test_the_promised_rules_are_those_of_the_slots_in_use() -> None:
+    table = SlotTable(3, CPU)
+    assert table.params.rules == frozenset()
+    table.admit(0, 1, SamplingParams(), [1], rule=Rule.BLOCK)
+    table.admit(2, 1, SamplingParams(), [1])
+    promised = table.params
+    assert promised.rules == {Rule.BLOCK, Rule.STANDARD}
+    assert table.params is promised  # nothing came or went
+    table.release(0)
+    assert table.params.rules == {Rule.STANDARD}
+    table.admit(2, 1, SamplingParams(), [1], rule=Rule.COUPLED)
+    assert table.params.rules == {Rule.COUPLED}
+    assert table.params.rule_S is promised.rule_S
+
+
 def test_a_released_slot_forgets() -> None:
     table = SlotTable(4, CPU)
     table.admit(2, 11, SamplingParams(min_tokens=2), [1])

@@ -127,6 +127,8 @@ def random_case(
         choose("rule").long(),
     )
     slot_B = torch.randperm(num_slots, generator=random)[:num_requests]
+    if seed % 3:
+        params = promised(params, slot_B, min(vocabulary, width))
     num_B = integers(most + 1, num_requests)
     rows = int(num_B.sum()) + num_requests
     raw_NV = torch.randn(rows, vocabulary, generator=random) * 3
@@ -153,6 +155,15 @@ def random_case(
         token_dtype=(torch.int64, torch.int32)[seed % 2],
         fp64_noise=fp64_noise,
     )
+
+
+def promised(params: SlotParams, slot_B: Tensor, vocabulary: int) -> SlotParams:
+    """The same with `has_filters` and `rules` as narrow as these slots allow."""
+    top_k_B = params.top_k_S[slot_B]
+    filtered_B = ((top_k_B > 0) & (top_k_B < vocabulary)) | (params.top_p_S[slot_B] < 1)
+    filtered_B |= params.min_p_S[slot_B] > 0
+    rules = frozenset(Rule(rule) for rule in params.rule_S[slot_B].tolist())
+    return replace(params, has_filters=bool(filtered_B.any()), rules=rules)
 
 
 def _spoil(x_NV: Tensor, random: torch.Generator) -> None:
@@ -388,9 +399,9 @@ def _difference(name: str, n: int, case: Case, have: Tensor, want: Tensor) -> st
     slots = {"verdict": case.slot_B, "drafted": by_draft, "kept of q": by_draft}
     slot = int(slots.get(name, case.slot_N)[n])
     held = {
-        field.name: getattr(case.params, field.name)[slot].item()
+        field.name: value[slot].item()
         for field in fields(case.params)
-        if field.name != "has_filters"
+        if isinstance(value := getattr(case.params, field.name), Tensor)
     }
     if have.dim() and len(have) > 20:
         differ = torch.nonzero(have != want).flatten().tolist()

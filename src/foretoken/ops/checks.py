@@ -304,6 +304,9 @@ def _check_slots(name: str, slot_N: Tensor, params: SlotParams, vocabulary: int)
         if rule not in RULES:
             known = ", ".join(f"{r.value} ({r.name})" for r in Rule)
             raise ConfigError("params.rule_S", rule, f"one of {known}")
+        if rule not in params.rules:
+            promised = ", ".join(sorted(r.name for r in params.rules))
+            raise ConfigError("params.rules", promised, f"with {Rule(rule).name}, a slot's rule")
     top_p, min_p = params.top_p_S.numpy()[slot], params.min_p_S.numpy()[slot]
     temperature = params.temperature_S.numpy()[slot]
     _check_between("params.temperature_S", temperature, 0, 3.4e38, ">= 0 and finite")

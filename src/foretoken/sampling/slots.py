@@ -21,7 +21,7 @@ class SlotTable:
     """All slots' `SlotParams` on the device, and the histories of those that need one."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        self._filtered = SlotParams(
+        self._table = SlotParams(
             key_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
             temperature_S=torch.ones(num_slots, dtype=torch.float32, device=device),
             top_k_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
@@ -29,14 +29,23 @@ class SlotTable:
             min_p_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
             rule_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
         )
-        self._unfiltered = replace(self._filtered, has_filters=False)  # the same tensors
+        self._rules: dict[int, Rule] = {}
         self._slots_with_filters: set[int] = set()
+        self._changed = True
         self.histories: dict[int, SlotHistory] = {}
 
     @property
     def params(self) -> SlotParams:
-        """The slots' parameters; `has_filters` is known without looking at the device."""
-        return self._filtered if self._slots_with_filters else self._unfiltered
+        """The slots' parameters, always in the same tensors.
+
+        `has_filters` and `rules` are those of the slots in use, known without looking at the
+        device, and stated anew only once a request has come or gone.
+        """
+        if self._changed:
+            has_filters, rules = bool(self._slots_with_filters), frozenset(self._rules.values())
+            self._table = replace(self._table, has_filters=has_filters, rules=rules)
+            self._changed = False
+        return self._table
 
     def admit(
         self,
@@ -51,13 +60,14 @@ class SlotTable:
     ) -> None:
         """Write one request's parameters into its slot."""
         self.release(slot)
-        table = self._filtered
+        table = self._table
         table.key_S[slot] = to_int64(key)
         table.temperature_S[slot] = params.temperature
         table.top_k_S[slot] = min(max(params.top_k, 0), 2**31)  # past any vocabulary: off
         table.top_p_S[slot] = params.top_p
         table.min_p_S[slot] = params.min_p
         table.rule_S[slot] = rule
+        self._rules[slot] = rule
         if params.filters_logits:
             self._slots_with_filters.add(slot)
         if params.edits_logits:
@@ -73,3 +83,5 @@ class SlotTable:
         """Forget a request that ended; its numbers stay until the slot's next request."""
         self.histories.pop(slot, None)
         self._slots_with_filters.discard(slot)
+        self._rules.pop(slot, None)
+        self._changed = True

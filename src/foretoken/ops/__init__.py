@@ -11,6 +11,7 @@ Noise is addressed by name, never by generator state: key = the sample's 64 bits
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Protocol, cast
 
 from torch import Tensor
@@ -237,6 +238,7 @@ BACKENDS = {
     "reference": "foretoken.ops.backends.reference",
     "torch_cpu": "foretoken.ops.backends.torch_cpu",
     "native_cpu": "foretoken.ops.backends.native_cpu",
+    "triton": "foretoken.ops.backends.triton",
 }
 
 
@@ -246,6 +248,8 @@ def unavailable(name: str) -> str | None:
         from foretoken.native import library
 
         return library.missing()
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        return "the package `triton` is not installed"
     return None
 
 

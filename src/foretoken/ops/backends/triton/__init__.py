@@ -1,0 +1,15 @@
+"""Triton kernels on a GPU, or on a CPU through Triton's interpreter. See `foretoken.ops.Backend`.
+
+Reading order: `rows` (what a kernel loads), `scan` (the one pass), `filters` (thresholds), `draw`
+(one token), `decide` and `rules` (verification); `sample`, `verify`, `process` launch them.
+"""
+
+from foretoken.ops.backends.triton.attention import attention
+from foretoken.ops.backends.triton.logprobs import logprobs
+from foretoken.ops.backends.triton.process import process_logits
+from foretoken.ops.backends.triton.sample import draft, sample
+from foretoken.ops.backends.triton.verify import verify
+
+FUSES_DECODERS = False
+
+__all__ = ["FUSES_DECODERS", "attention", "draft", "logprobs", "process_logits", "sample", "verify"]

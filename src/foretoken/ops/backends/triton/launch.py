@@ -1,0 +1,99 @@
+"""What the host side of every op shares: tuples of pointers, scratch memory, launch sizes.
+
+Scratch comes from PyTorch's caching allocator, whose blocks a captured graph keeps: nothing is
+allocated when it replays. Arrival counters must start at zero and return there: one tensor per
+device, made once.
+
+Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries, B requests, K drafts.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.ops.backends.triton.filters import CAPACITY
+from foretoken.ops.backends.triton.rows import BLOCK, GROUP
+from foretoken.ops.types import Edits, Rule, SlotParams
+
+_MOST_REQUESTS = 1 << 16
+
+
+class Sizes(NamedTuple):
+    """Of one call: N rows of V logits in NB blocks and NG groups, and powers of 2 above those."""
+
+    rows: int
+    vocabulary: int
+    blocks: int
+    groups: int
+    blocks_padded: int
+    groups_padded: int
+
+    @classmethod
+    def of(cls, logits_NV: Tensor) -> Sizes:
+        rows, vocabulary = logits_NV.shape
+        blocks = -(-vocabulary // BLOCK.value)
+        groups = -(-vocabulary // GROUP.value)
+        padded = max(4, 1 << (blocks - 1).bit_length())
+        per_block = BLOCK.value // GROUP.value
+        return cls(rows, vocabulary, blocks, groups, padded, padded * per_block)
+
+
+class Scratch(NamedTuple):
+    """Of one call: `out` = (mass_NJ, best_NJ, gmax_NG), `found` as in `filters.py`."""
+
+    out: tuple[Tensor, Tensor, Tensor]
+    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+    @classmethod
+    def of(cls, sizes: Sizes, device: torch.device, filters: bool, flat: bool) -> Scratch:
+        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        rows, f32, i32 = sizes.rows, torch.float32, torch.int32
+        mass = empty(f32, rows, sizes.blocks)
+        best = empty(f32, rows, sizes.blocks) if filters or flat else mass
+        lse = empty(f32, rows)
+        if not filters:
+            return cls((mass, best, mass), (lse, lse, lse, lse, lse))
+        lists = empty(i32, rows, CAPACITY.value), empty(f32, rows, CAPACITY.value)
+        found = (empty(f32, rows), lse, empty(i32, rows), *lists)
+        return cls((mass, best, empty(f32, rows, sizes.groups)), found)
+
+
+@cache
+def arrivals(device: torch.device) -> Tensor:
+    """Counters of finished programs, zero between calls."""
+    return torch.zeros(_MOST_REQUESTS, dtype=torch.int32, device=device)
+
+
+def params_tuple(params: SlotParams) -> tuple[Tensor, ...]:
+    """The pointers of `rows.py: state`."""
+    return (
+        params.key_S,
+        params.temperature_S,
+        params.top_k_S,
+        params.top_p_S,
+        params.min_p_S,
+        params.rule_S,
+    )
+
+
+def edits_tuple(edits: Edits | None, unused: Tensor) -> tuple[tuple[Any, ...], bool, bool]:
+    """(the pointers of `rows.py: edits`, whether there are masks, whether there are entries)."""
+    if edits is None:
+        return (unused,) * 7 + (0,), False, False
+    masks = edits.mask_RW is not None
+    fields = [edits.mask_RW, edits.mask_N, edits.start_N1, edits.token_M]
+    fields += [edits.bias_M, edits.repetition_M, edits.subtract_M]
+    pointers = tuple(unused if x is None else x for x in fields)
+    words = edits.mask_RW.shape[1] if edits.mask_RW is not None else 0
+    return (*pointers, words), masks, len(edits.token_M) > 0
+
+
+def may_be_flat(params: SlotParams) -> bool:
+    """Whether an unfiltered row may draw with flat noise, as far as the host knows."""
+    return Rule.COUPLED in params.rules

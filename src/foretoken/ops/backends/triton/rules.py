@@ -1,0 +1,59 @@
+"""The verification rules of `ops/rules.py` on the device: one request, its K drafts as a vector.
+
+Belongs here: one function per rule, and what decides where a prefix ends. Tests hold them against
+`ops/rules.py`. Everything is in log2; column i is about draft i, as there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _prefix(accepted, i, num):
+    """How many leading drafts are accepted."""
+    return tl.min(tl.where(accepted & (i < num), num, i), axis=0)
+
+
+@triton.jit
+def standard(log_p, log_q, log_u, i, num):
+    """x_i is accepted while u_i < p(x_i) / q(x_i). Leviathan et al. 2023, algorithm 1."""
+    return _prefix((log_u < log_p - log_q) & (log_q > float("-inf")), i, num)
+
+
+@triton.jit
+def synthetic(rate, log_q, u, i, num):
+    """x_i is accepted while u_i < c_i, whatever p and q are."""
+    return _prefix((u < rate) & (log_q > float("-inf")), i, num)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def block_weights(log_p, log_q):
+    """log2 p_{i+1}, p_{i+1} = min(1, p_i p(x) / q(x)): a walk reflected at 0, as sum less maximum.
+
+    Sun et al. 2024, algorithm 2.
+    """
+    ratio = tl.where(log_q > float("-inf"), log_p - log_q, float("-inf"))
+    walk = tl.cumsum(ratio, axis=0)
+    highest = tl.maximum(tl.associative_scan(walk, 0, _larger), 0.0)
+    return tl.where(walk > float("-inf"), walk - highest, float("-inf"))
+
+
+@triton.jit
+def block(log_next, mass_next, ends, log_q, log_u, i, num):
+    """tau = max{i: u_i < h_i}, no early stop; h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, h_K = p_K.
+
+    log_next, mass_next: log2 p_{i+1} and S_{i+1}; ends: whether no draft follows that has a q.
+    """
+    p = tl.exp2(log_next)
+    rest = mass_next + 1 - p
+    h = tl.where(rest > 0, mass_next / tl.where(rest > 0, rest, 1.0), 1.0)
+    h = tl.where(ends, p, h)
+    known = i < _prefix(log_q > float("-inf"), i, num)
+    return tl.max(tl.where(known & (log_u < tl.log2(h)), i + 1, 0), axis=0)

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
@@ -248,9 +249,19 @@ def unavailable(name: str) -> str | None:
         from foretoken.native import library
 
         return library.missing()
-    if name == "triton" and importlib.util.find_spec("triton") is None:
-        return "the package `triton` is not installed"
+    if name == "triton":
+        return _triton_missing()
     return None
+
+
+def _triton_missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package `triton` is not installed"
+    if torch.cuda.is_available():
+        return None
+    from triton import knobs  # half a second
+
+    return None if knobs.runtime.interpret else "no GPU is here, nor is TRITON_INTERPRET=1 set"
 
 
 def get_backend(name: str) -> Backend:

@@ -64,7 +64,9 @@ def _request(b, request, state, V, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def _row_lse(first, i, num, out, found, NB, FILTERS: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr):  # noqa: E501
+def _row_lse(
+    first, i, num, out, found, NB, FILTERS: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr
+):  # noqa: E501
     """(lse, threshold) of a request's rows [KP]; lse is kept for what comes later."""
     row = first + i
     live = i <= num
@@ -93,9 +95,9 @@ def _log_q(q, slot, i, token, known, real, scale):
     log_q = tl.where(known, 0.0, float("-inf"))
     if real:
         inside = known & (token < q[3])
-        raw = tl.load(
-            q[0] + slot * q[1] + i * q[2] + token, mask=inside, other=float("-inf")
-        ).to(tl.float32)
+        raw = tl.load(q[0] + slot * q[1] + i * q[2] + token, mask=inside, other=float("-inf")).to(
+            tl.float32
+        )
         lse = (tl.load(q[5] + slot * q[6] + i, mask=known, other=0.0) * LOG2E).to(tl.float32)
         reached = raw >= tl.load(q[4] + slot * q[6] + i, mask=known, other=0.0)
         usable = inside & reached & (raw > float("-inf")) & (lse - lse == 0)
@@ -235,7 +237,29 @@ def _compact_mass(row, count, threshold, scale, lse, found, law):
 
 
 @triton.jit
-def _block_rule(b, first, num, slot, position, key, scale, greedy, coupled, request, q, out, found, work, NB, K, FILTERS: tl.constexpr, HAS_Q: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
+def _block_rule(
+    b,
+    first,
+    num,
+    slot,
+    position,
+    key,
+    scale,
+    greedy,
+    coupled,
+    request,
+    q,
+    out,
+    found,
+    work,
+    NB,
+    K,
+    FILTERS: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    KP: tl.constexpr,
+    NBP: tl.constexpr,
+    FP64: tl.constexpr,
+):  # noqa: E501
     """n_accept of the block rule, from the residual masses of all rows that have a q."""
     i = tl.arange(0, KP)
     log_p = tl.load(work[2] + b * K + i, mask=i < num, other=float("-inf"))
@@ -262,9 +286,7 @@ def _block_rule(b, first, num, slot, position, key, scale, greedy, coupled, requ
                         )
                         threshold = tl.load(found[0] + first + k)
                         lse = tl.load(found[1] + first + k)
-                        own = _compact_mass(
-                            first + k, count, threshold, scale, lse, found, law
-                        )
+                        own = _compact_mass(first + k, count, threshold, scale, lse, found, law)
                         mass = tl.where(i == k, own, mass)
     tl.store(work[2] + b * K + i, mass, mask=i < num)
     tl.debug_barrier()
@@ -275,9 +297,7 @@ def _block_rule(b, first, num, slot, position, key, scale, greedy, coupled, requ
     zero = tl.full((), 0, tl.int32)
     at = (key, (position + i).to(tl.int32), i, zero + ACCEPT)
     log_u = _log2_of(uniform_at(at, i * 0, FP64), FP64)
-    return rules.block(
-        log_next, mass_next, q_next == float("-inf"), log_q, log_u, i, num
-    )
+    return rules.block(log_next, mass_next, q_next == float("-inf"), log_q, log_u, i, num)
 
 
 @triton.jit

@@ -96,7 +96,20 @@ def _bound(top_G, k, top_p, V, NB, NG, NGP: tl.constexpr):
 
 
 @triton.jit
-def _collect(logits, stride, row, V, edits, bound, groups, n, list_id, list_x, MASKS: tl.constexpr, ENTRIES: tl.constexpr):  # noqa: E501
+def _collect(
+    logits,
+    stride,
+    row,
+    V,
+    edits,
+    bound,
+    groups,
+    n,
+    list_id,
+    list_x,
+    MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # noqa: E501
     """Write the ids and values >= bound of `n` groups, in rising order; returns their number."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, n, _GROUPS):
@@ -205,7 +218,20 @@ def filter_kernel(
 
 
 @triton.jit
-def _search(logits, stride, row, V, edits, scale, top, floor, need, MASS: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr):  # noqa: E501
+def _search(
+    logits,
+    stride,
+    row,
+    V,
+    edits,
+    scale,
+    top,
+    floor,
+    need,
+    MASS: tl.constexpr,
+    MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # noqa: E501
     """As `largest_key`, over a whole row: of the count, or of the mass of logits >= floor."""
     base = tl.zeros((1,), tl.uint32)
     shift = tl.full((), 28, tl.int32)
@@ -213,9 +239,7 @@ def _search(logits, stride, row, V, edits, scale, top, floor, need, MASS: tl.con
         step = tl.arange(0, 16).to(tl.uint32) << shift.to(tl.uint32)
         reached = tl.zeros((16, BLOCK), tl.float32)
         for first in range(0, V, BLOCK):
-            x = load_span(
-                logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last"
-            )
+            x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
             if MASS:
                 weight = tl.where(x >= floor, tl.exp2((x - top) * scale), 0.0)
             else:
@@ -254,16 +278,12 @@ def wide_kernel(
     floor = min_p_floor(tl.load(state[4] + slot), top, scale)
     if (k > 0) & (k < V):
         need = k.to(tl.float32)
-        kth = _search(
-            logits, stride, row, V, edits, scale, top, floor, need, False, MASKS, ENTRIES
-        )
+        kth = _search(logits, stride, row, V, edits, scale, top, floor, need, False, MASKS, ENTRIES)
         floor = tl.maximum(floor, kth)
     if top_p < 1:
         mass = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, V, BLOCK):
-            x = load_span(
-                logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last"
-            )
+            x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
             mass += tl.where(x >= floor, tl.exp2((x - top) * scale), 0.0)
         need = top_p * tl.sum(mass, axis=0)
         nucleus = _search(

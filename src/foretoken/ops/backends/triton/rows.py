@@ -67,7 +67,18 @@ def _masked(x, off, row, V, edits):
 
 
 @triton.jit
-def load_span(logits, stride, row, first, V, edits, WIDTH: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, evict: tl.constexpr):  # noqa: E501
+def load_span(
+    logits,
+    stride,
+    row,
+    first,
+    V,
+    edits,
+    WIDTH: tl.constexpr,
+    MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    evict: tl.constexpr,
+):  # noqa: E501
     """Edited logits first..first + WIDTH - 1 of a row, float32; -inf behind the row's end."""
     off = first + tl.arange(0, WIDTH)
     x = tl.load(
@@ -86,9 +97,7 @@ def load_span(logits, stride, row, first, V, edits, WIDTH: tl.constexpr, MASKS: 
             inside += ((token >= first) & (token < first + WIDTH)).to(tl.int64)
         begin = start + tl.sum(below, axis=0)
         for e in range(begin, begin + tl.sum(inside, axis=0)):
-            edited = _edit(
-                x, tl.load(edits[4] + e), tl.load(edits[5] + e), tl.load(edits[6] + e)
-            )
+            edited = _edit(x, tl.load(edits[4] + e), tl.load(edits[5] + e), tl.load(edits[6] + e))
             x = tl.where(off == tl.load(edits[3] + e), edited, x)
     return x
 
@@ -142,6 +151,4 @@ def log2_sum(x):
 def load_masses(mass, row, NB, NBP: tl.constexpr):
     """The masses of a row's blocks [NBP], -inf behind the last. Read past L1: others wrote them."""
     j = tl.arange(0, NBP)
-    return tl.load(
-        mass + row * NB + j, mask=j < NB, other=float("-inf"), cache_modifier=".cg"
-    )
+    return tl.load(mass + row * NB + j, mask=j < NB, other=float("-inf"), cache_modifier=".cg")

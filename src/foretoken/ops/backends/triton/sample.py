@@ -90,7 +90,16 @@ def sample(
     """
     check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
     return _draw_rows(
-        logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise, None, False
+        logits_NV,
+        params,
+        slot_N,
+        position_N,
+        draft_index_N,
+        streams,
+        edits,
+        fp64_noise,
+        None,
+        False,
     )
 
 

@@ -29,6 +29,7 @@ from foretoken.ops import (
 from tests.support.law import (
     CORRECT_P,
     MUTANT_P,
+    TRIALS,
     Chain,
     MakePropose,
     Propose,
@@ -47,6 +48,7 @@ BLOCK = 16
 VOCABULARY = 5
 NUM_DRAFTS = 2
 MUTANT_TRIALS = 60_000
+QUICK = 40_000  # trials in `make test`: 2 s each; a drafter is asked request by request, in Python
 _law = pytest.mark.law
 CASES = [
     pytest.param(Setting(0.7), id="T0.7"),
@@ -141,6 +143,15 @@ def test_every_drafter_is_lossless(
     check_lossless(chains, name, BACKEND, setting)
 
 
+@_law
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("setting", CASES)
+def test_every_drafter_is_lossless_full(
+    chains: tuple[Chain, Chain], name: str, setting: Setting
+) -> None:
+    check_lossless(chains, name, BACKEND, setting, TRIALS)
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_is_lossless_in_stock_operators(
     chains: tuple[Chain, Chain], name: str
@@ -161,11 +172,16 @@ def one_later(backend: Backend) -> Any:
 
 
 def check_lossless(
-    chains: tuple[Chain, Chain], name: str, backend: Backend, setting: Setting, **options: Any
+    chains: tuple[Chain, Chain],
+    name: str,
+    backend: Backend,
+    setting: Setting,
+    trials: int = QUICK,
+    **options: Any,
 ) -> None:
     target, draft = chains
     make, length = drafter(name, draft, backend, **options), LENGTHS.get(name, 3)
-    outcome = emit(one_later(backend), target, make, setting, length=length, seed=11)
+    outcome = emit(one_later(backend), target, make, setting, length=length, trials=trials, seed=11)
     assert sum(outcome.accepted) > 0
     assert law_p_value(outcome.token_SL, setting.next_law(target)) > CORRECT_P
 

@@ -25,7 +25,7 @@ from tests.support.law_cases import (
     run_case,
 )
 from tests.support.law_mutant_cases import READ_RULES, Mutant, check_mutant, mutants, rule_mutants
-from tests.support.law_mutants import cut_by_prefix
+from tests.support.law_mutants import cut_by_prefix, without_drafts
 from tests.support.law_rounds import several_rounds
 
 SELECTED = pairwise(matrix())
@@ -78,6 +78,14 @@ def test_ragged_lengths_that_depend_on_the_prefix(on: On, rule: Rule) -> None:
     case = Case(rule, 3, "real", "no_filter", False, rounds=None)
     outcome, p = run_case(case, on.backend, on.device, on.quick // 2, cut_by_prefix)
     assert len(set(outcome.offered)) == 3  # not all had three drafts
+    require([p_finding(case.name, p, on.quick // 2)])
+
+
+@each_backend
+@pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK, Rule.COUPLED])
+def test_rounds_without_any_draft_are_plain_sampling(on: On, rule: Rule) -> None:
+    case = Case(rule, 1, "real", "top_p", False, rounds=None)
+    _, p = run_case(case, on.backend, on.device, on.quick // 2, without_drafts)
     require([p_finding(case.name, p, on.quick // 2)])
 
 

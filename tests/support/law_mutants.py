@@ -60,6 +60,16 @@ def cut_by_prefix(propose: Propose) -> Propose:
     return ragged
 
 
+def without_drafts(propose: Propose) -> Propose:
+    """Legitimate: no request has a draft, and the block of drafts no column."""
+
+    def none(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+        no_BK = slot_B.new_zeros(len(slot_B), 0)
+        return DraftBlock(no_BK, torch.zeros_like(slot_B), None, slot_B < 0)
+
+    return none
+
+
 def cut_before_token(propose: Propose, token: int = 2) -> Propose:
     """A draft ends before a token because that token was sampled there."""
 

@@ -8,7 +8,8 @@ row for each rejected request.
 Tuples:
     request = (num_B, slot_B, position_B, token_BK, real_q_B, rate_K)
     q       = (logits_SKV, slot stride, draft stride, V', threshold_SK, lse_SK, their slot stride)
-    work    = (pending_B, arrived_B, log_p_BK, log_q_BK, weight_BK1), all log2; see `_State`
+    work    = (pending_B, arrived_B, log_p_BK, log_q_BK, weight_BK1, plan_BK4, plan_BK6): logs in
+              base 2; the plans say which rows the residual pass reads, see `_plan`
     verdict = (token_BK1, n_accept_B, finite_B)
 
 Shapes: B requests, K most drafts, KP a power of 2 above it, N rows, V vocabulary, NB blocks.
@@ -30,6 +31,7 @@ from foretoken.ops.backends.triton.rows import (
     load_at,
     load_span,
     log2_sum,
+    log2_sum_rows,
 )
 
 TARGET_TOKEN, TARGET_BLOCK = tl.constexpr(0), tl.constexpr(1)
@@ -64,9 +66,7 @@ def _request(b, request, state, V, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def _row_lse(
-    first, i, num, out, found, NB, FILTERS: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr
-):  # noqa: E501
+def _row_lse(first, i, num, out, found, NB, FILTERS: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr):  # noqa: E501
     """(lse, threshold) of a request's rows [KP]; lse is kept for what comes later."""
     row = first + i
     live = i <= num
@@ -77,9 +77,7 @@ def _row_lse(
         other=float("-inf"),
         cache_modifier=".cg",
     )
-    top = tl.max(mass, axis=1)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    lse = base + tl.log2(tl.sum(tl.exp2(mass - base[:, None]), axis=1))
+    lse = log2_sum_rows(mass)
     threshold = tl.full((KP,), float("-inf"), tl.float32)
     if FILTERS:
         compact = tl.load(found[2] + row, mask=live, other=-1) >= 0
@@ -95,9 +93,9 @@ def _log_q(q, slot, i, token, known, real, scale):
     log_q = tl.where(known, 0.0, float("-inf"))
     if real:
         inside = known & (token < q[3])
-        raw = tl.load(q[0] + slot * q[1] + i * q[2] + token, mask=inside, other=float("-inf")).to(
-            tl.float32
-        )
+        raw = tl.load(
+            q[0] + slot * q[1] + i * q[2] + token, mask=inside, other=float("-inf")
+        ).to(tl.float32)
         lse = (tl.load(q[5] + slot * q[6] + i, mask=known, other=0.0) * LOG2E).to(tl.float32)
         reached = raw >= tl.load(q[4] + slot * q[6] + i, mask=known, other=0.0)
         usable = inside & reached & (raw > float("-inf")) & (lse - lse == 0)
@@ -158,6 +156,40 @@ def _store_tokens(b, k, token, finite, num, request, verdict, K, KP: tl.constexp
 
 
 @triton.jit
+def _plan(b, to, needed, i, row, slot, scale, threshold, lse, weight, token, request, q, work, K, ALL: tl.constexpr, HAS_Q: tl.constexpr):  # noqa: E501
+    """Write what the residual pass over some rows [KP] must know, at places `to` of the request.
+
+    plan_BK4: row or -1, mode, token, where its q begins; plan_BK6: scale, threshold, lse, those of
+    q, log2 w.
+    """
+    real = tl.full((), 0, tl.int32)
+    if HAS_Q:
+        drawn = tl.load(request[4] + b) != 0
+        real = tl.where(drawn, 1, 0)
+        q_at = slot * q[6] + i
+        known = tl.where(drawn, needed, i < 0)
+        q_threshold = tl.load(q[4] + q_at, mask=known, other=0.0)
+        q_lse = tl.load(q[5] + q_at, mask=known, other=0.0) * LOG2E
+    else:
+        q_threshold, q_lse = lse * 0, lse * 0
+    once = needed
+    if ALL:
+        once = i < K  # rows that are not needed say so
+    whole = work[5] + (b * K + to) * 4
+    tl.store(whole, tl.where(needed, row, -1), mask=once)
+    tl.store(whole + 1, tl.zeros_like(row) + real + 1, mask=once)
+    tl.store(whole + 2, token, mask=once)
+    tl.store(whole + 3, tl.zeros_like(row) + slot * q[1] + i * q[2], mask=once)
+    part = work[6] + (b * K + to) * 6
+    tl.store(part, tl.zeros_like(lse) + scale, mask=once)
+    tl.store(part + 1, threshold, mask=once)
+    tl.store(part + 2, lse, mask=once)
+    tl.store(part + 3, q_threshold, mask=once)
+    tl.store(part + 4, q_lse.to(tl.float32), mask=once)
+    tl.store(part + 5, weight, mask=once)
+
+
+@triton.jit
 def decide_kernel(
     logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K,
     RAGGED: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
@@ -196,7 +228,8 @@ def decide_kernel(
         weight = tl.zeros((KP,), tl.float32)
         if rule == BLOCK_RULE:
             weight = rules.block_weights(log_p, log_q)
-            pending = tl.where(num > 0, ALL_ROWS, DONE) + zero
+            k = rules.block_all(weight, log_q, _log2_of(u, FP64), i, num)
+            pending = tl.where(k < num, ALL_ROWS, DONE) + zero
         if (rule != SYNTHETIC_RULE) & (greedy | coupled):
             pending = zero
             k = zero
@@ -205,6 +238,17 @@ def decide_kernel(
         tl.store(work[4] + b * (K + 1) + i + 1, weight, mask=i < num)
         tl.store(work[4] + b * (K + 1), 0.0)
         tl.debug_barrier()
+        if pending == ALL_ROWS:
+            before = tl.load(work[4] + b * (K + 1) + i, mask=i < num, other=0.0)
+            needed = (i < num) & (log_q > float("-inf")) & (before > float("-inf"))
+            summed = flat
+            if HAS_Q:
+                summed = flat | (tl.load(request[4] + b) != 0)
+            needed = tl.where(summed, needed, i < 0)
+            if FILTERS:
+                needed = needed & (tl.load(found[2] + first + i, mask=i < num, other=0) < 0)
+            _plan(b, i, needed, i, first + i, slot, scale, threshold, lse, before, token, request,
+                  q, work, K, True, HAS_Q)  # fmt: skip
     settled = pending == ALL_ROWS
     drawn = tl.full((), -1, tl.int64)
     while not settled:
@@ -213,6 +257,10 @@ def decide_kernel(
         if ((mode == 2) | ((mode == 1) & flat)) & _is_dense(found, row, FILTERS):
             pending = tl.full((), 0, tl.int32) + ONE_ROW
             settled = num >= 0
+            here = i == k
+            own = tl.load(request[3] + b * K + i, mask=here, other=-1).to(tl.int64)
+            _plan(b, i * 0, here, i, first + i, slot, scale, threshold, lse, i * 0.0, own, request,
+                  q, work, K, False, HAS_Q)  # fmt: skip
         else:
             at_ = (key, (position + k).to(tl.int32), tl.full((), 0, tl.int32))
             drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law,
@@ -237,29 +285,7 @@ def _compact_mass(row, count, threshold, scale, lse, found, law):
 
 
 @triton.jit
-def _block_rule(
-    b,
-    first,
-    num,
-    slot,
-    position,
-    key,
-    scale,
-    greedy,
-    coupled,
-    request,
-    q,
-    out,
-    found,
-    work,
-    NB,
-    K,
-    FILTERS: tl.constexpr,
-    HAS_Q: tl.constexpr,
-    KP: tl.constexpr,
-    NBP: tl.constexpr,
-    FP64: tl.constexpr,
-):  # noqa: E501
+def _block_rule(b, first, num, slot, position, key, scale, greedy, coupled, request, q, out, found, work, NB, K, FILTERS: tl.constexpr, HAS_Q: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
     """n_accept of the block rule, from the residual masses of all rows that have a q."""
     i = tl.arange(0, KP)
     log_p = tl.load(work[2] + b * K + i, mask=i < num, other=float("-inf"))
@@ -276,7 +302,7 @@ def _block_rule(
                 other=float("-inf"),
                 cache_modifier=".cg",
             )
-            mass = tl.sum(tl.exp2(part), axis=1)
+            mass = tl.where(weight > float("-inf"), tl.sum(tl.exp2(part), axis=1), 0.0)
             if FILTERS:
                 for k in range(0, num):
                     count = tl.load(found[2] + first + k)
@@ -286,7 +312,9 @@ def _block_rule(
                         )
                         threshold = tl.load(found[0] + first + k)
                         lse = tl.load(found[1] + first + k)
-                        own = _compact_mass(first + k, count, threshold, scale, lse, found, law)
+                        own = _compact_mass(
+                            first + k, count, threshold, scale, lse, found, law
+                        )
                         mass = tl.where(i == k, own, mass)
     tl.store(work[2] + b * K + i, mass, mask=i < num)
     tl.debug_barrier()
@@ -297,7 +325,38 @@ def _block_rule(
     zero = tl.full((), 0, tl.int32)
     at = (key, (position + i).to(tl.int32), i, zero + ACCEPT)
     log_u = _log2_of(uniform_at(at, i * 0, FP64), FP64)
-    return rules.block(log_next, mass_next, q_next == float("-inf"), log_q, log_u, i, num)
+    return rules.block(
+        log_next, mass_next, q_next == float("-inf"), log_q, log_u, i, num
+    )
+
+
+@triton.jit
+def _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, at, flat, work, K, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
+    """Residual masses of PER blocks; with flat noise the best scores too."""
+    whole, fraction = work[5] + (b * K + r) * 4, work[6] + (b * K + r) * 6
+    law = (
+        tl.load(whole + 1).to(tl.int32),
+        tl.load(whole + 2),
+        q[0] + tl.load(whole + 3),
+        q[3],
+        tl.load(fraction + 3),
+        tl.load(fraction + 4),
+        tl.load(fraction + 5),
+    )
+    width: tl.constexpr = PER * BLOCK
+    start = part * width
+    x = load_span(logits, stride, row, start, V, edits, width, MASKS, ENTRIES, "evict_first")
+    off = start + tl.arange(0, width)
+    scale, threshold, lse = tl.load(fraction), tl.load(fraction + 1), tl.load(fraction + 2)
+    weight = weigh(x, off, threshold, scale, lse, law)
+    j = part * PER + tl.arange(0, PER)
+    mass = log2_sum_rows(tl.reshape(weight, (PER, BLOCK)))
+    tl.store(out[0] + row * NB + j, mass, mask=j < NB)
+    if FILTERS:
+        if flat:
+            score = weight + gumbel_span(at, start, width, FP64)
+            best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
+            tl.store(out[1] + row * NB + j, best, mask=j < NB)
 
 
 @triton.jit
@@ -306,68 +365,40 @@ def residual_kernel(
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, HAS_Q: tl.constexpr,
     KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, row of it, blocks): residual masses; the last one of a request draws."""
-    pid = tl.program_id(0)
+    """Programs: (request, planned row of it, blocks): residual masses; a request's last one draws.
+
+    Requests come in reverse: the rows that the scan read last may still be in the L2 cache.
+    """
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     part, item = pid % parts, pid // parts
     b, r = item // rows, item % rows
     pending = tl.load(work[0] + b)
-    if pending == DONE:
+    row = tl.load(work[5] + (b * K + r) * 4)
+    if (pending == DONE) | ((pending == ONE_ROW) & (r > 0)):
+        return
+    i = tl.arange(0, KP)
+    expected = tl.full((), 1, tl.int32)
+    if pending == ALL_ROWS:
+        planned = tl.load(work[5] + (b * K + i) * 4, mask=i < rows, other=-1)
+        expected = tl.sum((planned >= 0).to(tl.int32), axis=0)
+    if (row < 0) & ((expected > 0) | (part + r > 0)):
         return
     first, num, slot, position, key, scale, greedy, coupled, flat, rule = _request(
         b, request, state, V, True
     )
-    i = tl.arange(0, KP)
-    k = tl.load(verdict[1] + b).to(tl.int32)
-    if pending == ALL_ROWS:
-        k = r
-        log_q = tl.load(work[3] + b * K + i, mask=i < num, other=float("-inf"))
-        needed = (i < num) & (log_q > float("-inf"))
-        if not flat:
-            needed = needed & (tl.load(request[4] + b) != 0)
-        if FILTERS:
-            needed = needed & (tl.load(found[2] + first + i, mask=i < num, other=0) < 0)
-        expected = tl.sum(needed.to(tl.int32), axis=0)
-        work_here = tl.sum((needed & (i == k)).to(tl.int32), axis=0) > 0
-    else:
-        expected = tl.full((), 1, tl.int32)
-        work_here = r == 0
-    if not work_here:
-        if (expected > 0) | (pid % (parts * rows) != 0):
-            return
     zero = tl.full((), 0, tl.int32)
-    if work_here:
-        law, stream, mode = _law(b, k, slot, num, greedy, coupled, request, q, work, K, HAS_Q)
-        row = first + k
-        threshold = float("-inf")
-        if FILTERS:
-            threshold = tl.load(found[0] + row)
-        lse = tl.load(found[1] + row)
-        at = (key, (position + k).to(tl.int32), zero, zero + RESIDUAL_TOKEN)
-        for p in tl.static_range(PER):
-            j = part * PER + p
-            if j < NB:
-                start = j * BLOCK
-                x = load_span(
-                    logits, stride, row, start, V, edits, BLOCK, MASKS, ENTRIES, "evict_first"
-                )
-                off = start + tl.arange(0, BLOCK)
-                weight = weigh(x, off, threshold, scale, lse, law)
-                tl.store(out[0] + row * NB + j, log2_sum(weight))
-                if FILTERS:
-                    if flat:
-                        score = weight + gumbel_span(at, start, BLOCK, FP64)
-                        tl.store(out[1] + row * NB + j, tl.max(score, axis=0).to(tl.float32))
+    if row >= 0:
+        at = (key, (position + (row - first)).to(tl.int32), zero, zero + RESIDUAL_TOKEN)
+        _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, at, flat, work, K,
+                       MASKS, ENTRIES, FILTERS, PER, FP64)  # fmt: skip
         tl.debug_barrier()
-    last = expected * parts - 1
-    if expected > 0:
-        if tl.atomic_add(work[1] + b, 1, sem="acq_rel") != last:
+        if tl.atomic_add(work[1] + b, 1, sem="acq_rel") != expected * parts - 1:
             return
         tl.store(work[1] + b, 0)
+    k = tl.load(verdict[1] + b).to(tl.int32)
     if pending == ALL_ROWS:
         k = _block_rule(b, first, num, slot, position, key, scale, greedy, coupled, request, q,
                         out, found, work, NB, K, FILTERS, HAS_Q, KP, NBP, FP64)  # fmt: skip
-    else:
-        k = tl.load(verdict[1] + b).to(tl.int32)
     law, stream, mode = _law(b, k, slot, num, greedy, coupled, request, q, work, K, HAS_Q)
     at_ = (key, (position + k).to(tl.int32), zero)
     token = draw(logits, stride, first + k, V, edits, out, found, NB, scale, greedy, flat, law,

@@ -70,20 +70,7 @@ def _compact(weight, id_, count, flat, at_, token_stream, block_stream, FP64: tl
 
 
 @triton.jit
-def _from_list(
-    row,
-    found,
-    count,
-    threshold,
-    scale,
-    lse,
-    flat,
-    law,
-    at_,
-    token_stream,
-    block_stream,
-    FP64: tl.constexpr,
-):  # noqa: E501
+def _from_list(row, found, count, threshold, scale, lse, flat, law, at_, token_stream, block_stream, FP64: tl.constexpr):  # noqa: E501
     """A token of a compact row; from p if the residual has no mass."""
     c = tl.arange(0, CAPACITY)
     x = tl.load(found[4] + row * CAPACITY + c, mask=c < count, other=float("-inf"))
@@ -95,24 +82,7 @@ def _from_list(
 
 
 @triton.jit
-def _within(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    block,
-    threshold,
-    scale,
-    lse,
-    greedy,
-    law,
-    at_,
-    stream,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    FP64: tl.constexpr,
-):  # noqa: E501
+def _within(logits, stride, row, V, edits, block, threshold, scale, lse, greedy, law, at_, stream, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
     """The token of one block; at T=0 the first of the largest."""
     first = block * BLOCK
     off = first + tl.arange(0, BLOCK)
@@ -155,7 +125,9 @@ def draw(
         if (law[0] == 1) & (law[1] < V) & (not flat):
             own = (law[1] // BLOCK).to(tl.int32)
             first = own * BLOCK
-            x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
+            x = load_span(
+                logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last"
+            )
             without = weigh(x, first + tl.arange(0, BLOCK), threshold, scale, lse, law)
             mass_J = tl.where(j == own, log2_sum(without), mass_J)
         mode = law[0]
@@ -180,23 +152,7 @@ def draw(
 
 
 @triton.jit
-def _remass(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    out,
-    NB,
-    threshold,
-    scale,
-    flat,
-    at_,
-    stream,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    FP64: tl.constexpr,
-):  # noqa: E501
+def _remass(logits, stride, row, V, edits, out, NB, threshold, scale, flat, at_, stream, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
     """Masses and best scores of p once more: the residual had none (p = q after rounding)."""
     at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + stream)
     for first in range(0, V, BLOCK):

@@ -7,7 +7,7 @@ are found, four bits of an order-preserving key at a time. Ties are kept, whatev
 
 A row leaves here in one of two states: *compact*, its survivors in a list of up to CAPACITY
 entries; or *dense* (count -1), to be read through its threshold, because nothing is dropped, or
-because its list would overflow: then `wide_kernel` searched the whole row.
+because its list would overflow: then `wide.py` searched the whole row.
 
 Tuple `found` = (threshold_N raw, lse_N in log2, count_N, list_id_NC, list_x_NC raw).
 Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries.
@@ -24,13 +24,10 @@ from foretoken.ops.backends.triton.rows import (
     GROUP,
     first_row,
     is_filtered,
-    is_flat,
     load_at,
     load_masses,
-    load_span,
     log2_sum,
 )
-from foretoken.ops.backends.triton.scan import block_value, flat_noise
 
 CAPACITY = tl.constexpr(128)
 DENSE = tl.constexpr(-1)
@@ -96,20 +93,7 @@ def _bound(top_G, k, top_p, V, NB, NG, NGP: tl.constexpr):
 
 
 @triton.jit
-def _collect(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    bound,
-    groups,
-    n,
-    list_id,
-    list_x,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):  # noqa: E501
+def _collect(logits, stride, row, V, edits, bound, groups, n, list_id, list_x, MASKS: tl.constexpr, ENTRIES: tl.constexpr):  # noqa: E501
     """Write the ids and values >= bound of `n` groups, in rising order; returns their number."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, n, _GROUPS):
@@ -183,7 +167,10 @@ def filter_kernel(
     top = tl.max(top_G, axis=0)
     broken = tl.sum((top_G != top_G).to(tl.int32), axis=0) > 0
     if broken | (top == float("-inf")) | (top == float("inf")):
-        return  # dense, and its masses are not finite either
+        j = tl.arange(0, NBP)
+        tl.store(out[0] + row * NB + j, float("nan"), mask=j < NB)
+        return  # dense, and reported by its masses
+    tl.store(found[1] + row, top)  # for `wide.py`: the lists may overwrite the maxima
     floor = min_p_floor(tl.load(state[4] + slot), top, scale)
     bound = floor
     if ((k > 0) & (k < V)) | (floor == float("-inf")):
@@ -207,7 +194,9 @@ def filter_kernel(
     tl.debug_barrier()
     c = tl.arange(0, CAPACITY)
     x = tl.load(list_x + c, mask=c < count, other=float("-inf"))
-    total = log2_sum(load_masses(out[0], row, NB, NBP))
+    total = 0.0
+    if (k <= 0) | (k >= V):
+        total = log2_sum(load_masses(out[0], row, NB, NBP))
     threshold, exact = _cut(x, c < count, scale, top, k, top_p, floor, total, V)
     if not exact:
         tl.store(found[2] + row, UNDECIDED)
@@ -215,90 +204,3 @@ def filter_kernel(
     tl.store(found[0] + row, threshold)
     tl.store(found[1] + row, log2_sum(tl.where(x >= threshold, x * scale, float("-inf"))))
     tl.store(found[2] + row, count)
-
-
-@triton.jit
-def _search(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    scale,
-    top,
-    floor,
-    need,
-    MASS: tl.constexpr,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):  # noqa: E501
-    """As `largest_key`, over a whole row: of the count, or of the mass of logits >= floor."""
-    base = tl.zeros((1,), tl.uint32)
-    shift = tl.full((), 28, tl.int32)
-    while shift >= 0:
-        step = tl.arange(0, 16).to(tl.uint32) << shift.to(tl.uint32)
-        reached = tl.zeros((16, BLOCK), tl.float32)
-        for first in range(0, V, BLOCK):
-            x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
-            if MASS:
-                weight = tl.where(x >= floor, tl.exp2((x - top) * scale), 0.0)
-            else:
-                weight = tl.where(x > float("-inf"), 1.0, 0.0)
-            inside = key_of(x)[None, :] >= (base + step)[:, None]
-            reached += tl.where(inside, weight[None, :], 0.0)
-        digits = (tl.sum(reached, axis=1) >= need).to(tl.int32)
-        digit = tl.maximum(tl.sum(digits, axis=0) - 1, 0)
-        base = base + (digit.to(tl.uint32) << shift.to(tl.uint32))
-        shift -= 4
-    return value_of(tl.max(base, axis=0))
-
-
-@triton.jit
-def wide_kernel(
-    logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, found, V, NB,
-    token_stream, K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
-    NBP: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr,
-):  # fmt: skip
-    """Rows that the short list could not decide: thresholds, masses, best scores of whole rows."""
-    pid = tl.program_id(0)
-    b, i = pid // K1, pid % K1
-    if K1 > 1:
-        if i > tl.load(num_ptr + b):
-            return
-    row = first_row(num_ptr, b, K1 > 1) + i
-    if tl.load(found[2] + row) != UNDECIDED:
-        return
-    slot = tl.load(slot_ptr + b)
-    scale = LOG2E / tl.load(state[1] + slot)
-    k, top_p = tl.load(state[2] + slot), tl.load(state[3] + slot)
-    top = float("-inf")
-    for first in range(0, V, BLOCK):
-        x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
-        top = tl.maximum(top, tl.max(x, axis=0))
-    floor = min_p_floor(tl.load(state[4] + slot), top, scale)
-    if (k > 0) & (k < V):
-        need = k.to(tl.float32)
-        kth = _search(logits, stride, row, V, edits, scale, top, floor, need, False, MASKS, ENTRIES)
-        floor = tl.maximum(floor, kth)
-    if top_p < 1:
-        mass = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, V, BLOCK):
-            x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
-            mass += tl.where(x >= floor, tl.exp2((x - top) * scale), 0.0)
-        need = top_p * tl.sum(mass, axis=0)
-        nucleus = _search(
-            logits, stride, row, V, edits, scale, top, floor, need, True, MASKS, ENTRIES
-        )
-        floor = tl.maximum(floor, nucleus)
-    at = flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
-    flat = is_flat(state, slot, V)
-    for first in range(0, V, BLOCK):
-        x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
-        x = tl.where(x >= floor, x, float("-inf"))
-        mass_J, best_J = block_value(x, scale, at, first, BLOCK, False, flat, True, FP64)
-        tl.store(out[0] + row * NB + first // BLOCK, mass_J)
-        tl.store(out[1] + row * NB + first // BLOCK, best_J)
-    tl.debug_barrier()
-    tl.store(found[0] + row, floor)
-    tl.store(found[1] + row, log2_sum(load_masses(out[0], row, NB, NBP)))
-    tl.store(found[2] + row, DENSE)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.triton.filters import CAPACITY
-from foretoken.ops.backends.triton.rows import BLOCK, GROUP
+from foretoken.ops.backends.triton.rows import BLOCK, GROUP, begin_kernel
 from foretoken.ops.types import Edits, Rule, SlotParams
 
 _MOST_REQUESTS = 1 << 16
+_BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span
 
 
 class Sizes(NamedTuple):
@@ -82,16 +83,26 @@ def params_tuple(params: SlotParams) -> tuple[Tensor, ...]:
     )
 
 
-def edits_tuple(edits: Edits | None, unused: Tensor) -> tuple[tuple[Any, ...], bool, bool]:
+def edits_tuple(
+    edits: Edits | None, sizes: Sizes, unused: Tensor
+) -> tuple[tuple[Any, ...], bool, bool]:
     """(the pointers of `rows.py: edits`, whether there are masks, whether there are entries)."""
     if edits is None:
-        return (unused,) * 7 + (0,), False, False
-    masks = edits.mask_RW is not None
+        return (unused,) * 7 + (0, unused, 0), False, False
+    masks, entries = edits.mask_RW is not None, len(edits.token_M) > 0
     fields = [edits.mask_RW, edits.mask_N, edits.start_N1, edits.token_M]
     fields += [edits.bias_M, edits.repetition_M, edits.subtract_M]
     pointers = tuple(unused if x is None else x for x in fields)
     words = edits.mask_RW.shape[1] if edits.mask_RW is not None else 0
-    return (*pointers, words), masks, len(edits.token_M) > 0
+    columns = sizes.blocks + _BLOCKS_AT_ONCE
+    begin = unused
+    if entries:
+        begin = torch.empty(sizes.rows, columns, dtype=torch.int32, device=edits.token_M.device)
+        padded = 1 << (columns - 1).bit_length()
+        begin_kernel[(sizes.rows,)](
+            edits.start_N1, edits.token_M, begin, columns, padded, num_warps=4
+        )
+    return (*pointers, words, begin, columns), masks, entries
 
 
 def may_be_flat(params: SlotParams) -> bool:

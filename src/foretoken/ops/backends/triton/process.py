@@ -47,7 +47,7 @@ def process_logits(
     if not sizes.rows:
         return out_NV
     logits_NV, slot_N = logits_NV.contiguous(), slot_N.contiguous()
-    pointers, packed = params_tuple(params), edits_tuple(edits, slot_N)
+    pointers, packed = params_tuple(params), edits_tuple(edits, sizes, slot_N)
     filters = params.has_filters
     scratch = Scratch.of(sizes, logits_NV.device, filters, False)
     if filters:

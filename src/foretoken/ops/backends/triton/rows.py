@@ -6,7 +6,8 @@ dtype, edited on load, and held in float32; nothing writes them back.
 Tuples passed to kernels (device pointers):
     state  = (key_S, temperature_S, top_k_S, top_p_S, min_p_S, rule_S); `params` is a name that
              Triton's launcher keeps to itself
-    edits  = (mask_RW, mask_N, start_N1, token_M, bias_M, repetition_M, subtract_M, words of a mask)
+    edits  = (mask_RW, mask_N, start_N1, token_M, bias_M, repetition_M, subtract_M, words of a mask,
+              begin_NJ, columns of that): begin_NJ is where each block's entries begin
 
 Shapes: B requests, N rows, V vocabulary, S slots, M entries, R masks, W words.
 """
@@ -51,6 +52,27 @@ def is_flat(state, slot, V):
 
 
 @triton.jit
+def begin_kernel(start_ptr, token_ptr, begin_ptr, columns, WIDTH: tl.constexpr):
+    """A program per row: the first entry at or behind each block's first id, by binary search.
+
+    Without it each of 149 programs a row sought its entries: 200 of them cost 120 us a chain.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    j = tl.arange(0, WIDTH)
+    low = tl.load(start_ptr + row) + tl.zeros((WIDTH,), tl.int64)
+    high = tl.load(start_ptr + row + 1) + tl.zeros((WIDTH,), tl.int64)
+    size = tl.max(high - low, axis=0)
+    while size > 0:
+        open_ = low < high
+        middle = (low + high) // 2
+        below = open_ & (tl.load(token_ptr + middle, mask=open_, other=0) < j * BLOCK)
+        high = tl.where(open_ & ~below, middle, high)
+        low = tl.where(below, middle + 1, low)
+        size = size // 2
+    tl.store(begin_ptr + row * columns + j, low.to(tl.int32), mask=j < columns)
+
+
+@triton.jit
 def _edit(x, bias, repetition, subtract):
     x = x + bias
     return tl.where(x > 0, x / repetition, x * repetition) - subtract
@@ -67,18 +89,7 @@ def _masked(x, off, row, V, edits):
 
 
 @triton.jit
-def load_span(
-    logits,
-    stride,
-    row,
-    first,
-    V,
-    edits,
-    WIDTH: tl.constexpr,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    evict: tl.constexpr,
-):  # noqa: E501
+def load_span(logits, stride, row, first, V, edits, WIDTH: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, evict: tl.constexpr):  # noqa: E501
     """Edited logits first..first + WIDTH - 1 of a row, float32; -inf behind the row's end."""
     off = first + tl.arange(0, WIDTH)
     x = tl.load(
@@ -87,17 +98,12 @@ def load_span(
     if MASKS:
         x = _masked(x, off, row, V, edits)
     if ENTRIES:
-        start, end = tl.load(edits[2] + row), tl.load(edits[2] + row + 1)
-        below = tl.zeros((_CHUNK,), tl.int64)
-        inside = tl.zeros((_CHUNK,), tl.int64)
-        for chunk in range(start, end, _CHUNK):
-            e = chunk + tl.arange(0, _CHUNK)
-            token = tl.load(edits[3] + e, mask=e < end, other=2**62)
-            below += (token < first).to(tl.int64)
-            inside += ((token >= first) & (token < first + WIDTH)).to(tl.int64)
-        begin = start + tl.sum(below, axis=0)
-        for e in range(begin, begin + tl.sum(inside, axis=0)):
-            edited = _edit(x, tl.load(edits[4] + e), tl.load(edits[5] + e), tl.load(edits[6] + e))
+        at = edits[8] + row * edits[9] + first // BLOCK
+        begin, end = tl.load(at), tl.load(at + WIDTH // BLOCK)
+        for e in range(begin, end):
+            edited = _edit(
+                x, tl.load(edits[4] + e), tl.load(edits[5] + e), tl.load(edits[6] + e)
+            )
             x = tl.where(off == tl.load(edits[3] + e), edited, x)
     return x
 
@@ -148,7 +154,17 @@ def log2_sum(x):
 
 
 @triton.jit
+def log2_sum_rows(x):
+    """`log2_sum` of each row of a two-dimensional block."""
+    top = tl.max(x, axis=1)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    return base + tl.log2(tl.sum(tl.exp2(x - base[:, None]), axis=1))
+
+
+@triton.jit
 def load_masses(mass, row, NB, NBP: tl.constexpr):
     """The masses of a row's blocks [NBP], -inf behind the last. Read past L1: others wrote them."""
     j = tl.arange(0, NBP)
-    return tl.load(mass + row * NB + j, mask=j < NB, other=float("-inf"), cache_modifier=".cg")
+    return tl.load(
+        mass + row * NB + j, mask=j < NB, other=float("-inf"), cache_modifier=".cg"
+    )

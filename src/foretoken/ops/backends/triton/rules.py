@@ -46,6 +46,17 @@ def block_weights(log_p, log_q):
 
 
 @triton.jit
+def block_all(log_next, log_q, log_u, i, num):
+    """num if `block` accepts every draft, which takes no residual mass to tell (h_K = p_K); else 0.
+
+    log_next: log2 p_{i+1}.
+    """
+    known = _prefix(log_q > float("-inf"), i, num)
+    last = tl.sum(((i == known - 1) & (log_u < log_next)).to(tl.int32), axis=0)
+    return tl.where((known == num) & (last > 0), num, 0)
+
+
+@triton.jit
 def block(log_next, mass_next, ends, log_q, log_u, i, num):
     """tau = max{i: u_i < h_i}, no early stop; h_i = S_i / (S_i + 1 - p_i), 0/0 = 1, h_K = p_K.
 

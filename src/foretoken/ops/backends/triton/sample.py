@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from foretoken.ops.backends.triton.draw import draw
-from foretoken.ops.backends.triton.filters import CAPACITY, filter_kernel, wide_kernel
+from foretoken.ops.backends.triton.filters import filter_kernel
 from foretoken.ops.backends.triton.launch import (
     Scratch,
     Sizes,
@@ -27,8 +27,12 @@ from foretoken.ops.backends.triton.launch import (
 from foretoken.ops.backends.triton.noise import LN2, LOG2E
 from foretoken.ops.backends.triton.rows import first_row, is_flat, load_masses, log2_sum
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, scan_kernel
+from foretoken.ops.backends.triton.wide import wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
+
+
+_FEW_ROWS = 132  # below it a row has a multiprocessor to itself: more warps, less time for each
 
 
 @triton.jit
@@ -90,16 +94,7 @@ def sample(
     """
     check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
     return _draw_rows(
-        logits_NV,
-        params,
-        slot_N,
-        position_N,
-        draft_index_N,
-        streams,
-        edits,
-        fp64_noise,
-        None,
-        False,
+        logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise, None, False
     )
 
 
@@ -143,7 +138,7 @@ def _draw_rows(
     logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
     slot_N, position_N = slot_N.contiguous(), position_N.contiguous()
     index_N = index_N.contiguous()
-    pointers, packed = params_tuple(params), edits_tuple(edits, slot_N)
+    pointers, packed = params_tuple(params), edits_tuple(edits, sizes, slot_N)
     filters, flat = params.has_filters, may_be_flat(params)
     scratch = Scratch.of(sizes, logits_NV.device, filters, flat)
     stored = cache_tuple(cache, index_N, logits_NV)
@@ -156,7 +151,7 @@ def _draw_rows(
         logits_NV, logits_NV.stride(0), slot_N, position_N, index_N, pointers, packed[0],
         scratch.out, scratch.found, stored, token_N, sizes.vocabulary, sizes.blocks, int(streams[0]),
         int(streams[1]), packed[1], packed[2], filters, sizes.blocks_padded, fp64, draft,
-        cache is not None, num_warps=4,
+        cache is not None, num_warps=8 if fp64 else 4,
     )  # fmt: skip
     return token_N
 
@@ -209,13 +204,11 @@ def reduce_rows(
     filter_kernel[(requests * width,)](
         logits_NV, stride, num, slot_B, params, edits[0], scratch.out, scratch.found,
         sizes.vocabulary, sizes.blocks, sizes.groups, width, *shared, sizes.groups_padded,
-        sizes.blocks_padded, num_warps=4,
+        sizes.blocks_padded, num_warps=4 if requests * width < _FEW_ROWS else 2,
     )  # fmt: skip
     wide_kernel[(requests * width,)](
         logits_NV, stride, num, slot_B, position_B, index_B, params, edits[0], scratch.out,
-        scratch.found, sizes.vocabulary, sizes.blocks, int(noise[0]), width, *shared,
-        sizes.blocks_padded, fp64, noise[2], num_warps=8,
+        scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups, int(noise[0]), width, *shared,
+        sizes.blocks_padded, fp64, noise[2], num_warps=16,
     )  # fmt: skip
 
-
-__all__ = ["CAPACITY", "draft", "sample"]

@@ -27,9 +27,7 @@ BLOCKS_PER_PROGRAM = 2
 
 
 @triton.jit
-def block_value(
-    x, scale, at, first, WIDTH: tl.constexpr, greedy, flat, FLAT: tl.constexpr, FP64: tl.constexpr
-):  # noqa: E501
+def block_value(x, scale, at, first, WIDTH: tl.constexpr, greedy, flat, FLAT: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
     """What is kept of a block: (mass, best score).
 
     mass: log2 of the sum of 2^(x scale), at T=0 the maximum. best: of flat noise, max(x scale + G).
@@ -71,7 +69,7 @@ def scan_kernel(
 ):  # fmt: skip
     """Programs: (request, row of it, pair of blocks). `out` = (mass_NJ, best_NJ, gmax_NG).
 
-    Rows with filters get group maxima beside unfiltered masses. STORE copies raw rows into
+    Rows with filters get group maxima, and masses unless top-k makes them useless. STORE copies raw rows into
     `cache` = (logits, slot stride, draft stride, draft_index_B, ...).
     """
     pid = tl.program_id(0)
@@ -86,9 +84,10 @@ def scan_kernel(
     greedy = temperature == 0
     scale = LOG2E / tl.where(greedy, 1.0, temperature)
     flat = is_flat(state, slot, V)
-    filtered = False
+    filtered, listed = False, False
     if FILTERS:
         filtered = is_filtered(state, slot, V)
+        listed = filtered & (tl.load(state[2] + slot) > 0) & (tl.load(state[2] + slot) < V)
     at = flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
     for k in tl.static_range(PER):
         j = part * PER + k
@@ -101,10 +100,11 @@ def scan_kernel(
                 off = first + tl.arange(0, BLOCK)
                 to = cache[0] + slot * cache[1] + tl.load(cache[3] + b) * cache[2]
                 tl.store(to + off, x.to(cache[0].dtype.element_ty), mask=off < V)
-            mass, best = block_value(x, scale, at, first, BLOCK, greedy, flat, FLAT, FP64)
-            tl.store(out[0] + row * NB + j, mass)
-            if FLAT:
-                tl.store(out[1] + row * NB + j, best)
+            if not listed:
+                mass, best = block_value(x, scale, at, first, BLOCK, greedy, flat, FLAT, FP64)
+                tl.store(out[0] + row * NB + j, mass)
+                if FLAT:
+                    tl.store(out[1] + row * NB + j, best)
             if FILTERS:
                 if filtered:
                     top = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)

@@ -25,7 +25,7 @@ from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
 
-_BLOCKS_PER_PROGRAM = 2
+_BLOCKS_PER_PROGRAM = 4  # H200, 64 rows of p and q: see decision 010
 
 
 def verify(
@@ -57,7 +57,7 @@ def verify(
     logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
     slot_B, position_B = slot_B.contiguous(), position_B.contiguous()
     num_B = drafts.num_B.contiguous()
-    pointers, packed = params_tuple(params), edits_tuple(edits, slot_B)
+    pointers, packed = params_tuple(params), edits_tuple(edits, sizes, slot_B)
     filters, flat = params.has_filters, may_be_flat(params)
     scratch = Scratch.of(sizes, device, filters, flat)
     noise = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK, False)
@@ -108,4 +108,6 @@ def _work(requests: int, most: int, device: torch.device) -> tuple[Tensor, ...]:
     """`decide.py: work`: what passes between its two kernels."""
     numbers = torch.empty(3, requests * (most + 1), dtype=torch.float32, device=device)
     pending_B = torch.empty(requests, dtype=torch.int32, device=device)
-    return pending_B, arrivals(device), numbers[0], numbers[1], numbers[2]
+    plan = torch.empty(requests * most, 4, dtype=torch.int64, device=device)
+    reals = torch.empty(requests * most, 6, dtype=torch.float32, device=device)
+    return pending_B, arrivals(device), *numbers.unbind(), plan, reals

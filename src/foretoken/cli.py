@@ -89,7 +89,7 @@ LoadFormat = Annotated[
     str, typer.Option(help="auto reads safetensors; dummy makes random weights from config.json.")
 ]
 Backend = Annotated[
-    str, typer.Option(help="auto, native_cpu, torch_cpu, or reference (the fp64 oracle).")
+    str, typer.Option(help="auto, native_cpu, torch_cpu, triton, or reference (the fp64 oracle).")
 ]
 Threads = Annotated[
     int | None, typer.Option(help="Threads to compute with. Default: one per physical core.")

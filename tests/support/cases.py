@@ -111,6 +111,25 @@ def make_edits(
     )
 
 
+def random_edits(rows: int, vocabulary: int, random: torch.Generator) -> Edits:
+    """Two masks that half of the rows use, and up to eight entries a row, one in four a ban."""
+    keep = torch.rand(2, vocabulary, generator=random) < 0.7
+    masks = [torch.nonzero(one).flatten().tolist() for one in keep]
+    mask_of = (torch.randint(4, (rows,), generator=random) - 2).clamp(min=-1).tolist()
+    entries = {}
+    for row in range(rows):
+        count = int(torch.randint(9, (), generator=random))
+        for token in torch.randint(vocabulary, (count,), generator=random).tolist():
+            bias, repetition, subtract = torch.rand(3, generator=random).tolist()
+            ban = int(torch.randint(4, (), generator=random)) == 0
+            entries[row, token] = (
+                -torch.inf if ban else 4 * bias - 2,
+                0.5 + repetition,
+                2 * subtract - 1,
+            )
+    return make_edits(rows, entries, masks, mask_of, vocabulary)
+
+
 def pack_masks(masks: Sequence[Sequence[int]], vocabulary: int) -> Tensor:
     """int32 [R, W] words: bit v % 32 of word v // 32 is 1 where token v is kept."""
     words = torch.zeros(len(masks), -(-vocabulary // 32), dtype=torch.int64)

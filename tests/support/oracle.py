@@ -29,7 +29,7 @@ from foretoken.ops import (
     Stream,
     get_backend,
 )
-from tests.support.cases import make_edits
+from tests.support.cases import random_edits
 
 BOUND = 1e-5
 PERTURBATIONS = 4
@@ -177,25 +177,6 @@ def _spoil(x_NV: Tensor, random: torch.Generator) -> None:
             row[at] = torch.inf
         elif kind == 2:
             row[:] = -torch.inf
-
-
-def random_edits(rows: int, vocabulary: int, random: torch.Generator) -> Edits:
-    """Two masks that half of the rows use, and up to eight entries a row, one in four a ban."""
-    keep = torch.rand(2, vocabulary, generator=random) < 0.7
-    masks = [torch.nonzero(one).flatten().tolist() for one in keep]
-    mask_of = (torch.randint(4, (rows,), generator=random) - 2).clamp(min=-1).tolist()
-    entries = {}
-    for row in range(rows):
-        count = int(torch.randint(9, (), generator=random))
-        for token in torch.randint(vocabulary, (count,), generator=random).tolist():
-            bias, repetition, subtract = torch.rand(3, generator=random).tolist()
-            ban = int(torch.randint(4, (), generator=random)) == 0
-            entries[row, token] = (
-                -torch.inf if ban else 4 * bias - 2,
-                0.5 + repetition,
-                2 * subtract - 1,
-            )
-    return make_edits(rows, entries, masks, mask_of, vocabulary)
 
 
 def moved(value: T, device: torch.device) -> T:

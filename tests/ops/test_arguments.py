@@ -162,7 +162,7 @@ def test_filters_that_were_promised_away(ops: Backend) -> None:
 
 def test_rules_that_were_promised_away(ops: Backend) -> None:
     given, params = sample_arguments(), make_params(2, rule=[Rule.STANDARD, Rule.BLOCK])
-    with pytest.raises(ConfigError, match=r"params\.rules=.*BLOCK"):
+    with pytest.raises(ConfigError, match=r"params\.rules.*BLOCK"):
         ops.sample(**{**given, "params": replace(params, rules=frozenset({Rule.STANDARD}))})
     exact = replace(params, rules=frozenset({Rule.STANDARD, Rule.BLOCK}))
     ops.sample(**{**given, "params": exact})

@@ -50,7 +50,7 @@ __all__ = [
 
 
 class Backend(Protocol):
-    """The contract. Shapes as in `ops/types.py`; no function changes its inputs but `draft` its cache.
+    """The contract. Shapes as in `ops/types.py`; inputs stay as they are, but `draft`'s cache.
 
     Logits have unit stride along V; rows may lie apart. A row is *finite* if, its edits applied,
     it holds no NaN or +inf and its maximum is finite: -inf is a token that was dropped. An argument

@@ -267,7 +267,8 @@ def decide_kernel(
                          at_, stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
             settled = num >= 0
             if (k < num) & (rule != SYNTHETIC_RULE) & (greedy | coupled):
-                if law[1] == drawn:
+                sound = tl.sum(((i == k) & (lse - lse == 0)).to(tl.int32), axis=0) > 0
+                if (law[1] == drawn) & sound:
                     k += 1
                     settled = num < 0
     broken = tl.sum(((i <= k) & (lse - lse != 0)).to(tl.int32), axis=0) > 0
@@ -331,8 +332,8 @@ def _block_rule(b, first, num, slot, position, key, scale, greedy, coupled, requ
 
 
 @triton.jit
-def _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, at, flat, work, K, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
-    """Residual masses of PER blocks; with flat noise the best scores too."""
+def _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, at, flat, work, K, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr, SPANS: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
+    """Residual masses of SPANS times PER blocks; with flat noise the best scores too."""
     whole, fraction = work[5] + (b * K + r) * 4, work[6] + (b * K + r) * 6
     law = (
         tl.load(whole + 1).to(tl.int32),
@@ -344,19 +345,23 @@ def _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, at, fl
         tl.load(fraction + 5),
     )
     width: tl.constexpr = PER * BLOCK
-    start = part * width
-    x = load_span(logits, stride, row, start, V, edits, width, MASKS, ENTRIES, "evict_first")
-    off = start + tl.arange(0, width)
     scale, threshold, lse = tl.load(fraction), tl.load(fraction + 1), tl.load(fraction + 2)
-    weight = weigh(x, off, threshold, scale, lse, law)
-    j = part * PER + tl.arange(0, PER)
-    mass = log2_sum_rows(tl.reshape(weight, (PER, BLOCK)))
-    tl.store(out[0] + row * NB + j, mass, mask=j < NB)
-    if FILTERS:
-        if flat:
-            score = weight + gumbel_span(at, start, width, FP64)
-            best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
-            tl.store(out[1] + row * NB + j, best, mask=j < NB)
+    for span in tl.static_range(SPANS):
+        start = (part * SPANS + span) * width
+        if start < V:
+            x = load_span(
+                logits, stride, row, start, V, edits, width, MASKS, ENTRIES, "evict_first"
+            )
+            off = start + tl.arange(0, width)
+            weight = weigh(x, off, threshold, scale, lse, law)
+            j = start // BLOCK + tl.arange(0, PER)
+            mass = log2_sum_rows(tl.reshape(weight, (PER, BLOCK)))
+            tl.store(out[0] + row * NB + j, mass, mask=j < NB)
+            if FILTERS:
+                if flat:
+                    score = weight + gumbel_span(at, start, width, FP64)
+                    best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
+                    tl.store(out[1] + row * NB + j, best, mask=j < NB)
 
 
 @triton.jit
@@ -364,6 +369,7 @@ def residual_kernel(
     logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K, parts, rows,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, HAS_Q: tl.constexpr,
     KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr,
+    SPANS: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, planned row of it, blocks): residual masses; a request's last one draws.
 
@@ -383,18 +389,24 @@ def residual_kernel(
         expected = tl.sum((planned >= 0).to(tl.int32), axis=0)
     if (row < 0) & ((expected > 0) | (part + r > 0)):
         return
-    first, num, slot, position, key, scale, greedy, coupled, flat, rule = _request(
-        b, request, state, V, True
-    )
     zero = tl.full((), 0, tl.int32)
     if row >= 0:
-        at = (key, (position + (row - first)).to(tl.int32), zero, zero + RESIDUAL_TOKEN)
-        _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, at, flat, work, K,
-                       MASKS, ENTRIES, FILTERS, PER, FP64)  # fmt: skip
+        flat_noise, summed_flat = (zero, zero, zero, zero), False
+        if FILTERS:
+            own = tl.load(request[1] + b)
+            summed_flat = is_flat(state, own, V)
+            position = tl.load(request[2] + b) + row - first_row(request[0], b, True)
+            flat_noise = (tl.load(state[0] + own), position.to(tl.int32), zero,
+                          zero + RESIDUAL_TOKEN)  # fmt: skip
+        _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, flat_noise,
+                       summed_flat, work, K, MASKS, ENTRIES, FILTERS, PER, SPANS, FP64)  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(work[1] + b, 1, sem="acq_rel") != expected * parts - 1:
             return
         tl.store(work[1] + b, 0)
+    first, num, slot, position, key, scale, greedy, coupled, flat, rule = _request(
+        b, request, state, V, True
+    )
     k = tl.load(verdict[1] + b).to(tl.int32)
     if pending == ALL_ROWS:
         k = _block_rule(b, first, num, slot, position, key, scale, greedy, coupled, request, q,

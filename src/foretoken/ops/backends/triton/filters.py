@@ -64,13 +64,13 @@ def largest_key(keys, weight, need):
 
 
 @triton.jit
-def _kth_by_bits(keys, k):
-    """The k-th largest of many keys, a bit a round."""
+def largest_key_by_bits(keys, weight, need):
+    """As `largest_key` for many keys: a bit a round, so that few registers hold them."""
     base = tl.full((), 0, tl.uint32)
     bit = tl.full((), 0x80000000, tl.uint32)
     while bit > 0:
         candidate = base + bit
-        if tl.sum((keys >= candidate).to(tl.int32), axis=0) >= k:
+        if tl.sum(tl.where(keys >= candidate, weight, 0.0), axis=0) >= need:
             base = candidate
         bit = bit >> 1
     return base
@@ -88,7 +88,7 @@ def _bound(top_G, k, top_p, V, NB, NG, NGP: tl.constexpr):
         one = tl.full((NGP // per_block,), 1.0, tl.float32)
         key = largest_key(key_J, one, wanted.to(tl.float32))
     elif wanted <= NG:
-        key = _kth_by_bits(key_G, wanted)
+        key = largest_key_by_bits(key_G, 1.0, wanted.to(tl.float32))
     return value_of(tl.maximum(key, 0x007FFFFF))
 
 

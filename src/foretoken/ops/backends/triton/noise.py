@@ -50,10 +50,9 @@ def gumbel(u):
 
 @triton.jit
 def gumbel64(u):
-    """The same in FP64, where the logarithm of 1 - u is corrected for the rounding of 1 - u."""
-    w = 1 - u
-    exponential = tl.where(w == 1, u, -tl.log(w) * (u / tl.where(w == 1, 1.0, 1 - w)))
-    return -tl.log(exponential) * LOG2E
+    """The same in FP64, with the series where 1 - u would round u away."""
+    series = u * (1 + u * (0.5 + u / 3))
+    return -tl.log(tl.where(u < 1e-6, series, -tl.log(1 - u))) * LOG2E
 
 
 @triton.jit

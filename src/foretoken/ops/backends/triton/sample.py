@@ -151,7 +151,7 @@ def _draw_rows(
         logits_NV, logits_NV.stride(0), slot_N, position_N, index_N, pointers, packed[0],
         scratch.out, scratch.found, stored, token_N, sizes.vocabulary, sizes.blocks, int(streams[0]),
         int(streams[1]), packed[1], packed[2], filters, sizes.blocks_padded, fp64, draft,
-        cache is not None, num_warps=8 if fp64 else 4,
+        cache is not None, num_warps=8 if fp64 and sizes.rows < _FEW_ROWS else 4,
     )  # fmt: skip
     return token_N
 
@@ -209,6 +209,6 @@ def reduce_rows(
     wide_kernel[(requests * width,)](
         logits_NV, stride, num, slot_B, position_B, index_B, params, edits[0], scratch.out,
         scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups, int(noise[0]), width, *shared,
-        sizes.blocks_padded, fp64, noise[2], num_warps=16,
+        sizes.blocks_padded, fp64, noise[2], num_warps=8, maxnreg=80,
     )  # fmt: skip
 

@@ -270,5 +270,5 @@ def get_backend(name: str) -> Backend:
         raise ConfigError("backend", name, f"one of {', '.join(BACKENDS)}")
     reason = unavailable(name)
     if reason is not None:
-        raise ConfigError("backend", name, "one that runs here", f"Without kernels: {reason}.")
+        raise ConfigError("backend", name, "one that runs here", f"This one cannot: {reason}.")
     return cast(Backend, importlib.import_module(BACKENDS[name]))

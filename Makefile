@@ -76,6 +76,7 @@ bench: $(CORE) $(NATIVE)
 	@$(BIN)/python -m benchmarks.prefix
 	@$(BIN)/python -m benchmarks.curves
 	@$(BIN)/python -m benchmarks.cost
+	@$(BIN)/python -m benchmarks.ops
 	@$(BIN)/python -m benchmarks.tables
 
 tables: $(CORE)

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from foretoken.lab.results import Row, Spread, collect, commit, write
-from foretoken.lab.workloads import heldout
-from foretoken.models import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -38,6 +36,9 @@ def use_cores(count: int) -> None:
 
 def heldout_tokens() -> list[int]:
     """All held-out texts, prompts and how they go on, as one run of token ids."""
+    from foretoken.lab.workloads import heldout
+    from foretoken.models import load_tokenizer
+
     tokenizer = load_tokenizer(TARGET)
     return [i for item in heldout() for i in tokenizer.encode(item.prompt + item.reference)]
 

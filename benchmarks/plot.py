@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
@@ -38,18 +38,50 @@ def ticks(most: float, count: int = 5) -> list[float]:
     return [i * step for i in range(math.ceil(most / step - 1e-9) + 1)]
 
 
-def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series]) -> str:
-    """A chart with both axes from 0, x to the last point; a dot with its range per point."""
+def decades(least: float, most: float) -> list[float]:
+    """Powers of ten from the last that is not above `least` to the first not below `most`."""
+    first, last = math.floor(math.log10(least) + 1e-9), math.ceil(math.log10(most) - 1e-9)
+    return [10.0**i for i in range(first, max(last, first + 1) + 1)]
+
+
+def _axis(
+    least: float, most: float, logarithmic: bool, to_end: bool
+) -> tuple[list[float], Callable[[float], float]]:
+    """Ticks, and where a value lies between the axis's two ends, 0 to 1.
+
+    Args:
+        to_end: the axis ends at `most` instead of at a tick (and, if logarithmic, begins at
+            `least`); ticks beyond are left out.
+    """
+    marks = decades(least, most) if logarithmic else ticks(most)
+    low, high = (least, most) if to_end and most > least else (marks[0], marks[-1])
+    if not logarithmic:
+        return [mark for mark in marks if mark <= high], lambda value: value / high
+    width = math.log(high / low)
+    marks = [mark for mark in marks if low <= mark <= high]
+    return marks, lambda value: math.log(value / low) / width
+
+
+def line_chart(
+    title: str, x_label: str, y_label: str, series: Sequence[Series], logarithmic: bool = False
+) -> str:
+    """A chart with x to the last point; a dot with its range per point.
+
+    Args:
+        logarithmic: both axes, of positive numbers; else both begin at 0.
+    """
     points = [point for one in series for point in one.points]
-    last = max(p[0] for p in points)
-    x_ticks, y_ticks = ticks(last), ticks(max(p[3] for p in points))
+    across = [p[0] for p in points]
+    x_ticks, x_share = _axis(min(across), max(across), logarithmic, to_end=True)
+    up = (min(p[2] for p in points), max(p[3] for p in points))
+    y_ticks, y_share = _axis(*up, logarithmic, to_end=False)
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
 
     def at_x(x: float) -> float:
-        return round(LEFT + (right - LEFT) * x / last, 1)
+        return round(LEFT + (right - LEFT) * x_share(x), 1)
 
     def at_y(y: float) -> float:
-        return round(bottom - (bottom - TOP) * y / y_ticks[-1], 1)
+        return round(bottom - (bottom - TOP) * y_share(y), 1)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -61,7 +93,7 @@ def line_chart(title: str, x_label: str, y_label: str, series: Sequence[Series])
     for tick in y_ticks:
         parts.append(_line(LEFT, at_y(tick), right, at_y(tick), "grid"))
         parts.append(_text(LEFT - 8, at_y(tick) + 4, f"{tick:g}", "end"))
-    for tick in (tick for tick in x_ticks if tick <= last):
+    for tick in x_ticks:
         parts.append(_line(at_x(tick), bottom, at_x(tick), bottom + 5, "axis"))
         parts.append(_text(at_x(tick), bottom + 20, f"{tick:g}", "middle"))
     parts.append(_line(LEFT, bottom, right, bottom, "axis"))

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, goal
+from benchmarks.markup import markdown, number, percent, spread, where
+from benchmarks.ops_tables import ops_cpu, ops_figures, ops_gpu, ops_lines
 from benchmarks.plot import Series, line_chart
 from foretoken.lab.results import Results, Row, Spread, read
 
@@ -20,38 +22,6 @@ FIGURES = ROOT / "docs" / "figures"
 NOT_MEASURED = "Not measured yet: `make bench`.\n"
 TEMPERATURES = (0.0, 0.8)
 BASELINES = ("plain", "generate", "best_assisted")
-
-
-def markdown(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def where(results: Results) -> str:
-    """One line under a table: machine, versions, date, commit, file."""
-    hardware, versions = results.hardware, results.versions
-    cpu = f"{hardware['cpu']}, {hardware['cores']} cores"
-    if "read_gb_per_s" in hardware:
-        cpu += f" with {hardware['vector_instructions']} reading {hardware['read_gb_per_s']} GB/s"
-    return (
-        f"\n{cpu}; torch {versions['torch']}, "
-        f"transformers {versions['transformers']}; {results.date[:10]}, commit "
-        f"{results.commit[:10]}; `benchmarks/results/{results.name}.json`.\n"
-    )
-
-
-def number(row: Row, name: str, digits: int = 2) -> str:
-    value = row.values.get(name)
-    if value is None:
-        return ""
-    return f"{value.median if isinstance(value, Spread) else value:.{digits}f}"
-
-
-def spread(row: Row, name: str, digits: int) -> str:
-    value = row.values[name]
-    if not isinstance(value, Spread):
-        return f"{value:.{digits}f}"
-    return f"{value.median:.{digits}f} ({value.min:.{digits}f}–{value.max:.{digits}f})"
 
 
 def speed(folder: Path) -> str:
@@ -187,13 +157,6 @@ def profile(folder: Path) -> str:
     return markdown(header, rows) + where(results)
 
 
-def percent(row: Row, name: str) -> str:
-    value = row.values.get(name)
-    if value is None:
-        return ""
-    return f"{value.median if isinstance(value, Spread) else value:.1%}"
-
-
 def throughput(folder: Path) -> str:
     """Every case of every batch size: tokens/s, ratios, and how many prompts agree."""
     results = read(folder / "throughput.json")
@@ -279,7 +242,7 @@ def curve_figures(folder: Path) -> dict[str, str]:
     return figures
 
 
-GOALS = ("speed", "throughput", "profile", "prefix", "curves")
+GOALS = ("speed", "throughput", "profile", "prefix", "curves", "ops_gpu", "ops_cpu")
 LEAST_R_SQUARED = 0.99
 
 
@@ -290,6 +253,11 @@ def goals(folder: Path) -> str:
         if (folder / f"{name}.json").exists():
             results = read(folder / f"{name}.json")
             notes = [*results.notes, *straightness(results)]
+            if name.startswith("ops_"):
+                notes += [
+                    goal(f"{line.case}: R² of its line", line, "r_squared", LEAST_R_SQUARED)
+                    for line in ops_lines(results)
+                ]
             rows += [[f"`{name}`", *note] for text in notes if (note := goal_parts(text))]
     if not rows:
         return NOT_MEASURED
@@ -328,6 +296,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "prefix": prefix,
     "catch_up": catch_up,
     "curves": curves,
+    "ops_gpu": ops_gpu,
+    "ops_cpu": ops_cpu,
 }
 
 
@@ -354,6 +324,7 @@ def outputs(folder: Path = RESULTS) -> dict[Path, str]:
     texts = {path: regenerate(path.read_text(encoding="utf-8"), folder) for path in documents()}
     if (folder / "curves.json").exists():
         texts |= {FIGURES / name: svg for name, svg in curve_figures(folder).items()}
+    texts |= {FIGURES / name: svg for name, svg in ops_figures(folder).items()}
     return texts
 
 

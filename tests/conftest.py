@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tiny models gain nothing from threads, and on a busy machine every parallel region waits for the
 # scheduler: the model tests took 24 s with one thread and 260 s with two.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A process that a script starts in its background ignores Ctrl-C, and so does all that it starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "foretoken",

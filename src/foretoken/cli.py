@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 Note = Callable[[str], None]
 _EMBEDDED = "tiny-python"
 _BUGS = (IntegrityError, ProcessingError, StepError)
+_SYNTHETIC = "Synthetic acceptance: this text is meaningless by design."
 _PATIENCE = 2.0  # seconds until what prints nothing shows that it is alive
 
 app = typer.Typer(
@@ -88,7 +89,7 @@ LoadFormat = Annotated[
     str, typer.Option(help="auto reads safetensors; dummy makes random weights from config.json.")
 ]
 Backend = Annotated[
-    str, typer.Option(help="auto, native_cpu, torch_cpu, or reference (the fp64 oracle).")
+    str, typer.Option(help="auto, native_cpu, torch_cpu, triton, or reference (the fp64 oracle).")
 ]
 Threads = Annotated[
     int | None, typer.Option(help="Threads to compute with. Default: one per physical core.")
@@ -254,6 +255,8 @@ def _complete(llm: LLM, text: str, params: SamplingParams, as_json: bool, note: 
     else:
         sys.stdout.write("\n")
     sys.stdout.flush()
+    if output.synthetic_acceptance:
+        _say(_SYNTHETIC, style="bold yellow")
     if output.error is not None:
         raise output.error
     if output.interrupted_by is not None:
@@ -298,8 +301,10 @@ def _as_json(output: RequestOutput) -> dict[str, Any]:
         "stop_reason": sample.stop_reason,
         "seed": sample.seed,
         "origins": sample.origins,
+        "synthetic_acceptance": sample.synthetic_acceptance,
         "metrics": asdict(metrics)
         | {
+            "synthetic_acceptance": metrics.synthetic_acceptance,
             "mean_acceptance_length": metrics.mean_acceptance_length,
             "acceptance_rate": metrics.acceptance_rate,
         },
@@ -315,7 +320,8 @@ def _summary(output: RequestOutput) -> str:
         f"{metrics.tokens_per_second:.0f} tokens/s",
     ]
     if metrics.num_drafts:
-        parts.append(f"mean acceptance length {metrics.mean_acceptance_length:.2f}")
+        label = "set " if metrics.synthetic_acceptance else ""
+        parts.append(f"{label}mean acceptance length {metrics.mean_acceptance_length:.2f}")
     return " · ".join(parts)
 
 

@@ -7,14 +7,15 @@ the nearest valid name for an unknown key. Environment switches, if there ever a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from foretoken.errors import ConfigError, check_known_keys
 
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
-REJECTION_SAMPLE_METHODS = ("standard",)
+LOSSLESS_METHODS = ("standard", "block", "coupled")
+REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
 DEVICES = ("auto", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
@@ -27,6 +28,13 @@ def check_int(field: str, value: Any, low: int, high: int | None = None, remedy:
     if bad_type or value < low or (high is not None and value > high):
         bound = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
         raise ConfigError(field, value, bound, remedy)
+
+
+def check_number(field: str, value: Any, low: float, high: float, remedy: str = "") -> None:
+    """Raise `ConfigError` unless `value` is a number in [low, high]; bool and NaN are none here."""
+    bad_type = isinstance(value, bool) or not isinstance(value, (int, float))
+    if bad_type or not low <= value <= high:
+        raise ConfigError(field, value, f"a number in [{low:g}, {high:g}]", remedy)
 
 
 def check_choice(field: str, value: Any, choices: tuple[str, ...], remedy: str = "") -> None:
@@ -49,7 +57,13 @@ class SpeculativeConfig:
             None: 2 and 4.
         draft_sample_method: `probabilistic` (None means this) draws drafts from q and verifies
             with it; `greedy` drafts the argmax and verifies it as one-hot.
-        rejection_sample_method: the verification rule, a name in `ops/rules.py`.
+        rejection_sample_method: the verification rule of requests that name none: `standard`,
+            `block`, `coupled` (lossless, all three) or `synthetic` (see docs/verification.md).
+        synthetic_acceptance_rate, synthetic_acceptance_rates, synthetic_acceptance_length: exactly
+            one of them with `synthetic`, none of them without; all None by default. The rate is the
+            mean, over positions i = 1..K, of the probability that the first i drafts are all
+            accepted, in [0, 1]. The rates are these K probabilities, none above the one before. The
+            length is the mean of accepted drafts + 1, in [1, K + 1].
 
     An option that the method does not take is refused when its drafter is built.
     """
@@ -61,6 +75,9 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None
     draft_sample_method: str | None = None
     rejection_sample_method: str = "standard"
+    synthetic_acceptance_rate: float | None = None
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         where = "speculative_config."
@@ -93,12 +110,46 @@ class SpeculativeConfig:
             self.rejection_sample_method,
             REJECTION_SAMPLE_METHODS,
         )
+        self._check_synthetic(where)
         if self.method is None:
             if self.model is None:
                 raise ConfigError(
                     where + "method", None, "given", "Use `draft_model` (with `model`) or `ngram`."
                 )
             object.__setattr__(self, "method", "draft_model")
+
+    def _check_synthetic(self, where: str) -> None:
+        given = [name for name in _SYNTHETIC if getattr(self, name) is not None]
+        if self.rejection_sample_method != "synthetic":
+            for name in given:
+                raise ConfigError(
+                    where + name,
+                    getattr(self, name),
+                    f"left out with rejection_sample_method `{self.rejection_sample_method}`",
+                    "Set `rejection_sample_method` to `synthetic`, or leave it out.",
+                )
+            return
+        one = "Rule `synthetic` takes exactly one of the three."
+        if not given:
+            first, *others = _SYNTHETIC
+            raise ConfigError(where + first, None, f"given, or one of {', '.join(others)}", one)
+        if len(given) > 1:
+            value = getattr(self, given[1])
+            raise ConfigError(where + given[1], value, f"left out beside `{given[0]}`", one)
+        k = self.num_speculative_tokens
+        if self.synthetic_acceptance_rate is not None:
+            check_number(where + given[0], self.synthetic_acceptance_rate, 0, 1)
+        elif self.synthetic_acceptance_length is not None:
+            check_number(
+                where + given[0],
+                self.synthetic_acceptance_length,
+                1,
+                k + 1,
+                "It counts the bonus token: at most num_speculative_tokens + 1.",
+            )
+        else:
+            rates = _check_rates(where + given[0], self.synthetic_acceptance_rates, k)
+            object.__setattr__(self, given[0], rates)
 
     @property
     def lookup_sizes(self) -> tuple[int, int]:
@@ -126,6 +177,27 @@ class SpeculativeConfig:
             raise ConfigError("speculative_config", given, "a JSON object or a dict")
         check_known_keys("speculative_config", given, [f.name for f in fields(cls)])
         return cls(**given)
+
+
+_SYNTHETIC = (
+    "synthetic_acceptance_rate",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+)
+
+
+def _check_rates(field: str, given: Any, count: int) -> tuple[float, ...]:
+    """The K unconditional rates as a tuple; each is in [0, 1] and at most the one before."""
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
+        raise ConfigError(
+            field, given, f"a list of num_speculative_tokens = {count} numbers in [0, 1]"
+        )
+    before = 1.0
+    for i, rate in enumerate(given):
+        remedy = f"It is the chance that the first {i + 1} drafts are all accepted: it cannot rise."
+        check_number(f"{field}[{i}]", rate, 0, before, remedy)
+        before = float(rate)
+    return tuple(float(rate) for rate in given)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ class SpeculationMetrics:
         num_accepted_tokens: of those, accepted.
         accepted_per_position: how often the draft at each index was accepted, length K.
         drafted_per_position: how often there was a draft at each index, length K.
+        num_synthetic_drafts: of `num_drafts`, those that the rule `synthetic` decided: what was
+            accepted there was set, and tells nothing of the drafter.
     """
 
     num_steps: int = 0
@@ -37,13 +39,15 @@ class SpeculationMetrics:
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
+    num_synthetic_drafts: int = 0
 
-    def observe(self, num_drafted: int, num_accepted: int) -> None:
-        """Record one step: K_b drafts, of which a prefix was accepted."""
+    def observe(self, num_drafted: int, num_accepted: int, *, synthetic: bool = False) -> None:
+        """Record one step: K_b drafts, of which a prefix was accepted, maybe by `synthetic`."""
         self.num_steps += 1
         if not num_drafted:
             return
         self.num_drafts += 1
+        self.num_synthetic_drafts += synthetic
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
         for counts, upto in (
@@ -60,6 +64,7 @@ class SpeculationMetrics:
         self.num_drafts += other.num_drafts
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
+        self.num_synthetic_drafts += other.num_synthetic_drafts
         for mine, theirs in (
             (self.drafted_per_position, other.drafted_per_position),
             (self.accepted_per_position, other.accepted_per_position),
@@ -67,6 +72,11 @@ class SpeculationMetrics:
             mine.extend([0] * (len(theirs) - len(mine)))
             for i, count in enumerate(theirs):
                 mine[i] += count
+
+    @property
+    def synthetic_acceptance(self) -> bool:
+        """Whether any of these counts were set by the rule `synthetic`."""
+        return self.num_synthetic_drafts > 0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -116,6 +126,8 @@ class CompletionOutput:
         logprobs: per generated token, token id -> Logprob; None unless asked for.
         origins: per generated token: `accepted` (a draft), `resampled` (in place of a rejected
             draft), `bonus` (after all drafts were accepted) or `plain` (no draft before it).
+        synthetic_acceptance: the rule `synthetic` decided which drafts were accepted: the text is
+            meaningless by design.
     """
 
     index: int
@@ -126,6 +138,7 @@ class CompletionOutput:
     seed: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
     origins: list[str] = field(default_factory=list)
+    synthetic_acceptance: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +161,11 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether every sample has ended (a refused prompt has none)."""
         return all(o.finish_reason for o in self.outputs)
+
+    @property
+    def synthetic_acceptance(self) -> bool:
+        """Whether the text is meaningless by design: see `CompletionOutput`."""
+        return any(o.synthetic_acceptance for o in self.outputs)
 
     @property
     def interrupted_by(self) -> str | None:

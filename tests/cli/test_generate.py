@@ -32,8 +32,13 @@ PIECES = ["a", " +", " b", "\n"]
 class FakeLLM:
     """Streams `PIECES`; fails where it is told to."""
 
-    def __init__(self, fail_after: int | None = None, error: BaseException | None = None) -> None:
-        self.fail_after, self.error = fail_after, error
+    def __init__(
+        self,
+        fail_after: int | None = None,
+        error: BaseException | None = None,
+        synthetic: bool = False,
+    ) -> None:
+        self.fail_after, self.error, self.synthetic = fail_after, error, synthetic
         self.calls: list[tuple[str, Any]] = []
 
     def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
@@ -49,9 +54,10 @@ class FakeLLM:
                 finish_reason=ended,
                 seed=7,
                 origins=["plain"] * count,
+                synthetic_acceptance=self.synthetic,
             )
             metrics = RequestMetrics()
-            metrics.observe(2, 1)
+            metrics.observe(2, 1, synthetic=self.synthetic)
             yield RequestOutput("1", prompt, [5, 6], [sample], metrics)
 
 
@@ -72,6 +78,20 @@ def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (data["text"], data["finish_reason"], data["seed"]) == ("a + b\n", "length", 7)
     assert data["metrics"]["mean_acceptance_length"] == 2.0
     assert data["metrics"]["accepted_per_position"] == [1, 0]
+    assert not data["synthetic_acceptance"]
+    assert not data["metrics"]["synthetic_acceptance"]
+
+
+def test_synthetic_output_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM(synthetic=True)
+    shown = invoke(monkeypatch, llm, "def f():")
+    assert (shown.exit_code, shown.stdout) == (0, "a + b\n\n")
+    assert "meaningless by design" in shown.stderr
+    result = invoke(monkeypatch, llm, "def f():", "--json")
+    data = json.loads(result.stdout)
+    assert data["synthetic_acceptance"]
+    assert data["metrics"]["synthetic_acceptance"]
+    assert data["metrics"]["num_synthetic_drafts"] == 1
 
 
 def test_prompt_from_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

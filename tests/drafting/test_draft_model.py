@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DraftContext, DrafterSetup, DraftRequest
 from foretoken.drafting.draft_model import DraftModel
 from foretoken.native import library
-from foretoken.ops import DraftBlock, SlotParams, get_backend
+from foretoken.ops import DraftBlock, Rule, SlotParams, Stream, get_backend
 from tests.support.cases import make_params
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels
@@ -63,7 +62,11 @@ class Pair:
     at_once: DraftModel
     by_passes: DraftModel
     params: SlotParams
-    covered: list[bool] = field(default_factory=list)  # what each native round said
+
+    def request(self, slot: int, tokens: list[int], blocks: list[int], num: int) -> DraftRequest:
+        temperature = float(self.params.temperature_S[slot])
+        rule = Rule(int(self.params.rule_S[slot]))
+        return DraftRequest(slot, tokens, blocks, num, temperature, rule)
 
     def propose(self, requests: list[DraftRequest]) -> DraftBlock:
         context = DraftContext(requests, self.params)
@@ -71,13 +74,17 @@ class Pair:
         assert one.token_BK.tolist() == other.token_BK.tolist()
         assert one.num_B.tolist() == other.num_B.tolist()
         assert one.real_q_B.tolist() == other.real_q_B.tolist()
-        if one.logits_SKV is None or other.logits_SKV is None:
-            assert one.logits_SKV is other.logits_SKV
+        if one.cache is None or other.cache is None:
+            assert one.cache is other.cache
+            assert not one.real_q_B.any()
             return one
         for request, num, real in zip(requests, one.num_B, one.real_q_B, strict=True):
+            assert bool(real) == (request.keeps_q and num > 0)
             if real:
-                rows = (block.logits_SKV[request.slot, : int(num)] for block in (one, other))
-                assert torch.equal(*rows)
+                for name in ("logits_SKV", "threshold_SK", "lse_SK"):
+                    mine, theirs = getattr(one.cache, name), getattr(other.cache, name)
+                    at = (request.slot, slice(int(num)))
+                    assert torch.equal(mine[at], theirs[at]), name
         return one
 
 
@@ -88,17 +95,7 @@ MakePair = Callable[..., Pair]
 def make_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePair]:
     def make(params: SlotParams, **options: Any) -> Pair:
         pair = Pair(build(folder, **options), build(folder, **options), params)
-        monkeypatch.setattr(pair.by_passes, "_draft_at_once", lambda *_: None)
-        fused = pair.at_once.model.fused
-        assert fused is not None
-        native = fused.draft
-
-        def draft(*args: Any) -> Tensor | None:
-            found = native(*args)
-            pair.covered.append(found is not None)
-            return found
-
-        monkeypatch.setattr(fused, "draft", draft)
+        monkeypatch.setattr(pair.by_passes, "_draft_at_once", pair.by_passes._draft_by_passes)
         return pair
 
     yield make
@@ -119,7 +116,7 @@ def drive(pair: Pair, *, rounds: int = 12, seed: int = 0) -> int:
         for slot in rng.sample(range(SLOTS), rng.randint(1, SLOTS)):
             known, wanted = len(texts[slot]), rng.randint(1, MOST)
             own = ids[slot * columns : (slot + 1) * columns][: -(-(known + wanted) // size)]
-            requests.append(DraftRequest(slot, list(texts[slot]), own, wanted))
+            requests.append(pair.request(slot, list(texts[slot]), own, wanted))
         block = pair.propose(requests)
         for request, tokens, num in zip(
             requests, block.token_BK.tolist(), block.num_B.tolist(), strict=True
@@ -135,64 +132,110 @@ def drive(pair: Pair, *, rounds: int = 12, seed: int = 0) -> int:
     return num_drafted
 
 
+RULES = [Rule.STANDARD, Rule.BLOCK, Rule.COUPLED, Rule.COUPLED, Rule.SYNTHETIC, Rule.COUPLED]
+
+
+def with_rules(params: SlotParams) -> SlotParams:
+    """Other rules in other slots, coupled ones with and without a temperature."""
+    return replace(params, rule_S=torch.tensor([*RULES, Rule.STANDARD], dtype=torch.int64))
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_mixed_requests(make_pair: MakePair, block_size: int, threads: int) -> None:
     library.set_num_threads(threads)
     pair = make_pair(make_params(SLOTS, TEMPERATURES), block_size=block_size)
     assert drive(pair, seed=block_size) > 60
-    assert pair.covered == [True] * 12
 
 
 def test_greedy_requests_keep_no_q(make_pair: MakePair) -> None:
     pair = make_pair(make_params(SLOTS, 0.0))
     assert drive(pair) > 60
-    assert pair.covered == [True] * 12
 
 
-def test_drafts_that_are_the_argmax_at_any_temperature(make_pair: MakePair) -> None:
-    pair = make_pair(make_params(SLOTS, TEMPERATURES), draft_sample_method="greedy")
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}])
+def test_drafts_that_are_the_argmax_at_any_temperature(
+    make_pair: MakePair, filters: dict[str, Any]
+) -> None:
+    params = make_params(SLOTS, TEMPERATURES, **filters)
+    assert drive(make_pair(with_rules(params), draft_sample_method="greedy")) > 60
+    fresh = make_pair(with_rules(params), draft_sample_method="greedy")
+    cold = make_pair(make_params(SLOTS, 0.0))
+    for slot in range(SLOTS):
+        wanted = (slot, [slot, 5, 1], [slot], MOST)
+        hot = fresh.propose([fresh.request(*wanted)])
+        assert hot.token_BK.tolist() == cold.propose([cold.request(*wanted)]).token_BK.tolist()
+
+
+@pytest.mark.parametrize("fp64", [False, True])
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": [4, 4, 0, 0, 0, 0, 9]}],
+)
+def test_filters_rules_and_noise(make_pair: MakePair, filters: dict[str, Any], fp64: bool) -> None:
+    params = with_rules(make_params(SLOTS, TEMPERATURES, **filters))
+    pair = make_pair(params, use_fp64_gumbel=fp64)
     assert drive(pair) > 60
-    assert pair.covered == [True] * 12
 
 
-def test_filters_do_not_matter_to_the_argmax(make_pair: MakePair) -> None:
-    pair = make_pair(make_params(SLOTS, 1.0, top_k=3), draft_sample_method="greedy")
-    assert drive(pair) > 60
-    assert pair.covered == [True] * 12
+def test_coupled_requests_draw_the_targets_own_tokens(make_pair: MakePair) -> None:
+    """What a target with the same logits and edits would draw next, with nothing kept of q."""
+    coupled = replace(make_params(SLOTS, 0.9), rule_S=torch.full((SLOTS,), Rule.COUPLED))
+    pair = make_pair(coupled)
+    backend, drafter = get_backend("native_cpu"), pair.at_once
+    block = pair.propose([pair.request(2, [3, 1, 4], [0], 3)])
+    assert block.cache is None
+    cache = drafter._cache
+    assert cache is not None
+    slot_N, position_N = torch.full((3,), 2), torch.arange(3, 6)
+    drawn = backend.sample(
+        cache.logits_SKV[2, :3], coupled, slot_N, position_N, torch.zeros_like(slot_N),
+        (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK),
+    )  # fmt: skip
+    assert block.token_BK[0].tolist() == drawn.tolist()
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_filters_take_one_pass_per_draft(make_pair: MakePair, filters: dict[str, Any]) -> None:
-    pair = make_pair(make_params(SLOTS, 1.0, **filters))
-    assert drive(pair) > 60
-    assert pair.covered == [False] * 12
+def test_the_memory_plan_is_what_is_allocated(folder: Path) -> None:
+    drafter = build(folder)
+    cache = drafter._cache
+    assert cache is not None
+    held = (cache.logits_SKV, cache.threshold_SK, cache.lse_SK)
+    assert SLOTS * drafter.needs.bytes_per_slot == sum(t.nbytes for t in held)
+    assert cache.logits_SKV.dtype is drafter.model.dtype
+    greedy = build(folder, draft_sample_method="greedy")
+    assert greedy.needs.bytes_per_slot == 0
+    assert greedy._cache is None
 
 
-def test_one_filter_is_enough_and_at_zero_temperature_none(make_pair: MakePair) -> None:
-    pair = make_pair(make_params(SLOTS, [0.0, *TEMPERATURES[1:]], top_k=[4, 4, 0, 0, 0, 0, 0]))
-    pair.propose([DraftRequest(0, [5, 6, 7], [0], 3)])
-    assert pair.covered == [True]
-    pair.propose([DraftRequest(1, [8, 9], [1], 2), DraftRequest(0, [5, 6, 7, 8], [0], 3)])
-    assert pair.covered == [True, False]
-
-
-def test_noise_of_64_bits_takes_one_pass_per_draft(make_pair: MakePair) -> None:
-    pair = make_pair(make_params(SLOTS, TEMPERATURES), use_fp64_gumbel=True)
-    requests = [DraftRequest(s, [s, 1], [s], 3) for s in (2, 1)]
-    pair.propose(requests)
-    assert pair.covered == []
-    pair.propose([DraftRequest(0, [4, 5], [3], 3)])  # at T=0 there is no noise
-    assert pair.covered == [True]
+def test_requests_without_room_leave_the_others_rows_alone(make_pair: MakePair) -> None:
+    """Beside a request at the end of the draft model's context."""
+    pair = make_pair(make_params(SLOTS, 1.0))
+    full = [1] * (MAX_LEN + 1)
+    block = pair.propose(
+        [
+            pair.request(0, [5, 6], [0], 2),
+            pair.request(1, full, [1, 2, 3, 4, 5], 3),
+            pair.request(2, [7, 8], [6], 1),
+        ]
+    )
+    assert block.num_B.tolist() == [2, 0, 1]
+    assert block.real_q_B.tolist() == [True, False, True]
+    assert block.token_BK[1].tolist() == [-1, -1]
+    assert block.token_BK[2, 1] == -1
 
 
 def test_noise_follows_the_request_not_its_place(make_pair: MakePair) -> None:
     """Drafts of a request are the same alone, and in another order beside others."""
     texts = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3]]
-    requests = [DraftRequest(s, t, [s], MOST - s) for s, t in enumerate(texts)]
+
+    params = make_params(SLOTS, [1.0, 0.7, 1.3, *TEMPERATURES[3:]])
+    requests = [
+        DraftRequest(s, t, [s], MOST - s, float(params.temperature_S[s]), Rule.STANDARD)
+        for s, t in enumerate(texts)
+    ]
 
     def drafts(of: list[DraftRequest]) -> list[list[int]]:
-        pair = make_pair(make_params(SLOTS, [1.0, 0.7, 1.3, *TEMPERATURES[3:]]))
+        pair = make_pair(params)
         rows = pair.propose(of).token_BK.tolist()
         return [row[: r.num_drafts] for row, r in zip(rows, of, strict=True)]
 

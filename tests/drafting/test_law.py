@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -19,19 +18,27 @@ from torch import Tensor
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DraftContext, Drafter, DrafterSetup, DraftRequest
 from foretoken.drafting.registry import DRAFTERS, build_drafter
-from foretoken.ops import Backend, DraftBlock, SlotParams, Stream, get_backend, unavailable
-from tests.support.cases import make_params
+from foretoken.ops import (
+    Backend,
+    DraftBlock,
+    Rule,
+    SlotParams,
+    get_backend,
+    unavailable,
+)
 from tests.support.law import (
     CORRECT_P,
     MUTANT_P,
+    TRIALS,
     Chain,
     MakePropose,
     Propose,
-    count_sequences,
-    hide_token,
-    p_value,
+    Setting,
+    emit,
+    law_p_value,
     random_chain,
 )
+from tests.support.law_mutants import Replaced, hide_token, row_before_of_q, shared_stream
 from tests.support.table_model import TableModel
 
 CPU = torch.device("cpu")
@@ -41,15 +48,21 @@ BLOCK = 16
 VOCABULARY = 5
 NUM_DRAFTS = 2
 MUTANT_TRIALS = 60_000
+QUICK = 40_000  # trials in `make test`: 2 s each; a drafter is asked request by request, in Python
 _law = pytest.mark.law
 CASES = [
-    pytest.param(0.7, {}, id="T0.7"),
-    pytest.param(1.0, {}, id="T1"),
-    pytest.param(0.7, {"top_p": 0.8}, id="T0.7-top-p"),
-    pytest.param(1.0, {"top_k": 3}, id="T1-top-k"),
-    pytest.param(0.7, {"top_k": 3}, id="T0.7-top-k", marks=_law),
-    pytest.param(1.0, {"top_p": 0.8}, id="T1-top-p", marks=_law),
-    pytest.param(1.0, {"top_k": 4, "top_p": 0.7}, id="T1-both", marks=_law),
+    pytest.param(Setting(0.7), id="T0.7"),
+    pytest.param(Setting(1.0), id="T1"),
+    pytest.param(Setting(0.7, top_p=0.8), id="T0.7-top-p"),
+    pytest.param(Setting(1.0, top_k=3), id="T1-top-k"),
+    pytest.param(Setting(0.7, rule=Rule.BLOCK), id="T0.7-block"),
+    pytest.param(Setting(1.0, top_k=3, rule=Rule.BLOCK), id="T1-top-k-block"),
+    pytest.param(Setting(0.7, rule=Rule.COUPLED), id="T0.7-coupled"),
+    pytest.param(Setting(0.7, top_k=3), id="T0.7-top-k", marks=_law),
+    pytest.param(Setting(1.0, top_p=0.8), id="T1-top-p", marks=_law),
+    pytest.param(Setting(1.0, top_k=4, top_p=0.7), id="T1-both", marks=_law),
+    pytest.param(Setting(1.0, top_p=0.8, rule=Rule.BLOCK), id="T1-top-p-block", marks=_law),
+    pytest.param(Setting(1.0, top_k=3, rule=Rule.COUPLED), id="T1-top-k-coupled", marks=_law),
 ]
 
 
@@ -73,6 +86,7 @@ def setup_for(num_slots: int, backend: Backend, **speculation) -> DrafterSetup:
 def driven(built: Drafter, params: SlotParams, bos: int) -> Propose:
     """A drafter as the harness calls one: each slot owns one block, outcomes are observed."""
     last: dict[int, int] = {}
+    temperature, rule = params.temperature_S.tolist(), params.rule_S.tolist()
 
     def propose(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
         requests = []
@@ -82,7 +96,9 @@ def driven(built: Drafter, params: SlotParams, bos: int) -> Propose:
             if slot in last:
                 built.observe(slot, NUM_DRAFTS, position - last[slot] - 1)
             last[slot] = position
-            requests.append(DraftRequest(slot, [bos, *tokens[:position]], [slot], NUM_DRAFTS))
+            known = [bos, *tokens[:position]]
+            own = (temperature[slot], Rule(rule[slot]))
+            requests.append(DraftRequest(slot, known, [slot], NUM_DRAFTS, *own))
         return built.propose(DraftContext(requests, params))
 
     return propose
@@ -120,64 +136,67 @@ def chains() -> tuple[Chain, Chain]:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize(("temperature", "filters"), CASES)
+@pytest.mark.parametrize("setting", CASES)
 def test_every_drafter_is_lossless(
-    chains: tuple[Chain, Chain], name: str, temperature: float, filters: dict[str, Any]
+    chains: tuple[Chain, Chain], name: str, setting: Setting
 ) -> None:
-    check_lossless(chains, name, BACKEND, temperature, **filters)
+    check_lossless(chains, name, BACKEND, setting)
+
+
+@_law
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("setting", CASES)
+def test_every_drafter_is_lossless_full(
+    chains: tuple[Chain, Chain], name: str, setting: Setting
+) -> None:
+    check_lossless(chains, name, BACKEND, setting, TRIALS)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_is_lossless_in_stock_operators(
     chains: tuple[Chain, Chain], name: str
 ) -> None:
-    check_lossless(chains, name, TORCH, 0.7)
+    check_lossless(chains, name, TORCH, Setting(0.7))
+
+
+def one_later(backend: Backend) -> Any:
+    """Positions count the beginning-of-text token, as the drafter's do."""
+
+    def verify(
+        logits_NV: Tensor, params: SlotParams, slot_B: Tensor, position_B: Tensor, *rest: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        return backend.verify(logits_NV, params, slot_B, position_B + 1, *rest, **options)
+
+    return Replaced(backend, verify=verify)
 
 
 def check_lossless(
-    chains: tuple[Chain, Chain], name: str, backend: Backend, temperature: float, **filters: Any
+    chains: tuple[Chain, Chain],
+    name: str,
+    backend: Backend,
+    setting: Setting,
+    trials: int = QUICK,
+    **options: Any,
 ) -> None:
     target, draft = chains
-    length = LENGTHS.get(name, 3)
-    outcome = count_sequences(
-        backend,
-        target,
-        drafter(name, draft, backend),
-        length=length,
-        temperature=temperature,
-        seed=11,
-        **filters,
-    )
-    assert outcome.accepted > 0
-    assert p_value(outcome.counts, law_of(target, temperature, length, **filters)) > CORRECT_P
+    make, length = drafter(name, draft, backend, **options), LENGTHS.get(name, 3)
+    outcome = emit(one_later(backend), target, make, setting, length=length, trials=trials, seed=11)
+    assert sum(outcome.accepted) > 0
+    assert law_p_value(outcome.token_SL, setting.next_law(target)) > CORRECT_P
 
 
-def test_greedy_drafts_verified_as_one_hot_are_lossless(chains: tuple[Chain, Chain]) -> None:
-    target, draft = chains
-    make = drafter("draft_model", draft, draft_sample_method="greedy")
-    outcome = count_sequences(BACKEND, target, make, seed=12)
-    assert p_value(outcome.counts, law_of(target, 1.0)) > CORRECT_P
-
-
-def law_of(target: Chain, temperature: float, length: int = 3, **filters) -> Tensor:
-    params = make_params(1, temperature, filters.get("top_k", 0), filters.get("top_p", 1.0))
-    return target.joint(params, length)
+@pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.COUPLED])
+def test_greedy_drafts_verified_as_one_hot_are_lossless(
+    chains: tuple[Chain, Chain], rule: Rule
+) -> None:
+    setting = Setting(1.0, rule=rule)
+    check_lossless(chains, "draft_model", BACKEND, setting, draft_sample_method="greedy")
 
 
 def mutant_q_of_another_draft(make: MakePropose) -> MakePropose:
     """The q of each draft index is that of the one before: an off-by-one weight."""
-
-    def build(params: SlotParams) -> Propose:
-        propose = make(params)
-
-        def mutant(*args: Tensor) -> DraftBlock:
-            block = propose(*args)
-            assert block.logits_SKV is not None
-            return replace(block, logits_SKV=block.logits_SKV.roll(1, dims=1))
-
-        return mutant
-
-    return build
+    return lambda params: row_before_of_q(make(params))
 
 
 def mutant_hidden_token(make: MakePropose) -> MakePropose:
@@ -185,37 +204,19 @@ def mutant_hidden_token(make: MakePropose) -> MakePropose:
     return lambda params: hide_token(make(params), 2)
 
 
+def mutant_p_value(backend: Backend, chains: tuple[Chain, Chain], make: MakePropose) -> float:
+    target, _ = chains
+    setting = Setting(1.0)
+    outcome = emit(one_later(backend), target, make, setting, seed=14, trials=MUTANT_TRIALS)
+    return law_p_value(outcome.token_SL, setting.next_law(target))
+
+
 @pytest.mark.parametrize("mutate", [mutant_q_of_another_draft, mutant_hidden_token])
 def test_mutants_of_the_proposal_are_rejected(chains: tuple[Chain, Chain], mutate) -> None:
-    target, draft = chains
-    outcome = count_sequences(
-        BACKEND, target, mutate(drafter("draft_model", draft)), seed=14, trials=MUTANT_TRIALS
-    )
-    assert p_value(outcome.counts, law_of(target, 1.0)) < MUTANT_P
+    make = mutate(drafter("draft_model", chains[1]))
+    assert mutant_p_value(BACKEND, chains, make) < MUTANT_P
 
 
-def test_a_draft_that_shares_the_residuals_noise_is_rejected(
-    chains: tuple[Chain, Chain], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from foretoken.drafting import draft_model
-
-    class Shared:
-        DRAFT_TOKEN, DRAFT_BLOCK = Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK
-
-    monkeypatch.setattr(draft_model, "Stream", Shared)
-    target, draft = chains
-    make = drafter("draft_model", draft)
-    outcome = count_sequences(BackendOneLater(), target, make, seed=15, trials=MUTANT_TRIALS)
-    assert p_value(outcome.counts, law_of(target, 1.0)) < MUTANT_P
-
-
-class BackendOneLater:
-    """The backend with positions that count the beginning-of-text token, as the drafter's do."""
-
-    process_logits = staticmethod(BACKEND.process_logits)
-    sample = staticmethod(BACKEND.sample)
-
-    @staticmethod
-    def verify(logits_NV, params, slot_B, position_B, drafts, **options):
-        # The residual of draft i is drawn at draft index 0; so is the first draft.
-        return BACKEND.verify(logits_NV, params, slot_B, position_B + 1, drafts, **options)
+def test_a_draft_that_shares_the_residuals_noise_is_rejected(chains: tuple[Chain, Chain]) -> None:
+    backend: Any = shared_stream(BACKEND)
+    assert mutant_p_value(backend, chains, drafter("draft_model", chains[1], backend)) < MUTANT_P

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DraftContext, DrafterSetup, DraftRequest
 from foretoken.drafting.ngram import NGram
-from foretoken.ops import get_backend
+from foretoken.ops import Rule, get_backend
 from foretoken.sampling.slots import SlotTable
 
 CPU = torch.device("cpu")
@@ -25,9 +25,11 @@ def make_drafter(shortest: int, longest: int) -> NGram:
 
 
 def propose(drafter: NGram, tokens: list[int], k: int, slot: int = 0) -> list[int]:
-    context = DraftContext([DraftRequest(slot, tokens, [], k)], SlotTable(4, CPU).params)
+    context = DraftContext(
+        [DraftRequest(slot, tokens, [], k, 1.0, Rule.STANDARD)], SlotTable(4, CPU).params
+    )
     block = drafter.propose(context)
-    assert block.logits_SKV is None
+    assert block.cache is None
     assert not block.real_q_B.any()
     return block.token_BK[0, : int(block.num_B[0])].tolist()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from foretoken.drafting.state import DraftState
-from foretoken.ops import DraftBlock
+from foretoken.ops import DraftBlock, DraftCache
 
 CPU = torch.device("cpu")
 
@@ -16,7 +16,7 @@ def block_of(drafts: list[list[int]], real: list[bool]) -> DraftBlock:
     return DraftBlock(
         token_BK=torch.tensor([d + [-1] * (widest - len(d)) for d in drafts]),
         num_B=torch.tensor([len(d) for d in drafts]),
-        logits_SKV=torch.randn(8, 3, 5),
+        cache=DraftCache.empty(8, 3, 5, torch.bfloat16, CPU),
         real_q_B=torch.tensor(real),
     )
 
@@ -30,7 +30,7 @@ def test_cached_c_a_b_is_reordered_to_batch_a_b_c() -> None:
     assert taken.num_B.tolist() == [2, 0, 1]
     assert taken.token_BK.tolist() == [[4, 4], [-1, -1], [1, -1]]
     assert taken.real_q_B.tolist() == [False, False, True]
-    assert taken.logits_SKV is block.logits_SKV
+    assert taken.cache is block.cache
 
 
 def test_a_missing_q_falls_back_to_one_hot_alone_with_a_warning() -> None:
@@ -55,4 +55,18 @@ def test_each_round_replaces_the_last_and_an_ended_request_is_forgotten() -> Non
 def test_no_drafts_need_no_q() -> None:
     taken = DraftState(CPU).take([5, 6], [[], []])
     assert taken.token_BK.shape == (2, 0)
-    assert taken.logits_SKV is None
+    assert taken.cache is None
+
+
+def test_the_batch_that_was_proposed_for_gets_the_block_itself_and_only_that() -> None:
+    state = DraftState(CPU)
+    block = block_of([[1, 2], [4]], [True, False])
+    drafts = state.put([5, 3], block)
+    assert state.take([5, 3], drafts) is block
+    for slots, others in (([3, 5], drafts[::-1]), ([5, 3], [[1], [4]]), ([5], drafts[:1])):
+        assert state.take(slots, others) is not block
+    drafts[0].pop()  # the caller's own copy
+    assert state.take([5, 3], [[1, 2], [4]]) is block
+    state.drop(3)
+    with pytest.warns(RuntimeWarning, match="slot 3"):
+        state.take([5, 3], [[1, 2], [4]])

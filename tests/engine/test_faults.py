@@ -20,7 +20,7 @@ from foretoken.errors import (
     ProcessingError,
     StepError,
 )
-from foretoken.sampling import edits
+from foretoken.sampling.history import SlotHistory
 
 FAULTY = "bad prompt"
 PROMPTS = ["abc", FAULTY, "def f(x):"]
@@ -92,16 +92,17 @@ def inject_history(llm: LLM, patch: pytest.MonkeyPatch) -> None:
 
 
 def inject_edits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    prompt = frozenset(llm.tokenizer.encode(FAULTY))  # type: ignore[union-attr]
+    slots = llm.engine.runner.sampler.slots
 
-    def own(entries: Any, row: int, history: Any, before: Any, vocab: int) -> bool:
-        return history.prompt_tokens == prompt and len(history.output_ids) >= 4
+    def own(history: SlotHistory, *rest: Any) -> bool:
+        mine = slots.histories.get(slot_of(llm))
+        return history is mine and len(history.output_ids) >= 4
 
-    patch.setattr(edits, "_edit_row", failing(edits._edit_row, own))
+    patch.setattr(SlotHistory, "rows", failing(SlotHistory.rows, own))
 
 
 def inject_logprobs(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    from foretoken.engine import runner
+    runner = llm.engine.runner
 
     def own(share: Any, *rest: Any) -> bool:
         return share.request.group.prompt == FAULTY and share.request.num_output > 5

@@ -192,7 +192,7 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
         def recorded(context: Any) -> Any:
             block = propose(context)
             slots = [request.slot for request in context.requests]
-            seen.append((block.token_BK.clone(), block.logits_SKV[slots].clone()))
+            seen.append((block.token_BK.clone(), block.cache.logits_SKV[slots].clone()))
             return block
 
         monkeypatch.setattr(drafter, "propose", recorded)

@@ -6,19 +6,25 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
+from foretoken.errors import ConfigError
 from foretoken.lab.audit import ALPHA, GreedyAudit, SampledAudit, greedy_audit, sampled_audit
 from foretoken.lab.chi_square import ChiSquare
 from foretoken.lab.workloads import heldout
-from foretoken.ops import rules
+from foretoken.ops import Rule, get_backend, rules
 from foretoken.outputs import RequestMetrics
 
 PROMPTS = [item.prompt for item in heldout(4)]
 
 
-def accept_everything(x: rules.RuleInputs) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_everything(x: rules.RuleInputs) -> torch.Tensor:
     """The mutant: every draft is kept, whatever the target thinks of it."""
-    there = ~x.log_q_BK.isneginf()
-    return there.long().cumprod(dim=1).sum(dim=1), torch.zeros(len(there), dtype=torch.float64)
+    return (~x.log_q_BK.isneginf()).cumprod(dim=1).bool()
+
+
+def break_verification(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In stock operators, which read the rules where native kernels have their own."""
+    monkeypatch.setitem(rules.RULES, Rule.STANDARD, accept_everything)
+    monkeypatch.setattr(pair.engine.runner.sampler, "backend", get_backend("torch_cpu"))
 
 
 def test_greedy(pair: LLM) -> None:
@@ -33,7 +39,7 @@ def test_greedy(pair: LLM) -> None:
 
 
 def test_greedy_finds_the_mutant(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rules.RULES, "standard", accept_everything)
+    break_verification(pair, monkeypatch)
     audit = greedy_audit(pair, PROMPTS, max_tokens=24)
     assert audit.differing
     assert audit.verdict == "different"
@@ -52,7 +58,7 @@ def test_sampled(pair: LLM) -> None:
 
 
 def test_sampled_finds_the_mutant(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(rules.RULES, "standard", accept_everything)
+    break_verification(pair, monkeypatch)
     audit = sampled(pair)
     assert audit.test.p_value < ALPHA
     assert audit.verdict == "different"
@@ -77,3 +83,16 @@ def test_three_verdicts(drafted: int, accepted: int, verdict: str) -> None:
     assert SampledAudit(9, 1, ChiSquare(1.0, 1, 0.3), metrics).verdict == verdict
     assert SampledAudit(9, 1, ChiSquare(99.0, 1, ALPHA / 2), metrics).verdict == "different"
     assert SampledAudit(9, 1, ChiSquare(0.0, 0, 1.0), metrics).verdict == "inconclusive"
+
+
+def test_what_is_not_lossless_by_design_is_not_audited() -> None:
+    speculation = {
+        "method": "ngram",
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rate": 0.5,
+    }
+    with LLM("tiny-python", speculation) as llm:
+        with pytest.raises(ConfigError, match="for an audit"):
+            greedy_audit(llm, PROMPTS, max_tokens=4)
+        with pytest.raises(ConfigError, match="for an audit"):
+            sampled(llm)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from torch import Tensor
 
 from foretoken.models import load_model
 from foretoken.native import build, library
-from foretoken.ops import DraftBlock, SlotParams, Stream, get_backend
-from foretoken.ops.backends.native_cpu.process import native_params
-from foretoken.ops.backends.native_cpu.verify import _Given
+from foretoken.ops import DraftBlock, DraftCache, Stream, get_backend
+from foretoken.ops.backends.native_cpu.arguments import native_batch, native_params
 from foretoken.ops.backends.reference import noise as reference
 from tests.models import families
 from tests.models.walk import walk
@@ -26,6 +26,8 @@ from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels, require_kernels
 
 V3, V4 = "x86-64-v3", "x86-64-v4"
+CPU = torch.device("cpu")
+TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 LOAD = library.load.__wrapped__  # afresh, whatever was loaded before
 Machine = Callable[[str, set[str], tuple[str, ...]], tuple[str | None, str]]
 
@@ -143,15 +145,21 @@ def results(folder: Path, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch)
     rows = [row for rows in seen for _, row in sorted(rows.items())]
     random = torch.Generator().manual_seed(2)
     raw = torch.randn(40, 3001, generator=random) * 3
-    params, slot = make_params(40, [0.0, 0.7, 1.0, 1.0, 1.3] * 8), torch.arange(40)
-    logits = ops.process_logits(raw, params, slot, None)
-    tokens = ops.sample(logits, params, slot, slot, slot, (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK))
-    block = DraftBlock(
-        tokens[:10, None], torch.ones(10).long(), logits[:, None], torch.ones(10).bool()
+    params, slot = (
+        make_params(40, [0.0, 0.7, 1.0, 1.0, 1.3] * 8, top_p=[1.0, 0.9] * 20),
+        torch.arange(40),
     )
-    target = ops.process_logits(raw[:20].flip(0), params, slot[:10].repeat_interleave(2), None)
-    verdict = ops.verify(target, params, slot[:10], slot[:10], block)
-    return [torch.stack(rows), logits, tokens, verdict.token_BK1, verdict.n_accept_B]
+    processed = ops.process_logits(raw, params, slot, None)
+    zero, cache = torch.zeros(40).long(), DraftCache.empty(40, 1, 3001, torch.float32, CPU)
+    tokens = ops.draft(raw, params, slot, slot, zero, cache)
+    block = DraftBlock(tokens[:10, None], torch.ones(10).long(), cache, torch.ones(10).bool())
+    verdict = ops.verify(raw[:20].flip(0), params, slot[:10], slot[:10], block)
+    halves = [
+        ops.sample(raw.to(dtype), params, slot, slot, zero, TARGET, fp64_noise=True)
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+    found = [torch.stack(rows), processed, cache.lse_SK, cache.threshold_SK, tokens, *halves]
+    return [*found, verdict.token_BK1, verdict.n_accept_B]
 
 
 @needs_kernels
@@ -196,19 +204,19 @@ def test_every_instruction_set_gives_the_same(
 def test_uniforms_are_the_bits_of_the_definition(rows: list[tuple[int, int, int]]) -> None:
     """Seen through the logarithm of the uniform that decides a draft."""
     key_S, position_B, num_B = torch.tensor(rows).t().contiguous()
-    ones = torch.ones(len(rows))
-    params = SlotParams(key_S, ones, torch.zeros(len(rows)).long(), ones, 0 * ones)
+    params = replace(make_params(len(rows)), key_S=key_S)
     logits = torch.zeros(int(num_B.sum()) + len(rows), 3)
     token_BK = torch.zeros(len(rows), 5, dtype=torch.int64)
     slot_B, real_q_B = torch.arange(len(rows)), torch.zeros(len(rows)).bool()
     drafts = DraftBlock(token_BK, num_B, None, real_q_B)
-    given = _Given.of(logits, slot_B, position_B, drafts)  # keeps what the kernels read
-    numbers = torch.empty(5, len(rows), 5, dtype=torch.float64)
-    reduced = library.Reduced(*[part.data_ptr() for part in numbers])
-    library.load().foretoken_reduce(
-        ctypes.byref(native_params(params)), ctypes.byref(given.packed()), ctypes.byref(reduced)
-    )
-    for b, (key, position, num) in enumerate(rows):
-        for i in range(num):
-            uniform = reference.uniform_of(0, key, position + i, i, Stream.ACCEPT, fp64=False)
-            assert math.isclose(numbers[2, b, i].item(), math.log(uniform), rel_tol=1e-15)
+    for fp64 in (False, True):
+        batch = native_batch(logits, slot_B, position_B, drafts, None, fp64)
+        numbers = torch.empty(4, len(rows), 5, dtype=torch.float64)  # one too large for the bools
+        reduced = library.Reduced(*[part.data_ptr() for part in numbers])
+        library.load().foretoken_reduce(
+            ctypes.byref(native_params(params)), ctypes.byref(batch), ctypes.byref(reduced)
+        )
+        for b, (key, position, num) in enumerate(rows):
+            for i in range(num):
+                uniform = reference.uniform_of(0, key, position + i, i, Stream.ACCEPT, fp64)
+                assert math.isclose(numbers[2, b, i].item(), math.log(uniform), rel_tol=1e-15)

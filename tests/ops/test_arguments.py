@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,38 +11,118 @@ import pytest
 import torch
 
 from foretoken.errors import ConfigError
-from foretoken.ops import BACKENDS, Backend, Stream, get_backend
-from tests.support.cases import drafts_of, make_params
+from foretoken.ops import Backend, DraftCache, Edits, Rule, SlotParams, Stream, get_backend
+from foretoken.ops.checks import check_sample
+from tests.support.cases import drafts_of, host_backends, make_edits, make_params
 
 Arguments = dict[str, Any]
+CPU = torch.device("cpu")
+WHOLE = {(0, 1): (1.0, 1.0, 0.0), (0, 4): (1.0, 1.0, 0.0), (1, 2): (1.0, 1.0, 0.0)}
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+@pytest.fixture(params=host_backends())
 def ops(request: pytest.FixtureRequest) -> Backend:
     return get_backend(request.param)
 
 
+def two() -> torch.Tensor:
+    return torch.tensor([0, 1])
+
+
+def edits_of(num_rows: int) -> Edits:
+    return make_edits(num_rows, WHOLE, [[1, 2]], [0] + [-1] * (num_rows - 1), 8)
+
+
 def sample_arguments() -> Arguments:
-    two = torch.tensor([0, 1])
     return {
         "logits_NV": torch.zeros(2, 8),
         "params": make_params(2),
-        "slot_N": two,
-        "position_N": two,
-        "draft_index_N": two,
+        "slot_N": two(),
+        "position_N": two(),
+        "draft_index_N": two(),
         "streams": (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK),
+        "edits": edits_of(2),
+    }
+
+
+def draft_arguments() -> Arguments:
+    return {
+        "logits_BV": torch.zeros(2, 8),
+        "params": make_params(2),
+        "slot_B": two(),
+        "position_B": two(),
+        "draft_index_B": two(),
+        "cache": DraftCache.empty(2, 2, 8, torch.float32, CPU),
     }
 
 
 def verify_arguments() -> Arguments:
-    two = torch.tensor([0, 1])
     return {
         "logits_NV": torch.zeros(5, 8),
-        "params": make_params(2),
-        "slot_B": two,
-        "position_B": two,
+        "params": make_params(2, rule=[0, 3]),
+        "slot_B": two(),
+        "position_B": two(),
         "drafts": drafts_of([[1, 2], [3]], torch.zeros(2, 2, 8)),
+        "edits": edits_of(5),
+        "synthetic_rate_K": torch.tensor([0.5, 0.5], dtype=torch.float64),
     }
+
+
+def logprobs_arguments() -> Arguments:
+    return {
+        "logits_NV": torch.zeros(2, 8),
+        "token_N": two(),
+        "num_top": 3,
+        "params": make_params(2),
+        "slot_N": two(),
+        "edits": edits_of(2),
+    }
+
+
+def refuses(call: Callable[..., object], given: Arguments, field: str, value: object) -> None:
+    """The call runs as given, and names `field` once its argument (or a part of it) is `value`."""
+    call(**given)
+    name, _, part = field.partition(".")
+    is_part = part not in ("", "stride", "device")
+    changed = replace(given[name], **{part: value}) if is_part else value
+    with pytest.raises(ConfigError) as caught:
+        call(**{**given, name: changed})
+    assert caught.value.field.startswith(field), caught.value
+
+
+SLOT_PARAMS = [
+    ("params.temperature_S", torch.ones(3)),
+    ("params.temperature_S", torch.tensor([1.0, -0.5])),
+    ("params.temperature_S", torch.tensor([1.0, math.nan])),
+    ("params.top_k_S", torch.ones(2)),
+    ("params.top_p_S", torch.tensor([0.0, 1.0])),
+    ("params.top_p_S", torch.tensor([1.5, 1.0])),
+    ("params.min_p_S", torch.zeros(2, dtype=torch.float64)),
+    ("params.min_p_S", torch.tensor([0.0, 1.5])),
+    ("params.rule_S", torch.tensor([0, 4])),
+    ("params.rule_S", torch.tensor([-1, 0])),
+    ("params.rule_S", torch.zeros(2, dtype=torch.int32)),
+]
+EDITS = [
+    ("edits.mask_RW", torch.zeros(1, 2, dtype=torch.int32)),
+    ("edits.mask_RW", torch.zeros(1, 1, dtype=torch.int64)),
+    ("edits.mask_N", None),
+    ("edits.mask_N", torch.tensor([0, 1])),
+    ("edits.mask_N", torch.tensor([0, -2])),
+    ("edits.start_N1", torch.tensor([0, 3])),
+    ("edits.start_N1", torch.tensor([0, 2, 4])),
+    ("edits.start_N1", torch.tensor([1, 2, 3])),
+    ("edits.start_N1", torch.tensor([0, 4, 3])),
+    ("edits.token_M", torch.tensor([4, 1, 2])),
+    ("edits.token_M", torch.tensor([1, 1, 2])),
+    ("edits.token_M", torch.tensor([1, 8, 2])),
+    ("edits.token_M", torch.tensor([-1, 4, 2])),
+    ("edits.bias_M", torch.zeros(2)),
+    ("edits.bias_M", torch.tensor([0.0, math.nan, 0.0])),
+    ("edits.bias_M", torch.tensor([0.0, math.inf, 0.0])),
+    ("edits.repetition_M", torch.tensor([1.0, 0.0, 1.0])),
+    ("edits.subtract_M", torch.tensor([1.0, -math.inf, 1.0])),
+]
 
 
 @pytest.mark.parametrize(
@@ -50,48 +131,147 @@ def verify_arguments() -> Arguments:
         ("logits_NV", torch.zeros(8)),
         ("logits_NV", torch.zeros(2, 8, dtype=torch.int64)),
         ("logits_NV", torch.zeros(2, 0)),
+        ("logits_NV.stride", torch.zeros(8, 2).t()),
         ("slot_N", torch.tensor([0])),
         ("slot_N", torch.tensor([0, 1], dtype=torch.int32)),
         ("slot_N", [0, 1]),
+        ("slot_N", torch.tensor([0, 2])),
+        ("slot_N", torch.tensor([-1, 0])),
+        ("slot_N.device", torch.zeros(2, dtype=torch.int64, device="meta")),
         ("position_N", torch.tensor([[0, 1]])),
         ("draft_index_N", torch.tensor([0.0, 1.0])),
-        ("params", replace(make_params(2), temperature_S=torch.ones(3))),
-        ("params", replace(make_params(2), top_k_S=torch.ones(2))),
+        ("draft_index_N.device", torch.zeros(2, dtype=torch.int64, device="meta")),
+        ("streams", (Stream.TARGET_TOKEN,)),
+        ("streams", (Stream.TARGET_TOKEN, 99)),
+        *SLOT_PARAMS,
+        *EDITS,
     ],
 )
 def test_sample(ops: Backend, field: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=field):
-        ops.sample(**{**sample_arguments(), field: value})
+    refuses(ops.sample, sample_arguments(), field, value)
 
 
-def change_drafts(**changes: object) -> Callable[[Arguments], Arguments]:
-    return lambda given: {**given, "drafts": replace(given["drafts"], **changes)}
+def test_filters_that_were_promised_away(ops: Backend) -> None:
+    given = sample_arguments()
+    for params in (make_params(2, top_k=3), make_params(2, top_p=0.9), make_params(2, min_p=0.1)):
+        with pytest.raises(ConfigError, match=r"params\.has_filters"):
+            ops.sample(**{**given, "params": replace(params, has_filters=False)})
+    wide = replace(make_params(2, top_k=8), has_filters=False)  # k >= V is off
+    ops.sample(**{**given, "params": wide})
+
+
+def test_rules_that_were_promised_away(ops: Backend) -> None:
+    given, params = sample_arguments(), make_params(2, rule=[Rule.STANDARD, Rule.BLOCK])
+    with pytest.raises(ConfigError, match=r"params\.rules.*BLOCK"):
+        ops.sample(**{**given, "params": replace(params, rules=frozenset({Rule.STANDARD}))})
+    exact = replace(params, rules=frozenset({Rule.STANDARD, Rule.BLOCK}))
+    ops.sample(**{**given, "params": exact})
 
 
 @pytest.mark.parametrize(
-    ("named", "change"),
+    ("field", "value"),
     [
-        ("logits_NV", lambda given: {**given, "logits_NV": torch.zeros(4, 8)}),
-        ("logits_NV", lambda given: {**given, "logits_NV": torch.zeros(6, 8)}),
-        ("slot_B", lambda given: {**given, "slot_B": torch.tensor([0.0, 1.0])}),
-        ("position_B", lambda given: {**given, "position_B": torch.tensor([0])}),
-        ("params.min_p_S", lambda given: {**given, "params": replace(
-            given["params"], min_p_S=torch.zeros(2, dtype=torch.float64))}),
-        ("rule", lambda given: {**given, "rule": "none"}),
-        ("drafts.token_BK", change_drafts(token_BK=torch.zeros(2, 2))),
-        ("drafts.token_BK", change_drafts(token_BK=torch.zeros(3, 2, dtype=torch.int64))),
-        ("drafts.num_B", change_drafts(num_B=torch.tensor([3, 0]))),
-        ("drafts.num_B", change_drafts(num_B=torch.tensor([4, -1]))),
-        ("drafts.logits_SKV", change_drafts(logits_SKV=torch.zeros(2, 1, 8))),
-        ("drafts.logits_SKV", change_drafts(logits_SKV=torch.zeros(2, 8))),
-        ("drafts.logits_SKV", change_drafts(logits_SKV=None)),
-        ("drafts.real_q_B", change_drafts(real_q_B=torch.ones(2))),
+        ("logits_BV", torch.zeros(8)),
+        ("slot_B", torch.tensor([0, 7])),
+        ("slot_B", torch.tensor([0])),
+        ("position_B", torch.tensor([0.0, 1.0])),
+        ("draft_index_B", torch.tensor([0, 2])),
+        ("draft_index_B", torch.tensor([-1, 0])),
+        ("cache.logits_SKV", torch.zeros(2, 8)),
+        ("cache.logits_SKV", torch.zeros(1, 2, 8)),
+        ("cache.logits_SKV", torch.zeros(2, 2, 9)),
+        ("cache.logits_SKV", torch.zeros(2, 2, 8).bfloat16()),
+        ("cache.logits_SKV", torch.zeros(2, 8, 2).transpose(1, 2)),
+        ("cache.threshold_SK", torch.zeros(2, 3)),
+        ("cache.threshold_SK", torch.zeros(2, 2).double()),
+        ("cache.lse_SK", torch.zeros(2, 2)),
     ],
-)  # fmt: skip
-def test_verify(ops: Backend, named: str, change: Callable[[Arguments], Arguments]) -> None:
-    ops.verify(**verify_arguments())
-    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
-        ops.verify(**change(verify_arguments()))
+)
+def test_draft(ops: Backend, field: str, value: object) -> None:
+    refuses(ops.draft, draft_arguments(), field, value)
+
+
+def test_a_row_of_the_cache_is_written_once(ops: Backend) -> None:
+    given = {**draft_arguments(), "slot_B": torch.tensor([1, 1])}
+    ops.draft(**given)  # two drafts of one slot
+    with pytest.raises(ConfigError, match="slot_B"):
+        ops.draft(**{**given, "draft_index_B": torch.tensor([1, 1])})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logits_NV", torch.zeros(4, 8)),
+        ("logits_NV", torch.zeros(6, 8)),
+        ("slot_B", torch.tensor([0.0, 1.0])),
+        ("slot_B", torch.tensor([0, 2])),
+        ("position_B", torch.tensor([0])),
+        ("drafts.token_BK", torch.zeros(2, 2)),
+        ("drafts.token_BK", torch.zeros(3, 2, dtype=torch.int64)),
+        ("drafts.num_B", torch.tensor([3, 0])),
+        ("drafts.num_B", torch.tensor([4, -1])),
+        ("drafts.cache", None),
+        ("drafts.cache", DraftCache.empty(2, 1, 8, torch.float32, CPU)),
+        ("drafts.cache", DraftCache.empty(1, 2, 8, torch.float32, CPU)),
+        ("drafts.real_q_B", torch.ones(2)),
+        ("synthetic_rate_K", None),
+        ("synthetic_rate_K", torch.tensor([0.5, 0.5])),
+        ("synthetic_rate_K", torch.tensor([0.5], dtype=torch.float64)),
+        ("synthetic_rate_K", torch.tensor([0.5, 1.1], dtype=torch.float64)),
+        ("synthetic_rate_K", torch.tensor([-0.1, 0.5], dtype=torch.float64)),
+        ("synthetic_rate_K", torch.tensor([math.nan, 0.5], dtype=torch.float64)),
+        *SLOT_PARAMS,
+    ],
+)
+def test_verify(ops: Backend, field: str, value: object) -> None:
+    refuses(ops.verify, verify_arguments(), field, value)
+
+
+def test_rates_are_needed_by_synthetic_slots_alone(ops: Backend) -> None:
+    given = {**verify_arguments(), "synthetic_rate_K": None}
+    ops.verify(**{**given, "params": make_params(2, rule=Rule.BLOCK)})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logits_NV", torch.zeros(2)),
+        ("token_N", torch.tensor([0])),
+        ("token_N", torch.tensor([0.0, 1.0])),
+        ("token_N", torch.tensor([0, 8])),
+        ("token_N", torch.tensor([-1, 0])),
+        ("num_top", -1),
+        ("num_top", 9),
+        ("num_top", 2.0),
+        ("slot_N", None),
+        *EDITS,
+    ],
+)
+def test_logprobs(ops: Backend, field: str, value: object) -> None:
+    refuses(ops.logprobs, logprobs_arguments(), field, value)
+
+
+def test_logprobs_of_raw_logits_take_no_edits(ops: Backend) -> None:
+    with pytest.raises(ConfigError, match="edits"):
+        ops.logprobs(**{**logprobs_arguments(), "params": None, "slot_N": None})
+
+
+def test_values_on_a_device_are_not_read() -> None:
+    """Every tensor on `meta`, which has no values: shapes are checked all the same."""
+    given = sample_arguments()
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to("meta")
+        if isinstance(value, SlotParams | Edits):
+            names = value.__dataclass_fields__
+            return replace(value, **{name: moved(getattr(value, name)) for name in names})
+        return value
+
+    there = {name: moved(value) for name, value in given.items()}
+    check_sample(**there)
+    with pytest.raises(ConfigError, match=r"position_N\.shape"):
+        check_sample(**{**there, "position_N": torch.zeros(3, dtype=torch.int64, device="meta")})
 
 
 def test_unknown_backend() -> None:

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from foretoken.cache.batch import Span, build_batch
-from foretoken.ops import BACKENDS, AttentionBatch, get_backend
+from foretoken.ops import AttentionBatch, get_backend
+from tests.support.cases import fast_backends, host_backends
 
-FAST = sorted(set(BACKENDS) - {"reference"})
+FAST = fast_backends()
 BLOCK = 4
 
 # Ragged batches: (tokens already in the cache, new tokens) per request.
@@ -111,7 +112,7 @@ def test_layers_of_one_batch_may_differ(backend: str) -> None:
         )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", host_backends())
 def test_keys_outside_the_request_do_not_matter(backend: str) -> None:
     """Whatever other requests hold, NaN and padding block 0 included, the output is the same."""
     query, key, value, batch = make_case(BATCHES["mixed"], SHAPES["gqa"])

@@ -1,4 +1,4 @@
-"""Edits and filters: the law on ties, the order, and rows that are not finite; on both backends."""
+"""Edits and filters: the law on ties, the order, rows that are not finite; on every backend."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 
-from foretoken.ops import BACKENDS, Backend, get_backend
-from tests.support.cases import make_edits, make_params
+from foretoken.ops import Backend, get_backend
+from tests.support.cases import host_backends, make_edits, make_params
 
 INF = math.inf
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+@pytest.fixture(params=host_backends())
 def ops(request: pytest.FixtureRequest) -> Backend:
     return get_backend(request.param)
 
@@ -42,7 +42,7 @@ def test_temperature_divides_and_input_is_untouched(ops: Backend) -> None:
 
 
 def test_greedy_rows_are_edited_but_not_filtered(ops: Backend) -> None:
-    edits = make_edits(bias_row_M=[0], bias_token_M=[1], bias_value_M=[3.0])
+    edits = make_edits(1, {(0, 1): (3.0, 1.0, 0.0)})
     params = make_params(1, 0.0, top_k=1, top_p=0.1, min_p=0.9)
     out = ops.process_logits(torch.tensor([[1.0, 2.0, 0.5]]), params, torch.tensor([0]), edits)
     assert out.tolist() == [[1.0, 5.0, 0.5]]
@@ -145,31 +145,57 @@ def test_rows_that_are_not_finite_stay_so(
 
 
 def test_edits_apply_in_order(ops: Backend) -> None:
-    logits = torch.tensor([[1.0, -1.0, 4.0, 2.0, 0.5]] * 3)
+    """The mask; then per entry: bias, repetition by the sign that the bias left, subtract."""
+    logits = torch.tensor([[1.0, -1.0, 4.0, 2.0, 0.5]] * 4)
     edits = make_edits(
-        bias_row_M=[0, 1],
-        bias_token_M=[4, 0],
-        bias_value_M=[5.5, -3.0],
-        allow_row_M=[0, 0, 0, 0],
-        allow_token_M=[0, 1, 2, 4],
-        ban_early_row_M=[0, 0],
-        ban_early_token_M=[2, 2],
-        penalty_row_M=[0, 0, 1],
-        penalty_token_M=[4, 1, 0],
-        penalty_count_M=[2, 0, 1],
-        penalty_repetition_M=[2.0, 2.0, 1.5],
-        penalty_frequency_M=[0.25, 0.25, 0.5],
-        penalty_presence_M=[0.125, 0.125, 0.0],
-        ban_late_row_M=[2],
-        ban_late_token_M=[2],
+        4,
+        {
+            (0, 1): (0.0, 2.0, 0.0),
+            (0, 2): (100.0, 1.0, 0.0),  # masked: stays so
+            (0, 4): (5.5, 2.0, 0.625),
+            (1, 0): (-3.0, 1.5, 0.5),
+            (2, 2): (-INF, 1.5, -7.0),
+            (2, 3): (-2.0, 9.0, 0.25),  # 0 is not > 0
+        },
+        masks=[[3], [0, 1, 4]],
+        mask_of=[1, -1, -1, 0],
+        vocabulary=5,
     )
-    out = ops.process_logits(logits, make_params(1), torch.zeros(3, dtype=torch.long), edits)
+    out = ops.process_logits(logits, make_params(1), torch.zeros(4, dtype=torch.long), edits)
     assert out.tolist() == [
-        [1.0, -2.0, -INF, -INF, 6.0 / 2 - 0.5 - 0.125],
+        [1.0, -2.0, -INF, -INF, 6.0 / 2 - 0.625],
         [-2.0 * 1.5 - 0.5, -1.0, 4.0, 2.0, 0.5],
-        [1.0, -1.0, -INF, 2.0, 0.5],
+        [1.0, -1.0, -INF, -0.25, 0.5],
+        [-INF, -INF, -INF, 2.0, -INF],
     ]
     assert logits[0].tolist() == [1.0, -1.0, 4.0, 2.0, 0.5]
+
+
+@pytest.mark.parametrize("vocabulary", [31, 32, 33, 64, 1025])
+def test_masks_reach_every_token(ops: Backend, vocabulary: int) -> None:
+    """Bits 0 and 31 of a word, the last word incomplete; bits at or past V are not looked at."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    keep = torch.rand(3, vocabulary, generator=generator) < 0.5
+    keep[:, -1] = torch.tensor([True, False, True])
+    masks = [torch.nonzero(one).flatten().tolist() for one in keep]
+    edits = make_edits(4, masks=masks, mask_of=[2, 0, -1, 1], vocabulary=vocabulary)
+    if vocabulary % 32:
+        assert edits.mask_RW is not None
+        edits.mask_RW[:, -1] |= -(1 << vocabulary % 32)
+    slots = torch.zeros(4, dtype=torch.long)
+    out = ops.process_logits(torch.zeros(4, vocabulary), make_params(1), slots, edits)
+    everything = torch.ones(vocabulary).bool()
+    assert torch.equal(out > -INF, torch.stack([keep[2], keep[0], everything, keep[1]]))
+
+
+def test_filters_see_edited_logits(ops: Backend) -> None:
+    """The best token is banned before the k-th largest and the nucleus are found."""
+    rows = torch.tensor([log_of(0.6, 0.2, 0.1, 0.1)] * 2)
+    edits = make_edits(2, {(0, 0): (-INF, 1.0, 0.0)})
+    slots = torch.zeros(2, dtype=torch.long)
+    for params in (make_params(1, top_k=1), make_params(1, top_p=0.4), make_params(1, min_p=0.9)):
+        out = ops.process_logits(rows, params, slots, edits)
+        assert [torch.nonzero(row > -INF).flatten().tolist() for row in out] == [[1], [0]]
 
 
 def test_rows_take_the_parameters_of_their_slot(ops: Backend) -> None:

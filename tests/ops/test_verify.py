@@ -1,50 +1,24 @@
-"""Verification and sampling, case by case, on both backends: what is emitted and why."""
+"""Verification, case by case, on every backend: what is emitted and why."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from foretoken.ops import BACKENDS, Backend, DraftBlock, SlotParams, Stream, Verdict, get_backend
-from foretoken.ops.rules import RULES, RuleInputs
-from tests.support.cases import drafts_of, make_params, no_drafts
+from foretoken.ops import Backend, DraftBlock, Stream, get_backend
+from tests.support.cases import drafts_of, host_backends, make_params, no_drafts
+from tests.support.verdicts import TARGET, check, draw, only
 
 INF = math.inf
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 RESIDUAL = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+@pytest.fixture(params=host_backends())
 def ops(request: pytest.FixtureRequest) -> Backend:
     return get_backend(request.param)
-
-
-def only(token: int, vocabulary: int = 8) -> torch.Tensor:
-    """All mass on one token."""
-    row = torch.full((vocabulary,), -INF)
-    row[token] = 0.0
-    return row
-
-
-def draw(
-    ops: Backend,
-    row: torch.Tensor,
-    params: SlotParams,
-    position: int,
-    streams: tuple[Stream, Stream],
-) -> int:
-    one = torch.tensor([position])
-    return int(ops.sample(row[None], params, one * 0, one, one * 0, streams))
-
-
-def check(verdict: Verdict, tokens: list[list[int]], finite: list[bool] | None = None) -> None:
-    widest = verdict.token_BK1.shape[1]
-    assert verdict.token_BK1.tolist() == [row + [-1] * (widest - len(row)) for row in tokens]
-    assert verdict.n_accept_B.tolist() == [len(row) - 1 for row in tokens]
-    assert verdict.n_accept_B.dtype == torch.int64
-    assert verdict.finite_B.tolist() == (finite or [True] * len(tokens))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -99,11 +73,11 @@ def test_draft_row_that_is_not_finite_counts_as_no_draft(ops: Backend, junk: flo
     if junk == -INF:
         q[1, 0] = junk
     params = make_params(2, seed=3)
+    flipped = replace(params, key_S=params.key_S.flip(0))
     for position in range(20):
         verdict = ops.verify(
             rows, params, torch.tensor([1]), torch.tensor([position]), drafts_of([[5, 2]], q)
         )
-        flipped = SlotParams(*(getattr(params, f).flip(0) for f in SlotParams.__dataclass_fields__))
         check(verdict, [[draw(ops, rows[0], flipped, position, TARGET)]])
 
 
@@ -265,42 +239,6 @@ def test_ids_stay_below_v_in_the_last_block(ops: Backend, vocabulary: int, fp64:
         assert bool(((tokens >= 1024) & (tokens < vocabulary)).all())
 
 
-def test_which_noise_a_row_uses_follows_from_its_parameters(ops: Backend) -> None:
-    """top_k >= V is off (hierarchical); an active top-k that drops nothing is flat."""
-    row = torch.zeros(1, 1500)  # all tied: top_k = 3 keeps everything
-    params = make_params(3, 1.0, [0, 1500, 3])
-    key = params.key_S[:1].expand(3).contiguous()
-    params = SlotParams(key, params.temperature_S, params.top_k_S, params.top_p_S, params.min_p_S)
-    hierarchical, off, flat = (
-        [
-            int(ops.sample(row, params, torch.tensor([s]), at, at * 0, TARGET))
-            for at in torch.arange(8)[:, None]
-        ]
-        for s in range(3)
-    )
-    assert hierarchical == off != flat
-
-
-def test_batch_order_and_company_never_change_a_draw(ops: Backend) -> None:
-    generator = torch.Generator().manual_seed(11)
-    params = make_params(6, [1.0, 0.0, 0.7, 1.0, 1.3, 0.5], [0, 0, 5, 0, 9, 0], seed=2)
-    rows = ops.process_logits(
-        torch.randn(6, 1300, generator=generator), params, torch.arange(6), None
-    )
-    position, index = torch.arange(6) * 7, torch.arange(6) % 3
-    streams = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)
-    together = ops.sample(rows, params, torch.arange(6), position, index, streams)
-    order = torch.tensor([3, 5, 0, 2, 4, 1])
-    shuffled = ops.sample(rows[order], params, order, position[order], index[order], streams)
-    assert torch.equal(shuffled, together[order])
-    for s in range(6):
-        one = slice(s, s + 1)
-        alone = ops.sample(
-            rows[one], params, torch.arange(6)[one], position[one], index[one], streams
-        )
-        assert alone.tolist() == together[one].tolist()
-
-
 @pytest.mark.parametrize("rejecting", [False, True])
 def test_bf16_logits_and_untouched_inputs(ops: Backend, rejecting: bool) -> None:
     """Cached bf16 q is used as it is; no argument is written to, also where a residual is drawn."""
@@ -323,27 +261,3 @@ def test_bf16_logits_and_untouched_inputs(ops: Backend, rejecting: bool) -> None
     assert torch.equal(rows, before[0])
     assert torch.equal(q, before[1])
     assert torch.equal(drafts.token_BK, before[2])
-
-
-def test_a_residual_weight_scales_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    """norm(max(w p - q, 0)) at w = 1/2, p = (.6, .3, .1), q = (.1, .1, .8): (.8, .2, 0).
-
-    With 1/w in its place it would be (.688, .313, 0). Logits are shifted: they need no norm.
-    """
-    count = 40_000
-
-    def halve(x: RuleInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        rejected = torch.zeros(len(x.log_p_BK), dtype=torch.int64)
-        return rejected, torch.full((len(rejected),), math.log(0.5), dtype=torch.float64)
-
-    monkeypatch.setitem(RULES, "halve", halve)
-    p = torch.tensor([0.6, 0.3, 0.1]).log() + 3
-    q = torch.tensor([0.1, 0.1, 0.8]).log() - 2
-    slot = torch.arange(count)
-    verdict = get_backend("torch_cpu").verify(
-        p.repeat(2 * count, 1), make_params(count, seed=8), slot, slot * 0,
-        drafts_of([[2]] * count, q.expand(count, 1, 3)), rule="halve",
-    )  # fmt: skip
-    share = torch.bincount(verdict.token_BK1[:, 0], minlength=3) / count
-    assert abs(float(share[0]) - 0.8) < 4 * math.sqrt(0.8 * 0.2 / count)
-    assert float(share[2]) == 0

@@ -10,6 +10,7 @@ from tests.project.source import PACKAGE, ROOT, functions, modules, where
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 8
 # Functions whose parameters are a published contract: the limit they have is the limit they keep.
 WIDE_CONTRACTS = {
@@ -17,6 +18,8 @@ WIDE_CONTRACTS = {
     "foretoken.models.attention": 9,  # the signature that Transformers calls
 }
 BACKENDS = PACKAGE / "ops" / "backends"
+OPS = "noise process sample verify logprobs attention".split()
+"""Drafting is in `draft.py`, or in `sample.py` where one kernel does both."""
 
 
 def python_files() -> list[str]:
@@ -44,9 +47,15 @@ def test_function_length() -> None:
         f"{where(module, node)} {node.name}: {length} lines"
         for module in modules().values()
         for node in functions(module)
-        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+        if (length := (node.end_lineno or node.lineno) - node.lineno + 1)
+        > (MAX_KERNEL_LINES if is_kernel(node) else MAX_FUNCTION_LINES)
     ]
     assert not bad, "\n".join(bad)
+
+
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Code of a device, called by kernels or launched by a host function, which is counted."""
+    return any(ast.unparse(decorator).startswith("triton.") for decorator in node.decorator_list)
 
 
 def parameter_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
@@ -60,7 +69,8 @@ def test_parameter_count() -> None:
         f"{where(module, node)} {node.name}: {count} parameters"
         for module in modules().values()
         for node in functions(module)
-        if (count := parameter_count(node)) > WIDE_CONTRACTS.get(module.name, MAX_PARAMETERS)
+        if not is_kernel(node)
+        and (count := parameter_count(node)) > WIDE_CONTRACTS.get(module.name, MAX_PARAMETERS)
     ]
     assert not bad, "\n".join(bad)
 
@@ -109,13 +119,9 @@ def test_no_unsafe_loading() -> None:
     assert not bad, "\n".join(bad)
 
 
-def test_backends_have_the_same_files() -> None:
-    """One op, one file name, in every backend: `diff` of two folders shows what differs."""
-    folders = [p for p in BACKENDS.iterdir() if p.is_dir() and p.name != "__pycache__"]
-    names = {
-        folder.name: {p.name for p in folder.glob("*.py") if not p.name.startswith("_")}
-        for folder in folders
-    }
-    reference = names.pop("reference")
-    assert reference
-    assert {name: files ^ reference for name, files in names.items() if files != reference} == {}
+def test_an_op_has_one_file_name_in_every_backend() -> None:
+    """`diff` of two folders shows what differs; a backend may have further modules of its own."""
+    folders = [p for p in BACKENDS.iterdir() if (p / "__init__.py").exists()]
+    assert {"reference", "torch_cpu", "native_cpu"} <= {folder.name for folder in folders}
+    missing = {f"{p.name}/{op}.py" for p in folders for op in OPS if not (p / f"{op}.py").exists()}
+    assert not missing

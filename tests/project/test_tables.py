@@ -8,7 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.common import goal
-from benchmarks.plot import Series, line_chart, ticks
+from benchmarks.ops_tables import ops_figures
+from benchmarks.plot import Series, decades, line_chart, ticks
 from benchmarks.tables import (
     CURVES,
     FIGURES,
@@ -95,6 +96,45 @@ def test_a_chart_has_each_point_at_its_place() -> None:
     places = [(dot.get("cx"), dot.get("cy")) for dot in dots]
     assert places == [("64.0", "348.0"), ("616.0", "196.0")]
     assert "A &lt; B" in text
+
+
+def test_logarithmic_charts_have_decades_and_equal_ratios_at_equal_distances() -> None:
+    assert decades(3, 800) == [1, 10, 100, 1000]
+    assert decades(10, 10) == [10, 100]
+    points = [(x, x, x, x) for x in (1, 10, 100)]
+    text = line_chart("A", "rows", "us", [Series("a", points)], logarithmic=True)
+    dots = ElementTree.fromstring(text).findall(f".//{SVG}circle")
+    places = [(dot.get("cx"), dot.get("cy")) for dot in dots]
+    assert places == [("64.0", "348.0"), ("340.0", "196.0"), ("616.0", "44.0")]
+
+
+def op_row(case: str, engine: str, us: float, curve: str = "", x: int = 0) -> Row:
+    labels = {"engine": engine, "case": case, "curve": curve, "x": x}
+    values = {"graph_us": Spread.of([us, us + 1], "us"), "read_floor_us": us / 2}
+    values |= {"eager_us": Spread.of([us + 9], "us"), "share_of_floor": 0.5}
+    return Row(f"{case}: {engine}", labels, values)
+
+
+def test_ops_have_a_line_per_case_and_a_goal_per_curve(tmp_path: Path) -> None:
+    rows = [op_row("sample", "triton", 10.0), op_row("sample", "pytorch", 2000.0)]
+    rows[0].values["speedup_over_pytorch"] = Spread.of([200.0], "x")
+    for x in (1, 10, 100):
+        case = f"sample, rows, x={x}"
+        rows.append(op_row(case, "triton", 5.0 + x, "sample, rows", x))
+    shapes = {"backends": ["triton"], "baselines": ["pytorch", "peer"], "device": "cuda"}
+    note = goal("sample: triton: us, graph", rows[0], "graph_us", 11, least=False)
+    results = collect("ops_gpu", "python -m benchmarks.ops", shapes, rows, [note])
+    write(results, tmp_path)
+    text = TABLES["ops_gpu"](tmp_path)
+    line = "| sample | 10.5 (10.2–10.8) | 19.0 | 5.0 | 50.0% | 2000 |  | 200.0x |"
+    assert line in text.splitlines()
+    assert "![GPU: time of an op and its rows](figures/ops_gpu_rows.svg)" in text
+    assert "| sample, rows | 5.50 | 1000.00 | 1.0000 |" in text
+    assert set(ops_figures(tmp_path)) == {"ops_gpu_rows.svg"}
+    assert goals(tmp_path).splitlines()[2:] == [
+        "| `ops_gpu` | sample: triton: us, graph | 10.5 | ≤ 11 | reached |",
+        "| `ops_gpu` | sample, rows: R² of its line | 1 | ≥ 0.99 | reached |",
+    ]
 
 
 def test_curve_figures_follow_the_results(tmp_path: Path) -> None:

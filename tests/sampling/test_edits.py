@@ -2,82 +2,214 @@
 
 from __future__ import annotations
 
-import torch
+import math
+from itertools import pairwise
+from typing import Any
 
-from foretoken.sampling.edits import build_edits
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.ops import Edits
+from foretoken.sampling.edits import EditFault, build_edits
+from foretoken.sampling.history import SlotHistory
 from foretoken.sampling.params import SamplingParams
-from foretoken.sampling.slots import SlotTable
 
 CPU = torch.device("cpu")
+VOCABULARY = 40
+BAN = -math.inf
 
 
-def table_with(params: SamplingParams, prompt: list[int], output: list[int], **kwargs) -> SlotTable:
-    table = SlotTable(4, CPU)
-    table.admit(2, 11, params, prompt, **kwargs)
-    table.append(2, output)
-    return table
+def history_of(
+    params: SamplingParams, prompt: list[int], output: list[int], **kwargs: Any
+) -> SlotHistory:
+    history = SlotHistory(params, prompt, **kwargs)
+    for token in output:
+        history.append([token])
+    return history
 
 
-def rows_of(row: torch.Tensor, *columns: torch.Tensor) -> set[tuple[float, ...]]:
-    return set(zip(row.tolist(), *(c.tolist() for c in columns), strict=True))
+def edits_of(history: SlotHistory, drafts: list[int], vocab_size: int = VOCABULARY) -> Edits:
+    edits = build_edits([(history, drafts)], vocab_size, CPU)
+    assert edits is not None
+    return edits
+
+
+def changes(edits: Edits) -> list[dict[int, tuple[float, float, float]]]:
+    """Per row, token -> (bias, repetition, subtract) of the entries that change something."""
+    start, token = edits.start_N1.tolist(), edits.token_M.tolist()
+    values = list(
+        zip(
+            edits.bias_M.tolist(),
+            edits.repetition_M.tolist(),
+            edits.subtract_M.tolist(),
+            strict=True,
+        )
+    )
+    assert start[0] == 0
+    assert start[-1] == len(token) == len(values)
+    rows = []
+    for first, end in pairwise(start):
+        assert token[first:end] == sorted(set(token[first:end])), "tokens rise within a row"
+        entries = zip(token[first:end], values[first:end], strict=True)
+        rows.append({t: v for t, v in entries if v != (0.0, 1.0, 0.0)})
+    return rows
 
 
 def test_requests_without_edits_build_none() -> None:
-    table = table_with(SamplingParams(), [1], [2])
-    assert build_edits([(0, table.histories.get(2), [5])], 10, CPU) is None
+    assert build_edits([(None, [5]), (None, [])], VOCABULARY, CPU) is None
 
 
 def test_penalties_count_the_drafts_before_the_row() -> None:
-    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5)
-    table = table_with(params, prompt=[1, 4], output=[4, 5])
-    edits = build_edits([(3, table.histories[2], [5, 6])], 10, CPU)
-    assert edits is not None
-    got = rows_of(edits.penalty_row_M, edits.penalty_token_M, edits.penalty_count_M)
-    assert got == {
-        *[(3, 4, 1), (3, 5, 1), (3, 1, 0)],
-        *[(4, 4, 1), (4, 5, 2), (4, 1, 0)],
-        *[(5, 4, 1), (5, 5, 2), (5, 6, 1), (5, 1, 0)],
-    }
+    params = SamplingParams(repetition_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
+    edits = edits_of(history_of(params, [1, 4], [4, 5]), [5, 6])
+    prompt = (0.0, 2.0, 0.0)
+    once, twice = (0.0, 2.0, 0.75), (0.0, 2.0, 1.25)
+    assert changes(edits) == [
+        {1: prompt, 4: once, 5: once},
+        {1: prompt, 4: once, 5: twice},
+        {1: prompt, 4: once, 5: twice, 6: once},
+    ]
+
+
+def test_rejected_drafts_leave_no_trace() -> None:
+    params = SamplingParams(frequency_penalty=0.5)
+    history = history_of(params, [], [4])
+    edits_of(history, [5, 6, 4])
+    history.append([7])
+    assert changes(edits_of(history, [])) == [{4: (0, 1, 0.5), 7: (0, 1, 0.5)}]
+
+
+def test_without_repetition_the_prompt_is_not_penalized() -> None:
+    params = SamplingParams(presence_penalty=-0.5)
+    assert changes(edits_of(history_of(params, [1, 2], [2]), [])) == [{2: (0, 1, -0.5)}]
 
 
 def test_bad_words_are_banned_exactly_where_their_beginning_stands() -> None:
     params = SamplingParams(bad_words=["x"])
     words = [(7,), (5, 8), (5, 6, 9), (4, 5, 6, 6)]
-    table = table_with(params, [5, 5], [4], bad_word_ids=words)
-    edits = build_edits([(0, table.histories[2], [5, 6])], 10, CPU)
-    assert edits is not None
-    assert rows_of(edits.ban_late_row_M, edits.ban_late_token_M) == {
-        *[(0, 7)],
-        *[(1, 7), (1, 8)],
-        *[(2, 7), (2, 9), (2, 6)],
-    }
+    edits = edits_of(history_of(params, [5, 5], [4], bad_word_ids=words), [5, 6])
+    ban = (BAN, 1.0, 0.0)
+    assert changes(edits) == [{7: ban}, {7: ban, 8: ban}, {6: ban, 7: ban, 9: ban}]
 
 
 def test_min_tokens_holds_back_stops_until_enough_tokens() -> None:
     params = SamplingParams(min_tokens=3)
-    table = table_with(params, [1], [2], stop_ids=[0, 9])
-    edits = build_edits([(0, table.histories[2], [3, 3, 3])], 10, CPU)
+    history = history_of(params, [1], [2], stop_ids=[9, 0])
+    ban = {0: (BAN, 1.0, 0.0), 9: (BAN, 1.0, 0.0)}
+    assert changes(edits_of(history, [3, 3, 3])) == [ban, ban, {}, {}]
+    history.append([3, 3])
+    assert build_edits([(history, [3])], VOCABULARY, CPU) is None, "nothing is left to edit"
+
+
+def test_bias_comes_before_penalties_and_a_ban_over_both() -> None:
+    params = SamplingParams(
+        logit_bias={3: 1.5, 4: -1.0}, min_tokens=2, repetition_penalty=1.5, bad_words=["x"]
+    )
+    edits = edits_of(history_of(params, [3], [], stop_ids=[4], bad_word_ids=[(5,)]), [4, 8])
+    assert changes(edits) == [
+        {3: (1.5, 1.5, 0), 4: (BAN, 1, 0), 5: (BAN, 1, 0)},
+        {3: (1.5, 1.5, 0), 4: (BAN, 1.5, 0), 5: (BAN, 1, 0)},
+        {3: (1.5, 1.5, 0), 4: (-1.0, 1.5, 0), 5: (BAN, 1, 0), 8: (0, 1.5, 0)},
+    ]
+
+
+def bits(edits: Edits, row: int) -> set[int] | None:
+    """Tokens that a row's mask allows, None without one."""
+    if edits.mask_RW is None or edits.mask_N is None:
+        return None
+    mask = int(edits.mask_N[row])
+    if mask < 0:
+        return None
+    assert edits.mask_RW.dtype is torch.int32
+    words = edits.mask_RW[mask].tolist()
+    return {v for v in range(32 * len(words)) if words[v // 32] >> (v % 32) & 1}
+
+
+@pytest.mark.parametrize("vocab_size", [20, 32, 33, 64, 100])
+def test_allowed_tokens_are_a_mask_of_bits(vocab_size: int) -> None:
+    allowed = [0, 3, 4, 19, 31, 32, 63, 99]
+    history = history_of(SamplingParams(allowed_token_ids=allowed), [1], [])
+    edits = edits_of(history, [3], vocab_size)
+    assert edits.mask_RW is not None
+    assert edits.mask_RW.shape == (1, -(-vocab_size // 32))
+    expected = {token for token in allowed if token < vocab_size}
+    assert [bits(edits, row) for row in range(2)] == [expected, expected]
+    assert changes(edits) == [{}, {}]
+
+
+def test_each_request_has_its_own_rows_entries_and_mask() -> None:
+    biased = history_of(SamplingParams(logit_bias={3: 1.5, 90: 2.0}), [1], [])
+    masked = history_of(SamplingParams(allowed_token_ids=[7]), [1], [])
+    other = history_of(SamplingParams(allowed_token_ids=[8], logit_bias={8: 1.0}), [1], [])
+    batch = [(biased, [2]), (None, [1, 1]), (masked, []), (other, [8])]
+    edits = build_edits(batch, VOCABULARY, CPU)
     assert edits is not None
-    assert rows_of(edits.ban_early_row_M, edits.ban_early_token_M) == {
-        *[(0, 0), (0, 9), (1, 0), (1, 9)],
-    }
+    three, eight = {3: (1.5, 1, 0)}, {8: (1.0, 1, 0)}
+    assert changes(edits) == [three, three, {}, {}, {}, {}, eight, eight]
+    masks = [bits(edits, row) for row in range(8)]
+    assert masks == [None, None, None, None, None, {7}, {8}, {8}]
 
 
-def test_bias_and_allowed_tokens_cover_every_row_and_stay_in_the_vocabulary() -> None:
-    params = SamplingParams(logit_bias={3: 1.5, 12: 1.0}, allowed_token_ids=[3, 4])
-    table = table_with(params, [1], [])
-    edits = build_edits([(1, table.histories[2], [3])], 10, CPU)
-    assert edits is not None
-    assert rows_of(edits.bias_row_M, edits.bias_token_M, edits.bias_value_M) == {
-        (1, 3, 1.5),
-        (2, 3, 1.5),
-    }
-    assert rows_of(edits.allow_row_M, edits.allow_token_M) == {(1, 3), (1, 4), (2, 3), (2, 4)}
+def test_placeholders_and_ids_past_the_vocabulary_are_left_out() -> None:
+    params = SamplingParams(frequency_penalty=1.0, logit_bias={39: 1.0, 40: 1.0})
+    edits = edits_of(history_of(params, [1], [2]), [-1, 3])
+    tail = {2: (0, 1, 1), 39: (1.0, 1, 0)}
+    assert changes(edits) == [tail, tail, {**tail, 3: (0, 1, 1)}]
 
 
-def test_a_released_slot_forgets() -> None:
-    table = table_with(SamplingParams(min_tokens=2), [1], [2])
-    table.release(2)
-    assert not table.histories
-    table.admit(2, 1, SamplingParams(), [1])
-    assert not table.histories
+def test_a_history_that_cannot_be_read_names_its_request() -> None:
+    good = history_of(SamplingParams(logit_bias={3: 1.5}), [1], [])
+    bad = history_of(SamplingParams(frequency_penalty=1.0), [1], [2])
+    bad._count_U = bad._count_U[:0]
+    with pytest.raises(EditFault) as caught:
+        build_edits([(good, []), (None, []), (bad, [2])], VOCABULARY, CPU)
+    assert caught.value.index == 2
+
+
+TOKENS = st.lists(st.integers(0, 11), max_size=8)
+
+
+@given(
+    prompt=TOKENS,
+    output=TOKENS,
+    drafts=st.lists(st.integers(-1, 11), max_size=4),
+    bias=st.dictionaries(st.integers(0, 11), st.sampled_from([-2.0, 0.5, 3.0]), max_size=3),
+    strengths=st.tuples(*[st.sampled_from([1.0, 0.5, 2.0])] + [st.sampled_from([0.0, 0.75])] * 2),
+    min_tokens=st.integers(0, 12),
+    words=st.lists(st.lists(st.integers(0, 11), min_size=1, max_size=3), max_size=3),
+)
+def test_equals_the_definition_as_a_sequence(
+    prompt: list[int],
+    output: list[int],
+    drafts: list[int],
+    bias: dict[int, float],
+    strengths: tuple[float, float, float],
+    min_tokens: int,
+    words: list[list[int]],
+) -> None:
+    """Entry by entry, what the design lists one after the other."""
+    repetition, frequency, presence = strengths
+    params = SamplingParams(
+        max_tokens=16, min_tokens=min_tokens, logit_bias=bias, repetition_penalty=repetition,
+        frequency_penalty=frequency, presence_penalty=presence,
+    )  # fmt: skip
+    history = history_of(params, prompt, output, stop_ids=[0, 5], bad_word_ids=words)
+    edits = build_edits([(history, drafts)], VOCABULARY, CPU)
+    found = changes(edits) if edits is not None else [{}] * (len(drafts) + 1)
+    for j, row in enumerate(found):
+        before = output + drafts[:j]
+        if -1 in before:
+            continue  # never accepted: nothing is decided there
+        for token in range(12):
+            added = bias.get(token, 0.0)
+            if len(before) < min_tokens and token in (0, 5):
+                added = BAN
+            if any(w[-1] == token and before[len(before) - len(w) + 1 :] == w[:-1]
+                   for w in words if len(w) <= len(before) + 1):  # fmt: skip
+                added = BAN
+            count = before.count(token)
+            divided = repetition if count or token in prompt else 1.0
+            expected = (added, divided, frequency * count + presence * (count > 0))
+            assert row.get(token, (0.0, 1.0, 0.0)) == expected

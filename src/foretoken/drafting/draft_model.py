@@ -21,9 +21,7 @@ Shape suffixes: B requests, K drafts, S slots, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import cast
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -37,11 +35,10 @@ from foretoken.drafting.base import (
     DrafterSetup,
     DraftRequest,
     Needs,
-    one_hot_block,
 )
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import CausalLM, load_model, load_tokenizer
-from foretoken.ops import DraftBlock, SlotParams, Stream
+from foretoken.ops import DraftBlock, DraftCache, SlotParams
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
@@ -57,14 +54,10 @@ class DraftModel(Drafter):
         self.backend = setup.backend
         self.device = setup.device
         self.probabilistic = setup.speculation.draft_sample_method != "greedy"
-        # Float32 logits of every draft, by slot: what `process_logits` gives, in any backend.
-        self._q_shape = (
-            setup.config.max_num_seqs,
-            setup.speculation.num_speculative_tokens if self.probabilistic else 0,
-            self.model.vocab_size,
-        )
+        num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
+        self._cache_shape = (setup.config.max_num_seqs, num_drafts, self.model.vocab_size)
         self.needs = Needs(
-            bytes_per_slot=4 * self._q_shape[1] * self._q_shape[2],
+            bytes_per_slot=_cache_bytes(num_drafts, self.model.vocab_size, self.model.dtype),
             kv_bytes_per_block=KVPool.bytes_per_block(
                 self.model.layer_shapes, setup.config.block_size, self.model.dtype
             ),
@@ -73,11 +66,12 @@ class DraftModel(Drafter):
         self._num_proposed_S = [0] * setup.config.max_num_seqs
         self._complete = bytearray()
         self._kv: KVPool | None = None
-        self._q_logits_SKV = torch.empty(0)
+        self._cache: DraftCache | None = None
 
     def allocate(self, num_blocks: int) -> None:
         """K/V tensors for as many blocks as the target has, and q for every slot."""
-        self._q_logits_SKV = torch.empty(self._q_shape, dtype=torch.float32, device=self.device)
+        if self.probabilistic:
+            self._cache = DraftCache.empty(*self._cache_shape, self.model.dtype, self.device)
         self._complete = bytearray(num_blocks)
         self._kv = KVPool(
             self.model.layer_shapes,
@@ -91,36 +85,44 @@ class DraftModel(Drafter):
         """One pass per draft index over the requests that still want one. See `Drafter.propose`."""
         requests = context.requests
         num_drafts = [_fit(r, self.model.max_model_len) for r in requests]
-        slots = np.array([r.slot for r in requests], dtype=np.int64)
-        slot_B = torch.from_numpy(slots).to(self.device)
-        real_q_B = (context.params.temperature_S[slot_B] > 0) & self.probabilistic
-        capture = bool(real_q_B.any())
         asked = [(r, k) for r, k in zip(requests, num_drafts, strict=True) if k]
         for request, _ in asked:
             self._skip_complete(request)
         self._catch_up([request for request, _ in asked])
-        found = self._draft_at_once(asked, context.params, capture)
-        if found is None:
-            found = self._draft_by_passes(asked, context.params, capture)
+        # Coupled requests keep no q, but draw, too: with the target's own noise.
+        cache = self._cache if any(r.temperature > 0 for r, _ in asked) else None
+        draft = self._draft_by_passes if self.model.fused is None else self._draft_at_once
+        drafts = draft(asked, context.params, cache) if asked else torch.empty(0, 0).long()
         for request, k in asked:
             self._advance(request, len(request.token_ids))
             self._num_proposed_S[request.slot] = k
-        block = one_hot_block([next(found) if k else [] for k in num_drafts], self.device)
-        if not capture:
-            return block
-        return replace(block, logits_SKV=self._q_logits_SKV, real_q_B=real_q_B)
+        if len(asked) < len(requests):
+            drafts = _spread(drafts, num_drafts)
+        real = [
+            cache is not None and k > 0 and r.keeps_q
+            for r, k in zip(requests, num_drafts, strict=True)
+        ]
+        return DraftBlock(
+            token_BK=drafts,
+            num_B=torch.from_numpy(np.array(num_drafts, dtype=np.int64)).to(self.device),
+            cache=cache if any(real) else None,
+            real_q_B=torch.from_numpy(np.array(real, dtype=bool)).to(self.device),
+        )
 
     def _draft_at_once(
-        self, asked: Sequence[tuple[DraftRequest, int]], params: SlotParams, capture: bool
-    ) -> Iterator[list[int]] | None:
-        """All passes and draws in one native call, or None where that does not cover what is asked.
+        self,
+        asked: Sequence[tuple[DraftRequest, int]],
+        params: SlotParams,
+        cache: DraftCache | None,
+    ) -> Tensor:
+        """All passes and draws in one native call; the drafts, -1 behind a request's last.
 
         With K = 5 the draft passes of the embedded pair took 3.7 to 4.6 ms a step through the
         modules, and the work beside them 1.5.
         """
         fused, kv = self.model.fused, self._kv
-        if fused is None or kv is None or not asked or (capture and self.config.use_fp64_gumbel):
-            return None
+        if fused is None or kv is None:
+            raise IntegrityError("the drafter was asked to propose before `allocate`")
         first = build_batch(
             [self._next_span(request, []) for request, _ in asked], kv.block_size, self.device
         )
@@ -132,32 +134,36 @@ class DraftModel(Drafter):
             [len(r.token_ids) for r, _ in asked],
             [k for _, k in asked],
         ]
-        token_BK = fused.draft(
+        return fused.draft(
             first,
             kv,
             params,
             torch.from_numpy(np.array(blocks, dtype=np.int64)),
             torch.from_numpy(np.array(numbers, dtype=np.int64)),
-            self._q_logits_SKV if capture else None,
+            cache,
+            self.config.use_fp64_gumbel,
         )
-        if token_BK is None:
-            return None
-        return (row[:k] for row, (_, k) in zip(token_BK.tolist(), asked, strict=True))
 
     def _draft_by_passes(
-        self, asked: Sequence[tuple[DraftRequest, int]], params: SlotParams, capture: bool
-    ) -> Iterator[list[int]]:
+        self,
+        asked: Sequence[tuple[DraftRequest, int]],
+        params: SlotParams,
+        cache: DraftCache | None,
+    ) -> Tensor:
+        """One pass per draft index over the requests that still want one."""
         drafts: list[list[int]] = [[] for _ in asked]
-        for i in range(max((k for _, k in asked), default=0)):
+        most = max(k for _, k in asked)
+        for i in range(most):
             live = [(r, own) for (r, k), own in zip(asked, drafts, strict=True) if k > i]
             logits_BV = self._forward([self._next_span(r, own) for r, own in live])
-            if capture:
-                tokens = self._draw(logits_BV, params, [r for r, _ in live], i)
+            if cache is not None:
+                token_B = self._draw(logits_BV, params, [r for r, _ in live], i, cache)
             else:
-                tokens = logits_BV.argmax(dim=-1).tolist()
-            for (_, own), token in zip(live, tokens, strict=True):
+                token_B = logits_BV.argmax(dim=-1)
+            for (_, own), token in zip(live, token_B.tolist(), strict=True):
                 own.append(token)
-        return iter(drafts)
+        padded = [own + [-1] * (most - len(own)) for own in drafts]
+        return torch.tensor(padded, dtype=torch.int64, device=self.device)
 
     def observe(self, slot: int, num_drafted: int, num_accepted: int) -> None:
         """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
@@ -231,23 +237,42 @@ class DraftModel(Drafter):
         return self.model.forward(batch, self._kv)
 
     def _draw(
-        self, logits_BV: Tensor, params: SlotParams, requests: Sequence[DraftRequest], i: int
-    ) -> list[int]:
+        self,
+        logits_BV: Tensor,
+        params: SlotParams,
+        requests: Sequence[DraftRequest],
+        i: int,
+        cache: DraftCache,
+    ) -> Tensor:
         """Sample draft i of each request and keep the q it came from, by slot."""
-        slot_B = torch.tensor([r.slot for r in requests], device=self.device)
-        processed_BV = self.backend.process_logits(logits_BV, params, slot_B, None).float()
-        self._q_logits_SKV[slot_B, i] = processed_BV
-        position_B = torch.tensor([len(r.token_ids) + i for r in requests], device=self.device)
-        token_B = self.backend.sample(
-            processed_BV,
+        numbers = [
+            [r.slot for r in requests],
+            [len(r.token_ids) + i for r in requests],
+            [i] * len(requests),
+        ]
+        numbers_3B = torch.from_numpy(np.array(numbers, dtype=np.int64)).to(self.device)
+        return self.backend.draft(
+            logits_BV,
             params,
-            slot_B,
-            position_B,
-            torch.full_like(position_B, i),
-            (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK),
+            numbers_3B[0],
+            numbers_3B[1],
+            numbers_3B[2],
+            cache if any(r.keeps_q for r in requests) else None,
             fp64_noise=self.config.use_fp64_gumbel,
         )
-        return cast(list[int], token_B.tolist())
+
+
+def _spread(drafts: Tensor, num_drafts: Sequence[int]) -> Tensor:
+    """Drafts of the requests that have some, as rows of a batch in which others have none."""
+    all_BK = drafts.new_full((len(num_drafts), drafts.shape[1]), -1)
+    all_BK[torch.tensor([k > 0 for k in num_drafts], device=drafts.device)] = drafts
+    return all_BK
+
+
+def _cache_bytes(num_drafts: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a `DraftCache` for one slot."""
+    one = DraftCache.empty(1, num_drafts, vocab_size, dtype, torch.device("meta"))
+    return sum(t.numel() * t.element_size() for t in (one.logits_SKV, one.threshold_SK, one.lse_SK))
 
 
 def _fit(request: DraftRequest, max_model_len: int) -> int:

@@ -6,18 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foretoken.config import LOSSLESS_METHODS
 from foretoken.errors import CapacityError, RequestError
 from foretoken.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The engine's bounds on a request."""
+    """The engine's bounds on a request.
+
+    allows_synthetic: whether the engine is configured with the rule `synthetic`
+    """
 
     vocab_size: int
     max_model_len: int
     num_speculative_tokens: int
     has_tokenizer: bool
+    allows_synthetic: bool = False
 
 
 def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> None:
@@ -52,6 +57,13 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Lim
             f"at most the engine's {limits.num_speculative_tokens}",
             "Raise `num_speculative_tokens` in `speculative_config`.",
         )
+    if params.rejection_sample_method == "synthetic" and not limits.allows_synthetic:
+        raise RequestError(
+            "rejection_sample_method",
+            "synthetic",
+            f"one of {', '.join(LOSSLESS_METHODS)}: this engine does not allow `synthetic`",
+            "Its output has no model's law; set it in `speculative_config`, with its rates.",
+        )
     if not limits.has_tokenizer and (params.stop or params.bad_words):
         name = "stop" if params.stop else "bad_words"
         raise RequestError(
@@ -60,6 +72,15 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Lim
             "left out: this checkpoint has no tokenizer",
             "Use `stop_token_ids`, or add tokenizer files to the checkpoint.",
         )
+
+
+def choose_rule(params: SamplingParams, engine_rule: str, num_drafts: int) -> str:
+    """The name of the rule that decides a request: its own, or the engine's.
+
+    `synthetic` without drafts is plain decoding, with the target's law, and is not called so.
+    """
+    rule = params.rejection_sample_method or engine_rule
+    return "standard" if rule == "synthetic" and not num_drafts else rule
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -114,4 +114,5 @@ def _completion(engine: Engine, request: Request) -> CompletionOutput:
         seed=request.key,
         logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
         origins=list(request.origins),
+        synthetic_acceptance=request.rule == "synthetic",
     )

@@ -23,6 +23,7 @@ from foretoken.models import CausalLM, load_model, load_tokenizer
 from foretoken.ops import Backend, get_backend, unavailable
 from foretoken.sampling.sampler import Sampler
 from foretoken.sampling.slots import SlotTable
+from foretoken.sampling.synthetic import conditional_rates, joint_rates
 
 _log = logging.getLogger(__name__)
 
@@ -68,8 +69,13 @@ def _build(config: EngineConfig) -> Engine:
         drafter.allocate(num_blocks)
     kv = KVPool(model.layer_shapes, num_blocks, config.block_size, dtype=model.dtype, device=device)
     slots = SlotTable(config.max_num_seqs, device)
-    rule = config.speculative_config.rejection_sample_method if config.speculative_config else None
-    sampler = Sampler(backend, slots, rule=rule or "standard", fp64_noise=config.use_fp64_gumbel)
+    sampler = Sampler(
+        backend,
+        slots,
+        device=device,
+        synthetic_rates=_synthetic_rates(config),
+        fp64_noise=config.use_fp64_gumbel,
+    )
     scheduler = Scheduler(
         BlockPool(num_blocks, config.block_size),
         max_num_seqs=config.max_num_seqs,
@@ -78,6 +84,21 @@ def _build(config: EngineConfig) -> Engine:
     )
     runner = Runner(model, kv, sampler, DraftState(device))
     return Engine(config, runner, scheduler, drafter, tokenizer, _eos_ids(model, tokenizer))
+
+
+def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
+    """c_i of the rule `synthetic`, with a warning; () under any other."""
+    speculation = config.speculative_config
+    if speculation is None or speculation.rejection_sample_method != "synthetic":
+        return ()
+    rates = conditional_rates(speculation)
+    _log.warning(
+        "Rule `synthetic`: drafts are accepted with the set probabilities %s (mean acceptance "
+        "length %.3f), and the text is meaningless by design.",
+        ", ".join(f"{rate:.4g}" for rate in rates),
+        1 + sum(joint_rates(rates)),
+    )
+    return rates
 
 
 def _choose_backend(config: EngineConfig) -> Backend:

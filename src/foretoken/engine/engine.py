@@ -20,18 +20,19 @@ from typing import Any
 
 from foretoken.config import EngineConfig
 from foretoken.drafting.base import DraftContext, Drafter, DraftRequest
-from foretoken.engine.admission import Limits, bad_word_ids, check_request
+from foretoken.engine.admission import Limits, bad_word_ids, check_request, choose_rule
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.faults import no_token, overloaded, processing_error, step_failure
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.engine.runner import Outcome, Runner, ShareFault
 from foretoken.engine.scheduler import Scheduler, Share
-from foretoken.errors import (
-    IntegrityError,
-)
+from foretoken.errors import IntegrityError
+from foretoken.ops import Rule
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
+
+_RULES = {rule.name.lower(): rule for rule in Rule}
 
 
 class Engine:
@@ -56,6 +57,8 @@ class Engine:
         self._slots = runner.sampler.slots
         self._detokenizers: dict[Request, Detokenizer] = {}
         self._num_admitted = 0
+        speculation = config.speculative_config
+        self._rule = speculation.rejection_sample_method if speculation else "standard"
 
     @property
     def limits(self) -> Limits:
@@ -65,6 +68,7 @@ class Engine:
             max_model_len=self.runner.model.max_model_len,
             num_speculative_tokens=self.num_speculative_tokens,
             has_tokenizer=self.tokenizer is not None,
+            allows_synthetic=self._rule == "synthetic",
         )
 
     @property
@@ -134,8 +138,9 @@ class Engine:
         bad_words = bad_word_ids(params, self.tokenizer, self.runner.model.vocab_size)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
+        rule = choose_rule(params, self._rule, self._most_drafts(params))
         for j in range(params.n):
-            request = Request(group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words)
+            request = Request(group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words, rule)
             self.scheduler.add(request)
             group.samples.append(request)
         self._num_admitted = admission
@@ -221,6 +226,7 @@ class Engine:
             request.key,
             request.params,
             request.group.prompt_ids,
+            rule=_RULES[request.rule],
             stop_ids=tuple(request.stop_ids),
             bad_word_ids=request.bad_word_ids,
         )
@@ -250,8 +256,9 @@ class Engine:
         if group.metrics.time_to_first_token is None:
             group.metrics.time_to_first_token = time.perf_counter() - group.arrival
         num_drafts, num_accepted = len(share.drafts), outcome.num_accepted
-        group.metrics.observe(num_drafts, num_accepted)
-        self.metrics.observe(num_drafts, num_accepted)
+        synthetic = request.rule == "synthetic"
+        group.metrics.observe(num_drafts, num_accepted, synthetic=synthetic)
+        self.metrics.observe(num_drafts, num_accepted, synthetic=synthetic)
         if self.drafter is not None and num_drafts:
             self.drafter.observe(request.slot, num_drafts, num_accepted)
         self._take_tokens(request, outcome, num_drafts)
@@ -310,7 +317,10 @@ class Engine:
         if not wanted:
             return
         self._clear_fresh_blocks()
-        asked = [DraftRequest(r.slot, r.token_ids, r.block_ids, k) for r, k in wanted]
+        asked = [
+            DraftRequest(r.slot, r.token_ids, r.block_ids, k, r.params.temperature, _RULES[r.rule])
+            for r, k in wanted
+        ]
         block = self.drafter.propose(DraftContext(asked, self._slots.params))
         drafts = self.runner.drafts.put([r.slot for r in asked], block)
         for (request, _), tokens in zip(wanted, drafts, strict=True):
@@ -339,9 +349,11 @@ class Engine:
 
     def _num_drafts(self, request: Request) -> int:
         """K_b of a request: its own or the engine's, and no more than it can still emit."""
-        own = request.params.num_speculative_tokens
-        limit = self.num_speculative_tokens if own is None else own
-        return min(limit, request.num_remaining - 1)
+        return min(self._most_drafts(request.params), request.num_remaining - 1)
+
+    def _most_drafts(self, params: SamplingParams) -> int:
+        own = params.num_speculative_tokens
+        return self.num_speculative_tokens if own is None else own
 
     def _finish(self, request: Request, reason: str) -> None:
         """Give back what a request holds, whatever raises on the way; its text is final."""

@@ -32,6 +32,7 @@ class Request:
         token_ids: prompt and generated ids.
         stop_ids: token ids that end it: end-of-text unless ignored, and `stop_token_ids`.
         bad_word_ids: tokenised `bad_words`.
+        rule: name of the verification rule that decides it.
         draft_ids: drafts awaiting verification in the next step.
         num_computed: leading tokens of `token_ids` whose K/V are in the target's cache.
         slot: permanent index into per-request device state while it runs.
@@ -48,6 +49,7 @@ class Request:
     token_ids: list[int]
     stop_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    rule: str = "standard"
     status: Status = Status.WAITING
     draft_ids: list[int] = field(default_factory=list)
     num_computed: int = 0

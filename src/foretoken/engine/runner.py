@@ -22,7 +22,7 @@ from foretoken.engine.scheduler import Share
 from foretoken.models import CausalLM
 from foretoken.outputs import Logprob
 from foretoken.sampling.edits import EditFault
-from foretoken.sampling.sampler import Sampler, SampleRequest, top_logprobs
+from foretoken.sampling.sampler import Sampler, SampleRequest
 
 
 class Outcome(NamedTuple):
@@ -84,7 +84,7 @@ class Runner:
             outcome = Outcome(tokens, accepted)
             if not finite or share.request.params.wants_logprobs:
                 own_logits = logits_NV[first_row : first_row + rows]
-                outcome = _with_logits(share, own_logits, outcome, finite)
+                outcome = self._with_logits(share, own_logits, outcome, finite)
             outcomes.append(outcome)
             first_row += rows
         return outcomes
@@ -106,6 +106,38 @@ class Runner:
         tokens = [row[: n + 1] for row, n in zip(verdict.token_BK1.tolist(), accepted, strict=True)]
         return zip(tokens, accepted, verdict.finite_B.tolist(), strict=True)
 
+    def _with_logits(
+        self, share: Share, logits_NV: Tensor, outcome: Outcome, finite: bool
+    ) -> Outcome:
+        """The outcome with what only the request's own logits tell."""
+        if not finite:
+            return Outcome([], failure=_failure(share, logits_NV, outcome.num_accepted))
+        try:
+            return outcome._replace(
+                logprobs=self._token_logprobs(share, logits_NV, outcome.token_ids),
+                prompt_logprobs=self._prompt_logprobs(share, logits_NV),
+            )
+        except Exception as error:
+            raise ShareFault(share.request, error) from error
+
+    def _token_logprobs(
+        self, share: Share, logits_NV: Tensor, tokens: Sequence[int]
+    ) -> list[dict[int, Logprob]] | None:
+        num_top = share.request.params.logprobs
+        if num_top is None or not tokens:
+            return None
+        first = len(logits_NV) - 1 - len(share.drafts)
+        return self.sampler.logprobs(logits_NV[first : first + len(tokens)], tokens, num_top)
+
+    def _prompt_logprobs(self, share: Share, logits_NV: Tensor) -> list[dict[int, Logprob]] | None:
+        """Row j of a prefill chunk is about the prompt token after the one computed there."""
+        if not _wants_prompt_logprobs(share):
+            return None
+        start = share.request.num_computed + 1
+        following = share.request.group.prompt_ids[start : start + share.num_tokens]
+        num_top = share.request.params.prompt_logprobs or 0
+        return self.sampler.logprobs(logits_NV[: len(following)], following, num_top)
+
 
 def _wants_prompt_logprobs(share: Share) -> bool:
     request = share.request
@@ -125,23 +157,11 @@ def _span(share: Share, num_logits: int) -> Span:
     return Span(request.block_ids, start, tokens, num_logits)
 
 
-def _with_logits(share: Share, logits_NV: Tensor, outcome: Outcome, finite: bool) -> Outcome:
-    """The outcome with what only the request's own logits tell."""
-    if not finite:
-        return Outcome([], failure=_failure(share, logits_NV, outcome.num_accepted))
-    try:
-        return outcome._replace(
-            logprobs=_token_logprobs(share, logits_NV, outcome.token_ids),
-            prompt_logprobs=_prompt_logprobs(share, logits_NV),
-        )
-    except Exception as error:
-        raise ShareFault(share.request, error) from error
-
-
 def _failure(share: Share, logits_NV: Tensor, num_accepted: int) -> str:
-    """Whose fault it is that no token can be drawn from the row after the accepted drafts."""
-    raw_V = logits_NV[len(logits_NV) - 1 - len(share.drafts) + num_accepted]
-    return "parameters" if bool(torch.isfinite(raw_V.amax())) else "target"
+    """Whose fault it is that the rows up to the one after the accepted drafts give no token."""
+    first = len(logits_NV) - 1 - len(share.drafts)
+    highest_N = logits_NV[first : first + num_accepted + 1].amax(dim=1)
+    return "parameters" if bool(torch.isfinite(highest_N).all()) else "target"
 
 
 def _deciding_rows(shares: Sequence[Share], num_logits: Sequence[int], logits_NV: Tensor) -> Tensor:
@@ -155,23 +175,3 @@ def _deciding_rows(shares: Sequence[Share], num_logits: Sequence[int], logits_NV
     if len(keep) == len(logits_NV):
         return logits_NV
     return logits_NV[torch.tensor(keep, dtype=torch.int64, device=logits_NV.device)]
-
-
-def _token_logprobs(
-    share: Share, logits_NV: Tensor, tokens: Sequence[int]
-) -> list[dict[int, Logprob]] | None:
-    num_top = share.request.params.logprobs
-    if num_top is None or not tokens:
-        return None
-    first = len(logits_NV) - 1 - len(share.drafts)
-    return top_logprobs(logits_NV[first : first + len(tokens)], tokens, num_top)
-
-
-def _prompt_logprobs(share: Share, logits_NV: Tensor) -> list[dict[int, Logprob]] | None:
-    """Row j of a prefill chunk is about the prompt token after the one computed there."""
-    if not _wants_prompt_logprobs(share):
-        return None
-    start = share.request.num_computed + 1
-    following = share.request.group.prompt_ids[start : start + share.num_tokens]
-    num_top = share.request.params.prompt_logprobs or 0
-    return top_logprobs(logits_NV[: len(following)], following, num_top)

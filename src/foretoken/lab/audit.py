@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from foretoken.config import LOSSLESS_METHODS
+from foretoken.errors import ConfigError
 from foretoken.lab.chi_square import ChiSquare, homogeneity
 from foretoken.outputs import RequestMetrics, uninterrupted
 from foretoken.sampling.params import SamplingParams
@@ -88,10 +90,22 @@ def _verdict(different: bool, metrics: RequestMetrics) -> Verdict:
     return "equal" if at_stake else "inconclusive"
 
 
+def _check_lossless(llm: LLM) -> None:
+    speculation = llm.config.speculative_config
+    if speculation is not None and speculation.rejection_sample_method == "synthetic":
+        raise ConfigError(
+            "speculative_config.rejection_sample_method",
+            "synthetic",
+            f"one of {', '.join(LOSSLESS_METHODS)} for an audit",
+            "Synthetic acceptance is not lossless, by design.",
+        )
+
+
 def greedy_audit(
     llm: LLM, prompts: Sequence[str], *, max_tokens: int, report: Report = _silent
 ) -> GreedyAudit:
     """Complete every prompt at T=0 with and without speculation and compare token by token."""
+    _check_lossless(llm)
     speculative = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     plain = replace(speculative, num_speculative_tokens=0)
     tokens = near_ties = 0
@@ -143,6 +157,7 @@ def sampled_audit(
     Args:
         params: temperature and filters; length, stopping and seed are set here.
     """
+    _check_lossless(llm)
     speculative = replace(params, max_tokens=length, ignore_eos=True, seed=None)
     plain = replace(speculative, num_speculative_tokens=0)
     metrics = RequestMetrics()

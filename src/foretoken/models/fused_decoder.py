@@ -26,8 +26,8 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import IntegrityError
 from foretoken.models.attention import AttentionCall
 from foretoken.native import library
-from foretoken.ops import SlotParams
-from foretoken.ops.backends.native_cpu.process import native_params
+from foretoken.ops import DraftCache, SlotParams
+from foretoken.ops.backends.native_cpu.arguments import native_cache, native_params
 
 __all__ = ["FAMILIES", "FusedDecoder", "UnfitError"]
 
@@ -105,20 +105,20 @@ class FusedDecoder:
         params: SlotParams,
         block_BL: Tensor,
         numbers_3B: Tensor,
-        q_logits_SKV: Tensor | None,
-    ) -> Tensor | None:
-        """A whole round of autoregressive drafting, without filters on what is drawn from.
+        cache: DraftCache | None,
+        fp64_noise: bool = False,
+    ) -> Tensor:
+        """A whole round of autoregressive drafting; each draft as `Backend.draft` has it.
 
         Args:
             first: what the cache lacks, with one logit row per request.
             block_BL: int64, each request's blocks up to the last token that is computed.
             numbers_3B: int64, slots, positions of the first drafts, numbers of drafts >= 1.
-            q_logits_SKV: float32; gets the q that each draft is drawn from, with FP32 DRAFT noise.
-                None: each draft is the argmax of the logits.
+            cache: float32; gets the q that each draft is drawn from. None: each draft is the argmax
+                of the logits, whatever the temperature.
 
         Returns:
-            int64 [B, K], -1 behind a request's last draft; None, and nothing done, if drafts are
-            drawn and a request filters its logits.
+            int64 [B, K], -1 behind a request's last draft.
         """
         self._adopt(kv)
         slot_B, position_B, num_B = numbers_3B
@@ -132,12 +132,12 @@ class FusedDecoder:
             len(num_B),
             block_BL.shape[1],
             most,
-            None if q_logits_SKV is None else q_logits_SKV.data_ptr(),
-            0 if q_logits_SKV is None else q_logits_SKV.shape[1],
+            native_cache(cache),
+            fp64_noise,
             token_BK.data_ptr(),
         )
         groups = _native_groups(first)
-        done = self._library.foretoken_decoder_draft(
+        self._library.foretoken_decoder_draft(
             self._handle,
             byref(_native_batch(first, groups)),
             self._key_addresses,
@@ -145,7 +145,7 @@ class FusedDecoder:
             byref(native_params(params)),
             byref(drafting),
         )
-        return token_BK if done else None
+        return token_BK
 
     def _adopt(self, kv: KVPool) -> None:
         """Remember where this pool's tensors are."""

@@ -21,13 +21,19 @@ from foretoken.native import build
 
 __all__ = [
     "Batch",
+    "Cache",
     "DecoderShape",
     "DraftRound",
+    "Edits",
     "Group",
     "LayerWeights",
+    "Logits",
+    "Outcome",
     "Params",
+    "Places",
     "Reduced",
-    "SampleRows",
+    "Rows",
+    "TopLogprobs",
     "VerifyBatch",
     "load",
     "missing",
@@ -86,13 +92,21 @@ class Batch(Structure):
     ]
 
 
+class Cache(Structure):
+    """`foretoken::Cache`: an `ops.DraftCache`."""
+
+    _fields_: ClassVar[_Fields] = _fields(
+        "logits_SKV threshold_SK lse_SK", "dtype drafts vocabulary"
+    )
+
+
 class DraftRound(Structure):
     """`foretoken::DraftRound`."""
 
     _fields_: ClassVar[_Fields] = [
         *_fields("slot_B position_B num_drafts_B block_BL", "requests columns most"),
-        *_fields("q_logits"),
-        *_fields(ints="q_drafts"),
+        ("cache", POINTER(Cache)),
+        *_fields(ints="fp64_noise"),
         *_fields("token_BK"),
     ]
 
@@ -100,30 +114,68 @@ class DraftRound(Structure):
 class Params(Structure):
     """`foretoken::Params`: an `ops.SlotParams`."""
 
-    _fields_: ClassVar[_Fields] = _fields("key_S temperature_S top_k_S top_p_S min_p_S")
+    _fields_: ClassVar[_Fields] = _fields("key_S temperature_S top_k_S top_p_S min_p_S rule_S")
 
 
-class SampleRows(Structure):
-    """`foretoken::SampleRows`: the arguments of `ops.Backend.sample`."""
+class Logits(Structure):
+    """`foretoken::Logits`: raw logits [N, V] with adjacent tokens; `stride` in numbers."""
+
+    _fields_: ClassVar[_Fields] = _fields("data", "dtype stride vocabulary")
+
+
+class Edits(Structure):
+    """`foretoken::Edits`: an `ops.Edits`."""
 
     _fields_: ClassVar[_Fields] = _fields(
-        "logits_NV slot_N position_N draft_index_N", "rows vocabulary token_stream block_stream"
+        "mask_RW mask_N start_N1 token_M bias_M repetition_M subtract_M", "words"
     )
+
+
+class Rows(Structure):
+    """`foretoken::Rows`: logits, what edits them and the slots whose parameters they have."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("logits", Logits),
+        ("edits", POINTER(Edits)),
+        *_fields("slot_N", "count"),
+    ]
+
+
+class Places(Structure):
+    """`foretoken::Places`: where the noise of every row is."""
+
+    _fields_: ClassVar[_Fields] = _fields(
+        "position_N draft_index_N", "token_stream block_stream fp64_noise"
+    )
+
+
+class TopLogprobs(Structure):
+    """`foretoken::TopLogprobs`: an `ops.Logprobs`, to be written."""
+
+    _fields_: ClassVar[_Fields] = _fields("logprob_N rank_N top_logprob_NT top_token_NT", "top")
 
 
 class VerifyBatch(Structure):
     """`foretoken::VerifyBatch`: the arguments of `ops.Backend.verify`."""
 
-    _fields_: ClassVar[_Fields] = _fields(
-        "logits_NV q_logits slot_B position_B num_B token_BK real_q_B",
-        "requests drafts vocabulary q_drafts q_vocabulary",
-    )
+    _fields_: ClassVar[_Fields] = [
+        ("logits", Logits),
+        ("edits", POINTER(Edits)),
+        ("cache", POINTER(Cache)),
+        *_fields("slot_B position_B num_B token_BK real_q_B", "requests drafts narrow fp64_noise"),
+    ]
+
+
+class Outcome(Structure):
+    """`foretoken::Outcome`: an `ops.Verdict`, to be written."""
+
+    _fields_: ClassVar[_Fields] = _fields("token_BK1 n_accept_B finite_B")
 
 
 class Reduced(Structure):
-    """`foretoken::Reduced`: what the first stage of verification writes, float64 [B, K] each."""
+    """`foretoken::Reduced`: what the first stage of verification writes, [B, K] each."""
 
-    _fields_: ClassVar[_Fields] = _fields("log_p_BK log_q_BK log_u_BK lse_p_BK lse_q_BK")
+    _fields_: ClassVar[_Fields] = _fields("log_p_BK log_q_BK log_u_BK finite_BK")
 
 
 @cache
@@ -181,7 +233,8 @@ def load() -> ctypes.CDLL:
     return library
 
 
-_PARAMS, _VERIFY, _REDUCED = POINTER(Params), POINTER(VerifyBatch), POINTER(Reduced)
+_PARAMS, _ROWS, _PLACES = POINTER(Params), POINTER(Rows), POINTER(Places)
+_VERIFY, _REDUCED, _OUTCOME = POINTER(VerifyBatch), POINTER(Reduced), POINTER(Outcome)
 _ADDRESSES = [c_void_p] * 7
 _SIGNATURES = {
     "set_num_threads": [c_int],
@@ -189,10 +242,14 @@ _SIGNATURES = {
     "decoder_free": [c_void_p],
     "decoder_forward": [c_void_p, POINTER(Batch), *_ADDRESSES[:3]],
     "decoder_draft": [c_void_p, POINTER(Batch), *_ADDRESSES[:2], _PARAMS, POINTER(DraftRound)],
-    "scale": [_PARAMS, *_ADDRESSES[:2], c_int64, c_int64, c_void_p],
-    "sample": [_PARAMS, POINTER(SampleRows), c_void_p],
+    "process": [_PARAMS, _ROWS, c_void_p],
+    "sample": [_PARAMS, _ROWS, _PLACES, c_void_p],
+    "draft": [_PARAMS, _ROWS, _PLACES, POINTER(Cache), c_void_p],
+    "logprobs": [_PARAMS, _ROWS, c_void_p, POINTER(TopLogprobs)],
+    "verify": [_PARAMS, _VERIFY, _OUTCOME],
     "reduce": [_PARAMS, _VERIFY, _REDUCED],
-    "emit": [_PARAMS, _VERIFY, _REDUCED, *_ADDRESSES[:4]],
+    "masses": [_PARAMS, _VERIFY, _REDUCED, *_ADDRESSES[:2]],
+    "emit": [_PARAMS, _VERIFY, _REDUCED, c_void_p, _OUTCOME],
 }
 
 

@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 from typing import Protocol, cast
 
+import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
@@ -49,7 +50,12 @@ __all__ = [
 
 
 class Backend(Protocol):
-    """The contract. Shapes as in `ops/types.py`; no function changes its inputs.
+    """The contract. Shapes as in `ops/types.py`; inputs stay as they are, but `draft`'s cache.
+
+    Logits have unit stride along V; rows may lie apart. A row is *finite* if, its edits applied,
+    it holds no NaN or +inf and its maximum is finite: -inf is a token that was dropped. An argument
+    that does not fit raises `ConfigError` before any work; of tensors on a device shapes, dtypes,
+    devices and strides are checked, of those on the host also what they hold.
 
     FUSES_DECODERS: whether models may run as one native call (`models/fused_decoder.py`), whose
         K/V layout no `attention` reads.
@@ -60,10 +66,13 @@ class Backend(Protocol):
     def process_logits(
         self, logits_NV: Tensor, params: SlotParams, slot_N: Tensor, edits: Edits | None
     ) -> Tensor:
-        """Apply a row's parameters, as the other functions do on load: edits -> temperature -> min_p -> top_k -> top_p.
+        """Apply a row's parameters, as the other functions do on load.
+
+        In this order: edits, temperature, min_p, top_k, top_p.
 
         Args:
-            logits_NV: raw logits, any float dtype, finite or -inf (others: see `verify`).
+            logits_NV: raw logits, any float dtype. Of rows that are not finite nothing is promised
+                but that they neither crash nor pass for finite (see `verify`).
             slot_N: int64, the slot whose parameters each row uses.
             edits: sparse changes made before temperature, or None.
 
@@ -124,9 +133,12 @@ class Backend(Protocol):
         with TARGET noise at draft index 0, as the target itself will.
 
         Args:
-            logits_BV: raw logits of the draft model, one row per request; V' tokens.
-            cache: written at [slot, draft index]; its dtype is that of the logits. None if no q
-                will be asked for (every row at T=0, greedy drafts).
+            logits_BV: raw logits of the draft model, V' tokens. No two rows are of the same
+                (slot, draft index).
+            cache: written at [slot, draft index]; its dtype and width are those of the logits. A
+                row at T=0 leaves a threshold of -inf and an lse of 0. None if no q will be asked
+                for; tokens are then drawn all the same (`FusedDecoder.draft` takes None for
+                greedy drafts, the argmax).
 
         Returns:
             int64 [B] token ids.
@@ -154,14 +166,21 @@ class Backend(Protocol):
                 accepted.
             synthetic_rate_K: float64 in [0, 1], the probability that draft i is accepted once those
                 before it are; at least as long as the longest draft. Needed iff a slot of the
-                batch is under `Rule.SYNTHETIC`.
+                batch is under `Rule.SYNTHETIC`; at least as long as `token_BK` is wide.
 
         Each request is decided by the rule of its slot (`ops/rules.py`). T=0 rows accept iff the
-        draft is the argmax, except under SYNTHETIC. A draft of -1 is never accepted, nothing after
-        it is, and its slot is drawn from p; so is the slot after a draft row that is not finite
-        (q = 0 there), and the bonus slot: these three use TARGET noise. A rejected draft's slot is
-        drawn from norm(max(w p - q, 0)) with RESIDUAL noise; if that has zero mass, from p with
-        RESIDUAL noise. Under COUPLED every slot is the target's own draw with TARGET noise.
+        draft is the argmax, except under SYNTHETIC.
+
+        - No draft: -1; a draft whose q row is not finite; one with q(x) = 0 in a finite row, which
+          no drafter sampled; under SYNTHETIC an id >= V, since a rate cannot make it a token of the
+          target. It is never accepted, nor is anything after it, and its slot is drawn from p with
+          TARGET noise, as the bonus slot is.
+        - A rejected draft: its slot is drawn from norm(max(w p - q, 0)) with RESIDUAL noise; if
+          that has zero mass, from p with RESIDUAL noise.
+        - Under COUPLED every slot is the target's own draw with TARGET noise; there, and at T=0,
+          nothing of q is read.
+        - A target row that is not finite has p = 0 everywhere (and S_i = 0 under BLOCK): its draft
+          is rejected, or accepted by SYNTHETIC, and `finite_B` says so if it decided the request.
         """
         ...
 
@@ -178,7 +197,14 @@ class Backend(Protocol):
         """Log-probabilities of a given token and of the `num_top` likeliest of every row.
 
         Of the raw logits, or, if `params` and `slot_N` are given, of the processed ones (T=0: only
-        edited). Tokens that were dropped have -inf. 0 <= num_top <= 64, and <= V.
+        edited). Tokens that were dropped have -inf; of rows that are not finite nothing is
+        promised.
+
+        Args:
+            token_N: int64 or int32, in [0, V).
+            num_top: 0 <= num_top <= 64, and <= V.
+            params, slot_N: both or neither.
+            edits: only with `params`.
         """
         ...
 
@@ -223,9 +249,19 @@ def unavailable(name: str) -> str | None:
         from foretoken.native import library
 
         return library.missing()
-    if name == "triton" and importlib.util.find_spec("triton") is None:
-        return "the package `triton` is not installed"
+    if name == "triton":
+        return _triton_missing()
     return None
+
+
+def _triton_missing() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "the package `triton` is not installed"
+    if torch.cuda.is_available():
+        return None
+    from triton import knobs  # half a second
+
+    return None if knobs.runtime.interpret else "no GPU is here, nor is TRITON_INTERPRET=1 set"
 
 
 def get_backend(name: str) -> Backend:
@@ -234,5 +270,5 @@ def get_backend(name: str) -> Backend:
         raise ConfigError("backend", name, f"one of {', '.join(BACKENDS)}")
     reason = unavailable(name)
     if reason is not None:
-        raise ConfigError("backend", name, "one that runs here", f"Without kernels: {reason}.")
+        raise ConfigError("backend", name, "one that runs here", f"This one cannot: {reason}.")
     return cast(Backend, importlib.import_module(BACKENDS[name]))

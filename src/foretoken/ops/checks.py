@@ -147,8 +147,8 @@ def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.
     """The cache's three tensors fit each other and have a row for every slot."""
     shape = tuple(cache.logits_SKV.shape)
     check_tensor(f"{name}.logits_SKV", cache.logits_SKV, (None, None, None), FLOATS, device)
-    if shape[0] < len(params.key_S) or shape[2] == 0:
-        wanted = f"[S >= {len(params.key_S)}, K, V > 0]"
+    if shape[0] < params.key_S.shape[0] or shape[2] == 0:
+        wanted = f"[S >= {params.key_S.shape[0]}, K, V > 0]"
         raise ConfigError(f"{name}.logits_SKV.shape", shape, wanted)
     if not cache.logits_SKV.is_contiguous():
         raise ConfigError(f"{name}.logits_SKV.stride", cache.logits_SKV.stride(), "contiguous")
@@ -162,7 +162,7 @@ def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.
 
 def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None:
     """The draft block belongs to these requests, is wide enough, and has the q it asks for."""
-    device, num_requests = slot_B.device, len(slot_B)
+    device, num_requests = slot_B.device, slot_B.shape[0]
     check_tensor("drafts.token_BK", drafts.token_BK, (num_requests, None), IDS, device)
     check_tensor("drafts.num_B", drafts.num_B, (num_requests,), INT64, device)
     check_tensor("drafts.real_q_B", drafts.real_q_B, (num_requests,), (torch.bool,), device)
@@ -198,7 +198,7 @@ def check_verify(
     check_params(params, device)
     rules = _check_slots("slot_B", slot_B, params, logits_NV.shape[1])
     check_drafts(drafts, params, slot_B)
-    rows, requests, most = len(logits_NV), len(slot_B), drafts.token_BK.shape[1]
+    rows, requests, most = logits_NV.shape[0], slot_B.shape[0], drafts.token_BK.shape[1]
     if _on_host(drafts.num_B):
         if rows != sum(drafts.num_B.tolist()) + requests:
             raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "sum(num_B + 1) rows")
@@ -217,7 +217,7 @@ def check_rates(synthetic_rate_K: Tensor, most: int, device: torch.device) -> No
     """One rate in [0, 1] for every column of `token_BK`, or more."""
     name = "synthetic_rate_K"
     check_tensor(name, synthetic_rate_K, (None,), (torch.float64,), device)
-    if len(synthetic_rate_K) < most:
+    if synthetic_rate_K.shape[0] < most:
         wanted = f"[K >= {most}], one per draft"
         raise ConfigError(f"{name}.shape", tuple(synthetic_rate_K.shape), wanted)
     if _on_host(synthetic_rate_K):
@@ -233,7 +233,7 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
         words = (None, -(-vocabulary // 32))
         check_tensor("edits.mask_RW", edits.mask_RW, words, (torch.int32,), device)
         check_tensor("edits.mask_N", edits.mask_N, (num_rows,), INT64, device)
-        most = len(edits.mask_RW) - 1
+        most = edits.mask_RW.shape[0] - 1
         if _on_host(edits.mask_N):
             wanted = f"in -1..{most}, rows of `mask_RW`"
             _check_between("edits.mask_N", edits.mask_N.numpy(), -1, most, wanted)
@@ -295,15 +295,18 @@ def _on_host(tensor: Tensor) -> bool:
 
 def _check_slots(name: str, slot_N: Tensor, params: SlotParams, vocabulary: int) -> set[int]:
     """Of tensors on the host: slots exist, and what they hold is in range; returns their rules."""
-    if not _on_host(slot_N) or len(slot_N) == 0:
+    if not _on_host(slot_N) or slot_N.shape[0] == 0:
         return set()
-    slot, last = slot_N.numpy(), len(params.key_S) - 1
+    slot, last = slot_N.numpy(), params.key_S.shape[0] - 1
     _check_between(name, slot, 0, last, f"in 0..{last}, the slots of `params`")
     rules = set(params.rule_S.numpy()[slot].tolist())
     for rule in rules:
         if rule not in RULES:
             known = ", ".join(f"{r.value} ({r.name})" for r in Rule)
             raise ConfigError("params.rule_S", rule, f"one of {known}")
+        if rule not in params.rules:
+            promised = ", ".join(sorted(r.name for r in params.rules))
+            raise ConfigError("params.rules", promised, f"with {Rule(rule).name}, a slot's rule")
     top_p, min_p = params.top_p_S.numpy()[slot], params.min_p_S.numpy()[slot]
     temperature = params.temperature_S.numpy()[slot]
     _check_between("params.temperature_S", temperature, 0, 3.4e38, ">= 0 and finite")

@@ -3,7 +3,8 @@
 What belongs here: one function per rule on [B, K] numbers, the same for every CPU backend (a device
 backend states it again in its own language, tested against these). What does not: anything that
 touches the vocabulary (a backend's reductions and its one residual sampler), or noise (drawn by
-the backend, handed in as log u). A rule that needs a further reduction adds a field to `RuleInputs`.
+the backend, handed in as log u). A rule that needs a further reduction adds a field to
+`RuleInputs`.
 
 Notation: p target, q draft distribution, x_i the draft i = 1..K of a request, u_i its acceptance
 uniform, tau = n_accept, w the residual weight. Shapes: B requests, K most drafts of a request.
@@ -73,6 +74,8 @@ def block(x: RuleInputs) -> Tensor:
     """
     if x.residual_mass_BK is None:
         raise ValueError("the block rule needs `residual_mass_BK`")
+    if x.log_u_BK.shape[1] == 0:  # no request of the batch has a draft
+        return torch.zeros_like(x.log_u_BK, dtype=torch.bool)
     p_BK = block_weights(x)[:, 1:].exp()
     mass_BK = torch.cat([x.residual_mass_BK[:, 1:], p_BK[:, -1:]], dim=1)
     h_BK = mass_BK / (mass_BK + 1 - p_BK)
@@ -84,7 +87,7 @@ def block(x: RuleInputs) -> Tensor:
 
 def block_weights(x: RuleInputs) -> Tensor:
     """log p_i of `block`, i = 0..K: [B, K + 1]."""
-    log_p = torch.zeros_like(x.log_p_BK[:, 0])
+    log_p = x.log_p_BK.new_zeros(len(x.log_p_BK))
     columns = [log_p]
     for log_ratio_B in log_ratio(x).unbind(dim=1):
         log_p = (log_p + log_ratio_B).clamp(max=0.0)
@@ -118,7 +121,9 @@ def weights(x: RuleInputs, rule_B: Tensor) -> Tensor:
 def accept(x: RuleInputs, rule_B: Tensor) -> Tensor:
     """n_accept_B (int64): how many drafts each request accepts under its own rule."""
     n_accept_B = torch.zeros_like(rule_B)
-    for rule in rule_B.unique().tolist():
+    if not x.log_u_BK.shape[1]:
+        return n_accept_B  # nothing was drafted: there are no columns to decide
+    for rule in sorted(set(rule_B.tolist())):
         mine_B = rule_B == rule
         n_accept_B = torch.where(mine_B, RULES[Rule(rule)](x).sum(dim=1), n_accept_B)
     return n_accept_B

@@ -1,9 +1,10 @@
 """Data that crosses the boundary of `ops`. Plain tensors in named fields, no behaviour.
 
 Shape suffixes: B requests in the batch, K most drafts of a request, N rows (= sum of K_b + 1),
-V vocabulary, S request slots, T packed tokens, M entries of edits, R masks, W mask words, Q queries of one request,
-L block-table columns. A *row* is one position of the target whose next-token distribution is
-needed; a *slot* is a request's permanent index into per-request state, not its batch order.
+V vocabulary, S request slots, T packed tokens, M entries of edits, R masks, W mask words, Q queries
+of one request, L block-table columns. A *row* is one position of the target whose next-token
+distribution is needed; a *slot* is a request's permanent index into per-request state, not its
+batch order.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class Edits:
     mask_N:      int64, the mask of each row, -1 for none; None iff `mask_RW` is
     start_N1:    int64 [N + 1], where each row's entries begin; start_N1[N] = M
     token_M:     int64, rising within a row; ids >= V are not allowed
-    bias_M, repetition_M, subtract_M: float32; 0, 1, 0 change nothing
+    bias_M:       float32, finite or -inf; 0 changes nothing
+    repetition_M: float32 > 0, finite; 1 changes nothing
+    subtract_M:   float32, finite; 0 changes nothing
     """
 
     mask_RW: Tensor | None
@@ -91,6 +94,7 @@ class Edits:
 class DraftCache:
     """The q of every draft, by request *slot* and draft index: what it takes to state it again.
 
+    All three are contiguous, and have a row for every slot of the parameters or more.
     q is softmax of logits / temperature over the tokens whose raw logit is >= threshold. Filled
     by `Backend.draft`; stays until the slot's next draft at that index. The slot's temperature must
     not change between.
@@ -99,6 +103,8 @@ class DraftCache:
     threshold_SK: float32, in units of raw logits; -inf where nothing is dropped
     lse_SK:       float64, log sum exp of logits / temperature over the tokens kept; not finite if
                   the row is not (NaN, +inf or all -inf): such a q counts as 0 everywhere
+
+    At T=0 nothing of q is ever read: the threshold is -inf and lse 0.
     """
 
     logits_SKV: Tensor
@@ -122,10 +128,12 @@ class DraftCache:
 class DraftBlock:
     """What was drafted for a batch of B requests, and the q it was sampled from.
 
-    token_BK: int32 or int64 token ids; -1 is a placeholder, and padding from num_B[b] on
+    token_BK: int32 or int64 token ids; -1 is a placeholder, and padding from num_B[b] on. Ids that
+              the target lacks (>= V) have p = 0.
     num_B:    int64, K_b drafts of each request, 0 allowed
     cache:    where the q of this batch's slots is; None if no row has a real q
-    real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request whose q is missing)
+    real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request whose q is missing).
+              At T=0 and under COUPLED nothing of q is read either way.
     """
 
     token_BK: Tensor
@@ -139,7 +147,7 @@ class Logprobs:
     """Log-probabilities of one given token per row and of the likeliest, of N rows.
 
     logprob_N:      float32, of the given token
-    rank_N:         int64, 1 + the number of tokens that are likelier
+    rank_N:         int64, 1 + the number of tokens that are likelier; equal logits rank alike
     top_logprob_NT: float32, falling; the T likeliest tokens
     top_token_NT:   int64, the lowest id first where logits are equal
     """
@@ -157,7 +165,7 @@ class Verdict:
     token_BK1:  accepted drafts, then the resampled or bonus token, then -1; dtype of the drafts
     n_accept_B: int64 in 0..K_b; a request emits n_accept + 1 tokens
     finite_B:   bool; False if a target row that decided this request (rows 0..n_accept) was not
-                finite: its tokens must not be used
+                finite, edits applied: its tokens must not be used
     """
 
     token_BK1: Tensor

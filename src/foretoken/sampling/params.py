@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
+from foretoken.config import REJECTION_SAMPLE_METHODS
 from foretoken.errors import RequestError, check_known_keys
 
 MAX_LOGPROBS = 20
@@ -70,6 +71,8 @@ class SamplingParams:
         allowed_token_ids: only these can be drawn.
         num_speculative_tokens: this request's own K, 0..the engine's; 0 opts out; None: the
             engine's.
+        rejection_sample_method: the verification rule of this request: `standard`, `block` or
+            `coupled`, or `synthetic` if the engine is configured with it; None: the engine's.
     """
 
     temperature: float = 1.0
@@ -93,6 +96,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] | list[str] | None = ()
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     num_speculative_tokens: int | None = None
+    rejection_sample_method: str | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
@@ -136,6 +140,10 @@ class SamplingParams:
                 raise RequestError(name, getattr(self, name), "true or false")
         if self.num_speculative_tokens is not None:
             _integer("num_speculative_tokens", self.num_speculative_tokens, 0, "an integer >= 0")
+        rule = self.rejection_sample_method
+        if rule is not None and rule not in REJECTION_SAMPLE_METHODS:
+            bound = f"one of {', '.join(REJECTION_SAMPLE_METHODS)}, or None (the engine's)"
+            raise RequestError("rejection_sample_method", rule, bound)
 
     def _check_lists(self) -> None:
         put = object.__setattr__
@@ -177,6 +185,11 @@ class SamplingParams:
     def wants_logprobs(self) -> bool:
         """Whether log-probabilities of output or prompt tokens are asked for."""
         return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def filters_logits(self) -> bool:
+        """Whether tokens may be dropped after temperature."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     @property
     def edits_logits(self) -> bool:

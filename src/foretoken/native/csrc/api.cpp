@@ -1,11 +1,11 @@
 // The functions that Python calls, by ctypes. Arguments have been checked there.
 //
-// Each returns 0 if done, 1 if it does not cover what is asked and did nothing, 2 if memory ran out,
-// 3 if anything else was thrown.
+// Each returns 0 if done, 1 if it does not cover what is asked and did nothing (`foretoken_verify`
+// alone), 2 if memory ran out, 3 if anything else was thrown.
 #include <new>
 
 #include "decoder.h"
-#include "sampling.h"
+#include "verify.h"
 
 using namespace foretoken;
 
@@ -49,33 +49,47 @@ int foretoken_decoder_forward(Decoder* decoder, const Batch* batch, float* const
   return guarded([&] { decoder->forward(*batch, keys, values, logits); });
 }
 
-// Does not cover draws from filtered logits; the largest logit survives every filter.
 int foretoken_decoder_draft(Decoder* decoder, const Batch* first, float* const* keys,
                             float* const* values, const Params* params, const DraftRound* round) {
-  const bool draws = round->q_logits;
-  if (draws && any_filter(*params, round->slot_B, round->requests, decoder->vocabulary())) return 1;
   return guarded([&] { decoder->draft(*first, keys, values, *params, *round); });
 }
 
-// Divides by the temperature; does not cover rows that are to be filtered.
-int foretoken_scale(const Params* params, const float* logits_NV, const int64_t* slot_N,
-                    int64_t rows, int64_t vocabulary, float* out_NV) {
-  if (any_filter(*params, slot_N, rows, vocabulary)) return 1;
-  return guarded([&] { scale(*params, logits_NV, slot_N, rows, vocabulary, out_NV); });
+int foretoken_process(const Params* params, const Rows* rows, float* out_NV) {
+  return guarded([&] { process(*params, *rows, out_NV); });
 }
 
-int foretoken_sample(const Params* params, const SampleRows* rows, int64_t* token_N) {
-  return guarded([&] { sample(*params, *rows, token_N); });
+int foretoken_sample(const Params* params, const Rows* rows, const Places* places,
+                     int64_t* token_N) {
+  return guarded([&] { sample(*params, *rows, *places, token_N); });
+}
+
+int foretoken_draft(const Params* params, const Rows* rows, const Places* places,
+                    const Cache* cache, int64_t* token_B) {
+  return guarded([&] { draft(*params, *rows, *places, cache, token_B); });
+}
+
+int foretoken_logprobs(const Params* params, const Rows* rows, const int64_t* token_N,
+                       const TopLogprobs* out) {
+  return guarded([&] { logprobs(params, *rows, token_N, *out); });
+}
+
+// Covers batches in which every request is under STANDARD or COUPLED.
+int foretoken_verify(const Params* params, const VerifyBatch* batch, const Outcome* out) {
+  if (!decides(*params, *batch)) return 1;
+  return guarded([&] { verify(*params, *batch, *out); });
 }
 
 int foretoken_reduce(const Params* params, const VerifyBatch* batch, const Reduced* out) {
   return guarded([&] { reduce(*params, *batch, *out); });
 }
 
+int foretoken_masses(const Params* params, const VerifyBatch* batch, const Reduced* reduced,
+                     const double* log_w_BK1, double* mass_BK) {
+  return guarded([&] { masses(*params, *batch, *reduced, log_w_BK1, mass_BK); });
+}
+
 int foretoken_emit(const Params* params, const VerifyBatch* batch, const Reduced* reduced,
-                   const int64_t* n_accept_B, const double* log_w_B, int64_t* token_BK1,
-                   uint8_t* finite_B) {
-  return guarded(
-      [&] { emit(*params, *batch, *reduced, n_accept_B, log_w_B, token_BK1, finite_B); });
+                   const double* log_w_BK1, const Outcome* out) {
+  return guarded([&] { emit(*params, *batch, *reduced, log_w_BK1, *out); });
 }
 }

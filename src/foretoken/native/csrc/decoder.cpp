@@ -182,22 +182,16 @@ void Decoder::forward(const Batch& batch, float* const* keys, float* const* valu
   });
 }
 
-// Draft i of every request that still drafts, from its row of `logits`.
-void Decoder::draw_drafts(const Params& params, const DraftRound& r, int64_t i,
-                          float* logits) const {
+// Draft i of every request that still drafts, from its row of `draft_logits_`.
+void Decoder::draw_drafts(const Params& params, const DraftRound& r, int64_t i) const {
   const int64_t size = shape_.vocabulary;
   int64_t row = 0;
   for (int64_t b = 0; b < r.requests; b++) {
     if (r.num_drafts_B[b] <= i) continue;
-    const float* from = logits + size * row++;
+    const Row logits{draft_logits_.data() + size * row++, kFloat32, size};
+    const Place place{r.slot_B[b], r.position_B[b] + i, i, size, r.fp64_noise != 0};
     int64_t* token = r.token_BK + b * r.most + i;
-    if (!r.q_logits) {
-      *token = argmax(from, size);
-      continue;
-    }
-    float* q = r.q_logits + (r.slot_B[b] * r.q_drafts + i) * size;
-    scale_row(from, size, params.temperature_S[r.slot_B[b]], q);
-    *token = draw(q, size, params, r.slot_B[b], r.position_B[b] + i, i, kDraftToken, kDraftBlock);
+    *token = r.cache ? draft_row(params, logits, place, r.cache) : largest(logits).id;
   }
 }
 
@@ -206,7 +200,7 @@ void Decoder::draft(const Batch& first, float* const* keys, float* const* values
   const int64_t width = first.block_size;
   draft_logits_.resize(r.requests * shape_.vocabulary);
   forward(first, keys, values, draft_logits_.data());
-  draw_drafts(params, r, 0, draft_logits_.data());
+  draw_drafts(params, r, 0);
   std::vector<int64_t> tokens, positions, slots, rows, lengths, blocks;
   for (int64_t i = 1; i < r.most; i++) {
     for (auto* list : {&tokens, &positions, &slots, &rows, &lengths, &blocks}) list->clear();
@@ -224,7 +218,7 @@ void Decoder::draft(const Batch& first, float* const* keys, float* const* values
     const Group group{nullptr, 0, live, 1, blocks.data(), r.columns, lengths.data()};
     forward({tokens.data(), positions.data(), slots.data(), rows.data(), live, live, width, &group, 1},
             keys, values, draft_logits_.data());
-    draw_drafts(params, r, i, draft_logits_.data());
+    draw_drafts(params, r, i);
   }
 }
 

@@ -40,9 +40,8 @@ struct DraftRound {
   const int64_t *slot_B, *position_B, *num_drafts_B;  // position: of the first draft
   const int64_t* block_BL;                            // [B, columns] block ids
   int64_t requests, columns, most;
-  // q of the drafts of slot s: [S, q_drafts, vocabulary]; null: drafts are the argmax of the logits.
-  float* q_logits;
-  int64_t q_drafts;
+  const Cache* cache;  // gets the q of every draft; null: drafts are the argmax of the logits
+  int64_t fp64_noise;
   int64_t* token_BK;  // [B, most]: the drafts; entries past num_drafts_B are left alone
 };
 
@@ -55,7 +54,6 @@ class Decoder {
   // Draft autoregressively: `first` computes what the cache lacks, with one row per request.
   void draft(const Batch& first, float* const* keys, float* const* values, const Params& params,
              const DraftRound& round);
-  int64_t vocabulary() const { return shape_.vocabulary; }
 
  private:
   struct Layer {
@@ -69,7 +67,7 @@ class Decoder {
   void rotate(float* head, int64_t token) const;
   void norm(const float* x, const std::vector<float>& weight, int64_t rows, float* out) const;
   void place(int64_t tokens);
-  void draw_drafts(const Params& params, const DraftRound& round, int64_t i, float* logits) const;
+  void draw_drafts(const Params& params, const DraftRound& round, int64_t i) const;
 
   DecoderShape shape_;
   std::vector<Layer> layers_;

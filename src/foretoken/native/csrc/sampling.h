@@ -1,9 +1,14 @@
-// Gumbel-max sampling and verification of processed logits: `ops.Backend.sample` and `.verify`.
+// What Python calls, on arrays: `ops.Backend`'s functions but attention. See `ops/__init__.py`.
 #pragma once
 
 #include <cstdint>
 
+#include "draw.h"
+
 namespace foretoken {
+
+// As `ops/types.py: Rule`.
+enum Rule { kStandard, kBlockRule, kCoupled, kSynthetic };
 
 // `ops.SlotParams`.
 struct Params {
@@ -11,58 +16,70 @@ struct Params {
   const float* temperature_S;
   const int64_t* top_k_S;
   const float *top_p_S, *min_p_S;
+  const int64_t* rule_S;
+
+  Filters filters(int64_t slot) const {
+    return {temperature_S[slot], top_k_S[slot], top_p_S[slot], min_p_S[slot]};
+  }
+  bool coupled(int64_t slot) const { return rule_S[slot] == kCoupled; }
 };
 
-// Whether top-k, top-p or min-p may drop tokens of one of these slots.
-bool any_filter(const Params& params, const int64_t* slots, int64_t count, int64_t vocabulary);
-
-// As `ops/types.py: Stream`.
-enum Stream { kTargetToken, kTargetBlock, kResidualToken, kResidualBlock, kDraftToken, kDraftBlock,
-              kAccept };
-
-// Lowest id of the largest number of a row; 0 if there is a NaN.
-int64_t argmax(const float* row, int64_t size);
-
-// row / temperature, or the row as it is at T=0.
-void scale_row(const float* row, int64_t size, float temperature, float* out);
-
-// One token of a row of processed logits, drawn as the slot's parameters want it.
-int64_t draw(const float* row, int64_t size, const Params& params, int64_t slot, int64_t position,
-             int64_t draft_index, int token_stream, int block_stream);
-
-// Temperature of raw rows: out = row / T of its slot.
-void scale(const Params& params, const float* logits_NV, const int64_t* slot_N, int64_t rows,
-           int64_t vocabulary, float* out_NV);
-
-// Rows to draw one token from each.
-struct SampleRows {
-  const float* logits_NV;
-  const int64_t *slot_N, *position_N, *draft_index_N;
-  int64_t rows, vocabulary, token_stream, block_stream;
+// What identifies a draw but for its streams. Which noise a row uses follows from its parameters.
+struct Place {
+  int64_t slot, position, draft_index, vocabulary;
+  bool fp64;
+  Noise noise(const Params& params, int token_stream, int block_stream) const;
 };
 
-void sample(const Params& params, const SampleRows& rows, int64_t* token_N);
+// `ops.DraftCache`: [S, drafts, vocabulary].
+struct Cache {
+  void* logits_SKV;
+  float* threshold_SK;
+  double* lse_SK;
+  int64_t dtype, drafts, vocabulary;
 
-// A batch of requests to verify; B requests of up to K drafts, num_B[b] + 1 rows each. q: draft
-// logits [S, q_drafts, q_vocabulary] by slot, or null.
-struct VerifyBatch {
-  const float *logits_NV, *q_logits;
-  const int64_t *slot_B, *position_B, *num_B, *token_BK;
-  const uint8_t* real_q_B;
-  int64_t requests, drafts, vocabulary, q_drafts, q_vocabulary;
+  char* row(int64_t slot, int64_t i) const {
+    return static_cast<char*>(logits_SKV) + (slot * drafts + i) * vocabulary * bytes_of(dtype);
+  }
 };
 
-// What stage (i) finds, [B, K] each: log p and log q of the drafts, log of the uniforms, and what
-// normalises p and q. See `ops/rules.py: RuleInputs`.
-struct Reduced {
-  double *log_p_BK, *log_q_BK, *log_u_BK, *lse_p_BK, *lse_q_BK;
+// Whether a loop over so many logits is worth waking the other threads: that costs some 10 us.
+inline bool worth_waking(int64_t rows, int64_t vocabulary) { return rows * vocabulary > 100000; }
+
+// Rows and the slots whose parameters they have; `slot_N` may be null in `logprobs`.
+struct Rows {
+  Logits logits;
+  const Edits* edits;
+  const int64_t* slot_N;
+  int64_t count;
 };
 
-void reduce(const Params& params, const VerifyBatch& batch, const Reduced& out);
+void process(const Params& params, const Rows& rows, float* out_NV);
 
-// Stage (iii): accepted drafts and the token after them, then -1: [B, K+1]. The last token is -1,
-// and finite 0, where p is not finite.
-void emit(const Params& params, const VerifyBatch& batch, const Reduced& reduced,
-          const int64_t* n_accept_B, const double* log_w_B, int64_t* token_BK1, uint8_t* finite_B);
+struct Places {
+  const int64_t *position_N, *draft_index_N;
+  int64_t token_stream, block_stream, fp64_noise;
+};
+
+void sample(const Params& params, const Rows& rows, const Places& places, int64_t* token_N);
+
+// One draft of a row of raw draft logits; kept in `cache`, if there is one, at [slot, draft index].
+int64_t draft_row(const Params& params, const Row& row, const Place& place, const Cache* cache);
+
+// The streams of `places` do not count.
+void draft(const Params& params, const Rows& rows, const Places& places, const Cache* cache,
+           int64_t* token_B);
+
+struct TopLogprobs {
+  float* logprob_N;
+  int64_t* rank_N;
+  float* top_logprob_NT;
+  int64_t* top_token_NT;
+  int64_t top;
+};
+
+// Of raw logits if `params` is null.
+void logprobs(const Params* params, const Rows& rows, const int64_t* token_N,
+              const TopLogprobs& out);
 
 }  // namespace foretoken

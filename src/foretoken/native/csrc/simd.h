@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace foretoken {
 
 #if defined(__AVX512F__)
@@ -17,6 +21,8 @@ constexpr int kWidth = 4;
 
 typedef float Vec __attribute__((vector_size(kWidth * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
+typedef uint32_t BitVec __attribute__((vector_size(kWidth * 4)));
+typedef uint16_t HalfVec __attribute__((vector_size(kWidth * 2)));
 
 inline Vec load(const float* from) {
   Vec v;
@@ -32,8 +38,45 @@ inline Vec select(IntVec mask, Vec yes, Vec no) {
   return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no));
 }
 
-inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
-inline Vec min(Vec a, Vec b) { return select(a < b, a, b); }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b if either is NaN
+inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
+
+inline bool any(IntVec mask) {
+  uint64_t part[kWidth / 2], all = 0;
+  std::memcpy(part, &mask, sizeof mask);
+  for (uint64_t bits : part) all |= bits;
+  return all;
+}
+
+// Upper halves of the products with `m`. Compilers know no vector form of it that uses one
+// multiplication for two numbers (2.1 -> 0.8 ns per uniform).
+inline BitVec multiply_high(BitVec v, uint32_t m) {
+#if defined(__AVX512F__)
+  const __m512i by = _mm512_set1_epi32(static_cast<int>(m)), a = (__m512i)v;
+  const __m512i even = _mm512_mul_epu32(a, by), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), by);
+  return (BitVec)_mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+#elif defined(__AVX2__)
+  const __m256i by = _mm256_set1_epi32(static_cast<int>(m)), a = (__m256i)v;
+  const __m256i even = _mm256_mul_epu32(a, by), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), by);
+  return (BitVec)_mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+#else
+  BitVec high;
+  for (int i = 0; i < kWidth; i++)
+    high[i] = static_cast<uint32_t>(uint64_t{v[i]} * m >> 32);
+  return high;
+#endif
+}
+
+// Sixteen-bit floats of their bits, exactly.
+inline Vec from_bfloat16(HalfVec h) { return (Vec)(__builtin_convertvector(h, BitVec) << 16); }
+
+inline Vec from_float16(HalfVec h) {
+  const BitVec bits = __builtin_convertvector(h, BitVec), sign = (bits & 0x8000u) << 16;
+  const BitVec rest = (bits & 0x7fffu) << 13;
+  const Vec scaled = (Vec)rest * 5.192296858534828e33f;  // 2^112: the exponent's new bias
+  const IntVec special = (IntVec)rest >= 0x0f800000;     // infinity or NaN
+  return (Vec)(sign | (special ? rest | 0x7f800000u : (BitVec)scaled));
+}
 
 inline float max_lane(Vec v) {
   float best = v[0];
@@ -100,11 +143,46 @@ inline Vec log1m(Vec u) {
   return select(w == splat(1.0f), -u, log(w) * (u / (1.0f - w)));
 }
 
-// 1 - e^d for d <= 0, exact in the leading digits as d goes to 0; NaN for NaN.
-inline Vec one_minus_exp(Vec d) {
-  const Vec u = exp(d);
-  const Vec near = (1.0f - u) * (d / log(u));
-  return select(u == splat(1.0f), -d, select(d < splat(-1.0f), 1.0f - u, near));
+// 2^t = scale (1 + excess) for `count` vectors of t in [-126.5, 0]; NaN for NaN. To 2e-9 before
+// rounding; half the work of `exp`.
+template <int count>
+struct PowersOfTwo {
+  Vec scale[count], excess[count];
+
+  explicit PowersOfTwo(const Vec (&t)[count]) {
+    // 1.5 * 2^23 + 127: adding it rounds to an integer, whose low bits are then the exponent's.
+    const Vec magic = splat(12583039.0f);
+    Vec f[count], p[count];
+    for (int k = 0; k < count; k++) scale[k] = t[k] + magic;
+    for (int k = 0; k < count; k++) f[k] = t[k] - (scale[k] - magic);
+    for (int k = 0; k < count; k++) p[k] = f[k] * 1.5353361956775188e-4f + 1.3398875016719103e-3f;
+    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 9.61843691766262e-3f;
+    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 5.5503323674201965e-2f;
+    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 2.4022647738456726e-1f;
+    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 6.931471824645996e-1f;
+    for (int k = 0; k < count; k++) excess[k] = p[k] * f[k];
+    for (int k = 0; k < count; k++) scale[k] = (Vec)((IntVec)scale[k] << 23);
+  }
+};
+
+// For t <= 0, at least 2^-126.
+inline PowersOfTwo<1> power_of_two(Vec t) {
+  const Vec bounded[1] = {splat(-126.0f) > t ? splat(-126.0f) : t};
+  return PowersOfTwo<1>(bounded);
 }
+
+// For t <= 0, 2^-126 for all below it.
+inline Vec exp2_of(Vec t) {
+  const auto y = power_of_two(t);
+  return y.scale[0] + y.scale[0] * y.excess[0];
+}
+
+// 1 - 2^t for t <= 0, exact in the leading digits as t goes to 0.
+inline Vec one_minus_exp2(Vec t) {
+  const auto y = power_of_two(t);
+  return (1.0f - y.scale[0]) - y.scale[0] * y.excess[0];
+}
+
+constexpr float kLog2e = 1.44269504f;
 
 }  // namespace foretoken

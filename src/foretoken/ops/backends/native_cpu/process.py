@@ -1,4 +1,4 @@
-"""Temperature in native code; rows with edits or filters are those of `torch_cpu`.
+"""Processed logits in native code.
 
 Shapes: N rows, V vocabulary.
 """
@@ -11,20 +11,9 @@ import torch
 from torch import Tensor
 
 from foretoken.native import library
-from foretoken.ops.backends import torch_cpu
+from foretoken.ops.backends.native_cpu.arguments import native_params, native_rows
 from foretoken.ops.checks import check_rows
 from foretoken.ops.types import Edits, SlotParams
-
-
-def native_params(params: SlotParams) -> library.Params:
-    """Addresses of the per-slot tensors, which the slot table never replaces."""
-    return library.Params(
-        params.key_S.data_ptr(),
-        params.temperature_S.data_ptr(),
-        params.top_k_S.data_ptr(),
-        params.top_p_S.data_ptr(),
-        params.min_p_S.data_ptr(),
-    )
 
 
 def process_logits(
@@ -32,19 +21,10 @@ def process_logits(
 ) -> Tensor:
     """Edits -> temperature -> min_p -> top_k -> top_p; see `Backend.process_logits`.
 
-    Returns new float32 [N, V].
+    Rows that are not finite (NaN, +inf or all -inf) are edited and scaled, not filtered.
     """
-    if edits is None:
-        check_rows(logits_NV, slot_N, params)
-        raw_NV, slot_N = logits_NV.float().contiguous(), slot_N.contiguous()
-        out_NV = torch.empty_like(raw_NV)
-        done = library.load().foretoken_scale(
-            byref(native_params(params)),
-            raw_NV.data_ptr(),
-            slot_N.data_ptr(),
-            *raw_NV.shape,
-            out_NV.data_ptr(),
-        )
-        if done:
-            return out_NV
-    return torch_cpu.process_logits(logits_NV, params, slot_N, edits)
+    check_rows(logits_NV, slot_N, params, edits)
+    out_NV = torch.empty(logits_NV.shape, dtype=torch.float32)
+    rows = native_rows(logits_NV, slot_N, edits)
+    library.load().foretoken_process(byref(native_params(params)), byref(rows), out_NV.data_ptr())
+    return out_NV

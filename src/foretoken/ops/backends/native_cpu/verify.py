@@ -1,4 +1,8 @@
-"""Verification in three stages: native reductions, a rule, a native residual sampler.
+"""Verification in native code.
+
+STANDARD and COUPLED are decided there, draft by draft, in one call: a request's rows are read as
+far as it accepts. A batch with another rule takes three stages, with `ops/rules.py` in the middle:
+reductions of every row, the rule, the token after what is accepted.
 
 Shapes: B requests, K most drafts, N rows, V vocabulary, S slots.
 """
@@ -6,17 +10,16 @@ Shapes: B requests, K most drafts, N rows, V vocabulary, S slots.
 from __future__ import annotations
 
 from ctypes import byref
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.native import library
-from foretoken.ops.backends import torch_cpu
-from foretoken.ops.backends.native_cpu.process import native_params
+from foretoken.ops.backends.native_cpu.arguments import native_batch, native_params
 from foretoken.ops.checks import check_verify
-from foretoken.ops.rules import RuleInputs, get_rule
-from foretoken.ops.types import DraftBlock, SlotParams, Verdict
+from foretoken.ops.rules import RuleInputs, accept, weights
+from foretoken.ops.types import DraftBlock, Edits, Rule, SlotParams, Verdict
 
 
 def verify(
@@ -26,74 +29,58 @@ def verify(
     position_B: Tensor,
     drafts: DraftBlock,
     *,
-    rule: str = "standard",
+    edits: Edits | None = None,
+    synthetic_rate_K: Tensor | None = None,
     fp64_noise: bool = False,
 ) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
 
     The law of the output is exactly the target's (Leviathan et al. 2023, appendix A.1; Chen et
-    al. 2023, theorem 1). A request whose deciding row is not finite gets -1 instead of a token.
+    al. 2023, theorem 1; Sun et al. 2024, theorem 1). A request whose deciding row is not finite
+    gets -1 instead of a token.
     """
-    if fp64_noise:
-        return torch_cpu.verify(
-            logits_NV, params, slot_B, position_B, drafts, rule=rule, fp64_noise=True
-        )
-    decide = get_rule(rule)
-    check_verify(logits_NV, params, slot_B, position_B, drafts)
+    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K)
     num_requests, most = drafts.token_BK.shape
-    given = _Given.of(logits_NV, slot_B, position_B, drafts)
-    batch, native, kernels = given.packed(), native_params(params), library.load()
-    numbers = torch.empty(5, num_requests, most, dtype=torch.float64)
-    reduced = library.Reduced(*[part.data_ptr() for part in numbers])
-    if most:
-        kernels.foretoken_reduce(byref(native), byref(batch), byref(reduced))
-        n_accept_B, log_w_B = decide(RuleInputs(*numbers[:3]))
-    else:  # plain decoding: nothing to decide
-        n_accept_B = torch.zeros(num_requests, dtype=torch.int64)
-        log_w_B = torch.zeros(num_requests, dtype=torch.float64)
-    token_BK1 = torch.empty(num_requests, most + 1, dtype=torch.int64)
-    finite_B = torch.empty(num_requests, dtype=torch.bool)
-    kernels.foretoken_emit(
-        byref(native),
-        byref(batch),
-        byref(reduced),
-        n_accept_B.data_ptr(),
-        log_w_B.data_ptr(),
-        token_BK1.data_ptr(),
-        finite_B.data_ptr(),
+    verdict = Verdict(
+        torch.empty(num_requests, most + 1, dtype=drafts.token_BK.dtype),
+        torch.empty(num_requests, dtype=torch.int64),
+        torch.empty(num_requests, dtype=torch.bool),
     )
-    return Verdict(token_BK1.to(drafts.token_BK.dtype), n_accept_B, finite_B)
+    batch = native_batch(logits_NV, slot_B, position_B, drafts, edits, fp64_noise)
+    native, outcome = native_params(params), _outcome(verdict)
+    if not library.load().foretoken_verify(byref(native), byref(batch), byref(outcome)):
+        rule_B = params.rule_S[slot_B]
+        return _verify_in_stages(native, batch, verdict, rule_B, synthetic_rate_K)
+    return verdict
 
 
-class _Given(NamedTuple):
-    """The arguments as the kernels read them; keeps alive what `packed` points to."""
+def _verify_in_stages(
+    native: library.Params,
+    batch: library.VerifyBatch,
+    verdict: Verdict,
+    rule_B: Tensor,
+    synthetic_rate_K: Tensor | None,
+) -> Verdict:
+    """Any mix of rules; writes what `verdict` holds but `n_accept_B`, which is new."""
+    kernels, params, given = library.load(), byref(native), byref(batch)
+    num_requests, most = len(rule_B), verdict.token_BK1.shape[1] - 1
+    log_p_BK, log_q_BK, log_u_BK, mass_BK = torch.empty(4, num_requests, most, dtype=torch.float64)
+    finite_BK = torch.empty(num_requests, most, dtype=torch.bool)
+    addresses = [part.data_ptr() for part in (log_p_BK, log_q_BK, log_u_BK, finite_BK)]
+    reduced = byref(library.Reduced(*addresses))
+    kernels.foretoken_reduce(params, given, reduced)
+    inputs = RuleInputs(log_p_BK, log_q_BK, log_u_BK, synthetic_rate_K, mass_BK)
+    log_w_BK1 = weights(inputs, rule_B).contiguous()
+    if Rule.BLOCK in rule_B.tolist():
+        kernels.foretoken_masses(params, given, reduced, log_w_BK1.data_ptr(), mass_BK.data_ptr())
+    n_accept_B = accept(inputs, rule_B)
+    decided = Verdict(verdict.token_BK1, n_accept_B.contiguous(), verdict.finite_B)
+    outcome: Any = byref(_outcome(decided))
+    kernels.foretoken_emit(params, given, reduced, log_w_BK1.data_ptr(), outcome)
+    return decided
 
-    logits_NV: Tensor
-    q_logits_SKV: Tensor | None
-    slot_B: Tensor
-    position_B: Tensor
-    num_B: Tensor
-    token_BK: Tensor
-    real_q_B: Tensor
 
-    @classmethod
-    def of(
-        cls, logits_NV: Tensor, slot_B: Tensor, position_B: Tensor, drafts: DraftBlock
-    ) -> _Given:
-        q_logits = drafts.logits_SKV
-        return cls(
-            logits_NV.float().contiguous(),
-            None if q_logits is None else q_logits.float().contiguous(),
-            slot_B.contiguous(),
-            position_B.contiguous(),
-            drafts.num_B.contiguous(),
-            drafts.token_BK.to(torch.int64).contiguous(),
-            drafts.real_q_B.contiguous(),
-        )
-
-    def packed(self) -> library.VerifyBatch:
-        q_shape = (0, 0) if self.q_logits_SKV is None else self.q_logits_SKV.shape[1:]
-        addresses = [None if tensor is None else tensor.data_ptr() for tensor in self]
-        return library.VerifyBatch(
-            *addresses, *self.token_BK.shape, self.logits_NV.shape[1], *q_shape
-        )
+def _outcome(verdict: Verdict) -> library.Outcome:
+    return library.Outcome(
+        verdict.token_BK1.data_ptr(), verdict.n_accept_B.data_ptr(), verdict.finite_B.data_ptr()
+    )

@@ -36,7 +36,8 @@ def logprobs(
         top_token_NT=torch.empty(len(rows), num_top, dtype=torch.int64),
     )
     for n, x in enumerate(token_N.tolist()):
-        log_p = rows[n] - log_sum_exp(rows[n])
+        with np.errstate(invalid="ignore"):  # inf - inf, of rows that are not finite
+            log_p = rows[n] - log_sum_exp(rows[n])
         likeliest = np.argsort(-rows[n], kind="stable")[:num_top]
         out.logprob_N[n] = float(log_p[x])
         out.rank_N[n] = 1 + int((rows[n] > rows[n][x]).sum())

@@ -93,10 +93,10 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
 
 
 def log_sum_exp(row: Row) -> float:
-    """log sum exp; -inf for an empty set."""
+    """log sum exp; -inf for an empty set, NaN or +inf if the row holds one."""
     largest = float(np.max(row))
-    if largest == -math.inf:
-        return -math.inf
+    if not math.isfinite(largest):
+        return largest
     return largest + math.log(float(np.sum(np.exp(row - largest))))
 
 

@@ -1,7 +1,7 @@
 """Speculative sampling as in the papers, in fp64, one request at a time.
 
 p is the target's distribution, q the one that the draft was sampled from. The rules are in
-`rules.py`; here is what they are given, and what is emitted after the drafts they accept:
+`_rules.py`; here is what they are given, and what is emitted after the drafts they accept:
 
     y ~ norm(max(w p - q, 0)) after a rejection, y ~ p after the last draft
 
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.ops.backends.reference._rules import RULES, Draft, residual
 from foretoken.ops.backends.reference.draft import q_of
 from foretoken.ops.backends.reference.noise import uniform_of
 from foretoken.ops.backends.reference.process import Row, is_finite, process_logits
-from foretoken.ops.backends.reference.rules import RULES, Draft, residual
 from foretoken.ops.backends.reference.sample import RESIDUAL, TARGET, Slot, draw, softmax
 from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, Edits, Rule, SlotParams, Stream, Verdict
@@ -103,8 +103,8 @@ def _drafts(block: DraftBlock, b: int, s: int, slot: Slot, rows: Row) -> list[Dr
     vocabulary = rows.shape[1]
     for i in range(len(rows) - 1):
         x = int(block.token_BK[b, i])
-        if x < 0:
-            break
+        if x < 0 or (x >= vocabulary and slot.rule == Rule.SYNTHETIC):
+            break  # a rate cannot make a token of the target out of an id that it does not have
         if block.cache is None or not block.real_q_B[b] or _is_certain(slot):
             out.append(Draft(x, 1.0, _one_hot(x, vocabulary)))
             continue

@@ -23,6 +23,7 @@ _MULTIPLIER = np.array([0xD2511F53, 0xCD9E8D57], np.uint64).reshape(2, 1, 1)
 _WEYL = np.array([0x9E3779B9, 0xBB67AE85], np.uint32)
 _WEYL_STEPS = (np.arange(10, dtype=np.uint32)[:, None] * _WEYL).reshape(10, 2, 1, 1)
 _FEW = 8  # groups up to which Python integers are faster
+_MANY = 256  # draws from which looking for common groups pays
 _MAX_FP32 = np.float32(1 - 2.0**-24)
 _MAX_FP64 = 1 - 2.0**-53
 
@@ -132,10 +133,18 @@ def uniform_span(
 
 
 def uniform_at(index_M: Array, at: Address, stream_M: Array | int, fp64: bool) -> Array:
-    """Draw index_M[m] of row m's stream, [M]."""
+    """Draw index_M[m] of row m's stream, [M]; draws of one group next to each other share it."""
     per_group = 2 if fp64 else 4
-    u = to_uniform(words(index_M[:, None] // per_group, at, stream_M), fp64)
-    u_M: Array = u[np.arange(len(index_M)), index_M % per_group]
+    group_M, unit_M = index_M // per_group, np.arange(len(index_M))
+    if len(index_M) >= _MANY:
+        named = (group_M, *at.key, *at.place, stream_M)
+        differs = [x[1:] != x[:-1] for x in named if isinstance(x, np.ndarray)]
+        first = np.flatnonzero(np.concatenate([[True], np.logical_or.reduce(differs)]))
+        unit_M = np.repeat(np.arange(len(first)), np.diff(first, append=len(index_M)))
+        group_M, at = group_M[first], at.take(first)
+        stream_M = stream_M[first] if isinstance(stream_M, np.ndarray) else stream_M
+    u = to_uniform(words(group_M[:, None], at, stream_M), fp64)
+    u_M: Array = u[unit_M, index_M % per_group]
     return u_M
 
 

@@ -1,16 +1,28 @@
-"""Gumbel-max sampling of processed logits on the CPU: flat, or hierarchical over blocks.
+"""Gumbel-max sampling of raw logits on the CPU: argmax, flat, or hierarchical over blocks.
 
-One row of 4096 logits is drawn in 0.11 ms (FP64 noise 0.13; after top-k 20 0.06; T=0 0.01), one of
-151 936 in 0.26 ms (one core, 2026-11).
+Belongs here: `sample`, and how a row is drawn, which `draft` and `verify` share. Does not:
+what a row is (`process`), its sums (`_reduce`), its noise (`noise`).
 
-Shapes: N rows, V vocabulary, J blocks of a row, M survivors of all rows.
+Shapes: N rows of the call, M of them drawn, R of these at a time, V vocabulary, J blocks of a row.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from torch import Tensor, from_numpy
 
+from foretoken.ops.backends.torch_cpu._reduce import (
+    BLOCK,
+    Survivors,
+    block_sums,
+    dense_lse,
+    dense_weights,
+    sparse_lse,
+    sum_by_row,
+    survivors,
+)
 from foretoken.ops.backends.torch_cpu.noise import (
     Address,
     Array,
@@ -19,11 +31,47 @@ from foretoken.ops.backends.torch_cpu.noise import (
     uniform_at,
     uniform_span,
 )
-from foretoken.ops.backends.torch_cpu.process import as_float32, chunks
-from foretoken.ops.checks import INT64, check_rows, check_tensor
-from foretoken.ops.types import SlotParams, Stream
+from foretoken.ops.backends.torch_cpu.process import Rows, chunks, cut, load, rows_of
+from foretoken.ops.checks import check_sample
+from foretoken.ops.types import Edits, SlotParams, Stream
 
-BLOCK = 1024
+WAVE = 64  # rows whose noise is made in one go: 64 x 1024 draws
+
+
+class Noise(NamedTuple):
+    """Where the noise of M rows lives. One entry per row."""
+
+    at: Address
+    token_M: Array
+    block_M: Array
+    fp64: bool
+
+    def take(self, index: Array | slice) -> Noise:
+        return Noise(self.at.take(index), self.token_M[index], self.block_M[index], self.fp64)
+
+    def span(self, count: int, first_M: Array | None = None) -> Array:
+        """Token noise of `count` ids from `first_M` (0) on, [M, count]."""
+        first_M = np.zeros(len(self.token_M), np.int64) if first_M is None else first_M
+        return to_gumbel(uniform_span(first_M, count, self.at, self.token_M, self.fp64))
+
+    def blocks(self, count: int) -> Array:
+        """Block noise of the first `count` blocks, [M, count]."""
+        first_M = np.zeros(len(self.block_M), np.int64)
+        return to_gumbel(uniform_span(first_M, count, self.at, self.block_M, self.fp64))
+
+
+class Drawn(NamedTuple):
+    """What drawing M rows found.
+
+    max_M:       float32, the largest logit; finite iff the row is
+    threshold_M: float32, in units of raw logits
+    lse_M:       float64, log sum exp of logits / T over what is kept, if asked for; 0 at T=0
+    """
+
+    token_M: Array
+    max_M: Array
+    threshold_M: Array
+    lse_M: Array
 
 
 def sample(
@@ -34,129 +82,162 @@ def sample(
     draft_index_N: Tensor,
     streams: tuple[Stream, Stream],
     *,
+    edits: Edits | None = None,
     fp64_noise: bool = False,
 ) -> Tensor:
-    """One token per row from softmax(logits), as the argmax of logits plus Gumbel noise.
+    """One token per row of raw logits, as the argmax of processed logits plus Gumbel noise.
 
     See `Backend.sample`. Rows at T=0 draw no noise. Returns int64 [N].
     """
-    check_rows(logits_NV, slot_N, params)
-    check_tensor("position_N", position_N, slot_N.shape, INT64)
-    check_tensor("draft_index_N", draft_index_N, slot_N.shape, INT64)
-    x_NV = as_float32(logits_NV)
-    slot = slot_N.numpy()
-    greedy_N = params.temperature_S.numpy()[slot] == 0
-    if greedy_N.all():
-        return from_numpy(x_NV.argmax(axis=1))
-    at = address(params.key_S.numpy()[slot], position_N.numpy(), draft_index_N.numpy())
-    flat_N = is_flat(params.top_k_S.numpy()[slot], x_NV.shape[1])
-    token_stream, block_stream = (int(s) for s in streams)
-    return from_numpy(draw(x_NV, greedy_N, flat_N, at, token_stream, block_stream, fp64_noise))
+    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
+    rows = rows_of(logits_NV, params, slot_N.numpy(), edits)
+    at = address(rows.key_N, position_N.numpy(), draft_index_N.numpy())
+    token_N, block_N = (np.full(len(slot_N), stream, np.uint32) for stream in streams)
+    noise = Noise(at, token_N, block_N, fp64_noise)
+    return from_numpy(draw(rows, np.arange(len(slot_N)), noise).token_M)
 
 
-def is_flat(top_k_N: Array, vocabulary: int) -> Array:
-    """Which noise a row uses follows from its parameters alone: flat where top-k is active."""
-    flat: Array = (top_k_N > 0) & (top_k_N < vocabulary)
-    return flat
+def draw(rows: Rows, index_M: Array, noise: Noise, *, want_lse: bool = False) -> Drawn:
+    """Draw rows `index_M`, each its own way, by its parameters alone."""
+    count, vocabulary = len(index_M), rows.logits_NV.shape[1]
+    out = Drawn(
+        np.zeros(count, np.int64),
+        np.zeros(count, np.float32),
+        np.full(count, -np.inf, np.float32),
+        np.zeros(count),
+    )
+    greedy_M, filtered_M = rows.greedy_N[index_M], rows.filtered_N[index_M]
+    flat_M = rows.flat_N[index_M] | (vocabulary <= BLOCK)  # one block: no block to draw
+    kinds_M = np.where(greedy_M, 0, np.where(filtered_M, 1, np.where(flat_M, 2, 3)))
+    ways = (_draw_greedy, _draw_filtered, _draw_flat, _draw_hierarchical)
+    with np.errstate(all="ignore"):
+        for kind, way in enumerate(ways):
+            mine = np.flatnonzero(kinds_M == kind)
+            if len(mine):
+                way(rows, index_M, mine, noise, out, want_lse)
+    return out
 
 
-def draw(
-    x_NV: Array,
-    greedy_N: Array,
-    flat_N: Array,
-    at: Address,
-    token_stream: Array | int,
-    block_stream: Array | int,
-    fp64: bool,
-) -> Array:
-    """Draw every row its own way: argmax, flat or hierarchical. Streams may differ by row."""
-    kinds = np.where(greedy_N, 0, np.where(flat_N, 1, 2))
-    token_N = np.empty(len(x_NV), np.int64)
-    for kind in (0, 1, 2):
-        rows = np.flatnonzero(kinds == kind)
-        for part in chunks(len(rows), x_NV.shape[1]):
-            r = rows[part]
-            everything = len(r) == len(x_NV)
-            x = x_NV if everything else x_NV[r]
-            if kind == 0:
-                token_N[r] = x.argmax(axis=1)
-                continue
-            own = at if everything else at.take(r)
-            token = token_stream[r] if isinstance(token_stream, np.ndarray) else token_stream
-            block = block_stream[r] if isinstance(block_stream, np.ndarray) else block_stream
-            with np.errstate(all="ignore"):
-                if kind == 1:
-                    token_N[r] = draw_flat(x, own, token, fp64)
-                else:
-                    token_N[r] = draw_hierarchical(x, own, token, block, fp64)
-    return token_N
+def _draw_greedy(
+    rows: Rows, index_M: Array, mine: Array, noise: Noise, out: Drawn, want_lse: bool
+) -> None:
+    """argmax, the lowest id on ties."""
+    for part in chunks(len(mine), rows.logits_NV.shape[1]):
+        m = mine[part]
+        x_RV = load(rows, index_M[m]).numpy()
+        out.token_M[m] = x_RV.argmax(axis=1)  # the first NaN if there is one
+        out.max_M[m] = x_RV[np.arange(len(m)), out.token_M[m]]
 
 
-def draw_flat(x_NV: Array, at: Address, token_stream: Array | int, fp64: bool) -> Array:
-    """argmax over the survivors of logit + Gumbel noise named by token id; lowest id on ties.
+def _draw_filtered(
+    rows: Rows, index_M: Array, mine: Array, noise: Noise, out: Drawn, want_lse: bool
+) -> None:
+    """Flat or hierarchical noise over the survivors of filters."""
+    for part in chunks(len(mine), rows.logits_NV.shape[1]):
+        m = mine[part]
+        n = index_M[m]
+        x_RV, temperature_R = load(rows, n).numpy(), rows.temperature_N[n]
+        out.max_M[m] = max_R = x_RV.max(axis=1)
+        out.threshold_M[m] = bound_R = cut(rows, n, x_RV, max_R)
+        kept = survivors(x_RV, bound_R, temperature_R)
+        if want_lse:
+            out.lse_M[m] = sparse_lse(kept, max_R, temperature_R)
+        score = kept.logit_M - (max_R / temperature_R)[kept.row_M]
+        kept = kept._replace(logit_M=score)
+        out.token_M[m] = draw_survivors(kept, rows.flat_N[n], x_RV.shape[1], noise.take(m))
+
+
+def _draw_flat(
+    rows: Rows, index_M: Array, mine: Array, noise: Noise, out: Drawn, want_lse: bool
+) -> None:
+    """Flat noise over the whole vocabulary: one block, or a slot under COUPLED."""
+    vocabulary = rows.logits_NV.shape[1]
+    for part in chunks(len(mine), vocabulary):
+        m = mine[part]
+        n = index_M[m]
+        x_RV, temperature_R = load(rows, n), rows.temperature_N[n]
+        if want_lse:
+            weight_RW, max_R = dense_weights(x_RV, temperature_R)
+            out.lse_M[m] = dense_lse(block_sums(weight_RW), max_R, temperature_R)
+        else:
+            max_R = x_RV.amax(dim=1).numpy()
+        score_RV = x_RV.numpy() - max_R[:, None]
+        score_RV /= temperature_R[:, None]
+        score_RV = noise.take(m).span(vocabulary) + score_RV
+        out.max_M[m], out.token_M[m] = max_R, score_RV.argmax(axis=1)
+
+
+def _draw_hierarchical(
+    rows: Rows, index_M: Array, mine: Array, noise: Noise, out: Drawn, want_lse: bool
+) -> None:
+    """argmax over blocks of log-mass + Gumbel noise, then the same over the block's tokens.
+
+    The law is exactly softmax, since P(block) P(token | block) = P(token); only V/1024 + 1024
+    noises are drawn. Block noise is named by block, token noise by token id, in two streams.
+    """
+    vocabulary = rows.logits_NV.shape[1]
+    for start in range(0, len(mine), WAVE):
+        wave = mine[start : start + WAVE]
+        own = noise.take(wave)
+        gumbel_MJ = own.blocks(-(-vocabulary // BLOCK))
+        first_M = np.zeros(len(wave), np.int64)
+        value = np.full((len(wave), BLOCK), -np.inf, np.float32)  # ids >= V stay at -inf
+        for part in chunks(len(wave), vocabulary):
+            m = wave[part]
+            n = index_M[m]
+            x_RV, temperature_R = load(rows, n), rows.temperature_N[n]
+            weight_RW, max_R = dense_weights(x_RV, temperature_R)
+            sums_RJ = block_sums(weight_RW)
+            out.max_M[m], first_R = max_R, _best_block(sums_RJ, gumbel_MJ[part])
+            if want_lse:
+                out.lse_M[m] = dense_lse(sums_RJ, max_R, temperature_R)
+            x = x_RV.numpy()
+            for r, first in enumerate(first_R.tolist()):
+                tokens = x[r, first : first + BLOCK]
+                value[part.start + r, : len(tokens)] = (tokens - max_R[r]) / temperature_R[r]
+            first_M[part] = first_R
+        out.token_M[wave] = first_M + (own.span(BLOCK, first_M) + value).argmax(axis=1)
+
+
+def _best_block(sums_RJ: Array, gumbel_RJ: Array) -> Array:
+    """The first id of the block that each row draws."""
+    best: Array = (np.log(sums_RJ) + gumbel_RJ).argmax(axis=1) * BLOCK
+    return best
+
+
+def draw_weights(weight_RW: Tensor, vocabulary: int, noise: Noise) -> Array:
+    """One token per row with probability proportional to dense float32 weights, hierarchically."""
+    num_rows = len(weight_RW)
+    if vocabulary <= BLOCK:
+        first_R, value = np.zeros(num_rows, np.int64), weight_RW.numpy()
+    else:
+        blocks_RJ = weight_RW.view(num_rows, -1, BLOCK).numpy()
+        first_R = _best_block(block_sums(weight_RW), noise.blocks(blocks_RJ.shape[1]))
+        value = blocks_RJ[np.arange(num_rows), first_R // BLOCK]
+    token_R: Array = first_R + (noise.span(value.shape[1], first_R) + np.log(value)).argmax(axis=1)
+    return token_R
+
+
+def draw_survivors(kept: Survivors, flat_R: Array, vocabulary: int, noise: Noise) -> Array:
+    """One token per row among survivors, whose logits are at most about 0; lowest id on ties.
 
     A row without survivors gives 0: `verify` reports such rows, and never emits it.
     """
-    survivor_M = np.flatnonzero(x_NV > -np.inf)
-    row_M, id_M = np.divmod(survivor_M, x_NV.shape[1])
-    stream = token_stream[row_M] if isinstance(token_stream, np.ndarray) else token_stream
-    score_M = to_gumbel(uniform_at(id_M, at.take(row_M), stream, fp64))
-    score_M += x_NV.ravel()[survivor_M]
-    token_N = np.zeros(len(x_NV), np.int64)
-    if len(x_NV) == 1:
-        if len(id_M):
-            token_N[0] = id_M[score_M.argmax()]
-        return token_N
-    best_N = np.full(len(x_NV), -np.inf, score_M.dtype)
-    np.maximum.at(best_N, row_M, score_M)
-    winner = np.flatnonzero(score_M == best_N[row_M])[::-1]
-    token_N[row_M[winner]] = id_M[winner]  # the last write, the lowest id, stays
-    return token_N
-
-
-def draw_hierarchical(
-    x_NV: Array, at: Address, token_stream: Array | int, block_stream: Array | int, fp64: bool
-) -> Array:
-    """argmax over blocks of log-mass + Gumbel noise, then the same over the block's tokens.
-
-    The law is exactly softmax(x), since P(block) P(token | block) = P(token); only V/1024 + 1024
-    noises are drawn. Block noise is named by block, token noise by token id, in two streams.
-    """
-    num_rows, vocabulary = x_NV.shape
-    if vocabulary <= BLOCK:
-        first_N, value = np.zeros(num_rows, np.int64), x_NV
-    else:
-        mass_NJ = block_masses(x_NV)
-        zero_N = np.zeros(num_rows, np.int64)
-        score_NJ = to_gumbel(uniform_span(zero_N, mass_NJ.shape[1], at, block_stream, fp64))
-        score_NJ += mass_NJ
-        first_N = score_NJ.argmax(axis=1) * BLOCK
-        value = np.full((num_rows, BLOCK), -np.inf, np.float32)  # ids >= V stay at -inf
-        for n, first in enumerate(first_N.tolist()):
-            part = x_NV[n, first : first + BLOCK]
-            value[n, : len(part)] = part
-    score = to_gumbel(uniform_span(first_N, value.shape[1], at, token_stream, fp64))
-    score += value
-    return np.asarray(first_N + score.argmax(axis=1))
-
-
-def block_masses(x_NV: Array) -> Array:
-    """log sum exp of each block of 1024 ids, float32 [N, J]; -inf for an empty block."""
-    num_rows, vocabulary = x_NV.shape
-    whole = vocabulary // BLOCK * BLOCK
-    masses = [log_sum_exp(x_NV[:, :whole].reshape(num_rows, -1, BLOCK))]
-    if whole < vocabulary:
-        masses.append(log_sum_exp(x_NV[:, whole:])[:, None])
-    return np.concatenate(masses, axis=1) if len(masses) > 1 else masses[0]
-
-
-def log_sum_exp(x: Array) -> Array:
-    """Over the last axis: -inf if all are -inf, NaN or +inf if any is; call under `errstate`."""
-    peak = x.max(axis=-1, keepdims=True)
-    peak[peak == -np.inf] = 0
-    weight = x - peak
-    np.exp(weight, out=weight)
-    total = weight.sum(axis=-1)
-    np.log(total, out=total)
-    total += peak[..., 0]
-    return np.asarray(total)
+    num_rows = len(flat_R)
+    if vocabulary > BLOCK and not flat_R.all():
+        num_blocks = -(-vocabulary // BLOCK)
+        block_M = kept.id_M // BLOCK
+        cell_M = kept.row_M * num_blocks + block_M
+        sums = sum_by_row(cell_M, np.exp(kept.logit_M), num_rows * num_blocks)
+        first_R = _best_block(sums.reshape(num_rows, -1), noise.blocks(num_blocks))
+        kept = kept.take(flat_R[kept.row_M] | (block_M == first_R[kept.row_M] // BLOCK))
+    row_M, id_M, token_R = kept.row_M, kept.id_M, np.zeros(num_rows, np.int64)
+    if not len(row_M):
+        return token_R
+    at, stream_M = noise.at.take(row_M), noise.token_M[row_M]
+    score_M = to_gumbel(uniform_at(id_M, at, stream_M, noise.fp64)) + kept.logit_M
+    best_R = np.full(num_rows, -np.inf)
+    np.maximum.at(best_R, row_M, score_M)
+    winner = np.flatnonzero(score_M == best_R[row_M])[::-1]
+    token_R[row_M[winner]] = id_M[winner]  # the last write, the lowest id, stays
+    return token_R

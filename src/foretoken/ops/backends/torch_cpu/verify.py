@@ -1,63 +1,31 @@
 """Verification on the CPU in three stages: reductions per row -> a rule -> one residual sampler.
 
-Only the rows that are needed are read: a row's LSE for its draft's p(x), the draft row's for q(x),
-then one row per request to draw from.
+Belongs here: stages (i) and (iii) of a batch. Does not: the rules (`ops/rules.py`), max(w p - q, 0)
+of a row (`_residual`), how a row is drawn (`sample`).
 
-One request with K=4, V=4096, real q is verified in 0.29 ms, at T=0 in 0.07 ms; with K=0, which is
-plain sampling, in 0.15 ms (one core, 2026-11).
+Only the rows that are needed are read: a row's LSE for its draft's p(x), then one row per request
+to draw from. q(x) is one number of the cache. The block rule reads p and q of every draft but the
+first for its residual masses. Where p is the target's own draw (COUPLED), rows behind the first
+draft that differs are not read.
 
 Shapes: B requests, K most drafts, N rows, V vocabulary, S slots, M drafts in flat order.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor, from_numpy
 
+from foretoken.ops.backends.torch_cpu._reduce import measure
+from foretoken.ops.backends.torch_cpu._residual import Batch, Reduced, draw_residual, residual_mass
 from foretoken.ops.backends.torch_cpu.noise import Array, address, uniform_at
-from foretoken.ops.backends.torch_cpu.process import as_float32, chunks
-from foretoken.ops.backends.torch_cpu.sample import draw, is_flat, log_sum_exp
+from foretoken.ops.backends.torch_cpu.process import chunks, load, rows_of
+from foretoken.ops.backends.torch_cpu.sample import Noise, draw
 from foretoken.ops.checks import check_verify
-from foretoken.ops.rules import RuleInputs, get_rule
-from foretoken.ops.types import DraftBlock, SlotParams, Stream, Verdict
-
-
-class Batch(NamedTuple):
-    """What the stages share, as numpy arrays; fields named as in the contract, and:
-
-    greedy_B:    T = 0
-    flat_B:      drawn with flat noise
-    first_row_B: the row that decides the request's first token
-    known_BK:    there is a draft here, and it is no placeholder
-    """
-
-    logits_NV: Array
-    slot_B: Array
-    key_B: Array
-    position_B: Array
-    greedy_B: Array
-    flat_B: Array
-    first_row_B: Array
-    token_BK: Array
-    known_BK: Array
-    real_q_B: Array
-    draft_logits_SKV: Tensor
-    fp64_noise: bool
-
-
-class Reduced(NamedTuple):
-    """What stage (i) makes of the vocabulary, [B, K] each: `RuleInputs`, and the LSEs of p and q.
-
-    Without a draft log p and log q are -inf. One-hot q: log q = 0. LSEs are those of real rows.
-    """
-
-    log_p_BK: Array
-    log_q_BK: Array
-    lse_p_BK: Array
-    lse_q_BK: Array
+from foretoken.ops.rules import RuleInputs, accept, weights
+from foretoken.ops.types import DraftBlock, Edits, Rule, SlotParams, Stream, Verdict
 
 
 def verify(
@@ -67,30 +35,32 @@ def verify(
     position_B: Tensor,
     drafts: DraftBlock,
     *,
-    rule: str = "standard",
+    edits: Edits | None = None,
+    synthetic_rate_K: Tensor | None = None,
     fp64_noise: bool = False,
 ) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
 
-    The law of the output is exactly the target's (Leviathan et al. 2023, appendix A.1; Chen et
-    al. 2023, theorem 1). A request whose deciding row is not finite gets -1 instead of a token.
+    Each request by the rule of its slot. A request whose deciding rows are not all finite gets -1
+    in place of the last token.
     """
-    decide = get_rule(rule)
-    batch = _read(logits_NV, params, slot_B, position_B, drafts, fp64_noise)
-    with np.errstate(all="ignore"):
-        reduced = _reduce(batch)
-        n_accept_B, log_w_B = np.zeros(len(slot_B), np.int64), np.zeros(len(slot_B))
-        if batch.known_BK.any():  # else plain decoding: nothing to decide
-            stats = (reduced.log_p_BK, reduced.log_q_BK, _log_u(batch))
-            n_accept, log_w = decide(RuleInputs(*map(from_numpy, stats)))
-            n_accept_B, log_w_B = n_accept.numpy(), log_w.numpy()
-        weight_BV = _emitting_rows(batch, n_accept_B)
-        finite_B = np.isfinite(weight_BV.max(axis=1))  # max is NaN if the row holds one
-        drawn_B = _emit(batch, reduced, weight_BV, n_accept_B, log_w_B)
+    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K)
+    batch = _read(logits_NV, params, slot_B, position_B, drafts, edits, fp64_noise)
     num_requests, most = batch.token_BK.shape
-    token_BK1 = np.full((num_requests, most + 1), -1, drafts.token_BK.numpy().dtype)
-    accepted_BK = np.arange(most) < n_accept_B[:, None]
-    np.copyto(token_BK1[:, :most], batch.token_BK, where=accepted_BK)
+    out = Reduced.empty(num_requests, most)
+    n_accept_B, log_w_B = np.zeros(num_requests, np.int64), np.zeros(num_requests)
+    with np.errstate(all="ignore"):
+        _draw_own(batch, out)
+        if batch.known_BK.any():  # else plain decoding: nothing to decide
+            _reduce_q(batch, out)
+            _reduce_p(batch, out)
+            n_accept_B, log_w_B = _decide(batch, out, synthetic_rate_K)
+        drawn_B = _emit(batch, out, n_accept_B, log_w_B)
+    # A draft is accepted at a row that is not finite only by SYNTHETIC.
+    decided_BK1 = np.arange(most + 1) <= n_accept_B[:, None]
+    finite_B = (out.finite_BK1 | ~decided_BK1).all(axis=1)
+    token_BK1 = np.full((num_requests, most + 1), -1, batch.token_BK.dtype)
+    np.copyto(token_BK1[:, :most], batch.token_BK, where=decided_BK1[:, 1:])
     token_BK1[np.arange(num_requests), n_accept_B] = np.where(finite_B, drawn_B, -1)
     return Verdict(from_numpy(token_BK1), from_numpy(n_accept_B), from_numpy(finite_B))
 
@@ -101,84 +71,148 @@ def _read(
     slot_B: Tensor,
     position_B: Tensor,
     drafts: DraftBlock,
+    edits: Edits | None,
     fp64_noise: bool,
 ) -> Batch:
-    """Check the arguments against each other and turn them into arrays."""
-    check_verify(logits_NV, params, slot_B, position_B, drafts)
+    """Turn the arguments into arrays, with the parameters of every row."""
     num_B, slot, token_BK = drafts.num_B.numpy(), slot_B.numpy(), drafts.token_BK.numpy()
-    most = token_BK.shape[1]
-    end_B = (num_B + 1).cumsum()
+    rows = rows_of(logits_NV, params, slot.repeat(num_B + 1), edits)
+    first_row_B = (num_B + 1).cumsum() - (num_B + 1)
+    rule_B = params.rule_S.numpy()[slot]
+    known_BK = (np.arange(token_BK.shape[1]) < num_B[:, None]) & (token_BK >= 0)
+    if (rule_B == Rule.SYNTHETIC).any():  # it would emit ids that the target does not have
+        known_BK &= (token_BK < logits_NV.shape[1]) | (rule_B != Rule.SYNTHETIC)[:, None]
+    greedy_B = params.temperature_S.numpy()[slot] == 0
     return Batch(
-        logits_NV=as_float32(logits_NV),
+        rows=rows,
         slot_B=slot,
         key_B=params.key_S.numpy()[slot],
         position_B=position_B.numpy(),
-        greedy_B=params.temperature_S.numpy()[slot] == 0,
-        flat_B=is_flat(params.top_k_S.numpy()[slot], logits_NV.shape[1]),
-        first_row_B=end_B - (num_B + 1),
+        rule_B=rule_B,
+        greedy_B=greedy_B,
+        own_B=greedy_B | (rule_B == Rule.COUPLED),
+        first_row_B=first_row_B,
+        num_B=num_B,
         token_BK=token_BK,
-        known_BK=(np.arange(most) < num_B[:, None]) & (token_BK >= 0),
-        real_q_B=drafts.real_q_B.numpy(),
-        draft_logits_SKV=torch.empty(0) if drafts.logits_SKV is None else drafts.logits_SKV,
+        known_BK=np.logical_and.accumulate(known_BK, axis=1),
+        real_q_B=drafts.real_q_B.numpy() & ~greedy_B & (rule_B != Rule.COUPLED),
+        cache=drafts.cache,
         fp64_noise=fp64_noise,
     )
 
 
-def _reduce(batch: Batch) -> Reduced:
-    """Stage (i): p(x_i), q(x_i) and what normalises them, for the drafts that there are."""
-    shape = batch.token_BK.shape
-    log_q_BK = np.where(batch.known_BK, 0.0, -np.inf)
-    out = Reduced(np.full(shape, -np.inf), log_q_BK, np.zeros(shape), np.zeros(shape))
-    if batch.known_BK.any():
-        _reduce_p(batch, out)
-        if batch.real_q_B.any():
-            _reduce_q(batch, out)
-    return out
+def _draw_own(batch: Batch, out: Reduced) -> None:
+    """The target's own draws, where they are p: argmax at T=0, flat TARGET noise under COUPLED.
+
+    log p(x_i) is 0 where x_i is the draw, else -inf. At T=0 all rows are read at once; a coupled
+    request's rows one by one, since its draws cost V noises each, until a draft differs.
+    """
+    greedy = np.flatnonzero(batch.greedy_B)
+    if len(greedy):
+        b_M = greedy.repeat(batch.num_B[greedy] + 1)
+        _own_of(batch, out, b_M, np.arange(len(b_M)) - _starts(batch.num_B[greedy] + 1))
+    b_M = np.flatnonzero(batch.own_B & ~batch.greedy_B)
+    i = 0
+    while len(b_M):
+        _own_of(batch, out, b_M, np.full(len(b_M), i))
+        if i == batch.token_BK.shape[1]:
+            return
+        b_M = b_M[out.log_p_BK[b_M, i] == 0]
+        i += 1
 
 
-def _reduce_p(batch: Batch, out: Reduced) -> None:
-    """log p(x_i), 0 or -inf at T=0. It stays -inf for ids >= V and where p is not finite."""
-    vocabulary = batch.logits_NV.shape[1]
-    b_M, i_M = np.nonzero(batch.known_BK)
-    for part in chunks(len(b_M), vocabulary):
-        b, i = b_M[part], i_M[part]
-        token, greedy = batch.token_BK[b, i], batch.greedy_B[b]
-        rows = batch.logits_NV[batch.first_row_B[b] + i]
-        value = rows[np.arange(len(b)), np.minimum(token, vocabulary - 1)].astype(np.float64)
-        lse = value if greedy.all() else log_sum_exp(rows)  # T=0 needs none
-        out.lse_p_BK[b, i] = lse
-        value = value - np.where(greedy, value, lse)  # at T=0: 0, or NaN if not finite
-        if greedy.any():
-            value[greedy & (rows.argmax(axis=1) != token)] = -np.inf
-        out.log_p_BK[b, i] = np.where((token < vocabulary) & np.isfinite(value), value, -np.inf)
+def _starts(count_B: Array) -> Array:
+    """Where the group of each entry begins, when groups of these sizes follow each other."""
+    starts: Array = (count_B.cumsum() - count_B).repeat(count_B)
+    return starts
+
+
+def _own_of(batch: Batch, out: Reduced, b_M: Array, i_M: Array) -> None:
+    """Draw rows i_M of requests b_M, and compare them with their drafts."""
+    noise = _noise(batch, b_M, i_M, np.zeros(len(b_M), bool))
+    drawn = draw(batch.rows, batch.first_row_B[b_M] + i_M, noise)
+    out.own_BK1[b_M, i_M] = drawn.token_M
+    out.finite_BK1[b_M, i_M] = finite = np.isfinite(drawn.max_M)
+    drafted = np.flatnonzero(i_M < batch.num_B[b_M])
+    b, i = b_M[drafted], i_M[drafted]
+    same = batch.known_BK[b, i] & (drawn.token_M[drafted] == batch.token_BK[b, i]) & finite[drafted]
+    out.log_p_BK[b, i] = np.where(same, 0.0, -np.inf)
+
+
+def _noise(batch: Batch, b_M: Array, i_M: Array, residual_M: Array) -> Noise:
+    """TARGET or RESIDUAL noise of position i_M of requests b_M."""
+    return Noise(
+        address(batch.key_B[b_M], batch.position_B[b_M] + i_M, 0),
+        np.where(residual_M, Stream.RESIDUAL_TOKEN, Stream.TARGET_TOKEN).astype(np.uint32),
+        np.where(residual_M, Stream.RESIDUAL_BLOCK, Stream.TARGET_BLOCK).astype(np.uint32),
+        batch.fp64_noise,
+    )
 
 
 def _reduce_q(batch: Batch, out: Reduced) -> None:
-    """log q(x_i) of real q; -inf (q = 0) where the draft row is not finite, or cannot give x_i."""
-    b_M, i_M = np.nonzero(batch.known_BK & (batch.real_q_B & ~batch.greedy_B)[:, None])
-    for part in chunks(len(b_M), batch.logits_NV.shape[1]):
-        b, i = b_M[part], i_M[part]
-        token, rows = batch.token_BK[b, i], _draft_rows(batch, b, i)
-        width = rows.shape[1]
-        value = rows[np.arange(len(b)), np.minimum(token, width - 1)].astype(np.float64)
-        lse = log_sum_exp(rows)
-        out.lse_q_BK[b, i] = lse
-        value -= lse
-        out.log_q_BK[b, i] = np.where((token < width) & np.isfinite(value), value, -np.inf)
+    """log q(x_i): 0 if one-hot; of real q from the cache, as raw / T - LSE.
+
+    -inf (q = 0) without a draft, where the draft row is not finite, or where it cannot give x_i:
+    below its threshold, or beyond its vocabulary.
+    """
+    np.copyto(out.log_q_BK, 0.0, where=batch.known_BK)
+    b_M, i_M = np.nonzero(batch.known_BK & batch.real_q_B[:, None])
+    if batch.cache is None or not len(b_M):
+        return
+    slot_M, token_M = batch.slot_B[b_M], batch.token_BK[b_M, i_M].astype(np.int64)
+    width = batch.cache.logits_SKV.shape[2]
+    inside = np.minimum(token_M, width - 1)
+    where = from_numpy(slot_M), from_numpy(i_M)
+    raw_M = batch.cache.logits_SKV[(*where, from_numpy(inside))].float().numpy()
+    lse_M = batch.cache.lse_SK.numpy()[slot_M, i_M]
+    temperature_M = batch.rows.temperature_N[batch.first_row_B[b_M]]
+    log_q_M = raw_M.astype(np.float64) / temperature_M - lse_M
+    kept = (token_M < width) & (raw_M >= batch.cache.threshold_SK.numpy()[slot_M, i_M])
+    out.log_q_BK[b_M, i_M] = np.where(kept & np.isfinite(log_q_M), log_q_M, -np.inf)
 
 
-def _draft_rows(batch: Batch, b_M: Array, i_M: Array) -> Array:
-    """The cached draft logits of draft i_M of request b_M, by slot, float32 [M, draft width]."""
-    cache = batch.draft_logits_SKV
-    if cache.dtype == torch.float32:
-        return np.asarray(as_float32(cache)[batch.slot_B[b_M], i_M])
-    return as_float32(cache[from_numpy(batch.slot_B[b_M]), from_numpy(i_M)])
+def _reduce_p(batch: Batch, out: Reduced) -> None:
+    """log p(x_i) of real p; it stays -inf for ids >= V, dropped ones, and where p is not finite."""
+    vocabulary = batch.rows.logits_NV.shape[1]
+    known_BK = batch.known_BK & ~batch.own_B[:, None]
+    filtered_B = batch.rows.filtered_N[batch.first_row_B]
+    for form in (False, True):
+        b_M, i_M = np.nonzero(known_BK & (filtered_B == form)[:, None])
+        for part in chunks(len(b_M), vocabulary):
+            b, i = b_M[part], i_M[part]
+            n = batch.first_row_B[b] + i
+            x_RV = load(batch.rows, n)
+            bound, lse = measure(batch.rows, n, x_RV)
+            token = batch.token_BK[b, i]
+            raw = x_RV.numpy()[np.arange(len(b)), np.minimum(token, vocabulary - 1)]
+            log_p = raw.astype(np.float64) / batch.rows.temperature_N[n] - lse
+            kept = (token < vocabulary) & (raw >= bound) & np.isfinite(log_p)
+            out.log_p_BK[b, i] = np.where(kept, log_p, -np.inf)
+            out.threshold_BK[b, i], out.lse_p_BK[b, i] = bound, lse
+            out.finite_BK1[b, i] = np.isfinite(lse)
+
+
+def _decide(batch: Batch, out: Reduced, synthetic_rate_K: Tensor | None) -> tuple[Array, Array]:
+    """Stage (ii): (n_accept_B, log of the residual weight after as many)."""
+    rule_B = from_numpy(batch.rule_B)
+    x = RuleInputs(
+        from_numpy(out.log_p_BK),
+        from_numpy(out.log_q_BK),
+        from_numpy(_log_u(batch)),
+        synthetic_rate_K=synthetic_rate_K,
+    )
+    if not (batch.rule_B == Rule.BLOCK).any():
+        return accept(x, rule_B).numpy(), np.zeros(len(rule_B))
+    log_w_BK1 = weights(x, rule_B).numpy()
+    x = replace(x, residual_mass_BK=from_numpy(residual_mass(batch, out, log_w_BK1)))
+    n_accept_B = accept(x, rule_B).numpy()
+    return n_accept_B, log_w_BK1[np.arange(len(n_accept_B)), n_accept_B]
 
 
 def _log_u(batch: Batch) -> Array:
-    """log of the acceptance uniforms, [B, K]. -inf (u = 0), undrawn, if all are at T=0."""
+    """log of the acceptance uniforms, [B, K]. -inf (u = 0), undrawn, if all p are one-hot."""
     num_requests, most = batch.token_BK.shape
-    if batch.greedy_B.all():
+    if (batch.own_B & (batch.rule_B != Rule.SYNTHETIC)).all():
         return np.full((num_requests, most), -np.inf)
     index_BK = np.broadcast_to(np.arange(most), (num_requests, most))
     position_BK = batch.position_B[:, None] + index_BK
@@ -189,64 +223,30 @@ def _log_u(batch: Batch) -> Array:
     return log_u
 
 
-def _emitting_rows(batch: Batch, n_accept_B: Array) -> Array:
-    """The target row that each request draws its last token from, [B, V]."""
-    if len(batch.logits_NV) == len(batch.slot_B):  # every K_b is 0
-        return batch.logits_NV
-    return np.asarray(batch.logits_NV[batch.first_row_B + n_accept_B])
-
-
-def _emit(
-    batch: Batch, reduced: Reduced, weight_BV: Array, n_accept_B: Array, log_w_B: Array
-) -> Array:
+def _emit(batch: Batch, out: Reduced, n_accept_B: Array, log_w_B: Array) -> Array:
     """Stage (iii): the token after the accepted ones, [B].
 
-    From the residual with RESIDUAL noise where a draft with a q was rejected; else from p with
-    TARGET noise: the bonus token, a placeholder's slot, and that of a draft row not finite.
+    The target's own draw where p is that; from the residual with RESIDUAL noise where a draft with
+    a q was rejected; else from p with TARGET noise: the bonus token, a placeholder's slot, and that
+    of a draft row that is not finite.
     """
-    if batch.greedy_B.all():
-        return np.asarray(weight_BV.argmax(axis=1))
-    b_R = np.flatnonzero(n_accept_B < batch.token_BK.shape[1])
-    b_R = b_R[reduced.log_q_BK[b_R, n_accept_B[b_R]] > -np.inf]
-    token_stream = np.full(len(n_accept_B), Stream.TARGET_TOKEN, np.uint32)
-    block_stream = np.full(len(n_accept_B), Stream.TARGET_BLOCK, np.uint32)
-    token_stream[b_R], block_stream[b_R] = Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK
-    b_R = b_R[~batch.greedy_B[b_R]]
+    each, most = np.arange(len(n_accept_B)), batch.token_BK.shape[1]
+    token_B = out.own_BK1[each, n_accept_B]
+    rejected_B = (n_accept_B < batch.num_B) & ~batch.own_B
+    if most:
+        rejected_B &= out.log_q_BK[each, np.minimum(n_accept_B, most - 1)] > -np.inf
+    b_R = np.flatnonzero(rejected_B & out.finite_BK1[each, n_accept_B])
+    empty_R = np.zeros(0, np.int64)
     if len(b_R):
-        weight_BV = weight_BV.copy() if weight_BV is batch.logits_NV else weight_BV
-        for part in chunks(len(b_R), weight_BV.shape[1]):
-            b = b_R[part]
-            i = n_accept_B[b]
-            shift_R = reduced.lse_q_BK[b, i] - reduced.lse_p_BK[b, i] + log_w_B[b]
-            weight_BV[b] = _residual(batch, weight_BV[b], b, i, shift_R)
-    at = address(batch.key_B, batch.position_B + n_accept_B, 0)
-    return draw(
-        weight_BV, batch.greedy_B, batch.flat_B, at, token_stream, block_stream, batch.fp64_noise
-    )
-
-
-def _residual(batch: Batch, logits_RV: Array, b_R: Array, i_R: Array, shift_R: Array) -> Array:
-    """Logits of norm(max(w p - q, 0)) at the rejected draft i of each request; p where it is 0.
-
-    log(w p - q) = log p + log w + log(1 - e^d) with d = log q - log p - log w, and constants of a
-    row fall out: log p may stay unnormalised. `shift_R` = LSE of q - LSE of p + log w, so that
-    d is the difference of the logits less the shift.
-    """
-    out_RV = logits_RV.copy()
-    token_R = batch.token_BK[b_R, i_R]
-    one_hot = np.flatnonzero(~batch.real_q_B[b_R] & (token_R < out_RV.shape[1]))
-    out_RV[one_hot, token_R[one_hot]] = -np.inf
-    real = np.flatnonzero(batch.real_q_B[b_R])
-    if len(real):
-        rows = _draft_rows(batch, b_R[real], i_R[real])
-        width = min(rows.shape[1], out_RV.shape[1])
-        d = rows[:, :width] - logits_RV[real, :width]
-        d -= shift_R[real, None].astype(np.float32)
-        np.expm1(d, out=d)
-        np.negative(d, out=d)
-        np.log(d, out=d)  # NaN where q > w p, or p = q = 0
-        d += logits_RV[real, :width]
-        out_RV[real, :width] = np.where(d > -np.inf, d, -np.inf)
-    empty = np.flatnonzero(np.isneginf(out_RV.max(axis=1)))
-    out_RV[empty] = logits_RV[empty]
-    return out_RV
+        i_R = n_accept_B[b_R]
+        noise = _noise(batch, b_R, i_R, np.ones(len(b_R), bool))
+        token_B[b_R], mass_R = draw_residual(batch, out, (b_R, i_R), log_w_B[b_R], noise)
+        empty_R = b_R[mass_R <= 0]
+    b_M = np.concatenate([np.flatnonzero(~batch.own_B & ~rejected_B), empty_R])
+    if len(b_M):
+        i_M = n_accept_B[b_M]
+        drawn = draw(
+            batch.rows, batch.first_row_B[b_M] + i_M, _noise(batch, b_M, i_M, rejected_B[b_M])
+        )
+        token_B[b_M], out.finite_BK1[b_M, i_M] = drawn.token_M, np.isfinite(drawn.max_M)
+    return token_B

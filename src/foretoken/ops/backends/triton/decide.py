@@ -35,7 +35,7 @@ from foretoken.ops.backends.triton.rows import load_at, log2_sum_rows
 @triton.jit
 def _row_lse(
     first, i, num, out, found, NB, FILTERS: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr
-):  # noqa: E501
+):
     """(lse, threshold) of a request's rows [KP]; lse is kept for what comes later."""
     row = first + i
     live = i <= num
@@ -91,7 +91,7 @@ def _plan(
     K,
     ALL: tl.constexpr,
     HAS_Q: tl.constexpr,
-):  # noqa: E501
+):
     """Write what the residual pass over some rows [KP] must know, at places `to` of the request.
 
     plan_BK4: row or -1, mode, token, where its q begins; plan_BK6: scale, threshold, lse, those of

@@ -109,7 +109,7 @@ def _from_list(
     token_stream,
     block_stream,
     FP64: tl.constexpr,
-):  # noqa: E501
+):
     """A token of a compact row; from p if the residual has no mass."""
     c = tl.arange(0, CAPACITY)
     x = tl.load(found[4] + row * CAPACITY + c, mask=c < count, other=float("-inf"))
@@ -138,7 +138,7 @@ def _within(
     MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
     FP64: tl.constexpr,
-):  # noqa: E501
+):
     """The token of one block; at T=0 the first of the largest."""
     first = block * BLOCK
     off = first + tl.arange(0, BLOCK)
@@ -222,7 +222,7 @@ def _remass(
     MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
     FP64: tl.constexpr,
-):  # noqa: E501
+):
     """Masses and best scores of p once more: the residual had none (p = q after rounding)."""
     at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + stream)
     for first in range(0, V, BLOCK):

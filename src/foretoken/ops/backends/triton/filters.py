@@ -106,7 +106,7 @@ def _collect(
     list_x,
     MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
-):  # noqa: E501
+):
     """Write the ids and values >= bound of `n` groups, in rising order; returns their number."""
     count = tl.full((), 0, tl.int32)
     for start in range(0, n, _GROUPS):

@@ -62,7 +62,7 @@ def _block_rule(
     KP: tl.constexpr,
     NBP: tl.constexpr,
     FP64: tl.constexpr,
-):  # noqa: E501
+):
     """n_accept of the block rule, from the residual masses of all rows that have a q."""
     i = tl.arange(0, KP)
     log_p = tl.load(work[2] + b * K + i, mask=i < num, other=float("-inf"))
@@ -125,7 +125,7 @@ def _residual_part(
     FILTERS: tl.constexpr,
     PER: tl.constexpr,
     FP64: tl.constexpr,
-):  # noqa: E501
+):
     """Residual masses of PER blocks; with flat noise the best scores too."""
     whole, fraction = work[5] + (b * K + r) * 4, work[6] + (b * K + r) * 6
     law = (

@@ -100,7 +100,7 @@ def load_span(
     MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
     evict: tl.constexpr,
-):  # noqa: E501
+):
     """Edited logits first..first + WIDTH - 1 of a row, float32; -inf behind the row's end."""
     off = first + tl.arange(0, WIDTH)
     x = tl.load(

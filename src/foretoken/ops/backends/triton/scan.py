@@ -29,7 +29,7 @@ BLOCKS_PER_PROGRAM = 2
 @triton.jit
 def block_value(
     x, scale, at, first, WIDTH: tl.constexpr, greedy, flat, FLAT: tl.constexpr, FP64: tl.constexpr
-):  # noqa: E501
+):
     """What is kept of a block: (mass, best score).
 
     mass: log2 of the sum of 2^(x scale), at T=0 the maximum. best: of flat noise, max(x scale + G).

@@ -64,7 +64,7 @@ def _measure(
     MASS: tl.constexpr,
     MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
-):  # noqa: E501
+):
     """W and number of the logits >= either of two values, in one pass."""
     wa = tl.zeros((_SPAN,), tl.float32)
     wb = tl.zeros((_SPAN,), tl.float32)
@@ -95,7 +95,7 @@ def _guess(
     MASS: tl.constexpr,
     MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
-):  # noqa: E501
+):
     """Keys on either side of the threshold, as far as logits spread over the row can tell."""
     i = tl.arange(0, _SAMPLE)
     step = tl.maximum(V // _SAMPLE, 1)
@@ -138,7 +138,7 @@ def _listed(
     MASS: tl.constexpr,
     MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
-):  # noqa: E501
+):
     """The threshold among the few logits whose keys are in [low, high)."""
     count = tl.full((), 0, tl.int32)
     for first in range(0, V, _SPAN):
@@ -174,7 +174,7 @@ def _search(
     MASS: tl.constexpr,
     MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
-):  # noqa: E501
+):
     """The largest value t such that W(x >= t) reaches `need`; `total` is W of the whole row."""
     low, high = tl.full((), LOWEST, tl.uint32), key_of(top) + 1
     w_low, w_high = total, total * 0
@@ -223,7 +223,7 @@ def _mass_above(
     MASS: tl.constexpr,
     MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
-):  # noqa: E501
+):
     """W of the whole row."""
     weight = tl.zeros((_SPAN,), tl.float32)
     for first in range(0, V, _SPAN):

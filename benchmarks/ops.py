@@ -1,0 +1,389 @@
+"""Microseconds of every op: sampling, drafting, verification; our backends and plain PyTorch.
+
+    python -m benchmarks.ops                          the triton backend on a GPU, else the CPU ones
+    python -m benchmarks.ops --only verify --quick    cases with a goal whose name holds `verify`
+    python -m benchmarks.ops --baseline my.adapter    times another library too: see ops_baseline
+
+Writes ops_gpu.json or ops_cpu.json. A GPU is timed twice, replaying a CUDA graph of many calls and
+eagerly, on logits that no cache holds; a CPU eagerly, with `--cores` threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import shlex
+import statistics
+import sys
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from benchmarks import ops_baseline, ops_cases, ops_inputs, ops_timing
+from benchmarks.common import CODE, RESULTS, QuietTimer, goal, use_cores
+from benchmarks.ops_backends import Module, Ours, counts
+from benchmarks.ops_cases import DTYPES, Case
+from benchmarks.ops_timing import Call, Shot
+from foretoken.lab.results import Row, Spread, Value, collect, write
+from foretoken.ops import BACKENDS, get_backend, unavailable
+
+NOTES = [
+    "Timed logits are slices of a pool of 192 MiB or more, at least two inputs in turn, so that "
+    "none is found in a cache. A timed pass makes up to 256 calls; repeats are such passes.",
+    "graph_us: replay of one CUDA graph of all calls of a pass, by events. eager_us: the same "
+    "calls in a row by the host's clock, waiting for the last alone. CPU: eager_us.",
+    "read_floor_us: the bytes of logits that must move (`ops_cases.Case.minimum_bytes`) at the "
+    "speed of reading 2 GiB (CPU: 256 MiB) once, measured in this run; share_of_floor: that over "
+    "the median.",
+    "flat: normal logits; peaked: 3 times normal and 16 dominating tokens, as a trained model; "
+    "mixed: peaked, every sixteenth row flat. Drafts are drawn from q = softmax of the target's "
+    "logits and 1.2 T times normal noise.",
+    "ratio: to the same backend's other case, shot by shot in turns: FP64 noise to FP32, "
+    "`synthetic` to `standard`. The synthetic rates are those at which `standard` accepted, and "
+    "of 24 noises per input the one is timed that accepts and rejects as many.",
+    "extra_memory_share: the allocator's peak during a first call, results included, over the "
+    "logits at 4 bytes each. draft_cache_bytes: of q, for these requests.",
+]
+EAGER_US = 200_000.0  # calls slower than that in all are timed on two inputs, eagerly
+
+
+@dataclass
+class Session:
+    """What all cases of a run share.
+
+    Attributes:
+        ours: our backends; the first one drafts for the baselines too.
+        floor_gb_per_s: the speed of reading once.
+        failed: what could not be timed, for the notes.
+    """
+
+    options: argparse.Namespace
+    device: torch.device
+    ours: list[Ours]
+    modules: list[Module]
+    all_cases: dict[str, Case]
+    floor_gb_per_s: float = 0.0
+    quiet: QuietTimer | None = None
+    failed: list[str] = field(default_factory=list)
+
+    @property
+    def most(self) -> int:
+        """Repeats of one shot."""
+        return int(self.options.repeats)
+
+    @property
+    def seconds(self) -> float:
+        """What the repeats of one shot may take."""
+        return 0.1 if self.options.quick else 0.25
+
+
+def measure(session: Session, case: Case, pools: ops_inputs.Pools) -> list[Row]:
+    """All implementations of one case, timed in turns; a row for each."""
+    inputs = ops_inputs.make(case, pools)
+    shots: dict[str, Shot] = {}
+    extra: dict[str, dict[str, Value]] = {}
+    accepted = 0.0
+    for ours in session.ours:
+        with attempt(session, f"{case.name}: {ours.name}") as tried:
+            calls = ours.calls(case, inputs)
+            extra[ours.name] = first_calls(session, case, calls, inputs)
+            if case.k:
+                found = torch.cat(counts(calls))
+                accepted = (found == case.k).double().mean().item()
+                extra[ours.name]["accepted_per_request"] = found.double().mean().item()
+            add_shots(session, shots, ours.name, calls, case)
+            if case.against:
+                other = session.all_cases[case.against]
+                add_shots(session, shots, f"{ours.name} against", ours.calls(other, inputs), other)
+        if tried.failed:
+            forget(shots, ours.name)
+    for module in session.modules if not case.curve else ():
+        with attempt(session, f"{case.name}: {module.name}") as tried:
+            calls = module.calls(case, inputs)
+            add_shots(session, shots, module.name, calls, case)
+        if tried.failed:
+            forget(shots, module.name)
+    took = timed(session, shots)
+    shots.clear()
+    return rows_of(session, case, took, extra, accepted)
+
+
+class attempt:
+    """Goes on after an error, and keeps it for the notes; a missing function is not one."""
+
+    def __init__(self, session: Session, what: str) -> None:
+        self.session, self.what, self.failed = session, what, False
+
+    def __enter__(self) -> attempt:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> bool:
+        self.failed = kind is not None
+        if kind is None or issubclass(kind, NotImplementedError):
+            return True
+        if not issubclass(kind, Exception) or self.session.options.raise_errors:
+            return False
+        traceback.print_exc()
+        message = str(error).strip().splitlines()[:1]
+        self.session.failed.append(f"{self.what} failed: {kind.__name__} {' '.join(message)}")
+        return True
+
+
+def forget(shots: dict[str, Shot], name: str) -> None:
+    """Drop what was prepared of an implementation that failed."""
+    for key in [key for key in shots if key.split(" ")[0] == name]:
+        del shots[key]
+
+
+def first_calls(
+    session: Session, case: Case, calls: list[Call], inputs: ops_inputs.Inputs
+) -> dict[str, Value]:
+    """What a first call shows: memory taken on a GPU, and tokens that are possible at all."""
+    values: dict[str, Value] = {}
+    if session.device.type == "cuda":
+        logits = 4 * case.rows * case.vocabulary
+        values["extra_memory_share"] = ops_timing.extra_bytes(calls[0]) / logits
+    if case.op == "verify" and case.rule != "one_hot":
+        values["draft_cache_bytes"] = case.requests * case.k * case.row_bytes
+    if case.op in ("sample", "draft"):
+        check_tokens(case, inputs.logits[0], calls[0]())
+    return values
+
+
+def check_tokens(case: Case, logits_NV: torch.Tensor, token_N: torch.Tensor) -> None:
+    """A fast wrong kernel must not pass for a fast one: ids in range, and within top-k."""
+    if bool(((token_N < 0) | (token_N >= case.vocabulary)).any()):
+        raise RuntimeError("a token is outside the vocabulary")
+    if case.top_k:
+        least_N = logits_NV.float().topk(case.top_k).values[:, -1]
+        if bool((logits_NV.float().gather(1, token_N[:, None])[:, 0] < least_N).any()):
+            raise RuntimeError(f"a token is not among the top {case.top_k}")
+
+
+def add_shots(
+    session: Session, shots: dict[str, Shot], name: str, calls: list[Call], case: Case
+) -> None:
+    """The ways to time these calls, under `name mode`."""
+    slow_us = ops_timing.host_shot(calls[:2], session.device)()
+    if session.device.type == "cuda" or slow_us < EAGER_US:  # without what a first call compiles
+        slow_us = ops_timing.host_shot(calls[:8], session.device)()
+    least_us = case.minimum_bytes() / session.floor_gb_per_s / 1e3
+    many = ops_timing.enough(calls, slow_us, least_us)
+    if session.device.type == "cuda":
+        shots[f"{name} graph_us"] = ops_timing.graph_shot(many)
+    if not case.curve or session.device.type != "cuda":
+        few = calls if slow_us * len(calls) < EAGER_US else calls[:2]
+        many = [*many, *few][: max(len(few), int(EAGER_US / slow_us / 10))]
+        shots[f"{name} eager_us"] = ops_timing.host_shot(many, session.device)
+
+
+def timed(session: Session, shots: dict[str, Shot]) -> dict[str, list[float]]:
+    """Repeats of all shots, in turns; on a CPU again if others disturbed them."""
+
+    def work() -> dict[str, list[float]]:
+        return ops_timing.in_turns(shots, session.most, session.seconds)
+
+    return work() if session.quiet is None else session.quiet(work)[1]
+
+
+def rows_of(
+    session: Session,
+    case: Case,
+    took: dict[str, list[float]],
+    extra: dict[str, dict[str, Value]],
+    accepted: float,
+) -> list[Row]:
+    """From microseconds per shot to one row per implementation."""
+    mode = "graph_us" if session.device.type == "cuda" else "eager_us"
+    moved = case.minimum_bytes(accepted)
+    floor_us = moved / session.floor_gb_per_s / 1e3
+    rows = []
+    for name in [one.name for one in (*session.ours, *session.modules)]:
+        if f"{name} {mode}" not in took:
+            continue
+        mine = took[f"{name} {mode}"]
+        values: dict[str, Value] = {
+            each: Spread.of(took[f"{name} {each}"], "us")
+            for each in ("graph_us", "eager_us")
+            if f"{name} {each}" in took
+        }
+        per_logit = 1000 / (case.rows * case.vocabulary)
+        values["ns_per_logit"] = Spread.of([us * per_logit for us in mine], "ns")
+        values["bytes"] = moved
+        values["read_floor_us"] = floor_us
+        values["share_of_floor"] = floor_us / statistics.median(mine)
+        against = took.get(f"{name} against {mode}")
+        if against:
+            pairs = zip(mine, against, strict=False)
+            values["ratio"] = Spread.of([a / b for a, b in pairs], "x")
+        theirs = took.get(f"{ops_baseline.NAME} {mode}")
+        if theirs and name != ops_baseline.NAME:
+            ratios = [b / a for a, b in zip(mine, theirs, strict=False)]
+            values[f"speedup_over_{ops_baseline.NAME}"] = Spread.of(ratios, "x")
+        values |= extra.get(name, {})
+        rows.append(Row(f"{case.name}: {name}", labels(case, name), values))
+    return rows
+
+
+def labels(case: Case, name: str) -> dict[str, str | int | float | bool | None]:
+    """What a reader selects rows by."""
+    return {
+        "engine": name,
+        "case": case.name,
+        "op": case.op,
+        "rows": case.rows,
+        "vocabulary": case.vocabulary,
+        "dtype": DTYPES[case.dtype],
+        "curve": case.curve,
+        "x": case.x,
+    }
+
+
+def goal_notes(cases: list[Case], rows: list[Row], ours: list[Ours]) -> list[str]:
+    """A note per goal and backend that has a figure for it."""
+    found = {row.case: row for row in rows}
+    units = {"graph_us": "us, graph", "eager_us": "us, eager", "ns_per_logit": "ns per logit"}
+    notes = []
+    for case in cases:
+        for wanted in case.goals:
+            for backend in ours:
+                row = found.get(f"{case.name}: {backend.name}")
+                if row is None or wanted.value not in row.values:
+                    continue
+                if wanted.backend in (None, backend.name):
+                    what = units.get(wanted.value, wanted.value.replace("_", " "))
+                    what += f" ({wanted.note})" if wanted.note else ""
+                    named = f"{row.case}: {what}"
+                    notes.append(goal(named, row, wanted.value, wanted.bound, wanted.least))
+    return notes
+
+
+def report(rows: list[Row]) -> None:
+    """One line per implementation of a case."""
+    for row in rows:
+        cells = [f"{row.case:<72}"]
+        for value in ("graph_us", "eager_us"):
+            us = row.values.get(value)
+            if isinstance(us, Spread):
+                cells.append(f"{value[:5]} {us.median:9.1f} ({us.q1:.1f}-{us.q3:.1f}) us")
+        cells.append(f"{row.values['share_of_floor']:4.0%} of floor")
+        for value in ("ratio", f"speedup_over_{ops_baseline.NAME}"):
+            ratio = row.values.get(value)
+            if isinstance(ratio, Spread):
+                cells.append(f"{value.split('_')[0]} {ratio.median:.3g}x")
+        if "accepted_per_request" in row.values:
+            cells.append(f"accepted {row.values['accepted_per_request']:.2f}")
+        if "extra_memory_share" in row.values:
+            cells.append(f"memory {row.values['extra_memory_share']:.2%}")
+        print("  ".join(cells), flush=True)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--backend", action="append", choices=[*BACKENDS], help="again for more; default by device")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--baseline", action="append", default=[], help="module of another implementation")
+    add("--only", default="", help="cases whose name holds this")
+    add("--quick", action="store_true", help="cases with a goal alone, fewer repeats")
+    add("--repeats", type=int, default=0, help="of each timed pass: 20, on a CPU or --quick 7")
+    add("--cores", type=int, default=2, help="threads on a CPU")
+    add("--commit", default="", help="of this code, where it runs outside its repository")
+    add("--raise-errors", action="store_true", help="stop at a case that fails")
+    add("--out", type=Path, default=RESULTS, help="folder of the results file")
+    options = parser.parse_args()
+    cpu = torch.device(options.device).type != "cuda"
+    options.repeats = options.repeats or (7 if options.quick or cpu else 20)
+    if options.backend is None:
+        wanted = ["native_cpu", "torch_cpu"] if cpu else ["triton"]
+        options.backend = [name for name in wanted if unavailable(name) is None]
+    return options
+
+
+def prepare(options: argparse.Namespace) -> Session:
+    """Threads, backends and baselines, and how fast memory is read here."""
+    device = torch.device(options.device)
+    gpu = device.type == "cuda"
+    if not gpu:
+        use_cores(options.cores)
+        torch.set_num_threads(options.cores)
+        if "native_cpu" in options.backend:
+            from foretoken.native import library
+
+            library.set_num_threads(options.cores)
+    elif device.index is not None:
+        torch.cuda.set_device(device)
+    modules: list[ModuleType] = [ops_baseline, *map(importlib.import_module, options.baseline)]
+    cases = ops_cases.gpu_cases() if gpu else ops_cases.cpu_cases()
+    return Session(
+        options,
+        device,
+        [Ours(name, get_backend(name)) for name in options.backend],
+        [Module(getattr(m, "NAME", m.__name__.rpartition(".")[2]), m) for m in modules],
+        {case.name: case for case in cases},
+        ops_timing.read_gb_per_s(device),
+        None if gpu else QuietTimer(patience=120.0),
+    )
+
+
+def shapes(session: Session) -> dict[str, object]:
+    """What stays equal over the rows, and what else explains them."""
+    options = session.options
+    found: dict[str, object] = {
+        "vocabulary": ops_cases.VOCABULARY,
+        "device": str(session.device),
+        "backends": options.backend,
+        "baselines": [module.name for module in session.modules],
+        "repeats": session.most,
+        "rotated_bytes": ops_inputs.ROTATED,
+        "read_floor_gb_per_s": round(session.floor_gb_per_s, 1),
+    }
+    if session.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(session.device)
+        found |= {
+            "cuda": str(torch.version.cuda),
+            "l2_bytes": getattr(properties, "L2_cache_size", 0),
+        }
+        try:
+            found["triton"] = importlib.import_module("triton").__version__
+        except ImportError:
+            found["triton"] = "absent"
+    else:
+        found["cores"] = options.cores
+    return found
+
+
+def main() -> None:
+    options = parse()
+    session = prepare(options)
+    cases = ops_cases.chosen([*session.all_cases.values()], options.only, options.quick)
+    pools, rows = ops_inputs.Pools(session.device), []
+    print(f"{len(cases)} cases; reading: {session.floor_gb_per_s:.0f} GB/s", flush=True)
+    for case in cases:
+        with torch.inference_mode(), attempt(session, case.name):
+            rows += measure(session, case, pools)
+            report([row for row in rows if row.labels["case"] == case.name])
+        gc.collect()
+        if session.device.type == "cuda":
+            torch.cuda.empty_cache()  # the pools of the graphs that are gone
+    if not rows:
+        sys.exit("nothing was measured")
+    goals = goal_notes(cases, rows, session.ours)
+    print("\n".join(["", *goals, *session.failed]))
+    notes = [*NOTES, *goals, *session.failed]
+    notes += [session.quiet.note()] if session.quiet else []
+    name = "ops_gpu" if session.device.type == "cuda" else "ops_cpu"
+    command = shlex.join(["python", "-m", "benchmarks.ops", *sys.argv[1:]])
+    code = (options.commit, False) if options.commit else CODE
+    path = write(collect(name, command, shapes(session), rows, notes, code), options.out)
+    print(f"wrote {path}")
+    if session.failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

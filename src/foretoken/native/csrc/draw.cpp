@@ -1,0 +1,270 @@
+#include "draw.h"
+
+#include <algorithm>
+
+#include "simd.h"
+
+namespace foretoken {
+namespace {
+
+// Whether one of 16 words is at most `limit`.
+bool any_word(const uint32_t* word, uint32_t limit) {
+  IntVec found = {};
+  for (int i = 0; i < 16; i += kWidth) {
+    BitVec w;
+    std::memcpy(&w, word + i, sizeof w);
+    found |= w <= limit + BitVec{};
+  }
+  return any(found);
+}
+
+// The words of 64 draws as the cipher gives them, and by draw. Putting them in order takes longer
+// than making them, and few are ever looked at.
+struct Words {
+  uint32_t raw[2][4][16];
+  bool fp64;
+
+  Words(int64_t first, const Address& a, bool wide) : fp64(wide) {
+    words16(static_cast<uint32_t>(first / (wide ? 2 : 4)), a, raw[0]);
+    if (wide) words16(static_cast<uint32_t>(first / 2) + 16, a, raw[1]);
+  }
+
+  // Whether the (leading) word of a draw is at most `limit`.
+  bool any_below(uint32_t limit) const {
+    const auto& second = raw[fp64];
+    return any_word(raw[0][0], limit) || any_word(raw[0][2], limit) ||
+           any_word(fp64 ? second[0] : raw[0][1], limit) ||
+           any_word(fp64 ? second[2] : raw[0][3], limit);
+  }
+
+  void order(uint32_t* high, uint32_t* low) const {
+    for (int i = 0; i < 64; i++) {
+      const int word = fp64 ? i % 2 * 2 : i % 4, group = fp64 ? i / 2 : i / 4;
+      high[i] = raw[group / 16][word][group % 16];
+      low[i] = fp64 ? raw[group / 16][word + 1][group % 16] : 0;
+    }
+  }
+};
+
+float peak64(const float* z) {
+  Vec best = load(z);
+  for (int i = kWidth; i < 64; i += kWidth) best = max(load(z + i), best);
+  return max_lane(best);
+}
+
+struct Listed {
+  float z;
+  int64_t id;
+};
+
+// The draw over a short list whose blocks are adjacent.
+int64_t draw_listed(const std::vector<Listed>& list, const Noise& noise, int64_t size) {
+  Race race(noise.token, noise.fp64);
+  auto first = list.begin(), end = list.end();
+  if (!noise.flat && size > kBlock) {
+    Race blocks(noise.block, noise.fp64);
+    for (auto from = first; from != end;) {
+      double sum = 0;
+      const int64_t j = from->id / kBlock;
+      float top = kMinusInfinity;
+      auto to = from;
+      for (; to != end && to->id / kBlock == j; ++to) top = std::max(top, to->z);
+      for (; from != to; ++from) sum += std::exp(static_cast<double>(from->z) - top);
+      blocks.offer(static_cast<float>(top + std::log(sum)), j);
+    }
+    while (first != end && first->id / kBlock != blocks.id()) ++first;
+    for (end = first; end != list.end() && end->id / kBlock == blocks.id();) ++end;
+  }
+  for (; first != end; ++first) race.offer(first->z, first->id);
+  return race.id();
+}
+
+// Memory of this thread for lists and masses of the row that it is at.
+thread_local std::vector<Listed> scratch_list;
+thread_local std::vector<float> scratch_masses;
+
+}  // namespace
+
+void Race::offer(float z, int64_t id) {
+  if (z == kMinusInfinity) return;
+  enter(z + gumbel(uniform_at(id, address_, fp64_)), id);
+}
+
+// Noise is looked at in three steps, each for the few that the one before leaves: words, in which
+// the winning tail is u -> 0; scores in FP32; scores as they are defined.
+void Race::offer64(const float* z, int64_t first) {
+  const float peak = peak64(z);
+  if (!(peak > kMinusInfinity)) return;
+  const Words words(first, address_, fp64_);
+  // z + G > score needs -log1p(-u) < e^(z - score), hence u < e^(z - score).
+  const double limit = std::exp(peak - score_) * 4294967296.0 * 1.001 + 1;
+  if (limit < 4294967295.0 && !words.any_below(static_cast<uint32_t>(limit))) return;
+  alignas(64) uint32_t high[64], low[64];
+  words.order(high, low);
+  alignas(64) float score[64];
+  Vec best = splat(kMinusInfinity);
+  for (int i = 0; i < 64; i += kWidth) {
+    BitVec h, l;
+    std::memcpy(&h, high + i, sizeof h);
+    std::memcpy(&l, low + i, sizeof l);
+    const Vec rest = fp64_ ? __builtin_convertvector(l, Vec) * 0x1p-64f : splat(0x1p-33f);
+    const Vec u = min(__builtin_convertvector(h, Vec) * 0x1p-32f + rest, splat(0.99999994f));
+    const Vec s = load(z + i) - log(-log1m(u));
+    const IntVec coarse = u > splat(0.99999f);  // FP32 does not resolve 1 - u there
+    store(score + i, coarse ? splat(-kMinusInfinity) : s);
+    best = max(coarse ? splat(kMinusInfinity) : s, best);
+  }
+  const double reach = std::max(static_cast<double>(max_lane(best)), score_);
+  const double least = reach - 1e-4 - 1e-6 * std::abs(reach);
+  for (int i = 0; i < 64; i++) {
+    if (score[i] < least || z[i] == kMinusInfinity) continue;
+    const double u = fp64_ ? uniform64(high[i], low[i]) : uniform32(high[i]);
+    enter(z[i] + gumbel(u), first + i);
+  }
+}
+
+int64_t draw(const Distribution& d, const Noise& noise) {
+  if (d.listed) {
+    scratch_list.clear();
+    for (const Token& t : d.kept) scratch_list.push_back({(t.logit - d.top) * d.inverse, t.id});
+    return draw_listed(scratch_list, noise, d.row.size);
+  }
+  alignas(64) float z[kBlock];
+  Race race(noise.token, noise.fp64);
+  if (noise.flat) {
+    for (int64_t j = 0; j < d.row.blocks(); j++)
+      if (!race.beats((d.peak_J[j] - d.top) * d.inverse))
+        race.offer(z, j * kBlock, d.scaled_block(j, z));
+    return race.id();
+  }
+  int64_t j = 0;
+  if (d.row.blocks() > 1) {
+    Race blocks(noise.block, noise.fp64);
+    blocks.offer(d.mass_J.data(), 0, static_cast<int64_t>(d.mass_J.size()));
+    j = std::min(blocks.id(), d.row.blocks() - 1);
+  }
+  race.offer(z, j * kBlock, d.scaled_block(j, z));
+  return std::min(race.id(), d.row.size - 1);
+}
+
+double Draft::log_of(int64_t id, float temperature) const {
+  if (id >= row.size || !std::isfinite(lse)) return kNothing;
+  const float x = row.value(id);
+  const double log_q = x >= threshold ? foretoken::log_of(x, temperature, lse) : kNothing;
+  return std::isfinite(log_q) ? log_q : kNothing;
+}
+
+// Sum of (p - q / w)+ over block j, as multiples of p at the block's largest logit; `logs`: into
+// `out` their logarithms, relative to p at the row's largest logit.
+//
+// log(w p - q) = log p + log w + log(1 - e^d) with d = log q - log p - log w, which is (the
+// difference of the raw logits) / T less one shift: constants of a row fall out.
+template <bool logs>
+float Residual::weigh_block(int64_t j, float* out) const {
+  alignas(64) float p_buffer[kBlock], q_buffer[kBlock];
+  const float* p = p_.row.block(j, p_buffer);
+  const int64_t padded = p_.row.padded(j);
+  const int64_t shared = j < q_->row.blocks() ? std::min(padded, q_->row.padded(j)) : 0;
+  const float* q = shared ? q_->row.block(j, q_buffer) : nullptr;
+  const float least = std::max(p_.threshold, -std::numeric_limits<float>::max());
+  const Vec shift = splat(static_cast<float>(shift_)), nothing = splat(kMinusInfinity);
+  Vec sum = {};
+  for (int64_t i = 0; i < padded; i += kWidth) {
+    const Vec x = load(p + i);
+    Vec y = i < shared ? load(q + i) : nothing;
+    y = y >= splat(q_->threshold) ? y : nothing;
+    const Vec d = (y - x) * p_.inverse - shift;
+    const IntVec some = (x >= splat(least)) & (d < Vec{});
+    const Vec rest = one_minus_exp2(d * kLog2e);
+    if (logs) {
+      store(out + i, some ? (x - p_.top) * p_.inverse + log(rest) : nothing);
+    } else {
+      const Vec part = exp2_of((x - p_.peak_J[j]) * (p_.inverse * kLog2e)) * rest;
+      sum += some ? part : Vec{};
+    }
+  }
+  return sum_lanes(sum);
+}
+
+// Logarithms of block j's residual, relative to p at the row's largest logit.
+int64_t Residual::log_block(int64_t j, float* out) const {
+  if (q_) {
+    weigh_block<true>(j, out);
+    return p_.row.padded(j);
+  }
+  const int64_t count = p_.scaled_block(j, out);
+  if (token_ / kBlock == j && token_ < p_.row.size) out[token_ % kBlock] = kMinusInfinity;
+  return count;
+}
+
+// log-masses of all blocks, on the same scale.
+void Residual::weigh_blocks() const {
+  scratch_masses = p_.mass_J;
+  if (q_) {
+    for (int64_t j = 0; j < p_.row.blocks(); j++) {
+      if (p_.mass_J[j] == kMinusInfinity) continue;
+      const float sum = weigh_block<false>(j, nullptr);
+      scratch_masses[j] = std::log(sum) + (p_.peak_J[j] - p_.top) * p_.inverse;
+    }
+  } else if (token_ < p_.row.size) {  // the other blocks keep their masses
+    alignas(64) float z[kBlock];
+    const int64_t j = token_ / kBlock, count = log_block(j, z);
+    const float peak = *std::max_element(z, z + count);
+    Vec sum = {};
+    for (int64_t i = 0; i < count && peak > kMinusInfinity; i += kWidth)
+      sum += exp2_of((load(z + i) - peak) * kLog2e);
+    scratch_masses[j] = peak + std::log(sum_lanes(sum));
+  }
+}
+
+// log max(w p - q, 0) of p's few kept tokens, on the same scale; without those at 0.
+void Residual::fill_list() const {
+  scratch_list.clear();
+  for (const Token& t : p_.kept) {
+    const double z = (static_cast<double>(t.logit) - p_.top) / p_.temperature;
+    if (!q_) {
+      if (t.id != token_) scratch_list.push_back({static_cast<float>(z), t.id});
+      continue;
+    }
+    float y = t.id < q_->row.size ? q_->row.value(t.id) : kMinusInfinity;
+    if (!(y >= q_->threshold)) y = kMinusInfinity;
+    const double d = (static_cast<double>(y) - t.logit) / p_.temperature - shift_;
+    if (d < 0) scratch_list.push_back({static_cast<float>(z + std::log(-std::expm1(d))), t.id});
+  }
+}
+
+double Residual::mass() const {
+  const double scale = static_cast<double>(p_.top) / p_.temperature - p_.lse + log_w_;
+  double sum = 0;
+  if (p_.listed) {
+    fill_list();
+    for (const Listed& l : scratch_list) sum += std::exp(l.z + scale);
+  } else {
+    weigh_blocks();
+    for (float mass : scratch_masses)
+      if (mass > kMinusInfinity) sum += std::exp(mass + scale);
+  }
+  return sum;
+}
+
+int64_t Residual::draw(const Noise& noise) const {
+  if (p_.listed) {
+    fill_list();
+    return scratch_list.empty() ? -1 : draw_listed(scratch_list, noise, p_.row.size);
+  }
+  alignas(64) float z[kBlock];
+  Race race(noise.token, noise.fp64);
+  int64_t first = 0, last = p_.row.blocks() - 1;
+  if (!noise.flat && last > 0) {
+    weigh_blocks();
+    Race blocks(noise.block, noise.fp64);
+    blocks.offer(scratch_masses.data(), 0, static_cast<int64_t>(scratch_masses.size()));
+    first = last = blocks.id();
+  }
+  for (int64_t j = first; j <= last; j++)
+    if (!race.beats((p_.peak_J[j] - p_.top) * p_.inverse))
+      race.offer(z, j * kBlock, log_block(j, z));
+  return race.some() ? race.id() : -1;
+}
+
+}  // namespace foretoken

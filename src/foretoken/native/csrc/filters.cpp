@@ -1,0 +1,159 @@
+// Thresholds of min-p, top-k and top-p in raw units: exact, ties kept.
+//
+// The k-th largest of many maxima is a lower bound of the k-th largest logit, since k maxima are k
+// logits: one pass leaves few tokens to look into, and top-p is decided among them (min-p bounds
+// them, too). Only where top-p alone keeps many tokens is the row read again.
+#include <algorithm>
+#include <cmath>
+
+#include "distribution.h"
+#include "simd.h"
+
+namespace foretoken {
+namespace {
+
+constexpr size_t kListed = 256;   // kept tokens up to which a list is faster than the row
+constexpr int64_t kGuess = 64;    // maxima that bound what top-p alone is first sought in
+constexpr int kBuckets = 4096;    // of logits below the largest, for wide nuclei
+constexpr float kSpread = 100.0f;  // buckets per unit of x / T: tokens e^-41 below it share the last
+
+double weight(const Distribution& d, float x) {
+  return std::exp((static_cast<double>(x) - d.top) / d.temperature);
+}
+
+// The largest value such that `values` at or above it weigh `need`, or the smallest value.
+// Halves of the values are ruled out one after the other: linear time, whatever their number.
+float nucleus(const Distribution& d, std::vector<float>& values, double need) {
+  float *first = values.data(), *last = first + values.size();
+  while (last - first > 64) {
+    float* middle = first + (last - first) / 2;
+    std::nth_element(first, middle, last, std::greater<>());
+    double upper = 0;
+    for (float* v = first; v < middle; v++) upper += weight(d, *v);
+    if (upper >= need) {
+      last = middle;
+    } else {
+      need -= upper;
+      first = middle;
+    }
+  }
+  std::sort(first, last, std::greater<>());
+  double sum = 0;
+  for (float* v = first; v < last; v++)
+    if ((sum += weight(d, *v)) >= need) return *v;
+  return last[-1];
+}
+
+double weight_of(const Distribution& d, float threshold) {
+  double sum = 0;
+  for (const Token& token : d.kept)
+    if (token.logit >= threshold) sum += weight(d, token.logit);
+  return sum;
+}
+
+std::vector<float>& values_of(const Distribution& d, float threshold) {
+  thread_local std::vector<float> values;
+  values.clear();
+  for (const Token& token : d.kept)
+    if (token.logit >= threshold) values.push_back(token.logit);
+  return values;
+}
+
+// Buckets of a vector of logits, falling: 0 holds the largest.
+IntVec bucket_of(const Distribution& d, Vec x) {
+  const Vec place = (splat(d.top) - x) * (d.inverse * kSpread);
+  return __builtin_convertvector(min(place, splat(kBuckets - 1)), IntVec);
+}
+
+// The nucleus of a whole row that no short list holds: masses of buckets, then one bucket. `total` is
+// the row's mass. Tokens that weigh less than (1 - p) / V of it are too few to reach below.
+float wide_nucleus(const Distribution& d, double top_p, double total) {
+  std::vector<double> bucket(kBuckets);
+  const double least = std::log((1 - top_p) * total / static_cast<double>(d.row.size)) - 1e-3;
+  const auto lower = static_cast<float>(d.top + d.temperature * least);
+  alignas(64) float buffer[kBlock];
+  for (int64_t j = 0; j < d.row.blocks(); j++) {
+    const float* x = d.row.block(j, buffer);
+    for (int64_t i = 0; i < d.row.padded(j); i += kWidth) {
+      const Vec v = load(x + i);
+      if (!any(v >= splat(lower))) continue;
+      const IntVec b = bucket_of(d, v);
+      Vec w = exp2_of((v - d.top) * (d.inverse * kLog2e));
+      w = v > splat(kMinusInfinity) ? w : Vec{};
+      for (int k = 0; k < kWidth; k++) bucket[b[k]] += w[k];
+    }
+  }
+  double need = top_p * total;
+  int at = 0;
+  while (at < kBuckets - 1 && bucket[at] < need) need -= bucket[at++];
+  std::vector<float> values;
+  for (int64_t j = 0; j < d.row.blocks(); j++) {
+    const float* x = d.row.block(j, buffer);
+    for (int64_t i = 0; i < d.row.padded(j); i += kWidth) {
+      const Vec v = load(x + i);
+      const IntVec inside = bucket_of(d, v) == at - IntVec{};
+      if (!any(inside)) continue;
+      for (int k = 0; k < kWidth; k++)
+        if (inside[k] && v[k] > kMinusInfinity) values.push_back(v[k]);
+    }
+  }
+  return values.empty() ? kMinusInfinity : nucleus(d, values, need);
+}
+
+// List what is kept if that is little, and its LSE.
+void settle(Distribution& d, bool complete) {
+  if (complete) {
+    const auto end = std::remove_if(d.kept.begin(), d.kept.end(), [&](const Token& token) {
+      return !(token.logit >= d.threshold);
+    });
+    d.kept.erase(end, d.kept.end());
+    d.listed = d.kept.size() <= kListed;
+  }
+  if (!d.listed) return measure_masses(d);
+  d.lse = static_cast<double>(d.top) / d.temperature + std::log(weight_of(d, kMinusInfinity));
+}
+
+}  // namespace
+
+void measure(const Row& row, const Filters& f, Distribution& d) {
+  d.row = row;
+  d.temperature = f.temperature;
+  d.inverse = 1.0f / f.temperature;
+  d.threshold = kMinusInfinity;
+  d.listed = false;
+  const bool by_rank = f.top_k > 0 && f.top_k < row.size, by_mass = f.top_p < 1;
+  if (!by_rank && !by_mass && f.min_p <= 0) return measure_masses(d);
+  if (!measure_peaks(d)) {
+    d.lse = std::numeric_limits<double>::quiet_NaN();
+    return;
+  }
+  if (f.min_p > 0)
+    d.threshold = static_cast<float>(d.top + static_cast<double>(f.temperature) * std::log(f.min_p));
+  float lower = d.threshold;
+  if (by_rank) {
+    lower = std::max(lower, rank_bound(d, f.top_k));
+  } else if (f.min_p <= 0) {
+    measure_masses(d);
+    lower = rank_bound(d, kGuess);
+  }
+  gather(d, lower);
+  if (by_rank && f.top_k <= static_cast<int64_t>(d.kept.size())) {
+    std::vector<float>& values = values_of(d, lower);
+    const auto kth = values.begin() + (f.top_k - 1);
+    std::nth_element(values.begin(), kth, values.end(), std::greater<>());
+    d.threshold = std::max(d.threshold, *kth);
+  }
+  bool complete = true;
+  if (by_mass) {
+    const double inside = weight_of(d, d.threshold);
+    const bool alone = !by_rank && f.min_p <= 0;
+    const double total =
+        alone ? std::exp(d.lse - static_cast<double>(d.top) / d.temperature) : inside;
+    complete = inside >= f.top_p * total;
+    d.threshold = complete ? nucleus(d, values_of(d, d.threshold), f.top_p * total)
+                           : wide_nucleus(d, f.top_p, total);
+  }
+  settle(d, complete);
+}
+
+}  // namespace foretoken

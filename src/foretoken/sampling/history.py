@@ -1,0 +1,160 @@
+"""What logit edits need to know of one request, kept as arrays: a token costs no scan of its text.
+
+Belongs here: a request's side of `ops.Edits`. Does not: the batch's (`edits.py`), applying it
+(`ops`). Every edit of a request is about one of its *touched* tokens: those of its bias, stops and
+bad words, and with penalties those of its prompt (repetition alone) and output.
+
+Shape suffixes: U touched tokens, R rows of the request (its drafts + 1), W mask words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foretoken.sampling.params import SamplingParams
+
+Array = NDArray[Any]
+
+
+class HistoryRows(NamedTuple):
+    """Entries of `ops.Edits` for R rows of one request: the same U tokens in every row.
+
+    token_U: int64, rising. bias_RU, repetition_RU, subtract_RU: float32; where they are 0, 1 and 0
+    the entry changes nothing.
+    """
+
+    token_U: Array
+    bias_RU: Array
+    repetition_RU: Array
+    subtract_RU: Array
+
+
+class SlotHistory:
+    """The edits of one request and what they depend on; only for requests that have some.
+
+    A token that is generated costs a binary search; one seen for the first time also a copy of U
+    entries. Rows cost a few passes of numpy over R x U numbers.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        stop_ids: Sequence[int] = (),
+        bad_word_ids: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.params = params
+        self.output_ids: list[int] = []
+        self._penalizes = bool(
+            params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
+        )
+        bias = params.logit_bias or {}
+        prompt = prompt_ids if params.repetition_penalty != 1.0 else ()
+        words = [tuple(word) for word in bad_word_ids]
+        early = stop_ids if params.min_tokens else ()
+        last = [word[-1] for word in words]
+        self._token_U = np.unique(np.array([*bias, *prompt, *early, *last], dtype=np.int64))
+        size = len(self._token_U)
+        self._count_U = np.zeros(size, dtype=np.int64)
+        self._prompt_U = np.zeros(size, dtype=bool)
+        self._prompt_U[self._find(prompt)] = True
+        self._bias_U = np.zeros(size, dtype=np.float32)
+        self._bias_U[self._find(bias)] = list(bias.values())
+        self._bias_U[self._find([word[0] for word in words if len(word) == 1])] = -np.inf
+        self._early = np.array(early, dtype=np.int64)
+        self._longer_words: dict[int, list[tuple[int, ...]]] = {}  # by the last token but one
+        for word in words:
+            if len(word) > 1:
+                self._longer_words.setdefault(word[-2], []).append(word)
+        self._mask_W: Array | None = None
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing will be edited from here on: it was `min_tokens` alone, and is past."""
+        has_others = self._penalizes or self._longer_words or self._bias_U.any()
+        past = len(self.output_ids) >= self.params.min_tokens
+        return past and not has_others and self.params.allowed_token_ids is None
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Record generated tokens."""
+        self.output_ids += token_ids
+        if self._penalizes:
+            self._touch(token_ids)
+            np.add.at(self._count_U, self._find(token_ids), 1)
+
+    def mask(self, vocab_size: int) -> Array | None:
+        """int32 [W], bits of the allowed tokens; None if all are. Made once."""
+        if self.params.allowed_token_ids is None:
+            return None
+        if self._mask_W is None:
+            allowed = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
+            allowed[[token for token in self.params.allowed_token_ids if token < vocab_size]] = 1
+            self._mask_W = np.packbits(allowed, bitorder="little").view("<i4")
+        return self._mask_W
+
+    def rows(self, drafts: Sequence[int], vocab_size: int) -> HistoryRows:
+        """Entries of the rows before, between and behind these drafts.
+
+        Row j sees the history as if the drafts before it were accepted. A draft of -1, which never
+        is, is nothing; tokens at or past `vocab_size` are left out (they cannot be drawn anyway).
+        """
+        size = len(drafts) + 1
+        known = [draft for draft in drafts if draft >= 0]
+        if self._penalizes:
+            self._touch(known)  # they may come again; if not, they change nothing
+        bias_RU = np.repeat(self._bias_U[None], size, axis=0)
+        num_early = min(max(self.params.min_tokens - len(self.output_ids), 0), size)
+        if num_early and len(self._early):
+            bias_RU[:num_early, self._find(self._early)] = -np.inf
+        if self._longer_words:
+            self._ban_words(bias_RU, drafts)
+        subtract_RU = np.zeros(bias_RU.shape, dtype=np.float32)
+        repetition_RU = np.ones(bias_RU.shape, dtype=np.float32)
+        if self._penalizes:
+            self._penalize(repetition_RU, subtract_RU, drafts)
+        end = int(np.searchsorted(self._token_U, vocab_size))
+        return HistoryRows(
+            self._token_U[:end], bias_RU[:, :end], repetition_RU[:, :end], subtract_RU[:, :end]
+        )
+
+    def _penalize(self, repetition_RU: Array, subtract_RU: Array, drafts: Sequence[int]) -> None:
+        params = self.params
+        count_RU = np.repeat(self._count_U[None], len(drafts) + 1, axis=0)
+        for j, draft in enumerate(drafts):
+            if draft >= 0:
+                count_RU[j + 1 :, self._find([draft])] += 1
+        repetition_RU[(count_RU > 0) | self._prompt_U] = params.repetition_penalty
+        frequency, presence = params.frequency_penalty, params.presence_penalty
+        if frequency or presence:
+            subtract_RU[:] = frequency * count_RU + presence * (count_RU > 0)
+
+    def _ban_words(self, bias_RU: Array, drafts: Sequence[int]) -> None:
+        """Ban the last token of each longer word where those before it were just generated."""
+        longest = max(len(word) for words in self._longer_words.values() for word in words)
+        recent = [*self.output_ids[-longest:], *drafts]
+        for j in range(len(drafts) + 1):
+            before = recent[: len(recent) - len(drafts) + j]
+            for word in self._longer_words.get(before[-1], ()) if before else ():
+                if tuple(before[1 - len(word) :]) == word[:-1]:
+                    bias_RU[j, self._find(word[-1:])] = -np.inf
+
+    def _find(self, token_ids: Iterable[int]) -> Array:
+        """Indices of touched tokens."""
+        return np.searchsorted(self._token_U, np.array([*token_ids], dtype=np.int64))
+
+    def _touch(self, token_ids: Sequence[int]) -> None:
+        """Make room for tokens that were not touched before."""
+        near = self._find(token_ids).clip(max=len(self._token_U) - 1)  # where each is, if it is
+        touched = set(self._token_U[near].tolist()) if len(self._token_U) else set()
+        new = np.array(sorted({*token_ids} - touched), dtype=np.int64)
+        if not len(new):
+            return
+        at = self._find(new)
+        self._token_U = np.insert(self._token_U, at, new)
+        self._count_U = np.insert(self._count_U, at, 0)
+        self._prompt_U = np.insert(self._prompt_U, at, False)
+        self._bias_U = np.insert(self._bias_U, at, 0.0)

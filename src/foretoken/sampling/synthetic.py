@@ -1,0 +1,81 @@
+"""Synthetic acceptance: the three ways to state it, as conditional rates. No torch.
+
+The rule `synthetic` accepts draft i with a chosen probability c_i once those before it are
+accepted, whatever target and draft say: it measures how fast an engine would be with a draft of
+that acceptance, without having one. Its text is meaningless by design.
+
+Notation: i = 0..K-1 the draft's index, a_i = c_i conditional rates, joint_i = a_0 a_1 .. a_i the
+probability that the first i + 1 drafts are all accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import floor
+from operator import mul
+
+from foretoken.config import SpeculativeConfig
+
+DECAY = 0.85  # g: what acceptance loses from one position to the next
+_HALVINGS = 100  # of an interval within [0, 1]: far below the spacing of floats
+
+
+def conditional_rates(config: SpeculativeConfig) -> tuple[float, ...]:
+    """c_0..c_{K-1} of a configuration; () unless its rule is `synthetic`.
+
+    - `synthetic_acceptance_rate` r, the mean of joint_i: a_i = a_0 g^i, so joint_i = a_0^(i+1)
+      g^(i(i+1)/2), with g = 0.85 if that reaches r with a_0 <= 1, else the smallest g in [0.85, 1]
+      that does; |mean - r| < 1e-8.
+    - `synthetic_acceptance_rates`, joint_i themselves: c_i = joint_i / joint_{i-1}, 0 after a 0.
+    - `synthetic_acceptance_length` L = 1 + sum of joint_i: floor(L - 1) ones, then the fraction,
+      then zeros. No other rates of that length have less variance.
+    """
+    count = config.num_speculative_tokens
+    if config.synthetic_acceptance_rate is not None:
+        return _decaying(config.synthetic_acceptance_rate, count)
+    if config.synthetic_acceptance_rates is not None:
+        return _conditional(config.synthetic_acceptance_rates)
+    if config.synthetic_acceptance_length is not None:
+        return _of_length(config.synthetic_acceptance_length, count)
+    return ()
+
+
+def joint_rates(conditional: Sequence[float]) -> tuple[float, ...]:
+    """The probability that drafts 0..i are all accepted, for each i."""
+    return tuple(accumulate(conditional, mul))
+
+
+def _decaying(rate: float, count: int) -> tuple[float, ...]:
+    def mean(first: float, decay: float) -> float:
+        joint = joint_rates([first * decay**i for i in range(count)])
+        return sum(joint) / count
+
+    decay = _least(lambda g: mean(1.0, g), rate, DECAY)
+    first = _least(lambda a: mean(a, decay), rate, 0.0)
+    return tuple(first * decay**i for i in range(count))
+
+
+def _least(rising: Callable[[float], float], wanted: float, low: float) -> float:
+    """The smallest x in [low, 1] at which a rising function reaches `wanted`; 1 if none does."""
+    if rising(low) >= wanted:
+        return low
+    high = 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        if rising(middle) >= wanted:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _conditional(joint: Sequence[float]) -> tuple[float, ...]:
+    before = (1.0, *joint)
+    return tuple(rate / last if last else 0.0 for rate, last in zip(joint, before, strict=False))
+
+
+def _of_length(length: float, count: int) -> tuple[float, ...]:
+    ones = floor(length - 1)
+    rates = [1.0] * ones + [length - 1 - ones] + [0.0] * count
+    return tuple(rates[:count])

@@ -1,0 +1,217 @@
+"""What the kernels alone do: paths chosen by size, dtype or rule, which must all agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.native import library
+from foretoken.ops import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, get_backend
+from foretoken.ops.backends.native_cpu.arguments import native_batch, native_params
+from foretoken.ops.backends.native_cpu.verify import _verify_in_stages
+from tests.support.cases import make_params
+from tests.support.kernels import needs_kernels
+
+pytestmark = needs_kernels
+
+CPU = torch.device("cpu")
+TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+INF = float("inf")
+
+
+def rows_of(count: int, vocabulary: int, spread: float, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, vocabulary, generator=generator) * spread
+
+
+def brute_threshold(row: Tensor, temperature: float, top_k: int, top_p: float) -> float:
+    """The least logit kept, by sorting the whole row in float64."""
+    falling = row.double().sort(descending=True).values
+    if 0 < top_k < len(row):
+        falling = falling[falling >= falling[top_k - 1]]
+    mass = ((falling - falling[0]) / temperature).exp().cumsum(0)
+    return float(falling[int((mass < top_p * mass[-1]).sum())])
+
+
+# Peaked rows end in a short list, flat ones in buckets of the whole row; 2500 kept are no list.
+@pytest.mark.parametrize("spread", [0.3, 1.0, 6.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.3), (0, 0.99), (20, 1.0), (2500, 0.9)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_thresholds_are_exact_however_many_tokens_are_kept(
+    spread: float, top_k: int, top_p: float, dtype: torch.dtype
+) -> None:
+    raw = rows_of(4, 30_011, spread).to(dtype)
+    params = make_params(4, 0.7, top_k, top_p)
+    kept = get_backend("native_cpu").process_logits(raw, params, torch.arange(4), None) > -INF
+    for row, keeps in zip(raw, kept, strict=True):
+        least = brute_threshold(row, 0.7, top_k, float(params.top_p_S[0]))
+        near = int(((row.double() - least).abs() < 1e-4 * spread).sum())  # sums differ in rounding
+        assert abs(int(keeps.sum()) - int((row >= least).sum())) <= (near if top_p < 1 else 0)
+        assert torch.equal(keeps, row >= row[keeps].min())
+
+
+@pytest.mark.parametrize("fp64", [False, True])
+@pytest.mark.parametrize("top_k", [0, 300, 10])
+def test_a_list_and_the_whole_row_give_one_token(fp64: bool, top_k: int) -> None:
+    """Tokens that cannot be drawn make the row longer, its lists and blocks other ones."""
+    params, slot, zero = make_params(60, 0.9, top_k), torch.arange(60), torch.zeros(60).long()
+    raw = rows_of(60, 700, 2.0)
+    wide = torch.full((60, 3000), -80.0)
+    wide[:, :700] = raw
+    ops = get_backend("native_cpu")
+    flat = replace(params, rule_S=torch.full((60,), int(Rule.COUPLED)))
+    narrow_N = ops.sample(raw, flat, slot, slot, zero, TARGET, fp64_noise=fp64)
+    wide_N = ops.sample(wide, flat, slot, slot, zero, TARGET, fp64_noise=fp64)
+    assert torch.equal(narrow_N, wide_N)
+    oracle_N = get_backend("reference").sample(
+        wide, params, slot, slot, zero, TARGET, fp64_noise=fp64
+    )
+    drawn_N = ops.sample(wide, params, slot, slot, zero, TARGET, fp64_noise=fp64)
+    assert torch.equal(drawn_N, oracle_N)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_floats_are_read_exactly(dtype: torch.dtype) -> None:
+    """All of their values: subnormal ones, infinities and NaN, too."""
+    values = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(dtype)
+    params, slot = make_params(1, 0.0), torch.zeros(1).long()
+    out = get_backend("native_cpu").process_logits(values[None], params, slot, None)
+    torch.testing.assert_close(out[0], values.float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_may_be_apart_and_edits_are_of_their_row() -> None:
+    """Rows of a wider tensor, masks that end within a word, entries at the ends of blocks."""
+    raw = rows_of(3, 4000, 1.0)[:, :2050]
+    masks = torch.full((1, 65), -1, dtype=torch.int32)
+    masks[0, 64] = 2  # of the last two tokens only the last
+    token = torch.tensor([0, 1023, 1024, 2049, 7])
+    edits = Edits(
+        masks,
+        torch.tensor([-1, 0, 0]),
+        torch.tensor([0, 4, 4, 5]),
+        token,
+        torch.tensor([1.0, -INF, 0.0, 2.0, 0.5]),
+        torch.tensor([1.0, 1.0, 2.0, 1.0, 0.5]),
+        torch.tensor([0.0, 0.0, 0.25, 0.0, 1.0]),
+    )
+    expected = raw.clone()
+    expected[1:, 2048] = -INF
+    for n, entries in ((0, range(4)), (2, range(4, 5))):
+        for m in entries:
+            x = expected[n, token[m]] + edits.bias_M[m]
+            x = x / edits.repetition_M[m] if x > 0 else x * edits.repetition_M[m]
+            expected[n, token[m]] = x - edits.subtract_M[m]
+    params, slot = make_params(3, 0.0), torch.arange(3)
+    out = get_backend("native_cpu").process_logits(raw, params, slot, edits)
+    torch.testing.assert_close(out, expected)
+
+
+def cached(
+    raw_BKV: Tensor, params: SlotParams, position_B: Tensor, *, fp64: bool = False
+) -> tuple[Tensor, DraftCache]:
+    """Drafts of slots 0..B-1, and where their q is."""
+    num, most, vocabulary = raw_BKV.shape
+    cache = DraftCache.empty(num, most, vocabulary, raw_BKV.dtype, CPU)
+    slot_B = torch.arange(num)
+    drafts = [
+        get_backend("native_cpu").draft(
+            raw_BKV[:, i], params, slot_B, position_B + i, slot_B * 0 + i, cache, fp64_noise=fp64
+        )
+        for i in range(most)
+    ]
+    return torch.stack(drafts, dim=1), cache
+
+
+@pytest.mark.parametrize("rules", [[Rule.STANDARD], [Rule.COUPLED], [Rule.STANDARD, Rule.COUPLED]])
+@pytest.mark.parametrize("fp64", [False, True])
+def test_what_is_decided_natively_is_what_the_rules_decide(
+    rules: Sequence[Rule], fp64: bool
+) -> None:
+    num, most, vocabulary = 240, 3, 1500
+    params = make_params(
+        num,
+        temperature=[0.0, 0.7, 1.0, 1.2] * 60,
+        top_k=[0, 0, 0, 0, 20, 700] * 40,
+        top_p=[1.0, 0.9, 1.0] * 80,
+        rule=[int(rules[b % len(rules)]) for b in range(num)],
+    )
+    base = rows_of(num, vocabulary, 2.0)
+    slot_B = torch.arange(num)
+    noisy = base[:, None] + rows_of(num * most, vocabulary, 0.4, 1).view(num, most, vocabulary)
+    token_BK, cache = cached(noisy, params, slot_B, fp64=fp64)
+    token_BK[::17, 1] = -1
+    num_B = torch.arange(num) % (most + 1)
+    drafts = DraftBlock(token_BK, num_B, cache, torch.arange(num) % 5 > 0)
+    logits = base.repeat_interleave(num_B + 1, dim=0)
+    logits[100, 3] = torch.nan
+    at_once = get_backend("native_cpu").verify(
+        logits, params, slot_B, slot_B, drafts, fp64_noise=fp64
+    )
+    in_stages = _verify_in_stages(
+        native_params(params),
+        native_batch(logits, slot_B, slot_B, drafts, None, fp64),
+        replace(
+            at_once,
+            token_BK1=torch.zeros_like(at_once.token_BK1),
+            finite_B=torch.zeros_like(at_once.finite_B),
+        ),
+        params.rule_S,
+        None,
+    )
+    assert torch.equal(in_stages.token_BK1, at_once.token_BK1)
+    assert torch.equal(in_stages.n_accept_B, at_once.n_accept_B)
+    assert torch.equal(in_stages.finite_B, at_once.finite_B)
+    assert int(at_once.n_accept_B.sum()) > num // 2
+    assert int(at_once.finite_B.sum()) == num - 1
+
+
+@pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_draft_equal_to_the_target_is_always_accepted(rule: Rule, dtype: torch.dtype) -> None:
+    """log p - log q is exactly 0, however large the logits are."""
+    num, most = 120, 4
+    params = make_params(
+        num, [0.3, 1.0, 2.0] * 40, [0, 20, 0, 400] * 30, [1.0, 0.9] * 60, rule=int(rule)
+    )
+    rows = (rows_of(num, 2049, 3.0) * 7).to(dtype)
+    token_BK, cache = cached(rows[:, None].expand(-1, most, -1), params, torch.arange(num))
+    drafts = DraftBlock(token_BK, torch.full((num,), most), cache, torch.ones(num).bool())
+    verdict = get_backend("native_cpu").verify(
+        rows.repeat_interleave(most + 1, dim=0),
+        params,
+        torch.arange(num),
+        torch.arange(num),
+        drafts,
+    )
+    assert verdict.n_accept_B.tolist() == [most] * num
+
+
+def test_threads_change_nothing() -> None:
+    """Rows enough to be shared, each with another path."""
+    num, vocabulary = 12, 20_000
+    params = make_params(
+        num, [0.0, 1.0, 0.6] * 4, [0, 20, 0, 0] * 3, [1.0, 0.95] * 6, rule=[0, 1, 2] * 4
+    )
+    raw, slot = rows_of(num, vocabulary, 3.0), torch.arange(num)
+    ops = get_backend("native_cpu")
+
+    def results() -> list[Tensor]:
+        token_BK, cache = cached(raw[:, None], params, slot)
+        drafts = DraftBlock(token_BK, torch.ones(num).long(), cache, torch.ones(num).bool())
+        both = raw.flip(1).repeat_interleave(2, dim=0)
+        verdict = ops.verify(both, params, slot, slot, drafts)
+        top = ops.logprobs(raw, token_BK[:, 0], 5, params=params, slot_N=slot)
+        return [token_BK, cache.lse_SK, verdict.token_BK1, top.logprob_N, top.top_token_NT]
+
+    alone = results()
+    try:
+        library.set_num_threads(3)
+        shared = results()
+    finally:
+        library.set_num_threads(1)
+    for one, other in zip(alone, shared, strict=True):
+        assert torch.equal(one, other)

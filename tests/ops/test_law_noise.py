@@ -1,0 +1,129 @@
+"""Drawing one token: large vocabularies, ties, nearly uniform rows and far tails."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from foretoken.ops import Rule
+from tests.support.law import MUTANT_P, p_value
+from tests.support.law_backends import CPU, On, each_backend, fastest
+from tests.support.law_cases import RULES, require
+from tests.support.law_model import Setting
+from tests.support.law_noise import (
+    ONE_STREAM,
+    TARGET,
+    VOCABULARIES,
+    capped_gumbel,
+    near_uniform,
+    poisson_tail,
+    sampler,
+    tail,
+    tied,
+    ties,
+    vocabulary_law,
+)
+
+FLAT = Setting(rule=Rule.COUPLED)
+FP64 = Setting(fp64_noise=True)
+LOGITS = 2**24  # of one rule in one vocabulary: what decides the time
+
+
+@each_backend
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_every_vocabulary(on: On, vocabulary: int) -> None:
+    trials = max(100, min(4000, LOGITS // vocabulary))
+    rules = RULES if vocabulary == 1025 else (Rule.STANDARD,)
+    require(vocabulary_law(on.backend, on.device, vocabulary, trials, rules))
+
+
+@pytest.mark.law
+@each_backend
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_every_vocabulary_full(on: On, vocabulary: int) -> None:
+    require(vocabulary_law(on.backend, on.device, vocabulary, 5000))
+
+
+@each_backend
+def test_ties_at_the_edge_of_a_filter_are_kept(on: On) -> None:
+    require(ties(on.backend, on.device, on.quick // 2))
+
+
+def test_the_law_of_broken_ties_is_another() -> None:
+    """Keeping exactly k tokens, the lowest ids of those that tie, is noticed at 50 000 draws."""
+    target, _, setting = tied(top_k=5)
+    logits_CV = target.logits_CV.float()
+    order_CV = torch.sort(logits_CV, dim=1, descending=True, stable=True).indices
+    kept_CV = torch.zeros_like(logits_CV).scatter_(1, order_CV[:, :5], 1.0)
+    broken_CV = logits_CV.masked_fill(kept_CV == 0, -torch.inf).double().softmax(1)
+    counts = (broken_CV[-1] * 50_000).round().long()  # at the start of a text
+    assert p_value(counts, setting.next_law(target)[-1]) < MUTANT_P
+
+
+@each_backend
+@pytest.mark.parametrize("setting", [Setting(), FP64, FLAT], ids=["fp32", "fp64", "flat"])
+def test_nearly_uniform(on: On, setting: Setting) -> None:
+    require(near_uniform(sampler(on.backend, setting), on.device, 1500, 15_000))
+
+
+@fastest
+def test_nearly_uniform_rows_of_20k_tokens(on: On) -> None:
+    require(near_uniform(sampler(on.backend), on.device, 20_000, 25_000))
+
+
+@pytest.mark.law
+@each_backend
+def test_nearly_uniform_full(on: On) -> None:
+    """200 000 tokens; on a GPU 4 million draws (0.8 T logits), on a CPU a hundredth of them."""
+    draws = 4_000_000 if on.device.type == "cuda" else 40_000
+    require(near_uniform(sampler(on.backend), on.device, 200_000, draws))
+
+
+def four_equal(on: On, streams: tuple, trials: int) -> float:
+    """p-value of four equal tokens, two in each of two blocks, drawn as a quarter each."""
+    logits_V = torch.full((2048,), -torch.inf, device=on.device)
+    token_4 = torch.tensor([0, 1, 1024, 1025], device=on.device)
+    logits_V[token_4] = 0.0
+    drawn = sampler(on.backend, streams=streams)(logits_V, trials, 0)
+    counts = (drawn[:, None] == token_4).sum(dim=0)
+    assert int(counts.sum()) == trials
+    return p_value(counts, torch.full((4,), 0.25))
+
+
+@each_backend
+def test_block_and_token_noise_are_independent(on: On) -> None:
+    assert four_equal(on, TARGET, 10_000) > 1e-4
+    assert four_equal(on, ONE_STREAM, 1_000) < MUTANT_P
+
+
+@fastest
+def test_the_tail_is_drawn_at_its_rate(on: On) -> None:
+    require(tail(sampler(on.backend), on.device, 20_000, 130_000))
+
+
+@pytest.mark.law
+@each_backend
+@pytest.mark.parametrize("setting", [Setting(), FLAT], ids=["hierarchical", "flat"])
+@pytest.mark.parametrize("vocabulary", [1024, 20_000])
+def test_the_tail_full(on: On, vocabulary: int, setting: Setting) -> None:
+    gpu = on.device.type == "cuda"
+    if setting is FLAT and vocabulary > 1024 and not gpu:
+        vocabulary = 512  # flat noise takes a CPU 20 ns per token
+    draws = (64 if gpu else 1) * 2**31 // vocabulary
+    require(tail(sampler(on.backend, setting), on.device, vocabulary, draws))
+
+
+def test_a_tail_cut_off_by_coarse_noise_is_noticed() -> None:
+    """`-log(-log u)` in FP32 draws none of 14 that are expected."""
+    expected = 14.0
+    logits_V = torch.linspace(-18.0, -20.5, 1000)
+    logits_V[500] = 0.0
+    assert not bool((capped_gumbel(logits_V, 20_000, 0) != 500).any())
+    largest = -math.log(-math.log(1 - 2.0**-24))
+    assert largest < 17  # so no number of draws would bridge 18 logits
+    assert poisson_tail(0, expected) < MUTANT_P
+    # A sampler that always draws the head, in the test above:
+    found = tail(lambda logits_V, num, wave: torch.full((num,), 10_000), CPU, 20_000, 130_000)
+    assert found[0].value > expected

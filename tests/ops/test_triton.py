@@ -1,0 +1,88 @@
+"""The kernels for GPUs give the oracle's tokens and counts, in Triton's interpreter and on a GPU.
+
+The interpreter takes a fraction of a second per launch: few small batches, all in one process. What
+is compared is in `tests/support/oracle.py`, the batches are in `tests/support/interpreted.py`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.ops import Rule, get_backend
+from tests.support import interpreted
+from tests.support.interpreted import CASES, compare
+from tests.support.oracle import compare_batch, random_case
+
+ROOT = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    """What the cases came to, in a process whose kernels are interpreted."""
+    done = subprocess.run(
+        [sys.executable, "-m", interpreted.__name__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernels_decide_as_the_oracle(results: dict[str, Any], name: str) -> None:
+    assert results[name]["failure"] is None, results[name]["failure"]
+
+
+@needs_triton
+def test_few_decisions_were_excluded(results: dict[str, Any]) -> None:
+    decisions = sum(result["decisions"] for result in results.values())
+    assert decisions > 30 * len(CASES)
+    assert sum(result["near_ties"] for result in results.values()) <= 0.02 * decisions
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_kernels_decide_as_the_oracle(name: str) -> None:
+    outcome = compare(name, get_backend("triton"), torch.device("cuda"))
+    assert outcome["failure"] is None, outcome["failure"]
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("vocabulary", [1, 5, 999, 1024, 1025, 4097, 8193])
+def test_larger_batches_on_a_gpu(vocabulary: int) -> None:
+    backend, device = get_backend("triton"), torch.device("cuda")
+    decisions = near_ties = 0
+    for seed in range(8):
+        case = random_case(
+            vocabulary,
+            seed,
+            dtype=(torch.float32, torch.bfloat16, torch.float16)[seed % 3],
+            draft_dtype=(torch.float32, torch.bfloat16)[seed % 2],
+            junk=seed % 4 == 3,
+            fp64_noise=seed % 2 == 1,
+            fixed={"rule": list(Rule)[seed // 2]} if seed < 4 else None,
+        )
+        tally = compare_batch(backend, case, device=device)
+        decisions, near_ties = decisions + tally.decisions, near_ties + tally.near_ties
+    assert near_ties <= 0.02 * decisions

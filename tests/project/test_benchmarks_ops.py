@@ -1,0 +1,329 @@
+"""The measurement of the ops: its inputs, its baseline's law, and what it makes of the times.
+
+A stand-in backend keeps to the shapes of the contract; what backends compute has its own tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import ops, ops_baseline, ops_inputs, ops_timing
+from benchmarks.ops_backends import Module, Ours, rates
+from benchmarks.ops_cases import Case, Goal, chosen, cpu_cases, gpu_cases
+from benchmarks.ops_inputs import Pools, make, rows_of
+from benchmarks.ops_timing import enough, in_turns
+from foretoken.lab.results import Spread, read
+from foretoken.ops import DraftBlock, DraftCache, Rule, SlotParams, Verdict
+
+CPU = torch.device("cpu")
+V = 1200
+
+
+class StandIn:
+    """Counts calls; accepts each draft by a coin of its position, as often as it is told to."""
+
+    FUSES_DECODERS = False
+
+    def __init__(self, rate: float = 0.6) -> None:
+        self.rate, self.calls = rate, 0
+
+    def sample(self, logits_NV: Tensor, params: SlotParams, *args: Any, **kw: Any) -> Tensor:
+        self.calls += 1
+        assert len(params.key_S) == len(logits_NV)
+        return logits_NV.argmax(1)
+
+    def draft(
+        self,
+        logits_BV: Tensor,
+        params: SlotParams,
+        slot_B: Tensor,
+        position_B: Tensor,
+        index_B: Tensor,
+        cache: DraftCache,
+    ) -> Tensor:
+        assert logits_BV.is_contiguous()
+        cache.logits_SKV[slot_B, index_B] = logits_BV
+        return logits_BV.argmax(1)
+
+    def verify(
+        self,
+        logits_NV: Tensor,
+        params: SlotParams,
+        slot_B: Tensor,
+        position_B: Tensor,
+        drafts: DraftBlock,
+        *,
+        edits: Any,
+        synthetic_rate_K: Tensor | None,
+        fp64_noise: bool,
+    ) -> Verdict:
+        num_requests, k = drafts.token_BK.shape
+        assert len(logits_NV) == num_requests * (k + 1)
+        synthetic = bool((params.rule_S[slot_B] == Rule.SYNTHETIC).all())
+        assert synthetic == (synthetic_rate_K is not None)
+        rate = torch.full((k,), self.rate) if synthetic_rate_K is None else synthetic_rate_K
+        generator = torch.Generator().manual_seed(int(position_B.sum()) + 7 * synthetic)
+        u_BK = torch.rand(num_requests, k, generator=generator)
+        n_accept_B = (u_BK < rate).long().cumprod(1).sum(1)
+        token_BK1 = torch.nn.functional.pad(drafts.token_BK, (0, 1), value=-1)
+        return Verdict(token_BK1, n_accept_B, torch.ones(num_requests, dtype=torch.bool))
+
+
+@pytest.fixture(autouse=True)
+def _small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops_inputs, "ROTATED", 200_000)
+
+
+@pytest.fixture
+def session() -> ops.Session:
+    options = argparse.Namespace(repeats=3, quick=True, raise_errors=True)
+    standard = verify_case("standard")
+    return ops.Session(
+        options,
+        CPU,
+        [Ours("stand_in", StandIn())],  # type: ignore[arg-type]
+        [Module("pytorch", ops_baseline)],
+        {standard.name: standard},
+        floor_gb_per_s=10.0,
+    )
+
+
+def verify_case(rule: str, **fields: Any) -> Case:
+    against = "verify standard" if rule == "synthetic" else ""
+    fields = {"k": 3, "vocabulary": V, "logits": "peaked", "against": against} | fields
+    return Case("verify", f"verify {rule}", 8, rule=rule, **fields)
+
+
+def test_the_cases_are_named_once_and_their_partners_exist() -> None:
+    for cases in (gpu_cases(), cpu_cases()):
+        names = [case.name for case in cases]
+        assert len(set(names)) == len(names)
+        assert {case.against for case in cases} <= {"", *names}
+        assert all(case.goals for case in chosen(cases, "verify", quick=True))
+    values = {goal.value for case in [*gpu_cases(), *cpu_cases()] for goal in case.goals}
+    assert values == {
+        "graph_us",
+        "eager_us",
+        "ratio",
+        "extra_memory_share",
+        "ns_per_logit",
+        "speedup_over_pytorch",
+    }
+
+
+def test_bytes_are_the_rows_that_must_be_read() -> None:
+    standard = verify_case("standard", dtype=torch.bfloat16)
+    row = 2 * V
+    assert standard.minimum_bytes() == 8 * (4 + 2) * row
+    assert standard.minimum_bytes(accepted=1.0) == 8 * 4 * row
+    assert verify_case("one_hot").minimum_bytes() == 8 * (4 + 1) * 4 * V
+    assert verify_case("block").minimum_bytes(0.5) == 8 * (4 + 3 + 1) * 4 * V
+    assert Case("sample", "", 8, vocabulary=V).minimum_bytes() == 8 * 4 * V
+    assert Case("draft", "", 8, vocabulary=V).minimum_bytes() == 2 * 8 * 4 * V
+
+
+def test_peaked_rows_are_peaked_and_flat_ones_flat() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def nucleus(kind: str) -> Tensor:
+        prob = rows_of(kind, 32, 20_000, generator).softmax(1).sort(1, descending=True).values
+        return (prob.cumsum(1) < 0.95).sum(1) + 1
+
+    assert nucleus("peaked").max() <= ops_inputs.HEAD
+    assert nucleus("flat").min() > 5000
+    mixed = nucleus("mixed")
+    assert mixed[::16].min() > 5000
+    assert mixed.median() <= ops_inputs.HEAD
+
+
+def test_inputs_differ_and_drafts_resemble_their_rows() -> None:
+    inputs = make(verify_case("standard", penalties=True), Pools(CPU))
+    assert inputs.count >= 2
+    assert not torch.equal(inputs.logits[0], inputs.logits[1])
+    p = inputs.logits[0].view(8, 4, V)[:, :-1].softmax(-1)
+    q = inputs.draft_logits[0].softmax(-1)
+    assert 0.5 < torch.minimum(p, q).sum(-1).mean() < 0.8
+    assert (inputs.seen_BL[0].diff(dim=1) > 0).all()
+    assert inputs.seen_BL[0].max() < V
+
+
+def test_pools_are_reused_and_grow() -> None:
+    pools, case = Pools(CPU), Case("sample", "", 4, vocabulary=V)
+    first = pools.get(case, 8)
+    assert pools.get(case, 4) is first
+    assert len(pools.get(case, 16)) == 16
+
+
+@pytest.mark.parametrize("rule", ["standard", "block", "one_hot"])
+def test_the_baseline_keeps_the_law(rule: str) -> None:
+    """The comparison is fair only if the baseline does the work: its first token is p's."""
+    torch.manual_seed(0)
+    trials, k, vocabulary = 40_000, 2, 5
+    p_V, q_V = torch.randn(vocabulary), torch.randn(vocabulary)
+    token_BK = q_V.softmax(0).multinomial(trials * k, replacement=True).view(trials, k)
+    call = ops_baseline.verify(
+        rule=rule,
+        logits_NV=p_V.expand(trials * (k + 1), -1),
+        draft_logits_BKV=q_V.expand(trials, k, -1),
+        token_BK=token_BK,
+        rate_K=None,
+        seen_BL=None,
+        repetition=1.0,
+        presence=0.0,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        min_p=0.0,
+    )
+    token_BK1 = call()
+    expected = p_V.softmax(0)
+    counts = torch.bincount(token_BK1[:, 0], minlength=vocabulary)
+    chi_square = ((counts - trials * expected) ** 2 / (trials * expected)).sum()
+    assert chi_square < 23.5  # 4 degrees of freedom, p = 1e-4
+    mean_accepted = (token_BK1 >= 0).sum(1).double().mean() - 1
+    if rule == "standard":
+        overlap = torch.minimum(p_V.softmax(0), q_V.softmax(0)).sum()
+        assert mean_accepted == pytest.approx(float(overlap + overlap**2), abs=0.02)
+
+
+def test_the_baseline_filters_like_the_contract() -> None:
+    logits = torch.tensor([[3.0, 2.0, 2.0, 1.0, -1.0]])
+    prob = ops_baseline.probabilities(logits, 1.0, top_k=2, top_p=1.0, min_p=0.0)
+    assert (prob > 0).tolist() == [[True, True, True, False, False]]  # the tie is kept
+    prob = ops_baseline.probabilities(logits, 1.0, top_k=0, top_p=0.5, min_p=0.0)
+    assert (prob > 0).tolist() == [[True, False, False, False, False]]
+    prob = ops_baseline.probabilities(logits, 1.0, top_k=0, top_p=1.0, min_p=0.2)
+    assert (prob > 0).tolist() == [[True, True, True, False, False]]
+    seen = torch.tensor([[0, 4]])
+    row = ops_baseline.penalised(logits, seen, repetition=2.0, presence=0.5)
+    assert row.tolist() == [[1.0, 2.0, 2.0, 1.0, -2.5]]
+
+
+def test_synthetic_acceptance_is_timed_at_the_counts_of_standard(session: ops.Session) -> None:
+    case = verify_case("synthetic")
+    inputs = make(case, Pools(CPU))
+    ours = session.ours[0]
+    standard = torch.cat(ops.counts(ours.calls(verify_case("standard"), inputs)))
+    synthetic = torch.cat(ops.counts(ours.calls(case, inputs)))
+    assert inputs.rate_K is not None
+    assert abs(int(standard.sum() - synthetic.sum())) <= len(inputs.logits)
+    assert (standard < 3).sum() == (synthetic < 3).sum()
+
+
+def test_rates_are_conditional() -> None:
+    assert rates(torch.tensor([0, 1, 1, 3]), 3).tolist() == [0.75, 1 / 3, 1.0]
+    assert rates(torch.tensor([0, 0]), 2).tolist() == [0.0, 0.0]
+
+
+def test_a_case_gives_a_row_per_implementation_and_its_goals_verdicts(
+    session: ops.Session,
+) -> None:
+    goals = (Goal("ratio", 1e9), Goal("eager_us", 0.0), Goal("graph_us", 1.0))
+    case = verify_case("synthetic", goals=goals)
+    rows = ops.measure(session, case, Pools(CPU))
+    assert [row.labels["engine"] for row in rows] == ["stand_in", "pytorch"]
+    mine = rows[0].values
+    assert isinstance(mine["ratio"], Spread)
+    assert isinstance(mine["speedup_over_pytorch"], Spread)
+    assert mine["read_floor_us"] == pytest.approx(mine["bytes"] / 1e4)
+    assert mine["draft_cache_bytes"] == 8 * 3 * V * 4
+    first, second = ops.goal_notes([case], rows, session.ours)
+    assert first.endswith("goal <= 1e+09: reached.")
+    assert second.endswith("goal <= 0: NOT reached.")
+    assert second.startswith("verify synthetic: stand_in: us, eager ")
+
+
+def test_a_gpu_is_timed_in_graphs_and_eagerly_and_its_memory_counted(
+    session: ops.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_shot = ops_timing.host_shot
+    monkeypatch.setattr(ops_timing, "host_shot", lambda calls, _: host_shot(calls, CPU))
+    monkeypatch.setattr(ops_timing, "graph_shot", lambda calls: host_shot(calls, CPU))
+    monkeypatch.setattr(ops_timing, "extra_bytes", lambda call: 4 * V)
+    session.device = torch.device("cuda")
+    goals = (Goal("graph_us", 0.0), Goal("eager_us", 1e9, note="stretch"))
+    case = verify_case("synthetic", goals=(*goals, Goal("extra_memory_share", 0.02)))
+    rows = ops.measure(session, case, Pools(CPU))
+    assert {"graph_us", "eager_us", "ratio"} <= set(rows[0].values)
+    assert rows[0].values["extra_memory_share"] == 1 / 32
+    notes = ops.goal_notes([case], rows, session.ours)
+    assert [note.partition(", goal")[2] for note in notes] == [
+        " <= 0: NOT reached.",
+        " <= 1e+09: reached.",
+        " <= 0.02: NOT reached.",
+    ]
+    assert "us, eager (stretch)" in notes[1]
+    point = Case("sample", "sample, rows, x=4", 4, vocabulary=V, curve="sample, rows", x=4)
+    assert [row.case for row in ops.measure(session, point, Pools(CPU))] == [
+        "sample, rows, x=4: stand_in"
+    ]
+
+
+def test_what_a_module_lacks_is_skipped_and_what_fails_is_named(session: ops.Session) -> None:
+    partial = types.ModuleType("partial")
+    session.modules.append(Module("partial", partial))
+    case = Case("sample", "sample", 4, vocabulary=V)
+    assert len(ops.measure(session, case, Pools(CPU))) == 2
+    assert session.failed == []
+
+    def broken(**_: Any) -> None:
+        raise ValueError("no such layout")
+
+    partial.sample = broken  # type: ignore[attr-defined]
+    session.options.raise_errors = False
+    assert len(ops.measure(session, case, Pools(CPU))) == 2
+    assert session.failed == ["sample: partial failed: ValueError no such layout"]
+
+
+def test_a_wrong_token_is_not_timed(session: ops.Session) -> None:
+    class Wrong(StandIn):
+        def sample(self, logits_NV: Tensor, params: SlotParams, *args: Any, **kw: Any) -> Tensor:
+            return logits_NV.argmin(1)
+
+    session.ours = [Ours("wrong", Wrong())]  # type: ignore[arg-type]
+    case = Case("sample", "sample", 4, vocabulary=V, top_k=20)
+    with pytest.raises(RuntimeError, match="not among the top 20"):
+        ops.measure(session, case, Pools(CPU))
+
+
+def test_shots_are_long_enough_and_take_turns() -> None:
+    calls = [lambda: None] * 3
+    assert len(enough(calls, slow_us=5000.0, least_us=100.0)) == 3
+    assert len(enough(calls, slow_us=100.0, least_us=100.0)) == 15
+    assert len(enough(calls, slow_us=100.0, least_us=1.0)) == 189
+    order: list[str] = []
+
+    def shot(name: str) -> Any:
+        return lambda: (order.append(name), 1.0)[1]
+
+    found = in_turns({"a": shot("a"), "b": shot("b")}, most=3, seconds=1.0)
+    assert found == {"a": [1.0] * 3, "b": [1.0] * 3}
+    assert order == ["a", "b"] * 3
+    assert len(in_turns({"a": shot("a")}, most=9, seconds=-1.0)["a"]) == 3
+
+
+def test_a_run_writes_its_file(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, session: ops.Session
+) -> None:
+    case = Case("sample", "sample", 4, vocabulary=V, goals=(Goal("ns_per_logit", 1e9),))
+    session.all_cases = {case.name: case}
+
+    def prepare(options: argparse.Namespace) -> ops.Session:
+        session.options = options
+        return session
+
+    monkeypatch.setattr(ops, "prepare", prepare)
+    arguments = ["ops", "--device", "cpu", "--commit", "a" * 40, "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    ops.main()
+    results = read(tmp_path / "ops_cpu.json")
+    assert results.commit == "a" * 40
+    assert [row.case for row in results.rows] == ["sample: stand_in", "sample: pytorch"]
+    assert any("goal <= 1e+09: reached" in note for note in results.notes)

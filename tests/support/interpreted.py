@@ -1,0 +1,91 @@
+"""Cases of the Triton backend, and their comparison with the oracle, in a process of its own.
+
+Triton decides when it is imported whether its kernels are compiled or interpreted, so that the
+interpreter needs a process that starts with TRITON_INTERPRET=1:
+
+    TRITON_INTERPRET=1 python -m tests.support.interpreted [part of the names]
+
+prints one JSON object: case -> {"decisions", "near_ties", "seconds", "failure"}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from typing import Any
+
+import torch
+
+from foretoken.ops import Backend, Rule, get_backend
+from tests.support.oracle import CPU, compare_batch, random_case
+
+BF16 = torch.bfloat16
+OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+SMALL = {"num_requests": 3, "num_slots": 4, "most": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "5, every rule": {"seed": 1},
+    "5, every rule, wider q, fp16": {"seed": 2, "wider": 3, "dtype": torch.float16},
+    "5, junk, fp64 noise": {"seed": 10, "junk": True, "fp64_noise": True, "edited": False},
+    "5, junk, top-p": {"seed": 50, "junk": True, "fixed": {**OFF, "top_p": 0.5}},
+    "5, synthetic, T=0": {"seed": 4, "fixed": {"rule": Rule.SYNTHETIC, "temperature": 0.0}},
+    "1025, every rule": {"seed": 1},
+    "1025, unfiltered, fp64 noise, bf16": {
+        "seed": 5,
+        "fixed": OFF,
+        "fp64_noise": True,
+        "dtype": BF16,
+    },
+    "1025, block, wider q, bf16": {
+        "seed": 30,
+        "fixed": {"rule": Rule.BLOCK, "temperature": 1.0},
+        "wider": 3,
+        "dtype": BF16,
+        "draft_dtype": BF16,
+    },
+    "1025, coupled, min-p": {"seed": 7, "fixed": {**OFF, "min_p": 0.1, "rule": Rule.COUPLED}},
+    "2100, junk, top-p": {"seed": 50, "junk": True, "fixed": {**OFF, "top_p": 0.5}},
+    "2100, top-k, narrower q": {
+        "seed": 40,
+        "fixed": {"top_k": 3, "temperature": 0.7},
+        "wider": -3,
+        "draft_dtype": BF16,
+    },
+    "2100, standard, unfiltered": {"seed": 8, "fixed": {**OFF, "rule": Rule.STANDARD}},
+}
+"""Arguments of `random_case`; a name begins with the vocabulary.
+
+wider: how much wider the draft vocabulary is.
+"""
+
+
+def compare(name: str, backend: Backend, device: torch.device = CPU) -> dict[str, Any]:
+    """One case's outcome; `failure` is None, or what went wrong."""
+    options = SMALL | CASES[name]
+    vocabulary, seed = int(name.split(",")[0]), options.pop("seed")
+    width = vocabulary + options.pop("wider", 0)
+    start, failure, tally = time.perf_counter(), None, (0, 0)
+    try:
+        case = random_case(vocabulary, seed, draft_vocabulary=width, **options)
+        tally = compare_batch(backend, case, device=device)
+    except Exception:  # a kernel may fail in any way; the other cases go on
+        failure = traceback.format_exc(limit=-3)
+    return {
+        "decisions": tally[0],
+        "near_ties": tally[1],
+        "seconds": round(time.perf_counter() - start, 2),
+        "failure": failure,
+    }
+
+
+def main() -> None:
+    part = sys.argv[1] if len(sys.argv) > 1 else ""
+    warnings.simplefilter("ignore")  # numpy's, about infinities that the kernels mask
+    backend = get_backend("triton")
+    print(json.dumps({name: compare(name, backend) for name in CASES if part in name}))
+
+
+if __name__ == "__main__":
+    main()

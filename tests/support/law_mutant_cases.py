@@ -1,0 +1,129 @@
+"""Which mutant must be noticed in which case of the joint law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from foretoken.ops import Backend, Rule
+from tests.support.law import MUTANT_P, Propose
+from tests.support.law_cases import Case, Finding, run_case
+from tests.support.law_mutants import (
+    BLOCK_RESIDUALS,
+    RESIDUALS,
+    Replaced,
+    RuleMutant,
+    cut_before_token,
+    early_stop,
+    edits_of_the_row_before,
+    hide_token,
+    mask_drops_drafts,
+    mass_of_the_row_before,
+    one_uniform,
+    replaced_rule,
+    residual,
+    row_before_of_q,
+    same_noise_every_round,
+    shared_stream,
+    unfiltered,
+)
+
+TRIALS = 20_000
+TRIALS_OF_SUBTLE = 100_000  # what differs only once several drafts were accepted
+READ_RULES = ("torch_cpu",)  # backends that take their rules from `ops/rules.py`
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A case with one thing broken: the proposal, a function of the backend, or the rule."""
+
+    what: str
+    case: Case
+    propose: Callable[[Propose], Propose] | None = None
+    backend: Callable[[Backend], Replaced] | None = None
+    rule: RuleMutant | None = None
+    trials: int = TRIALS
+
+    @property
+    def name(self) -> str:
+        return f"{self.what}-{self.case.name}"
+
+
+def check_mutant(mutant: Mutant, backend: Backend, device: torch.device) -> Finding:
+    """The broken path's p-value, which must be below `MUTANT_P`."""
+    broken = backend if mutant.backend is None else mutant.backend(backend)
+    change = replaced_rule(mutant.case.rule, mutant.rule) if mutant.rule else nullcontext()
+    with change:
+        _, p = run_case(mutant.case, broken, device, mutant.trials, mutant.propose)
+    return Finding(f"mutant-{mutant.name}", "p_value", p, -1.0, MUTANT_P, mutant.trials)
+
+
+def _real(
+    rule: Rule, filters: str = "no_filter", num_drafts: int = 3, rounds: int | None = 1
+) -> Case:
+    return Case(rule, num_drafts, "real", filters, False, rounds=rounds)
+
+
+def mutants() -> list[Mutant]:
+    """All of them."""
+    lossless = (Rule.STANDARD, Rule.BLOCK)
+    found = [
+        Mutant(propose.__name__, _real(rule), propose=propose)
+        for rule in lossless
+        for propose in (hide_token, cut_before_token, row_before_of_q)
+    ]
+    found += [
+        Mutant("shared_stream", _real(Rule.STANDARD), backend=shared_stream),
+        Mutant("shared_stream", _real(Rule.BLOCK), backend=shared_stream),
+        Mutant("same_noise", _real(Rule.STANDARD, rounds=None), backend=same_noise_every_round),
+        Mutant("same_noise", _real(Rule.BLOCK, rounds=None), backend=same_noise_every_round),
+    ]
+    found += [
+        Mutant("unfiltered", _real(rule, filters), backend=unfiltered)
+        for rule, filters in zip(
+            (*lossless, Rule.COUPLED, *lossless),
+            ("top_k", "top_p", "min_p", "penalties", "grammar"),
+            strict=True,
+        )
+    ]
+    found += [
+        Mutant("edits_before", _real(rule, filters), backend=edits_of_the_row_before)
+        for rule, filters in zip(lossless, ("penalties", "grammar"), strict=True)
+    ]
+    found += [
+        Mutant("mask_drops_drafts", _real(rule, "grammar"), backend=mask_drops_drafts)
+        for rule in lossless
+    ]
+    found += [
+        Mutant(f"residual_{name}", _real(rule), backend=residual(masses))
+        for rule in lossless
+        for name, masses in RESIDUALS.items()
+    ]
+    found += [
+        Mutant(
+            f"residual_{name}",
+            _real(Rule.BLOCK),
+            backend=residual(masses),
+            trials=TRIALS_OF_SUBTLE,
+        )
+        for name, masses in BLOCK_RESIDUALS.items()
+    ]
+    coupled = residual(RESIDUALS["one_hot"])
+    found.append(Mutant("residual_one_hot", _real(Rule.COUPLED), backend=coupled))
+    return found
+
+
+def rule_mutants() -> list[Mutant]:
+    """Of the decision, for the backends in `READ_RULES`."""
+    return [
+        Mutant(mutate.__name__, _real(rule), rule=mutate)
+        for rule, mutate in (
+            (Rule.STANDARD, one_uniform),
+            (Rule.BLOCK, one_uniform),
+            (Rule.BLOCK, early_stop),
+            (Rule.BLOCK, mass_of_the_row_before),
+        )
+    ]

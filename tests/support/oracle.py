@@ -1,0 +1,390 @@
+"""Random batches, and the comparison of a backend with the oracle on them.
+
+A decision is a near-tie if the oracle itself decides otherwise once its logits move by about
+`BOUND`: such decisions are excluded, and counted. FP32 arithmetic on logits of size 10 errs by
+about 2e-6, so `BOUND` = 1e-5 nats leaves a factor of five. Equal logits move alike, so that a tie,
+which is law, stays one.
+
+Nothing here needs pytest: `compare_batch` raises AssertionError where a backend is wrong.
+
+Shapes: B requests, K drafts, N rows, V vocabulary, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from foretoken.ops import (
+    Backend,
+    DraftBlock,
+    DraftCache,
+    Edits,
+    Rule,
+    SlotParams,
+    Stream,
+    get_backend,
+)
+from tests.support.cases import random_edits
+
+BOUND = 1e-5
+PERTURBATIONS = 4
+TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+CPU = torch.device("cpu")
+T = TypeVar("T")
+
+
+class Tally(NamedTuple):
+    """Decisions that were compared, and those among them that were excluded as near-ties."""
+
+    decisions: int = 0
+    near_ties: int = 0
+
+    def plus(self, other: Tally) -> Tally:
+        return Tally(self.decisions + other.decisions, self.near_ties + other.near_ties)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch. Requests use the slots `slot_B`, in any order, of more slots than there are.
+
+    hidden_BK: drafts that become placeholders
+    """
+
+    params: SlotParams
+    slot_B: Tensor
+    position_B: Tensor
+    num_B: Tensor
+    raw_NV: Tensor
+    raw_SKV: Tensor
+    edits: Edits | None
+    hidden_BK: Tensor
+    real_q_B: Tensor
+    rate_K: Tensor
+    token_dtype: torch.dtype
+    fp64_noise: bool
+
+    @property
+    def slot_N(self) -> Tensor:
+        return self.slot_B.repeat_interleave(self.num_B + 1)
+
+    @property
+    def position_N(self) -> Tensor:
+        first_B = (self.num_B + 1).cumsum(0) - (self.num_B + 1)
+        offset_N = torch.arange(len(self.raw_NV)) - first_B.repeat_interleave(self.num_B + 1)
+        return self.position_B.repeat_interleave(self.num_B + 1) + offset_N
+
+
+CHOICES: dict[str, list[float]] = {
+    "temperature": [0.0, 0.7, 1.0],
+    "top_k": [0, 1, 3, 50, 2000],
+    "top_p": [1.0, 0.9, 0.5],
+    "min_p": [0.0, 0.1],
+    "rule": [int(rule) for rule in Rule],
+}
+
+
+def random_case(
+    vocabulary: int,
+    seed: int,
+    *,
+    draft_vocabulary: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    draft_dtype: torch.dtype = torch.float32,
+    num_requests: int = 5,
+    most: int = 3,
+    num_slots: int = 7,
+    edited: bool = True,
+    junk: bool = False,
+    fp64_noise: bool = False,
+    fixed: Mapping[str, float] | None = None,
+) -> Case:
+    """Ragged K from 0, placeholders, one-hot and real q, every rule; drafts often accepted.
+
+    junk: some rows of target and draft hold NaN or an infinity, or nothing but -inf
+    fixed: parameters that all slots share, of `CHOICES`
+    """
+    random = torch.Generator().manual_seed(seed)
+    width = draft_vocabulary or vocabulary
+
+    def integers(below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, generator=random)
+
+    def choose(name: str) -> Tensor:
+        values = [fixed[name]] if fixed and name in fixed else CHOICES[name]
+        return torch.tensor(values)[integers(len(values), num_slots)]
+
+    params = SlotParams(
+        torch.randint(-(2**63), 2**63 - 1, (num_slots,), generator=random),
+        choose("temperature").float(),
+        choose("top_k").long(),
+        choose("top_p").float(),
+        choose("min_p").float(),
+        choose("rule").long(),
+    )
+    slot_B = torch.randperm(num_slots, generator=random)[:num_requests]
+    if seed % 3:
+        params = promised(params, slot_B, min(vocabulary, width))
+    num_B = integers(most + 1, num_requests)
+    rows = int(num_B.sum()) + num_requests
+    raw_NV = torch.randn(rows, vocabulary, generator=random) * 3
+    raw_SKV = torch.randn(num_slots, most, width, generator=random) * 3
+    shared, row = min(vocabulary, width), 0
+    for slot, num in zip(slot_B.tolist(), num_B.tolist(), strict=True):
+        alike = raw_NV[row : row + num, :shared] + raw_SKV[slot, :num, :shared] / 6
+        raw_SKV[slot, :num, :shared] = alike
+        row += num + 1
+    if junk:
+        _spoil(raw_NV, random)
+        _spoil(raw_SKV.view(-1, width), random)
+    return Case(
+        params=params,
+        slot_B=slot_B,
+        position_B=integers(10_000, num_requests),
+        num_B=num_B,
+        raw_NV=raw_NV.to(dtype),
+        raw_SKV=raw_SKV.to(draft_dtype),
+        edits=random_edits(rows, vocabulary, random) if edited else None,
+        hidden_BK=integers(8, num_requests, most) == 0,
+        real_q_B=integers(3, num_requests) > 0,
+        rate_K=torch.rand(most, generator=random, dtype=torch.float64),
+        token_dtype=(torch.int64, torch.int32)[seed % 2],
+        fp64_noise=fp64_noise,
+    )
+
+
+def promised(params: SlotParams, slot_B: Tensor, vocabulary: int) -> SlotParams:
+    """The same with `has_filters` and `rules` as narrow as these slots allow."""
+    top_k_B = params.top_k_S[slot_B]
+    filtered_B = ((top_k_B > 0) & (top_k_B < vocabulary)) | (params.top_p_S[slot_B] < 1)
+    filtered_B |= params.min_p_S[slot_B] > 0
+    rules = frozenset(Rule(rule) for rule in params.rule_S[slot_B].tolist())
+    return replace(params, has_filters=bool(filtered_B.any()), rules=rules)
+
+
+def _spoil(x_NV: Tensor, random: torch.Generator) -> None:
+    """One row in four is made not finite, in one of three ways."""
+    for row in x_NV:
+        kind = int(torch.randint(12, (), generator=random))
+        at = int(torch.randint(len(row), (), generator=random))
+        if kind == 0:
+            row[at] = torch.nan
+        elif kind == 1:
+            row[at] = torch.inf
+        elif kind == 2:
+            row[:] = -torch.inf
+
+
+def moved(value: T, device: torch.device) -> T:
+    """The same with every tensor in it on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {field.name: moved(getattr(value, field.name), device) for field in fields(value)}
+        return replace(value, **parts)
+    return value
+
+
+def perturbed(x: Tensor, trial: int) -> Tensor:
+    """float64 logits moved by `BOUND`, equal ones alike."""
+    value, place = torch.unique(x.double(), return_inverse=True)
+    noise = torch.randn(value.shape, generator=torch.Generator().manual_seed(trial))
+    return (value + BOUND * noise)[place]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a backend makes of a case, on the CPU.
+
+    decisions: by name, whole numbers whose leading dimension is the decision: they must be equal
+    values: by name, numbers that must be close
+    token_BK, token_N: the drafts, and one token drawn from every row
+    """
+
+    decisions: dict[str, Tensor]
+    values: dict[str, Tensor]
+    token_BK: Tensor
+    token_N: Tensor
+
+
+def outcome(
+    backend: Backend, case: Case, given: Outcome | None = None, device: torch.device = CPU
+) -> Outcome:
+    """Run every op of sampling and verification.
+
+    given: whose drafts are verified, and whose tokens are looked up; None: this backend's own.
+    """
+    on = moved(case, device)
+    fp64 = case.fp64_noise
+    slot_N, position_N = on.slot_N, moved(case.position_N, device)
+    logits_NV = backend.process_logits(on.raw_NV, on.params, slot_N, on.edits)
+    drawn_N = backend.sample(
+        on.raw_NV, on.params, slot_N, position_N, slot_N * 0, TARGET, edits=on.edits,
+        fp64_noise=fp64,
+    )  # fmt: skip
+    drafted_BK, cache = _draft(backend, on, device)
+    token_BK = drafted_BK if given is None else given.token_BK.to(device)
+    token_N = drawn_N if given is None else given.token_N.to(device)
+    hidden_BK = token_BK.masked_fill(on.hidden_BK, -1).to(case.token_dtype)
+    verdict = backend.verify(
+        on.raw_NV,
+        on.params,
+        on.slot_B,
+        on.position_B,
+        DraftBlock(hidden_BK, on.num_B, cache, on.real_q_B),
+        edits=on.edits,
+        synthetic_rate_K=on.rate_K,
+        fp64_noise=fp64,
+    )
+    assert verdict.token_BK1.dtype == case.token_dtype
+    emitted_BK1 = verdict.token_BK1.long().masked_fill(~verdict.finite_B[:, None], -9)
+    top = min(3, case.raw_NV.shape[1])
+    raw = backend.logprobs(on.raw_NV, token_N, top)
+    processed = backend.logprobs(
+        on.raw_NV, token_N, top, params=on.params, slot_N=slot_N, edits=on.edits
+    )
+    kept_SKV = (cache.logits_SKV >= cache.threshold_SK[..., None])[on.slot_B]
+    decisions = {
+        "kept": logits_NV > -torch.inf,
+        "drawn": drawn_N,
+        "drafted": drafted_BK.flatten(),
+        "kept of q": kept_SKV.flatten(0, 1),
+        "verdict": torch.cat(
+            [verdict.n_accept_B[:, None], verdict.finite_B[:, None], emitted_BK1], dim=1
+        ),
+        "ranks": torch.cat(
+            [
+                raw.rank_N[:, None],
+                raw.top_token_NT,
+                processed.rank_N[:, None],
+                processed.top_token_NT,
+            ],
+            dim=1,
+        ),
+    }
+    values = {
+        "logits": logits_NV.double(),
+        "lse of q": cache.lse_SK[on.slot_B].flatten(),
+        "logprobs": torch.cat(
+            [
+                raw.logprob_N[:, None],
+                raw.top_logprob_NT,
+                processed.logprob_N[:, None],
+                processed.top_logprob_NT,
+            ],
+            dim=1,
+        ),
+    }
+    return Outcome(
+        {name: value.cpu().long() for name, value in decisions.items()},
+        {name: value.cpu().double() for name, value in values.items()},
+        drafted_BK.cpu(),
+        drawn_N.cpu(),
+    )
+
+
+def _draft(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, DraftCache]:
+    """Every draft of every request, through the cache."""
+    slots, most, width = on.raw_SKV.shape
+    cache = DraftCache.empty(slots, most, width, on.raw_SKV.dtype, device)
+    for tensor in (cache.logits_SKV, cache.threshold_SK, cache.lse_SK):
+        tensor.fill_(torch.nan)  # what nobody wrote must not be read
+    token_BK = torch.empty(len(on.slot_B), most, dtype=torch.int64, device=device)
+    for i in range(most):
+        token_BK[:, i] = backend.draft(
+            on.raw_SKV[on.slot_B, i],
+            on.params,
+            on.slot_B,
+            on.position_B + i,
+            torch.full_like(on.slot_B, i),
+            cache,
+            fp64_noise=on.fp64_noise,
+        )
+    kept, given = cache.logits_SKV[on.slot_B], on.raw_SKV[on.slot_B]
+    assert torch.equal(kept.nan_to_num(7), given.nan_to_num(7)), (
+        "cached logits are not the raw ones"
+    )
+    return token_BK, cache
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracle's outcome, and by name which of its decisions count and which are near-ties."""
+
+    oracle: Outcome
+    counts: dict[str, Tensor]
+    near: dict[str, Tensor]
+
+
+def expect(case: Case) -> Expected:
+    """Run the oracle on a case, and on copies of it moved by `BOUND`."""
+    oracle = get_backend("reference")
+    first = outcome(oracle, case)
+    near = {name: torch.zeros(len(value)).bool() for name, value in first.decisions.items()}
+    for trial in range(PERTURBATIONS):
+        copy = replace(
+            case,
+            raw_NV=perturbed(case.raw_NV, trial),
+            raw_SKV=perturbed(case.raw_SKV, trial + 100),
+        )
+        other = outcome(oracle, copy, first)
+        for name, value in other.decisions.items():
+            differs = (value != first.decisions[name]).reshape(len(value), -1)
+            near[name] |= differs.any(dim=1)
+    finite_N = first.values["logits"].amax(dim=1).isfinite()
+    raw_N = case.raw_NV.double().amax(dim=1).isfinite()
+    finite_q = case.raw_SKV[case.slot_B].double().amax(dim=2).isfinite().flatten()
+    warm_q = (case.params.temperature_S[case.slot_B] > 0).repeat_interleave(case.raw_SKV.shape[1])
+    counts = {
+        "kept": finite_N,
+        "drawn": finite_N,
+        "drafted": finite_q,
+        "kept of q": finite_q & warm_q,  # at T=0 there is no q to keep
+        "verdict": torch.ones(len(case.slot_B)).bool(),
+        "ranks": finite_N & raw_N,
+        "logits": finite_N,
+        "lse of q": finite_q & warm_q,
+        "logprobs": finite_N & raw_N,
+    }
+    near["logits"], near["lse of q"] = near["kept"], near["kept of q"]
+    near["logprobs"] = near["ranks"]
+    return Expected(first, counts, near)
+
+
+def compare_batch(
+    backend: Backend, case: Case, expected: Expected | None = None, device: torch.device = CPU
+) -> Tally:
+    """Raise AssertionError unless a backend decides as the oracle does, near-ties apart."""
+    expected = expected or expect(case)
+    ours, oracle = outcome(backend, case, expected.oracle, device), expected.oracle
+    tally = Tally()
+    for name, want in oracle.decisions.items():
+        counts, near = expected.counts[name], expected.near[name]
+        assert ours.decisions[name].shape == want.shape, name
+        for n in torch.nonzero(counts & ~near).flatten().tolist():
+            have = ours.decisions[name][n]
+            assert torch.equal(have, want[n]), _difference(name, n, case, have, want[n])
+        tally = tally.plus(Tally(int(counts.sum()), int((counts & near).sum())))
+    for name, want in oracle.values.items():
+        at = expected.counts[name] & ~expected.near[name]
+        torch.testing.assert_close(ours.values[name][at], want[at], rtol=1e-5, atol=2e-5, msg=name)
+    return tally
+
+
+def _difference(name: str, n: int, case: Case, have: Tensor, want: Tensor) -> str:
+    by_draft = case.slot_B.repeat_interleave(case.raw_SKV.shape[1])
+    slots = {"verdict": case.slot_B, "drafted": by_draft, "kept of q": by_draft}
+    slot = int(slots.get(name, case.slot_N)[n])
+    held = {
+        field.name: value[slot].item()
+        for field in fields(case.params)
+        if isinstance(value := getattr(case.params, field.name), Tensor)
+    }
+    if have.dim() and len(have) > 20:
+        differ = torch.nonzero(have != want).flatten().tolist()
+        return f"{name} {n} of slot {slot} ({held}): differs at {differ[:20]}"
+    return f"{name} {n} of slot {slot} ({held}): {have.tolist()}, the oracle has {want.tolist()}"

@@ -144,8 +144,8 @@ def decide_kernel(
         token = tl.load(request[3] + b * K + i, mask=i < num, other=-1).to(tl.int64)
         known = token >= 0
         inside = known & (token < V)
-        row, id_ = first + tl.minimum(i, num), tl.where(inside, token, 0)
-        x = load_at(logits, stride, row, id_, inside, V, edits, MASKS, ENTRIES)
+        rows, id_ = first + tl.minimum(i, num), tl.where(inside, token, 0)
+        x = load_at(logits, stride, rows, id_, inside, V, edits, MASKS, ENTRIES)
         usable = inside & (x >= threshold) & (x > float("-inf")) & (lse - lse == 0)
         log_p = tl.where(usable, x * scale - lse, float("-inf"))
         log_q = tl.where(known, 0.0, float("-inf"))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.ops.backends.triton.filters import CAPACITY
 from foretoken.ops.backends.triton.rows import BLOCK, GROUP, begin_kernel
-from foretoken.ops.types import Edits, Rule, SlotParams
+from foretoken.ops.types import Edits, Rule, SlotParams, Stream
 
 _MOST_REQUESTS = 1 << 16
 _BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span
@@ -71,7 +71,7 @@ def arrivals(device: torch.device) -> Tensor:
     return torch.zeros(_MOST_REQUESTS, dtype=torch.int32, device=device)
 
 
-def params_tuple(params: SlotParams) -> tuple[Tensor, ...]:
+def state_tuple(params: SlotParams) -> tuple[Tensor, ...]:
     """The pointers of `rows.py: state`."""
     return (
         params.key_S,
@@ -105,6 +105,64 @@ def edits_tuple(
     return (*pointers, words, begin, columns), masks, entries
 
 
-def may_be_flat(params: SlotParams) -> bool:
-    """Whether an unfiltered row may draw with flat noise, as far as the host knows."""
-    return Rule.COUPLED in params.rules
+class Call(NamedTuple):
+    """One op's rows, and how its kernels are specialised.
+
+    B requests of up to `width` rows each; `num_B` says how many drafts a request has (any tensor
+    if width is 1). noise: (token stream, block stream), and whether the rows are drafts, for flat
+    draws of dense rows at draft index `index_B`.
+    """
+
+    logits_NV: Tensor
+    num_B: Tensor
+    slot_B: Tensor
+    position_B: Tensor
+    index_B: Tensor
+    width: int
+    sizes: Sizes
+    scratch: Scratch
+    state: tuple[Tensor, ...]
+    edits: tuple[Any, ...]
+    masks: bool
+    entries: bool
+    filters: bool
+    flat: bool
+    fp64: bool
+    noise: tuple[int, int]
+    drafts: bool
+
+    @classmethod
+    def of(
+        cls,
+        logits_NV: Tensor,
+        params: SlotParams,
+        where: tuple[Tensor, Tensor, Tensor, Tensor],
+        edits: Edits | None,
+        fp64: bool,
+        noise: tuple[Stream, Stream],
+        width: int = 1,
+    ) -> Call:
+        """`where` = (num_B, slot_B, position_B, index_B); allocates the scratch."""
+        sizes = Sizes.of(logits_NV)
+        num_B, slot_B, position_B, index_B = (x.contiguous() for x in where)
+        filters, flat = params.has_filters, Rule.COUPLED in params.rules
+        pointers, masks, entries = edits_tuple(edits, sizes, slot_B)
+        return cls(
+            logits_NV=logits_NV,
+            num_B=num_B,
+            slot_B=slot_B,
+            position_B=position_B,
+            index_B=index_B,
+            width=width,
+            sizes=sizes,
+            scratch=Scratch.of(sizes, logits_NV.device, filters, flat),
+            state=state_tuple(params),
+            edits=pointers,
+            masks=masks,
+            entries=entries,
+            filters=filters,
+            flat=flat,
+            fp64=fp64,
+            noise=(int(noise[0]), int(noise[1])),
+            drafts=noise[0] == Stream.DRAFT_TOKEN,
+        )

@@ -10,11 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.ops.backends.triton.launch import Scratch, Sizes, edits_tuple, params_tuple
+from foretoken.ops.backends.triton.launch import Call
 from foretoken.ops.backends.triton.rows import BLOCK, load_span
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.checks import check_rows
-from foretoken.ops.types import Edits, SlotParams
+from foretoken.ops.types import Edits, SlotParams, Stream
 
 
 @triton.jit
@@ -41,22 +41,19 @@ def process_logits(
 
     Returns new float32 [N, V].
     """
-    check_rows(logits_NV, slot_N, params)
-    sizes = Sizes.of(logits_NV)
+    check_rows(logits_NV, slot_N, params, edits)
+    where = (slot_N, slot_N, slot_N, slot_N)
+    call = Call.of(
+        logits_NV, params, where, edits, False, (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+    )
+    sizes = call.sizes
     out_NV = torch.empty(logits_NV.shape, dtype=torch.float32, device=logits_NV.device)
     if not sizes.rows:
         return out_NV
-    logits_NV, slot_N = logits_NV.contiguous(), slot_N.contiguous()
-    pointers, packed = params_tuple(params), edits_tuple(edits, sizes, slot_N)
-    filters = params.has_filters
-    scratch = Scratch.of(sizes, logits_NV.device, filters, False)
-    if filters:
-        reduce_rows(
-            logits_NV, None, slot_N, slot_N, slot_N, pointers, packed, scratch, sizes, 1, True,
-            False, False, (0, 1, False), None,
-        )  # fmt: skip
+    if call.filters:
+        reduce_rows(call)
     _write_kernel[(sizes.rows * sizes.blocks,)](
-        logits_NV, logits_NV.stride(0), slot_N, pointers, packed[0], scratch.found, out_NV,
-        sizes.vocabulary, sizes.blocks, packed[1], packed[2], filters, num_warps=4,
+        logits_NV, logits_NV.stride(0), call.slot_B, call.state, call.edits, call.scratch.found,
+        out_NV, sizes.vocabulary, sizes.blocks, call.masks, call.entries, call.filters, num_warps=4,
     )  # fmt: skip
     return out_NV

@@ -17,13 +17,7 @@ from torch import Tensor
 
 from foretoken.ops.backends.triton.draw import draw
 from foretoken.ops.backends.triton.filters import filter_kernel
-from foretoken.ops.backends.triton.launch import (
-    Scratch,
-    Sizes,
-    edits_tuple,
-    may_be_flat,
-    params_tuple,
-)
+from foretoken.ops.backends.triton.launch import Call
 from foretoken.ops.backends.triton.noise import LN2, LOG2E
 from foretoken.ops.backends.triton.rows import is_flat, load_masses, log2_sum
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, scan_kernel
@@ -92,18 +86,8 @@ def sample(
     See `Backend.sample`. Two launches; two more if `params.has_filters`. Returns int64 [N].
     """
     check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
-    return _draw_rows(
-        logits_NV,
-        params,
-        slot_N,
-        position_N,
-        draft_index_N,
-        streams,
-        edits,
-        fp64_noise,
-        None,
-        False,
-    )
+    where = (slot_N, slot_N, position_N, draft_index_N)
+    return _draw_rows(Call.of(logits_NV, params, where, edits, fp64_noise, streams), None)
 
 
 def draft(
@@ -122,100 +106,59 @@ def draft(
     """
     check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache)
     streams = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)
-    return _draw_rows(
-        logits_BV, params, slot_B, position_B, draft_index_B, streams, None, fp64_noise, cache, True
-    )
+    where = (slot_B, slot_B, position_B, draft_index_B)
+    return _draw_rows(Call.of(logits_BV, params, where, None, fp64_noise, streams), cache)
 
 
-def _draw_rows(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_N: Tensor,
-    position_N: Tensor,
-    index_N: Tensor,
-    streams: tuple[Stream, Stream],
-    edits: Edits | None,
-    fp64: bool,
-    cache: DraftCache | None,
-    draft: bool,
-) -> Tensor:
-    sizes = Sizes.of(logits_NV)
-    token_N = torch.empty(sizes.rows, dtype=torch.int64, device=logits_NV.device)
-    if not sizes.rows:
+def _draw_rows(call: Call, cache: DraftCache | None) -> Tensor:
+    """A token per row, one row per request."""
+    rows = call.sizes.rows
+    token_N = torch.empty(rows, dtype=torch.int64, device=call.logits_NV.device)
+    if not rows:
         return token_N
-    logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
-    slot_N, position_N = slot_N.contiguous(), position_N.contiguous()
-    index_N = index_N.contiguous()
-    pointers, packed = params_tuple(params), edits_tuple(edits, sizes, slot_N)
-    filters, flat = params.has_filters, may_be_flat(params)
-    scratch = Scratch.of(sizes, logits_NV.device, filters, flat)
-    stored = cache_tuple(cache, index_N, logits_NV)
-    noise = (*streams, draft)
-    reduce_rows(
-        logits_NV, None, slot_N, position_N, index_N, pointers, packed, scratch, sizes, 1, filters,
-        flat, fp64, noise, stored if cache is not None else None,
-    )  # fmt: skip
-    pick_kernel[(sizes.rows,)](
-        logits_NV, logits_NV.stride(0), slot_N, position_N, index_N, pointers, packed[0],
-        scratch.out, scratch.found, stored, token_N, sizes.vocabulary, sizes.blocks,
-        int(streams[0]), int(streams[1]), packed[1], packed[2], filters, sizes.blocks_padded, fp64, draft,
-        cache is not None, num_warps=8 if fp64 and sizes.rows < _FEW_ROWS else 4,
+    reduce_rows(call, cache)
+    pick_kernel[(rows,)](
+        call.logits_NV, call.logits_NV.stride(0), call.slot_B, call.position_B, call.index_B,
+        call.state, call.edits, call.scratch.out, call.scratch.found, _cache_tuple(call, cache),
+        token_N, call.sizes.vocabulary, call.sizes.blocks, *call.noise, call.masks, call.entries,
+        call.filters, call.sizes.blocks_padded, call.fp64, call.drafts, cache is not None,
+        num_warps=8 if call.fp64 and rows < _FEW_ROWS else 4,
     )  # fmt: skip
     return token_N
 
 
-def cache_tuple(cache: DraftCache | None, index_N: Tensor, unused: Tensor) -> tuple[Any, ...]:
+def _cache_tuple(call: Call, cache: DraftCache | None) -> tuple[Any, ...]:
     """The pointers of `pick_kernel: cache`."""
     if cache is None:
-        return (unused, 0, 0, index_N, unused, unused, 0)
+        return (call.logits_NV, 0, 0, call.index_B, call.index_B, call.index_B, 0)
     raw = cache.logits_SKV
-    return (
-        raw, raw.stride(0), raw.stride(1), index_N, cache.threshold_SK, cache.lse_SK,
-        cache.lse_SK.stride(0),
-    )  # fmt: skip
+    strides = raw.stride(0), raw.stride(1)
+    rest = cache.threshold_SK, cache.lse_SK, cache.lse_SK.stride(0)
+    return (raw, *strides, call.index_B, *rest)
 
 
-def reduce_rows(
-    logits_NV: Tensor,
-    num_B: Tensor | None,
-    slot_B: Tensor,
-    position_B: Tensor,
-    index_B: Tensor,
-    params: tuple[Tensor, ...],
-    edits: tuple[tuple[Any, ...], bool, bool],
-    scratch: Scratch,
-    sizes: Sizes,
-    width: int,
-    filters: bool,
-    flat: bool,
-    fp64: bool,
-    noise: tuple[Any, ...],
-    stored: tuple[Any, ...] | None,
-) -> None:
-    """Scan and filter the rows of requests that have up to `width` each.
-
-    noise: (token stream, block stream, whether these are drafts) of flat draws of dense rows
-    """
-    num = slot_B if num_B is None else num_B
-    requests = len(slot_B)
+def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
+    """Scan the rows, store drafts in the cache if there is one, and find thresholds."""
+    logits_NV, sizes, scratch = call.logits_NV, call.sizes, call.scratch
     programs = -(-sizes.blocks // BLOCKS_PER_PROGRAM)
-    stride = logits_NV.stride(0)
-    shared = (edits[1], edits[2])
-    scan_kernel[(requests * width * programs,)](
-        logits_NV, stride, num, slot_B, position_B, index_B, params, edits[0], scratch.out,
-        cache_tuple(None, index_B, logits_NV) if stored is None else stored, sizes.vocabulary,
-        sizes.blocks, sizes.groups, programs, int(noise[0]), width, *shared, filters, flat, fp64,
-        stored is not None, noise[2], BLOCKS_PER_PROGRAM, num_warps=1,
+    rows, stride = len(call.slot_B) * call.width, logits_NV.stride(0)
+    where = (call.num_B, call.slot_B, call.position_B, call.index_B)
+    edited = (call.masks, call.entries)
+    scan_kernel[(rows * programs,)](
+        logits_NV, stride, *where, call.state, call.edits, scratch.out, _cache_tuple(call, cache),
+        sizes.vocabulary, sizes.blocks, sizes.groups, programs, call.noise[0], call.width, *edited,
+        call.filters, call.flat, call.fp64, cache is not None, call.drafts, BLOCKS_PER_PROGRAM,
+        num_warps=1,
     )  # fmt: skip
-    if not filters:
+    if not call.filters:
         return
-    filter_kernel[(requests * width,)](
-        logits_NV, stride, num, slot_B, params, edits[0], scratch.out, scratch.found,
-        sizes.vocabulary, sizes.blocks, sizes.groups, width, *shared, sizes.groups_padded,
-        sizes.blocks_padded, num_warps=4 if requests * width < _FEW_ROWS else 2,
+    filter_kernel[(rows,)](
+        logits_NV, stride, call.num_B, call.slot_B, call.state, call.edits, scratch.out,
+        scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups, call.width, *edited,
+        sizes.groups_padded, sizes.blocks_padded, num_warps=4 if rows < _FEW_ROWS else 2,
     )  # fmt: skip
-    wide_kernel[(requests * width,)](
-        logits_NV, stride, num, slot_B, position_B, index_B, params, edits[0], scratch.out,
-        scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups, int(noise[0]), width, *shared,
-        sizes.blocks_padded, fp64, noise[2], num_warps=4, maxnreg=128,
+    wide_kernel[(rows,)](
+        logits_NV, stride, *where, call.state, call.edits, scratch.out, scratch.found,
+        sizes.vocabulary, sizes.blocks, sizes.groups, call.noise[0], call.width, *edited,
+        sizes.blocks_padded, call.fp64, call.drafts, num_warps=4, maxnreg=128,
     )  # fmt: skip

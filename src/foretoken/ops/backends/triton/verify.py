@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.triton.decide import decide_kernel
-from foretoken.ops.backends.triton.launch import (
-    Scratch,
-    Sizes,
-    arrivals,
-    edits_tuple,
-    may_be_flat,
-    params_tuple,
-)
+from foretoken.ops.backends.triton.launch import Call, arrivals
 from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.checks import check_verify
@@ -46,8 +39,7 @@ def verify(
     2024, theorem 1; Daliri et al. 2024). A request whose deciding row is not finite gets -1.
     """
     check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K)
-    sizes, device = Sizes.of(logits_NV), logits_NV.device
-    requests, most = drafts.token_BK.shape
+    device, (requests, most) = logits_NV.device, drafts.token_BK.shape
     verdict = Verdict(
         torch.empty(requests, most + 1, dtype=drafts.token_BK.dtype, device=device),
         torch.empty(requests, dtype=torch.int64, device=device),
@@ -55,43 +47,44 @@ def verify(
     )
     if not requests:
         return verdict
-    logits_NV = logits_NV if logits_NV.stride(1) == 1 else logits_NV.contiguous()
-    slot_B, position_B = slot_B.contiguous(), position_B.contiguous()
-    num_B = drafts.num_B.contiguous()
-    pointers, packed = params_tuple(params), edits_tuple(edits, sizes, slot_B)
-    filters, flat = params.has_filters, may_be_flat(params)
-    scratch = Scratch.of(sizes, device, filters, flat)
-    noise = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK, False)
-    reduce_rows(
-        logits_NV, num_B, slot_B, position_B, num_B, pointers, packed, scratch, sizes, most + 1,
-        filters, flat, fp64_noise, noise, None,
-    )  # fmt: skip
-    rates = num_B if synthetic_rate_K is None else synthetic_rate_K
-    request = (num_B, slot_B, position_B, drafts.token_BK.contiguous(), drafts.real_q_B, rates)
-    q = _q_tuple(drafts.cache, logits_NV)
-    work = _work(requests, most, device)
+    where = (drafts.num_B, slot_B, position_B, drafts.num_B)
+    noise = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+    call = Call.of(logits_NV, params, where, edits, fp64_noise, noise, most + 1)
+    reduce_rows(call)
+    sizes, cached, block_rule = call.sizes, drafts.cache is not None, Rule.BLOCK in params.rules
     shared = (
-        logits_NV, logits_NV.stride(0), request, pointers, packed[0], q, scratch.out, scratch.found,
-        work, tuple(verdict_fields(verdict)), sizes.vocabulary, sizes.blocks, most,
+        logits_NV, logits_NV.stride(0), _request_tuple(call, drafts, synthetic_rate_K), call.state,
+        call.edits, _q_tuple(drafts.cache, logits_NV), call.scratch.out, call.scratch.found,
+        _work(requests, most, device), verdict_fields(verdict), sizes.vocabulary, sizes.blocks,
+        most,
     )  # fmt: skip
     padded = max(2, 1 << most.bit_length())
+    special = (call.masks, call.entries, call.filters, cached)
     decide_kernel[(requests,)](
-        *shared, most > 0, packed[1], packed[2], filters, drafts.cache is not None,
-        synthetic_rate_K is not None, padded, sizes.blocks_padded, fp64_noise, num_warps=8,
+        *shared, most > 0, *special, synthetic_rate_K is not None, padded, sizes.blocks_padded,
+        fp64_noise, num_warps=8,
     )  # fmt: skip
-    blocks = Rule.BLOCK in params.rules
-    if most and (drafts.cache is not None or blocks or filters):
-        rows = most if blocks else 1
+    if most and (cached or block_rule or call.filters):
+        rows = most if block_rule else 1
         parts = -(-sizes.blocks // _BLOCKS_PER_PROGRAM)
         residual_kernel[(requests * rows * parts,)](
-            *shared, parts, rows, packed[1], packed[2], filters, drafts.cache is not None, padded,
-            sizes.blocks_padded, fp64_noise, _BLOCKS_PER_PROGRAM, num_warps=4, maxnreg=96,
+            *shared, parts, rows, *special, padded, sizes.blocks_padded, fp64_noise,
+            _BLOCKS_PER_PROGRAM, num_warps=4, maxnreg=96,
         )  # fmt: skip
     return verdict
 
 
+def _request_tuple(
+    call: Call, drafts: DraftBlock, synthetic_rate_K: Tensor | None
+) -> tuple[Tensor, ...]:
+    """The pointers of `request.py: request`."""
+    rates = call.num_B if synthetic_rate_K is None else synthetic_rate_K
+    token_BK, real_q_B = drafts.token_BK.contiguous(), drafts.real_q_B.contiguous()
+    return call.num_B, call.slot_B, call.position_B, token_BK, real_q_B, rates
+
+
 def verdict_fields(verdict: Verdict) -> tuple[Tensor, Tensor, Tensor]:
-    """The pointers of `decide.py: verdict`."""
+    """The pointers of `request.py: verdict`."""
     return verdict.token_BK1, verdict.n_accept_B, verdict.finite_B
 
 
@@ -106,7 +99,7 @@ def _q_tuple(cache: DraftCache | None, unused: Tensor) -> tuple[Any, ...]:
 
 
 def _work(requests: int, most: int, device: torch.device) -> tuple[Tensor, ...]:
-    """`decide.py: work`: what passes between its two kernels."""
+    """`request.py: work`: what passes from one kernel to the next."""
     numbers = torch.empty(3, requests * (most + 1), dtype=torch.float32, device=device)
     pending_B = torch.empty(requests, dtype=torch.int32, device=device)
     plan = torch.empty(requests * most, 4, dtype=torch.int64, device=device)

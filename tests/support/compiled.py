@@ -1,0 +1,104 @@
+"""Every Triton kernel turned into Triton's IR without a GPU: run as a program of its own.
+
+The interpreter runs kernels as Python, where a name may change its type from line to line; the
+compiler refuses that. Only the first stage runs, the one that types.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from foretoken.ops import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream
+
+TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+typed: set[str] = set()
+
+
+class NoDriver:
+    """As much of a GPU driver as choosing a compilation target takes."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: 0
+
+
+def stop_at_ir(src: Any, target: Any = None, options: Any = None) -> Any:
+    """In place of `triton.compile`: types the kernel, then there is nothing to launch."""
+    backend = triton.compiler.make_backend(target)
+    parsed = backend.parse_options(dict(options or {}))
+    context = triton._C.libtriton.ir.context()
+    triton._C.libtriton.ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen, modules = backend.get_codegen_implementation(parsed), backend.get_module_map()
+    try:
+        src.make_ir(target, parsed, codegen, modules, context)
+    except TypeError:  # Triton 3.6 takes no target here
+        src.make_ir(parsed, codegen, modules, context)
+    typed.add(src.fn.__name__)
+    return None
+
+
+def every_op(ops: Any, dtype: torch.dtype, rules: frozenset[Rule], fp64: bool, full: bool) -> None:
+    """All launches of all ops, of 2 rows of 5 000 logits; `full`: with filters and edits."""
+    slots, drafts, width = 4, 3, 5000
+    params = SlotParams(
+        *(torch.zeros(slots, dtype=torch.int64), torch.ones(slots)),
+        *(torch.zeros(slots, dtype=torch.int64), torch.ones(slots), torch.zeros(slots)),
+        torch.full((slots,), min(rules), dtype=torch.int64),
+        full,
+        rules,
+    )
+    at = torch.tensor([0, 1])
+
+    def edits(rows: int) -> Edits | None:
+        if not full:
+            return None
+        masks = torch.zeros(1, -(-width // 32), dtype=torch.int32), torch.full((rows,), -1)
+        start = torch.cat([torch.zeros(1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)])
+        one = torch.ones(1)
+        return Edits(*masks, start, torch.tensor([3]), one * 0, one, one * 0)
+
+    logits = torch.zeros(2, width, dtype=dtype)
+    ops.sample(logits, params, at, at, at * 0, TARGET, edits=edits(2), fp64_noise=fp64)
+    ops.process_logits(logits, params, at, edits(2))
+    cache = DraftCache.empty(slots, drafts, width, dtype, logits.device)
+    ops.draft(logits, params, at, at, at * 0, cache, fp64_noise=fp64)
+    for num, own in ((0, None), (1, cache), (1, None), (drafts, cache)):
+        rows = 2 * (num + 1)
+        block = DraftBlock(
+            torch.zeros(2, num, dtype=torch.int64),
+            torch.full((2,), num),
+            own,
+            torch.full((2,), own is not None),
+        )
+        ops.verify(
+            torch.zeros(rows, width, dtype=dtype), params, at, at, block, edits=edits(rows),
+            synthetic_rate_K=torch.ones(max(num, 1), dtype=torch.float64)
+            if Rule.SYNTHETIC in rules
+            else None,
+            fp64_noise=fp64,
+        )  # fmt: skip
+
+
+def main() -> None:
+    driver.set_active(NoDriver())
+    run = JITFunction.run
+    JITFunction.run = lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)
+    triton.compiler.compile = stop_at_ir
+    ops = importlib.import_module("foretoken.ops.backends.triton")
+    every_op(ops, torch.float32, frozenset([Rule.STANDARD]), fp64=False, full=False)
+    every_op(ops, torch.float16, frozenset(Rule), fp64=True, full=True)
+    print(" ".join(sorted(typed)))
+
+
+if __name__ == "__main__":
+    main()

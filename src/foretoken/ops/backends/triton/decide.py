@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton import rules
-from foretoken.ops.backends.triton.draw import draw, weigh
+from foretoken.ops.backends.triton.draw import draw, residual_masses, weigh
 from foretoken.ops.backends.triton.filters import CAPACITY
 from foretoken.ops.backends.triton.noise import LN2, LOG2E, gumbel_span, uniform_at
 from foretoken.ops.backends.triton.rows import (
@@ -332,8 +332,8 @@ def _block_rule(b, first, num, slot, position, key, scale, greedy, coupled, requ
 
 
 @triton.jit
-def _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, at, flat, work, K, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr, SPANS: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
-    """Residual masses of SPANS times PER blocks; with flat noise the best scores too."""
+def _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, at, flat, work, K, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr, FP64: tl.constexpr):  # noqa: E501
+    """Residual masses of PER blocks; with flat noise the best scores too."""
     whole, fraction = work[5] + (b * K + r) * 4, work[6] + (b * K + r) * 6
     law = (
         tl.load(whole + 1).to(tl.int32),
@@ -346,22 +346,18 @@ def _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, at, fl
     )
     width: tl.constexpr = PER * BLOCK
     scale, threshold, lse = tl.load(fraction), tl.load(fraction + 1), tl.load(fraction + 2)
-    for span in tl.static_range(SPANS):
-        start = (part * SPANS + span) * width
-        if start < V:
-            x = load_span(
-                logits, stride, row, start, V, edits, width, MASKS, ENTRIES, "evict_first"
-            )
-            off = start + tl.arange(0, width)
+    start = part * width
+    x = load_span(logits, stride, row, start, V, edits, width, MASKS, ENTRIES, "evict_first")
+    off = start + tl.arange(0, width)
+    j = part * PER + tl.arange(0, PER)
+    mass = residual_masses(x, off, threshold, scale, lse, law, PER, BLOCK)
+    tl.store(out[0] + row * NB + j, mass, mask=j < NB)
+    if FILTERS:
+        if flat:
             weight = weigh(x, off, threshold, scale, lse, law)
-            j = start // BLOCK + tl.arange(0, PER)
-            mass = log2_sum_rows(tl.reshape(weight, (PER, BLOCK)))
-            tl.store(out[0] + row * NB + j, mass, mask=j < NB)
-            if FILTERS:
-                if flat:
-                    score = weight + gumbel_span(at, start, width, FP64)
-                    best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
-                    tl.store(out[1] + row * NB + j, best, mask=j < NB)
+            score = weight + gumbel_span(at, start, width, FP64)
+            best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
+            tl.store(out[1] + row * NB + j, best, mask=j < NB)
 
 
 @triton.jit
@@ -369,7 +365,6 @@ def residual_kernel(
     logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K, parts, rows,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, HAS_Q: tl.constexpr,
     KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr,
-    SPANS: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, planned row of it, blocks): residual masses; a request's last one draws.
 
@@ -399,7 +394,7 @@ def residual_kernel(
             flat_noise = (tl.load(state[0] + own), position.to(tl.int32), zero,
                           zero + RESIDUAL_TOKEN)  # fmt: skip
         _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, flat_noise,
-                       summed_flat, work, K, MASKS, ENTRIES, FILTERS, PER, SPANS, FP64)  # fmt: skip
+                       summed_flat, work, K, MASKS, ENTRIES, FILTERS, PER, FP64)  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(work[1] + b, 1, sem="acq_rel") != expected * parts - 1:
             return

@@ -15,15 +15,23 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton.filters import CAPACITY
 from foretoken.ops.backends.triton.noise import gumbel_at, gumbel_span
-from foretoken.ops.backends.triton.rows import BLOCK, load_masses, load_span, log2_sum
+from foretoken.ops.backends.triton.rows import BLOCK, load_masses, load_span, log2_sum, log2_sum_rows
 
 
 @triton.jit
-def log2_one_minus_exp2(d):
-    """log2(1 - 2^d) for d < 0, by a series where 1 - 2^d would lose its leading digits."""
+def one_minus_exp2(d):
+    """1 - 2^d for d < 0, by a series where the difference would lose its leading digits; else 0."""
     t = d * 0.6931471805599453
-    series = -t * (1 + t * (0.5 + t * (1 / 6 + t * (1 / 24 + t / 120))))
-    return tl.log2(tl.where(t > -0.1, series, 1 - tl.exp2(d)))
+    series = -t * (1 + t * (0.5 + t * (1 / 6 + t * (1 / 24 + t * (1 / 120)))))
+    return tl.where(d < 0, tl.where(t > -0.1, series, 1 - tl.exp2(d)), 0.0)
+
+
+@triton.jit
+def _against_q(x, off, threshold, scale, lse, law):
+    """(log2(w p), d = log2 q - log2(w p)) of ids `off` in mode 2; NaN where both are -inf."""
+    log_p = tl.where(x >= threshold, x * scale, float("-inf")) - lse + law[6]
+    raw = tl.load(law[2] + off, mask=off < law[3], other=float("-inf")).to(tl.float32)
+    return log_p, tl.where(raw >= law[4], raw * scale - law[5], float("-inf")) - log_p
 
 
 @triton.jit
@@ -37,13 +45,25 @@ def weigh(x, off, threshold, scale, lse, law):
     if law[0] == 1:
         weight = tl.where(off == law[1], float("-inf"), weight)
     if law[0] == 2:
-        weight = weight - lse + law[6]
-        raw = tl.load(law[2] + off, mask=off < law[3], other=float("-inf")).to(tl.float32)
-        log_q = tl.where(raw >= law[4], raw * scale - law[5], float("-inf"))
-        d = log_q - weight
-        rest = weight + log2_one_minus_exp2(tl.minimum(d, -1e-30))
-        weight = tl.where(d < 0, rest, float("-inf"))
+        log_p, d = _against_q(x, off, threshold, scale, lse, law)
+        weight = tl.where(d < 0, log_p + tl.log2(one_minus_exp2(d)), float("-inf"))
     return weight
+
+
+@triton.jit
+def residual_masses(x, off, threshold, scale, lse, law, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """log2 masses of the residual in ROWS blocks: `weigh` summed, with one exponential less."""
+    if law[0] == 2:
+        log_p, d = _against_q(x, off, threshold, scale, lse, law)
+        log_p = tl.reshape(log_p, (ROWS, WIDTH))
+        top = tl.max(log_p, axis=1)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        rest = tl.reshape(one_minus_exp2(d), (ROWS, WIDTH))
+        mass = base + tl.log2(tl.sum(tl.exp2(log_p - base[:, None]) * rest, axis=1))
+    else:
+        weight = weigh(x, off, threshold, scale, lse, law)
+        mass = log2_sum_rows(tl.reshape(weight, (ROWS, WIDTH)))
+    return mass
 
 
 @triton.jit

@@ -44,14 +44,14 @@ def gumbel(u):
     The winning tail comes from u -> 0, where -ln(1 - u) is summed as a series: the hardware's log2
     is exact to 2^-22 absolutely, 2 % of it at u = 1e-5.
     """
-    series = u * (1 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * (0.2 + u * (1 / 6 + u / 7))))))
+    series = u * (1 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * (0.2 + u * (1 / 6 + u * (1 / 7)))))))
     return -tl.log2(tl.where(u < 0.1, series, -tl.log(1 - u)))
 
 
 @triton.jit
 def gumbel64(u):
     """The same in FP64, with the series where 1 - u would round u away."""
-    series = u * (1 + u * (0.5 + u / 3))
+    series = u * (1 + u * (0.5 + u * (1 / 3)))
     return -tl.log(tl.where(u < 1e-6, series, -tl.log(1 - u))) * LOG2E
 
 

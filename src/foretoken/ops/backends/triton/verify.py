@@ -25,9 +25,7 @@ from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
 
-_BLOCKS_PER_SPAN = 4
-_SPANS = 3  # of a program of the residual pass: they share what it has to look up first
-_FEW_BLOCKS = 4096  # below it every span gets a program of its own
+_BLOCKS_PER_PROGRAM = 4  # of the residual pass; 12 in turn took 52 us where 4 took 39
 
 
 def verify(
@@ -83,11 +81,10 @@ def verify(
     blocks = Rule.BLOCK in params.rules
     if most and (drafts.cache is not None or blocks or filters):
         rows = most if blocks else 1
-        spans = 1 if requests * rows * sizes.blocks < _FEW_BLOCKS else _SPANS
-        parts = -(-sizes.blocks // (_BLOCKS_PER_SPAN * spans))
+        parts = -(-sizes.blocks // _BLOCKS_PER_PROGRAM)
         residual_kernel[(requests * rows * parts,)](
             *shared, parts, rows, packed[1], packed[2], filters, drafts.cache is not None, padded,
-            sizes.blocks_padded, fp64_noise, _BLOCKS_PER_SPAN, spans, num_warps=4,
+            sizes.blocks_padded, fp64_noise, _BLOCKS_PER_PROGRAM, num_warps=4,
         )  # fmt: skip
     return verdict
 

@@ -64,6 +64,7 @@ format: $(DEV)
 
 law: $(DEV) $(NATIVE)
 	@$(BIN)/python -m pytest -m law $(ARGS)
+	@$(BIN)/python -m benchmarks.law
 
 soak: $(DEV) $(NATIVE)
 	@$(BIN)/python -m pytest -m soak $(ARGS)

@@ -109,8 +109,11 @@ def row(law: str, finding: Finding, backend: str, device: torch.device) -> Row:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--backend", default="native_cpu", choices=sorted(BACKENDS))
-    parser.add_argument("--device", default="cpu", type=torch.device)
+    gpu = torch.cuda.is_available()
+    parser.add_argument(
+        "--backend", default="triton" if gpu else "native_cpu", choices=sorted(BACKENDS)
+    )
+    parser.add_argument("--device", default="cuda" if gpu else "cpu", type=torch.device)
     parser.add_argument("--trials", default=TRIALS, type=int, help="of one case of the joint law")
     parser.add_argument("--quick", action="store_true", help="the pairwise selection alone")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/law.json"))

@@ -32,6 +32,7 @@ from foretoken.ops.backends.triton.rows import (
 CAPACITY = tl.constexpr(128)
 DENSE = tl.constexpr(-1)
 UNDECIDED = tl.constexpr(-2)
+NOTHING = tl.constexpr(0x007FFFFF)  # the key of -inf
 _ENOUGH = tl.constexpr(64)  # values that a nucleus is first sought among, if top-k bounds it not
 _GROUPS = tl.constexpr(16)  # groups loaded at a time
 
@@ -40,19 +41,22 @@ _GROUPS = tl.constexpr(16)  # groups loaded at a time
 def key_of(x):
     """Order-preserving uint32 key of a float32; 0 and -0 share one."""
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 == 1, ~bits, bits | 0x80000000)
+    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def value_of(key):
     """Inverse of `key_of`."""
-    bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, ~key)
+    bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def largest_key(keys, weight, need):
-    """The largest t such that the weight of keys >= t reaches `need`; four bits a round."""
+    """The largest t such that the weight of keys >= t reaches `need`; four bits a round.
+
+    The key of -inf if all of them do not reach it: fewer than k logits may be above min-p's floor.
+    """
     base = tl.zeros((1,), tl.uint32)
     for r in tl.static_range(8):
         step = tl.arange(0, 16).to(tl.uint32) << (28 - 4 * r)
@@ -60,7 +64,7 @@ def largest_key(keys, weight, need):
         digits = (tl.sum(reached, axis=0) >= need).to(tl.int32)
         digit = tl.maximum(tl.sum(digits, axis=0) - 1, 0)
         base = base + (digit.to(tl.uint32) << (28 - 4 * r))
-    return tl.max(base, axis=0)
+    return tl.maximum(tl.max(base, axis=0), NOTHING)
 
 
 @triton.jit
@@ -73,7 +77,7 @@ def largest_key_by_bits(keys, weight, need):
         if tl.sum(tl.where(keys >= candidate, weight, 0.0), axis=0) >= need:
             base = candidate
         bit = bit >> 1
-    return base
+    return tl.maximum(base, NOTHING)
 
 
 @triton.jit
@@ -83,13 +87,13 @@ def _bound(top_G, k, top_p, V, NB, NG, NGP: tl.constexpr):
     per_block: tl.constexpr = BLOCK // GROUP
     key_J = tl.max(tl.reshape(key_G, (NGP // per_block, per_block)), axis=1)
     wanted = tl.where((k > 0) & (k < V), k, tl.minimum(_ENOUGH, NB)).to(tl.int32)
-    key = tl.full((), 0x007FFFFF, tl.uint32)  # of -inf
+    key = tl.full((), NOTHING, tl.uint32)
     if wanted <= NB:
         one = tl.full((NGP // per_block,), 1.0, tl.float32)
         key = largest_key(key_J, one, wanted.to(tl.float32))
     elif wanted <= NG:
         key = largest_key_by_bits(key_G, 1.0, wanted.to(tl.float32))
-    return value_of(tl.maximum(key, 0x007FFFFF))
+    return value_of(key)
 
 
 @triton.jit

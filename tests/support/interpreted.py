@@ -30,6 +30,8 @@ CASES: dict[str, dict[str, Any]] = {
     "5, every rule, wider q, fp16": {"seed": 2, "wider": 3, "dtype": torch.float16},
     "5, junk, fp64 noise": {"seed": 10, "junk": True, "fp64_noise": True, "edited": False},
     "5, junk, top-p": {"seed": 50, "junk": True, "fixed": {**OFF, "top_p": 0.5}},
+    "5, synthetic, much wider q": {"seed": 6, "wider": 60, "fixed": {"rule": Rule.SYNTHETIC}},
+    "70, min-p above the k-th": {"seed": 3, "fixed": {"min_p": 0.5, "top_k": 5}},
     "5, synthetic, T=0": {"seed": 4, "fixed": {"rule": Rule.SYNTHETIC, "temperature": 0.0}},
     "1025, every rule": {"seed": 1},
     "1025, unfiltered, fp64 noise, bf16": {

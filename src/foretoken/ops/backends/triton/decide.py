@@ -137,12 +137,13 @@ def decide_kernel(
         b, request, state, V, RAGGED
     )
     i = tl.arange(0, KP)
+    tl.store(work[1] + b, 0)
     lse, threshold = _row_lse(first, i, num, out, found, NB, FILTERS, KP, NBP)
     k = tl.full((), 0, tl.int32)
     pending = tl.full((), 0, tl.int32)
     if RAGGED:
         token = tl.load(request[3] + b * K + i, mask=i < num, other=-1).to(tl.int64)
-        known = token >= 0
+        known = (token >= 0) & ((token < V) | (rule != SYNTHETIC_RULE))
         inside = known & (token < V)
         rows, id_ = first + tl.minimum(i, num), tl.where(inside, token, 0)
         x = load_at(logits, stride, rows, id_, inside, V, edits, MASKS, ENTRIES)

@@ -1,25 +1,24 @@
 """What the host side of every op shares: tuples of pointers, scratch memory, launch sizes.
 
 Scratch comes from PyTorch's caching allocator, whose blocks a captured graph keeps: nothing is
-allocated when it replays. Arrival counters must start at zero and return there: one tensor per
-device, made once.
+allocated when it replays.
 
 Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries, B requests, K drafts.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
+from foretoken.errors import ConfigError
 from foretoken.ops.backends.triton.filters import CAPACITY
 from foretoken.ops.backends.triton.rows import BLOCK, GROUP, begin_kernel
 from foretoken.ops.types import Edits, Rule, SlotParams, Stream
 
-_MOST_REQUESTS = 1 << 16
 _BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span
 
 
@@ -65,10 +64,21 @@ class Scratch(NamedTuple):
         return cls((mass, best, empty(f32, rows, sizes.groups)), found)
 
 
-@cache
-def arrivals(device: torch.device) -> Tensor:
-    """Counters of finished programs, zero between calls."""
-    return torch.zeros(_MOST_REQUESTS, dtype=torch.int32, device=device)
+# AMD's compiler knows no `maxnreg`: there the choice is its own.
+def at_most_registers(count: int) -> dict[str, int]:
+    """The launch option that limits registers per thread, where the compiler takes it."""
+    return {} if torch.version.hip else {"maxnreg": count}
+
+
+def check_device(logits: Tensor) -> None:
+    """Raise `ConfigError` unless Triton can run on these logits: on a GPU, or interpreted."""
+    if not logits.is_cuda and not triton.knobs.runtime.interpret:
+        raise ConfigError(
+            "logits.device",
+            logits.device,
+            "a GPU's",
+            "Without one, choose the backend `native_cpu` or `torch_cpu`.",
+        )
 
 
 def state_tuple(params: SlotParams) -> tuple[Tensor, ...]:
@@ -143,6 +153,7 @@ class Call(NamedTuple):
         width: int = 1,
     ) -> Call:
         """`where` = (num_B, slot_B, position_B, index_B); allocates the scratch."""
+        check_device(logits_NV)
         sizes = Sizes.of(logits_NV)
         num_B, slot_B, position_B, index_B = (x.contiguous() for x in where)
         filters, flat = params.has_filters, Rule.COUPLED in params.rules

@@ -68,7 +68,8 @@ def law_after(b, k, slot, num, greedy, coupled, request, q, work, K, HAS_Q: tl.c
         token = tl.load(request[3] + b * K + k).to(tl.int64)
         log_q = tl.load(work[3] + b * K + k)
         weight = tl.load(work[4] + b * (K + 1) + k)
-        real = tl.load(request[4] + b) != 0
+        if HAS_Q:
+            real = tl.load(request[4] + b) != 0
     own = (log_q == float("-inf")) | greedy | coupled
     mode = tl.where(own, 0, tl.where(real, 2, 1)).to(tl.int32)
     q_row, q_threshold, q_lse = q[0], float("-inf"), 0.0

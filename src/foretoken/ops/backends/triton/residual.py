@@ -191,7 +191,6 @@ def residual_kernel(
         tl.debug_barrier()
         if tl.atomic_add(work[1] + b, 1, sem="acq_rel") != expected * parts - 1:
             return
-        tl.store(work[1] + b, 0)
     first, num, slot, position, key, scale, greedy, coupled, flat, _ = read_request(
         b, request, state, V, True
     )

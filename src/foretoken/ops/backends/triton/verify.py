@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.triton.decide import decide_kernel
-from foretoken.ops.backends.triton.launch import Call, arrivals
+from foretoken.ops.backends.triton.launch import Call, at_most_registers
 from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.checks import check_verify
@@ -69,7 +69,7 @@ def verify(
         parts = -(-sizes.blocks // _BLOCKS_PER_PROGRAM)
         residual_kernel[(requests * rows * parts,)](
             *shared, parts, rows, *special, padded, sizes.blocks_padded, fp64_noise,
-            _BLOCKS_PER_PROGRAM, num_warps=4, maxnreg=96,
+            _BLOCKS_PER_PROGRAM, num_warps=4, **at_most_registers(96),
         )  # fmt: skip
     return verdict
 
@@ -101,7 +101,7 @@ def _q_tuple(cache: DraftCache | None, unused: Tensor) -> tuple[Any, ...]:
 def _work(requests: int, most: int, device: torch.device) -> tuple[Tensor, ...]:
     """`request.py: work`: what passes from one kernel to the next."""
     numbers = torch.empty(3, requests * (most + 1), dtype=torch.float32, device=device)
-    pending_B = torch.empty(requests, dtype=torch.int32, device=device)
+    pending_B, arrived_B = torch.empty(2, requests, dtype=torch.int32, device=device)
     plan = torch.empty(requests * most, 4, dtype=torch.int64, device=device)
     reals = torch.empty(requests * most, 6, dtype=torch.float32, device=device)
-    return pending_B, arrivals(device), *numbers.unbind(), plan, reals
+    return pending_B, arrived_B, *numbers.unbind(), plan, reals

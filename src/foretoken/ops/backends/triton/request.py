@@ -18,8 +18,7 @@ import triton.language as tl
 from foretoken.ops.backends.triton.noise import LOG2E
 from foretoken.ops.backends.triton.rows import first_row, is_flat
 
-TARGET_TOKEN, TARGET_BLOCK = tl.constexpr(0), tl.constexpr(1)
-RESIDUAL_TOKEN, RESIDUAL_BLOCK = tl.constexpr(2), tl.constexpr(3)
+TARGET_TOKEN, RESIDUAL_TOKEN = tl.constexpr(0), tl.constexpr(2)  # the block stream is one above
 ACCEPT = tl.constexpr(6)
 BLOCK_RULE, COUPLED_RULE, SYNTHETIC_RULE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 DONE, ONE_ROW, ALL_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)

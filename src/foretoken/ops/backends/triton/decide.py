@@ -1,8 +1,11 @@
-"""Verification after the scan: which drafts each request accepts, and the token after them.
+"""Verification after the scan: how many drafts each request accepts, and what is left to do.
 
-`decide_kernel` (a program per request) settles all but what needs a pass over p and q together,
-which it plans for `residual.py`: one row of each rejected request, or all rows under BLOCK. So
-K + 1 rows are read, then p and q of one row for each rejected request.
+`decide_kernel` (a program per request) applies the rule and plans the rest for `residual.py`: the
+draw of the next token, the residual of one row before it, or of all rows under BLOCK. So K + 1 rows
+are read, then p and q of one row for each rejected request. Only what is decided by draws (T=0,
+COUPLED), or leaves no residual to sum, is drawn here.
+
+All but the masses is loaded before the scan has ended: the chain behind them is what costs time.
 
 Tuples as in `request.py`. Shapes: B requests, K most drafts, KP a power of 2 above it, N rows, V
 vocabulary, NB blocks of a row.
@@ -21,22 +24,34 @@ from foretoken.ops.backends.triton.request import (
     ALL_ROWS,
     BLOCK_RULE,
     DONE,
+    DRAW,
+    FRACTION,
     ONE_ROW,
+    RESIDUAL_TOKEN,
     SYNTHETIC_RULE,
-    is_dense,
-    law_after,
+    TARGET_TOKEN,
+    WHOLE,
+    fraction_of,
     log2_of,
     read_request,
-    store_tokens,
+    shifted,
+    store_prefix,
+    store_token,
+    whole_of,
 )
-from foretoken.ops.backends.triton.rows import load_at, log2_sum_rows
+from foretoken.ops.backends.triton.rows import (
+    let_next_start,
+    load_at,
+    log2_sum_rows,
+    wait_for_writes,
+)
 
 
 @triton.jit
 def _row_lse(
     first, i, num, out, found, NB, FILTERS: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr
 ):
-    """(lse, threshold) of a request's rows [KP]; lse is kept for what comes later."""
+    """(lse, threshold, whether it has a short list) of a request's rows [KP]; stores lse."""
     row = first + i
     live = i <= num
     j = tl.arange(0, NBP)
@@ -48,165 +63,146 @@ def _row_lse(
     )
     lse = log2_sum_rows(mass)
     threshold = tl.full((KP,), float("-inf"), tl.float32)
+    compact = i < 0
     if FILTERS:
         compact = tl.load(found[2] + row, mask=live, other=-1) >= 0
         lse = tl.where(compact, tl.load(found[1] + row, mask=live, other=0.0), lse)
         threshold = tl.load(found[0] + row, mask=live, other=float("-inf"))
     tl.store(found[1] + row, lse, mask=live)
-    return lse, threshold
+    return lse, threshold, compact
 
 
 @triton.jit
-def _log_q(q, slot, i, token, known, real, scale):
-    """log2 q(x_i): 0 of a one-hot q, -inf where q is nowhere or cannot give x_i."""
+def _read_q(q, slot, i, token, known, real, scale, HAS_Q: tl.constexpr):
+    """(log2 q(x_i), threshold and lse of q); log2 q is 0 of a one-hot q, -inf if it lacks x_i."""
     log_q = tl.where(known, 0.0, float("-inf"))
-    if real:
-        inside = known & (token < q[3])
-        raw = tl.load(q[0] + slot * q[1] + i * q[2] + token, mask=inside, other=float("-inf")).to(
-            tl.float32
-        )
-        lse = (tl.load(q[5] + slot * q[6] + i, mask=known, other=0.0) * LOG2E).to(tl.float32)
-        reached = raw >= tl.load(q[4] + slot * q[6] + i, mask=known, other=0.0)
-        usable = inside & reached & (raw > float("-inf")) & (lse - lse == 0)
-        log_q = tl.where(usable, raw * scale - lse, float("-inf"))
-    return log_q
+    threshold, lse = tl.zeros_like(log_q), tl.zeros_like(log_q)
+    if HAS_Q:
+        at = slot * q[6] + i
+        threshold = tl.load(q[4] + at, mask=known, other=0.0)
+        lse = (tl.load(q[5] + at, mask=known, other=0.0) * LOG2E).to(tl.float32)
+        if real:
+            inside = known & (token < q[3])
+            raw = tl.load(
+                q[0] + slot * q[1] + i * q[2] + token, mask=inside, other=float("-inf")
+            ).to(tl.float32)
+            usable = inside & (raw >= threshold) & (raw > float("-inf")) & (lse - lse == 0)
+            log_q = tl.where(usable, raw * scale - lse, float("-inf"))
+    return log_q, threshold, lse
 
 
 @triton.jit
-def _plan(
-    b,
-    to,
-    needed,
-    i,
-    row,
-    slot,
-    scale,
-    threshold,
-    lse,
-    weight,
-    token,
-    request,
-    q,
-    work,
-    K,
-    ALL: tl.constexpr,
-    HAS_Q: tl.constexpr,
-):
-    """Write what the residual pass over some rows [KP] must know, at places `to` of the request.
+def _plan(b, to, needed, whole, fraction, work, K, mask):
+    """What the residual pass must know of the planned rows `to`, a scalar or a vector."""
+    at = whole_of(work, b, K) + 2 + to * WHOLE
+    zero = to.to(tl.int64) * 0
+    tl.store(at, tl.where(needed, zero + whole[0], -1), mask=mask)
+    for n in tl.static_range(1, 5):
+        tl.store(at + n, zero + whole[n], mask=mask)
+    to_ = fraction_of(work, b, K) + 3 * K + 1 + to * FRACTION
+    for n in tl.static_range(6):
+        tl.store(to_ + n, zero.to(tl.float32) + fraction[n], mask=mask)
 
-    plan_BK4: row or -1, mode, token, where its q begins; plan_BK6: scale, threshold, lse, those of
-    q, log2 w.
-    """
-    real = tl.full((), 0, tl.int32)
-    if HAS_Q:
-        drawn = tl.load(request[4] + b) != 0
-        real = tl.where(drawn, 1, 0)
-        q_at = slot * q[6] + i
-        known = tl.where(drawn, needed, i < 0)
-        q_threshold = tl.load(q[4] + q_at, mask=known, other=0.0)
-        q_lse = tl.load(q[5] + q_at, mask=known, other=0.0) * LOG2E
-    else:
-        q_threshold, q_lse = lse * 0, lse * 0
-    once = needed
-    if ALL:
-        once = i < K  # rows that are not needed say so
-    whole = work[5] + (b * K + to) * 4
-    tl.store(whole, tl.where(needed, row, -1), mask=once)
-    tl.store(whole + 1, tl.zeros_like(row) + real + 1, mask=once)
-    tl.store(whole + 2, token, mask=once)
-    tl.store(whole + 3, tl.zeros_like(row) + slot * q[1] + i * q[2], mask=once)
-    part = work[6] + (b * K + to) * 6
-    tl.store(part, tl.zeros_like(lse) + scale, mask=once)
-    tl.store(part + 1, threshold, mask=once)
-    tl.store(part + 2, lse, mask=once)
-    tl.store(part + 3, q_threshold, mask=once)
-    tl.store(part + 4, q_lse.to(tl.float32), mask=once)
-    tl.store(part + 5, weight, mask=once)
+
+@triton.jit
+def _of(x, i, k):
+    """x_k of a vector."""
+    return tl.sum(tl.where(i == k, x, tl.zeros_like(x)), axis=0)
 
 
 @triton.jit
 def decide_kernel(
     logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K,
     RAGGED: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
-    HAS_Q: tl.constexpr, RATES: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr,
-    FP64: tl.constexpr,
+    HAS_Q: tl.constexpr, RATES: tl.constexpr, LATER: tl.constexpr, KP: tl.constexpr,
+    NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program per request: rule and draw, unless the residual has to be summed over a row."""
+    """A program per request. LATER: the residual pass follows, and draws what it can."""
+    let_next_start(OVERLAP)
     b = tl.program_id(0)
     first, num, slot, position, key, scale, greedy, coupled, flat, rule = read_request(
         b, request, state, V, RAGGED
     )
     i = tl.arange(0, KP)
-    tl.store(work[1] + b, 0)
-    lse, threshold = _row_lse(first, i, num, out, found, NB, FILTERS, KP, NBP)
-    k = tl.full((), 0, tl.int32)
-    pending = tl.full((), 0, tl.int32)
+    zero = tl.full((), 0, tl.int32)
+    from_p = greedy | coupled  # there is no residual
+    walks = from_p & (rule != SYNTHETIC_RULE)  # drafts are compared with draws
+    token, known, real = i.to(tl.int64) * 0 - 1, i < 0, num < 0
+    x, log_q, q_threshold, q_lse, u = i * 0.0, i * 0.0, i * 0.0, i * 0.0, i * 0.0
     if RAGGED:
         token = tl.load(request[3] + b * K + i, mask=i < num, other=-1).to(tl.int64)
         known = (token >= 0) & ((token < V) | (rule != SYNTHETIC_RULE))
         inside = known & (token < V)
         rows, id_ = first + tl.minimum(i, num), tl.where(inside, token, 0)
         x = load_at(logits, stride, rows, id_, inside, V, edits, MASKS, ENTRIES)
-        usable = inside & (x >= threshold) & (x > float("-inf")) & (lse - lse == 0)
-        log_p = tl.where(usable, x * scale - lse, float("-inf"))
-        log_q = tl.where(known, 0.0, float("-inf"))
         if HAS_Q:
-            real = (tl.load(request[4] + b) != 0) & (not greedy) & (not coupled)
-            log_q = _log_q(q, slot, i, token, known, real, scale)
-        zero = tl.full((), 0, tl.int32)
-        at = (key, (position + i).to(tl.int32), i, zero + ACCEPT)
-        u = uniform_at(at, i * 0, FP64)
-        k = rules.standard(log_p, log_q, log2_of(u, FP64), i, num)
+            real = (tl.load(request[4] + b) != 0) & (from_p == 0)
+        log_q, q_threshold, q_lse = _read_q(q, slot, i, token, known, real, scale, HAS_Q)
+        u = uniform_at((key, (position + i).to(tl.int32), i, zero + ACCEPT), i * 0, FP64)
+    wait_for_writes(OVERLAP)
+    lse, threshold, compact = _row_lse(first, i, num, out, found, NB, FILTERS, KP, NBP)
+    k, pending = zero, zero + DONE
+    if RAGGED:
+        usable = known & (token < V) & (x >= threshold) & (x > float("-inf")) & (lse - lse == 0)
+        log_p = tl.where(usable, x * scale - lse, float("-inf"))
+        log_u = log2_of(u, FP64)
+        k = rules.standard(log_p, log_q, log_u, i, num)
         if RATES:
             rate = tl.load(request[5] + i, mask=i < num, other=0.0)
             if rule == SYNTHETIC_RULE:
                 k = rules.synthetic(rate, log_q, u.to(tl.float64), i, num)
-        weight = tl.zeros((KP,), tl.float32)
-        if rule == BLOCK_RULE:
-            weight = rules.block_weights(log_p, log_q)
-            k = rules.block_all(weight, log_q, log2_of(u, FP64), i, num)
-            pending = tl.where(k < num, ALL_ROWS, DONE) + zero
-        if (rule != SYNTHETIC_RULE) & (greedy | coupled):
-            pending = zero
+        if walks:
             k = zero
-        tl.store(work[2] + b * K + i, log_p, mask=i < num)
-        tl.store(work[3] + b * K + i, log_q, mask=i < num)
-        tl.store(work[4] + b * (K + 1) + i + 1, weight, mask=i < num)
-        tl.store(work[4] + b * (K + 1), 0.0)
-        tl.debug_barrier()
-        if pending == ALL_ROWS:
-            before = tl.load(work[4] + b * (K + 1) + i, mask=i < num, other=0.0)
-            needed = (i < num) & (log_q > float("-inf")) & (before > float("-inf"))
-            summed = flat
-            if HAS_Q:
-                summed = flat | (tl.load(request[4] + b) != 0)
-            needed = tl.where(summed, needed, i < 0)
-            if FILTERS:
-                needed = needed & (tl.load(found[2] + first + i, mask=i < num, other=0) < 0)
-            _plan(b, i, needed, i, first + i, slot, scale, threshold, lse, before, token, request,
-                  q, work, K, True, HAS_Q)  # fmt: skip
-    settled = pending == ALL_ROWS
-    drawn = tl.full((), -1, tl.int64)
-    while not settled:
-        law, stream, mode = law_after(b, k, slot, num, greedy, coupled, request, q, work, K, HAS_Q)
-        row = first + k
-        if ((mode == 2) | ((mode == 1) & flat)) & is_dense(found, row, FILTERS):
-            pending = tl.full((), 0, tl.int32) + ONE_ROW
-            settled = num >= 0
-            here = i == k
-            own = tl.load(request[3] + b * K + i, mask=here, other=-1).to(tl.int64)
-            _plan(b, i * 0, here, i, first + i, slot, scale, threshold, lse, i * 0.0, own, request,
-                  q, work, K, False, HAS_Q)  # fmt: skip
-        else:
-            at_ = (key, (position + k).to(tl.int32), tl.full((), 0, tl.int32))
-            drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law,
-                         at_, stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
-            settled = num >= 0
-            if (k < num) & (rule != SYNTHETIC_RULE) & (greedy | coupled):
-                sound = tl.sum(((i == k) & (lse - lse == 0)).to(tl.int32), axis=0) > 0
-                if (law[1] == drawn) & sound:
-                    k += 1
-                    settled = num < 0
+        elif rule == BLOCK_RULE:
+            log_next = rules.block_weights(log_p, log_q)
+            k = rules.block_all(log_next, log_q, log_u, i, num)
+            if k < num:
+                pending = zero + ALL_ROWS
+                weight = shifted(log_next, i, -1, KP)
+                to = fraction_of(work, b, K) + i
+                tl.store(to, log_p, mask=i < num)
+                tl.store(to + K, log_q, mask=i < num)
+                tl.store(to + 2 * K, weight, mask=i < num)
+                tl.store(to + 2 * K + 1, log_next, mask=i < num)
+                summed = (i < num) & (log_q > float("-inf")) & (weight > float("-inf"))
+                summed = tl.where(flat | real, summed & (compact == 0), i < 0)
+                mode = tl.where(real, 2, 1)
+                _plan(b, i, summed, (first + i, mode, token, slot * q[1] + i * q[2], position + i),
+                      (scale, threshold, lse, q_threshold, q_lse, weight), work, K,
+                      i < K)  # fmt: skip
     broken = tl.sum(((i <= k) & (lse - lse != 0)).to(tl.int32), axis=0) > 0
-    store_tokens(b, k, drawn, not broken, num, request, verdict, K, KP)
-    tl.store(work[0] + b, tl.where(broken & (pending == ONE_ROW), DONE, pending))
+    draws = walks
+    if not LATER:
+        draws = num >= 0
+    if (pending == DONE) & (broken == 0) & (draws == 0):
+        own = tl.max(tl.where((i == k) & (i < num), log_q, float("-inf")), axis=0)
+        mode = tl.where((own == float("-inf")) | from_p, 0, tl.where(real, 2, 1))
+        summed = (mode == 2) | ((mode == 1) & flat)
+        summed = summed & (tl.sum(((i == k) & compact).to(tl.int32), axis=0) == 0)
+        pending = tl.where(summed, ONE_ROW, DRAW)
+        _plan(b, zero, k >= 0,
+              (first + k, mode, _of(token, i, k), slot * q[1] + k * q[2], position + k),
+              (scale, _of(threshold, i, k), _of(lse, i, k), _of(q_threshold, i, k),
+               _of(q_lse, i, k), 0.0), work, K, k >= 0)  # fmt: skip
+    drawn = tl.full((), -1, tl.int64)
+    unsettled = draws & (pending == DONE)
+    while unsettled:
+        own = tl.max(tl.where((i == k) & (i < num), log_q, float("-inf")), axis=0)
+        mode = tl.where((own == float("-inf")) | from_p, 0, 1)
+        law = (mode, _of(token, i, k), logits, 0, 0.0, 0.0, 0.0)
+        stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
+        at_ = (key, (position + k).to(tl.int32), zero)
+        drawn = draw(logits, stride, first + k, V, edits, out, found, NB, scale, greedy, flat, law,
+                     at_, stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
+        unsettled = num < 0
+        if walks & (k < num):
+            broken = _of((lse - lse != 0).to(tl.int32), i, k) > 0
+            if (_of(token, i, k) == drawn) & (broken == 0):
+                k += 1
+                unsettled = num >= 0
+    broken = tl.sum(((i <= k) & (lse - lse != 0)).to(tl.int32), axis=0) > 0
+    store_prefix(b, k, broken == 0, num, request, verdict, K, KP)
+    if pending == DONE:
+        store_token(b, k, drawn, broken == 0, verdict, K)
+    tl.store(whole_of(work, b, K), pending.to(tl.int64))
+    tl.store(whole_of(work, b, K) + 1, zero.to(tl.int64))

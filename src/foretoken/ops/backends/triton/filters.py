@@ -24,9 +24,11 @@ from foretoken.ops.backends.triton.rows import (
     GROUP,
     first_row,
     is_filtered,
+    let_next_start,
     load_at,
     load_masses,
     log2_sum,
+    wait_for_writes,
 )
 
 CAPACITY = tl.constexpr(128)
@@ -162,9 +164,11 @@ def min_p_floor(min_p, top, scale):
 def filter_kernel(
     logits, stride, num_ptr, slot_ptr, state, edits, out, found, V, NB, NG,
     K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, NGP: tl.constexpr,
-    NBP: tl.constexpr,
+    NBP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, row of it). `out` as the scan left it: its group maxima are used up."""
+    let_next_start(OVERLAP)
+    wait_for_writes(OVERLAP)
     pid = tl.program_id(0)
     b, i = pid // K1, pid % K1
     if K1 > 1:

@@ -1,10 +1,13 @@
-"""A request to verify: its state, the law of the token that ends it, and what is written back.
+"""A request to verify: its state, what passes between the kernels, and what is written back.
 
 Tuples:
     request = (num_B, slot_B, position_B, token_BK, real_q_B, rate_K)
     q       = (logits_SKV, slot stride, draft stride, V', threshold_SK, lse_SK, their slot stride)
-    work    = (pending_B, arrived_B, log_p_BK, log_q_BK, weight_BK1, plan_BK4, plan_BK6): logs in
-              base 2; the plans say which rows the residual pass reads, see `decide.py: _plan`
+    work    = (whole, fraction): int64 and float32 numbers, one stretch of each per request:
+              whole    = pending, arrived, then WHOLE numbers per planned row:
+                         row or -1, mode, token, where its q begins, position
+              fraction = log_p_K, log_q_K, weight_K1 (logs in base 2, under BLOCK alone), then
+                         FRACTION per planned row: scale, threshold, lse, those of q, log2 w
     verdict = (token_BK1, n_accept_B, finite_B)
 
 Shapes: B requests, K most drafts, KP a power of 2 above it, N rows, V vocabulary, NB blocks.
@@ -21,7 +24,22 @@ from foretoken.ops.backends.triton.rows import first_row, is_flat
 TARGET_TOKEN, RESIDUAL_TOKEN = tl.constexpr(0), tl.constexpr(2)  # the block stream is one above
 ACCEPT = tl.constexpr(6)
 BLOCK_RULE, COUPLED_RULE, SYNTHETIC_RULE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-DONE, ONE_ROW, ALL_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+WHOLE, FRACTION = tl.constexpr(5), tl.constexpr(6)
+
+# What is pending after the decision: nothing; a draw; one row's residual; the block rule itself.
+DONE, DRAW, ONE_ROW, ALL_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
+
+@triton.jit
+def whole_of(work, b, K):
+    """Where request b's whole numbers begin."""
+    return work[0] + b.to(tl.int64) * (2 + WHOLE * K)
+
+
+@triton.jit
+def fraction_of(work, b, K):
+    """Where request b's fractions begin."""
+    return work[1] + b.to(tl.int64) * (1 + (3 + FRACTION) * K)
 
 
 @triton.jit
@@ -58,45 +76,26 @@ def log2_of(u, FP64: tl.constexpr):
 
 
 @triton.jit
-def law_after(b, k, slot, num, greedy, coupled, request, q, work, K, HAS_Q: tl.constexpr):
-    """The law of the token after k accepted drafts (see `draw`), and its streams."""
-    token = tl.full((), -1, tl.int64)
-    log_q, weight = float("-inf"), 0.0
-    real = False
-    if k < num:
-        token = tl.load(request[3] + b * K + k).to(tl.int64)
-        log_q = tl.load(work[3] + b * K + k)
-        weight = tl.load(work[4] + b * (K + 1) + k)
-        if HAS_Q:
-            real = tl.load(request[4] + b) != 0
-    own = (log_q == float("-inf")) | greedy | coupled
-    mode = tl.where(own, 0, tl.where(real, 2, 1)).to(tl.int32)
-    q_row, q_threshold, q_lse = q[0], float("-inf"), 0.0
-    if HAS_Q:
-        if mode == 2:
-            q_row = q[0] + slot * q[1] + k * q[2]
-            q_threshold = tl.load(q[4] + slot * q[6] + k)
-            q_lse = (tl.load(q[5] + slot * q[6] + k) * LOG2E).to(tl.float32)
-    law = (mode, token, q_row, q[3], q_threshold, q_lse, weight)
-    return law, tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN), mode
+def shifted(x, i, by, KP: tl.constexpr):
+    """x_{i + by} of a vector [KP], 0 where there is none."""
+    j = tl.arange(0, KP)
+    return tl.sum(tl.where(j[None, :] == i[:, None] + by, x[None, :], 0.0), axis=1)
 
 
 @triton.jit
-def is_dense(found, row, FILTERS: tl.constexpr):
-    """Whether a row has no short list of survivors; see `filters.py`."""
-    if FILTERS:
-        return tl.load(found[2] + row) < 0
-    else:
-        return row >= 0
-
-
-@triton.jit
-def store_tokens(b, k, token, finite, num, request, verdict, K, KP: tl.constexpr):
-    """Accepted drafts, the token after them, then -1."""
+def store_prefix(b, k, finite, num, request, verdict, K, KP: tl.constexpr):
+    """All of a verdict but the token after the k accepted drafts; behind that comes -1."""
     i = tl.arange(0, KP)
     draft = tl.load(request[3] + b * K + i, mask=(i < k) & (i < K), other=-1).to(tl.int64)
-    row = tl.where(i < k, draft, tl.where((i == k) & finite, token, -1))
+    row = tl.where(i < k, draft, -1)
     to = verdict[0] + b * (K + 1) + i
-    tl.store(to, row.to(verdict[0].dtype.element_ty), mask=i <= K)
+    tl.store(to, row.to(verdict[0].dtype.element_ty), mask=(i <= K) & (i != k))
     tl.store(verdict[1] + b, k.to(tl.int64))
     tl.store(verdict[2] + b, finite)
+
+
+@triton.jit
+def store_token(b, k, token, finite, verdict, K):
+    """The token after k accepted drafts; -1 if what decides is not finite."""
+    token = tl.where(finite, token, -1)
+    tl.store(verdict[0] + b * (K + 1) + k, token.to(verdict[0].dtype.element_ty))

@@ -1,7 +1,8 @@
-"""The pass over p and q together: residual masses of the rows that `decide.py` planned.
+"""The pass over p and q together, and the draw of what `decide.py` planned.
 
-The last program of a request to finish settles it: the block rule, and the draw. As a launch of its
-own that end would be the fourth.
+A request's residual masses are summed by many programs; its last one to finish settles the request:
+the block rule, and the draw. As a launch of its own that end would be the fourth. A request that
+has nothing to sum is drawn by its first program, beside the others' pass.
 
 Tuples as in `request.py`. Shapes: B requests, K most drafts, KP a power of 2 above it, N rows, V
 vocabulary, NB blocks of a row, C entries of a short list.
@@ -15,59 +16,78 @@ import triton.language as tl
 from foretoken.ops.backends.triton import rules
 from foretoken.ops.backends.triton.draw import draw, residual_masses, weigh
 from foretoken.ops.backends.triton.filters import CAPACITY
-from foretoken.ops.backends.triton.noise import gumbel_span, uniform_at
+from foretoken.ops.backends.triton.noise import LOG2E, gumbel_span, uniform_at
 from foretoken.ops.backends.triton.request import (
     ACCEPT,
     ALL_ROWS,
     DONE,
-    ONE_ROW,
+    DRAW,
+    FRACTION,
     RESIDUAL_TOKEN,
-    law_after,
+    TARGET_TOKEN,
+    WHOLE,
+    fraction_of,
     log2_of,
     read_request,
-    store_tokens,
+    shifted,
+    store_prefix,
+    store_token,
+    whole_of,
 )
-from foretoken.ops.backends.triton.rows import BLOCK, first_row, is_flat, load_span, log2_sum
+from foretoken.ops.backends.triton.rows import (
+    BLOCK,
+    is_flat,
+    load_span,
+    log2_sum,
+    wait_for_writes,
+)
 
 
 @triton.jit
-def _compact_mass(row, count, threshold, scale, lse, found, law):
+def _law_after(b, k, slot, num, request, q, work, K, HAS_Q: tl.constexpr):
+    """Under BLOCK, the law of the token after k accepted drafts; see `draw`."""
+    token = tl.full((), -1, tl.int64)
+    log_q, weight = float("-inf"), 0.0
+    real = False
+    if k < num:
+        token = tl.load(request[3] + b * K + k).to(tl.int64)
+        log_q = tl.load(fraction_of(work, b, K) + K + k)
+        weight = tl.load(fraction_of(work, b, K) + 2 * K + k)
+        if HAS_Q:
+            real = tl.load(request[4] + b) != 0
+    mode = tl.where(log_q == float("-inf"), 0, tl.where(real, 2, 1)).to(tl.int64)
+    q_at, q_threshold, q_lse = tl.full((), 0, tl.int64), 0.0, 0.0
+    if HAS_Q:
+        if mode == 2:
+            q_at = slot * q[1] + k * q[2]
+            q_threshold = tl.load(q[4] + slot * q[6] + k)
+            q_lse = (tl.load(q[5] + slot * q[6] + k) * LOG2E).to(tl.float32)
+    return mode, token, q_at, q_threshold, q_lse, weight
+
+
+@triton.jit
+def _compact_mass(row, count, scale, found, law):
     """Sum of max(w p - q, 0) over a short list."""
     c = tl.arange(0, CAPACITY)
     x = tl.load(found[4] + row * CAPACITY + c, mask=c < count, other=float("-inf"))
     id_ = tl.load(found[3] + row * CAPACITY + c, mask=c < count, other=2147483647)
+    threshold, lse = tl.load(found[0] + row), tl.load(found[1] + row)
     return tl.exp2(log2_sum(weigh(x, id_, threshold, scale, lse, law)))
 
 
 @triton.jit
 def _block_rule(
-    b,
-    first,
-    num,
-    slot,
-    position,
-    key,
-    scale,
-    greedy,
-    coupled,
-    request,
-    q,
-    out,
-    found,
-    work,
-    NB,
-    K,
-    FILTERS: tl.constexpr,
-    HAS_Q: tl.constexpr,
-    KP: tl.constexpr,
-    NBP: tl.constexpr,
+    b, first, num, slot, position, key, scale, request, q, out, found, work, NB, K,
+    FILTERS: tl.constexpr, HAS_Q: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr,
     FP64: tl.constexpr,
-):
+):  # fmt: skip
     """n_accept of the block rule, from the residual masses of all rows that have a q."""
     i = tl.arange(0, KP)
-    log_p = tl.load(work[2] + b * K + i, mask=i < num, other=float("-inf"))
-    log_q = tl.load(work[3] + b * K + i, mask=i < num, other=float("-inf"))
-    weight = tl.load(work[4] + b * (K + 1) + i, mask=i <= num, other=float("-inf"))
+    logs = fraction_of(work, b, K) + i
+    log_p = tl.load(logs, mask=i < num, other=float("-inf"))
+    log_q = tl.load(logs + K, mask=i < num, other=float("-inf"))
+    weight = tl.load(logs + 2 * K, mask=i <= num, other=float("-inf"))
+    log_next = tl.load(logs + 2 * K + 1, mask=i < num, other=float("-inf"))
     mass = tl.exp2(weight) * (1 - tl.exp2(log_p))  # one-hot q
     if HAS_Q:
         if tl.load(request[4] + b) != 0:
@@ -84,61 +104,28 @@ def _block_rule(
                 for k in range(num):
                     count = tl.load(found[2] + first + k)
                     if count >= 0:
-                        law, _, _ = law_after(
-                            b, k, slot, num, greedy, coupled, request, q, work, K, HAS_Q
+                        mode, token, q_at, q_threshold, q_lse, w = _law_after(
+                            b, k, slot, num, request, q, work, K, HAS_Q
                         )
-                        threshold = tl.load(found[0] + first + k)
-                        lse = tl.load(found[1] + first + k)
-                        own = _compact_mass(first + k, count, threshold, scale, lse, found, law)
+                        law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
+                        own = _compact_mass(first + k, count, scale, found, law)
                         mass = tl.where(i == k, own, mass)
-    tl.store(work[2] + b * K + i, mass, mask=i < num)
-    tl.debug_barrier()
-    follows = i + 1 < num
-    mass_next = tl.load(work[2] + b * K + i + 1, mask=follows, other=0.0)
-    q_next = tl.load(work[3] + b * K + i + 1, mask=follows, other=float("-inf"))
-    log_next = tl.load(work[4] + b * (K + 1) + i + 1, mask=i < num, other=float("-inf"))
+    mass_next = shifted(tl.where(i < num, mass, 0.0), i, 1, KP)
+    ends = shifted(((i < num) & (log_q > float("-inf"))).to(tl.float32), i, 1, KP) == 0
     zero = tl.full((), 0, tl.int32)
     at = (key, (position + i).to(tl.int32), i, zero + ACCEPT)
     log_u = log2_of(uniform_at(at, i * 0, FP64), FP64)
-    return rules.block(log_next, mass_next, q_next == float("-inf"), log_q, log_u, i, num)
+    return rules.block(log_next, mass_next, ends, log_q, log_u, i, num)
 
 
 @triton.jit
 def _residual_part(
-    logits,
-    stride,
-    row,
-    part,
-    b,
-    r,
-    V,
-    NB,
-    edits,
-    q,
-    out,
-    at,
-    flat,
-    work,
-    K,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    FILTERS: tl.constexpr,
-    PER: tl.constexpr,
+    logits, stride, row, part, V, NB, edits, out, at, flat, scale, threshold, lse, law,
+    MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr,
     FP64: tl.constexpr,
-):
+):  # fmt: skip
     """Residual masses of PER blocks; with flat noise the best scores too."""
-    whole, fraction = work[5] + (b * K + r) * 4, work[6] + (b * K + r) * 6
-    law = (
-        tl.load(whole + 1).to(tl.int32),
-        tl.load(whole + 2),
-        q[0] + tl.load(whole + 3),
-        q[3],
-        tl.load(fraction + 3),
-        tl.load(fraction + 4),
-        tl.load(fraction + 5),
-    )
     width: tl.constexpr = PER * BLOCK
-    scale, threshold, lse = tl.load(fraction), tl.load(fraction + 1), tl.load(fraction + 2)
     start = part * width
     x = load_span(logits, stride, row, start, V, edits, width, MASKS, ENTRIES, "evict_first")
     off = start + tl.arange(0, width)
@@ -158,50 +145,61 @@ def residual_kernel(
     logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K, parts, rows,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, HAS_Q: tl.constexpr,
     KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, planned row of it, blocks): residual masses; a request's last one draws.
+    """Programs: (request, planned row of it, blocks). What a program needs comes from the plan.
 
     Requests come in reverse: the rows that the scan read last may still be in the L2 cache.
     """
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     part, item = pid % parts, pid // parts
     b, r = item // rows, item % rows
-    pending = tl.load(work[0] + b)
-    row = tl.load(work[5] + (b * K + r) * 4)
-    if (pending == DONE) | ((pending == ONE_ROW) & (r > 0)):
+    slot = tl.load(request[1] + b)
+    key, greedy = tl.load(state[0] + slot), tl.load(state[1] + slot) == 0
+    flat = is_flat(state, slot, V)
+    wait_for_writes(OVERLAP)
+    whole, fraction = whole_of(work, b, K), fraction_of(work, b, K)
+    plan, numbers = whole + 2 + r * WHOLE, fraction + 3 * K + 1 + r * FRACTION
+    pending, row = tl.load(whole), tl.load(plan)
+    if (pending == DONE) | ((pending != ALL_ROWS) & (r > 0)) | ((pending == DRAW) & (part > 0)):
         return
+    mode, token, q_at = tl.load(plan + 1), tl.load(plan + 2), tl.load(plan + 3)
+    position, k = tl.load(plan + 4), tl.load(verdict[1] + b).to(tl.int32)
+    scale, threshold, lse = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    q_threshold, q_lse, w = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
     i = tl.arange(0, KP)
-    expected = tl.full((), 1, tl.int32)
+    zero = tl.full((), 0, tl.int32)
+    expected = zero + 1
     if pending == ALL_ROWS:
-        planned = tl.load(work[5] + (b * K + i) * 4, mask=i < rows, other=-1)
+        planned = tl.load(whole + 2 + i * WHOLE, mask=i < rows, other=-1)
         expected = tl.sum((planned >= 0).to(tl.int32), axis=0)
     if (row < 0) & ((expected > 0) | (part + r > 0)):
         return
-    zero = tl.full((), 0, tl.int32)
-    if row >= 0:
-        flat_noise, summed_flat = (zero, zero, zero, zero), False
-        if FILTERS:
-            own = tl.load(request[1] + b)
-            summed_flat = is_flat(state, own, V)
-            position = tl.load(request[2] + b) + row - first_row(request[0], b, True)
-            flat_noise = (tl.load(state[0] + own), position.to(tl.int32), zero,
-                          zero + RESIDUAL_TOKEN)  # fmt: skip
-        _residual_part(logits, stride, row, part, b, r, V, NB, edits, q, out, flat_noise,
-                       summed_flat, work, K, MASKS, ENTRIES, FILTERS, PER, FP64)  # fmt: skip
+    if (row >= 0) & (pending != DRAW):
+        law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
+        noise = (key, position.to(tl.int32), zero, zero + RESIDUAL_TOKEN)
+        _residual_part(logits, stride, row, part, V, NB, edits, out, noise, flat, scale, threshold,
+                       lse, law, MASKS, ENTRIES, FILTERS, PER, FP64)  # fmt: skip
         tl.debug_barrier()
-        if tl.atomic_add(work[1] + b, 1, sem="acq_rel") != expected * parts - 1:
+        if tl.atomic_add(whole + 1, 1, sem="acq_rel") != expected * parts - 1:
             return
-    first, num, slot, position, key, scale, greedy, coupled, flat, _ = read_request(
-        b, request, state, V, True
-    )
-    k = tl.load(verdict[1] + b).to(tl.int32)
+    finite = pending != DONE
     if pending == ALL_ROWS:
-        k = _block_rule(b, first, num, slot, position, key, scale, greedy, coupled, request, q,
-                        out, found, work, NB, K, FILTERS, HAS_Q, KP, NBP, FP64)  # fmt: skip
-    law, stream, _ = law_after(b, k, slot, num, greedy, coupled, request, q, work, K, HAS_Q)
-    at_ = (key, (position + k).to(tl.int32), zero)
-    token = draw(logits, stride, first + k, V, edits, out, found, NB, scale, greedy, flat, law,
-                 at_, stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
-    lse = tl.load(found[1] + first + i, mask=i <= k, other=0.0)
-    finite = tl.sum((lse - lse != 0).to(tl.int32), axis=0) == 0
-    store_tokens(b, k, token, finite, num, request, verdict, K, KP)
+        first, num, slot, position, key, scale, greedy, _, flat, _ = read_request(
+            b, request, state, V, True
+        )
+        k = _block_rule(b, first, num, slot, position, key, scale, request, q, out, found, work, NB,
+                        K, FILTERS, HAS_Q, KP, NBP, FP64)  # fmt: skip
+        mode, token, q_at, q_threshold, q_lse, w = _law_after(
+            b, k, slot, num, request, q, work, K, HAS_Q
+        )
+        row, position = first + k, position + k
+        lse_ = tl.load(found[1] + first + i, mask=i <= k, other=0.0)
+        finite = tl.sum((lse_ - lse_ != 0).to(tl.int32), axis=0) == 0
+        store_prefix(b, k, finite, num, request, verdict, K, KP)
+    law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
+    stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
+    at_ = (key, position.to(tl.int32), zero)
+    drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_,
+                 stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
+    store_token(b, k, drawn, finite, verdict, K)

@@ -16,10 +16,25 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(1024)  # ids per block of the hierarchical draw
 GROUP = tl.constexpr(64)  # ids per group whose maximum is kept
 _CHUNK = tl.constexpr(128)
+
+
+@triton.jit
+def let_next_start(OVERLAP: tl.constexpr):
+    """The kernel launched after this one may start once every program of this one came here."""
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_writes(OVERLAP: tl.constexpr):
+    """Until the kernel launched before this one has ended, and its results can be read."""
+    if OVERLAP:
+        gdc_wait()
 
 
 @triton.jit

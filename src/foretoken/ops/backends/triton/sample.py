@@ -19,7 +19,12 @@ from foretoken.ops.backends.triton.draw import draw
 from foretoken.ops.backends.triton.filters import filter_kernel
 from foretoken.ops.backends.triton.launch import Call, at_most_registers
 from foretoken.ops.backends.triton.noise import LN2, LOG2E
-from foretoken.ops.backends.triton.rows import is_flat, load_masses, log2_sum
+from foretoken.ops.backends.triton.rows import (
+    is_flat,
+    load_masses,
+    log2_sum,
+    wait_for_writes,
+)
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, scan_kernel
 from foretoken.ops.backends.triton.wide import wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
@@ -33,7 +38,7 @@ def pick_kernel(
     logits, stride, slot_ptr, position_ptr, index_ptr, state, edits, out, found, cache, token_ptr,
     V, NB, token_stream, block_stream, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
     FILTERS: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr,
-    STORE: tl.constexpr,
+    STORE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program per row. DRAFT: slots under COUPLED (2) draw with TARGET noise at index 0.
 
@@ -53,9 +58,10 @@ def pick_kernel(
             index, token_stream, block_stream = zero, zero, zero + 1
     at_ = (tl.load(state[0] + slot), tl.load(position_ptr + row).to(tl.int32), index)
     law = (0, 0, logits, 0, 0.0, 0.0, 0.0)
+    flat = is_flat(state, slot, V)
+    wait_for_writes(OVERLAP)
     token = draw(
-        logits, stride, row, V, edits, out, found, NB, scale, greedy, is_flat(state, slot, V), law,
-        at_, token_stream, block_stream, MASKS, ENTRIES, FILTERS, NBP, FP64,
+        logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_, token_stream, block_stream, MASKS, ENTRIES, FILTERS, NBP, FP64,
     )  # fmt: skip
     tl.store(token_ptr + row, token)
     if STORE:
@@ -118,11 +124,14 @@ def _draw_rows(call: Call, cache: DraftCache | None) -> Tensor:
     if not rows:
         return token_N
     reduce_rows(call, cache)
-    pick_kernel[(rows,)](
+    given = (
         call.logits_NV, call.logits_NV.stride(0), call.slot_B, call.position_B, call.index_B,
         call.state, call.edits, call.scratch.out, call.scratch.found, _cache_tuple(call, cache),
-        token_N, call.sizes.vocabulary, call.sizes.blocks, *call.noise, call.masks, call.entries,
-        call.filters, call.sizes.blocks_padded, call.fp64, call.drafts, cache is not None,
+        token_N, call.sizes.vocabulary, call.sizes.blocks, *call.noise,
+    )  # fmt: skip
+    call.launch(
+        pick_kernel, rows, given, call.masks, call.entries, call.filters, call.sizes.blocks_padded,
+        call.fp64, call.drafts, cache is not None,
         num_warps=8 if call.fp64 and rows < _FEW_ROWS else 4,
     )  # fmt: skip
     return token_N
@@ -145,21 +154,29 @@ def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
     rows, stride = len(call.slot_B) * call.width, logits_NV.stride(0)
     where = (call.num_B, call.slot_B, call.position_B, call.index_B)
     edited = (call.masks, call.entries)
-    scan_kernel[(rows * programs,)](
+    given = (
         logits_NV, stride, *where, call.state, call.edits, scratch.out, _cache_tuple(call, cache),
-        sizes.vocabulary, sizes.blocks, sizes.groups, programs, call.noise[0], call.width, *edited,
-        call.filters, call.flat, call.fp64, cache is not None, call.drafts, BLOCKS_PER_PROGRAM,
-        num_warps=1,
+        sizes.vocabulary, sizes.blocks, sizes.groups, programs, call.noise[0],
+    )  # fmt: skip
+    call.launch(
+        scan_kernel, rows * programs, given, call.width, *edited, call.filters, call.flat,
+        call.fp64, cache is not None, call.drafts, BLOCKS_PER_PROGRAM, num_warps=1,
     )  # fmt: skip
     if not call.filters:
         return
-    filter_kernel[(rows,)](
+    given = (
         logits_NV, stride, call.num_B, call.slot_B, call.state, call.edits, scratch.out,
-        scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups, call.width, *edited,
-        sizes.groups_padded, sizes.blocks_padded, num_warps=4 if rows < _FEW_ROWS else 2,
+        scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups,
     )  # fmt: skip
-    wide_kernel[(rows,)](
+    call.launch(
+        filter_kernel, rows, given, call.width, *edited, sizes.groups_padded, sizes.blocks_padded,
+        num_warps=4 if rows < _FEW_ROWS else 2,
+    )  # fmt: skip
+    given = (
         logits_NV, stride, *where, call.state, call.edits, scratch.out, scratch.found,
-        sizes.vocabulary, sizes.blocks, sizes.groups, call.noise[0], call.width, *edited,
-        sizes.blocks_padded, call.fp64, call.drafts, num_warps=4, **at_most_registers(128),
+        sizes.vocabulary, sizes.blocks, sizes.groups, call.noise[0],
+    )  # fmt: skip
+    call.launch(
+        wide_kernel, rows, given, call.width, *edited, sizes.blocks_padded, call.fp64, call.drafts,
+        num_warps=4, **at_most_registers(128),
     )  # fmt: skip

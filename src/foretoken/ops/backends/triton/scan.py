@@ -19,8 +19,10 @@ from foretoken.ops.backends.triton.rows import (
     first_row,
     is_filtered,
     is_flat,
+    let_next_start,
     load_span,
     log2_sum,
+    wait_for_writes,
 )
 
 BLOCKS_PER_PROGRAM = 2
@@ -67,13 +69,15 @@ def scan_kernel(
     logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, cache, V, NB, NG,
     programs, token_stream, K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
     FILTERS: tl.constexpr, FLAT: tl.constexpr, FP64: tl.constexpr, STORE: tl.constexpr,
-    DRAFT: tl.constexpr, PER: tl.constexpr,
+    DRAFT: tl.constexpr, PER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, row of it, pair of blocks). `out` = (mass_NJ, best_NJ, gmax_NG).
 
     Rows with filters get group maxima, and masses unless top-k makes them useless. STORE copies
     raw rows into `cache` = (logits, slot stride, draft stride, draft_index_B, ...).
     """
+    wait_for_writes(OVERLAP)
+    let_next_start(OVERLAP)  # not before the wait: the next one reads what came before this one
     pid = tl.program_id(0)
     part, item = pid % programs, pid // programs
     b, i = item // K1, item % K1

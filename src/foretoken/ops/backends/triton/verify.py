@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.triton.decide import decide_kernel
-from foretoken.ops.backends.triton.launch import Call, at_most_registers
+from foretoken.ops.backends.triton.launch import Arguments, Call, at_most_registers, launch
+from foretoken.ops.backends.triton.request import FRACTION, WHOLE
 from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.checks import check_verify
@@ -52,24 +53,32 @@ def verify(
     call = Call.of(logits_NV, params, where, edits, fp64_noise, noise, most + 1)
     reduce_rows(call)
     sizes, cached, block_rule = call.sizes, drafts.cache is not None, Rule.BLOCK in params.rules
-    shared = (
-        logits_NV, logits_NV.stride(0), _request_tuple(call, drafts, synthetic_rate_K), call.state,
-        call.edits, _q_tuple(drafts.cache, logits_NV), call.scratch.out, call.scratch.found,
-        _work(requests, most, device), verdict_fields(verdict), sizes.vocabulary, sizes.blocks,
-        most,
+    later = most > 0 and (cached or block_rule or call.filters)
+    work = (
+        torch.empty(requests * (2 + WHOLE.value * most), dtype=torch.int64, device=device),
+        torch.empty(requests * (1 + (3 + FRACTION.value) * most), device=device),
+    )
+    shared = Arguments.of(
+        device, logits_NV, logits_NV.stride(0), _request_tuple(call, drafts, synthetic_rate_K),
+        call.state, call.edits, _q_tuple(drafts.cache, logits_NV), call.scratch.out,
+        call.scratch.found, work, (verdict.token_BK1, verdict.n_accept_B, verdict.finite_B),
+        sizes.vocabulary, sizes.blocks, most,
     )  # fmt: skip
     padded = max(2, 1 << most.bit_length())
     special = (call.masks, call.entries, call.filters, cached)
-    decide_kernel[(requests,)](
-        *shared, most > 0, *special, synthetic_rate_K is not None, padded, sizes.blocks_padded,
-        fp64_noise, num_warps=8,
+    widths = (padded, sizes.blocks_padded, fp64_noise)
+    rates = synthetic_rate_K is not None
+    launch(
+        decide_kernel, requests, shared, (most > 0, *special, rates, later, *widths),
+        overlap=call.overlap, num_warps=8,
     )  # fmt: skip
-    if most and (cached or block_rule or call.filters):
+    if later:
         rows = most if block_rule else 1
         parts = -(-sizes.blocks // _BLOCKS_PER_PROGRAM)
-        residual_kernel[(requests * rows * parts,)](
-            *shared, parts, rows, *special, padded, sizes.blocks_padded, fp64_noise,
-            _BLOCKS_PER_PROGRAM, num_warps=4, **at_most_registers(96),
+        launch(
+            residual_kernel, requests * rows * parts, shared.and_more(parts, rows),
+            (*special, *widths, _BLOCKS_PER_PROGRAM), overlap=call.overlap, num_warps=4,
+            **at_most_registers(96),
         )  # fmt: skip
     return verdict
 
@@ -83,11 +92,6 @@ def _request_tuple(
     return call.num_B, call.slot_B, call.position_B, token_BK, real_q_B, rates
 
 
-def verdict_fields(verdict: Verdict) -> tuple[Tensor, Tensor, Tensor]:
-    """The pointers of `request.py: verdict`."""
-    return verdict.token_BK1, verdict.n_accept_B, verdict.finite_B
-
-
 def _q_tuple(cache: DraftCache | None, unused: Tensor) -> tuple[Any, ...]:
     if cache is None:
         return (unused, 0, 0, 0, unused, unused, 0)
@@ -96,12 +100,3 @@ def _q_tuple(cache: DraftCache | None, unused: Tensor) -> tuple[Any, ...]:
         raw, raw.stride(0), raw.stride(1), raw.shape[2], cache.threshold_SK, cache.lse_SK,
         cache.lse_SK.stride(0),
     )  # fmt: skip
-
-
-def _work(requests: int, most: int, device: torch.device) -> tuple[Tensor, ...]:
-    """`request.py: work`: what passes from one kernel to the next."""
-    numbers = torch.empty(3, requests * (most + 1), dtype=torch.float32, device=device)
-    pending_B, arrived_B = torch.empty(2, requests, dtype=torch.int32, device=device)
-    plan = torch.empty(requests * most, 4, dtype=torch.int64, device=device)
-    reals = torch.empty(requests * most, 6, dtype=torch.float32, device=device)
-    return pending_B, arrived_B, *numbers.unbind(), plan, reals

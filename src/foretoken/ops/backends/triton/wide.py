@@ -26,11 +26,13 @@ from foretoken.ops.backends.triton.rows import (
     BLOCK,
     first_row,
     is_flat,
+    let_next_start,
     load_at,
     load_masses,
     load_span,
     log2_sum,
     log2_sum_rows,
+    wait_for_writes,
 )
 from foretoken.ops.backends.triton.scan import flat_noise
 
@@ -236,9 +238,11 @@ def _mass_above(
 def wide_kernel(
     logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, found, V, NB, NG,
     token_stream, K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
-    NBP: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr,
+    NBP: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, row of it); most have nothing to do. Leaves rows dense."""
+    let_next_start(OVERLAP)
+    wait_for_writes(OVERLAP)
     pid = tl.program_id(0)
     b, i = pid // K1, pid % K1
     if K1 > 1:

@@ -93,7 +93,7 @@ def _read_q(q, slot, i, token, known, real, scale, HAS_Q: tl.constexpr):
 
 @triton.jit
 def _plan(b, to, needed, whole, fraction, work, K, mask):
-    """What the residual pass must know of the planned rows `to`, a scalar or a vector."""
+    """Write what the residual pass must know of some rows [KP], at places `to` of the request."""
     at = whole_of(work, b, K) + 2 + to * WHOLE
     zero = to.to(tl.int64) * 0
     tl.store(at, tl.where(needed, zero + whole[0], -1), mask=mask)
@@ -175,15 +175,14 @@ def decide_kernel(
     if not LATER:
         draws = num >= 0
     if (pending == DONE) & (broken == 0) & (draws == 0):
-        own = tl.max(tl.where((i == k) & (i < num), log_q, float("-inf")), axis=0)
+        here = i == k
+        own = tl.max(tl.where(here & (i < num), log_q, float("-inf")), axis=0)
         mode = tl.where((own == float("-inf")) | from_p, 0, tl.where(real, 2, 1))
-        summed = (mode == 2) | ((mode == 1) & flat)
-        summed = summed & (tl.sum(((i == k) & compact).to(tl.int32), axis=0) == 0)
+        short = tl.sum((here & compact).to(tl.int32), axis=0) > 0
+        summed = ((mode == 2) | ((mode == 1) & flat)) & (short == 0)
         pending = tl.where(summed, ONE_ROW, DRAW)
-        _plan(b, zero, k >= 0,
-              (first + k, mode, _of(token, i, k), slot * q[1] + k * q[2], position + k),
-              (scale, _of(threshold, i, k), _of(lse, i, k), _of(q_threshold, i, k),
-               _of(q_lse, i, k), 0.0), work, K, k >= 0)  # fmt: skip
+        _plan(b, i * 0, here, (first + i, mode, token, slot * q[1] + i * q[2], position + i),
+              (scale, threshold, lse, q_threshold, q_lse, 0.0), work, K, here)  # fmt: skip
     drawn = tl.full((), -1, tl.int64)
     unsettled = draws & (pending == DONE)
     while unsettled:

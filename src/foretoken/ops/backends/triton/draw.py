@@ -121,7 +121,7 @@ def _from_list(
 
 
 @triton.jit
-def _within(
+def within(
     logits,
     stride,
     row,
@@ -200,7 +200,7 @@ def draw(
         score = tl.where((j < NB) & (mass_J > float("-inf")), score, float("-inf"))
         block = tl.argmax(score, axis=0)
         kept = (mode, law[1], law[2], law[3], law[4], law[5], law[6])
-        token = _within(logits, stride, row, V, edits, block, threshold, scale, lse, greedy, kept,
+        token = within(logits, stride, row, V, edits, block, threshold, scale, lse, greedy, kept,
                         at_, token_stream, MASKS, ENTRIES, FP64)  # fmt: skip
     return tl.minimum(token, V - 1)
 

@@ -91,58 +91,32 @@ class Arguments(NamedTuple):
     key: tuple[Any, ...]
 
     @classmethod
-    def of(cls, device: torch.device, *given: Any) -> Arguments:
-        key: list[Any] = [device]
-        return cls(given, _addresses(given, key), tuple(key))
+    def of(cls, given: tuple[Any, ...], known: dict[int, Arguments]) -> Arguments:
+        """`known`: nested tuples seen before, by id; the caller keeps them alive."""
+        addresses: list[Any] = []
+        key: list[Any] = []
+        for value in given:
+            if isinstance(value, Tensor):
+                address = value.data_ptr()
+                addresses.append(address)
+                key += (value.dtype, address % 16)
+            elif isinstance(value, tuple):
+                nested = known.get(id(value))
+                if nested is None:
+                    nested = known[id(value)] = cls.of(value, known)
+                addresses.append(nested.addresses)
+                key.append(nested.key)
+            else:
+                addresses.append(value)
+                key.append(value)
+        return cls(given, tuple(addresses), tuple(key))
 
     def and_more(self, *numbers: int) -> Arguments:
         """With integers behind them."""
         return Arguments(self.given + numbers, self.addresses + numbers, self.key + numbers)
 
 
-def _addresses(given: tuple[Any, ...], key: list[Any]) -> tuple[Any, ...]:
-    found: list[Any] = []
-    for value in given:
-        if isinstance(value, Tensor):
-            address = value.data_ptr()
-            key += (value.dtype, address % 16 == 0)
-            found.append(address)
-        elif isinstance(value, tuple):
-            found.append(_addresses(value, key))
-        else:
-            key.append(value)
-            found.append(value)
-    return tuple(found)
-
-
 _COMPILED: dict[tuple[Any, ...], Any] = {}
-
-
-def launch(
-    kernel: Any,
-    programs: int,
-    arguments: Arguments,
-    constants: tuple[Any, ...],
-    *,
-    overlap: bool = False,
-    **options: Any,
-) -> None:
-    """Launch a kernel with `arguments`, then its constants, the last of which is `overlap`.
-
-    Binding about 60 arguments took Triton 33 to 70 us of the host's time. Once compiled, a kernel
-    whose integers, dtypes and alignments are the same is called directly.
-    """
-    constants = (*constants, overlap)
-    key = (id(kernel), arguments.key, constants, *options.values())
-    compiled = _COMPILED.get(key)
-    if compiled is not None:
-        compiled[programs, 1, 1](*arguments.addresses, *constants)
-        return
-    if overlap:
-        options["launch_pdl"] = True
-    compiled = kernel[(programs,)](*arguments.given, *constants, **options)
-    if compiled is not None:  # None: interpreted
-        _COMPILED[key] = compiled
 
 
 def check_device(logits: Tensor) -> None:
@@ -180,7 +154,7 @@ def edits_tuple(
 ) -> tuple[tuple[Any, ...], bool, bool]:
     """(the pointers of `rows.py: edits`, whether there are masks, whether there are entries)."""
     if edits is None:
-        return (unused,) * 7 + (0, unused, 0), False, False
+        return (unused,), False, False
     masks, entries = edits.mask_RW is not None, len(edits.token_M) > 0
     fields = [edits.mask_RW, edits.mask_N, edits.start_N1, edits.token_M]
     fields += [edits.bias_M, edits.repetition_M, edits.subtract_M]
@@ -223,6 +197,7 @@ class Call(NamedTuple):
     noise: tuple[int, int]
     drafts: bool
     overlap: bool
+    known: dict[int, Arguments]
 
     @classmethod
     def of(
@@ -260,11 +235,30 @@ class Call(NamedTuple):
             noise=(int(noise[0]), int(noise[1])),
             drafts=noise[0] == Stream.DRAFT_TOKEN,
             overlap=overlaps(logits_NV.device),
+            known={},
         )
 
+    def arguments(self, *given: Any) -> Arguments:
+        """Pack arguments for this op's launches; its own tuples are packed once."""
+        return Arguments.of((*given,), self.known)
+
     def launch(
-        self, kernel: Any, programs: int, given: tuple[Any, ...], *constants: Any, **options: Any
+        self, kernel: Any, programs: int, arguments: Arguments, *constants: Any, **options: Any
     ) -> None:
-        """Launch a kernel of this op; see `launch`."""
-        arguments = Arguments.of(self.logits_NV.device, *given)
-        launch(kernel, programs, arguments, constants, overlap=self.overlap, **options)
+        """Launch a kernel with `arguments`, then `constants`, the last of which is `overlap`.
+
+        Binding about 60 arguments takes Triton 33 to 70 us of the host's time. Once compiled, a
+        kernel whose integers, dtypes and alignments are the same is called directly.
+        """
+        constants = (*constants, self.overlap)
+        device = self.logits_NV.device
+        key = (id(kernel), device, arguments.key, constants, *options.values())
+        compiled = _COMPILED.get(key)
+        if compiled is not None:
+            compiled[programs, 1, 1](*arguments.addresses, *constants)
+            return
+        if self.overlap:
+            options["launch_pdl"] = True
+        compiled = kernel[(programs,)](*arguments.given, *constants, **options)
+        if compiled is not None:  # None: interpreted
+            _COMPILED[key] = compiled

@@ -1,7 +1,8 @@
 """The pass over p and q together, and the draw of what `decide.py` planned.
 
-A request's residual masses are summed by many programs; its last one to finish settles the request:
-the block rule, and the draw. As a launch of its own that end would be the fourth. A request that
+Many programs share a request's residual, and the last one to finish settles the request. Of a row
+alone each program draws the best token of its blocks, and the last compares; under BLOCK the rule
+comes first, from the masses. As a launch of its own that end would be the fourth. A request that
 has nothing to sum is drawn by its first program, beside the others' pass.
 
 Tuples as in `request.py`. Shapes: B requests, K most drafts, KP a power of 2 above it, N rows, V
@@ -14,15 +15,16 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton import rules
-from foretoken.ops.backends.triton.draw import draw, residual_masses, weigh
+from foretoken.ops.backends.triton.draw import draw, residual_masses, weigh, within
 from foretoken.ops.backends.triton.filters import CAPACITY
-from foretoken.ops.backends.triton.noise import LOG2E, gumbel_span, uniform_at
+from foretoken.ops.backends.triton.noise import LOG2E, gumbel_at, gumbel_span, uniform_at
 from foretoken.ops.backends.triton.request import (
     ACCEPT,
     ALL_ROWS,
     DONE,
     DRAW,
     FRACTION,
+    ONE_ROW,
     RESIDUAL_TOKEN,
     TARGET_TOKEN,
     WHOLE,
@@ -119,12 +121,12 @@ def _block_rule(
 
 
 @triton.jit
-def _residual_part(
-    logits, stride, row, part, V, NB, edits, out, at, flat, scale, threshold, lse, law,
+def _candidate(
+    logits, stride, row, part, V, NB, edits, out, at_, flat, scale, threshold, lse, law, one_row,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr,
     FP64: tl.constexpr,
 ):  # fmt: skip
-    """Residual masses of PER blocks; with flat noise the best scores too."""
+    """Residual masses of PER blocks; of a row alone, these blocks' best (score, token) too."""
     width: tl.constexpr = PER * BLOCK
     start = part * width
     x = load_span(logits, stride, row, start, V, edits, width, MASKS, ENTRIES, "evict_first")
@@ -132,12 +134,23 @@ def _residual_part(
     j = part * PER + tl.arange(0, PER)
     mass = residual_masses(x, off, threshold, scale, lse, law, PER, BLOCK)
     tl.store(out[0] + row * NB + j, mass, mask=j < NB)
-    if FILTERS:
-        if flat:
-            weight = weigh(x, off, threshold, scale, lse, law)
-            score = weight + gumbel_span(at, start, width, FP64)
-            best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
-            tl.store(out[1] + row * NB + j, best, mask=j < NB)
+    best, token = tl.full((), float("-inf"), tl.float64), tl.full((), 0, tl.int64)
+    tokens = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + RESIDUAL_TOKEN)
+    blocks = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + RESIDUAL_TOKEN + 1)
+    if one_row:
+        score = mass.to(tl.float64) + gumbel_at(blocks, j, FP64)
+        score = tl.where((j < NB) & (mass > float("-inf")), score, float("-inf"))
+        best = tl.max(score, axis=0)
+        block = part * PER + tl.argmax(score, axis=0)
+        if FILTERS:
+            if flat:
+                flat_score = weigh(x, off, threshold, scale, lse, law)
+                flat_score += gumbel_span(tokens, start, width, FP64)
+                best = tl.max(flat_score, axis=0).to(tl.float64)
+                block = (start + tl.argmax(flat_score, axis=0)) // BLOCK
+        token = within(logits, stride, row, V, edits, block, threshold, scale, lse, False, law, at_,
+                       RESIDUAL_TOKEN, MASKS, ENTRIES, FP64)  # fmt: skip
+    return best, token
 
 
 @triton.jit
@@ -175,14 +188,27 @@ def residual_kernel(
         expected = tl.sum((planned >= 0).to(tl.int32), axis=0)
     if (row < 0) & ((expected > 0) | (part + r > 0)):
         return
+    at_ = (key, position.to(tl.int32), zero)
+    law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
+    drawn, undrawn = tl.full((), 0, tl.int64), parts > 0
     if (row >= 0) & (pending != DRAW):
-        law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
-        noise = (key, position.to(tl.int32), zero, zero + RESIDUAL_TOKEN)
-        _residual_part(logits, stride, row, part, V, NB, edits, out, noise, flat, scale, threshold,
-                       lse, law, MASKS, ENTRIES, FILTERS, PER, FP64)  # fmt: skip
+        best, own = _candidate(
+            logits, stride, row, part, V, NB, edits, out, at_, flat, scale, threshold, lse, law,
+            pending == ONE_ROW, MASKS, ENTRIES, FILTERS, PER, FP64,
+        )  # fmt: skip
+        to = work[2] + (b * parts + part).to(tl.int64) * 2
+        tl.store(to, best)
+        tl.store(to + 1, own.to(tl.float64))
         tl.debug_barrier()
         if tl.atomic_add(whole + 1, 1, sem="acq_rel") != expected * parts - 1:
             return
+        if pending == ONE_ROW:
+            j = tl.arange(0, NBP)
+            at = work[2] + (b * parts + j).to(tl.int64) * 2
+            score = tl.load(at, mask=j < parts, other=float("-inf"), cache_modifier=".cg")
+            own_J = tl.load(at + 1, mask=j < parts, other=0.0, cache_modifier=".cg")
+            drawn = tl.sum(tl.where(j == tl.argmax(score, axis=0), own_J, 0.0), axis=0).to(tl.int64)
+            undrawn = tl.max(score, axis=0) == float("-inf")
     finite = pending != DONE
     if pending == ALL_ROWS:
         first, num, slot, position, key, scale, greedy, _, flat, _ = read_request(
@@ -197,9 +223,10 @@ def residual_kernel(
         lse_ = tl.load(found[1] + first + i, mask=i <= k, other=0.0)
         finite = tl.sum((lse_ - lse_ != 0).to(tl.int32), axis=0) == 0
         store_prefix(b, k, finite, num, request, verdict, K, KP)
-    law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
-    stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
-    at_ = (key, position.to(tl.int32), zero)
-    drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_,
-                 stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
+    if undrawn:
+        law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
+        stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
+        at_ = (key, position.to(tl.int32), zero)
+        drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_,
+                     stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
     store_token(b, k, drawn, finite, verdict, K)

@@ -25,7 +25,7 @@ from foretoken.ops.backends.triton.rows import (
     log2_sum,
     wait_for_writes,
 )
-from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, scan_kernel
+from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, scan_kernel
 from foretoken.ops.backends.triton.wide import wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
@@ -61,7 +61,8 @@ def pick_kernel(
     flat = is_flat(state, slot, V)
     wait_for_writes(OVERLAP)
     token = draw(
-        logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_, token_stream, block_stream, MASKS, ENTRIES, FILTERS, NBP, FP64,
+        logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_, token_stream,
+        block_stream, MASKS, ENTRIES, FILTERS, NBP, FP64,
     )  # fmt: skip
     tl.store(token_ptr + row, token)
     if STORE:
@@ -124,14 +125,14 @@ def _draw_rows(call: Call, cache: DraftCache | None) -> Tensor:
     if not rows:
         return token_N
     reduce_rows(call, cache)
-    given = (
+    arguments = call.arguments(
         call.logits_NV, call.logits_NV.stride(0), call.slot_B, call.position_B, call.index_B,
         call.state, call.edits, call.scratch.out, call.scratch.found, _cache_tuple(call, cache),
         token_N, call.sizes.vocabulary, call.sizes.blocks, *call.noise,
     )  # fmt: skip
     call.launch(
-        pick_kernel, rows, given, call.masks, call.entries, call.filters, call.sizes.blocks_padded,
-        call.fp64, call.drafts, cache is not None,
+        pick_kernel, rows, arguments, call.masks, call.entries, call.filters,
+        call.sizes.blocks_padded, call.fp64, call.drafts, cache is not None,
         num_warps=8 if call.fp64 and rows < _FEW_ROWS else 4,
     )  # fmt: skip
     return token_N
@@ -150,33 +151,34 @@ def _cache_tuple(call: Call, cache: DraftCache | None) -> tuple[Any, ...]:
 def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
     """Scan the rows, store drafts in the cache if there is one, and find thresholds."""
     logits_NV, sizes, scratch = call.logits_NV, call.sizes, call.scratch
-    programs = -(-sizes.blocks // BLOCKS_PER_PROGRAM)
     rows, stride = len(call.slot_B) * call.width, logits_NV.stride(0)
+    per = 1 if rows * sizes.blocks <= FEW_PROGRAMS else BLOCKS_PER_PROGRAM
+    programs = -(-sizes.blocks // per)
     where = (call.num_B, call.slot_B, call.position_B, call.index_B)
     edited = (call.masks, call.entries)
-    given = (
+    arguments = call.arguments(
         logits_NV, stride, *where, call.state, call.edits, scratch.out, _cache_tuple(call, cache),
         sizes.vocabulary, sizes.blocks, sizes.groups, programs, call.noise[0],
     )  # fmt: skip
     call.launch(
-        scan_kernel, rows * programs, given, call.width, *edited, call.filters, call.flat,
-        call.fp64, cache is not None, call.drafts, BLOCKS_PER_PROGRAM, num_warps=1,
+        scan_kernel, rows * programs, arguments, call.width, *edited, call.filters, call.flat,
+        call.fp64, cache is not None, call.drafts, per, num_warps=1,
     )  # fmt: skip
     if not call.filters:
         return
-    given = (
+    arguments = call.arguments(
         logits_NV, stride, call.num_B, call.slot_B, call.state, call.edits, scratch.out,
         scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups,
     )  # fmt: skip
     call.launch(
-        filter_kernel, rows, given, call.width, *edited, sizes.groups_padded, sizes.blocks_padded,
-        num_warps=4 if rows < _FEW_ROWS else 2,
+        filter_kernel, rows, arguments, call.width, *edited, sizes.groups_padded,
+        sizes.blocks_padded, num_warps=4 if rows < _FEW_ROWS else 2,
     )  # fmt: skip
-    given = (
+    arguments = call.arguments(
         logits_NV, stride, *where, call.state, call.edits, scratch.out, scratch.found,
         sizes.vocabulary, sizes.blocks, sizes.groups, call.noise[0],
     )  # fmt: skip
     call.launch(
-        wide_kernel, rows, given, call.width, *edited, sizes.blocks_padded, call.fp64, call.drafts,
-        num_warps=4, **at_most_registers(128),
+        wide_kernel, rows, arguments, call.width, *edited, sizes.blocks_padded, call.fp64,
+        call.drafts, num_warps=4, **at_most_registers(128),
     )  # fmt: skip

@@ -26,6 +26,7 @@ from foretoken.ops.backends.triton.rows import (
 )
 
 BLOCKS_PER_PROGRAM = 2
+FEW_PROGRAMS = 4096  # that run at once on one GPU: up to here a program takes one block
 
 
 @triton.jit

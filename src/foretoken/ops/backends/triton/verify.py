@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.triton.decide import decide_kernel
-from foretoken.ops.backends.triton.launch import Arguments, Call, at_most_registers, launch
+from foretoken.ops.backends.triton.launch import Call, at_most_registers
 from foretoken.ops.backends.triton.request import FRACTION, WHOLE
 from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
 
-_BLOCKS_PER_PROGRAM = 4  # of the residual pass; 12 in turn took 52 us where 4 took 39
+_BLOCKS = 4  # that a program of the residual pass takes; 12 in turn took 52 us where 4 took 39
+_FEW = 4  # rows of the residual pass whose every block gets a program of its own
 
 
 def verify(
@@ -54,12 +55,16 @@ def verify(
     reduce_rows(call)
     sizes, cached, block_rule = call.sizes, drafts.cache is not None, Rule.BLOCK in params.rules
     later = most > 0 and (cached or block_rule or call.filters)
+    rows = most if block_rule else 1
+    per = 1 if requests * rows <= _FEW else _BLOCKS
+    parts = -(-sizes.blocks // per)
     work = (
         torch.empty(requests * (2 + WHOLE.value * most), dtype=torch.int64, device=device),
         torch.empty(requests * (1 + (3 + FRACTION.value) * most), device=device),
+        torch.empty(requests * parts * 2, dtype=torch.float64, device=device),
     )
-    shared = Arguments.of(
-        device, logits_NV, logits_NV.stride(0), _request_tuple(call, drafts, synthetic_rate_K),
+    shared = call.arguments(
+        logits_NV, logits_NV.stride(0), _request_tuple(call, drafts, synthetic_rate_K),
         call.state, call.edits, _q_tuple(drafts.cache, logits_NV), call.scratch.out,
         call.scratch.found, work, (verdict.token_BK1, verdict.n_accept_B, verdict.finite_B),
         sizes.vocabulary, sizes.blocks, most,
@@ -68,17 +73,13 @@ def verify(
     special = (call.masks, call.entries, call.filters, cached)
     widths = (padded, sizes.blocks_padded, fp64_noise)
     rates = synthetic_rate_K is not None
-    launch(
-        decide_kernel, requests, shared, (most > 0, *special, rates, later, *widths),
-        overlap=call.overlap, num_warps=8,
+    call.launch(
+        decide_kernel, requests, shared, most > 0, *special, rates, later, *widths, num_warps=8,
     )  # fmt: skip
     if later:
-        rows = most if block_rule else 1
-        parts = -(-sizes.blocks // _BLOCKS_PER_PROGRAM)
-        launch(
+        call.launch(
             residual_kernel, requests * rows * parts, shared.and_more(parts, rows),
-            (*special, *widths, _BLOCKS_PER_PROGRAM), overlap=call.overlap, num_warps=4,
-            **at_most_registers(96),
+            *special, *widths, per, num_warps=4, **at_most_registers(96),
         )  # fmt: skip
     return verdict
 

@@ -84,7 +84,10 @@ def overlaps(device: torch.device) -> bool:
 
 
 class Arguments(NamedTuple):
-    """Of launches: as given, with tensors as addresses, and what a compiled kernel depends on."""
+    """Of a launch: as given; with tensors as addresses; all integers, and the addresses mod 16.
+
+    A compiled kernel also depends on dtypes: those that may vary are in `Call.dtypes`.
+    """
 
     given: tuple[Any, ...]
     addresses: tuple[Any, ...]
@@ -92,23 +95,25 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, given: tuple[Any, ...], known: dict[int, Arguments]) -> Arguments:
-        """`known`: nested tuples seen before, by id; the caller keeps them alive."""
+        """`known`: nested tuples seen before, by id; it keeps them alive."""
         addresses: list[Any] = []
         key: list[Any] = []
         for value in given:
-            if isinstance(value, Tensor):
-                address = value.data_ptr()
-                addresses.append(address)
-                key += (value.dtype, address % 16)
-            elif isinstance(value, tuple):
+            kind = value.__class__
+            if kind is tuple:
                 nested = known.get(id(value))
                 if nested is None:
                     nested = known[id(value)] = cls.of(value, known)
                 addresses.append(nested.addresses)
                 key.append(nested.key)
-            else:
+            elif kind is int:
                 addresses.append(value)
                 key.append(value)
+            else:
+                address = value.data_ptr()
+                addresses.append(address)
+                if address % 16:
+                    key.append((len(addresses), address % 16))
         return cls(given, tuple(addresses), tuple(key))
 
     def and_more(self, *numbers: int) -> Arguments:
@@ -176,7 +181,7 @@ class Call(NamedTuple):
 
     B requests of up to `width` rows each; `num_B` says how many drafts a request has (any tensor
     if width is 1). noise: (token stream, block stream), and whether the rows are drafts, for flat
-    draws of dense rows at draft index `index_B`.
+    draws of dense rows at draft index `index_B`. dtypes: of all arguments that may have several.
     """
 
     logits_NV: Tensor
@@ -197,6 +202,7 @@ class Call(NamedTuple):
     noise: tuple[int, int]
     drafts: bool
     overlap: bool
+    dtypes: tuple[torch.dtype, ...]
     known: dict[int, Arguments]
 
     @classmethod
@@ -209,6 +215,7 @@ class Call(NamedTuple):
         fp64: bool,
         noise: tuple[Stream, Stream],
         width: int = 1,
+        dtypes: tuple[torch.dtype, ...] = (),
     ) -> Call:
         """`where` = (num_B, slot_B, position_B, index_B); allocates the scratch."""
         check_device(logits_NV)
@@ -235,6 +242,7 @@ class Call(NamedTuple):
             noise=(int(noise[0]), int(noise[1])),
             drafts=noise[0] == Stream.DRAFT_TOKEN,
             overlap=overlaps(logits_NV.device),
+            dtypes=(logits_NV.dtype, *dtypes),
             known={},
         )
 
@@ -251,8 +259,10 @@ class Call(NamedTuple):
         kernel whose integers, dtypes and alignments are the same is called directly.
         """
         constants = (*constants, self.overlap)
-        device = self.logits_NV.device
-        key = (id(kernel), device, arguments.key, constants, *options.values())
+        key = (
+            id(kernel), self.logits_NV.device, self.dtypes, arguments.key, constants,
+            *options.values(),
+        )  # fmt: skip
         compiled = _COMPILED.get(key)
         if compiled is not None:
             compiled[programs, 1, 1](*arguments.addresses, *constants)

@@ -8,7 +8,7 @@ Tuples:
                          row or -1, mode, token, where its q begins, position
               fraction = log_p_K, log_q_K, weight_K1 (logs in base 2, under BLOCK alone), then
                          FRACTION per planned row: scale, threshold, lse, those of q, log2 w
-              candidate = of each part of a residual row: the best score, its token
+              candidate = of each block of a residual row, if they are few: its score and token
     verdict = (token_BK1, n_accept_B, finite_B)
 
 Shapes: B requests, K most drafts, KP a power of 2 above it, N rows, V vocabulary, NB blocks.

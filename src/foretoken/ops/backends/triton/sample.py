@@ -141,7 +141,7 @@ def _draw_rows(call: Call, cache: DraftCache | None) -> Tensor:
 def _cache_tuple(call: Call, cache: DraftCache | None) -> tuple[Any, ...]:
     """The pointers of `pick_kernel: cache`."""
     if cache is None:
-        return (call.logits_NV, 0, 0, call.index_B, call.index_B, call.index_B, 0)
+        return (call.index_B,)
     raw = cache.logits_SKV
     strides = raw.stride(0), raw.stride(1)
     rest = cache.threshold_SK, cache.lse_SK, cache.lse_SK.stride(0)

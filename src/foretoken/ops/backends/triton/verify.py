@@ -21,7 +21,7 @@ from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
 
 _BLOCKS = 4  # that a program of the residual pass takes; 12 in turn took 52 us where 4 took 39
-_FEW = 4  # rows of the residual pass whose every block gets a program of its own
+_FEW = 4  # rows of the residual pass up to which every block gets a program of its own
 
 
 def verify(
@@ -51,17 +51,21 @@ def verify(
         return verdict
     where = (drafts.num_B, slot_B, position_B, drafts.num_B)
     noise = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
-    call = Call.of(logits_NV, params, where, edits, fp64_noise, noise, most + 1)
+    dtypes = [drafts.token_BK.dtype]
+    if drafts.cache is not None:
+        dtypes.append(drafts.cache.logits_SKV.dtype)
+    call = Call.of(logits_NV, params, where, edits, fp64_noise, noise, most + 1, (*dtypes,))
     reduce_rows(call)
     sizes, cached, block_rule = call.sizes, drafts.cache is not None, Rule.BLOCK in params.rules
     later = most > 0 and (cached or block_rule or call.filters)
     rows = most if block_rule else 1
-    per = 1 if requests * rows <= _FEW else _BLOCKS
+    few = requests * rows <= _FEW
+    per, warps = (1, 8) if few else (_BLOCKS, 4)
     parts = -(-sizes.blocks // per)
     work = (
         torch.empty(requests * (2 + WHOLE.value * most), dtype=torch.int64, device=device),
         torch.empty(requests * (1 + (3 + FRACTION.value) * most), device=device),
-        torch.empty(requests * parts * 2, dtype=torch.float64, device=device),
+        torch.empty(requests * sizes.blocks * 2 * few, dtype=torch.float64, device=device),
     )
     shared = call.arguments(
         logits_NV, logits_NV.stride(0), _request_tuple(call, drafts, synthetic_rate_K),
@@ -79,7 +83,7 @@ def verify(
     if later:
         call.launch(
             residual_kernel, requests * rows * parts, shared.and_more(parts, rows),
-            *special, *widths, per, num_warps=4, **at_most_registers(96),
+            *special, *widths, per, few, num_warps=warps, **at_most_registers(96),
         )  # fmt: skip
     return verdict
 

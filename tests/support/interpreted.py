@@ -56,6 +56,15 @@ CASES: dict[str, dict[str, Any]] = {
         "draft_dtype": BF16,
     },
     "2100, standard, unfiltered": {"seed": 8, "fixed": {**OFF, "rule": Rule.STANDARD}},
+    "1025, many edits, bf16": {
+        "seed": 20,
+        "most_edits": 3000,
+        "most": 1,
+        "num_requests": 1,
+        "num_slots": 1,
+        "fixed": {**OFF, "rule": Rule.STANDARD, "temperature": 1.0},
+        "dtype": BF16,
+    },
 }
 """Arguments of `random_case`; a name begins with the vocabulary.
 

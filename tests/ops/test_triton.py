@@ -6,6 +6,7 @@ is compared is in `tests/support/oracle.py`, the batches are in `tests/support/i
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -19,7 +20,7 @@ import torch
 
 from foretoken.ops import Rule, get_backend
 from tests.support import interpreted
-from tests.support.interpreted import CASES, compare
+from tests.support.interpreted import CASES, CHOICES, compare
 from tests.support.oracle import compare_batch, random_case
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def results() -> dict[str, Any]:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, CHOICES])
 def test_interpreted_kernels_decide_as_the_oracle(results: dict[str, Any], name: str) -> None:
     assert results[name]["failure"] is None, results[name]["failure"]
 
@@ -65,6 +66,14 @@ def test_few_decisions_were_excluded(results: dict[str, Any]) -> None:
 def test_compiled_kernels_decide_as_the_oracle(name: str) -> None:
     outcome = compare(name, get_backend("triton"), torch.device("cuda"))
     assert outcome["failure"] is None, outcome["failure"]
+
+
+@needs_triton
+@needs_gpu
+def test_choices_with_fp64_noise_on_a_gpu() -> None:
+    choices = importlib.import_module("tests.support.argmax64")
+    _, left = choices.compare_choices(60_000, torch.device("cuda"))
+    assert left < 12_000
 
 
 @needs_triton

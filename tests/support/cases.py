@@ -111,14 +111,14 @@ def make_edits(
     )
 
 
-def random_edits(rows: int, vocabulary: int, random: torch.Generator) -> Edits:
-    """Two masks that half of the rows use, and up to eight entries a row, one in four a ban."""
+def random_edits(rows: int, vocabulary: int, random: torch.Generator, most: int = 8) -> Edits:
+    """Two masks that half of the rows use, and up to `most` entries a row, one in four a ban."""
     keep = torch.rand(2, vocabulary, generator=random) < 0.7
     masks = [torch.nonzero(one).flatten().tolist() for one in keep]
     mask_of = (torch.randint(4, (rows,), generator=random) - 2).clamp(min=-1).tolist()
     entries = {}
     for row in range(rows):
-        count = int(torch.randint(9, (), generator=random))
+        count = int(torch.randint(most + 1, (), generator=random))
         for token in torch.randint(vocabulary, (count,), generator=random).tolist():
             bias, repetition, subtract = torch.rand(3, generator=random).tolist()
             ban = int(torch.randint(4, (), generator=random)) == 0

@@ -10,11 +10,13 @@ prints one JSON object: case -> {"decisions", "near_ties", "seconds", "failure"}
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,11 +58,21 @@ CASES: dict[str, dict[str, Any]] = {
         "draft_dtype": BF16,
     },
     "2100, standard, unfiltered": {"seed": 8, "fixed": {**OFF, "rule": Rule.STANDARD}},
+    "1025, many edits, bf16": {
+        "seed": 20,
+        "most_edits": 3000,
+        "most": 1,
+        "num_requests": 1,
+        "num_slots": 1,
+        "fixed": {**OFF, "rule": Rule.STANDARD, "temperature": 1.0},
+        "dtype": BF16,
+    },
 }
 """Arguments of `random_case`; a name begins with the vocabulary.
 
 wider: how much wider the draft vocabulary is.
 """
+CHOICES = "choices with FP64 noise"
 
 
 def compare(name: str, backend: Backend, device: torch.device = CPU) -> dict[str, Any]:
@@ -68,10 +80,18 @@ def compare(name: str, backend: Backend, device: torch.device = CPU) -> dict[str
     options = SMALL | CASES[name]
     vocabulary, seed = int(name.split(",")[0]), options.pop("seed")
     width = vocabulary + options.pop("wider", 0)
+
+    def run() -> tuple[int, int]:
+        case = random_case(vocabulary, seed, draft_vocabulary=width, **options)
+        return compare_batch(backend, case, device=device)
+
+    return _outcome(run)
+
+
+def _outcome(run: Callable[[], tuple[int, int]]) -> dict[str, Any]:
     start, failure, tally = time.perf_counter(), None, (0, 0)
     try:
-        case = random_case(vocabulary, seed, draft_vocabulary=width, **options)
-        tally = compare_batch(backend, case, device=device)
+        tally = run()
     except Exception:  # a kernel may fail in any way; the other cases go on
         failure = traceback.format_exc(limit=-3)
     return {
@@ -86,7 +106,11 @@ def main() -> None:
     part = sys.argv[1] if len(sys.argv) > 1 else ""
     warnings.simplefilter("ignore")  # numpy's, about infinities that the kernels mask
     backend = get_backend("triton")
-    print(json.dumps({name: compare(name, backend) for name in CASES if part in name}))
+    outcomes = {name: compare(name, backend) for name in CASES if part in name}
+    if part in CHOICES:
+        choices = importlib.import_module("tests.support.argmax64")  # needs Triton
+        outcomes[CHOICES] = _outcome(lambda: (choices.compare_choices(64, CPU)[0], 0))
+    print(json.dumps(outcomes))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.filters import CAPACITY
-from foretoken.ops.backends.triton.noise import gumbel_at, gumbel_span
+from foretoken.ops.backends.triton.noise import argmax_at, argmax_span, gumbel_at, gumbel_span
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     load_masses,
@@ -89,9 +89,7 @@ def _compact(weight, id_, count, flat, at_, token_stream, block_stream, FP64: tl
         chosen = tl.max(tl.where(c == best, block, 0), axis=0)
         member = member & (block == chosen)
     at = (at_[0], at_[1], at_[2], zero + token_stream)
-    score = weight + gumbel_at(at, id_, FP64)
-    usable = member & (weight > float("-inf"))
-    best = tl.argmax(tl.where(usable, score, float("-inf")), axis=0)
+    best = argmax_at(tl.where(member, weight, float("-inf")), at, id_, FP64)
     return tl.max(tl.where(c == best, id_, 0), axis=0).to(tl.int64)
 
 
@@ -148,8 +146,7 @@ def within(
     else:
         at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + stream)
         weight = weigh(x, off, threshold, scale, lse, law)
-        score = weight + gumbel_span(at, first, BLOCK, FP64)
-        best = tl.argmax(tl.where(weight > float("-inf"), score, float("-inf")), axis=0)
+        best = argmax_span(weight, at, first, BLOCK, FP64)
     return (first + best).to(tl.int64)
 
 
@@ -192,13 +189,13 @@ def draw(
             mass_J = load_masses(out[0], row, NB, NBP)
         zero = tl.full((), 0, tl.int32)
         at = (at_[0], at_[1], at_[2], zero + block_stream)
-        score = mass_J.to(tl.float64) if FP64 else mass_J
-        if flat & (not greedy):
-            score = load_masses(out[1], row, NB, NBP).to(score.dtype)
-        elif not greedy:
-            score = mass_J + gumbel_span(at, 0, NBP, FP64)
-        score = tl.where((j < NB) & (mass_J > float("-inf")), score, float("-inf"))
-        block = tl.argmax(score, axis=0)
+        if flat | greedy:
+            score = mass_J
+            if not greedy:
+                score = load_masses(out[1], row, NB, NBP)
+            block = tl.argmax(tl.where(mass_J > float("-inf"), score, float("-inf")), axis=0)
+        else:
+            block = argmax_span(mass_J, at, 0, NBP, FP64)
         kept = (mode, law[1], law[2], law[3], law[4], law[5], law[6])
         token = within(logits, stride, row, V, edits, block, threshold, scale, lse, greedy, kept,
                         at_, token_stream, MASKS, ENTRIES, FP64)  # fmt: skip

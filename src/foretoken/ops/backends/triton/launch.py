@@ -21,7 +21,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.ops.backends.triton.filters import CAPACITY
-from foretoken.ops.backends.triton.rows import BLOCK, GROUP, begin_kernel
+from foretoken.ops.backends.triton.rows import BLOCK, GROUP, edit_kernel
 from foretoken.ops.types import Edits, Rule, SlotParams, Stream
 
 _BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span
@@ -155,25 +155,26 @@ def state_tuple(params: SlotParams) -> tuple[Tensor, ...]:
 
 
 def edits_tuple(
-    edits: Edits | None, sizes: Sizes, unused: Tensor
+    edits: Edits | None, logits_NV: Tensor, sizes: Sizes, unused: Tensor
 ) -> tuple[tuple[Any, ...], bool, bool]:
     """(the pointers of `rows.py: edits`, whether there are masks, whether there are entries)."""
     if edits is None:
         return (unused,), False, False
+    mask: tuple[Any, ...] = (unused, unused, 0)
+    if edits.mask_RW is not None:
+        mask = (edits.mask_RW, edits.mask_N, edits.mask_RW.shape[1])
     masks, entries = edits.mask_RW is not None, len(edits.token_M) > 0
-    fields = [edits.mask_RW, edits.mask_N, edits.start_N1, edits.token_M]
-    fields += [edits.bias_M, edits.repetition_M, edits.subtract_M]
-    pointers = tuple(unused if x is None else x for x in fields)
-    words = edits.mask_RW.shape[1] if edits.mask_RW is not None else 0
+    if not entries:
+        return (*mask, unused, unused, unused, 0), masks, False
     columns = sizes.blocks + _BLOCKS_AT_ONCE
-    begin = unused
-    if entries:
-        begin = torch.empty(sizes.rows, columns, dtype=torch.int32, device=edits.token_M.device)
-        padded = 1 << (columns - 1).bit_length()
-        begin_kernel[(sizes.rows,)](
-            edits.start_N1, edits.token_M, begin, columns, padded, num_warps=4
-        )
-    return (*pointers, words, begin, columns), masks, entries
+    begin = torch.empty(sizes.rows, columns, dtype=torch.int32, device=logits_NV.device)
+    pointers = (*mask, edits.token_M, torch.empty_like(edits.bias_M), begin, columns)
+    padded = 1 << (columns - 1).bit_length()
+    edit_kernel[(sizes.rows,)](
+        logits_NV, logits_NV.stride(0), edits.start_N1, edits.bias_M, edits.repetition_M,
+        edits.subtract_M, pointers, sizes.vocabulary, masks, padded, num_warps=4,
+    )  # fmt: skip
+    return pointers, masks, True
 
 
 class Call(NamedTuple):
@@ -222,7 +223,7 @@ class Call(NamedTuple):
         sizes = Sizes.of(logits_NV)
         num_B, slot_B, position_B, index_B = (x.contiguous() for x in where)
         filters, flat = params.has_filters, Rule.COUPLED in params.rules
-        pointers, masks, entries = edits_tuple(edits, sizes, slot_B)
+        pointers, masks, entries = edits_tuple(edits, logits_NV, sizes, slot_B)
         return cls(
             logits_NV=logits_NV,
             num_B=num_B,

@@ -15,6 +15,10 @@ from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+_LOWEST = tl.constexpr(-2.79)  # noise that `sure_argmax` does not tell from lower noise
+_SLACK = tl.constexpr(1.2207e-4)  # 2 * 2^-14
+_ROUNDING = tl.constexpr(2.384185791015625e-7)  # 2^-22
+_LANE = tl.constexpr(65536)  # above any number of lanes
 
 
 @triton.jit
@@ -57,11 +61,26 @@ def gumbel64(u):
 
 
 @triton.jit
+def _pairs_span(at, first, COUNT: tl.constexpr):
+    """Word pairs (high, low) of FP64 draws first, first + 1, ...; `first` is a multiple of 2."""
+    a, b, c, d = words(at, (first // 2 + tl.arange(0, COUNT // 2)).to(tl.int32))
+    return tl.reshape(tl.join(a, c), (COUNT,)), tl.reshape(tl.join(b, d), (COUNT,))
+
+
+@triton.jit
+def _pairs_at(at, index):
+    """The word pairs of any FP64 draws."""
+    a, b, c, d = words(at, (index // 2).to(tl.int32))
+    odd = index % 2 == 1
+    return tl.where(odd, c, a), tl.where(odd, d, b)
+
+
+@triton.jit
 def gumbel_span(at, first, COUNT: tl.constexpr, FP64: tl.constexpr):
     """Draws first, first + 1, ... [COUNT]; `first` is a multiple of 4."""
     if FP64:
-        a, b, c, d = words(at, (first // 2 + tl.arange(0, COUNT // 2)).to(tl.int32))
-        return gumbel64(tl.reshape(tl.join(uniform64(a, b), uniform64(c, d)), (COUNT,)))
+        high, low = _pairs_span(at, first, COUNT)
+        return gumbel64(uniform64(high, low))
     else:
         a, b, c, d = words(at, (first // 4 + tl.arange(0, COUNT // 4)).to(tl.int32))
         even, odd = tl.join(uniform32(a), uniform32(c)), tl.join(uniform32(b), uniform32(d))
@@ -72,9 +91,8 @@ def gumbel_span(at, first, COUNT: tl.constexpr, FP64: tl.constexpr):
 def uniform_at(at, index, FP64: tl.constexpr):
     """Draw `index` (int block) of a stream."""
     if FP64:
-        a, b, c, d = words(at, (index // 2).to(tl.int32))
-        odd = index % 2 == 1
-        return uniform64(tl.where(odd, c, a), tl.where(odd, d, b))
+        high, low = _pairs_at(at, index)
+        return uniform64(high, low)
     else:
         a, b, c, d = words(at, (index // 4).to(tl.int32))
         word = index % 4
@@ -89,6 +107,67 @@ def gumbel_at(at, index, FP64: tl.constexpr):
         return gumbel64(uniform_at(at, index, True))
     else:
         return gumbel(uniform_at(at, index, False))
+
+
+@triton.jit
+def sure_argmax(weight, high, low):
+    """`argmax64` if FP32 can tell, else a negative number (about one call in a thousand).
+
+    Let ulp = 2^-24, n the FP64 noise of a lane, m what is computed here. u, both words in FP32, is
+    rounded twice: a relative error of 2 ulp. dn / d(ln u) = u / ((1 - u) L ln 2), L = -ln(1 - u),
+    grows from 1.45 to 211 where n = -2.79 (u = 0.99901): an error of 2.6e-5 there, below 2e-6 for
+    u < 0.9. In L: the series (u < 0.1) errs by 3 ulp and 1.3e-8 (its end); 1 - u by 1 ulp of 1 and
+    the hardware's log2 by 2^-22 of max(1, its value): 2.3e-6 relatively where it is worst, u = 0.1.
+    The last log2 and its rounding: 2^-22 max(1, |m|) + ulp |m| < 1.7e-5, |m| <= 54 (u >= 2^-54). No
+    u is worst for two of them: |m - n| < 4e-5 if n > -2.8, which is below 2^-14. Lower noise takes
+    m = -2.79 for an upper bound.
+
+    A score s = weight + m is rounded by ulp |s|. With t the largest score whose noise is not a mere
+    bound, a lane with s < t - (2 * 2^-14 + 4 ulp |t|) is less than that lane in FP64 too. So one
+    lane that reaches this is the answer; ties, other candidates, and rows that are not finite have
+    none or more.
+    """
+    u = high.to(tl.float32) * 2.3283064365386963e-10
+    u += ((low >> 11).to(tl.float32) + 0.5) * 1.1102230246251565e-16
+    noise = tl.maximum(gumbel(u), _LOWEST)
+    score = tl.where(weight > float("-inf"), weight + noise, float("-inf"))
+    top = tl.max(tl.where(noise > _LOWEST, score, float("-inf")), axis=0)
+    near = score >= top - (_SLACK + tl.abs(top) * _ROUNDING)
+    lane = tl.arange(0, weight.shape[0])
+    total = tl.sum(tl.where(near, lane + _LANE, 0), axis=0)  # number and lane in one reduction
+    return tl.where(total < 2 * _LANE, total - _LANE, -1)
+
+
+@triton.jit
+def argmax64(weight, high, low):
+    """Where weight + FP64 noise is largest, the first on ties; FP64 only where FP32 cannot tell."""
+    best = sure_argmax(weight, high, low)
+    if best < 0:
+        score = weight + gumbel64(uniform64(high, low))
+        best = tl.argmax(tl.where(weight > float("-inf"), score, float("-inf")), axis=0)
+    return best
+
+
+@triton.jit
+def argmax_span(weight, at, first, COUNT: tl.constexpr, FP64: tl.constexpr):
+    """Where weight + draws first, first + 1, ... is largest: the first on ties, NaN passed over."""
+    if FP64:
+        high, low = _pairs_span(at, first, COUNT)
+        return argmax64(weight, high, low)
+    else:
+        score = weight + gumbel_span(at, first, COUNT, False)
+        return tl.argmax(tl.where(weight > float("-inf"), score, float("-inf")), axis=0)
+
+
+@triton.jit
+def argmax_at(weight, at, index, FP64: tl.constexpr):
+    """`argmax_span` with the draws of any ids."""
+    if FP64:
+        high, low = _pairs_at(at, index)
+        return argmax64(weight, high, low)
+    else:
+        score = weight + gumbel_at(at, index, False)
+        return tl.argmax(tl.where(weight > float("-inf"), score, float("-inf")), axis=0)
 
 
 @triton.jit

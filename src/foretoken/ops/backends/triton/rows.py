@@ -6,8 +6,8 @@ dtype, edited on load, and held in float32; nothing writes them back.
 Tuples passed to kernels (device pointers):
     state  = (key_S, temperature_S, top_k_S, top_p_S, min_p_S, rule_S); `params` is a name that
              Triton's launcher keeps to itself
-    edits  = (mask_RW, mask_N, start_N1, token_M, bias_M, repetition_M, subtract_M, words of a mask,
-              begin_NJ, columns of that): begin_NJ is where each block's entries begin
+    edits  = (mask_RW, mask_N, words of a mask, token_M, value_M, begin_NJ, columns of that):
+              value_M are the entries' edited logits, begin_NJ is where each block's entries begin
 
 Shapes: B requests, N rows, V vocabulary, S slots, M entries, R masks, W words.
 """
@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 BLOCK = tl.constexpr(1024)  # ids per block of the hierarchical draw
 GROUP = tl.constexpr(64)  # ids per group whose maximum is kept
 _CHUNK = tl.constexpr(128)
+_ENTRIES_AT_ONCE = tl.constexpr(512)
 
 
 @triton.jit
@@ -67,30 +68,43 @@ def is_flat(state, slot, V):
 
 
 @triton.jit
-def begin_kernel(start_ptr, token_ptr, begin_ptr, columns, WIDTH: tl.constexpr):
-    """A program per row: the first entry at or behind each block's first id, by binary search.
+def edit_kernel(
+    logits, stride, start_ptr, bias_ptr, repetition_ptr, subtract_ptr, edits, V,
+    MASKS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A program per row fills `value_M` and `begin_NJ`: an entry is edited once, found at once.
 
-    Without it each of 149 programs a row sought its entries: 200 of them cost 120 us a chain.
+    A masked entry is -inf, as the mask comes first. The search finds its tokens in the L1 cache.
     """
     row = tl.program_id(0).to(tl.int64)
+    begin, end = tl.load(start_ptr + row), tl.load(start_ptr + row + 1)
+    for first in range(begin, end, _ENTRIES_AT_ONCE):
+        e = first + tl.arange(0, _ENTRIES_AT_ONCE)
+        own = e < end
+        token = tl.load(edits[3] + e, mask=own, other=0)
+        x = load_at(logits, stride, row, token, own, V, edits, MASKS, False)
+        x = x + tl.load(bias_ptr + e, mask=own, other=0.0)
+        repetition = tl.load(repetition_ptr + e, mask=own, other=1.0)
+        x = tl.where(x > 0, x / repetition, x * repetition)
+        tl.store(edits[4] + e, x - tl.load(subtract_ptr + e, mask=own, other=0.0), mask=own)
     j = tl.arange(0, WIDTH)
-    low = tl.load(start_ptr + row) + tl.zeros((WIDTH,), tl.int64)
-    high = tl.load(start_ptr + row + 1) + tl.zeros((WIDTH,), tl.int64)
+    none = tl.zeros((WIDTH,), tl.int64)
+    at = _first_entry(edits[3], begin + none, end + none, j * BLOCK)
+    tl.store(edits[5] + row * edits[6] + j, at.to(tl.int32), mask=j < edits[6])
+
+
+@triton.jit
+def _first_entry(token_ptr, low, high, id_):
+    """The first of the entries low..high - 1 whose token is >= id_, else high; a lane each."""
     size = tl.max(high - low, axis=0)
     while size > 0:
         open_ = low < high
         middle = (low + high) // 2
-        below = open_ & (tl.load(token_ptr + middle, mask=open_, other=0) < j * BLOCK)
+        below = open_ & (tl.load(token_ptr + middle, mask=open_, other=0) < id_)
         high = tl.where(open_ & ~below, middle, high)
         low = tl.where(below, middle + 1, low)
         size = size // 2
-    tl.store(begin_ptr + row * columns + j, low.to(tl.int32), mask=j < columns)
-
-
-@triton.jit
-def _edit(x, bias, repetition, subtract):
-    x = x + bias
-    return tl.where(x > 0, x / repetition, x * repetition) - subtract
+    return low
 
 
 @triton.jit
@@ -98,7 +112,7 @@ def _masked(x, off, row, V, edits):
     """Drop what the row's mask does not allow."""
     mask = tl.load(edits[1] + row)
     if mask >= 0:
-        word = tl.load(edits[0] + mask * edits[7] + off // 32, mask=off < V, other=0)
+        word = tl.load(edits[0] + mask * edits[2] + off // 32, mask=off < V, other=0)
         x = tl.where(((word >> (off % 32).to(tl.int32)) & 1) == 1, x, float("-inf"))
     return x
 
@@ -117,6 +131,10 @@ def load_span(
     evict: tl.constexpr,
 ):
     """Edited logits first..first + WIDTH - 1 of a row, float32; -inf behind the row's end."""
+    begin, end = 0, 0
+    if ENTRIES:  # loaded before the logits are waited for
+        at = edits[5] + row * edits[6] + first // BLOCK
+        begin, end = tl.load(at), tl.load(at + WIDTH // BLOCK)
     off = first + tl.arange(0, WIDTH)
     x = tl.load(
         logits + row * stride + off, mask=off < V, other=float("-inf"), eviction_policy=evict
@@ -124,11 +142,12 @@ def load_span(
     if MASKS:
         x = _masked(x, off, row, V, edits)
     if ENTRIES:
-        at = edits[8] + row * edits[9] + first // BLOCK
-        begin, end = tl.load(at), tl.load(at + WIDTH // BLOCK)
-        for e in range(begin, end):
-            edited = _edit(x, tl.load(edits[4] + e), tl.load(edits[5] + e), tl.load(edits[6] + e))
-            x = tl.where(off == tl.load(edits[3] + e), edited, x)
+        for one in range(begin, end, 2):  # in pairs: twice as many loads under way
+            two = tl.minimum(one + 1, end - 1)  # the last twice, if their number is odd
+            token, value = tl.load(edits[3] + one).to(tl.int32), tl.load(edits[4] + one)
+            token_two, value_two = tl.load(edits[3] + two).to(tl.int32), tl.load(edits[4] + two)
+            x = tl.where(off == token, value, x)
+            x = tl.where(off == token_two, value_two, x)
     return x
 
 
@@ -136,36 +155,22 @@ def load_span(
 def load_at(logits, stride, row, off, valid, V, edits, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
     """Edited logits at any ids (int block) of a row, or of a row each; -inf where not `valid`.
 
-    Entries are found by a binary search in each lane: their number costs its logarithm.
+    Entries are found by a binary search in each lane, among those of the id's block.
     """
     row = row + tl.zeros_like(off)
     x = tl.load(logits + row * stride + off, mask=valid, other=float("-inf")).to(tl.float32)
     if MASKS:
         mask = tl.load(edits[1] + row)
         use = valid & (mask >= 0)
-        word = tl.load(edits[0] + mask * edits[7] + off // 32, mask=use, other=-1)
+        word = tl.load(edits[0] + mask * edits[2] + off // 32, mask=use, other=-1)
         x = tl.where(((word >> (off % 32).to(tl.int32)) & 1) == 1, x, float("-inf"))
     if ENTRIES:
-        low = tl.load(edits[2] + row)
-        end = tl.load(edits[2] + row + 1)
-        high = end
-        size = tl.max(end - low, axis=0)
-        while size > 0:
-            open_ = low < high
-            middle = (low + high) // 2
-            below = open_ & (tl.load(edits[3] + middle, mask=open_, other=0) < off)
-            high = tl.where(open_ & ~below, middle, high)
-            low = tl.where(below, middle + 1, low)
-            size = size // 2
-        found = valid & (low < end)
-        found = found & (tl.load(edits[3] + low, mask=found, other=-1) == off)
-        edited = _edit(
-            x,
-            tl.load(edits[4] + low, mask=found, other=0.0),
-            tl.load(edits[5] + low, mask=found, other=1.0),
-            tl.load(edits[6] + low, mask=found, other=0.0),
-        )
-        x = tl.where(found, edited, x)
+        at = edits[5] + row * edits[6] + off // BLOCK
+        end = tl.load(at + 1, mask=valid, other=0)
+        e = _first_entry(edits[3], tl.load(at, mask=valid, other=0), end, off)
+        found = e < end
+        found = found & (tl.load(edits[3] + e, mask=found, other=-1) == off)
+        x = tl.where(found, tl.load(edits[4] + e, mask=found, other=0.0), x)
     return x
 
 

@@ -119,7 +119,7 @@ def _from_list(
 
 
 @triton.jit
-def within(
+def _within(
     logits,
     stride,
     row,
@@ -197,7 +197,7 @@ def draw(
         else:
             block = argmax_span(mass_J, at, 0, NBP, FP64)
         kept = (mode, law[1], law[2], law[3], law[4], law[5], law[6])
-        token = within(logits, stride, row, V, edits, block, threshold, scale, lse, greedy, kept,
+        token = _within(logits, stride, row, V, edits, block, threshold, scale, lse, greedy, kept,
                         at_, token_stream, MASKS, ENTRIES, FP64)  # fmt: skip
     return tl.minimum(token, V - 1)
 

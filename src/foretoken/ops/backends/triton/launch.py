@@ -48,10 +48,13 @@ class Sizes(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """Of one call: `out` = (mass_NJ, best_NJ, gmax_NG), `found` as in `filters.py`."""
+    """Of one call: `out` = (mass_NJ, best_NJ, gmax_NG), `found` as in `filters.py`.
 
-    out: tuple[Tensor, Tensor, Tensor]
-    found: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    Without filters nothing of `found` but its second is used, and no gmax.
+    """
+
+    out: tuple[Tensor, ...]
+    found: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, sizes: Sizes, device: torch.device, filters: bool, flat: bool) -> Scratch:
@@ -63,7 +66,7 @@ class Scratch(NamedTuple):
         best = empty(f32, rows, sizes.blocks) if filters or flat else mass
         lse = empty(f32, rows)
         if not filters:
-            return cls((mass, best, mass), (lse, lse, lse, lse, lse))
+            return cls((mass, best), (lse, lse))
         lists = empty(i32, rows, CAPACITY.value), empty(f32, rows, CAPACITY.value)
         found = (empty(f32, rows), lse, empty(i32, rows), *lists)
         return cls((mass, best, empty(f32, rows, sizes.groups)), found)
@@ -83,42 +86,38 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-class Arguments(NamedTuple):
-    """Of a launch: as given; with tensors as addresses; all integers, and the addresses mod 16.
+class Packing:
+    """Arguments of one op's launches as addresses, and what its compiled kernels depend on.
 
-    A compiled kernel also depends on dtypes: those that may vary are in `Call.dtypes`.
+    key: dtypes that may vary; then, as arguments are packed, integers and misaligned addresses.
     """
 
-    given: tuple[Any, ...]
-    addresses: tuple[Any, ...]
-    key: tuple[Any, ...]
+    def __init__(self, *key: Any) -> None:
+        self.key: list[Any] = [*key]
+        self._tuples = 0
+        self._known: dict[int, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
 
-    @classmethod
-    def of(cls, given: tuple[Any, ...], known: dict[int, Arguments]) -> Arguments:
-        """`known`: nested tuples seen before, by id; it keeps them alive."""
-        addresses: list[Any] = []
-        key: list[Any] = []
+    def addresses(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Every tensor replaced by its address, in nested tuples too (each is packed once)."""
+        found: list[Any] = []
+        self._tuples += 1
+        number = self._tuples
         for value in given:
             kind = value.__class__
             if kind is tuple:
-                nested = known.get(id(value))
-                if nested is None:
-                    nested = known[id(value)] = cls.of(value, known)
-                addresses.append(nested.addresses)
-                key.append(nested.key)
+                known = self._known.get(id(value))
+                if known is None:  # the value is kept too: no other may get its id
+                    known = self._known[id(value)] = value, self.addresses(value)
+                found.append(known[1])
             elif kind is int:
-                addresses.append(value)
-                key.append(value)
+                self.key.append(value)
+                found.append(value)
             else:
                 address = value.data_ptr()
-                addresses.append(address)
                 if address % 16:
-                    key.append((len(addresses), address % 16))
-        return cls(given, tuple(addresses), tuple(key))
-
-    def and_more(self, *numbers: int) -> Arguments:
-        """With integers behind them."""
-        return Arguments(self.given + numbers, self.addresses + numbers, self.key + numbers)
+                    self.key.append((number, len(found), address % 16))
+                found.append(address)
+        return tuple(found)
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
@@ -182,7 +181,7 @@ class Call(NamedTuple):
 
     B requests of up to `width` rows each; `num_B` says how many drafts a request has (any tensor
     if width is 1). noise: (token stream, block stream), and whether the rows are drafts, for flat
-    draws of dense rows at draft index `index_B`. dtypes: of all arguments that may have several.
+    draws of dense rows at draft index `index_B`.
     """
 
     logits_NV: Tensor
@@ -203,8 +202,7 @@ class Call(NamedTuple):
     noise: tuple[int, int]
     drafts: bool
     overlap: bool
-    dtypes: tuple[torch.dtype, ...]
-    known: dict[int, Arguments]
+    packing: Packing
 
     @classmethod
     def of(
@@ -218,7 +216,12 @@ class Call(NamedTuple):
         width: int = 1,
         dtypes: tuple[torch.dtype, ...] = (),
     ) -> Call:
-        """`where` = (num_B, slot_B, position_B, index_B); allocates the scratch."""
+        """Allocates the scratch.
+
+        Args:
+            where: num_B, slot_B, position_B, index_B.
+            dtypes: of all arguments that may have several, but for the logits'.
+        """
         check_device(logits_NV)
         sizes = Sizes.of(logits_NV)
         num_B, slot_B, position_B, index_B = (x.contiguous() for x in where)
@@ -243,33 +246,35 @@ class Call(NamedTuple):
             noise=(int(noise[0]), int(noise[1])),
             drafts=noise[0] == Stream.DRAFT_TOKEN,
             overlap=overlaps(logits_NV.device),
-            dtypes=(logits_NV.dtype, *dtypes),
-            known={},
+            packing=Packing(logits_NV.device, logits_NV.dtype, *dtypes),
         )
 
-    def arguments(self, *given: Any) -> Arguments:
-        """Pack arguments for this op's launches; its own tuples are packed once."""
-        return Arguments.of((*given,), self.known)
-
     def launch(
-        self, kernel: Any, programs: int, arguments: Arguments, *constants: Any, **options: Any
+        self,
+        kernel: Any,
+        programs: int,
+        given: tuple[Any, ...],
+        *constants: Any,
+        early: bool = True,
+        **options: Any,
     ) -> None:
-        """Launch a kernel with `arguments`, then `constants`, the last of which is `overlap`.
+        """Launch a kernel with `given`, then `constants`, the last of which is `overlap`.
 
         Binding about 60 arguments takes Triton 33 to 70 us of the host's time. Once compiled, a
         kernel whose integers, dtypes and alignments are the same is called directly.
+
+        Args:
+            early: whether it may start before the kernel launched before it has ended.
         """
         constants = (*constants, self.overlap)
-        key = (
-            id(kernel), self.logits_NV.device, self.dtypes, arguments.key, constants,
-            *options.values(),
-        )  # fmt: skip
+        addresses = self.packing.addresses(given)
+        key = (id(kernel), early, constants, *options.values(), *self.packing.key)
         compiled = _COMPILED.get(key)
         if compiled is not None:
-            compiled[programs, 1, 1](*arguments.addresses, *constants)
+            compiled[programs, 1, 1](*addresses, *constants)
             return
-        if self.overlap:
+        if self.overlap and early:
             options["launch_pdl"] = True
-        compiled = kernel[(programs,)](*arguments.given, *constants, **options)
+        compiled = kernel[(programs,)](*given, *constants, **options)
         if compiled is not None:  # None: interpreted
             _COMPILED[key] = compiled

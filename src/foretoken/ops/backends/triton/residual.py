@@ -14,9 +14,15 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton import rules
-from foretoken.ops.backends.triton.draw import draw, residual_masses, weigh, within
+from foretoken.ops.backends.triton.draw import draw, residual_masses, weigh
 from foretoken.ops.backends.triton.filters import CAPACITY
-from foretoken.ops.backends.triton.noise import LOG2E, gumbel_at, gumbel_span, uniform_at
+from foretoken.ops.backends.triton.noise import (
+    LOG2E,
+    argmax_span,
+    gumbel_at,
+    gumbel_span,
+    uniform_at,
+)
 from foretoken.ops.backends.triton.request import (
     ACCEPT,
     ALL_ROWS,
@@ -125,7 +131,7 @@ def _residual_part(
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr,
     FP64: tl.constexpr,
 ):  # fmt: skip
-    """(masses, best scores) of PER blocks of the residual, stored too; scores of flat noise."""
+    """(masses, best scores, logits) of PER blocks of the residual; the first two are stored."""
     width: tl.constexpr = PER * BLOCK
     start = part * width
     x = load_span(logits, stride, row, start, V, edits, width, MASKS, ENTRIES, "evict_first")
@@ -140,20 +146,22 @@ def _residual_part(
             score = weigh(x, off, threshold, scale, lse, law) + gumbel_span(at, start, width, FP64)
             best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
             tl.store(out[1] + row * NB + j, best, mask=j < NB)
-    return mass, best
+    return mass, best, x
 
 
 @triton.jit
 def _store_candidate(
-    logits, stride, row, block, mass, best, V, edits, at_, flat, scale, threshold, lse, law, to,
-    MASKS: tl.constexpr, ENTRIES: tl.constexpr, FP64: tl.constexpr,
-):  # fmt: skip
+    x, block, mass, best, at_, flat, threshold, scale, lse, law, to, FP64: tl.constexpr
+):
     """The token of one block, and the score with which it competes for its row."""
-    at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + RESIDUAL_TOKEN + 1)
+    zero = tl.full((), 0, tl.int32)
+    at = (at_[0], at_[1], at_[2], zero + RESIDUAL_TOKEN + 1)
     score = mass + gumbel_at(at, block + tl.arange(0, 1), FP64)
     score = tl.where(flat, best.to(tl.float64), score.to(tl.float64))
-    token = within(logits, stride, row, V, edits, block, threshold, scale, lse, False, law, at_,
-                   RESIDUAL_TOKEN, MASKS, ENTRIES, FP64)  # fmt: skip
+    at = (at_[0], at_[1], at_[2], zero + RESIDUAL_TOKEN)
+    first = block * BLOCK
+    weight = weigh(x, first + tl.arange(0, BLOCK), threshold, scale, lse, law)
+    token = first + argmax_span(weight, at, first, BLOCK, FP64)
     tl.store(to, tl.max(tl.where(mass > float("-inf"), score, float("-inf")), axis=0))
     tl.store(to + 1, token.to(tl.float64))
 
@@ -164,8 +172,9 @@ def _best_candidate(at, parts, NBP: tl.constexpr):
     j = tl.arange(0, NBP)
     score = tl.load(at + 2 * j, mask=j < parts, other=float("-inf"), cache_modifier=".cg")
     token = tl.load(at + 2 * j + 1, mask=j < parts, other=0.0, cache_modifier=".cg")
-    token = tl.sum(tl.where(j == tl.argmax(score, axis=0), token, 0.0), axis=0)
-    return token.to(tl.int64), tl.max(score, axis=0) == float("-inf")
+    best, block = tl.max(score, axis=0, return_indices=True)
+    token = tl.sum(tl.where(j == block, token, 0.0), axis=0)
+    return token.to(tl.int64), best == float("-inf")
 
 
 @triton.jit
@@ -192,12 +201,12 @@ def residual_kernel(
     whole, fraction = whole_of(work, b, K), fraction_of(work, b, K)
     plan, numbers = whole + 2 + r * WHOLE, fraction + 3 * K + 1 + r * FRACTION
     pending, row = tl.load(whole), tl.load(plan)
-    if (pending == DONE) | ((pending != ALL_ROWS) & (r > 0)) | ((pending == DRAW) & (part > 0)):
-        return
     mode, token, q_at = tl.load(plan + 1), tl.load(plan + 2), tl.load(plan + 3)
     position, k = tl.load(plan + 4), tl.load(verdict[1] + b).to(tl.int32)
     scale, threshold, lse = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
     q_threshold, q_lse, w = tl.load(numbers + 3), tl.load(numbers + 4), tl.load(numbers + 5)
+    if (pending == DONE) | ((pending != ALL_ROWS) & (r > 0)) | ((pending == DRAW) & (part > 0)):
+        return
     i = tl.arange(0, KP)
     zero = tl.full((), 0, tl.int32)
     expected = zero + 1
@@ -210,15 +219,14 @@ def residual_kernel(
     law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
     drawn, undrawn = tl.full((), 0, tl.int64), parts > 0
     if (row >= 0) & (pending != DRAW):
-        mass, best = _residual_part(logits, stride, row, part, V, NB, edits, out, at_, flat, scale,
-                                    threshold, lse, law, MASKS, ENTRIES, FILTERS, PER,
-                                    FP64)  # fmt: skip
+        mass, best, x = _residual_part(logits, stride, row, part, V, NB, edits, out, at_, flat,
+                                       scale, threshold, lse, law, MASKS, ENTRIES, FILTERS, PER,
+                                       FP64)  # fmt: skip
         candidates = work[2] + b.to(tl.int64) * NB * 2
         if CANDIDATES:
             if pending == ONE_ROW:
-                _store_candidate(logits, stride, row, part, mass, best, V, edits, at_, flat, scale,
-                                 threshold, lse, law, candidates + 2 * part, MASKS, ENTRIES,
-                                 FP64)  # fmt: skip
+                _store_candidate(x, part, mass, best, at_, flat, threshold, scale, lse, law,
+                                 candidates + 2 * part, FP64)  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(whole + 1, 1, sem="acq_rel") != expected * parts - 1:
             return

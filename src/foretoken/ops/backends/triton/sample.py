@@ -125,13 +125,13 @@ def _draw_rows(call: Call, cache: DraftCache | None) -> Tensor:
     if not rows:
         return token_N
     reduce_rows(call, cache)
-    arguments = call.arguments(
+    given = (
         call.logits_NV, call.logits_NV.stride(0), call.slot_B, call.position_B, call.index_B,
         call.state, call.edits, call.scratch.out, call.scratch.found, _cache_tuple(call, cache),
         token_N, call.sizes.vocabulary, call.sizes.blocks, *call.noise,
     )  # fmt: skip
     call.launch(
-        pick_kernel, rows, arguments, call.masks, call.entries, call.filters,
+        pick_kernel, rows, given, call.masks, call.entries, call.filters,
         call.sizes.blocks_padded, call.fp64, call.drafts, cache is not None,
         num_warps=8 if call.fp64 and rows < _FEW_ROWS else 4,
     )  # fmt: skip
@@ -152,33 +152,34 @@ def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
     """Scan the rows, store drafts in the cache if there is one, and find thresholds."""
     logits_NV, sizes, scratch = call.logits_NV, call.sizes, call.scratch
     rows, stride = len(call.slot_B) * call.width, logits_NV.stride(0)
-    per = 1 if rows * sizes.blocks <= FEW_PROGRAMS else BLOCKS_PER_PROGRAM
+    few = rows * sizes.blocks <= FEW_PROGRAMS
+    per = 1 if few else BLOCKS_PER_PROGRAM
     programs = -(-sizes.blocks // per)
     where = (call.num_B, call.slot_B, call.position_B, call.index_B)
     edited = (call.masks, call.entries)
-    arguments = call.arguments(
+    given: tuple[Any, ...] = (
         logits_NV, stride, *where, call.state, call.edits, scratch.out, _cache_tuple(call, cache),
         sizes.vocabulary, sizes.blocks, sizes.groups, programs, call.noise[0],
     )  # fmt: skip
     call.launch(
-        scan_kernel, rows * programs, arguments, call.width, *edited, call.filters, call.flat,
-        call.fp64, cache is not None, call.drafts, per, num_warps=1,
+        scan_kernel, rows * programs, given, call.width, *edited, call.filters, call.flat,
+        call.fp64, cache is not None, call.drafts, per, few, num_warps=1, early=few,
     )  # fmt: skip
     if not call.filters:
         return
-    arguments = call.arguments(
+    given = (
         logits_NV, stride, call.num_B, call.slot_B, call.state, call.edits, scratch.out,
         scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups,
     )  # fmt: skip
     call.launch(
-        filter_kernel, rows, arguments, call.width, *edited, sizes.groups_padded,
+        filter_kernel, rows, given, call.width, *edited, sizes.groups_padded,
         sizes.blocks_padded, num_warps=4 if rows < _FEW_ROWS else 2,
     )  # fmt: skip
-    arguments = call.arguments(
+    given = (
         logits_NV, stride, *where, call.state, call.edits, scratch.out, scratch.found,
         sizes.vocabulary, sizes.blocks, sizes.groups, call.noise[0],
     )  # fmt: skip
     call.launch(
-        wide_kernel, rows, arguments, call.width, *edited, sizes.blocks_padded, call.fp64,
+        wide_kernel, rows, given, call.width, *edited, sizes.blocks_padded, call.fp64,
         call.drafts, num_warps=4, **at_most_registers(128),
     )  # fmt: skip

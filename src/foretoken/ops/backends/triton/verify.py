@@ -67,7 +67,7 @@ def verify(
         torch.empty(requests * (1 + (3 + FRACTION.value) * most), device=device),
         torch.empty(requests * sizes.blocks * 2 * few, dtype=torch.float64, device=device),
     )
-    shared = call.arguments(
+    shared = (
         logits_NV, logits_NV.stride(0), _request_tuple(call, drafts, synthetic_rate_K),
         call.state, call.edits, _q_tuple(drafts.cache, logits_NV), call.scratch.out,
         call.scratch.found, work, (verdict.token_BK1, verdict.n_accept_B, verdict.finite_B),
@@ -78,11 +78,11 @@ def verify(
     widths = (padded, sizes.blocks_padded, fp64_noise)
     rates = synthetic_rate_K is not None
     call.launch(
-        decide_kernel, requests, shared, most > 0, *special, rates, later, *widths, num_warps=8,
+        decide_kernel, requests, shared, most > 0, *special, rates, later, *widths, num_warps=4,
     )  # fmt: skip
     if later:
         call.launch(
-            residual_kernel, requests * rows * parts, shared.and_more(parts, rows),
+            residual_kernel, requests * rows * parts, (*shared, parts, rows),
             *special, *widths, per, few, num_warps=warps, **at_most_registers(96),
         )  # fmt: skip
     return verdict

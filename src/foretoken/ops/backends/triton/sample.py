@@ -21,7 +21,7 @@ from foretoken.ops.backends.triton.launch import Call, at_most_registers
 from foretoken.ops.backends.triton.noise import LN2, LOG2E
 from foretoken.ops.backends.triton.rows import is_flat, load_masses, log2_sum
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, scan_kernel
-from foretoken.ops.backends.triton.wide import wide_kernel
+from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
 
@@ -161,5 +161,6 @@ def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
     wide_kernel[(rows,)](
         logits_NV, stride, *where, call.state, call.edits, scratch.out, scratch.found,
         sizes.vocabulary, sizes.blocks, sizes.groups, call.noise[0], call.width, *edited,
-        sizes.blocks_padded, call.fp64, call.drafts, num_warps=4, **at_most_registers(128),
+        sizes.blocks_padded, call.fp64, call.drafts, num_warps=WARPS,
+        **at_most_registers(REGISTERS),
     )  # fmt: skip

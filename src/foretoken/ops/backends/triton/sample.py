@@ -26,7 +26,7 @@ from foretoken.ops.backends.triton.rows import (
     wait_for_writes,
 )
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, scan_kernel
-from foretoken.ops.backends.triton.wide import wide_kernel
+from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
 
@@ -181,5 +181,5 @@ def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
     )  # fmt: skip
     call.launch(
         wide_kernel, rows, given, call.width, *edited, sizes.blocks_padded, call.fp64,
-        call.drafts, num_warps=4, **at_most_registers(128),
+        call.drafts, num_warps=WARPS, **at_most_registers(REGISTERS),
     )  # fmt: skip

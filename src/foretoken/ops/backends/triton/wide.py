@@ -1,11 +1,27 @@
 """Thresholds of rows that a short list cannot decide: wide nuclei, large k, many ties.
 
-The largest t whose weight W(x >= t) reaches `need` is bracketed by whole passes over the row, two
-candidates each: from a sample of the row at first, then by interpolation, and after three passes by
-halving, so that it ends. Once the bracket holds few logits they are listed and decided exactly.
-Eight rounds of four bits took 290 us each (H200, 320 x 151 936, normal logits, a nucleus of 95 %).
+A program has a row to itself, so that each pass over it is a chain of latencies: what counts is the
+number of passes, and that a span is loaded while the one before it is worked on. The largest t
+whose weight W(x >= t) reaches `need` is sought so:
 
-Shapes: B requests, N rows, V vocabulary, NB blocks, NG groups of a row.
+1. `_guess`: two keys a < b with the threshold between them, from a sample of the row, as narrow as
+   its spread allows and no further apart than the list has room.
+2. `_sweep`: one pass measures W at a and at b, lists what lies between them, and writes each
+   block's mass of what is at least b, kept whatever the threshold turns out to be.
+3. If the guess was right, the threshold is found in the list, and what the list adds to the masses
+   is added: one pass (1.3 on average of 151 936 normal logits; at most 3 of 1 200 such rows). Else
+   what was learned bounds the next guess; a list that overflowed is the sample then, and where it
+   is one value many times, a and b are neighbours and nothing is left to find. After _GUESSES the
+   bracket's keys are halved, so that it ends.
+
+Flat noise takes a pass of its own, which writes masses and best scores as the scan does.
+
+Weights are relative to the row's maximum, and so are the masses until they are complete: a block
+that underflows next to it has no part in any draw, since top-p drops it, min-p drops what is below
+2^-126, and under flat noise the masses say no more than whether a row is empty.
+
+Shapes: N rows, V vocabulary, NB blocks, NG groups of a row (the room of the list).
+Tuples: source = (logits, stride, row, V, edits), law = (maximum, scale, floor).
 """
 
 from __future__ import annotations
@@ -17,7 +33,6 @@ from foretoken.ops.backends.triton.filters import (
     DENSE,
     UNDECIDED,
     key_of,
-    largest_key_by_bits,
     min_p_floor,
     value_of,
 )
@@ -36,202 +51,230 @@ from foretoken.ops.backends.triton.rows import (
 )
 from foretoken.ops.backends.triton.scan import flat_noise
 
+WARPS = 4
+REGISTERS = 168  # per thread: three programs of four warps fit a multiprocessor
 _SPAN = tl.constexpr(2048)
-_SAMPLE = tl.constexpr(2048)
-_LIST = tl.constexpr(1024)
+_SAMPLE = tl.constexpr(4096)
+_CHUNK = tl.constexpr(8)  # neighbours in the sample: memory is read by sectors
+_LIST = tl.constexpr(4096)  # most entries of a list, if NG is larger
+_SPREAD = tl.constexpr(3.0)  # standard deviations on either side of a guess
+_FILL = tl.constexpr(0.9)  # of the list's room, by the sample, between two guesses
+_GUESSES = tl.constexpr(6)
+_LISTED_AT_ONCE = tl.constexpr(8)
 LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite float
 
 
 @triton.jit
-def _weight(x, top, scale, floor, MASS: tl.constexpr):
+def _weight(x, law, MASS: tl.constexpr):
     """What an element counts: its mass relative to the row's maximum, or 1."""
     if MASS:
-        return tl.where(x >= floor, tl.exp2((x - top) * scale), 0.0)
+        return tl.where(x >= law[2], tl.exp2((x - law[0]) * law[1]), 0.0)
     else:
         return tl.where(x > float("-inf"), 1.0, 0.0)
 
 
 @triton.jit
-def _measure(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    top,
-    scale,
-    floor,
-    a,
-    b,
-    MASS: tl.constexpr,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """W and number of the logits >= either of two values, in one pass."""
-    wa = tl.zeros((_SPAN,), tl.float32)
-    wb = tl.zeros((_SPAN,), tl.float32)
-    na = tl.zeros((_SPAN,), tl.int32)
-    nb = tl.zeros((_SPAN,), tl.int32)
-    for first in range(0, V, _SPAN):
-        x = load_span(logits, stride, row, first, V, edits, _SPAN, MASKS, ENTRIES, "evict_last")
-        weight = _weight(x, top, scale, floor, MASS)
-        wa += tl.where(x >= a, weight, 0.0)
-        wb += tl.where(x >= b, weight, 0.0)
-        na += (x >= a).to(tl.int32)
-        nb += (x >= b).to(tl.int32)
-    return tl.sum(wa, axis=0), tl.sum(wb, axis=0), tl.sum(na, axis=0), tl.sum(nb, axis=0)
+def _span(source, first, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
+    """Logits first..first + _SPAN - 1; of the row's last span, if that is behind it."""
+    logits, stride, row, V, edits = source
+    last = (V - 1) // _SPAN * _SPAN
+    first = tl.multiple_of(tl.minimum(first, last), _SPAN)
+    return load_span(logits, stride, row, first, V, edits, _SPAN, MASKS, ENTRIES, "evict_last")
 
 
 @triton.jit
-def _guess(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    top,
-    scale,
-    floor,
-    need,
-    total,
-    MASS: tl.constexpr,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """Keys on either side of the threshold, as far as logits spread over the row can tell."""
+def _bisect(key, weight, low, high, need, step):
+    """The largest t in [low, high) such that the weight of keys >= t reaches `need`, else low.
+
+    To less than `step` below it: 1 is exact.
+    """
+    while high - low > step:
+        middle = low + ((high - low) >> 1)
+        if tl.sum(tl.where(key >= middle, weight, 0.0), axis=0) >= need:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _sample(source, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
+    """_SAMPLE logits in chunks spread over the row; -inf if it has fewer."""
+    logits, stride, row, V, edits = source
     i = tl.arange(0, _SAMPLE)
-    step = tl.maximum(V // _SAMPLE, 1)
-    x = load_at(logits, stride, row, i * step, i * step < V, V, edits, MASKS, ENTRIES)
-    weight = _weight(x, top, scale, floor, MASS)
-    sampled = tl.sum(weight, axis=0)
-    wanted = sampled * need / total
-    spread = 2.0 * tl.sqrt(tl.sum(weight * weight, axis=0) * (1 - need / total))
+    apart = tl.maximum(V // (_SAMPLE // _CHUNK), _CHUNK)
+    off = i // _CHUNK * apart + i % _CHUNK
+    return load_at(logits, stride, row, off, off < V, V, edits, MASKS, ENTRIES)
+
+
+@triton.jit
+def _guess(x, unit, low, high, w_low, w_high, need, few, law, MASS: tl.constexpr):
+    """Keys a < b in [low, high], the threshold probably between them, from a sample x of the row.
+
+    W(low) = w_low and W(high) = w_high are known, so that W(t) can be summed from either end: of
+    the sample above t, or of that below it. The best mix of both weighs them by their variances: a
+    few heavy logits, sampled or not, do not blur a threshold far below them. unit: logits that a
+    sampled one stands for.
+    """
+    a, b = low, high
     key = key_of(x)
-    a = largest_key_by_bits(key, weight, tl.maximum(wanted - spread, 1e-30))
-    b = largest_key_by_bits(key, weight, tl.minimum(wanted + spread, sampled))
+    weight = tl.where((key >= low) & (key < high), _weight(x, law, MASS), 0.0)
+    sampled = tl.sum(weight, axis=0)
+    if sampled > 0:
+        one = tl.where(weight > 0, 1.0, 0.0)
+        first = tl.min(tl.where(weight > 0, key, high), axis=0)
+        last = tl.max(tl.where(weight > 0, key, low), axis=0) + 1
+        step = tl.maximum((last - first) >> 18, 1)
+        mass = w_low - w_high
+        t = _bisect(key, weight, first, last, sampled * (need - w_high) / mass, step)
+        above = tl.sum(tl.where(key >= t, weight * weight, 0.0), axis=0)
+        below = tl.sum(weight * weight, axis=0) - above
+        both = tl.maximum(above + below, 1e-37)
+        wanted = (need - w_high) / unit + above / both * (sampled - mass / unit)
+        t = _bisect(key, weight, first, last, wanted, step)
+        t = tl.min(tl.where((weight > 0) & (key >= t), key, last), axis=0)
+        near = tl.maximum(_weight(value_of(t), law, MASS), 1e-18)
+        ties = tl.sum(tl.where(key == t, one, 0.0), axis=0)
+        count = tl.sum(tl.where(key > t, one, 0.0), axis=0)
+        aside = tl.sqrt(above * tl.maximum(below, 0.0) / both / (near * near) + 1) * _SPREAD
+        most = (few * _FILL / unit - ties) / 2
+        aside = tl.minimum(aside, most)
+        if most < 0:
+            a, b = t, t + 1
+        else:
+            if count + ties + aside < tl.sum(one, axis=0):
+                a = _bisect(key, one, first, last, count + ties + aside, step)
+            if count - aside >= 1:
+                b = tl.minimum(_bisect(key, one, first, last, count - aside, step) + step, high)
     return a, b
 
 
 @triton.jit
-def _tighter(low, high, w_low, w_high, n_low, n_high, key, w, n, need):
-    """The bracket low <= threshold < high after learning W and the number at one more key."""
-    if (key > low) & (key < high):
-        if w >= need:
-            low, w_low, n_low = key, w, n
-        else:
-            high, w_high, n_high = key, w, n
-    return low, high, w_low, w_high, n_low, n_high
-
-
-@triton.jit
-def _listed(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    low,
-    high,
-    top,
-    scale,
-    floor,
-    need,
-    room,
-    MASS: tl.constexpr,
-    MASKS: tl.constexpr,
+def _sweep(
+    source, law, a, b, few, out, NB, NG, MASS: tl.constexpr, MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
-):
-    """The threshold among the few logits whose keys are in [low, high)."""
+):  # fmt: skip
+    """One pass: (W of the row, W(x >= a), W(x >= b), number of logits in [a, b)).
+
+    Leaves the first `few` of those in the room, by rising id, their number per block as the block's
+    best score, and as its mass the W of what is at least b.
+    """
+    row, V = source[2], source[3]
+    lowest, highest = value_of(a), value_of(b)
+    per: tl.constexpr = _SPAN // BLOCK
+    w_all = tl.zeros((_SPAN // 4,), tl.float32)  # fours of neighbours: a thread has them together
+    w_a, w_b = tl.zeros((_SPAN // 4,), tl.float32), tl.zeros((_SPAN // 4,), tl.float32)
     count = tl.full((), 0, tl.int32)
+    room = out[2] + row * NG
+    tl.debug_barrier()  # the room may have been a sample
+    ahead = _span(source, 0, MASKS, ENTRIES)
     for first in range(0, V, _SPAN):
-        x = load_span(logits, stride, row, first, V, edits, _SPAN, MASKS, ENTRIES, "evict_last")
-        key = key_of(x)
-        chosen = (key >= low) & (key < high)
-        found = tl.sum(chosen.to(tl.int32), axis=0)
-        if found > 0:
-            rank = count + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-            tl.store(room + rank, x, mask=chosen & (rank < _LIST))
-            count += found
+        x = ahead
+        ahead = _span(source, first + _SPAN, MASKS, ENTRIES)
+        weight = _weight(x, law, MASS)
+        w_all += tl.sum(tl.reshape(weight, (_SPAN // 4, 4)), axis=1)
+        w_a += tl.sum(tl.reshape(tl.where(x >= lowest, weight, 0.0), (_SPAN // 4, 4)), axis=1)
+        sure = tl.sum(tl.reshape(tl.where(x >= highest, weight, 0.0), (_SPAN // 4, 4)), axis=1)
+        w_b += sure
+        listed = ((x >= lowest) & (x < highest)).to(tl.int32)
+        j = first // BLOCK + tl.arange(0, per)
+        number = tl.sum(tl.reshape(listed, (per, BLOCK)), axis=1)
+        tl.store(out[1] + row * NB + j, number.to(tl.float32), mask=j < NB)
+        if MASS:
+            mass = tl.sum(tl.reshape(sure, (per, BLOCK // 4)), axis=1)
+            tl.store(out[0] + row * NB + j, mass, mask=j < NB)
+        rank = count + tl.cumsum(listed, axis=0) - 1
+        tl.store(room + rank, x, mask=(listed > 0) & (rank < few))
+        count += tl.sum(number, axis=0)
     tl.debug_barrier()
-    i = tl.arange(0, _LIST)
-    x = tl.load(room + i, mask=i < count, other=float("-inf"))
-    weight = tl.where(i < count, _weight(x, top, scale, floor, MASS), 0.0)
-    return largest_key_by_bits(tl.where(i < count, key_of(x), 0), weight, need)
+    return tl.sum(w_all, axis=0), tl.sum(w_a, axis=0), tl.sum(w_b, axis=0), count
 
 
 @triton.jit
 def _search(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    top,
-    scale,
-    floor,
-    need,
-    total,
-    room,
-    NG,
-    MASS: tl.constexpr,
-    MASKS: tl.constexpr,
+    source, law, goal, mass, few, out, NB, NG, MASS: tl.constexpr, MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
-):
-    """The largest value t such that W(x >= t) reaches `need`; `total` is W of the whole row."""
-    low, high = tl.full((), LOWEST, tl.uint32), key_of(top) + 1
-    w_low, w_high = total, total * 0
-    n_low, n_high = V + tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
-    a, b = _guess(logits, stride, row, V, edits, top, scale, floor, need, total, MASS, MASKS,
-                  ENTRIES)  # fmt: skip
-    passes = tl.full((), 0, tl.int32)
-    few = tl.minimum(_LIST, NG)
-    while (n_low - n_high > few) & (high - low > 1):
-        wa, wb, na, nb = _measure(
-            logits, stride, row, V, edits, top, scale, floor, value_of(a), value_of(b), MASS, MASKS,
-            ENTRIES,
-        )  # fmt: skip
-        low, high, w_low, w_high, n_low, n_high = _tighter(
-            low, high, w_low, w_high, n_low, n_high, a, wa, na, need
-        )
-        low, high, w_low, w_high, n_low, n_high = _tighter(
-            low, high, w_low, w_high, n_low, n_high, b, wb, nb, need
-        )
-        lowest, width = value_of(low), value_of(high) - value_of(low)
-        share = (w_low - need) / tl.maximum(w_low - w_high, 1e-30)
-        about = 0.3 * few / tl.maximum(n_low - n_high, 1).to(tl.float32)
-        a = key_of(lowest + width * tl.minimum(share + about, 1.0))
-        b = key_of(lowest + width * tl.maximum(share - about, 0.0))
+):  # fmt: skip
+    """(the largest t such that W(x >= t) reaches `goal`, the number listed by the last sweep).
+
+    goal: of MASS a share of W of the whole row, which is `mass` (below 0: not known yet). If more
+    than `few` were listed, the list and the masses are not those of t.
+    """
+    low, high = tl.full((), LOWEST, tl.uint32), key_of(law[0]) + 1
+    w_low, w_high, need = mass, mass * 0, mass * 0
+    count, passes = few + 1, few * 0
+    inside = passes > 0
+    while (count > few) & (high - low > 1):
+        a, b = low, low + ((high - low) >> 1)
+        if passes < _GUESSES:
+            unit = tl.maximum(source[3] / _SAMPLE, 1.0)
+            if inside:
+                i = tl.arange(0, _SAMPLE)
+                x = tl.load(out[2] + source[2] * NG + i, mask=i < few, other=float("-inf"))
+                unit = count / tl.minimum(few, _SAMPLE).to(tl.float32)
+            else:
+                x = _sample(source, MASKS, ENTRIES)
+            if w_low < 0:
+                w_low = unit * tl.sum(_weight(x, law, MASS), axis=0)
+                mass = w_low
+            need = tl.maximum(goal * mass, 1e-30) if MASS else goal
+            a, b = _guess(x, unit, low, high, w_low, w_high, need, few, law, MASS)
+        mass, w_a, w_b, count = _sweep(source, law, a, b, few, out, NB, NG, MASS, MASKS, ENTRIES)
+        need = tl.maximum(goal * mass, 1e-30) if MASS else goal
+        w_low = tl.where(low == LOWEST, mass, w_low)
         passes += 1
-        if passes > 3:  # far from a straight line: halve the bracket's keys too
-            b = low + (high - low) // 2
-    key = low
-    if high - low > 1:
-        key = _listed(logits, stride, row, V, edits, low, high, top, scale, floor, need - w_high,
-                      room, MASS, MASKS, ENTRIES)  # fmt: skip
-        key = tl.maximum(key, low)
-    return value_of(key)
+        inside = (w_a >= need) & (w_b < need)
+        if w_a < need:
+            high, w_high = a, w_a
+        else:
+            low, w_low = a, w_a
+            if w_b < need:
+                high, w_high = b, w_b
+            else:
+                low, w_low = b, w_b
+        count = tl.where(inside, count, few + 1)
+    if count <= few:
+        i = tl.arange(0, _LIST)
+        x = tl.load(out[2] + source[2] * NG + i, mask=i < count, other=float("-inf"))
+        weight = tl.where(i < count, _weight(x, law, MASS), 0.0)
+        low = _bisect(key_of(x), weight, low, high, need - w_high, 1)
+    return value_of(low), count
 
 
 @triton.jit
-def _mass_above(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    top,
-    scale,
-    floor,
-    MASS: tl.constexpr,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):
-    """W of the whole row."""
-    weight = tl.zeros((_SPAN,), tl.float32)
+def _add_listed(row, law, threshold, out, NB, NG, NBP: tl.constexpr):
+    """Complete the masses that a sweep wrote by the listed logits >= threshold, in log2."""
+    j = tl.arange(0, NBP)
+    mass = tl.load(out[0] + row * NB + j, mask=j < NB, other=0.0)
+    number = tl.load(out[1] + row * NB + j, mask=j < NB, other=0.0).to(tl.int32)
+    start = tl.cumsum(number, axis=0) - number
+    for c in range(0, tl.max(number, axis=0), _LISTED_AT_ONCE):
+        i = (c + tl.arange(0, _LISTED_AT_ONCE))[None, :]
+        at = out[2] + row * NG + start[:, None] + i
+        x = tl.load(at, mask=i < number[:, None], other=float("-inf"))
+        mass += tl.sum(tl.where(x >= threshold, tl.exp2((x - law[0]) * law[1]), 0.0), axis=1)
+    tl.store(out[0] + row * NB + j, law[0] * law[1] + tl.log2(mass), mask=j < NB)
+
+
+@triton.jit
+def _score(
+    source, law, threshold, at, out, NB, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
+    FP64: tl.constexpr,
+):  # fmt: skip
+    """Masses and best scores under flat noise of what reaches the threshold."""
+    row, V = source[2], source[3]
+    per: tl.constexpr = _SPAN // BLOCK
+    ahead = _span(source, 0, MASKS, ENTRIES)
     for first in range(0, V, _SPAN):
-        x = load_span(logits, stride, row, first, V, edits, _SPAN, MASKS, ENTRIES, "evict_last")
-        weight += _weight(x, top, scale, floor, MASS)
-    return tl.sum(weight, axis=0)
+        x = ahead
+        ahead = _span(source, first + _SPAN, MASKS, ENTRIES)
+        weight = tl.where(x >= threshold, x * law[1], float("-inf"))
+        j = first // BLOCK + tl.arange(0, per)
+        mass = log2_sum_rows(tl.reshape(weight, (per, BLOCK)))
+        tl.store(out[0] + row * NB + j, mass, mask=j < NB)
+        score = weight + gumbel_span(at, first, _SPAN, FP64)
+        best = tl.max(tl.reshape(score, (per, BLOCK)), axis=1).to(tl.float32)
+        tl.store(out[1] + row * NB + j, best, mask=j < NB)
 
 
 @triton.jit
@@ -254,39 +297,31 @@ def wide_kernel(
     slot = tl.load(slot_ptr + b)
     scale = LOG2E / tl.load(state[1] + slot)
     k, top_p = tl.load(state[2] + slot), tl.load(state[3] + slot)
-    room = out[2] + row * NG
     top = tl.load(found[1] + row)
-    floor = min_p_floor(tl.load(state[4] + slot), top, scale)
-    bounded = (k > 0) & (k < V)
-    if bounded:
-        total = _mass_above(logits, stride, row, V, edits, top, scale, floor, False, MASKS, ENTRIES)
-        kth = _search(logits, stride, row, V, edits, top, scale, floor, k.to(tl.float32), total,
-                      room, NG, False, MASKS, ENTRIES)  # fmt: skip
-        floor = tl.maximum(floor, kth)
+    threshold = min_p_floor(tl.load(state[4] + slot), top, scale)
+    source, few = (logits, stride, row, V, edits), tl.minimum(NG, _LIST)
+    count = few + 1
+    mass = top * 0 - 1
+    if (k > 0) & (k < V):
+        kth, _ = _search(source, (top, scale, threshold), k.to(tl.float32), mass, few, out, NB, NG,
+                         False, MASKS, ENTRIES)  # fmt: skip
+        threshold = tl.maximum(threshold, kth)
     if top_p < 1:
-        if bounded | (floor > float("-inf")):
-            total = _mass_above(
-                logits, stride, row, V, edits, top, scale, floor, True, MASKS, ENTRIES
-            )
-        else:
-            total = tl.exp2(log2_sum(load_masses(out[0], row, NB, NBP)) - top * scale)
-        nucleus = _search(logits, stride, row, V, edits, top, scale, floor, top_p * total, total,
-                          room, NG, True, MASKS, ENTRIES)  # fmt: skip
-        floor = tl.maximum(floor, nucleus)
-    at = flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
-    flat = is_flat(state, slot, V)
-    per: tl.constexpr = _SPAN // BLOCK
-    for first in range(0, V, _SPAN):
-        x = load_span(logits, stride, row, first, V, edits, _SPAN, MASKS, ENTRIES, "evict_last")
-        weight = tl.where(x >= floor, x * scale, float("-inf"))
-        j = first // BLOCK + tl.arange(0, per)
-        mass = log2_sum_rows(tl.reshape(weight, (per, BLOCK)))
-        tl.store(out[0] + row * NB + j, mass, mask=j < NB)
-        if flat:
-            score = weight + gumbel_span(at, first, _SPAN, FP64)
-            best = tl.max(tl.reshape(score, (per, BLOCK)), axis=1).to(tl.float32)
-            tl.store(out[1] + row * NB + j, best, mask=j < NB)
+        if threshold == float("-inf"):
+            mass = tl.exp2(log2_sum(load_masses(out[0], row, NB, NBP)) - top * scale)
+        nucleus, count = _search(source, (top, scale, threshold), top_p, mass, few, out, NB, NG,
+                                 True, MASKS, ENTRIES)  # fmt: skip
+        threshold = tl.maximum(threshold, nucleus)
+    law = (top, scale, threshold)
+    if is_flat(state, slot, V):
+        at = flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
+        _score(source, law, threshold, at, out, NB, MASKS, ENTRIES, FP64)
+    else:
+        if count > few:
+            key = key_of(threshold)
+            _sweep(source, law, key, key, few, out, NB, NG, True, MASKS, ENTRIES)
+        _add_listed(row, law, threshold, out, NB, NG, NBP)
     tl.debug_barrier()
-    tl.store(found[0] + row, floor)
+    tl.store(found[0] + row, threshold)
     tl.store(found[1] + row, log2_sum(load_masses(out[0], row, NB, NBP)))
     tl.store(found[2] + row, DENSE)

@@ -13,10 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.filters import CAPACITY
 from foretoken.ops.backends.triton.noise import argmax_at, argmax_span, gumbel_at, gumbel_span
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
+    CAPACITY,
     load_masses,
     load_span,
     log2_sum,

@@ -7,9 +7,11 @@ are found, four bits of an order-preserving key at a time. Ties are kept, whatev
 
 A row leaves here in one of two states: *compact*, its survivors in a list of up to CAPACITY
 entries; or *dense* (count -1), to be read through its threshold, because nothing is dropped, or
-because its list would overflow: then `wide.py` searched the whole row.
+because its list would overflow: then the whole row is searched, from a guess made here, by
+`sweep.py` and `wide.py`. Until then its count is UNDECIDED and its number in the queue.
 
-Tuple `found` = (threshold_N raw, lse_N in log2, count_N, list_id_NC, list_x_NC raw).
+Tuple `found` = (threshold_N raw, lse_N in log2, count_N, list_id_NC, list_x_NC raw, queue_N1): the
+queue begins with its length, which the scan sets to 0.
 Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries.
 """
 
@@ -18,39 +20,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from foretoken.ops.backends.triton.guess import (
+    LIST,
+    LOWEST,
+    SAMPLE,
+    guess,
+    law_of,
+    needed,
+    sample_of,
+    weight_of,
+)
 from foretoken.ops.backends.triton.noise import LOG2E
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
+    CAPACITY,
     GROUP,
     first_row,
     is_filtered,
+    is_flat,
+    key_of,
     let_next_start,
     load_at,
     load_masses,
     log2_sum,
+    value_of,
     wait_for_writes,
 )
+from foretoken.ops.backends.triton.sweep import put_guess
 
-CAPACITY = tl.constexpr(128)
 DENSE = tl.constexpr(-1)
 UNDECIDED = tl.constexpr(-2)
 NOTHING = tl.constexpr(0x007FFFFF)  # the key of -inf
 _ENOUGH = tl.constexpr(64)  # values that a nucleus is first sought among, if top-k bounds it not
 _GROUPS = tl.constexpr(16)  # groups loaded at a time
-
-
-@triton.jit
-def key_of(x):
-    """Order-preserving uint32 key of a float32; 0 and -0 share one."""
-    bits = (x + 0.0).to(tl.uint32, bitcast=True)
-    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-
-
-@triton.jit
-def value_of(key):
-    """Inverse of `key_of`."""
-    bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -161,6 +163,35 @@ def min_p_floor(min_p, top, scale):
 
 
 @triton.jit
+def _search_wide(
+    source, k, top_p, top, scale, floor, flat, out, found, NB, NG, MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr, NBP: tl.constexpr,
+):  # fmt: skip
+    """Leave a row to `sweep.py`, with a guess at what is sought first: by top-k, else by top-p.
+
+    Of a row with min-p alone only the masses are wanted; none if they come with flat noise.
+    """
+    row, V = source[2], source[3]
+    tl.store(found[2] + row, UNDECIDED)
+    counts = (k > 0) & (k < V)
+    law = law_of(counts, top, scale, floor)
+    a = key_of(floor)
+    b = a
+    if counts | (top_p < 1):
+        x = sample_of(source, 0, MASKS, ENTRIES)
+        unit = tl.maximum(V / SAMPLE, 1.0)
+        mass = unit * tl.sum(weight_of(x, law), axis=0)
+        if (floor == float("-inf")) & (not counts):
+            mass = tl.exp2(log2_sum(load_masses(out[0], row, NB, NBP)) - top * scale)
+        need = needed(counts, tl.where(counts, k.to(tl.float32), top_p), mass)
+        low, high = tl.full((), LOWEST, tl.uint32), key_of(top) + 1
+        a, b = guess(x, unit, low, high, mass, mass * 0, need, tl.minimum(NG, LIST), law)
+    if counts | (top_p < 1) | (not flat):
+        tl.debug_barrier()  # the row's list may have been written
+        put_guess(row, law, a, b, found)
+
+
+@triton.jit
 def filter_kernel(
     logits, stride, num_ptr, slot_ptr, state, edits, out, found, V, NB, NG,
     K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, NGP: tl.constexpr,
@@ -198,30 +229,31 @@ def filter_kernel(
         bound = tl.maximum(floor, _bound(top_G, k, top_p, V, NB, NG, NGP))
     chosen = (top_G >= bound) & (top_G > float("-inf"))
     n = tl.sum(chosen.to(tl.int32), axis=0)
-    if n > CAPACITY:
-        tl.store(found[2] + row, UNDECIDED)
-        return
-    rank = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    tl.debug_barrier()
-    tl.store(groups + rank, g.to(tl.float32), mask=chosen)
-    tl.debug_barrier()
-    list_id, list_x = found[3] + row * CAPACITY, found[4] + row * CAPACITY
-    count = _collect(
-        logits, stride, row, V, edits, bound, groups, n, list_id, list_x, MASKS, ENTRIES
-    )
-    if count > CAPACITY:
-        tl.store(found[2] + row, UNDECIDED)
-        return
-    tl.debug_barrier()
-    c = tl.arange(0, CAPACITY)
-    x = tl.load(list_x + c, mask=c < count, other=float("-inf"))
-    total = 0.0
-    if (k <= 0) | (k >= V):
-        total = log2_sum(load_masses(out[0], row, NB, NBP))
-    threshold, exact = _cut(x, c < count, scale, top, k, top_p, floor, total, V)
-    if not exact:
-        tl.store(found[2] + row, UNDECIDED)
-        return
-    tl.store(found[0] + row, threshold)
-    tl.store(found[1] + row, log2_sum(tl.where(x >= threshold, x * scale, float("-inf"))))
-    tl.store(found[2] + row, count)
+    decided = n <= CAPACITY
+    if decided:
+        rank = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+        tl.debug_barrier()
+        tl.store(groups + rank, g.to(tl.float32), mask=chosen)
+        tl.debug_barrier()
+        list_id, list_x = found[3] + row * CAPACITY, found[4] + row * CAPACITY
+        count = _collect(
+            logits, stride, row, V, edits, bound, groups, n, list_id, list_x, MASKS, ENTRIES
+        )
+        decided = count <= CAPACITY
+        if decided:
+            tl.debug_barrier()
+            c = tl.arange(0, CAPACITY)
+            x = tl.load(list_x + c, mask=c < count, other=float("-inf"))
+            total = 0.0
+            if (k <= 0) | (k >= V):
+                total = log2_sum(load_masses(out[0], row, NB, NBP))
+            threshold, decided = _cut(x, c < count, scale, top, k, top_p, floor, total, V)
+            if decided:
+                kept = tl.where(x >= threshold, x * scale, float("-inf"))
+                tl.store(found[0] + row, threshold)
+                tl.store(found[1] + row, log2_sum(kept))
+                tl.store(found[2] + row, count)
+    if not decided:
+        source = (logits, stride, row, V, edits)
+        _search_wide(source, k, top_p, top, scale, floor, is_flat(state, slot, V), out, found, NB,
+                     NG, MASKS, ENTRIES, NBP)  # fmt: skip

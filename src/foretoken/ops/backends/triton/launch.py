@@ -20,8 +20,7 @@ import triton
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.ops.backends.triton.filters import CAPACITY
-from foretoken.ops.backends.triton.rows import BLOCK, GROUP, edit_kernel
+from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kernel
 from foretoken.ops.types import Edits, Rule, SlotParams, Stream
 
 _BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span
@@ -68,7 +67,7 @@ class Scratch(NamedTuple):
         if not filters:
             return cls((mass, best), (lse, lse))
         lists = empty(i32, rows, CAPACITY.value), empty(f32, rows, CAPACITY.value)
-        found = (empty(f32, rows), lse, empty(i32, rows), *lists)
+        found = (empty(f32, rows), lse, empty(i32, rows), *lists, empty(i32, rows + 1))
         return cls((mass, best, empty(f32, rows, sizes.groups)), found)
 
 

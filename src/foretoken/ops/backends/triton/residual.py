@@ -15,7 +15,6 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton import rules
 from foretoken.ops.backends.triton.draw import draw, residual_masses, weigh
-from foretoken.ops.backends.triton.filters import CAPACITY
 from foretoken.ops.backends.triton.noise import (
     LOG2E,
     argmax_span,
@@ -43,6 +42,7 @@ from foretoken.ops.backends.triton.request import (
 )
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
+    CAPACITY,
     is_flat,
     load_span,
     log2_sum,

@@ -20,6 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = tl.constexpr(1024)  # ids per block of the hierarchical draw
 GROUP = tl.constexpr(64)  # ids per group whose maximum is kept
+CAPACITY = tl.constexpr(128)  # entries of a row's list of survivors
 _CHUNK = tl.constexpr(128)
 _ENTRIES_AT_ONCE = tl.constexpr(512)
 
@@ -172,6 +173,20 @@ def load_at(logits, stride, row, off, valid, V, edits, MASKS: tl.constexpr, ENTR
         found = found & (tl.load(edits[3] + e, mask=found, other=-1) == off)
         x = tl.where(found, tl.load(edits[4] + e, mask=found, other=0.0), x)
     return x
+
+
+@triton.jit
+def key_of(x):
+    """Order-preserving uint32 key of a float32; 0 and -0 share one."""
+    bits = (x + 0.0).to(tl.uint32, bitcast=True)
+    return tl.where(bits >> 31 == 1, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def value_of(key):
+    """Inverse of `key_of`."""
+    bits = tl.where(key >> 31 == 1, key & 0x7FFFFFFF, key ^ 0xFFFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

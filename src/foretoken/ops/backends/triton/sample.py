@@ -26,6 +26,7 @@ from foretoken.ops.backends.triton.rows import (
     wait_for_writes,
 )
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, scan_kernel
+from foretoken.ops.backends.triton.sweep import PROGRAMS, sweep_kernel
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
@@ -91,7 +92,7 @@ def sample(
 ) -> Tensor:
     """One token per row from softmax(logits), as the argmax of logits plus Gumbel noise.
 
-    See `Backend.sample`. Two launches; two more if `params.has_filters`. Returns int64 [N].
+    See `Backend.sample`. Two launches; three more if `params.has_filters`. Returns int64 [N].
     """
     check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
     where = (slot_N, slot_N, position_N, draft_index_N)
@@ -158,8 +159,9 @@ def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
     where = (call.num_B, call.slot_B, call.position_B, call.index_B)
     edited = (call.masks, call.entries)
     given: tuple[Any, ...] = (
-        logits_NV, stride, *where, call.state, call.edits, scratch.out, _cache_tuple(call, cache),
-        sizes.vocabulary, sizes.blocks, sizes.groups, programs, call.noise[0],
+        logits_NV, stride, *where, call.state, call.edits, scratch.out, scratch.found,
+        _cache_tuple(call, cache), sizes.vocabulary, sizes.blocks, sizes.groups, programs,
+        call.noise[0],
     )  # fmt: skip
     call.launch(
         scan_kernel, rows * programs, given, call.width, *edited, call.filters, call.flat,
@@ -174,6 +176,13 @@ def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
     call.launch(
         filter_kernel, rows, given, call.width, *edited, sizes.groups_padded,
         sizes.blocks_padded, num_warps=4 if rows < _FEW_ROWS else 2,
+    )  # fmt: skip
+    given = (
+        logits_NV, stride, call.edits, scratch.out, scratch.found, sizes.vocabulary, sizes.blocks,
+        sizes.groups,
+    )  # fmt: skip
+    call.launch(
+        sweep_kernel, min(PROGRAMS, rows * sizes.blocks), given, *edited, num_warps=1,
     )  # fmt: skip
     given = (
         logits_NV, stride, *where, call.state, call.edits, scratch.out, scratch.found,

@@ -1,20 +1,22 @@
 """Thresholds of rows that a short list cannot decide: wide nuclei, large k, many ties.
 
-A program has a row to itself, so that each pass over it is a chain of latencies: what counts is the
-number of passes, and that a span is loaded while the one before it is worked on. The largest t
-whose weight W(x >= t) reaches `need` is sought so:
+The largest t whose weight W(x >= t) reaches `need` is sought so:
 
-1. `_guess`: two keys a < b with the threshold between them, from a sample of the row, as narrow as
-   its spread allows and no further apart than the list has room.
-2. `_sweep`: one pass measures W at a and at b, lists what lies between them, and writes each
-   block's mass of what is at least b, kept whatever the threshold turns out to be.
+1. `guess.py`: two keys a < b with the threshold between them, from a sample of the row, as narrow
+   as its spread allows and no further apart than the list has room.
+2. A pass measures W at a and at b, lists what lies between them, and writes each block's mass of
+   what is at least b, kept whatever the threshold turns out to be. The first pass is a launch of
+   its own, over all multiprocessors (`sweep.py`); here a program has a row to itself.
 3. If the guess was right, the threshold is found in the list, and what the list adds to the masses
    is added: one pass (1.3 on average of 151 936 normal logits; at most 3 of 1 200 such rows). Else
-   what was learned bounds the next guess; a list that overflowed is the sample then, and where it
-   is one value many times, a and b are neighbours and nothing is left to find. After _GUESSES the
-   bracket's keys are halved, so that it ends.
+   what was learned bounds the next guess; a list that overflowed is the sample then (but not that
+   of `sweep.py`, whose order is that of arrival), and where it is one value many times, a and b are
+   neighbours and nothing is left to find. After GUESSES the bracket's keys are halved, so that it
+   ends.
 
-Flat noise takes a pass of its own, which writes masses and best scores as the scan does.
+A pass by one program is a chain of latencies: what counts is their number, and that a span is
+loaded while the one before it is worked on. Flat noise takes a pass of its own, which writes masses
+and best scores as the scan does.
 
 Weights are relative to the row's maximum, and so are the masses until they are complete: a block
 that underflows next to it has no part in any draw, since top-p drops it, min-p drops what is below
@@ -29,48 +31,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.filters import (
-    DENSE,
-    UNDECIDED,
-    key_of,
-    min_p_floor,
-    value_of,
+from foretoken.ops.backends.triton.filters import DENSE, UNDECIDED, min_p_floor
+from foretoken.ops.backends.triton.guess import (
+    GUESSES,
+    LIST,
+    LOWEST,
+    SAMPLE,
+    bisect,
+    guess,
+    law_of,
+    needed,
+    sample_of,
+    weight_of,
 )
 from foretoken.ops.backends.triton.noise import LOG2E, gumbel_span
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     first_row,
     is_flat,
+    key_of,
     let_next_start,
-    load_at,
     load_masses,
     load_span,
     log2_sum,
     log2_sum_rows,
+    value_of,
     wait_for_writes,
 )
 from foretoken.ops.backends.triton.scan import flat_noise
+from foretoken.ops.backends.triton.sweep import FIXED, packed, take_sweep, unpacked
 
 WARPS = 4
 REGISTERS = 168  # per thread: three programs of four warps fit a multiprocessor
 _SPAN = tl.constexpr(2048)
-_SAMPLE = tl.constexpr(4096)
-_CHUNK = tl.constexpr(8)  # neighbours in the sample: memory is read by sectors
-_LIST = tl.constexpr(4096)  # most entries of a list, if NG is larger
-_SPREAD = tl.constexpr(3.0)  # standard deviations on either side of a guess
-_FILL = tl.constexpr(0.9)  # of the list's room, by the sample, between two guesses
-_GUESSES = tl.constexpr(6)
 _LISTED_AT_ONCE = tl.constexpr(8)
-LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite float
-
-
-@triton.jit
-def _weight(x, law, MASS: tl.constexpr):
-    """What an element counts: its mass relative to the row's maximum, or 1."""
-    if MASS:
-        return tl.where(x >= law[2], tl.exp2((x - law[0]) * law[1]), 0.0)
-    else:
-        return tl.where(x > float("-inf"), 1.0, 0.0)
 
 
 @triton.jit
@@ -83,80 +77,12 @@ def _span(source, first, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
 
 
 @triton.jit
-def _bisect(key, weight, low, high, need, step):
-    """The largest t in [low, high) such that the weight of keys >= t reaches `need`, else low.
-
-    To less than `step` below it: 1 is exact.
-    """
-    while high - low > step:
-        middle = low + ((high - low) >> 1)
-        if tl.sum(tl.where(key >= middle, weight, 0.0), axis=0) >= need:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def _sample(source, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
-    """_SAMPLE logits in chunks spread over the row; -inf if it has fewer."""
-    logits, stride, row, V, edits = source
-    i = tl.arange(0, _SAMPLE)
-    apart = tl.maximum(V // (_SAMPLE // _CHUNK), _CHUNK)
-    off = i // _CHUNK * apart + i % _CHUNK
-    return load_at(logits, stride, row, off, off < V, V, edits, MASKS, ENTRIES)
-
-
-@triton.jit
-def _guess(x, unit, low, high, w_low, w_high, need, few, law, MASS: tl.constexpr):
-    """Keys a < b in [low, high], the threshold probably between them, from a sample x of the row.
-
-    W(low) = w_low and W(high) = w_high are known, so that W(t) can be summed from either end: of
-    the sample above t, or of that below it. The best mix of both weighs them by their variances: a
-    few heavy logits, sampled or not, do not blur a threshold far below them. unit: logits that a
-    sampled one stands for.
-    """
-    a, b = low, high
-    key = key_of(x)
-    weight = tl.where((key >= low) & (key < high), _weight(x, law, MASS), 0.0)
-    sampled = tl.sum(weight, axis=0)
-    if sampled > 0:
-        one = tl.where(weight > 0, 1.0, 0.0)
-        first = tl.min(tl.where(weight > 0, key, high), axis=0)
-        last = tl.max(tl.where(weight > 0, key, low), axis=0) + 1
-        step = tl.maximum((last - first) >> 18, 1)
-        mass = w_low - w_high
-        t = _bisect(key, weight, first, last, sampled * (need - w_high) / mass, step)
-        above = tl.sum(tl.where(key >= t, weight * weight, 0.0), axis=0)
-        below = tl.sum(weight * weight, axis=0) - above
-        both = tl.maximum(above + below, 1e-37)
-        wanted = (need - w_high) / unit + above / both * (sampled - mass / unit)
-        t = _bisect(key, weight, first, last, wanted, step)
-        t = tl.min(tl.where((weight > 0) & (key >= t), key, last), axis=0)
-        near = tl.maximum(_weight(value_of(t), law, MASS), 1e-18)
-        ties = tl.sum(tl.where(key == t, one, 0.0), axis=0)
-        count = tl.sum(tl.where(key > t, one, 0.0), axis=0)
-        aside = tl.sqrt(above * tl.maximum(below, 0.0) / both / (near * near) + 1) * _SPREAD
-        most = (few * _FILL / unit - ties) / 2
-        aside = tl.minimum(aside, most)
-        if most < 0:
-            a, b = t, t + 1
-        else:
-            if count + ties + aside < tl.sum(one, axis=0):
-                a = _bisect(key, one, first, last, count + ties + aside, step)
-            if count - aside >= 1:
-                b = tl.minimum(_bisect(key, one, first, last, count - aside, step) + step, high)
-    return a, b
-
-
-@triton.jit
 def _sweep(
-    source, law, a, b, few, out, NB, NG, MASS: tl.constexpr, MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    source, law, a, b, few, out, NB, NG, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """One pass: (W of the row, W(x >= a), W(x >= b), number of logits in [a, b)).
 
-    Leaves the first `few` of those in the room, by rising id, their number per block as the block's
+    Leaves the first `few` of those in the room, by rising id, each block's stretch of them as its
     best score, and as its mass the W of what is at least b.
     """
     row, V = source[2], source[3]
@@ -171,7 +97,7 @@ def _sweep(
     for first in range(0, V, _SPAN):
         x = ahead
         ahead = _span(source, first + _SPAN, MASKS, ENTRIES)
-        weight = _weight(x, law, MASS)
+        weight = weight_of(x, law)
         w_all += tl.sum(tl.reshape(weight, (_SPAN // 4, 4)), axis=1)
         w_a += tl.sum(tl.reshape(tl.where(x >= lowest, weight, 0.0), (_SPAN // 4, 4)), axis=1)
         sure = tl.sum(tl.reshape(tl.where(x >= highest, weight, 0.0), (_SPAN // 4, 4)), axis=1)
@@ -179,10 +105,10 @@ def _sweep(
         listed = ((x >= lowest) & (x < highest)).to(tl.int32)
         j = first // BLOCK + tl.arange(0, per)
         number = tl.sum(tl.reshape(listed, (per, BLOCK)), axis=1)
-        tl.store(out[1] + row * NB + j, number.to(tl.float32), mask=j < NB)
-        if MASS:
-            mass = tl.sum(tl.reshape(sure, (per, BLOCK // 4)), axis=1)
-            tl.store(out[0] + row * NB + j, mass, mask=j < NB)
+        start = count + tl.cumsum(number, axis=0) - number
+        tl.store(out[1] + row * NB + j, packed(start, number, few), mask=j < NB)
+        mass = tl.sum(tl.reshape(sure, (per, BLOCK // 4)), axis=1)
+        tl.store(out[0] + row * NB + j, mass, mask=j < NB)
         rank = count + tl.cumsum(listed, axis=0) - 1
         tl.store(room + rank, x, mask=(listed > 0) & (rank < few))
         count += tl.sum(number, axis=0)
@@ -192,35 +118,44 @@ def _sweep(
 
 @triton.jit
 def _search(
-    source, law, goal, mass, few, out, NB, NG, MASS: tl.constexpr, MASKS: tl.constexpr,
+    source, top, law, counts, goal, mass, swept, few, out, found, NB, NG, MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """(the largest t such that W(x >= t) reaches `goal`, the number listed by the last sweep).
 
-    goal: of MASS a share of W of the whole row, which is `mass` (below 0: not known yet). If more
-    than `few` were listed, the list and the masses are not those of t.
+    goal: a share of W of the whole row, which is `mass` (below 0: not known yet), unless it counts.
+    swept: whether `sweep.py` made the first sweep. If more than `few` were listed, the list and the
+    masses are not those of t.
     """
-    low, high = tl.full((), LOWEST, tl.uint32), key_of(law[0]) + 1
+    low, high = tl.full((), LOWEST, tl.uint32), key_of(top) + 1
     w_low, w_high, need = mass, mass * 0, mass * 0
     count, passes = few + 1, few * 0
-    inside = passes > 0
+    inside, width = passes > 0, few * 0
     while (count > few) & (high - low > 1):
         a, b = low, low + ((high - low) >> 1)
-        if passes < _GUESSES:
-            unit = tl.maximum(source[3] / _SAMPLE, 1.0)
-            if inside:
-                i = tl.arange(0, _SAMPLE)
-                x = tl.load(out[2] + source[2] * NG + i, mask=i < few, other=float("-inf"))
-                unit = count / tl.minimum(few, _SAMPLE).to(tl.float32)
-            else:
-                x = _sample(source, MASKS, ENTRIES)
-            if w_low < 0:
-                w_low = unit * tl.sum(_weight(x, law, MASS), axis=0)
-                mass = w_low
-            need = tl.maximum(goal * mass, 1e-30) if MASS else goal
-            a, b = _guess(x, unit, low, high, w_low, w_high, need, few, law, MASS)
-        mass, w_a, w_b, count = _sweep(source, law, a, b, few, out, NB, NG, MASS, MASKS, ENTRIES)
-        need = tl.maximum(goal * mass, 1e-30) if MASS else goal
+        w_a, w_b = mass, mass
+        if swept & (passes == 0):
+            a, b, mass, w_a, w_b, count = take_sweep(source[2], found)
+        else:
+            if passes < GUESSES:
+                unit = tl.maximum(source[3] / SAMPLE, 1.0)
+                if inside & ((passes > 1) | (not swept)):
+                    i = tl.arange(0, SAMPLE)
+                    x = tl.load(out[2] + source[2] * NG + i, mask=i < few, other=float("-inf"))
+                    unit = width / tl.minimum(few, SAMPLE).to(tl.float32)
+                else:
+                    x = sample_of(source, passes, MASKS, ENTRIES)
+                    if inside:
+                        hits = (x >= value_of(low)) & (x < value_of(high))
+                        hits = tl.sum(hits.to(tl.float32), axis=0)
+                        unit = width / tl.maximum(hits, 1.0)
+                if w_low < 0:
+                    w_low = unit * tl.sum(weight_of(x, law), axis=0)
+                    mass = w_low
+                need = needed(counts, goal, mass)
+                a, b = guess(x, unit, low, high, w_low, w_high, need, few, law)
+            mass, w_a, w_b, count = _sweep(source, law, a, b, few, out, NB, NG, MASKS, ENTRIES)
+        need = needed(counts, goal, mass)
         w_low = tl.where(low == LOWEST, mass, w_low)
         passes += 1
         inside = (w_a >= need) & (w_b < need)
@@ -232,12 +167,15 @@ def _search(
                 high, w_high = b, w_b
             else:
                 low, w_low = b, w_b
+        width = count
         count = tl.where(inside, count, few + 1)
     if count <= few:
-        i = tl.arange(0, _LIST)
+        i = tl.arange(0, LIST)
         x = tl.load(out[2] + source[2] * NG + i, mask=i < count, other=float("-inf"))
-        weight = tl.where(i < count, _weight(x, law, MASS), 0.0)
-        low = _bisect(key_of(x), weight, low, high, need - w_high, 1)
+        weight = tl.where(i < count, weight_of(x, law), 0.0)
+        weight = (weight * FIXED).to(tl.int64)  # in any order
+        left = tl.maximum(((need - w_high) * FIXED).to(tl.int64), 1)
+        low = bisect(key_of(x), weight, low, high, left, 1)
     return value_of(low), count
 
 
@@ -246,8 +184,7 @@ def _add_listed(row, law, threshold, out, NB, NG, NBP: tl.constexpr):
     """Complete the masses that a sweep wrote by the listed logits >= threshold, in log2."""
     j = tl.arange(0, NBP)
     mass = tl.load(out[0] + row * NB + j, mask=j < NB, other=0.0)
-    number = tl.load(out[1] + row * NB + j, mask=j < NB, other=0.0).to(tl.int32)
-    start = tl.cumsum(number, axis=0) - number
+    start, number = unpacked(tl.load(out[1] + row * NB + j, mask=j < NB, other=0.0))
     for c in range(0, tl.max(number, axis=0), _LISTED_AT_ONCE):
         i = (c + tl.arange(0, _LISTED_AT_ONCE))[None, :]
         at = out[2] + row * NG + start[:, None] + i
@@ -299,27 +236,28 @@ def wide_kernel(
     k, top_p = tl.load(state[2] + slot), tl.load(state[3] + slot)
     top = tl.load(found[1] + row)
     threshold = min_p_floor(tl.load(state[4] + slot), top, scale)
-    source, few = (logits, stride, row, V, edits), tl.minimum(NG, _LIST)
-    count = few + 1
+    source, few = (logits, stride, row, V, edits), tl.minimum(NG, LIST)
+    flat, counts = is_flat(state, slot, V), (k > 0) & (k < V)
+    count = few * 0  # of min-p alone nothing is listed
     mass = top * 0 - 1
-    if (k > 0) & (k < V):
-        kth, _ = _search(source, (top, scale, threshold), k.to(tl.float32), mass, few, out, NB, NG,
-                         False, MASKS, ENTRIES)  # fmt: skip
+    if counts:
+        law = law_of(True, top, scale, threshold)
+        kth, _ = _search(source, top, law, True, k.to(tl.float32), mass, True, few, out, found, NB,
+                         NG, MASKS, ENTRIES)  # fmt: skip
         threshold = tl.maximum(threshold, kth)
     if top_p < 1:
-        if threshold == float("-inf"):
-            mass = tl.exp2(log2_sum(load_masses(out[0], row, NB, NBP)) - top * scale)
-        nucleus, count = _search(source, (top, scale, threshold), top_p, mass, few, out, NB, NG,
-                                 True, MASKS, ENTRIES)  # fmt: skip
+        law = (top, scale, threshold)
+        nucleus, count = _search(source, top, law, False, top_p, mass, not counts, few, out, found,
+                                 NB, NG, MASKS, ENTRIES)  # fmt: skip
         threshold = tl.maximum(threshold, nucleus)
     law = (top, scale, threshold)
-    if is_flat(state, slot, V):
+    if flat:
         at = flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
         _score(source, law, threshold, at, out, NB, MASKS, ENTRIES, FP64)
     else:
         if count > few:
             key = key_of(threshold)
-            _sweep(source, law, key, key, few, out, NB, NG, True, MASKS, ENTRIES)
+            _sweep(source, law, key, key, few, out, NB, NG, MASKS, ENTRIES)
         _add_listed(row, law, threshold, out, NB, NG, NBP)
     tl.debug_barrier()
     tl.store(found[0] + row, threshold)

@@ -135,7 +135,7 @@ def load_span(
     begin, end = 0, 0
     if ENTRIES:  # loaded before the logits are waited for
         at = edits[5] + row * edits[6] + first // BLOCK
-        begin, end = tl.load(at), tl.load(at + WIDTH // BLOCK)
+        begin, end = tl.load(at), tl.load(at + (WIDTH + BLOCK - 1) // BLOCK)
     off = first + tl.arange(0, WIDTH)
     x = tl.load(
         logits + row * stride + off, mask=off < V, other=float("-inf"), eviction_policy=evict

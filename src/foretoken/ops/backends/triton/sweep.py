@@ -32,8 +32,9 @@ from foretoken.ops.backends.triton.rows import (
     wait_for_writes,
 )
 
-PROGRAMS = 132 * 16  # at most; they loop
+PROGRAMS = 132 * 20  # at most; they loop
 FIXED = tl.constexpr(1099511627776.0)  # 2^40
+_PART = tl.constexpr(256)  # of a block, loaded again: listing all of it at once takes 138 registers
 _LENGTHS = tl.constexpr(2048)  # more than a block's
 
 
@@ -83,10 +84,25 @@ def unpacked(stretch):
 
 
 @triton.jit
+def _list_block(
+    source, first, lowest, highest, start, few, room, MASKS: tl.constexpr, ENTRIES: tl.constexpr
+):
+    """Write a block's logits in [lowest, highest) into the room from `start`, by rising id."""
+    logits, stride, row, V, edits = source
+    for at in range(first, first + BLOCK, _PART):
+        x = load_span(logits, stride, row, at, V, edits, _PART, MASKS, ENTRIES, "evict_first")
+        listed = ((x >= lowest) & (x < highest)).to(tl.int32)
+        rank = start + tl.cumsum(listed, axis=0) - 1
+        tl.store(room + rank, x, mask=(listed > 0) & (rank < few))
+        start += tl.sum(listed, axis=0)
+
+
+@triton.jit
 def _sweep_block(
     logits, stride, row, j, edits, out, found, V, NB, NG, MASKS: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):  # fmt: skip
+    """Add a block to its row's sums, and list what lies between the row's keys."""
     x = load_span(logits, stride, row, j * BLOCK, V, edits, BLOCK, MASKS, ENTRIES, "evict_first")
     guess = found[4] + row * CAPACITY
     law = tl.load(guess), tl.load(guess + 1), tl.load(guess + 2)
@@ -99,13 +115,12 @@ def _sweep_block(
     i = tl.arange(0, 4)
     sums = (tl.where(i == 0, w_all, tl.where(i == 1, w_a, w_b)) * FIXED).to(tl.int64)
     tl.atomic_add(_sums(row, found) + i, sums, mask=i < 3, sem="relaxed")
-    listed = ((x >= lowest) & (x < highest)).to(tl.int32)
-    number = tl.sum(listed, axis=0)
+    number = tl.sum(((x >= lowest) & (x < highest)).to(tl.int32), axis=0)
     start, few = number * 0, tl.minimum(NG, LIST)
     if number > 0:
         start = tl.atomic_add(found[3] + row * CAPACITY + 6, number, sem="relaxed")
-        rank = start + tl.cumsum(listed, axis=0) - 1
-        tl.store(out[2] + row * NG + rank, x, mask=(listed > 0) & (rank < few))
+        source, room = (logits, stride, row, V, edits), out[2] + row * NG
+        _list_block(source, j * BLOCK, lowest, highest, start, few, room, MASKS, ENTRIES)
     tl.store(out[1] + row * NB + j, packed(start, number, few))
 
 

@@ -175,6 +175,7 @@ def _search_wide(
     tl.store(found[2] + row, UNDECIDED)
     counts = (k > 0) & (k < V)
     law = law_of(counts, top, scale, floor)
+    goal = tl.where(counts, k.to(tl.float32), top_p)
     a = key_of(floor)
     b = a
     if counts | (top_p < 1):
@@ -183,12 +184,12 @@ def _search_wide(
         mass = unit * tl.sum(weight_of(x, law), axis=0)
         if (floor == float("-inf")) & (not counts):
             mass = tl.exp2(log2_sum(load_masses(out[0], row, NB, NBP)) - top * scale)
-        need = needed(counts, tl.where(counts, k.to(tl.float32), top_p), mass)
+        need = needed(counts, goal, mass)
         low, high = tl.full((), LOWEST, tl.uint32), key_of(top) + 1
         a, b = guess(x, unit, low, high, mass, mass * 0, need, tl.minimum(NG, LIST), law)
     if counts | (top_p < 1) | (not flat):
         tl.debug_barrier()  # the row's list may have been written
-        put_guess(row, law, a, b, found)
+        put_guess(row, law, a, b, counts, goal, top, found)
 
 
 @triton.jit

@@ -1,9 +1,10 @@
-"""The first pass over rows that a short list cannot decide, spread over the whole GPU.
+"""The first passes over rows that a short list cannot decide, spread over the whole GPU.
 
 The filters left a first guess per row, two keys a < b with the threshold probably between them, and
 queued the row. One pass measures W(x >= a) and W(x >= b), lists what lies between them, and writes
 each block's mass of what is at least b, kept whatever the threshold turns out to be. Programs of
-one warp take a block of a queued row at a time, as the scan does: no barrier between warps.
+one warp take a block of a queued row at a time, as the scan does: no barrier between warps. A
+second launch does the same for rows whose guess was wrong, with keys next to the first.
 
 A block reserves a stretch of the row's list, so that stretches lie in any order. No result depends
 on it: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the largest
@@ -21,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.guess import LIST, weight_of
+from foretoken.ops.backends.triton.guess import LIST, LOWEST, needed, weight_of
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     CAPACITY,
@@ -33,41 +34,89 @@ from foretoken.ops.backends.triton.rows import (
 )
 
 PROGRAMS = 132 * 20  # at most; they loop
+PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
 FIXED = tl.constexpr(1099511627776.0)  # 2^40
 _PART = tl.constexpr(256)  # of a block, loaded again: listing all of it at once takes 138 registers
+_ASIDE = tl.constexpr(0.45)  # of the list's room, on either side of a second guess
 _LENGTHS = tl.constexpr(2048)  # more than a block's
 
 
 @triton.jit
-def put_guess(row, law, a, b, found):
-    """Queue a row with a guess: `found[4]` of it gets (law, a, b), `found[3]` empty sums."""
+def put_guess(row, law, a, b, counts, goal, top, found):
+    """Queue a row with a guess, and what is sought: the first numbers of its `found[4]`.
+
+    Its `found[3]` begins with the sums of two sweeps, now 0.
+    """
     c = tl.arange(0, 8)
-    lowest, highest = value_of(a), value_of(b)
     guess = tl.where(c == 0, law[0], tl.where(c == 1, law[1], law[2]))
-    guess = tl.where(c == 3, lowest, tl.where(c == 4, highest, guess))
+    guess = tl.where(c == 3, value_of(a), tl.where(c == 4, value_of(b), guess))
+    guess = tl.where(c == 5, goal, tl.where(c == 6, top, guess))
+    guess = tl.where(c == 7, counts.to(tl.float32), guess)
     tl.store(found[4] + row * CAPACITY + c, guess)
-    tl.store(found[3] + row * CAPACITY + c, tl.zeros((8,), tl.int32))
+    tl.store(found[3] + row * CAPACITY + tl.arange(0, 16), tl.zeros((16,), tl.int32))
     at = tl.atomic_add(found[5], 1)
     tl.store(found[5] + 1 + at, row.to(tl.int32))
 
 
 @triton.jit
-def take_sweep(row, found):
-    """(a, b, W of the row, W(x >= a), W(x >= b), number of logits in [a, b)) of a swept row."""
+def first_guess(row, found):
+    """The keys a and b of a row's first sweep."""
     guess = found[4] + row * CAPACITY
-    a, b = key_of(tl.load(guess + 3)), key_of(tl.load(guess + 4))
-    sums = _sums(row, found)
-    w_all = tl.load(sums, cache_modifier=".cg").to(tl.float32) / FIXED
-    w_a = tl.load(sums + 1, cache_modifier=".cg").to(tl.float32) / FIXED
-    w_b = tl.load(sums + 2, cache_modifier=".cg").to(tl.float32) / FIXED
-    count = tl.load(found[3] + row * CAPACITY + 6, cache_modifier=".cg")
-    return a, b, w_all, w_a, w_b, count
+    return key_of(tl.load(guess + 3)), key_of(tl.load(guess + 4))
 
 
 @triton.jit
-def _sums(row, found):
-    """Where a row's sums are, in units of 1 / FIXED; the number of listed logits is behind them."""
-    return (found[3] + row * CAPACITY).to(tl.pointer_type(tl.int64))
+def _some(keys, most):
+    """That many keys, at most `most`."""
+    return tl.minimum(tl.clamp(keys, 0.0, 2e9).to(tl.uint32), most)
+
+
+@triton.jit
+def second_guess(row, found, few):
+    """(whether the first sweep missed, keys a and b of the second).
+
+    What is listed between the first keys says how dense the logits are near by, and so how far
+    away the threshold is, or where between them if the list overflowed.
+    """
+    a, b = first_guess(row, found)
+    mass, w_a, w_b, count = take_sweep(row, found, 0)
+    guess = found[4] + row * CAPACITY
+    law = tl.load(guess), tl.load(guess + 1), tl.load(guess + 2)
+    need = needed(tl.load(guess + 7) > 0, tl.load(guess + 5), mass)
+    end = key_of(tl.load(guess + 6)) + 1
+    lowest = tl.full((), LOWEST, tl.uint32)
+    missed = (count > 0) & (b > a + 1) & ((w_a < need) | (w_b >= need) | (count > few))
+    apart = (b - a).to(tl.float32) / tl.maximum(count, 1)
+    aside = few * _ASIDE * apart
+    if w_a < need:
+        gap = (need - w_a) / tl.maximum(weight_of(value_of(a), law), 1e-30) * apart
+        b = a - _some(gap - aside, a - lowest)
+        a = b - _some(2 * aside, b - lowest)
+    elif w_b >= need:
+        gap = (w_b - need) / tl.maximum(weight_of(value_of(b), law), 1e-30) * apart
+        a = b + _some(gap - aside, end - b)
+        b = a + _some(2 * aside, end - a)
+    else:
+        middle = b - _some((need - w_b) / (w_a - w_b) * (b - a).to(tl.float32), b - a)
+        a, b = middle - _some(aside, middle - a), middle + _some(aside, b - middle)
+    return missed, a, b
+
+
+@triton.jit
+def take_sweep(row, found, turn):
+    """(W of the row, W(x >= a), W(x >= b), number of logits in [a, b)) of a sweep."""
+    sums = _sums(row, found, turn)
+    w_all = tl.load(sums, cache_modifier=".cg").to(tl.float32) / FIXED
+    w_a = tl.load(sums + 1, cache_modifier=".cg").to(tl.float32) / FIXED
+    w_b = tl.load(sums + 2, cache_modifier=".cg").to(tl.float32) / FIXED
+    count = tl.load(sums + 3, cache_modifier=".cg").to(tl.int32)
+    return w_all, w_a, w_b, count
+
+
+@triton.jit
+def _sums(row, found, turn):
+    """Where a sweep's sums are: three in units of 1 / FIXED, and the number of listed logits."""
+    return (found[3] + row * CAPACITY).to(tl.pointer_type(tl.int64)) + 4 * turn
 
 
 @triton.jit
@@ -99,14 +148,15 @@ def _list_block(
 
 @triton.jit
 def _sweep_block(
-    logits, stride, row, j, edits, out, found, V, NB, NG, MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    source, j, a, b, out, found, NB, NG, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
-    """Add a block to its row's sums, and list what lies between the row's keys."""
+    """Add a block to its row's sums, and list what lies between the keys."""
+    logits, stride, row, V, edits = source
     x = load_span(logits, stride, row, j * BLOCK, V, edits, BLOCK, MASKS, ENTRIES, "evict_first")
     guess = found[4] + row * CAPACITY
     law = tl.load(guess), tl.load(guess + 1), tl.load(guess + 2)
-    lowest, highest = tl.load(guess + 3), tl.load(guess + 4)
+    lowest, highest = value_of(a), value_of(b)
     weight = weight_of(x, law)
     w_all = tl.sum(weight, axis=0)
     w_a = tl.sum(tl.where(x >= lowest, weight, 0.0), axis=0)
@@ -114,25 +164,35 @@ def _sweep_block(
     tl.store(out[0] + row * NB + j, w_b)
     i = tl.arange(0, 4)
     sums = (tl.where(i == 0, w_all, tl.where(i == 1, w_a, w_b)) * FIXED).to(tl.int64)
-    tl.atomic_add(_sums(row, found) + i, sums, mask=i < 3, sem="relaxed")
+    tl.atomic_add(_sums(row, found, TURN) + i, sums, mask=i < 3, sem="relaxed")
     number = tl.sum(((x >= lowest) & (x < highest)).to(tl.int32), axis=0)
     start, few = number * 0, tl.minimum(NG, LIST)
     if number > 0:
-        start = tl.atomic_add(found[3] + row * CAPACITY + 6, number, sem="relaxed")
-        source, room = (logits, stride, row, V, edits), out[2] + row * NG
+        before = tl.atomic_add(_sums(row, found, TURN) + 3, number.to(tl.int64), sem="relaxed")
+        start = before.to(tl.int32)
+        room = out[2] + row * NG
         _list_block(source, j * BLOCK, lowest, highest, start, few, room, MASKS, ENTRIES)
     tl.store(out[1] + row * NB + j, packed(start, number, few))
 
 
 @triton.jit
 def sweep_kernel(
-    logits, stride, edits, out, found, V, NB, NG, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    logits, stride, edits, out, found, V, NB, NG, parts, MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr, TURN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: any number; each takes blocks of queued rows until none is left."""
+    """Programs: any number; each takes parts of queued rows until none is left.
+
+    TURN: 0 for all of them, 1 for those where the first sweep missed.
+    """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    items = tl.load(found[5], cache_modifier=".cg") * NB
+    items = tl.load(found[5], cache_modifier=".cg") * parts
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        row = tl.load(found[5] + 1 + item // NB).to(tl.int64)
-        _sweep_block(logits, stride, row, item % NB, edits, out, found, V, NB, NG, MASKS, ENTRIES)
+        row = tl.load(found[5] + 1 + item // parts).to(tl.int64)
+        source, end = (logits, stride, row, V, edits), NB
+        a, b = first_guess(row, found)
+        if TURN:
+            missed, a, b = second_guess(row, found, tl.minimum(NG, LIST))
+            end = tl.where(missed, NB, 0)
+        for j in range(item % parts, end, parts):
+            _sweep_block(source, j, a, b, out, found, NB, NG, MASKS, ENTRIES, TURN)

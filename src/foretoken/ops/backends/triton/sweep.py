@@ -59,10 +59,25 @@ def put_guess(row, law, a, b, counts, goal, top, found):
 
 
 @triton.jit
-def first_guess(row, found):
-    """The keys a and b of a row's first sweep."""
-    guess = found[4] + row * CAPACITY
-    return key_of(tl.load(guess + 3)), key_of(tl.load(guess + 4))
+def guess_of(row, found, turn):
+    """The keys a and b of a row's first sweep (turn 0), or of the second (1)."""
+    guess = found[4] + row * CAPACITY + 3 + turn * 5
+    return key_of(tl.load(guess)), key_of(tl.load(guess + 1))
+
+
+@triton.jit
+def swept_twice(row, found):
+    """Whether a row had a second sweep, 1 or 0."""
+    return tl.load(found[4] + row * CAPACITY + 10).to(tl.int32)
+
+
+@triton.jit
+def _put_second_guess(row, missed, a, b, found):
+    """What `guess_of` and `swept_twice` read: computed once, since compilers round differently."""
+    guess = found[4] + row * CAPACITY + 8
+    tl.store(guess, value_of(a))
+    tl.store(guess + 1, value_of(b))
+    tl.store(guess + 2, missed.to(tl.float32))
 
 
 @triton.jit
@@ -72,13 +87,13 @@ def _some(keys, most):
 
 
 @triton.jit
-def second_guess(row, found, few):
+def _second_guess(row, found, few):
     """(whether the first sweep missed, keys a and b of the second).
 
     What is listed between the first keys says how dense the logits are near by, and so how far
     away the threshold is, or where between them if the list overflowed.
     """
-    a, b = first_guess(row, found)
+    a, b = guess_of(row, found, 0)
     mass, w_a, w_b, count = take_sweep(row, found, 0)
     guess = found[4] + row * CAPACITY
     law = tl.load(guess), tl.load(guess + 1), tl.load(guess + 2)
@@ -190,9 +205,11 @@ def sweep_kernel(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         row = tl.load(found[5] + 1 + item // parts).to(tl.int64)
         source, end = (logits, stride, row, V, edits), NB
-        a, b = first_guess(row, found)
+        a, b = guess_of(row, found, 0)
         if TURN:
-            missed, a, b = second_guess(row, found, tl.minimum(NG, LIST))
+            missed, a, b = _second_guess(row, found, tl.minimum(NG, LIST))
             end = tl.where(missed, NB, 0)
+            if item % parts == 0:
+                _put_second_guess(row, missed, a, b, found)
         for j in range(item % parts, end, parts):
             _sweep_block(source, j, a, b, out, found, NB, NG, MASKS, ENTRIES, TURN)

@@ -62,9 +62,9 @@ from foretoken.ops.backends.triton.rows import (
 from foretoken.ops.backends.triton.scan import flat_noise
 from foretoken.ops.backends.triton.sweep import (
     FIXED,
-    first_guess,
+    guess_of,
     packed,
-    second_guess,
+    swept_twice,
     take_sweep,
     unpacked,
 )
@@ -132,23 +132,20 @@ def _search(
     """(the largest t such that W(x >= t) reaches `goal`, the number listed by the last sweep).
 
     goal: a share of W of the whole row, which is `mass` (below 0: not known yet), unless it counts.
-    swept: 1 if `sweep.py` made the first sweeps, else 0. If more than `few` were listed, the list
+    swept: whether `sweep.py` made the first sweeps. If more than `few` were listed, the list
     and the masses are not those of t.
     """
     low, high = tl.full((), LOWEST, tl.uint32), key_of(top) + 1
     w_low, w_high, need = mass, mass * 0, mass * 0
     count, passes = few + 1, few * 0
-    inside, width, sweeps = passes > 0, few * 0, passes + swept
+    inside, width, sweeps = passes > 0, few * 0, passes
+    if swept:
+        sweeps = 1 + swept_twice(source[2], found)
     while (count > few) & (high - low > 1):
         a, b = low, low + ((high - low) >> 1)
         w_a, w_b = mass, mass
         if passes < sweeps:
-            a, b = first_guess(source[2], found)
-            missed, next_a, next_b = second_guess(source[2], found, few)
-            if passes == 0:
-                sweeps += missed.to(tl.int32)
-            else:
-                a, b = next_a, next_b
+            a, b = guess_of(source[2], found, passes)
             mass, w_a, w_b, count = take_sweep(source[2], found, passes)
         else:
             if passes < GUESSES:
@@ -256,12 +253,12 @@ def wide_kernel(
     mass = top * 0 - 1
     if counts:
         law = law_of(True, top, scale, threshold)
-        kth, _ = _search(source, top, law, True, k.to(tl.float32), mass, 1, few, out, found, NB,
+        kth, _ = _search(source, top, law, True, k.to(tl.float32), mass, True, few, out, found, NB,
                          NG, MASKS, ENTRIES)  # fmt: skip
         threshold = tl.maximum(threshold, kth)
     if top_p < 1:
         law = (top, scale, threshold)
-        nucleus, count = _search(source, top, law, False, top_p, mass, 1 - counts.to(tl.int32), few,
+        nucleus, count = _search(source, top, law, False, top_p, mass, not counts, few,
                                  out, found, NB, NG, MASKS, ENTRIES)  # fmt: skip
         threshold = tl.maximum(threshold, nucleus)
     law = (top, scale, threshold)

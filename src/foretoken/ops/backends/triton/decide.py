@@ -26,6 +26,7 @@ from foretoken.ops.backends.triton.request import (
     DONE,
     DRAW,
     FRACTION,
+    HEAD,
     ONE_ROW,
     RESIDUAL_TOKEN,
     SYNTHETIC_RULE,
@@ -94,7 +95,7 @@ def _read_q(q, slot, i, token, known, real, scale, HAS_Q: tl.constexpr):
 @triton.jit
 def _plan(b, to, needed, whole, fraction, work, K, mask):
     """Write what the residual pass must know of some rows [KP], at places `to` of the request."""
-    at = whole_of(work, b, K) + 2 + to * WHOLE
+    at = whole_of(work, b, K) + HEAD + to * WHOLE
     zero = to.to(tl.int64) * 0
     tl.store(at, tl.where(needed, zero + whole[0], -1), mask=mask)
     for n in tl.static_range(1, 5):
@@ -205,3 +206,4 @@ def decide_kernel(
         store_token(b, k, drawn, broken == 0, verdict, K)
     tl.store(whole_of(work, b, K), pending.to(tl.int64))
     tl.store(whole_of(work, b, K) + 1, zero.to(tl.int64))
+    tl.store(whole_of(work, b, K) + 2, zero.to(tl.int64))

@@ -29,6 +29,7 @@ from foretoken.ops.backends.triton.request import (
     DONE,
     DRAW,
     FRACTION,
+    HEAD,
     ONE_ROW,
     RESIDUAL_TOKEN,
     TARGET_TOKEN,
@@ -189,18 +190,21 @@ def residual_kernel(
     CANDIDATES, with a block per program: each draws its block's token, so that the last need only
     compare. One request takes 14 us instead of 18 then, but 64 take 89 instead of 77.
 
-    Requests come in reverse: the rows that the scan read last may still be in the L2 cache.
+    Requests come in reverse: the rows that the scan read last may still be in the L2 cache. Rows 0
+    come last: under BLOCK none but them can be skipped, where the rule, which needs the masses of
+    the others alone, has accepted a draft.
     """
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     part, item = pid % parts, pid // parts
-    b, r = item // rows, item % rows
+    requests = tl.num_programs(0) // (parts * rows)
+    r, b = item // requests, item % requests
     slot = tl.load(request[1] + b)
     key, greedy = tl.load(state[0] + slot), tl.load(state[1] + slot) == 0
     flat = is_flat(state, slot, V)
     wait_for_writes(OVERLAP)
     whole, fraction = whole_of(work, b, K), fraction_of(work, b, K)
-    plan, numbers = whole + 2 + r * WHOLE, fraction + 3 * K + 1 + r * FRACTION
-    pending, row = tl.load(whole), tl.load(plan)
+    plan, numbers = whole + HEAD + r * WHOLE, fraction + 3 * K + 1 + r * FRACTION
+    pending, row = tl.load(whole, cache_modifier=".cg"), tl.load(plan)
     mode, token, q_at = tl.load(plan + 1), tl.load(plan + 2), tl.load(plan + 3)
     position, k = tl.load(plan + 4), tl.load(verdict[1] + b).to(tl.int32)
     scale, threshold, lse = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
@@ -209,12 +213,15 @@ def residual_kernel(
         return
     i = tl.arange(0, KP)
     zero = tl.full((), 0, tl.int32)
-    expected = zero + 1
+    counter, expected, others = whole + 1, zero + parts, zero
     if pending == ALL_ROWS:
-        planned = tl.load(whole + 2 + i * WHOLE, mask=i < rows, other=-1)
-        expected = tl.sum((planned >= 0).to(tl.int32), axis=0)
-    if (row < 0) & ((expected > 0) | (part + r > 0)):
-        return
+        planned = (tl.load(whole + HEAD + i * WHOLE, mask=i < rows, other=-1) >= 0).to(tl.int32)
+        others = tl.sum(tl.where(i > 0, planned, 0), axis=0)
+        if (row < 0) & ((tl.sum(planned, axis=0) > 0) | (part + r > 0)):
+            return
+        expected = others * parts
+        if r == 0:
+            counter, expected = whole + 2, parts + tl.minimum(others, 1)
     at_ = (key, position.to(tl.int32), zero)
     law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
     drawn, undrawn = tl.full((), 0, tl.int64), parts > 0
@@ -228,7 +235,7 @@ def residual_kernel(
                 _store_candidate(x, part, mass, best, at_, flat, threshold, scale, lse, law,
                                  candidates + 2 * part, FP64)  # fmt: skip
         tl.debug_barrier()
-        if tl.atomic_add(whole + 1, 1, sem="acq_rel") != expected * parts - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") != expected - 1:
             return
         if CANDIDATES:
             if pending == ONE_ROW:
@@ -238,15 +245,24 @@ def residual_kernel(
         first, num, slot, position, key, scale, greedy, _, flat, _ = read_request(
             b, request, state, V, True
         )
-        k = _block_rule(b, first, num, slot, position, key, scale, request, q, out, found, work, NB,
-                        K, FILTERS, HAS_Q, KP, NBP, FP64)  # fmt: skip
+        k = zero
+        if (r > 0) | (others == 0):
+            k = _block_rule(b, first, num, slot, position, key, scale, request, q, out, found, work,
+                            NB, K, FILTERS, HAS_Q, KP, NBP, FP64)  # fmt: skip
+            lse_ = tl.load(found[1] + first + i, mask=i <= k, other=0.0)
+            finite = tl.sum((lse_ - lse_ != 0).to(tl.int32), axis=0) == 0
+            store_prefix(b, k, finite, num, request, verdict, K, KP)
+            if (k == 0) & (others > 0) & (tl.load(whole + HEAD) >= 0):
+                tl.debug_barrier()
+                if tl.atomic_add(whole + 2, 1, sem="acq_rel") != parts:
+                    return  # the last program of row 0 will draw
+            tl.store(whole, zero.to(tl.int64) + DONE)
+        else:
+            finite = tl.load(verdict[2] + b) != 0
         mode, token, q_at, q_threshold, q_lse, w = _law_after(
             b, k, slot, num, request, q, work, K, HAS_Q
         )
         row, position = first + k, position + k
-        lse_ = tl.load(found[1] + first + i, mask=i <= k, other=0.0)
-        finite = tl.sum((lse_ - lse_ != 0).to(tl.int32), axis=0) == 0
-        store_prefix(b, k, finite, num, request, verdict, K, KP)
     if undrawn:
         law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
         stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)

@@ -152,7 +152,7 @@ def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
     """Scan the rows, store drafts in the cache if there is one, and find thresholds."""
     logits_NV, sizes, scratch = call.logits_NV, call.sizes, call.scratch
     rows, stride = len(call.slot_B) * call.width, logits_NV.stride(0)
-    few = rows * sizes.blocks <= FEW_PROGRAMS
+    few = rows * sizes.blocks <= FEW_PROGRAMS.value
     per = 1 if few else BLOCKS_PER_PROGRAM
     programs = -(-sizes.blocks // per)
     where = (call.num_B, call.slot_B, call.position_B, call.index_B)

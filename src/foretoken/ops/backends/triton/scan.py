@@ -26,7 +26,9 @@ from foretoken.ops.backends.triton.rows import (
 )
 
 BLOCKS_PER_PROGRAM = 2
-FEW_PROGRAMS = 4096  # about what runs at once on one GPU: up to here a program takes one block
+FEW_PROGRAMS = tl.constexpr(
+    4096
+)  # about what runs at once on one GPU: up to here a program takes one block
 
 
 @triton.jit
@@ -77,10 +79,11 @@ def scan_kernel(
     Rows with filters get group maxima, and masses unless top-k makes them useless. STORE copies
     raw rows into `cache` = (logits, slot stride, draft stride, draft_index_B, ...).
     """
-    if EARLY:  # in each of many programs the wait costs: 1024 bf16 rows took 101 us instead of 85
-        wait_for_writes(OVERLAP)
-    let_next_start(OVERLAP)  # not before the wait: the next one reads what came before this one
     pid = tl.program_id(0)
+    if EARLY:
+        wait_for_writes(OVERLAP)
+    if EARLY | (pid >= tl.num_programs(0) - FEW_PROGRAMS):  # the others end before these do
+        let_next_start(OVERLAP)  # after the wait: the next one reads what came before this one
     part, item = pid % programs, pid // programs
     b, i = item // K1, item % K1
     if K1 > 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.ops.backends.triton.decide import decide_kernel
 from foretoken.ops.backends.triton.launch import Call, at_most_registers
-from foretoken.ops.backends.triton.request import FRACTION, WHOLE
+from foretoken.ops.backends.triton.request import FRACTION, HEAD, WHOLE
 from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.checks import check_verify
@@ -63,7 +63,7 @@ def verify(
     per, warps = (1, 8) if few else (_BLOCKS, 4)
     parts = -(-sizes.blocks // per)
     work = (
-        torch.empty(requests * (2 + WHOLE.value * most), dtype=torch.int64, device=device),
+        torch.empty(requests * (HEAD.value + WHOLE.value * most), dtype=torch.int64, device=device),
         torch.empty(requests * (1 + (3 + FRACTION.value) * most), device=device),
         torch.empty(requests * sizes.blocks * 2 * few, dtype=torch.float64, device=device),
     )

@@ -21,6 +21,7 @@ import torch
 
 from foretoken.ops import Backend, Rule, get_backend
 from tests.support.oracle import CPU, compare_batch, random_case
+from tests.support.wide_rows import compare_wide
 
 BF16 = torch.bfloat16
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -56,8 +57,9 @@ CASES: dict[str, dict[str, Any]] = {
         "draft_dtype": BF16,
     },
     "2100, standard, unfiltered": {"seed": 8, "fixed": {**OFF, "rule": Rule.STANDARD}},
+    **{f"4500, wide: {turn}": {} for turn in (0, 3, 6)},
 }
-"""Arguments of `random_case`; a name begins with the vocabulary.
+"""Arguments of `random_case`, or a turn of `compare_wide`; a name begins with the vocabulary.
 
 wider: how much wider the draft vocabulary is.
 """
@@ -66,12 +68,15 @@ wider: how much wider the draft vocabulary is.
 def compare(name: str, backend: Backend, device: torch.device = CPU) -> dict[str, Any]:
     """One case's outcome; `failure` is None, or what went wrong."""
     options = SMALL | CASES[name]
-    vocabulary, seed = int(name.split(",")[0]), options.pop("seed")
+    vocabulary, seed = int(name.split(",")[0]), options.pop("seed", 0)
     width = vocabulary + options.pop("wider", 0)
     start, failure, tally = time.perf_counter(), None, (0, 0)
     try:
-        case = random_case(vocabulary, seed, draft_vocabulary=width, **options)
-        tally = compare_batch(backend, case, device=device)
+        if "wide: " in name:
+            tally = compare_wide(int(name[-1]), backend, vocabulary, device)
+        else:
+            case = random_case(vocabulary, seed, draft_vocabulary=width, **options)
+            tally = compare_batch(backend, case, device=device)
     except Exception:  # a kernel may fail in any way; the other cases go on
         failure = traceback.format_exc(limit=-3)
     return {

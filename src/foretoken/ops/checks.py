@@ -43,6 +43,8 @@ def check_tensor(
     """
     if not isinstance(value, Tensor):
         raise ConfigError(name, value, "a tensor")
+    if value.dtype in dtypes and value.shape == shape and device in (None, value.device):
+        return
     if value.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ConfigError(f"{name}.dtype", value.dtype, wanted)

@@ -113,12 +113,15 @@ def _of(x, i, k):
 
 @triton.jit
 def decide_kernel(
-    logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K,
-    RAGGED: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
+    given, RAGGED: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
     HAS_Q: tl.constexpr, RATES: tl.constexpr, LATER: tl.constexpr, KP: tl.constexpr,
     NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program per request. LATER: the residual pass follows, and draws what it can."""
+    """A program per request. LATER: the residual pass follows, and draws what it can.
+
+    given: (logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K)
+    """
+    logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K = given
     let_next_start(OVERLAP)
     b = tl.program_id(0)
     first, num, slot, position, key, scale, greedy, coupled, flat, rule = read_request(

@@ -180,12 +180,14 @@ def _best_candidate(at, parts, NBP: tl.constexpr):
 
 @triton.jit
 def residual_kernel(
-    logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K, parts, rows,
+    given, parts, rows,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, HAS_Q: tl.constexpr,
     KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr,
     CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, planned row of it, blocks). What a program needs comes from the plan.
+
+    given: as of `decide_kernel`.
 
     CANDIDATES, with a block per program: each draws its block's token, so that the last need only
     compare. One request takes 14 us instead of 18 then, but 64 take 89 instead of 77.
@@ -194,6 +196,7 @@ def residual_kernel(
     come last: under BLOCK none but them can be skipped, where the rule, which needs the masses of
     the others alone, has accepted a draft.
     """
+    logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K = given
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     part, item = pid % parts, pid // parts
     requests = tl.num_programs(0) // (parts * rows)

@@ -78,11 +78,11 @@ def verify(
     widths = (padded, sizes.blocks_padded, fp64_noise)
     rates = synthetic_rate_K is not None
     call.launch(
-        decide_kernel, requests, shared, most > 0, *special, rates, later, *widths, num_warps=4,
+        decide_kernel, requests, (shared,), most > 0, *special, rates, later, *widths, num_warps=4,
     )  # fmt: skip
     if later:
         call.launch(
-            residual_kernel, requests * rows * parts, (*shared, parts, rows),
+            residual_kernel, requests * rows * parts, (shared, parts, rows),
             *special, *widths, per, few, num_warps=warps, **at_most_registers(96),
         )  # fmt: skip
     return verdict

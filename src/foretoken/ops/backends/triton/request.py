@@ -3,13 +3,12 @@
 Tuples:
     request = (num_B, slot_B, position_B, token_BK, real_q_B, rate_K)
     q       = (logits_SKV, slot stride, draft stride, V', threshold_SK, lse_SK, their slot stride)
-    work    = (whole, fraction, candidate): int64, float32, float64, a stretch of each per request:
+    work    = (whole, fraction): int64 and float32 numbers, one stretch of each per request:
               whole    = pending, the programs that arrived, those of row 0 under BLOCK (HEAD
                          numbers), then WHOLE numbers per planned row:
                          row or -1, mode, token, where its q begins, position
               fraction = log_p_K, log_q_K, weight_K1 (logs in base 2, under BLOCK alone), then
                          FRACTION per planned row: scale, threshold, lse, those of q, log2 w
-              candidate = of each block of a residual row, if they are few: its score and token
     verdict = (token_BK1, n_accept_B, finite_B)
 
 Shapes: B requests, K most drafts, KP a power of 2 above it, N rows, V vocabulary, NB blocks.

@@ -18,8 +18,6 @@ from foretoken.ops.backends.triton.draw import draw, residual_masses, weigh
 from foretoken.ops.backends.triton.filters import CAPACITY
 from foretoken.ops.backends.triton.noise import (
     LOG2E,
-    argmax_span,
-    gumbel_at,
     gumbel_span,
     uniform_at,
 )
@@ -30,7 +28,6 @@ from foretoken.ops.backends.triton.request import (
     DRAW,
     FRACTION,
     HEAD,
-    ONE_ROW,
     RESIDUAL_TOKEN,
     TARGET_TOKEN,
     WHOLE,
@@ -127,7 +124,7 @@ def _block_rule(
 
 
 @triton.jit
-def _residual_part(
+def residual_part(
     logits, stride, row, part, V, NB, edits, out, at_, flat, scale, threshold, lse, law,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr,
     FP64: tl.constexpr,
@@ -151,46 +148,15 @@ def _residual_part(
 
 
 @triton.jit
-def _store_candidate(
-    x, block, mass, best, at_, flat, threshold, scale, lse, law, to, FP64: tl.constexpr
-):
-    """The token of one block, and the score with which it competes for its row."""
-    zero = tl.full((), 0, tl.int32)
-    at = (at_[0], at_[1], at_[2], zero + RESIDUAL_TOKEN + 1)
-    score = mass + gumbel_at(at, block + tl.arange(0, 1), FP64)
-    score = tl.where(flat, best.to(tl.float64), score.to(tl.float64))
-    at = (at_[0], at_[1], at_[2], zero + RESIDUAL_TOKEN)
-    first = block * BLOCK
-    weight = weigh(x, first + tl.arange(0, BLOCK), threshold, scale, lse, law)
-    token = first + argmax_span(weight, at, first, BLOCK, FP64)
-    tl.store(to, tl.max(tl.where(mass > float("-inf"), score, float("-inf")), axis=0))
-    tl.store(to + 1, token.to(tl.float64))
-
-
-@triton.jit
-def _best_candidate(at, parts, NBP: tl.constexpr):
-    """(token, whether no block has one) of a row's candidates."""
-    j = tl.arange(0, NBP)
-    score = tl.load(at + 2 * j, mask=j < parts, other=float("-inf"), cache_modifier=".cg")
-    token = tl.load(at + 2 * j + 1, mask=j < parts, other=0.0, cache_modifier=".cg")
-    best, block = tl.max(score, axis=0, return_indices=True)
-    token = tl.sum(tl.where(j == block, token, 0.0), axis=0)
-    return token.to(tl.int64), best == float("-inf")
-
-
-@triton.jit
 def residual_kernel(
     given, parts, rows,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, HAS_Q: tl.constexpr,
     KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr,
-    CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, planned row of it, blocks). What a program needs comes from the plan.
 
     given: as of `decide_kernel`.
-
-    CANDIDATES, with a block per program: each draws its block's token, so that the last need only
-    compare. One request takes 14 us instead of 18 then, but 64 take 89 instead of 77.
 
     Requests come in reverse: the rows that the scan read last may still be in the L2 cache. Rows 0
     come last: under BLOCK none but them can be skipped, where the rule, which needs the masses of
@@ -227,22 +193,12 @@ def residual_kernel(
             counter, expected = whole + 2, parts + tl.minimum(others, 1)
     at_ = (key, position.to(tl.int32), zero)
     law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
-    drawn, undrawn = tl.full((), 0, tl.int64), parts > 0
     if (row >= 0) & (pending != DRAW):
-        mass, best, x = _residual_part(logits, stride, row, part, V, NB, edits, out, at_, flat,
-                                       scale, threshold, lse, law, MASKS, ENTRIES, FILTERS, PER,
-                                       FP64)  # fmt: skip
-        candidates = work[2] + b.to(tl.int64) * NB * 2
-        if CANDIDATES:
-            if pending == ONE_ROW:
-                _store_candidate(x, part, mass, best, at_, flat, threshold, scale, lse, law,
-                                 candidates + 2 * part, FP64)  # fmt: skip
+        residual_part(logits, stride, row, part, V, NB, edits, out, at_, flat, scale, threshold,
+                      lse, law, MASKS, ENTRIES, FILTERS, PER, FP64)  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel") != expected - 1:
             return
-        if CANDIDATES:
-            if pending == ONE_ROW:
-                drawn, undrawn = _best_candidate(candidates, parts, NBP)
     finite = pending != DONE
     if pending == ALL_ROWS:
         first, num, slot, position, key, scale, greedy, _, flat, _ = read_request(
@@ -266,10 +222,9 @@ def residual_kernel(
             b, k, slot, num, request, q, work, K, HAS_Q
         )
         row, position = first + k, position + k
-    if undrawn:
-        law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
-        stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
-        at_ = (key, position.to(tl.int32), zero)
-        drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_,
-                     stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
+    law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
+    stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
+    at_ = (key, position.to(tl.int32), zero)
+    drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_,
+                 stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
     store_token(b, k, drawn, finite, verdict, K)

@@ -148,8 +148,10 @@ def _cache_tuple(call: Call, cache: DraftCache | None) -> tuple[Any, ...]:
     return (raw, *strides, call.index_B, *rest)
 
 
-def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
-    """Scan the rows, store drafts in the cache if there is one, and find thresholds."""
+def reduce_rows(
+    call: Call, cache: DraftCache | None = None, counter_B: Tensor | None = None
+) -> None:
+    """Scan the rows, and find thresholds; fill the cache, and set counters to 0, if given."""
     logits_NV, sizes, scratch = call.logits_NV, call.sizes, call.scratch
     rows, stride = len(call.slot_B) * call.width, logits_NV.stride(0)
     few = rows * sizes.blocks <= FEW_PROGRAMS.value
@@ -159,11 +161,13 @@ def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
     edited = (call.masks, call.entries)
     given: tuple[Any, ...] = (
         logits_NV, stride, *where, call.state, call.edits, scratch.out, _cache_tuple(call, cache),
-        sizes.vocabulary, sizes.blocks, sizes.groups, programs, call.noise[0],
+        call.num_B if counter_B is None else counter_B, sizes.vocabulary, sizes.blocks,
+        sizes.groups, programs, call.noise[0],
     )  # fmt: skip
     call.launch(
         scan_kernel, rows * programs, given, call.width, *edited, call.filters, call.flat,
-        call.fp64, cache is not None, call.drafts, per, few, num_warps=1, early=few,
+        call.fp64, cache is not None, counter_B is not None, call.drafts, per, few,
+        num_warps=1, early=few,
     )  # fmt: skip
     if not call.filters:
         return

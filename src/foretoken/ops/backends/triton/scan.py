@@ -69,15 +69,17 @@ def flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT: 
 
 @triton.jit
 def scan_kernel(
-    logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, cache, V, NB, NG,
-    programs, token_stream, K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
-    FILTERS: tl.constexpr, FLAT: tl.constexpr, FP64: tl.constexpr, STORE: tl.constexpr,
-    DRAFT: tl.constexpr, PER: tl.constexpr, EARLY: tl.constexpr, OVERLAP: tl.constexpr,
+    logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, cache,
+    counter_ptr, V, NB, NG, programs, token_stream, K1: tl.constexpr, MASKS: tl.constexpr,
+    ENTRIES: tl.constexpr, FILTERS: tl.constexpr, FLAT: tl.constexpr, FP64: tl.constexpr,
+    STORE: tl.constexpr, COUNTS: tl.constexpr, DRAFT: tl.constexpr, PER: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, row of it, pair of blocks). `out` = (mass_NJ, best_NJ, gmax_NG).
 
     Rows with filters get group maxima, and masses unless top-k makes them useless. STORE copies
-    raw rows into `cache` = (logits, slot stride, draft stride, draft_index_B, ...).
+    raw rows into `cache` = (logits, slot stride, draft stride, draft_index_B, ...). COUNTS sets
+    `counter_B` to 0.
     """
     pid = tl.program_id(0)
     if EARLY:
@@ -86,6 +88,9 @@ def scan_kernel(
         let_next_start(OVERLAP)  # after the wait: the next one reads what came before this one
     part, item = pid % programs, pid // programs
     b, i = item // K1, item % K1
+    if COUNTS:
+        if (part == 0) & (i == 0):
+            tl.store(counter_ptr + b, 0)
     if K1 > 1:
         if i > tl.load(num_ptr + b):
             return

@@ -127,9 +127,9 @@ def _block_rule(
 def residual_part(
     logits, stride, row, part, V, NB, edits, out, at_, flat, scale, threshold, lse, law,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr,
-    FP64: tl.constexpr,
+    STORE: tl.constexpr, FP64: tl.constexpr,
 ):  # fmt: skip
-    """(masses, best scores, logits) of PER blocks of the residual; the first two are stored."""
+    """(masses, best scores, logits) of PER blocks of the residual; `STORE` the first two."""
     width: tl.constexpr = PER * BLOCK
     start = part * width
     x = load_span(logits, stride, row, start, V, edits, width, MASKS, ENTRIES, "evict_first")
@@ -137,13 +137,15 @@ def residual_part(
     j = part * PER + tl.arange(0, PER)
     mass = residual_masses(x, off, threshold, scale, lse, law, PER, BLOCK)
     best = mass
-    tl.store(out[0] + row * NB + j, mass, mask=j < NB)
+    if STORE:
+        tl.store(out[0] + row * NB + j, mass, mask=j < NB)
     if FILTERS:
         if flat:
             at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + RESIDUAL_TOKEN)
             score = weigh(x, off, threshold, scale, lse, law) + gumbel_span(at, start, width, FP64)
             best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
-            tl.store(out[1] + row * NB + j, best, mask=j < NB)
+            if STORE:
+                tl.store(out[1] + row * NB + j, best, mask=j < NB)
     return mass, best, x
 
 
@@ -195,7 +197,7 @@ def residual_kernel(
     law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
     if (row >= 0) & (pending != DRAW):
         residual_part(logits, stride, row, part, V, NB, edits, out, at_, flat, scale, threshold,
-                      lse, law, MASKS, ENTRIES, FILTERS, PER, FP64)  # fmt: skip
+                      lse, law, MASKS, ENTRIES, FILTERS, PER, True, FP64)  # fmt: skip
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel") != expected - 1:
             return

@@ -81,7 +81,7 @@ def settle_kernel(
     if pending == ONE_ROW:
         mass, best, x = residual_part(logits, stride, row, part, V, NB, edits, out, at_, flat,
                                       scale, threshold, lse, law, MASKS, ENTRIES, FILTERS, 1,
-                                      FP64)  # fmt: skip
+                                      False, FP64)  # fmt: skip
         candidates = work[1] + b.to(tl.int64) * NB * 2
         _store_candidate(x, part, mass, best, at_, flat, threshold, scale, lse, law,
                          candidates + 2 * part, FP64)  # fmt: skip
@@ -89,6 +89,10 @@ def settle_kernel(
         if tl.atomic_add(work[0] + b, 1, sem="acq_rel") != NB - 1:
             return
         drawn, undrawn = _best_candidate(candidates, NB, NBP)
+        if undrawn:  # tell `draw`; not before all have read the masses of p for their decision
+            j = tl.arange(0, NBP)
+            tl.store(out[0] + row * NB + j, float("-inf"), mask=j < NB)
+            tl.debug_barrier()
     else:
         if part > 0:
             return

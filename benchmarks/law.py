@@ -7,16 +7,22 @@ law of every combination of rule, K, q, filter, noise and draft dtype, acceptanc
 enumeration, large vocabularies, ties, nearly uniform rows and tails, the synthetic rates, and every
 mutant, which must be rejected. Each number that a law bounds is one row of the results file. Ends
 with exit status 1 if a law is broken.
+
+The laws are shared out to `--jobs` processes: on a GPU most of the time is spent on compilation.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -24,9 +30,15 @@ from foretoken.lab.results import Row, collect, commit, write
 from foretoken.ops import BACKENDS, Backend, Rule, get_backend
 from tests.support import law_accept, law_noise, law_synthetic
 from tests.support.law import CORRECT_P, MUTANT_P, TRIALS
-from tests.support.law_cases import Finding, check_case, extra_cases, matrix, pairwise
+from tests.support.law_cases import Case, Finding, check_case, extra_cases, matrix, pairwise
 from tests.support.law_model import Setting
-from tests.support.law_mutant_cases import READ_RULES, check_mutant, mutants, rule_mutants
+from tests.support.law_mutant_cases import (
+    READ_RULES,
+    Mutant,
+    check_mutant,
+    mutants,
+    rule_mutants,
+)
 from tests.support.law_rounds import several_rounds
 
 CODE = commit()
@@ -39,26 +51,30 @@ Law = Callable[[Backend, torch.device, int], list[Finding]]
 """(backend, device, trials) -> what was found."""
 
 
-def noise(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Vocabularies, ties, nearly uniform rows, tails; on a GPU with the draws of the goal.
+def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
+    """Ties, and vocabularies of all sizes."""
+    findings = law_noise.ties(backend, device, trials)
+    for vocabulary in law_noise.VOCABULARIES:
+        rows = max(100, min(5000, 2**24 // vocabulary)) if device.type == "cpu" else 20_000
+        findings += law_noise.vocabulary_law(backend, device, vocabulary, rows)
+    return findings
+
+
+def noise(backend: Backend, device: torch.device, name: str) -> list[Finding]:
+    """Nearly uniform rows and tails; on a GPU with the draws of the goal.
 
     A CPU takes 0.3 ns per logit, 20 per token of flat noise: fewer draws, smaller vocabularies.
     """
     gpu = device.type == "cuda"
-    findings = law_noise.ties(backend, device, trials)
-    for vocabulary in law_noise.VOCABULARIES:
-        rows = 20_000 if gpu else max(100, min(5000, 2**24 // vocabulary))
-        findings += law_noise.vocabulary_law(backend, device, vocabulary, rows)
-    for name, setting in NOISE.items():
-        draw = law_noise.sampler(backend, setting)
-        vocabulary, draws = (200_000, 400_000) if gpu else (10_000, 20_000)
-        if gpu and name == "fp32":
-            draws = 4_000_000
-        findings += law_noise.near_uniform(draw, device, vocabulary, draws, f"near_uniform-{name}")
-        for vocabulary in (1024, 200_000) if gpu else (1024,):
-            draws = (32 if gpu else 1) * 2**31 // vocabulary
-            if gpu or name == "fp32":
-                findings += law_noise.tail(draw, device, vocabulary, draws, f"tail-{name}")
+    draw = law_noise.sampler(backend, NOISE[name])
+    vocabulary, draws = (200_000, 400_000) if gpu else (10_000, 20_000)
+    if gpu and name == "fp32":
+        draws = 4_000_000
+    findings = law_noise.near_uniform(draw, device, vocabulary, draws, f"near_uniform-{name}")
+    for vocabulary in (1024, 200_000) if gpu else (1024,):
+        draws = (32 if gpu else 1) * 2**31 // vocabulary
+        if gpu or name == "fp32":
+            findings += law_noise.tail(draw, device, vocabulary, draws, f"tail-{name}")
     return findings
 
 
@@ -78,29 +94,57 @@ LAWS: dict[str, Law] = {
     "always_and_never": law_accept.always_and_never,
     "nucleus": law_accept.outside_the_nucleus,
     "ends_of_u": lambda backend, device, _: law_accept.ends_of_u(backend, device),
-    "noise": noise,
+    "vocabularies": vocabularies,
+    **{f"noise-{name}": lambda *on, name=name: noise(*on[:2], name) for name in NOISE},
     "synthetic": synthetic,
 }
 
 
-def findings(
-    name: str, device: torch.device, trials: int, quick: bool
-) -> Iterator[tuple[str, Finding]]:
-    """(which law, one number of it), as they come."""
-    backend = get_backend(name)
-    cases = pairwise(matrix()) if quick else matrix()
-    for case in (*cases, *extra_cases()):
-        for finding in check_case(case, backend, device, trials):
-            yield "joint", finding
-    for law, run in LAWS.items():
-        for finding in run(backend, device, trials):
-            yield law, finding
-    for mutant in (*mutants(), *(rule_mutants() if name in READ_RULES else ())):
-        yield "mutants", check_mutant(mutant, backend, device)
+class Task(NamedTuple):
+    """One law, or one case of the joint law or one mutant by its number."""
+
+    law: str
+    number: int
+    backend: str
+    device: torch.device
+    trials: int
+
+
+def tasks(options: argparse.Namespace) -> list[Task]:
+    """All there is to check, the longest first."""
+    on = (options.backend, options.device, options.trials)
+    cases, broken = joint_cases(options.quick), mutants_of(options.backend)
+    found = [Task(law, 0, *on) for law in reversed(LAWS)]
+    found += [Task("joint_quick" if options.quick else "joint", i, *on) for i in range(len(cases))]
+    return [*found, *(Task("mutants", i, *on) for i in range(len(broken)))]
+
+
+def joint_cases(quick: bool) -> list[Case]:
+    """Of the joint law."""
+    return [*(pairwise(matrix()) if quick else matrix()), *extra_cases()]
+
+
+def mutants_of(backend: str) -> list[Mutant]:
+    """That a backend can be broken by."""
+    return [*mutants(), *(rule_mutants() if backend in READ_RULES else ())]
+
+
+def findings(task: Task) -> list[Finding]:
+    """What one task finds; runs in a process of its own."""
+    torch.set_num_threads(1)
+    backend = get_backend(task.backend)
+    if task.law == "mutants":
+        mutant = mutants_of(task.backend)[task.number]
+        return [check_mutant(mutant, backend, task.device)]
+    if task.law.startswith("joint"):
+        case = joint_cases(task.law == "joint_quick")[task.number]
+        return check_case(case, backend, task.device, task.trials)
+    return LAWS[task.law](backend, task.device, task.trials)
 
 
 def row(law: str, finding: Finding, backend: str, device: torch.device) -> Row:
     """One line of the results file."""
+    law = law.removesuffix("_quick")
     labels = {"law": law, "statistic": finding.statistic, "backend": backend, "device": device.type}
     labels |= {"low": str(finding.low), "high": str(finding.high), "passed": finding.passed}
     values = {finding.statistic: finding.value, "trials": finding.trials}
@@ -115,6 +159,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cuda" if gpu else "cpu", type=torch.device)
     parser.add_argument("--trials", default=TRIALS, type=int, help="of one case of the joint law")
+    parser.add_argument("--jobs", default=os.cpu_count() or 1, type=int, help="processes")
     parser.add_argument("--quick", action="store_true", help="the pairwise selection alone")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/law.json"))
     return parser.parse_args()
@@ -122,19 +167,30 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    start, last = time.perf_counter(), ""
-    rows: list[Row] = []
+    start = time.perf_counter()
+    found: dict[Task, list[Finding]] = {task: [] for task in tasks(options)}
     broken: list[Finding] = []
-    for law, finding in findings(options.backend, options.device, options.trials, options.quick):
-        if law != last:
-            print(f"{time.perf_counter() - start:6.1f} s  {law}", flush=True)
-            last = law
-        rows.append(row(law, finding, options.backend, options.device))
-        if not finding.passed:
-            broken.append(finding)
-            print(f"BROKEN  {finding}", flush=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.jobs, context) as pool:
+        running = {pool.submit(findings, task): task for task in found}
+        for number, done in enumerate(as_completed(running), 1):
+            task = running[done]
+            found[task] = done.result()
+            broken += [finding for finding in found[task] if not finding.passed]
+            for finding in found[task]:
+                if not finding.passed:
+                    print(f"BROKEN  {finding}", flush=True)
+            if number % 20 == 0 or number == len(running):
+                took = time.perf_counter() - start
+                print(f"{took:6.1f} s  {number} of {len(running)}: {task.law}", flush=True)
+    rows = [
+        row(task.law, finding, options.backend, options.device)
+        for task in found
+        for finding in found[task]
+    ]
     took = time.perf_counter() - start
     shapes = {"backend": options.backend, "device": str(options.device), "trials": options.trials}
+    shapes |= {"jobs": options.jobs}
     shapes |= {"matrix": "pairwise" if options.quick else "full", "seconds": round(took, 1)}
     notes = [
         f"{len(rows)} numbers, {len(broken)} outside their bounds, in {took:.0f} s.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from dataclasses import replace
 
@@ -63,6 +64,32 @@ def test_batch_order_and_company_never_change_a_draw(ops: Backend) -> None:
             rows[one], params, torch.arange(6)[one], position[one], index[one], DRAFT
         )
         assert alone.tolist() == together[one].tolist()
+
+
+@pytest.mark.parametrize("fp64_noise", [False, True])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("vocabulary", [1025, 2048, 5000])
+def test_screening_blocks_draws_what_all_masses_draw(
+    vocabulary: int, spread: float, fp64_noise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch_cpu` takes few masses where calls are large, all of them elsewhere: equal tokens."""
+    rows = randn(60, vocabulary, seed=vocabulary) * spread
+    rows[0, :1024] = -INF  # a block without mass
+    rows[1, 1024:] -= 80.0  # masses far below
+    rows[2, ::900] += 40.0  # a token of each block dominates
+    rows[3, 7], rows[4, 7], rows[5] = math.nan, INF, -INF
+    params, slot = make_params(60, 0.7, seed=3), torch.arange(60)
+    module = importlib.import_module("foretoken.ops.backends.torch_cpu.sample")
+
+    def drawn(screened: int) -> list[int]:
+        monkeypatch.setattr(module, "SCREENED", screened)
+        tokens = [
+            module.sample(rows, params, slot, slot + at, slot * 0, TARGET, fp64_noise=fp64_noise)
+            for at in range(0, 1000, 100)
+        ]
+        return torch.stack(tokens)[:, [0, 1, 2, *range(6, 60)]].flatten().tolist()
+
+    assert drawn(0) == drawn(1 << 40)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

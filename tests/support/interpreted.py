@@ -23,6 +23,7 @@ import torch
 
 from foretoken.ops import Backend, Rule, get_backend
 from tests.support.oracle import CPU, compare_batch, random_case
+from tests.support.wide_rows import compare_wide
 
 BF16 = torch.bfloat16
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -67,8 +68,9 @@ CASES: dict[str, dict[str, Any]] = {
         "fixed": {**OFF, "rule": Rule.STANDARD, "temperature": 1.0},
         "dtype": BF16,
     },
+    **{f"4500, wide: {turn}": {} for turn in (0, 3, 6)},
 }
-"""Arguments of `random_case`; a name begins with the vocabulary.
+"""Arguments of `random_case`, or a turn of `compare_wide`; a name begins with the vocabulary.
 
 wider: how much wider the draft vocabulary is.
 """
@@ -78,10 +80,12 @@ CHOICES = "choices with FP64 noise"
 def compare(name: str, backend: Backend, device: torch.device = CPU) -> dict[str, Any]:
     """One case's outcome; `failure` is None, or what went wrong."""
     options = SMALL | CASES[name]
-    vocabulary, seed = int(name.split(",")[0]), options.pop("seed")
+    vocabulary, seed = int(name.split(",")[0]), options.pop("seed", 0)
     width = vocabulary + options.pop("wider", 0)
 
     def run() -> tuple[int, int]:
+        if "wide: " in name:
+            return compare_wide(int(name[-1]), backend, vocabulary, device)
         case = random_case(vocabulary, seed, draft_vocabulary=width, **options)
         return compare_batch(backend, case, device=device)
 

@@ -28,7 +28,7 @@ __all__ = ["Chain", "Setting", "random_chain"]
 
 CORRECT_P, MUTANT_P = 1e-4, 1e-6
 TRIALS = 200_000
-WAVE = {"cpu": 25_000, "cuda": 200_000}
+WAVE = {"cpu": 25_000, "cuda": 50_000}
 CELLS = 5000  # of the widest window of tokens that are tested together
 
 Propose = Callable[[Tensor, Tensor, Tensor], DraftBlock]

@@ -38,7 +38,17 @@ inline Vec select(IntVec mask, Vec yes, Vec no) {
   return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no));
 }
 
-inline Vec max(Vec a, Vec b) { return a > b ? a : b; }  // b if either is NaN
+// b if either is NaN. Compilers make two operations of it where one side is a constant.
+inline Vec max(Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
 inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 
 inline bool any(IntVec mask) {
@@ -143,44 +153,37 @@ inline Vec log1m(Vec u) {
   return select(w == splat(1.0f), -u, log(w) * (u / (1.0f - w)));
 }
 
-// 2^t = scale (1 + excess) for `count` vectors of t in [-126.5, 0]; NaN for NaN. To 2e-9 before
-// rounding; half the work of `exp`.
-template <int count>
-struct PowersOfTwo {
-  Vec scale[count], excess[count];
+// Adding it to a number rounds it to an integer n, and the sum's low bits are then 2^n's exponent.
+constexpr float kRounding = 12583039.0f;  // 1.5 * 2^23 + 127
 
-  explicit PowersOfTwo(const Vec (&t)[count]) {
-    // 1.5 * 2^23 + 127: adding it rounds to an integer, whose low bits are then the exponent's.
-    const Vec magic = splat(12583039.0f);
-    Vec f[count], p[count];
-    for (int k = 0; k < count; k++) scale[k] = t[k] + magic;
-    for (int k = 0; k < count; k++) f[k] = t[k] - (scale[k] - magic);
-    for (int k = 0; k < count; k++) p[k] = f[k] * 1.5353361956775188e-4f + 1.3398875016719103e-3f;
-    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 9.61843691766262e-3f;
-    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 5.5503323674201965e-2f;
-    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 2.4022647738456726e-1f;
-    for (int k = 0; k < count; k++) p[k] = p[k] * f[k] + 6.931471824645996e-1f;
-    for (int k = 0; k < count; k++) excess[k] = p[k] * f[k];
-    for (int k = 0; k < count; k++) scale[k] = (Vec)((IntVec)scale[k] << 23);
+// 2^t = scale (1 + excess) for t <= 0, at least 2^-126; NaN for NaN. To 2e-9 before rounding; half
+// the work of `exp`.
+struct PowerOfTwo {
+  Vec scale, excess;
+
+  explicit PowerOfTwo(Vec t) {
+    t = max(splat(-126.0f), t);
+    const Vec n = t + kRounding, f = t - (n - kRounding);
+    Vec p = f * 1.5353361956775188e-4f + 1.3398875016719103e-3f;
+    p = p * f + 9.61843691766262e-3f;
+    p = p * f + 5.5503323674201965e-2f;
+    p = p * f + 2.4022647738456726e-1f;
+    p = p * f + 6.931471824645996e-1f;
+    scale = (Vec)((IntVec)n << 23);
+    excess = p * f;
   }
 };
 
-// For t <= 0, at least 2^-126.
-inline PowersOfTwo<1> power_of_two(Vec t) {
-  const Vec bounded[1] = {splat(-126.0f) > t ? splat(-126.0f) : t};
-  return PowersOfTwo<1>(bounded);
-}
-
 // For t <= 0, 2^-126 for all below it.
 inline Vec exp2_of(Vec t) {
-  const auto y = power_of_two(t);
-  return y.scale[0] + y.scale[0] * y.excess[0];
+  const PowerOfTwo y(t);
+  return y.scale + y.scale * y.excess;
 }
 
 // 1 - 2^t for t <= 0, exact in the leading digits as t goes to 0.
 inline Vec one_minus_exp2(Vec t) {
-  const auto y = power_of_two(t);
-  return (1.0f - y.scale[0]) - y.scale[0] * y.excess[0];
+  const PowerOfTwo y(t);
+  return (1.0f - y.scale) - y.scale * y.excess;
 }
 
 constexpr float kLog2e = 1.44269504f;

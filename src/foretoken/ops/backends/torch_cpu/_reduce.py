@@ -66,8 +66,16 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def dense_weights(x_RV: Tensor, temperature_R: Array, which: int = 0) -> tuple[Tensor, Array]:
-    """exp((x - max) / T), float32 [R, W], 0 beyond V; and the maxima, float32 [R].
+def exponent_scale(temperature_R: Array) -> Array:
+    """log2(e) / T, float32 [R], finite: what logits are multiplied with before exp2."""
+    scale_R = np.minimum(np.log2(np.e) / temperature_R.astype(np.float64), 3e38)
+    return np.asarray(scale_R.astype(np.float32))
+
+
+def dense_weights(
+    x_RV: Tensor, temperature_R: Array, which: int = 0, max_R1: Tensor | None = None
+) -> tuple[Tensor, Array]:
+    """exp((x - max) / T), float32 [R, W], 0 beyond V; and the maxima, float32 [R], if not given.
 
     The weights are the caller's until its thread's next call with the same `which`, 0 or 1.
 
@@ -82,12 +90,11 @@ def dense_weights(x_RV: Tensor, temperature_R: Array, which: int = 0) -> tuple[T
     flat[count:] = 0.0
     weight_RW = flat[:count].view(num_rows, width)
     weight_RW[:, vocabulary:] = -torch.inf
-    max_R = x_RV.amax(dim=1, keepdim=True)
-    torch.sub(x_RV, max_R, out=weight_RW[:, :vocabulary])
-    scale_R = np.minimum(np.log2(np.e) / temperature_R.astype(np.float64), 3e38)
-    weight_RW.mul_(torch.from_numpy(scale_R.astype(np.float32))[:, None])
+    max_R1 = x_RV.amax(dim=1, keepdim=True) if max_R1 is None else max_R1
+    torch.sub(x_RV, max_R1, out=weight_RW[:, :vocabulary])
+    weight_RW.mul_(torch.from_numpy(exponent_scale(temperature_R))[:, None])
     flat.exp2_()
-    return weight_RW, max_R[:, 0].numpy()
+    return weight_RW, max_R1[:, 0].numpy()
 
 
 def block_sums(weight_RW: Tensor) -> Array:

@@ -114,10 +114,16 @@ def to_uniform(words_NG4: Array, fp64: bool) -> Array:
 
 
 def to_gumbel(u: Array) -> Array:
-    """-log(-log1p(-u)), in place: the winning tail lies at u -> 0, where floats are dense."""
-    np.negative(u, out=u)
-    np.log1p(u, out=u)
-    np.negative(u, out=u)
+    """-log(-log1p(-u)), in place: the winning tail lies at u -> 0, where floats are dense.
+
+    With w = 1 - u rounded, log1p(-u) = log w - (u - (1 - w)) / w but for terms that rounding takes
+    anyway: numpy's log is vectorised, its log1p is not (54 against 384 us for 32 768 numbers in
+    FP32; one core with AVX2, 2026-11).
+    """
+    w = 1 - u
+    u -= 1 - w
+    u /= w
+    u -= np.log(w, out=w)
     np.log(u, out=u)
     return np.negative(u, out=u)
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, from_numpy
 
 from foretoken.ops.backends.torch_cpu.noise import Array
@@ -87,12 +88,21 @@ def chunks(num_rows: int, width: int) -> Iterator[slice]:
         yield slice(start, min(start + step, num_rows))
 
 
+def _adjacent(index_R: Array) -> bool:
+    return len(index_R) == 1 or bool((np.diff(index_R) == 1).all())
+
+
 def select(logits_NV: Tensor, index_R: Array) -> Tensor:
     """Rows in float32: a view where they are adjacent and float32 already, else a copy."""
     first, count = int(index_R[0]), len(index_R)
-    if count == 1 or (np.diff(index_R) == 1).all():
+    if _adjacent(index_R):
         return logits_NV[first : first + count].float()
     return logits_NV[from_numpy(np.ascontiguousarray(index_R))].float()
+
+
+def in_place(rows: Rows, index_R: Array) -> bool:
+    """Whether `load` gives the caller's own memory, so that all of it may be asked for at once."""
+    return rows.edits is None and rows.logits_NV.dtype == torch.float32 and _adjacent(index_R)
 
 
 def load(rows: Rows, index_R: Array) -> Tensor:

@@ -23,6 +23,7 @@ from foretoken.ops.backends.torch_cpu._reduce import (
     sum_by_row,
     survivors,
 )
+from foretoken.ops.backends.torch_cpu._screen import draw_block, take
 from foretoken.ops.backends.torch_cpu.noise import (
     Address,
     Array,
@@ -31,11 +32,19 @@ from foretoken.ops.backends.torch_cpu.noise import (
     uniform_at,
     uniform_span,
 )
-from foretoken.ops.backends.torch_cpu.process import Rows, chunks, cut, load, rows_of
+from foretoken.ops.backends.torch_cpu.process import (
+    Rows,
+    chunks,
+    cut,
+    in_place,
+    load,
+    rows_of,
+)
 from foretoken.ops.checks import check_sample
 from foretoken.ops.types import Edits, SlotParams, Stream
 
 WAVE = 64  # rows whose noise is made in one go: 64 x 1024 draws
+SCREENED = 1 << 20  # logits from which it pays not to take all their exponentials
 
 
 class Noise(NamedTuple):
@@ -180,28 +189,32 @@ def _draw_hierarchical(
         wave = mine[start : start + WAVE]
         own = noise.take(wave)
         gumbel_MJ = own.blocks(-(-vocabulary // BLOCK))
-        first_M = np.zeros(len(wave), np.int64)
-        value = np.full((len(wave), BLOCK), -np.inf, np.float32)  # ids >= V stay at -inf
-        for part in chunks(len(wave), vocabulary):
+        block_M = np.zeros(len(wave), np.int64)
+        value = np.empty((len(wave), BLOCK), np.float32)
+        screens = not want_lse and len(wave) * vocabulary > SCREENED
+        screens = screens and in_place(rows, index_M[wave])  # all rows at once, so not of copies
+        for part in [slice(0, len(wave))] if screens else chunks(len(wave), vocabulary):
             m = wave[part]
             n = index_M[m]
             x_RV, temperature_R = load(rows, n), rows.temperature_N[n]
-            weight_RW, max_R = dense_weights(x_RV, temperature_R)
-            sums_RJ = block_sums(weight_RW)
-            out.max_M[m], first_R = max_R, _best_block(sums_RJ, gumbel_MJ[part])
-            if want_lse:
-                out.lse_M[m] = dense_lse(sums_RJ, max_R, temperature_R)
-            x = x_RV.numpy()
-            for r, first in enumerate(first_R.tolist()):
-                tokens = x[r, first : first + BLOCK]
-                value[part.start + r, : len(tokens)] = (tokens - max_R[r]) / temperature_R[r]
-            first_M[part] = first_R
+            if screens:
+                block_R, max_R = draw_block(x_RV, temperature_R, gumbel_MJ[part])
+            else:
+                weight_RW, max_R = dense_weights(x_RV, temperature_R)
+                sums_RJ = block_sums(weight_RW)
+                block_R = _best_block(sums_RJ, gumbel_MJ[part])
+                if want_lse:
+                    out.lse_M[m] = dense_lse(sums_RJ, max_R, temperature_R)
+            out.max_M[m], block_M[part] = max_R, block_R
+            value[part] = take(x_RV, np.arange(len(m)), block_R) - max_R[:, None]
+            value[part] /= temperature_R[:, None]
+        first_M = block_M * BLOCK
         out.token_M[wave] = first_M + (own.span(BLOCK, first_M) + value).argmax(axis=1)
 
 
 def _best_block(sums_RJ: Array, gumbel_RJ: Array) -> Array:
-    """The first id of the block that each row draws."""
-    best: Array = (np.log(sums_RJ) + gumbel_RJ).argmax(axis=1) * BLOCK
+    """The block that each row draws."""
+    best: Array = (np.log(sums_RJ) + gumbel_RJ).argmax(axis=1)
     return best
 
 
@@ -212,8 +225,8 @@ def draw_weights(weight_RW: Tensor, vocabulary: int, noise: Noise) -> Array:
         first_R, value = np.zeros(num_rows, np.int64), weight_RW.numpy()
     else:
         blocks_RJ = weight_RW.view(num_rows, -1, BLOCK).numpy()
-        first_R = _best_block(block_sums(weight_RW), noise.blocks(blocks_RJ.shape[1]))
-        value = blocks_RJ[np.arange(num_rows), first_R // BLOCK]
+        block_R = _best_block(block_sums(weight_RW), noise.blocks(blocks_RJ.shape[1]))
+        first_R, value = block_R * BLOCK, blocks_RJ[np.arange(num_rows), block_R]
     token_R: Array = first_R + (noise.span(value.shape[1], first_R) + np.log(value)).argmax(axis=1)
     return token_R
 
@@ -229,8 +242,8 @@ def draw_survivors(kept: Survivors, flat_R: Array, vocabulary: int, noise: Noise
         block_M = kept.id_M // BLOCK
         cell_M = kept.row_M * num_blocks + block_M
         sums = sum_by_row(cell_M, np.exp(kept.logit_M), num_rows * num_blocks)
-        first_R = _best_block(sums.reshape(num_rows, -1), noise.blocks(num_blocks))
-        kept = kept.take(flat_R[kept.row_M] | (block_M == first_R[kept.row_M] // BLOCK))
+        block_R = _best_block(sums.reshape(num_rows, -1), noise.blocks(num_blocks))
+        kept = kept.take(flat_R[kept.row_M] | (block_M == block_R[kept.row_M]))
     row_M, id_M, token_R = kept.row_M, kept.id_M, np.zeros(num_rows, np.int64)
     if not len(row_M):
         return token_R

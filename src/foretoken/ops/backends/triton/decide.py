@@ -26,6 +26,7 @@ from foretoken.ops.backends.triton.request import (
     DONE,
     DRAW,
     FRACTION,
+    HEAD,
     ONE_ROW,
     RESIDUAL_TOKEN,
     SYNTHETIC_RULE,
@@ -94,7 +95,7 @@ def _read_q(q, slot, i, token, known, real, scale, HAS_Q: tl.constexpr):
 @triton.jit
 def _plan(b, to, needed, whole, fraction, work, K, mask):
     """Write what the residual pass must know of some rows [KP], at places `to` of the request."""
-    at = whole_of(work, b, K) + 2 + to * WHOLE
+    at = whole_of(work, b, K) + HEAD + to * WHOLE
     zero = to.to(tl.int64) * 0
     tl.store(at, tl.where(needed, zero + whole[0], -1), mask=mask)
     for n in tl.static_range(1, 5):
@@ -105,28 +106,33 @@ def _plan(b, to, needed, whole, fraction, work, K, mask):
 
 
 @triton.jit
-def _of(x, i, k):
+def value_at(x, i, k):
     """x_k of a vector."""
     return tl.sum(tl.where(i == k, x, tl.zeros_like(x)), axis=0)
 
 
 @triton.jit
-def decide_kernel(
-    logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K,
-    RAGGED: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
-    HAS_Q: tl.constexpr, RATES: tl.constexpr, LATER: tl.constexpr, KP: tl.constexpr,
-    NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
+def decision(
+    b, given, RAGGED: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
+    FILTERS: tl.constexpr, HAS_Q: tl.constexpr, RATES: tl.constexpr, LATER: tl.constexpr,
+    BLOCKS: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program per request. LATER: the residual pass follows, and draws what it can."""
-    let_next_start(OVERLAP)
-    b = tl.program_id(0)
+    """The rule of one request: (request, rows, k, pending, mode, walks).
+
+    request = (first row, number of drafts, slot, position, key, scale, greedy, flat)
+    rows    = (token, threshold, lse, those of q) [KP]
+    walks   = whether drafts are compared with draws: k is 0 then, and nothing is pending
+    mode    = of the law after k drafts, see `draw`
+    """
+    logits, stride, request, state, edits, q, out, found, work, _, V, NB, K = given
     first, num, slot, position, key, scale, greedy, coupled, flat, rule = read_request(
         b, request, state, V, RAGGED
     )
     i = tl.arange(0, KP)
     zero = tl.full((), 0, tl.int32)
     from_p = greedy | coupled  # there is no residual
-    walks = from_p & (rule != SYNTHETIC_RULE)  # drafts are compared with draws
+    walks = from_p & (rule != SYNTHETIC_RULE)
     token, known, real = i.to(tl.int64) * 0 - 1, i < 0, num < 0
     x, log_q, q_threshold, q_lse, u = i * 0.0, i * 0.0, i * 0.0, i * 0.0, i * 0.0
     if RAGGED:
@@ -153,55 +159,98 @@ def decide_kernel(
                 k = rules.synthetic(rate, log_q, u.to(tl.float64), i, num)
         if walks:
             k = zero
-        elif rule == BLOCK_RULE:
-            log_next = rules.block_weights(log_p, log_q)
-            k = rules.block_all(log_next, log_q, log_u, i, num)
-            if k < num:
-                pending = zero + ALL_ROWS
-                weight = shifted(log_next, i, -1, KP)
-                to = fraction_of(work, b, K) + i
-                tl.store(to, log_p, mask=i < num)
-                tl.store(to + K, log_q, mask=i < num)
-                tl.store(to + 2 * K, weight, mask=i < num)
-                tl.store(to + 2 * K + 1, log_next, mask=i < num)
-                summed = (i < num) & (log_q > float("-inf")) & (weight > float("-inf"))
-                summed = tl.where(flat | real, summed & (compact == 0), i < 0)
-                mode = tl.where(real, 2, 1)
-                _plan(b, i, summed, (first + i, mode, token, slot * q[1] + i * q[2], position + i),
-                      (scale, threshold, lse, q_threshold, q_lse, weight), work, K,
-                      i < K)  # fmt: skip
+        if BLOCKS:
+            if (rule == BLOCK_RULE) & (walks == 0):
+                log_next = rules.block_weights(log_p, log_q)
+                k = rules.block_all(log_next, log_q, log_u, i, num)
+                if k < num:
+                    pending = zero + ALL_ROWS
+                    weight = shifted(log_next, i, -1, KP)
+                    to = fraction_of(work, b, K) + i
+                    tl.store(to, log_p, mask=i < num)
+                    tl.store(to + K, log_q, mask=i < num)
+                    tl.store(to + 2 * K, weight, mask=i < num)
+                    tl.store(to + 2 * K + 1, log_next, mask=i < num)
+                    summed = (i < num) & (log_q > float("-inf")) & (weight > float("-inf"))
+                    summed = tl.where(flat | real, summed & (compact == 0), i < 0)
+                    whole = (first + i, tl.where(real, 2, 1), token, slot * q[1] + i * q[2],
+                             position + i)  # fmt: skip
+                    _plan(b, i, summed, whole, (scale, threshold, lse, q_threshold, q_lse, weight),
+                          work, K, i < K)  # fmt: skip
+    here = i == k
+    own = tl.max(tl.where(here & (i < num), log_q, float("-inf")), axis=0)
+    mode = tl.where((own == float("-inf")) | from_p, 0, tl.where(real, 2, 1))
     broken = tl.sum(((i <= k) & (lse - lse != 0)).to(tl.int32), axis=0) > 0
-    draws = walks
-    if not LATER:
-        draws = num >= 0
-    if (pending == DONE) & (broken == 0) & (draws == 0):
-        here = i == k
-        own = tl.max(tl.where(here & (i < num), log_q, float("-inf")), axis=0)
-        mode = tl.where((own == float("-inf")) | from_p, 0, tl.where(real, 2, 1))
-        short = tl.sum((here & compact).to(tl.int32), axis=0) > 0
-        summed = ((mode == 2) | ((mode == 1) & flat)) & (short == 0)
-        pending = tl.where(summed, ONE_ROW, DRAW)
-        _plan(b, i * 0, here, (first + i, mode, token, slot * q[1] + i * q[2], position + i),
-              (scale, threshold, lse, q_threshold, q_lse, 0.0), work, K, here)  # fmt: skip
+    if LATER:
+        if (pending == DONE) & (broken == 0) & (walks == 0):
+            short = tl.sum((here & compact).to(tl.int32), axis=0) > 0
+            summed = ((mode == 2) | ((mode == 1) & flat)) & (short == 0)
+            pending = tl.where(summed, ONE_ROW, DRAW)
+    request_ = (first, num, slot, position, key, scale, greedy, flat)
+    return request_, (token, threshold, lse, q_threshold, q_lse), k, pending, mode, walks
+
+
+@triton.jit
+def draw_now(
+    given, request, rows, k, mode, walks, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
+    FILTERS: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
+):  # fmt: skip
+    """(k, token) where nothing has to be summed; `walks`: on, as long as drafts are drawn."""
+    logits, stride, _, _, edits, _, out, found, _, _, V, NB, _ = given
+    first, num, _, position, key, scale, greedy, flat = request
+    i = tl.arange(0, KP)
+    zero = tl.full((), 0, tl.int32)
     drawn = tl.full((), -1, tl.int64)
-    unsettled = draws & (pending == DONE)
+    unsettled = num >= 0
     while unsettled:
-        own = tl.max(tl.where((i == k) & (i < num), log_q, float("-inf")), axis=0)
-        mode = tl.where((own == float("-inf")) | from_p, 0, 1)
-        law = (mode, _of(token, i, k), logits, 0, 0.0, 0.0, 0.0)
+        own = value_at(rows[0], i, k)
+        law = (mode, own, logits, 0, 0.0, 0.0, 0.0)
         stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
         at_ = (key, (position + k).to(tl.int32), zero)
         drawn = draw(logits, stride, first + k, V, edits, out, found, NB, scale, greedy, flat, law,
                      at_, stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
         unsettled = num < 0
         if walks & (k < num):
-            broken = _of((lse - lse != 0).to(tl.int32), i, k) > 0
-            if (_of(token, i, k) == drawn) & (broken == 0):
+            broken = value_at((rows[2] - rows[2] != 0).to(tl.int32), i, k) > 0
+            if (own == drawn) & (broken == 0):
                 k += 1
                 unsettled = num >= 0
-    broken = tl.sum(((i <= k) & (lse - lse != 0)).to(tl.int32), axis=0) > 0
-    store_prefix(b, k, broken == 0, num, request, verdict, K, KP)
+    return k, drawn
+
+
+@triton.jit
+def decide_kernel(
+    given, RAGGED: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
+    HAS_Q: tl.constexpr, RATES: tl.constexpr, LATER: tl.constexpr, KP: tl.constexpr,
+    NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program per request. LATER: the residual pass follows, and draws what it can.
+
+    given: (logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K)
+    """
+    let_next_start(OVERLAP)
+    b = tl.program_id(0)
+    request, rows, k, pending, mode, walks = decision(
+        b, given, RAGGED, MASKS, ENTRIES, FILTERS, HAS_Q, RATES, LATER, True, KP, NBP, FP64, OVERLAP
+    )
+    first, num, slot, position, _, scale, _, _ = request
+    token, threshold, lse, q_threshold, q_lse = rows
+    q, work, verdict, K = given[5], given[8], given[9], given[12]
+    i = tl.arange(0, KP)
+    if (pending == DRAW) | (pending == ONE_ROW):
+        whole = (first + i, mode, token, slot * q[1] + i * q[2], position + i)
+        _plan(b, i * 0, i == k, whole, (scale, threshold, lse, q_threshold, q_lse, 0.0), work, K,
+              i == k)  # fmt: skip
+    drawn = tl.full((), -1, tl.int64)
+    draws = walks
+    if not LATER:
+        draws = num >= 0
+    if draws & (pending == DONE):
+        k, drawn = draw_now(given, request, rows, k, mode, walks, MASKS, ENTRIES, FILTERS, KP, NBP,
+                            FP64)  # fmt: skip
+    finite = tl.sum(((i <= k) & (lse - lse != 0)).to(tl.int32), axis=0) == 0
+    store_prefix(b, k, finite, num, given[2], verdict, K, KP)
     if pending == DONE:
-        store_token(b, k, drawn, broken == 0, verdict, K)
-    tl.store(whole_of(work, b, K), pending.to(tl.int64))
-    tl.store(whole_of(work, b, K) + 1, zero.to(tl.int64))
+        store_token(b, k, drawn, finite, verdict, K)
+    for n in tl.static_range(3):
+        tl.store(whole_of(work, b, K) + n, (pending * (n == 0)).to(tl.int64))

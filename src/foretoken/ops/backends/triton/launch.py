@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from foretoken.errors import ConfigError
 from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kernel
@@ -99,23 +100,24 @@ class Packing:
     def addresses(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
         """Every tensor replaced by its address, in nested tuples too (each is packed once)."""
         found: list[Any] = []
+        append, key = found.append, self.key
         self._tuples += 1
         number = self._tuples
         for value in given:
             kind = value.__class__
-            if kind is tuple:
+            if kind is Tensor:
+                address = value.data_ptr()
+                append(address)
+                if address % 16:
+                    key.append((number, len(found), address % 16))
+            elif kind is tuple:
                 known = self._known.get(id(value))
                 if known is None:  # the value is kept too: no other may get its id
                     known = self._known[id(value)] = value, self.addresses(value)
-                found.append(known[1])
-            elif kind is int:
-                self.key.append(value)
-                found.append(value)
+                append(known[1])
             else:
-                address = value.data_ptr()
-                if address % 16:
-                    self.key.append((number, len(found), address % 16))
-                found.append(address)
+                key.append(value)
+                append(value)
         return tuple(found)
 
 
@@ -260,7 +262,8 @@ class Call(NamedTuple):
         """Launch a kernel with `given`, then `constants`, the last of which is `overlap`.
 
         Binding about 60 arguments takes Triton 33 to 70 us of the host's time. Once compiled, a
-        kernel whose integers, dtypes and alignments are the same is called directly.
+        kernel whose integers, dtypes and alignments are the same is called directly, as Triton's
+        own launcher would (3.6 and 3.7), but without hooks.
 
         Args:
             early: whether it may start before the kernel launched before it has ended.
@@ -270,7 +273,11 @@ class Call(NamedTuple):
         key = (id(kernel), early, constants, *options.values(), *self.packing.key)
         compiled = _COMPILED.get(key)
         if compiled is not None:
-            compiled[programs, 1, 1](*addresses, *constants)
+            stream = driver.active.get_current_stream(self.logits_NV.device.index)
+            compiled.run(
+                programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None,
+                None, *addresses, *constants,
+            )  # fmt: skip
             return
         if self.overlap and early:
             options["launch_pdl"] = True

@@ -3,12 +3,12 @@
 Tuples:
     request = (num_B, slot_B, position_B, token_BK, real_q_B, rate_K)
     q       = (logits_SKV, slot stride, draft stride, V', threshold_SK, lse_SK, their slot stride)
-    work    = (whole, fraction, candidate): int64, float32, float64, a stretch of each per request:
-              whole    = pending, arrived, then WHOLE numbers per planned row:
+    work    = (whole, fraction): int64 and float32 numbers, one stretch of each per request:
+              whole    = pending, the programs that arrived, those of row 0 under BLOCK (HEAD
+                         numbers), then WHOLE numbers per planned row:
                          row or -1, mode, token, where its q begins, position
               fraction = log_p_K, log_q_K, weight_K1 (logs in base 2, under BLOCK alone), then
                          FRACTION per planned row: scale, threshold, lse, those of q, log2 w
-              candidate = of each block of a residual row, if they are few: its score and token
     verdict = (token_BK1, n_accept_B, finite_B)
 
 Shapes: B requests, K most drafts, KP a power of 2 above it, N rows, V vocabulary, NB blocks.
@@ -25,7 +25,7 @@ from foretoken.ops.backends.triton.rows import first_row, is_flat
 TARGET_TOKEN, RESIDUAL_TOKEN = tl.constexpr(0), tl.constexpr(2)  # the block stream is one above
 ACCEPT = tl.constexpr(6)
 BLOCK_RULE, COUPLED_RULE, SYNTHETIC_RULE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-WHOLE, FRACTION = tl.constexpr(5), tl.constexpr(6)
+HEAD, WHOLE, FRACTION = tl.constexpr(3), tl.constexpr(5), tl.constexpr(6)
 
 # What is pending after the decision: nothing; a draw; one row's residual; the block rule itself.
 DONE, DRAW, ONE_ROW, ALL_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
@@ -34,7 +34,7 @@ DONE, DRAW, ONE_ROW, ALL_ROWS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2
 @triton.jit
 def whole_of(work, b, K):
     """Where request b's whole numbers begin."""
-    return work[0] + b.to(tl.int64) * (2 + WHOLE * K)
+    return work[0] + b.to(tl.int64) * (HEAD + WHOLE * K)
 
 
 @triton.jit

@@ -17,8 +17,6 @@ from foretoken.ops.backends.triton import rules
 from foretoken.ops.backends.triton.draw import draw, residual_masses, weigh
 from foretoken.ops.backends.triton.noise import (
     LOG2E,
-    argmax_span,
-    gumbel_at,
     gumbel_span,
     uniform_at,
 )
@@ -28,7 +26,7 @@ from foretoken.ops.backends.triton.request import (
     DONE,
     DRAW,
     FRACTION,
-    ONE_ROW,
+    HEAD,
     RESIDUAL_TOKEN,
     TARGET_TOKEN,
     WHOLE,
@@ -126,12 +124,12 @@ def _block_rule(
 
 
 @triton.jit
-def _residual_part(
+def residual_part(
     logits, stride, row, part, V, NB, edits, out, at_, flat, scale, threshold, lse, law,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, PER: tl.constexpr,
-    FP64: tl.constexpr,
+    STORE: tl.constexpr, FP64: tl.constexpr,
 ):  # fmt: skip
-    """(masses, best scores, logits) of PER blocks of the residual; the first two are stored."""
+    """(masses, best scores, logits) of PER blocks of the residual; `STORE` the first two."""
     width: tl.constexpr = PER * BLOCK
     start = part * width
     x = load_span(logits, stride, row, start, V, edits, width, MASKS, ENTRIES, "evict_first")
@@ -139,68 +137,45 @@ def _residual_part(
     j = part * PER + tl.arange(0, PER)
     mass = residual_masses(x, off, threshold, scale, lse, law, PER, BLOCK)
     best = mass
-    tl.store(out[0] + row * NB + j, mass, mask=j < NB)
+    if STORE:
+        tl.store(out[0] + row * NB + j, mass, mask=j < NB)
     if FILTERS:
         if flat:
             at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + RESIDUAL_TOKEN)
             score = weigh(x, off, threshold, scale, lse, law) + gumbel_span(at, start, width, FP64)
             best = tl.max(tl.reshape(score, (PER, BLOCK)), axis=1).to(tl.float32)
-            tl.store(out[1] + row * NB + j, best, mask=j < NB)
+            if STORE:
+                tl.store(out[1] + row * NB + j, best, mask=j < NB)
     return mass, best, x
 
 
 @triton.jit
-def _store_candidate(
-    x, block, mass, best, at_, flat, threshold, scale, lse, law, to, FP64: tl.constexpr
-):
-    """The token of one block, and the score with which it competes for its row."""
-    zero = tl.full((), 0, tl.int32)
-    at = (at_[0], at_[1], at_[2], zero + RESIDUAL_TOKEN + 1)
-    score = mass + gumbel_at(at, block + tl.arange(0, 1), FP64)
-    score = tl.where(flat, best.to(tl.float64), score.to(tl.float64))
-    at = (at_[0], at_[1], at_[2], zero + RESIDUAL_TOKEN)
-    first = block * BLOCK
-    weight = weigh(x, first + tl.arange(0, BLOCK), threshold, scale, lse, law)
-    token = first + argmax_span(weight, at, first, BLOCK, FP64)
-    tl.store(to, tl.max(tl.where(mass > float("-inf"), score, float("-inf")), axis=0))
-    tl.store(to + 1, token.to(tl.float64))
-
-
-@triton.jit
-def _best_candidate(at, parts, NBP: tl.constexpr):
-    """(token, whether no block has one) of a row's candidates."""
-    j = tl.arange(0, NBP)
-    score = tl.load(at + 2 * j, mask=j < parts, other=float("-inf"), cache_modifier=".cg")
-    token = tl.load(at + 2 * j + 1, mask=j < parts, other=0.0, cache_modifier=".cg")
-    best, block = tl.max(score, axis=0, return_indices=True)
-    token = tl.sum(tl.where(j == block, token, 0.0), axis=0)
-    return token.to(tl.int64), best == float("-inf")
-
-
-@triton.jit
 def residual_kernel(
-    logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K, parts, rows,
+    given, parts, rows,
     MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr, HAS_Q: tl.constexpr,
     KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr,
-    CANDIDATES: tl.constexpr, OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, planned row of it, blocks). What a program needs comes from the plan.
 
-    CANDIDATES, with a block per program: each draws its block's token, so that the last need only
-    compare. One request takes 14 us instead of 18 then, but 64 take 89 instead of 77.
+    given: as of `decide_kernel`.
 
-    Requests come in reverse: the rows that the scan read last may still be in the L2 cache.
+    Requests come in reverse: the rows that the scan read last may still be in the L2 cache. Rows 0
+    come last: under BLOCK none but them can be skipped, where the rule, which needs the masses of
+    the others alone, has accepted a draft.
     """
+    logits, stride, request, state, edits, q, out, found, work, verdict, V, NB, K = given
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     part, item = pid % parts, pid // parts
-    b, r = item // rows, item % rows
+    requests = tl.num_programs(0) // (parts * rows)
+    r, b = item // requests, item % requests
     slot = tl.load(request[1] + b)
     key, greedy = tl.load(state[0] + slot), tl.load(state[1] + slot) == 0
     flat = is_flat(state, slot, V)
     wait_for_writes(OVERLAP)
     whole, fraction = whole_of(work, b, K), fraction_of(work, b, K)
-    plan, numbers = whole + 2 + r * WHOLE, fraction + 3 * K + 1 + r * FRACTION
-    pending, row = tl.load(whole), tl.load(plan)
+    plan, numbers = whole + HEAD + r * WHOLE, fraction + 3 * K + 1 + r * FRACTION
+    pending, row = tl.load(whole, cache_modifier=".cg"), tl.load(plan)
     mode, token, q_at = tl.load(plan + 1), tl.load(plan + 2), tl.load(plan + 3)
     position, k = tl.load(plan + 4), tl.load(verdict[1] + b).to(tl.int32)
     scale, threshold, lse = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
@@ -209,48 +184,49 @@ def residual_kernel(
         return
     i = tl.arange(0, KP)
     zero = tl.full((), 0, tl.int32)
-    expected = zero + 1
+    counter, expected, others = whole + 1, zero + parts, zero
     if pending == ALL_ROWS:
-        planned = tl.load(whole + 2 + i * WHOLE, mask=i < rows, other=-1)
-        expected = tl.sum((planned >= 0).to(tl.int32), axis=0)
-    if (row < 0) & ((expected > 0) | (part + r > 0)):
-        return
+        planned = (tl.load(whole + HEAD + i * WHOLE, mask=i < rows, other=-1) >= 0).to(tl.int32)
+        others = tl.sum(tl.where(i > 0, planned, 0), axis=0)
+        if (row < 0) & ((tl.sum(planned, axis=0) > 0) | (part + r > 0)):
+            return
+        expected = others * parts
+        if r == 0:
+            counter, expected = whole + 2, parts + tl.minimum(others, 1)
     at_ = (key, position.to(tl.int32), zero)
     law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
-    drawn, undrawn = tl.full((), 0, tl.int64), parts > 0
     if (row >= 0) & (pending != DRAW):
-        mass, best, x = _residual_part(logits, stride, row, part, V, NB, edits, out, at_, flat,
-                                       scale, threshold, lse, law, MASKS, ENTRIES, FILTERS, PER,
-                                       FP64)  # fmt: skip
-        candidates = work[2] + b.to(tl.int64) * NB * 2
-        if CANDIDATES:
-            if pending == ONE_ROW:
-                _store_candidate(x, part, mass, best, at_, flat, threshold, scale, lse, law,
-                                 candidates + 2 * part, FP64)  # fmt: skip
+        residual_part(logits, stride, row, part, V, NB, edits, out, at_, flat, scale, threshold,
+                      lse, law, MASKS, ENTRIES, FILTERS, PER, True, FP64)  # fmt: skip
         tl.debug_barrier()
-        if tl.atomic_add(whole + 1, 1, sem="acq_rel") != expected * parts - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel") != expected - 1:
             return
-        if CANDIDATES:
-            if pending == ONE_ROW:
-                drawn, undrawn = _best_candidate(candidates, parts, NBP)
     finite = pending != DONE
     if pending == ALL_ROWS:
         first, num, slot, position, key, scale, greedy, _, flat, _ = read_request(
             b, request, state, V, True
         )
-        k = _block_rule(b, first, num, slot, position, key, scale, request, q, out, found, work, NB,
-                        K, FILTERS, HAS_Q, KP, NBP, FP64)  # fmt: skip
+        k = zero
+        if (r > 0) | (others == 0):
+            k = _block_rule(b, first, num, slot, position, key, scale, request, q, out, found, work,
+                            NB, K, FILTERS, HAS_Q, KP, NBP, FP64)  # fmt: skip
+            lse_ = tl.load(found[1] + first + i, mask=i <= k, other=0.0)
+            finite = tl.sum((lse_ - lse_ != 0).to(tl.int32), axis=0) == 0
+            store_prefix(b, k, finite, num, request, verdict, K, KP)
+            if (k == 0) & (others > 0) & (tl.load(whole + HEAD) >= 0):
+                tl.debug_barrier()
+                if tl.atomic_add(whole + 2, 1, sem="acq_rel") != parts:
+                    return  # the last program of row 0 will draw
+            tl.store(whole, zero.to(tl.int64) + DONE)
+        else:
+            finite = tl.load(verdict[2] + b) != 0
         mode, token, q_at, q_threshold, q_lse, w = _law_after(
             b, k, slot, num, request, q, work, K, HAS_Q
         )
         row, position = first + k, position + k
-        lse_ = tl.load(found[1] + first + i, mask=i <= k, other=0.0)
-        finite = tl.sum((lse_ - lse_ != 0).to(tl.int32), axis=0) == 0
-        store_prefix(b, k, finite, num, request, verdict, K, KP)
-    if undrawn:
-        law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
-        stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
-        at_ = (key, position.to(tl.int32), zero)
-        drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_,
-                     stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
+    law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
+    stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
+    at_ = (key, position.to(tl.int32), zero)
+    drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_,
+                 stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
     store_token(b, k, drawn, finite, verdict, K)

@@ -26,7 +26,7 @@ from foretoken.ops.backends.triton.rows import (
     wait_for_writes,
 )
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, scan_kernel
-from foretoken.ops.backends.triton.sweep import PARTS, PROGRAMS, sweep_kernel
+from foretoken.ops.backends.triton.sweep import PARTS, PROGRAMS, SWEEPS, sweep_kernel
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
@@ -149,23 +149,26 @@ def _cache_tuple(call: Call, cache: DraftCache | None) -> tuple[Any, ...]:
     return (raw, *strides, call.index_B, *rest)
 
 
-def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
-    """Scan the rows, store drafts in the cache if there is one, and find thresholds."""
+def reduce_rows(
+    call: Call, cache: DraftCache | None = None, counter_B: Tensor | None = None
+) -> None:
+    """Scan the rows, and find thresholds; fill the cache, and set counters to 0, if given."""
     logits_NV, sizes, scratch = call.logits_NV, call.sizes, call.scratch
     rows, stride = len(call.slot_B) * call.width, logits_NV.stride(0)
-    few = rows * sizes.blocks <= FEW_PROGRAMS
+    few = rows * sizes.blocks <= FEW_PROGRAMS.value
     per = 1 if few else BLOCKS_PER_PROGRAM
     programs = -(-sizes.blocks // per)
     where = (call.num_B, call.slot_B, call.position_B, call.index_B)
     edited = (call.masks, call.entries)
     given: tuple[Any, ...] = (
         logits_NV, stride, *where, call.state, call.edits, scratch.out, scratch.found,
-        _cache_tuple(call, cache), sizes.vocabulary, sizes.blocks, sizes.groups, programs,
-        call.noise[0],
+        _cache_tuple(call, cache), call.num_B if counter_B is None else counter_B,
+        sizes.vocabulary, sizes.blocks, sizes.groups, programs, call.noise[0],
     )  # fmt: skip
     call.launch(
         scan_kernel, rows * programs, given, call.width, *edited, call.filters, call.flat,
-        call.fp64, cache is not None, call.drafts, per, few, num_warps=1, early=few,
+        call.fp64, cache is not None, counter_B is not None, call.drafts, per, few,
+        num_warps=1, early=few,
     )  # fmt: skip
     if not call.filters:
         return
@@ -177,7 +180,8 @@ def reduce_rows(call: Call, cache: DraftCache | None = None) -> None:
         filter_kernel, rows, given, call.width, *edited, sizes.groups_padded,
         sizes.blocks_padded, num_warps=4 if rows < _FEW_ROWS else 2,
     )  # fmt: skip
-    for turn, parts in enumerate((sizes.blocks, min(PARTS, sizes.blocks))):
+    for turn in range(SWEEPS):
+        parts = min(PARTS, sizes.blocks) if turn else sizes.blocks
         given = (
             logits_NV, stride, call.edits, scratch.out, scratch.found, sizes.vocabulary,
             sizes.blocks, sizes.groups, parts,

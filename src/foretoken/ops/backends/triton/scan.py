@@ -26,7 +26,9 @@ from foretoken.ops.backends.triton.rows import (
 )
 
 BLOCKS_PER_PROGRAM = 2
-FEW_PROGRAMS = 4096  # about what runs at once on one GPU: up to here a program takes one block
+FEW_PROGRAMS = tl.constexpr(
+    4096
+)  # about what runs at once on one GPU: up to here a program takes one block
 
 
 @triton.jit
@@ -68,26 +70,30 @@ def flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT: 
 @triton.jit
 def scan_kernel(
     logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, found, cache,
-    V, NB, NG, programs, token_stream, K1: tl.constexpr, MASKS: tl.constexpr,
+    counter_ptr, V, NB, NG, programs, token_stream, K1: tl.constexpr, MASKS: tl.constexpr,
     ENTRIES: tl.constexpr, FILTERS: tl.constexpr, FLAT: tl.constexpr, FP64: tl.constexpr,
-    STORE: tl.constexpr, DRAFT: tl.constexpr, PER: tl.constexpr, EARLY: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    STORE: tl.constexpr, COUNTS: tl.constexpr, DRAFT: tl.constexpr, PER: tl.constexpr,
+    EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, row of it, pair of blocks). `out` = (mass_NJ, best_NJ, gmax_NG).
 
-    Rows with filters get group maxima, and masses unless top-k makes them useless. The queue of
-    `filters.py` is emptied. STORE copies
-    raw rows into `cache` = (logits, slot stride, draft stride, draft_index_B, ...).
+    Rows with filters get group maxima, and masses unless top-k makes them useless; the queue of
+    `filters.py` is emptied. STORE copies raw rows into `cache` = (logits, slot stride, draft
+    stride, draft_index_B, ...). COUNTS sets `counter_B` to 0.
     """
-    if EARLY:  # in each of many programs the wait costs: 1024 bf16 rows took 101 us instead of 85
-        wait_for_writes(OVERLAP)
-    let_next_start(OVERLAP)  # not before the wait: the next one reads what came before this one
     pid = tl.program_id(0)
+    if EARLY:
+        wait_for_writes(OVERLAP)
+    if EARLY | (pid >= tl.num_programs(0) - FEW_PROGRAMS):  # the others end before these do
+        let_next_start(OVERLAP)  # after the wait: the next one reads what came before this one
     if FILTERS:
         if pid == 0:
             tl.store(found[5], 0)
     part, item = pid % programs, pid // programs
     b, i = item // K1, item % K1
+    if COUNTS:
+        if (part == 0) & (i == 0):
+            tl.store(counter_ptr + b, 0)
     if K1 > 1:
         if i > tl.load(num_ptr + b):
             return

@@ -34,6 +34,7 @@ from foretoken.ops.backends.triton.rows import (
 )
 
 PROGRAMS = 132 * 20  # at most; they loop
+SWEEPS = 2  # launches; with 1 a row whose first guess was wrong is left to `wide.py`
 PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
 FIXED = tl.constexpr(1099511627776.0)  # 2^40
 _PART = tl.constexpr(256)  # of a block, loaded again: listing all of it at once takes 138 registers
@@ -45,15 +46,16 @@ _LENGTHS = tl.constexpr(2048)  # more than a block's
 def put_guess(row, law, a, b, counts, goal, top, found):
     """Queue a row with a guess, and what is sought: the first numbers of its `found[4]`.
 
-    Its `found[3]` begins with the sums of two sweeps, now 0.
+    The second guess (`_put_second_guess`) and the sums of two sweeps, in `found[3]`, are 0 yet.
     """
-    c = tl.arange(0, 8)
+    c = tl.arange(0, 16)
     guess = tl.where(c == 0, law[0], tl.where(c == 1, law[1], law[2]))
     guess = tl.where(c == 3, value_of(a), tl.where(c == 4, value_of(b), guess))
     guess = tl.where(c == 5, goal, tl.where(c == 6, top, guess))
     guess = tl.where(c == 7, counts.to(tl.float32), guess)
+    guess = tl.where(c > 7, 0.0, guess)
     tl.store(found[4] + row * CAPACITY + c, guess)
-    tl.store(found[3] + row * CAPACITY + tl.arange(0, 16), tl.zeros((16,), tl.int32))
+    tl.store(found[3] + row * CAPACITY + c, tl.zeros((16,), tl.int32))
     at = tl.atomic_add(found[5], 1)
     tl.store(found[5] + 1 + at, row.to(tl.int32))
 

@@ -1,6 +1,7 @@
 """Verification on the device: a scan of K + 1 rows, a decision per request, a residual pass.
 
-Three launches without filters, five with them. Nothing here waits for the device.
+Three launches without filters (two for few requests), more with them. Nothing here waits for the
+device.
 
 Shapes: B requests, K most drafts, N rows, V vocabulary, S slots.
 """
@@ -14,14 +15,15 @@ from torch import Tensor
 
 from foretoken.ops.backends.triton.decide import decide_kernel
 from foretoken.ops.backends.triton.launch import Call, at_most_registers
-from foretoken.ops.backends.triton.request import FRACTION, WHOLE
+from foretoken.ops.backends.triton.request import FRACTION, HEAD, WHOLE
 from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
+from foretoken.ops.backends.triton.settle import settle_kernel
 from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
 
 _BLOCKS = 4  # that a program of the residual pass takes; 12 in turn took 52 us where 4 took 39
-_FEW = 4  # rows of the residual pass up to which every block gets a program of its own
+_FEW = 4  # requests up to which `settle.py` takes over
 
 
 def verify(
@@ -55,37 +57,50 @@ def verify(
     if drafts.cache is not None:
         dtypes.append(drafts.cache.logits_SKV.dtype)
     call = Call.of(logits_NV, params, where, edits, fp64_noise, noise, most + 1, (*dtypes,))
-    reduce_rows(call)
     sizes, cached, block_rule = call.sizes, drafts.cache is not None, Rule.BLOCK in params.rules
     later = most > 0 and (cached or block_rule or call.filters)
-    rows = most if block_rule else 1
-    few = requests * rows <= _FEW
-    per, warps = (1, 8) if few else (_BLOCKS, 4)
-    parts = -(-sizes.blocks // per)
-    work = (
-        torch.empty(requests * (2 + WHOLE.value * most), dtype=torch.int64, device=device),
-        torch.empty(requests * (1 + (3 + FRACTION.value) * most), device=device),
-        torch.empty(requests * sizes.blocks * 2 * few, dtype=torch.float64, device=device),
-    )
-    shared = (
+    few = later and requests <= _FEW and not block_rule
+    work = _work(requests, most, sizes.blocks, few, device)
+    reduce_rows(call, counter_B=work[0] if few else None)
+    given = (
         logits_NV, logits_NV.stride(0), _request_tuple(call, drafts, synthetic_rate_K),
         call.state, call.edits, _q_tuple(drafts.cache, logits_NV), call.scratch.out,
         call.scratch.found, work, (verdict.token_BK1, verdict.n_accept_B, verdict.finite_B),
         sizes.vocabulary, sizes.blocks, most,
     )  # fmt: skip
-    padded = max(2, 1 << most.bit_length())
     special = (call.masks, call.entries, call.filters, cached)
-    widths = (padded, sizes.blocks_padded, fp64_noise)
+    widths = (max(2, 1 << most.bit_length()), sizes.blocks_padded, fp64_noise)
     rates = synthetic_rate_K is not None
+    if few:
+        call.launch(
+            settle_kernel, requests * sizes.blocks, (given,), *special, rates, *widths, num_warps=8,
+        )  # fmt: skip
+        return verdict
     call.launch(
-        decide_kernel, requests, shared, most > 0, *special, rates, later, *widths, num_warps=4,
+        decide_kernel, requests, (given,), most > 0, *special, rates, later, *widths, num_warps=4,
     )  # fmt: skip
     if later:
+        rows, parts = most if block_rule else 1, -(-sizes.blocks // _BLOCKS)
         call.launch(
-            residual_kernel, requests * rows * parts, (*shared, parts, rows),
-            *special, *widths, per, few, num_warps=warps, **at_most_registers(96),
+            residual_kernel, requests * rows * parts, (given, parts, rows), *special, *widths,
+            _BLOCKS, num_warps=4, **at_most_registers(96),
         )  # fmt: skip
     return verdict
+
+
+def _work(
+    requests: int, most: int, blocks: int, few: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """`work` of `settle.py` or of `request.py`."""
+    if few:
+        candidate = torch.empty(requests * blocks * 2, dtype=torch.float64, device=device)
+        return torch.empty(requests, dtype=torch.int64, device=device), candidate
+    numbers = requests * (HEAD.value + WHOLE.value * most)
+    fractions = requests * (1 + (3 + FRACTION.value) * most)
+    return (
+        torch.empty(numbers, dtype=torch.int64, device=device),
+        torch.empty(fractions, device=device),
+    )
 
 
 def _request_tuple(

@@ -9,11 +9,11 @@ The largest t whose weight W(x >= t) reaches `need` is sought so:
    where it missed, are launches of their own over all multiprocessors (`sweep.py`); here a
    program has a row to itself.
 3. If the guess was right, the threshold is found in the list, and what the list adds to the masses
-   is added: one pass (1.3 on average of 151 936 normal logits; at most 3 of 1 200 such rows). Else
-   what was learned bounds the next guess; a list that overflowed is the sample then (but not that
-   of `sweep.py`, whose order is that of arrival), and where it is one value many times, a and b are
-   neighbours and nothing is left to find. After GUESSES the bracket's keys are halved, so that it
-   ends.
+   is added: one pass for most rows of 151 936 normal logits, two for nearly all others. Else what
+   was learned bounds the next guess; a list that overflowed is its sample (but not that of
+   `sweep.py`, whose order is that of arrival). A value that would fill the list by itself is
+   bracketed alone (b is the next key). After GUESSES the keys between the bounds are halved, so
+   that it ends whatever the row.
 
 A pass by one program is a chain of latencies: what counts is their number, and that a span is
 loaded while the one before it is worked on. Flat noise takes a pass of its own, which writes masses
@@ -71,6 +71,7 @@ from foretoken.ops.backends.triton.sweep import (
 
 WARPS = 4
 REGISTERS = 168  # per thread: three programs of four warps fit a multiprocessor
+_LANES = tl.constexpr(32 * WARPS)
 _SPAN = tl.constexpr(2048)
 _LISTED_AT_ONCE = tl.constexpr(8)
 
@@ -80,8 +81,14 @@ def _span(source, first, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
     """Logits first..first + _SPAN - 1; of the row's last span, if that is behind it."""
     logits, stride, row, V, edits = source
     last = (V - 1) // _SPAN * _SPAN
-    first = tl.multiple_of(tl.minimum(first, last), _SPAN)
+    first = tl.minimum(first, last)
     return load_span(logits, stride, row, first, V, edits, _SPAN, MASKS, ENTRIES, "evict_last")
+
+
+@triton.jit
+def _all(x):
+    """The sum of a matrix."""
+    return tl.sum(tl.sum(x, axis=0), axis=0)
 
 
 @triton.jit
@@ -96,32 +103,40 @@ def _sweep(
     row, V = source[2], source[3]
     lowest, highest = value_of(a), value_of(b)
     per: tl.constexpr = _SPAN // BLOCK
-    w_all = tl.zeros((_SPAN // 4,), tl.float32)  # fours of neighbours: a thread has them together
-    w_a, w_b = tl.zeros((_SPAN // 4,), tl.float32), tl.zeros((_SPAN // 4,), tl.float32)
+    shape: tl.constexpr = (per, BLOCK // _LANES, _LANES)
+    w_all = tl.zeros((per, _LANES), tl.float32)
+    w_a, w_b = tl.zeros((per, _LANES), tl.float32), tl.zeros((per, _LANES), tl.float32)
     count = tl.full((), 0, tl.int32)
     room = out[2] + row * NG
     tl.debug_barrier()  # the room may have been a sample
     ahead = _span(source, 0, MASKS, ENTRIES)
     for first in range(0, V, _SPAN):
-        x = ahead
+        x = tl.reshape(ahead, shape)
         ahead = _span(source, first + _SPAN, MASKS, ENTRIES)
         weight = weight_of(x, law)
-        w_all += tl.sum(tl.reshape(weight, (_SPAN // 4, 4)), axis=1)
-        w_a += tl.sum(tl.reshape(tl.where(x >= lowest, weight, 0.0), (_SPAN // 4, 4)), axis=1)
-        sure = tl.sum(tl.reshape(tl.where(x >= highest, weight, 0.0), (_SPAN // 4, 4)), axis=1)
+        w_all += tl.sum(weight, axis=1)
+        w_a += tl.sum(tl.where(x >= lowest, weight, 0.0), axis=1)
+        sure = tl.sum(tl.where(x >= highest, weight, 0.0), axis=1)
         w_b += sure
-        listed = ((x >= lowest) & (x < highest)).to(tl.int32)
-        j = first // BLOCK + tl.arange(0, per)
-        number = tl.sum(tl.reshape(listed, (per, BLOCK)), axis=1)
+        listed = (x >= lowest).to(tl.int32) - (x >= highest).to(tl.int32)
+        mine = tl.sum(listed, axis=1)
+        number = tl.sum(mine, axis=1)
         start = count + tl.cumsum(number, axis=0) - number
-        tl.store(out[1] + row * NB + j, packed(start, number, few), mask=j < NB)
-        mass = tl.sum(tl.reshape(sure, (per, BLOCK // 4)), axis=1)
-        tl.store(out[0] + row * NB + j, mass, mask=j < NB)
-        rank = count + tl.cumsum(listed, axis=0) - 1
+        stretch = packed(start, number, few)
+        before = start[:, None] + tl.cumsum(mine, axis=1) - mine
+        rank = before[:, None, :] + tl.cumsum(listed, axis=1) - 1
         tl.store(room + rank, x, mask=(listed > 0) & (rank < few))
         count += tl.sum(number, axis=0)
+        mass = tl.sum(sure, axis=1)
+        for p in tl.static_range(per):
+            j = first // BLOCK + p
+            if j < NB:
+                own = tl.arange(0, per) == p
+                to = row * NB + j
+                tl.store(out[0] + to, tl.sum(tl.where(own, mass, 0.0), axis=0))
+                tl.store(out[1] + to, tl.sum(tl.where(own, stretch, 0.0), axis=0))
     tl.debug_barrier()
-    return tl.sum(w_all, axis=0), tl.sum(w_a, axis=0), tl.sum(w_b, axis=0), count
+    return _all(w_all), _all(w_a), _all(w_b), count
 
 
 @triton.jit
@@ -152,7 +167,8 @@ def _search(
                 unit = tl.maximum(source[3] / SAMPLE, 1.0)
                 if inside & (passes > sweeps):
                     i = tl.arange(0, SAMPLE)
-                    x = tl.load(out[2] + source[2] * NG + i, mask=i < few, other=float("-inf"))
+                    x = tl.load(out[2] + source[2] * NG + i, mask=i < few, other=float("-inf"),
+                                cache_modifier=".cg")  # fmt: skip
                     unit = width / tl.minimum(few, SAMPLE).to(tl.float32)
                 else:
                     x = sample_of(source, passes, MASKS, ENTRIES)
@@ -182,7 +198,8 @@ def _search(
         count = tl.where(inside, count, few + 1)
     if count <= few:
         i = tl.arange(0, LIST)
-        x = tl.load(out[2] + source[2] * NG + i, mask=i < count, other=float("-inf"))
+        room = out[2] + source[2] * NG
+        x = tl.load(room + i, mask=i < count, other=float("-inf"), cache_modifier=".cg")
         weight = tl.where(i < count, weight_of(x, law), 0.0)
         weight = (weight * FIXED).to(tl.int64)  # in any order
         left = tl.maximum(((need - w_high) * FIXED).to(tl.int64), 1)
@@ -199,7 +216,8 @@ def _add_listed(row, law, threshold, out, NB, NG, NBP: tl.constexpr):
     for c in range(0, tl.max(number, axis=0), _LISTED_AT_ONCE):
         i = (c + tl.arange(0, _LISTED_AT_ONCE))[None, :]
         at = out[2] + row * NG + start[:, None] + i
-        x = tl.load(at, mask=i < number[:, None], other=float("-inf"))
+        use = i < number[:, None]
+        x = tl.load(at, mask=use, other=float("-inf"), cache_modifier=".cg")
         mass += tl.sum(tl.where(x >= threshold, tl.exp2((x - law[0]) * law[1]), 0.0), axis=1)
     tl.store(out[0] + row * NB + j, law[0] * law[1] + tl.log2(mass), mask=j < NB)
 
@@ -225,13 +243,18 @@ def _score(
         tl.store(out[1] + row * NB + j, best, mask=j < NB)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def wide_kernel(
     logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, found, V, NB, NG,
     token_stream, K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
     NBP: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, row of it); most have nothing to do. Leaves rows dense."""
+    """Programs: (request, row of it); most have nothing to do. Leaves rows dense.
+
+    The compiler must not know that a stride is a multiple of 16. It would load four neighbours a
+    thread, and since it scatters single ones to the list, bring ranks, addresses and values of each
+    span into another layout, through shared memory (22 barriers a span instead of 8).
+    """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
     pid = tl.program_id(0)
@@ -256,6 +279,7 @@ def wide_kernel(
         kth, _ = _search(source, top, law, True, k.to(tl.float32), mass, True, few, out, found, NB,
                          NG, MASKS, ENTRIES)  # fmt: skip
         threshold = tl.maximum(threshold, kth)
+        count = few + 1  # what the passes so far left as masses are numbers
     if top_p < 1:
         law = (top, scale, threshold)
         nucleus, count = _search(source, top, law, False, top_p, mass, not counts, few,

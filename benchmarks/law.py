@@ -115,6 +115,8 @@ def tasks(options: argparse.Namespace) -> list[Task]:
     on = (options.backend, options.device, options.trials)
     cases, broken = joint_cases(options.quick), mutants_of(options.backend)
     found = [Task(law, 0, *on) for law in reversed(LAWS)]
+    if options.device.type == "cuda":  # 10 GB
+        found.insert(0, Task("far_rows", 0, *on))
     found += [Task("joint_quick" if options.quick else "joint", i, *on) for i in range(len(cases))]
     return [*found, *(Task("mutants", i, *on) for i in range(len(broken)))]
 
@@ -139,6 +141,8 @@ def findings(task: Task) -> list[Finding]:
     if task.law.startswith("joint"):
         case = joint_cases(task.law == "joint_quick")[task.number]
         return check_case(case, backend, task.device, task.trials)
+    if task.law == "far_rows":
+        return law_noise.far_rows(backend, task.device)
     return LAWS[task.law](backend, task.device, task.trials)
 
 

@@ -94,6 +94,7 @@ SLOT_PARAMS = [
     ("params.temperature_S", torch.ones(3)),
     ("params.temperature_S", torch.tensor([1.0, -0.5])),
     ("params.temperature_S", torch.tensor([1.0, math.nan])),
+    ("params.temperature_S", torch.tensor([1.0, 1e-6])),
     ("params.top_k_S", torch.ones(2)),
     ("params.top_p_S", torch.tensor([0.0, 1.0])),
     ("params.top_p_S", torch.tensor([1.5, 1.0])),

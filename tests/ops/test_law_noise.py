@@ -17,6 +17,7 @@ from tests.support.law_noise import (
     TARGET,
     VOCABULARIES,
     capped_gumbel,
+    far_rows,
     near_uniform,
     poisson_tail,
     sampler,
@@ -127,3 +128,16 @@ def test_a_tail_cut_off_by_coarse_noise_is_noticed() -> None:
     # A sampler that always draws the head, in the test above:
     found = tail(lambda logits_V, num, wave: torch.full((num,), 10_000), CPU, 20_000, 130_000)
     assert found[0].value > expected
+
+
+@each_backend
+def test_the_last_requests_get_what_they_get_alone(on: On) -> None:
+    require(far_rows(on.backend, on.device, 3000, 60))
+
+
+@pytest.mark.law
+@each_backend
+def test_rows_behind_two_billion_numbers(on: On) -> None:
+    if on.device.type == "cpu":
+        pytest.skip("takes 10 GB and minutes")
+    require(far_rows(on.backend, on.device))

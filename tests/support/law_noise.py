@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, Rule, Stream
+from foretoken.ops import Backend, DraftBlock, DraftCache, Rule, Stream
 from tests.support.law import TRIALS, TableDrafter, emit, law_p_value, p_value
 from tests.support.law_accept import one_round, z_finding
 from tests.support.law_cases import RULES, Finding, p_finding
@@ -183,3 +183,52 @@ def tail(
 def poisson_tail(seen: int, expected: float) -> float:
     """P(X <= seen) of a Poisson variable: how unlikely so few are."""
     return float(torch.special.gammaincc(torch.tensor(seen + 1.0), torch.tensor(expected)))
+
+
+def far_rows(
+    backend: Backend, device: torch.device, vocabulary: int = 151_936, requests: int = 3100
+) -> list[Finding]:
+    """Rows and cached q behind 2^31 numbers: the last requests get what they get alone.
+
+    5 rows per request; 15 500 rows of 151 936 bfloat16 logits reach 2.4e9, and so do 4 drafts each
+    of 4 000 slots.
+    """
+    drafts, slots, last = 4, requests * 4 // 3, 16
+    generator = torch.Generator(device).manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        whole = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        for part in whole.split(256):  # no float32 copy of the whole
+            part.copy_(torch.randn(part.shape, generator=generator, device=device))
+        return whole
+
+    cache = DraftCache.empty(slots, drafts, vocabulary, torch.bfloat16, device)
+    cache.logits_SKV.copy_(normal(slots, drafts, vocabulary))
+    for slot in range(slots):
+        cache.lse_SK[slot] = cache.logits_SKV[slot].float().logsumexp(1)
+    cache.threshold_SK.fill_(-math.inf)
+    logits_NV = normal(requests * (drafts + 1), vocabulary)
+    params = Setting().params(slots, 0, device)
+    slot_B = torch.arange(slots - requests, slots, device=device)
+    token_BK = torch.randint(vocabulary, (requests, drafts), generator=generator, device=device)
+    num_B = torch.full_like(slot_B, drafts)
+
+    def both(first: int) -> tuple[Tensor, Tensor]:
+        rows, own = logits_NV[first * (drafts + 1) :], slot_B[first:]
+        block = DraftBlock(token_BK[first:], num_B[first:], cache, torch.ones_like(own).bool())
+        verdict = backend.verify(rows, params, own, torch.zeros_like(own), block)
+        slot_N = own.repeat_interleave(drafts + 1)
+        zero_N = torch.zeros_like(slot_N)
+        return verdict.token_BK1, backend.sample(rows, params, slot_N, zero_N, zero_N, TARGET)
+
+    (verdicts, tokens), (verdicts_alone, tokens_alone) = both(0), both(requests - last)
+    name = f"far_rows-V{vocabulary}"
+    return [
+        Finding(
+            name, f"different_{what}", int((far[-len(alone) :] != alone).sum()), -1, 1, len(alone)
+        )
+        for what, far, alone in (
+            ("verdicts", verdicts, verdicts_alone),
+            ("tokens", tokens, tokens_alone),
+        )
+    ]

@@ -24,6 +24,8 @@ IDS = (torch.int64, torch.int32)
 RULES = frozenset(int(rule) for rule in Rule)
 STREAMS = frozenset(Stream)
 MOST_TOP = 64
+COLDEST = 9.99e-6
+"""Just below 1e-5 in float32; colder rows would overflow once divided, or round to ties."""
 FEW = 16
 """Up to here a Python loop over the values is cheaper than numpy: 1 us against 3 for one value."""
 
@@ -313,6 +315,8 @@ def _check_slots(name: str, slot_N: Tensor, params: SlotParams, vocabulary: int)
     top_p, min_p = params.top_p_S.numpy()[slot], params.min_p_S.numpy()[slot]
     temperature = params.temperature_S.numpy()[slot]
     _check_between("params.temperature_S", temperature, 0, 3.4e38, ">= 0 and finite")
+    warm = temperature[temperature > 0]
+    _check_between("params.temperature_S", warm, COLDEST, 3.4e38, "0 or >= 1e-5")
     _check_between("params.top_p_S", top_p, 1e-45, 1, "in (0, 1]")
     _check_between("params.min_p_S", min_p, 0, 1, "in [0, 1]")
     if not params.has_filters:

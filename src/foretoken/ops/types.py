@@ -42,7 +42,7 @@ class SlotParams:
     """Sampling state of every request slot; rows gather from it by slot index.
 
     key_S:         int64, the 64-bit noise key of the sample (bits, two's complement)
-    temperature_S: float32 >= 0; 0 means argmax, lowest index on ties
+    temperature_S: float32, 0 or >= 1e-5; 0 means argmax, lowest index on ties
     top_k_S:       int64; active iff 0 < k < V
     top_p_S:       float32 in (0, 1]; 1 is off
     min_p_S:       float32 in [0, 1]; 0 is off

@@ -1,8 +1,9 @@
 """Triton kernels on a GPU, or on a CPU through Triton's interpreter. See `foretoken.ops.Backend`.
 
 Reading order: `rows` (what a kernel loads), `scan` (the one pass), `filters` (thresholds), `draw`
-(one token), `request`, `decide`, `rules` and `residual` (verification), `guess`, `sweep` and `wide`
-(wide nuclei); `sample`, `verify`, `process` launch them.
+(one token), `request`, `decide`, `rules` and `residual` (verification), `settle` (of few requests),
+`guess`, `sweep` and `wide` (wide nuclei); `sample`, `verify`, `process` launch them, through
+`launch`.
 """
 
 from foretoken.ops.backends.triton.attention import attention

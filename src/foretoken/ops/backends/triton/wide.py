@@ -272,14 +272,13 @@ def wide_kernel(
     threshold = min_p_floor(tl.load(state[4] + slot), top, scale)
     source, few = (logits, stride, row, V, edits), tl.minimum(NG, LIST)
     flat, counts = is_flat(state, slot, V), (k > 0) & (k < V)
-    count = few * 0  # of min-p alone nothing is listed
+    count = few * 0  # of min-p alone nothing is listed; with top-k the noise is flat
     mass = top * 0 - 1
     if counts:
         law = law_of(True, top, scale, threshold)
         kth, _ = _search(source, top, law, True, k.to(tl.float32), mass, True, few, out, found, NB,
                          NG, MASKS, ENTRIES)  # fmt: skip
         threshold = tl.maximum(threshold, kth)
-        count = few + 1  # what the passes so far left as masses are numbers
     if top_p < 1:
         law = (top, scale, threshold)
         nucleus, count = _search(source, top, law, False, top_p, mass, not counts, few,

@@ -26,7 +26,7 @@ from foretoken.ops.backends.triton.rows import (
     wait_for_writes,
 )
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, scan_kernel
-from foretoken.ops.backends.triton.sweep import PARTS, PROGRAMS, SWEEPS, sweep_kernel
+from foretoken.ops.backends.triton.sweep import PARTS, PROGRAMS, TWICE, sweep_kernel
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
@@ -180,7 +180,7 @@ def reduce_rows(
         filter_kernel, rows, given, call.width, *edited, sizes.groups_padded,
         sizes.blocks_padded, num_warps=4 if rows < _FEW_ROWS else 2,
     )  # fmt: skip
-    for turn in range(SWEEPS):
+    for turn in range(2 if rows <= TWICE else 1):
         parts = min(PARTS, sizes.blocks) if turn else sizes.blocks
         given = (
             logits_NV, stride, call.edits, scratch.out, scratch.found, sizes.vocabulary,

@@ -73,7 +73,7 @@ def verify(
     rates = synthetic_rate_K is not None
     if few:
         call.launch(
-            settle_kernel, requests * sizes.blocks, (given,), *special, rates, *widths, num_warps=8,
+            settle_kernel, requests * sizes.blocks, (given,), *special, rates, *widths, num_warps=4,
         )  # fmt: skip
         return verdict
     call.launch(

@@ -14,11 +14,13 @@ The laws are shared out to `--jobs` processes: on a GPU most of the time is spen
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -179,7 +181,11 @@ def main() -> None:
         running = {pool.submit(findings, task): task for task in found}
         for number, done in enumerate(as_completed(running), 1):
             task = running[done]
-            found[task] = done.result()
+            try:
+                found[task] = done.result()
+            except Exception as error:  # the other laws are recorded all the same
+                traceback.print_exception(error)
+                found[task] = [Finding(f"{task.law} {task.number}", "error", math.nan, 0, 0, 0)]
             broken += [finding for finding in found[task] if not finding.passed]
             for finding in found[task]:
                 if not finding.passed:

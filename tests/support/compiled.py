@@ -100,6 +100,8 @@ def main() -> None:
     launch.overlaps = lambda device: True  # type: ignore[attr-defined]
     every_op(ops, torch.float32, frozenset([Rule.STANDARD]), fp64=False, full=False)
     every_op(ops, torch.float16, frozenset(Rule), fp64=True, full=True)
+    every_op(ops, torch.float16, frozenset(Rule) - {Rule.BLOCK}, fp64=True, full=True)
+    every_op(ops, torch.float32, frozenset(Rule), fp64=False, full=False)
     print(" ".join(sorted(typed)))
 
 

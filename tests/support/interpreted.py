@@ -59,6 +59,12 @@ CASES: dict[str, dict[str, Any]] = {
         "draft_dtype": BF16,
     },
     "2100, standard, unfiltered": {"seed": 8, "fixed": {**OFF, "rule": Rule.STANDARD}},
+    "2100, standard, unfiltered, many": {  # too many requests for `settle.py`
+        "seed": 9,
+        "fixed": {**OFF, "rule": Rule.STANDARD, "temperature": 1.0},
+        "num_requests": 6,
+        "num_slots": 6,
+    },
     "1025, many edits, bf16": {
         "seed": 20,
         "most_edits": 3000,
@@ -68,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
         "fixed": {**OFF, "rule": Rule.STANDARD, "temperature": 1.0},
         "dtype": BF16,
     },
-    **{f"4500, wide: {turn}": {} for turn in (0, 3, 6)},
+    "4500, wide: 3": {},
 }
 """Arguments of `random_case`, or a turn of `compare_wide`; a name begins with the vocabulary.
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import astuple, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, DraftCache, Rule, Stream
+from foretoken.ops import Backend, DraftBlock, DraftCache, Rule, SlotParams, Stream
 from tests.support.law import TRIALS, TableDrafter, emit, law_p_value, p_value
 from tests.support.law_accept import one_round, z_finding
 from tests.support.law_cases import RULES, Finding, p_finding
@@ -22,6 +23,7 @@ TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 ONE_STREAM = (Stream.TARGET_TOKEN, Stream.TARGET_TOKEN)  # a mutant: block and token noise shared
 VOCABULARIES = (1, 999, 1024, 1025, 4097, 8193, 151_936)
 CELLS = 64
+PER_SLOT = ("key_S", "temperature_S", "top_k_S", "top_p_S", "min_p_S", "rule_S")
 
 Draw = Callable[[Tensor, int, int], Tensor]
 """(logits_V, how many, wave) -> token ids."""
@@ -213,21 +215,25 @@ def far_rows(
     token_BK = torch.randint(vocabulary, (requests, drafts), generator=generator, device=device)
     num_B = torch.full_like(slot_B, drafts)
 
-    def both(first: int) -> tuple[Tensor, Tensor]:
-        rows, own = logits_NV[first * (drafts + 1) :], slot_B[first:]
-        block = DraftBlock(token_BK[first:], num_B[first:], cache, torch.ones_like(own).bool())
-        verdict = backend.verify(rows, params, own, torch.zeros_like(own), block)
+    def both(
+        rows: Tensor, own: Tensor, own_params: SlotParams, own_cache: DraftCache
+    ) -> tuple[Tensor, Tensor]:
+        num = len(own)
+        block = DraftBlock(token_BK[-num:], num_B[-num:], own_cache, torch.ones_like(own).bool())
+        verdict = backend.verify(rows, own_params, own, torch.zeros_like(own), block)
         slot_N = own.repeat_interleave(drafts + 1)
         zero_N = torch.zeros_like(slot_N)
-        return verdict.token_BK1, backend.sample(rows, params, slot_N, zero_N, zero_N, TARGET)
+        return verdict.token_BK1, backend.sample(rows, own_params, slot_N, zero_N, zero_N, TARGET)
 
-    (verdicts, tokens), (verdicts_alone, tokens_alone) = both(0), both(requests - last)
+    verdicts, tokens = both(logits_NV, slot_B, params, cache)
+    alone = DraftCache(*(x[-last:].clone() for x in astuple(cache)))  # in memory of its own
+    alone_params = replace(params, **{f: getattr(params, f)[-last:].clone() for f in PER_SLOT})
+    rows, slots_alone = logits_NV[-last * (drafts + 1) :].clone(), torch.arange(last, device=device)
+    verdicts_alone, tokens_alone = both(rows, slots_alone, alone_params, alone)
     name = f"far_rows-V{vocabulary}"
     return [
-        Finding(
-            name, f"different_{what}", int((far[-len(alone) :] != alone).sum()), -1, 1, len(alone)
-        )
-        for what, far, alone in (
+        Finding(name, f"different_{what}", int((far[-len(near) :] != near).sum()), -1, 1, len(near))
+        for what, far, near in (
             ("verdicts", verdicts, verdicts_alone),
             ("tokens", tokens, tokens_alone),
         )

@@ -53,7 +53,7 @@ struct Row {
   // ahead over the end of a page, and 1024 numbers in FP32 fill one.
   void fetch(int64_t j, int64_t i, int64_t count) const {
     const char* from = static_cast<const char*>(data) + (j * kBlock + i) * bytes_of(dtype);
-    for (int64_t line = 0; line < count * 4; line += 64) __builtin_prefetch(from + line);
+    for (int64_t line = 0; line < count * bytes_of(dtype); line += 64) __builtin_prefetch(from + line);
   }
 
  private:

@@ -5,7 +5,8 @@ allocated when it replays.
 
 The kernels of an op are launched one upon the other (programmatic dependent launch): one may start
 while the one before it ends, and waits for its results with `wait_for_writes`. Every program must
-wait before it returns, or the kernel after next would not be kept from reading too early.
+wait before it returns, or the kernel after next would not be kept from reading too early. What a
+kernel reads before it waits was written before the op's scan began, and is not changed by the op.
 
 Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries, B requests, K drafts.
 """
@@ -24,7 +25,7 @@ from foretoken.errors import ConfigError
 from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kernel
 from foretoken.ops.types import Edits, Rule, SlotParams, Stream
 
-_BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span
+BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span: what `begin_NJ` is padded by
 
 
 class Sizes(NamedTuple):
@@ -105,19 +106,19 @@ class Packing:
         number = self._tuples
         for value in given:
             kind = value.__class__
-            if kind is Tensor:
-                address = value.data_ptr()
-                append(address)
-                if address % 16:
-                    key.append((number, len(found), address % 16))
-            elif kind is tuple:
+            if kind is tuple:
                 known = self._known.get(id(value))
                 if known is None:  # the value is kept too: no other may get its id
                     known = self._known[id(value)] = value, self.addresses(value)
                 append(known[1])
-            else:
+            elif kind is int:
                 key.append(value)
                 append(value)
+            else:
+                address = value.data_ptr()
+                append(address)
+                if address % 16:
+                    key.append((number, len(found), address % 16))
         return tuple(found)
 
 
@@ -166,7 +167,7 @@ def edits_tuple(
     masks, entries = edits.mask_RW is not None, len(edits.token_M) > 0
     if not entries:
         return (*mask, unused, unused, unused, 0), masks, False
-    columns = sizes.blocks + _BLOCKS_AT_ONCE
+    columns = sizes.blocks + BLOCKS_AT_ONCE
     begin = torch.empty(sizes.rows, columns, dtype=torch.int32, device=logits_NV.device)
     pointers = (*mask, edits.token_M, torch.empty_like(edits.bias_M), begin, columns)
     padded = 1 << (columns - 1).bit_length()
@@ -282,5 +283,5 @@ class Call(NamedTuple):
         if self.overlap and early:
             options["launch_pdl"] = True
         compiled = kernel[(programs,)](*given, *constants, **options)
-        if compiled is not None:  # None: interpreted
-            _COMPILED[key] = compiled
+        if compiled is not None and not torch.version.hip:  # None: interpreted
+            _COMPILED[key] = compiled  # AMD's kernels also depend on the size of each tensor

@@ -1,7 +1,7 @@
 """Verification on the device: a scan of K + 1 rows, a decision per request, a residual pass.
 
-Three launches without filters (two for few requests), more with them. Nothing here waits for the
-device.
+Three launches without filters (two for few requests), more with them, and one for edit entries.
+Nothing here waits for the device.
 
 Shapes: B requests, K most drafts, N rows, V vocabulary, S slots.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.triton.decide import decide_kernel
-from foretoken.ops.backends.triton.launch import Call, at_most_registers
+from foretoken.ops.backends.triton.launch import BLOCKS_AT_ONCE, Call, at_most_registers
 from foretoken.ops.backends.triton.request import FRACTION, HEAD, WHOLE
 from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
@@ -22,7 +22,6 @@ from foretoken.ops.backends.triton.settle import settle_kernel
 from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
 
-_BLOCKS = 4  # that a program of the residual pass takes; 12 in turn took 52 us where 4 took 39
 _FEW = 4  # requests up to which `settle.py` takes over
 
 
@@ -80,10 +79,10 @@ def verify(
         decide_kernel, requests, (given,), most > 0, *special, rates, later, *widths, num_warps=4,
     )  # fmt: skip
     if later:
-        rows, parts = most if block_rule else 1, -(-sizes.blocks // _BLOCKS)
+        rows, parts = most if block_rule else 1, -(-sizes.blocks // BLOCKS_AT_ONCE)
         call.launch(
             residual_kernel, requests * rows * parts, (given, parts, rows), *special, *widths,
-            _BLOCKS, num_warps=4, **at_most_registers(96),
+            BLOCKS_AT_ONCE, num_warps=4, **at_most_registers(96),
         )  # fmt: skip
     return verdict
 

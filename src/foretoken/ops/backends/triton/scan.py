@@ -26,9 +26,9 @@ from foretoken.ops.backends.triton.rows import (
 )
 
 BLOCKS_PER_PROGRAM = 2
-FEW_PROGRAMS = tl.constexpr(
-    4096
-)  # about what runs at once on one GPU: up to here a program takes one block
+# About what runs at once on one GPU: up to here a program takes one block, and of more the last so
+# many let the next kernel start.
+FEW_PROGRAMS = tl.constexpr(4096)
 
 
 @triton.jit

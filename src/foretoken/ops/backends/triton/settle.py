@@ -6,7 +6,7 @@ many requests that is wasted work: with such programs for the residual alone, 64
 of 77. The block rule, which needs the masses of all rows first, goes through `residual.py`.
 
 All programs of a request must decide alike, though others of it are further on: what one writes
-before all have arrived is the very number that was there (`found[1]`), or is not read for a decision.
+before all have arrived is the very number that was there (`found[1]`), or is read by no decision.
 
 Tuples as in `request.py`, but `work` = (counter_B, candidate): the programs that arrived, zeroed by
 the scan, and of each block float64 (score, token). Shapes: as there.

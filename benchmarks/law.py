@@ -167,8 +167,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trials", default=TRIALS, type=int, help="of one case of the joint law")
     parser.add_argument("--jobs", default=os.cpu_count() or 1, type=int, help="processes")
     parser.add_argument("--quick", action="store_true", help="the pairwise selection alone")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/law.json"))
-    return parser.parse_args()
+    parser.add_argument("--commit", default="", help="of this code, where it has no repository")
+    parser.add_argument("--out", type=Path, help="default: law.json, or law_gpu.json, of results")
+    options = parser.parse_args()
+    name = "law_gpu" if options.device.type == "cuda" else "law"
+    options.out = options.out or Path(f"benchmarks/results/{name}.json")
+    return options
 
 
 def main() -> None:
@@ -206,8 +210,9 @@ def main() -> None:
         f"{len(rows)} numbers, {len(broken)} outside their bounds, in {took:.0f} s.",
         f"Passes: p > {CORRECT_P:g}; of a mutant, p < {MUTANT_P:g}.",
     ]
+    code = (options.commit, False) if options.commit else CODE
     command = shlex.join(["python", "-m", "benchmarks.law", *sys.argv[1:]])
-    path = write(collect(options.out.stem, command, shapes, rows, notes, CODE), options.out.parent)
+    path = write(collect(options.out.stem, command, shapes, rows, notes, code), options.out.parent)
     print(f"{notes[0]} Wrote {path}")
     sys.exit(bool(broken))
 

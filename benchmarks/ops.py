@@ -370,19 +370,26 @@ def main() -> None:
         gc.collect()
         if session.device.type == "cuda":
             torch.cuda.empty_cache()  # the pools of the graphs that are gone
+        if rows:
+            path = save(session, cases, rows)
     if not rows:
         sys.exit("nothing was measured")
-    goals = goal_notes(cases, rows, session.ours)
-    print("\n".join(["", *goals, *session.failed]))
-    notes = [*NOTES, *goals, *session.failed]
-    notes += [session.quiet.note()] if session.quiet else []
-    name = "ops_gpu" if session.device.type == "cuda" else "ops_cpu"
-    command = shlex.join(["python", "-m", "benchmarks.ops", *sys.argv[1:]])
-    code = (options.commit, False) if options.commit else CODE
-    path = write(collect(name, command, shapes(session), rows, notes, code), options.out)
+    print("\n".join(["", *goal_notes(cases, rows, session.ours), *session.failed]))
     print(f"wrote {path}")
     if session.failed:
         sys.exit(1)
+
+
+def save(session: Session, cases: list[Case], rows: list[Row]) -> Path:
+    """Write what there is, after every case: a run that is cut short keeps it, and says so."""
+    done = {row.labels["case"] for row in rows}
+    cut = [f"{len(done)} of {len(cases)} cases."] if len(done) < len(cases) else []
+    notes = [*NOTES, *goal_notes(cases, rows, session.ours), *session.failed, *cut]
+    notes += [session.quiet.note()] if session.quiet else []
+    name = "ops_gpu" if session.device.type == "cuda" else "ops_cpu"
+    command = shlex.join(["python", "-m", "benchmarks.ops", *sys.argv[1:]])
+    code = (session.options.commit, False) if session.options.commit else CODE
+    return write(collect(name, command, shapes(session), rows, notes, code), session.options.out)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from tests.support.law_mutants import (
 )
 
 TRIALS = 20_000
-TRIALS_OF_SUBTLE = 100_000  # what differs only once several drafts were accepted
+TRIALS_OF_SUBTLE = 200_000  # what differs only once several drafts were accepted
 READ_RULES = ("torch_cpu",)  # backends that take their rules from `ops/rules.py`
 
 

@@ -32,18 +32,23 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    """What the cases came to, in a process whose kernels are interpreted."""
-    done = subprocess.run(
-        [sys.executable, "-m", interpreted.__name__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    """What the cases came to, in two processes whose kernels are interpreted."""
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-m", interpreted.__name__, "", share, "2"],
+            env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for share in ("0", "1")
+    ]
+    found: dict[str, Any] = {}
+    for process in running:
+        out, err = process.communicate(timeout=900)
+        assert process.returncode == 0, err
+        found |= json.loads(out)
     return found
 
 

@@ -47,8 +47,13 @@ def stop_at_ir(src: Any, target: Any = None, options: Any = None) -> Any:
     return None
 
 
-def every_op(ops: Any, dtype: torch.dtype, rules: frozenset[Rule], fp64: bool, full: bool) -> None:
-    """All launches of all ops, of 2 rows of 5 000 logits; `full`: with filters and edits."""
+def every_op(
+    ops: Any, dtype: torch.dtype, rules: frozenset[Rule], fp64: bool, full: bool, only: str = ""
+) -> None:
+    """All launches of all ops, or of `verify` alone, of 2 requests with 5 000 logits a row.
+
+    full: with filters and edits.
+    """
     slots, drafts, width = 4, 3, 5000
     params = SlotParams(
         *(torch.zeros(slots, dtype=torch.int64), torch.ones(slots)),
@@ -68,11 +73,12 @@ def every_op(ops: Any, dtype: torch.dtype, rules: frozenset[Rule], fp64: bool, f
         return Edits(*masks, start, torch.tensor([3]), one * 0, one, one * 0)
 
     logits = torch.zeros(2, width, dtype=dtype)
-    ops.sample(logits, params, at, at, at * 0, TARGET, edits=edits(2), fp64_noise=fp64)
-    ops.process_logits(logits, params, at, edits(2))
     cache = DraftCache.empty(slots, drafts, width, dtype, logits.device)
-    ops.draft(logits, params, at, at, at * 0, cache, fp64_noise=fp64)
-    for num, own in ((0, None), (1, cache), (1, None), (drafts, cache)):
+    if not only:
+        ops.sample(logits, params, at, at, at * 0, TARGET, edits=edits(2), fp64_noise=fp64)
+        ops.process_logits(logits, params, at, edits(2))
+        ops.draft(logits, params, at, at, at * 0, cache, fp64_noise=fp64)
+    for num, own in ((drafts, cache), (1, None), (1, cache), (0, None))[: 2 if only else 4]:
         rows = 2 * (num + 1)
         block = DraftBlock(
             torch.zeros(2, num, dtype=torch.int64),
@@ -100,8 +106,8 @@ def main() -> None:
     launch.overlaps = lambda device: True  # type: ignore[attr-defined]
     every_op(ops, torch.float32, frozenset([Rule.STANDARD]), fp64=False, full=False)
     every_op(ops, torch.float16, frozenset(Rule), fp64=True, full=True)
-    every_op(ops, torch.float16, frozenset(Rule) - {Rule.BLOCK}, fp64=True, full=True)
-    every_op(ops, torch.float32, frozenset(Rule), fp64=False, full=False)
+    every_op(ops, torch.float16, frozenset(Rule) - {Rule.BLOCK}, True, True, only="verify")
+    every_op(ops, torch.float32, frozenset(Rule), False, False, only="verify")
     print(" ".join(sorted(typed)))
 
 

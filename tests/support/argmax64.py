@@ -26,8 +26,9 @@ def choose_kernel(weight_ptr, level_ptr, high_ptr, low_ptr, out, LANES: tl.const
     weight = tl.load(weight_ptr + lane) - tl.load(level_ptr + m) * gumbel.to(tl.float32)
     score = tl.where(weight > float("-inf"), weight + gumbel, float("-inf"))
     tl.store(out + m * 3, tl.argmax(score, axis=0))
-    tl.store(out + m * 3 + 1, noise.sure_argmax(weight, high, low))
-    tl.store(out + m * 3 + 2, noise.argmax64(weight, high, low))
+    near = noise.near_gumbel64(high, low)
+    tl.store(out + m * 3 + 1, noise.sure_argmax(weight, near))
+    tl.store(out + m * 3 + 2, noise.argmax64(weight, high, low, near))
 
 
 def compare_choices(number: int, device: torch.device) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton import rules
-from foretoken.ops.backends.triton.draw import draw
+from foretoken.ops.backends.triton.draw import draw, lots
 from foretoken.ops.backends.triton.noise import LOG2E, uniform_at
 from foretoken.ops.backends.triton.request import (
     ACCEPT,
@@ -208,7 +208,8 @@ def draw_now(
         stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
         at_ = (key, (position + k).to(tl.int32), zero)
         drawn = draw(logits, stride, first + k, V, edits, out, found, NB, scale, greedy, flat, law,
-                     at_, stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
+                     at_, stream, stream + 1, lots(at_, stream + 1, NBP, FP64), MASKS, ENTRIES,
+                     FILTERS, NBP, FP64)  # fmt: skip
         unsettled = num < 0
         if walks & (k < num):
             broken = value_at((rows[2] - rows[2] != 0).to(tl.int32), i, k) > 0

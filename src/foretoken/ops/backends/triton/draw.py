@@ -13,7 +13,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.noise import argmax_at, argmax_span, gumbel_at, gumbel_span
+from foretoken.ops.backends.triton.noise import (
+    argmax_at,
+    argmax_with,
+    gumbel_at,
+    gumbel_span,
+    log2,
+    noise_span,
+)
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     CAPACITY,
@@ -52,7 +59,7 @@ def weigh(x, off, threshold, scale, lse, law):
         weight = tl.where(off == law[1], float("-inf"), weight)
     if law[0] == 2:
         log_p, d = _against_q(x, off, threshold, scale, lse, law)
-        weight = tl.where(d < 0, log_p + tl.log2(one_minus_exp2(d)), float("-inf"))
+        weight = tl.where(d < 0, log_p + log2(one_minus_exp2(d)), float("-inf"))
     return weight
 
 
@@ -65,7 +72,7 @@ def residual_masses(x, off, threshold, scale, lse, law, ROWS: tl.constexpr, WIDT
         top = tl.max(log_p, axis=1)
         base = tl.where(top == float("-inf"), 0.0, top)
         rest = tl.reshape(one_minus_exp2(d), (ROWS, WIDTH))
-        mass = base + tl.log2(tl.sum(tl.exp2(log_p - base[:, None]) * rest, axis=1))
+        mass = base + log2(tl.sum(tl.exp2(log_p - base[:, None]) * rest, axis=1))
     else:
         weight = weigh(x, off, threshold, scale, lse, law)
         mass = log2_sum_rows(tl.reshape(weight, (ROWS, WIDTH)))
@@ -84,7 +91,7 @@ def _compact(weight, id_, count, flat, at_, token_stream, block_stream, FP64: tl
         mine = (block[:, None] == block[None, :]) & member[None, :]
         mass = tl.sum(tl.where(mine, tl.exp2(weight - top)[None, :], 0.0), axis=1)
         at = (at_[0], at_[1], at_[2], zero + block_stream)
-        score = tl.log2(mass) + gumbel_at(at, block, FP64)
+        score = log2(mass) + gumbel_at(at, block, FP64)
         best = tl.argmax(tl.where(member & (mass > 0), score, float("-inf")), axis=0)
         chosen = tl.max(tl.where(c == best, block, 0), axis=0)
         member = member & (block == chosen)
@@ -146,17 +153,24 @@ def _within(
     else:
         at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + stream)
         weight = weigh(x, off, threshold, scale, lse, law)
-        best = argmax_span(weight, at, first, BLOCK, FP64)
+        best = argmax_with(weight, noise_span(at, first, BLOCK, FP64), FP64)
     return (first + best).to(tl.int64)
+
+
+@triton.jit
+def lots(at_, block_stream, NBP: tl.constexpr, FP64: tl.constexpr):
+    """The noise by which a row's blocks draw. It needs no logits: best made while others wait."""
+    at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + block_stream)
+    return noise_span(at, 0, NBP, FP64)
 
 
 @triton.jit
 def draw(
     logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_, token_stream,
-    block_stream, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
+    block_stream, block_noise, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
     NBP: tl.constexpr, FP64: tl.constexpr,
 ):  # fmt: skip
-    """One token of a row; see the head of this file.
+    """One token of a row; see the head of this file. `block_noise`: of all its blocks, by `lots`.
 
     Of a dense row with mode 2, or with mode 1 and flat noise, `out` must hold the residual's
     masses and best scores. Where the residual has no mass the row is drawn from p.
@@ -187,15 +201,13 @@ def draw(
             _remass(logits, stride, row, V, edits, out, NB, threshold, scale, flat, at_,
                     token_stream, MASKS, ENTRIES, FP64)  # fmt: skip
             mass_J = load_masses(out[0], row, NB, NBP)
-        zero = tl.full((), 0, tl.int32)
-        at = (at_[0], at_[1], at_[2], zero + block_stream)
         if flat | greedy:
             score = mass_J
             if not greedy:
                 score = load_masses(out[1], row, NB, NBP)
             block = tl.argmax(tl.where(mass_J > float("-inf"), score, float("-inf")), axis=0)
         else:
-            block = argmax_span(mass_J, at, 0, NBP, FP64)
+            block = argmax_with(mass_J, block_noise, FP64)
         kept = (mode, law[1], law[2], law[3], law[4], law[5], law[6])
         token = _within(logits, stride, row, V, edits, block, threshold, scale, lse, greedy, kept,
                         at_, token_stream, MASKS, ENTRIES, FP64)  # fmt: skip

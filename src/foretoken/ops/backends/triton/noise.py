@@ -15,10 +15,11 @@ from torch import Tensor
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+_ONE_INSTRUCTION = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
+_LANE = tl.constexpr(65536)  # above any number of lanes
 _LOWEST = tl.constexpr(-2.79)  # noise that `sure_argmax` does not tell from lower noise
 _SLACK = tl.constexpr(1.2207e-4)  # 2 * 2^-14
 _ROUNDING = tl.constexpr(2.384185791015625e-7)  # 2^-22
-_LANE = tl.constexpr(65536)  # above any number of lanes
 
 
 @triton.jit
@@ -43,6 +44,20 @@ def uniform64(high, low):
 
 
 @triton.jit
+def log2(x):
+    """The hardware's log2 of FP32, to 2^-22 of max(1, |log2 x|); subnormal numbers count as 0.
+
+    One instruction; `tl.log2` takes 30, which were most of what a draw executed.
+    """
+    if _ONE_INSTRUCTION:
+        return tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
 def gumbel(u):
     """-log2(-ln(1 - u)): standard Gumbel noise -ln(-ln(1 - u)) in units of ln 2.
 
@@ -50,7 +65,7 @@ def gumbel(u):
     is exact to 2^-22 absolutely, 2 % of it at u = 1e-5.
     """
     series = u * (1 + u * (0.5 + u * (1 / 3 + u * (0.25 + u * (0.2 + u * (1 / 6 + u * (1 / 7)))))))
-    return -tl.log2(tl.where(u < 0.1, series, -tl.log(1 - u)))
+    return -log2(tl.where(u < 0.1, series, log2(1 - u) * -LN2))
 
 
 @triton.jit
@@ -110,8 +125,31 @@ def gumbel_at(at, index, FP64: tl.constexpr):
 
 
 @triton.jit
-def sure_argmax(weight, high, low):
-    """`argmax64` if FP32 can tell, else a negative number (about one call in a thousand).
+def _ordered(score):
+    """An int32 of the same order: a warp reduces integers in one instruction, floats in five."""
+    bits = (score + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def argmax32(score):
+    """Where an FP32 score without NaN is largest, the first on ties."""
+    key = _ordered(score)
+    lane = tl.arange(0, score.shape[0])
+    return tl.min(tl.where(key == tl.max(key, axis=0), lane, _LANE), axis=0)
+
+
+@triton.jit
+def near_gumbel64(high, low):
+    """`gumbel64` of word pairs in FP32, to 2^-14; -2.79 where it is lower."""
+    u = high.to(tl.float32) * 2.3283064365386963e-10
+    u += ((low >> 11).to(tl.float32) + 0.5) * 1.1102230246251565e-16
+    return tl.maximum(gumbel(u), _LOWEST)
+
+
+@triton.jit
+def sure_argmax(weight, near):
+    """`argmax64` if FP32 (`near`) can tell, else a negative number: once in about 1000 calls.
 
     Let ulp = 2^-24, n the FP64 noise of a lane, m what is computed here. u, both words in FP32, is
     rounded twice: a relative error of 2 ulp. dn / d(ln u) = u / ((1 - u) L ln 2), L = -ln(1 - u),
@@ -127,21 +165,19 @@ def sure_argmax(weight, high, low):
     lane that reaches this is the answer; ties, other candidates, and rows that are not finite have
     none or more.
     """
-    u = high.to(tl.float32) * 2.3283064365386963e-10
-    u += ((low >> 11).to(tl.float32) + 0.5) * 1.1102230246251565e-16
-    noise = tl.maximum(gumbel(u), _LOWEST)
-    score = tl.where(weight > float("-inf"), weight + noise, float("-inf"))
-    top = tl.max(tl.where(noise > _LOWEST, score, float("-inf")), axis=0)
-    near = score >= top - (_SLACK + tl.abs(top) * _ROUNDING)
+    score = tl.where(weight > float("-inf"), weight + near, float("-inf"))
+    top = tl.max(_ordered(tl.where(near > _LOWEST, score, float("-inf"))), axis=0)
+    top = (top ^ ((top >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     lane = tl.arange(0, weight.shape[0])
-    total = tl.sum(tl.where(near, lane + _LANE, 0), axis=0)  # number and lane in one reduction
-    return tl.where(total < 2 * _LANE, total - _LANE, -1)
+    reached = tl.where(score >= top - (_SLACK + tl.abs(top) * _ROUNDING), lane + _LANE, 0)
+    total = tl.sum(reached, axis=0)  # number and lane in one reduction
+    return tl.where((total >= _LANE) & (total < 2 * _LANE), total - _LANE, -1)
 
 
 @triton.jit
-def argmax64(weight, high, low):
+def argmax64(weight, high, low, near):
     """Where weight + FP64 noise is largest, the first on ties; FP64 only where FP32 cannot tell."""
-    best = sure_argmax(weight, high, low)
+    best = sure_argmax(weight, near)
     if best < 0:
         score = weight + gumbel64(uniform64(high, low))
         best = tl.argmax(tl.where(weight > float("-inf"), score, float("-inf")), axis=0)
@@ -149,25 +185,33 @@ def argmax64(weight, high, low):
 
 
 @triton.jit
-def argmax_span(weight, at, first, COUNT: tl.constexpr, FP64: tl.constexpr):
-    """Where weight + draws first, first + 1, ... is largest: the first on ties, NaN passed over."""
+def noise_span(at, first, COUNT: tl.constexpr, FP64: tl.constexpr):
+    """Draws first, first + 1, ... as `argmax_with` takes them; `first` is a multiple of 4."""
     if FP64:
         high, low = _pairs_span(at, first, COUNT)
-        return argmax64(weight, high, low)
+        return high, low, near_gumbel64(high, low)
     else:
-        score = weight + gumbel_span(at, first, COUNT, False)
-        return tl.argmax(tl.where(weight > float("-inf"), score, float("-inf")), axis=0)
+        return (gumbel_span(at, first, COUNT, False),)
+
+
+@triton.jit
+def argmax_with(weight, noise, FP64: tl.constexpr):
+    """Where weight + noise is largest: the first on ties, NaN passed over."""
+    if FP64:
+        return argmax64(weight, noise[0], noise[1], noise[2])
+    else:
+        score = tl.where(weight > float("-inf"), weight + noise[0], float("-inf"))
+        return argmax32(score)
 
 
 @triton.jit
 def argmax_at(weight, at, index, FP64: tl.constexpr):
-    """`argmax_span` with the draws of any ids."""
+    """`argmax_with` the draws of any ids."""
     if FP64:
         high, low = _pairs_at(at, index)
-        return argmax64(weight, high, low)
+        return argmax64(weight, high, low, near_gumbel64(high, low))
     else:
-        score = weight + gumbel_at(at, index, False)
-        return tl.argmax(tl.where(weight > float("-inf"), score, float("-inf")), axis=0)
+        return argmax_with(weight, (gumbel_at(at, index, False),), False)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.noise import LOG2E
+from foretoken.ops.backends.triton.noise import LOG2E, log2
 from foretoken.ops.backends.triton.rows import first_row, is_flat
 
 TARGET_TOKEN, RESIDUAL_TOKEN = tl.constexpr(0), tl.constexpr(2)  # the block stream is one above
@@ -73,7 +73,7 @@ def log2_of(u, FP64: tl.constexpr):
     if FP64:
         return tl.log(u) * LOG2E
     else:
-        return tl.minimum(tl.log2(u), -1e-8)
+        return tl.minimum(log2(u), -1e-8)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton import rules
-from foretoken.ops.backends.triton.draw import draw, residual_masses, weigh
+from foretoken.ops.backends.triton.draw import draw, lots, residual_masses, weigh
 from foretoken.ops.backends.triton.noise import (
     LOG2E,
     gumbel_span,
@@ -228,5 +228,6 @@ def residual_kernel(
     stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
     at_ = (key, position.to(tl.int32), zero)
     drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_,
-                 stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
+                 stream, stream + 1, lots(at_, stream + 1, NBP, FP64), MASKS, ENTRIES, FILTERS, NBP,
+                 FP64)  # fmt: skip
     store_token(b, k, drawn, finite, verdict, K)

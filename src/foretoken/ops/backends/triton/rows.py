@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from foretoken.ops.backends.triton.noise import log2
+
 BLOCK = tl.constexpr(1024)  # ids per block of the hierarchical draw
 GROUP = tl.constexpr(64)  # ids per group whose maximum is kept
 CAPACITY = tl.constexpr(128)  # entries of a row's list of survivors
@@ -194,7 +196,7 @@ def log2_sum(x):
     """log2 of the sum of 2^x over a block; -inf of an empty one, not finite if a number is not."""
     top = tl.max(x, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    return base + tl.log2(tl.sum(tl.exp2(x - base), axis=0))
+    return base + log2(tl.sum(tl.exp2(x - base), axis=0))
 
 
 @triton.jit
@@ -202,7 +204,7 @@ def log2_sum_rows(x):
     """`log2_sum` of each row of a two-dimensional block."""
     top = tl.max(x, axis=1)
     base = tl.where(top == float("-inf"), 0.0, top)
-    return base + tl.log2(tl.sum(tl.exp2(x - base[:, None]), axis=1))
+    return base + log2(tl.sum(tl.exp2(x - base[:, None]), axis=1))
 
 
 @triton.jit

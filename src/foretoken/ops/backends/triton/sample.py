@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.ops.backends.triton.draw import draw
+from foretoken.ops.backends.triton.draw import draw, lots
 from foretoken.ops.backends.triton.filters import filter_kernel
 from foretoken.ops.backends.triton.launch import Call, at_most_registers
 from foretoken.ops.backends.triton.noise import LN2, LOG2E
@@ -59,11 +59,11 @@ def pick_kernel(
             index, token_stream, block_stream = zero, zero, zero + 1
     at_ = (tl.load(state[0] + slot), tl.load(position_ptr + row).to(tl.int32), index)
     law = (0, 0, logits, 0, 0.0, 0.0, 0.0)
-    flat = is_flat(state, slot, V)
+    flat, noise = is_flat(state, slot, V), lots(at_, block_stream, NBP, FP64)
     wait_for_writes(OVERLAP)
     token = draw(
         logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_, token_stream,
-        block_stream, MASKS, ENTRIES, FILTERS, NBP, FP64,
+        block_stream, noise, MASKS, ENTRIES, FILTERS, NBP, FP64,
     )  # fmt: skip
     tl.store(token_ptr + row, token)
     if STORE:

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.decide import decision, draw_now, value_at
-from foretoken.ops.backends.triton.draw import draw, weigh
-from foretoken.ops.backends.triton.noise import argmax_span, gumbel_at
+from foretoken.ops.backends.triton.draw import draw, lots, weigh
+from foretoken.ops.backends.triton.noise import argmax_with, gumbel_at, noise_span
 from foretoken.ops.backends.triton.request import (
     DRAW,
     ONE_ROW,
@@ -44,9 +44,16 @@ def _store_candidate(
     at = (at_[0], at_[1], at_[2], zero + RESIDUAL_TOKEN)
     first = block * BLOCK
     weight = weigh(x, first + tl.arange(0, BLOCK), threshold, scale, lse, law)
-    token = first + argmax_span(weight, at, first, BLOCK, FP64)
+    token = first + argmax_with(weight, noise_span(at, first, BLOCK, FP64), FP64)
     tl.store(to, tl.max(tl.where(mass > float("-inf"), score, float("-inf")), axis=0))
     tl.store(to + 1, token.to(tl.float64))
+
+
+@triton.jit
+def _better(score, token, other_score, other_token):
+    """The larger score and its token, the lower one of equals."""
+    first = (score > other_score) | ((score == other_score) & (token < other_token))
+    return tl.where(first, score, other_score), tl.where(first, token, other_token)
 
 
 @triton.jit
@@ -55,8 +62,7 @@ def _best_candidate(at, parts, NBP: tl.constexpr):
     j = tl.arange(0, NBP)
     score = tl.load(at + 2 * j, mask=j < parts, other=float("-inf"), cache_modifier=".cg")
     token = tl.load(at + 2 * j + 1, mask=j < parts, other=0.0, cache_modifier=".cg")
-    best, block = tl.max(score, axis=0, return_indices=True)
-    token = tl.sum(tl.where(j == block, token, 0.0), axis=0)
+    best, token = tl.reduce((score, token), 0, _better)
     return token.to(tl.int64), best == float("-inf")
 
 
@@ -79,6 +85,10 @@ def settle_kernel(
     law = (mode, value_at(rows[0], i, k), q[0] + slot * q[1] + k * q[2], q[3],
            value_at(rows[3], i, k), value_at(rows[4], i, k), 0.0)  # fmt: skip
     at_ = (key, (position + k).to(tl.int32), zero)
+    finite = tl.sum(((i <= k) & (rows[2] - rows[2] != 0)).to(tl.int32), axis=0) == 0
+    if part == 0:
+        if walks == 0:
+            store_prefix(b, k, finite, num, asked, verdict, K, KP)
     drawn = tl.full((), -1, tl.int64)
     undrawn = (pending == ONE_ROW) | (pending == DRAW)
     if pending == ONE_ROW:
@@ -102,10 +112,11 @@ def settle_kernel(
     if undrawn:
         stream = tl.where(mode == 0, TARGET_TOKEN, RESIDUAL_TOKEN)
         drawn = draw(logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_,
-                     stream, stream + 1, MASKS, ENTRIES, FILTERS, NBP, FP64)  # fmt: skip
+                     stream, stream + 1, lots(at_, stream + 1, NBP, FP64), MASKS, ENTRIES, FILTERS,
+                     NBP, FP64)  # fmt: skip
     if walks:
         k, drawn = draw_now(given, request, rows, k, mode, walks, MASKS, ENTRIES, FILTERS, KP, NBP,
                             FP64)  # fmt: skip
-    finite = tl.sum(((i <= k) & (rows[2] - rows[2] != 0)).to(tl.int32), axis=0) == 0
-    store_prefix(b, k, finite, num, asked, verdict, K, KP)
+        finite = tl.sum(((i <= k) & (rows[2] - rows[2] != 0)).to(tl.int32), axis=0) == 0
+        store_prefix(b, k, finite, num, asked, verdict, K, KP)
     store_token(b, k, drawn, finite, verdict, K)

@@ -45,7 +45,7 @@ from foretoken.ops.backends.triton.guess import (
     sample_of,
     weight_of,
 )
-from foretoken.ops.backends.triton.noise import LOG2E, gumbel_span
+from foretoken.ops.backends.triton.noise import LOG2E, gumbel_span, log2
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     first_row,
@@ -111,7 +111,8 @@ def _sweep(
     tl.debug_barrier()  # the room may have been a sample
     ahead = _span(source, 0, MASKS, ENTRIES)
     for first in range(0, V, _SPAN):
-        x = tl.reshape(ahead, shape)
+        span = ahead
+        x = tl.reshape(span, shape)
         ahead = _span(source, first + _SPAN, MASKS, ENTRIES)
         weight = weight_of(x, law)
         w_all += tl.sum(weight, axis=1)
@@ -124,8 +125,9 @@ def _sweep(
         start = count + tl.cumsum(number, axis=0) - number
         stretch = packed(start, number, few)
         before = start[:, None] + tl.cumsum(mine, axis=1) - mine
-        rank = before[:, None, :] + tl.cumsum(listed, axis=1) - 1
-        tl.store(room + rank, x, mask=(listed > 0) & (rank < few))
+        rank = tl.reshape(before[:, None, :] + tl.cumsum(listed, axis=1) - 1, (_SPAN,))
+        # flat again: a store of three dimensions is brought into another layout, by 16 KiB
+        tl.store(room + rank, span, mask=(tl.reshape(listed, (_SPAN,)) > 0) & (rank < few))
         count += tl.sum(number, axis=0)
         mass = tl.sum(sure, axis=1)
         for p in tl.static_range(per):
@@ -219,7 +221,7 @@ def _add_listed(row, law, threshold, out, NB, NG, NBP: tl.constexpr):
         use = i < number[:, None]
         x = tl.load(at, mask=use, other=float("-inf"), cache_modifier=".cg")
         mass += tl.sum(tl.where(x >= threshold, tl.exp2((x - law[0]) * law[1]), 0.0), axis=1)
-    tl.store(out[0] + row * NB + j, law[0] * law[1] + tl.log2(mass), mask=j < NB)
+    tl.store(out[0] + row * NB + j, law[0] * law[1] + log2(mass), mask=j < NB)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def fraction_of(work, b, K):
 
 
 @triton.jit
-def read_request(b, request, state, V, RAGGED: tl.constexpr):
+def read_request(b, request, state, V, RAGGED: tl.constexpr, CHUNK: tl.constexpr):
     """(first row, number of drafts, slot, position, key, scale, greedy, coupled, flat, rule)."""
     slot = tl.load(request[1] + b)
     temperature = tl.load(state[1] + slot)
@@ -54,7 +54,7 @@ def read_request(b, request, state, V, RAGGED: tl.constexpr):
     if RAGGED:
         num = tl.load(request[0] + b).to(tl.int32)
     return (
-        first_row(request[0], b, RAGGED),
+        first_row(request[0], b, RAGGED, CHUNK),
         num,
         slot,
         tl.load(request[2] + b),

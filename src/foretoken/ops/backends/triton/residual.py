@@ -41,6 +41,7 @@ from foretoken.ops.backends.triton.request import (
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     CAPACITY,
+    CHUNK,
     is_flat,
     load_span,
     log2_sum,
@@ -204,7 +205,7 @@ def residual_kernel(
     finite = pending != DONE
     if pending == ALL_ROWS:
         first, num, slot, position, key, scale, greedy, _, flat, _ = read_request(
-            b, request, state, V, True
+            b, request, state, V, True, CHUNK
         )
         k = zero
         if (r > 0) | (others == 0):

@@ -23,7 +23,7 @@ from foretoken.ops.backends.triton.noise import log2
 BLOCK = tl.constexpr(1024)  # ids per block of the hierarchical draw
 GROUP = tl.constexpr(64)  # ids per group whose maximum is kept
 CAPACITY = tl.constexpr(128)  # entries of a row's list of survivors
-_CHUNK = tl.constexpr(128)
+CHUNK = tl.constexpr(128)  # requests whose rows `first_row` sums at once
 _ENTRIES_AT_ONCE = tl.constexpr(512)
 
 
@@ -42,12 +42,15 @@ def wait_for_writes(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def first_row(num_ptr, b, RAGGED: tl.constexpr):
-    """The row that decides request b's first token: the sum of K + 1 over those before it."""
+def first_row(num_ptr, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr = CHUNK):
+    """The row that decides request b's first token: the sum of K + 1 over those before it.
+
+    CHUNK: how many are summed at once; for up to 4 of them a warp needs no other.
+    """
     if RAGGED:
-        total = tl.zeros((_CHUNK,), tl.int64)
-        for start in range(0, b, _CHUNK):
-            index = start + tl.arange(0, _CHUNK)
+        total = tl.zeros((CHUNK,), tl.int64)
+        for start in range(0, b, CHUNK):
+            index = start + tl.arange(0, CHUNK)
             total += tl.where(index < b, tl.load(num_ptr + index, mask=index < b, other=0) + 1, 0)
         return tl.sum(total, axis=0)
     else:

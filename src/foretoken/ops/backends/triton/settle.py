@@ -31,6 +31,8 @@ from foretoken.ops.backends.triton.request import (
 from foretoken.ops.backends.triton.residual import residual_part
 from foretoken.ops.backends.triton.rows import BLOCK
 
+FEW = tl.constexpr(4)  # requests, a power of 2
+
 
 @triton.jit
 def _store_candidate(
@@ -76,7 +78,21 @@ def settle_kernel(
     logits, stride, asked, _, edits, q, out, found, work, verdict, V, NB, K = given
     b, part = tl.program_id(0) // NB, tl.program_id(0) % NB
     request, rows, k, pending, mode, walks = decision(
-        b, given, True, MASKS, ENTRIES, FILTERS, HAS_Q, RATES, True, False, KP, NBP, FP64, OVERLAP
+        b,
+        given,
+        True,
+        MASKS,
+        ENTRIES,
+        FILTERS,
+        HAS_Q,
+        RATES,
+        True,
+        False,
+        FEW,
+        KP,
+        NBP,
+        FP64,
+        OVERLAP,
     )
     first, num, slot, position, key, scale, greedy, flat = request
     i = tl.arange(0, KP)

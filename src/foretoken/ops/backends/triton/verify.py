@@ -18,11 +18,9 @@ from foretoken.ops.backends.triton.launch import BLOCKS_AT_ONCE, Call, at_most_r
 from foretoken.ops.backends.triton.request import FRACTION, HEAD, WHOLE
 from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
-from foretoken.ops.backends.triton.settle import settle_kernel
+from foretoken.ops.backends.triton.settle import FEW, settle_kernel
 from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
-
-_FEW = 4  # requests up to which `settle.py` takes over
 
 
 def verify(
@@ -58,7 +56,7 @@ def verify(
     call = Call.of(logits_NV, params, where, edits, fp64_noise, noise, most + 1, (*dtypes,))
     sizes, cached, block_rule = call.sizes, drafts.cache is not None, Rule.BLOCK in params.rules
     later = most > 0 and (cached or block_rule or call.filters)
-    few = later and requests <= _FEW and not block_rule
+    few = later and requests <= FEW.value and not block_rule
     work = _work(requests, most, sizes.blocks, few, device)
     reduce_rows(call, counter_B=work[0] if few else None)
     given = (

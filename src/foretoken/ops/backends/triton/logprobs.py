@@ -6,7 +6,9 @@ The second has a program per row. Let groups be ordered by their maxima, falling
 among equals: the k likeliest tokens lie in the first k groups, whatever the ties, since each of
 these holds a token that comes before all of a later group.
 
-Processed logits are edited and cut on load; their thresholds are those that sampling finds.
+Processed logits are edited and cut on load; their thresholds are those that sampling finds, so that
+rows with filters are read twice. Scratch takes 1.76 % of raw logits at fp32 size (V = 151 936);
+with filters and edits it is that of sampling.
 
 Tuples:
     out    = (sum_NJ of 2^((x - the block's maximum) scale), above_NJ, gmax_NG), float32
@@ -96,7 +98,11 @@ def measure_kernel(
 
 @triton.jit
 def _first(x, id_, T, TP: tl.constexpr):
-    """(value, id) of the first T of a block, values falling, then ids rising; [TP]."""
+    """(value, id) of the first T of a block, values falling, then ids rising; [TP].
+
+    T rounds of two reductions: with bitonic sorts instead `likeliest_kernel` came to 17 300
+    instructions for T = 64, compiled in 18 s, with this to 1 770 in 2 s.
+    """
     key, i = key_of(x), tl.arange(0, TP)
     best, at = tl.zeros((TP,), tl.uint32), tl.zeros((TP,), tl.int32)
     for t in range(T):

@@ -77,6 +77,8 @@ def every_op(
     if not only:
         ops.sample(logits, params, at, at, at * 0, TARGET, edits=edits(2), fp64_noise=fp64)
         ops.process_logits(logits, params, at, edits(2))
+        ops.logprobs(logits, at, 5 * full)
+        ops.logprobs(logits, at, 20, params=params, slot_N=at, edits=edits(2))
         ops.draft(logits, params, at, at, at * 0, cache, fp64_noise=fp64)
     for num, own in ((drafts, cache), (1, None), (1, cache), (0, None))[: 2 if only else 4]:
         rows = 2 * (num + 1)

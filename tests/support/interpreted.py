@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from foretoken.ops import Backend, Rule, get_backend
+from tests.support.likeliest import compare_likeliest
 from tests.support.oracle import CPU, compare_batch, random_case
 from tests.support.wide_rows import compare_wide
 
@@ -75,8 +76,14 @@ CASES: dict[str, dict[str, Any]] = {
         "dtype": BF16,
     },
     "4500, wide: 3": {},
+    "2100, likeliest: 0": {},
+    "4500, likeliest: 1": {},
+    "2100, likeliest: 2": {},
+    "1000, likeliest: 3": {},
 }
-"""Arguments of `random_case`, or a turn of `compare_wide`; a name begins with the vocabulary.
+"""Arguments of `random_case`, or a turn of `compare_wide` or of `compare_likeliest`.
+
+A name begins with the vocabulary.
 
 wider: how much wider the draft vocabulary is.
 """
@@ -92,6 +99,8 @@ def compare(name: str, backend: Backend, device: torch.device = CPU) -> dict[str
     def run() -> tuple[int, int]:
         if "wide: " in name:
             return compare_wide(int(name[-1]), backend, vocabulary, device)
+        if "likeliest: " in name:
+            return compare_likeliest(int(name[-1]), backend, vocabulary, device)
         case = random_case(vocabulary, seed, draft_vocabulary=width, **options)
         return compare_batch(backend, case, device=device)
 

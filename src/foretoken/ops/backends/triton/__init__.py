@@ -2,8 +2,8 @@
 
 Reading order: `rows` (what a kernel loads), `scan` (the one pass), `filters` (thresholds), `draw`
 (one token), `request`, `decide`, `rules` and `residual` (verification), `settle` (of few requests),
-`guess`, `sweep` and `wide` (wide nuclei); `sample`, `verify`, `process` launch them, through
-`launch`.
+`guess`, `sweep` and `wide` (wide nuclei); `sample`, `verify`, `process` and `logprobs` launch them,
+through `launch`.
 """
 
 from foretoken.ops.backends.triton.attention import attention

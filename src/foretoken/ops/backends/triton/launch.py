@@ -210,7 +210,7 @@ class Call(NamedTuple):
     def of(
         cls,
         logits_NV: Tensor,
-        params: SlotParams,
+        params: SlotParams | None,
         where: tuple[Tensor, Tensor, Tensor, Tensor],
         edits: Edits | None,
         fp64: bool,
@@ -221,13 +221,18 @@ class Call(NamedTuple):
         """Allocates the scratch.
 
         Args:
+            params: None for raw logits.
             where: num_B, slot_B, position_B, index_B.
             dtypes: of all arguments that may have several, but for the logits'.
         """
         check_device(logits_NV)
         sizes = Sizes.of(logits_NV)
         num_B, slot_B, position_B, index_B = (x.contiguous() for x in where)
-        filters, flat = params.has_filters, Rule.COUPLED in params.rules
+        filters, flat = False, False
+        state: tuple[Tensor, ...] = (slot_B,)
+        if params is not None:
+            filters, flat = params.has_filters, Rule.COUPLED in params.rules
+            state = state_tuple(params)
         pointers, masks, entries = edits_tuple(edits, logits_NV, sizes, slot_B)
         return cls(
             logits_NV=logits_NV,
@@ -238,7 +243,7 @@ class Call(NamedTuple):
             width=width,
             sizes=sizes,
             scratch=Scratch.of(sizes, logits_NV.device, filters, flat),
-            state=state_tuple(params),
+            state=state,
             edits=pointers,
             masks=masks,
             entries=entries,

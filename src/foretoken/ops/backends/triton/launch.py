@@ -29,14 +29,13 @@ BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span: what `begin_
 
 
 class Sizes(NamedTuple):
-    """Of one call: N rows of V logits in NB blocks and NG groups, and powers of 2 above those."""
+    """Of one call: N rows of V logits in NB blocks and NG groups, and a power of 2 above the blocks."""
 
     rows: int
     vocabulary: int
     blocks: int
     groups: int
     blocks_padded: int
-    groups_padded: int
 
     @classmethod
     def of(cls, logits_NV: Tensor) -> Sizes:
@@ -44,8 +43,7 @@ class Sizes(NamedTuple):
         blocks = -(-vocabulary // BLOCK.value)
         groups = -(-vocabulary // GROUP.value)
         padded = max(4, 1 << (blocks - 1).bit_length())
-        per_block = BLOCK.value // GROUP.value
-        return cls(rows, vocabulary, blocks, groups, padded, padded * per_block)
+        return cls(rows, vocabulary, blocks, groups, padded)
 
 
 class Scratch(NamedTuple):

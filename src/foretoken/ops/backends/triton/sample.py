@@ -26,7 +26,14 @@ from foretoken.ops.backends.triton.rows import (
     wait_for_writes,
 )
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, scan_kernel
-from foretoken.ops.backends.triton.sweep import PARTS, PROGRAMS, TWICE, sweep_kernel
+from foretoken.ops.backends.triton.sweep import (
+    GUESSING,
+    PARTS,
+    PROGRAMS,
+    TWICE,
+    guess_kernel,
+    sweep_kernel,
+)
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
@@ -92,7 +99,7 @@ def sample(
 ) -> Tensor:
     """One token per row from softmax(logits), as the argmax of logits plus Gumbel noise.
 
-    See `Backend.sample`. Two launches; four more if `params.has_filters`. Returns int64 [N].
+    See `Backend.sample`. Two launches; five more if `params.has_filters`. Returns int64 [N].
     """
     check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
     where = (slot_N, slot_N, position_N, draft_index_N)
@@ -177,8 +184,14 @@ def reduce_rows(
         scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups,
     )  # fmt: skip
     call.launch(
-        filter_kernel, rows, given, call.width, *edited, sizes.groups_padded,
-        sizes.blocks_padded, num_warps=4 if rows < _FEW_ROWS else 2,
+        filter_kernel, rows, given, call.width, *edited, sizes.blocks_padded, num_warps=1,
+    )  # fmt: skip
+    given = (
+        logits_NV, stride, call.edits, scratch.out, scratch.found, sizes.vocabulary, sizes.blocks,
+        sizes.groups,
+    )  # fmt: skip
+    call.launch(
+        guess_kernel, min(GUESSING, rows), given, *edited, sizes.blocks_padded, num_warps=4,
     )  # fmt: skip
     for turn in range(2 if rows <= TWICE else 1):
         parts = min(PARTS, sizes.blocks) if turn else sizes.blocks

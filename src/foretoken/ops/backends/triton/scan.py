@@ -77,9 +77,10 @@ def scan_kernel(
 ):  # fmt: skip
     """Programs: (request, row of it, pair of blocks). `out` = (mass_NJ, best_NJ, gmax_NG).
 
-    Rows with filters get group maxima, and masses unless top-k makes them useless; the queue of
-    `filters.py` is emptied. STORE copies raw rows into `cache` = (logits, slot stride, draft
-    stride, draft_index_B, ...). COUNTS sets `counter_B` to 0.
+    Rows with filters get maxima of groups and, in place of best scores, of blocks, and masses
+    unless top-k makes them useless; the queue of `filters.py` is emptied. STORE copies raw rows
+    into `cache` = (logits, slot stride, draft stride, draft_index_B, ...). COUNTS sets `counter_B`
+    to 0.
     """
     pid = tl.program_id(0)
     if EARLY:
@@ -102,10 +103,11 @@ def scan_kernel(
     temperature = tl.load(state[1] + slot)
     greedy = temperature == 0
     scale = LOG2E / tl.where(greedy, 1.0, temperature)
-    flat = is_flat(state, slot, V)
+    scored = is_flat(state, slot, V)
     filtered, listed = False, False
     if FILTERS:
         filtered = is_filtered(state, slot, V)
+        scored = scored & (not filtered)
         listed = filtered & (tl.load(state[2] + slot) > 0) & (tl.load(state[2] + slot) < V)
     at = flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
     for k in tl.static_range(PER):
@@ -120,14 +122,16 @@ def scan_kernel(
                 to = cache[0] + slot * cache[1] + tl.load(cache[3] + b) * cache[2]
                 tl.store(to + off, x.to(cache[0].dtype.element_ty), mask=off < V)
             if not listed:
-                mass, best = block_value(x, scale, at, first, BLOCK, greedy, flat, FLAT, FP64)
+                mass, best = block_value(x, scale, at, first, BLOCK, greedy, scored, FLAT, FP64)
                 tl.store(out[0] + row * NB + j, mass)
                 if FLAT:
-                    tl.store(out[1] + row * NB + j, best)
+                    if scored:
+                        tl.store(out[1] + row * NB + j, best)
             if FILTERS:
                 if filtered:
-                    top = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
-                    broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
+                    top_G = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
                     group = j * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-                    top = tl.where(broken, float("nan"), top)
-                    tl.store(out[2] + row * NG + group, top, mask=group < NG)
+                    tl.store(out[2] + row * NG + group, top_G, mask=group < NG)
+                    broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
+                    top = tl.where(broken, float("nan"), tl.max(top_G, axis=0))
+                    tl.store(out[1] + row * NB + j, top)

@@ -1,19 +1,18 @@
 """The first passes over rows that a short list cannot decide, spread over the whole GPU.
 
-The filters left a first guess per row, two keys a < b with the threshold probably between them, and
-queued the row. One pass measures W(x >= a) and W(x >= b), lists what lies between them, and writes
-each block's mass of what is at least b, kept whatever the threshold turns out to be. Programs of
-one warp take a block of a queued row at a time, as the scan does: no barrier between warps. A
-second launch does the same for rows whose guess was wrong, with keys next to the first; without it
-such rows are left to `wide.py`. Two launches more cost a call without wide rows 4 us (1 row) to 7
-(320), and save one with wide rows a half: 634 to 479 us if 320 are, 462 to 211 if 20 of 320 are.
+The filters queued these rows. `guess_kernel` guesses two keys a < b of each, with the threshold
+probably between them. One pass measures W(x >= a) and W(x >= b), lists what lies between them, and
+writes each block's mass of what is at least b, kept whatever the threshold turns out to be.
+Programs of one warp take a block of a queued row at a time, as the scan does: no barrier between
+warps. A second launch does the same for rows whose guess was wrong, with keys next to the first;
+without it such rows are left to `wide.py`. What these launches save and cost: decision 010.
 
 A block reserves a stretch of the row's list, so that stretches lie in any order. No result depends
 on it: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the largest
 weight is 1), and what the list adds to a block's mass is added in the order of ids. In its entry
 of `best` a block leaves where its stretch starts, and its length (`packed`).
 
-The rows' short lists are unused in such rows and hold the guess and the sums, as `put_guess` says.
+The rows' short lists are unused in such rows and hold the guess and the sums, as `queue_row` says.
 
 Shapes: N rows, V vocabulary, NB blocks, NG groups of a row (the room of the list).
 Tuples: source = (logits, stride, row, V, edits), law = (maximum, scale, floor).
@@ -24,18 +23,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.guess import LIST, LOWEST, needed, weight_of
+from foretoken.ops.backends.triton.guess import (
+    LIST,
+    LOWEST,
+    SAMPLE,
+    guess,
+    needed,
+    sample_of,
+    weight_of,
+)
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     CAPACITY,
     key_of,
     let_next_start,
+    load_masses,
     load_span,
+    log2_sum,
     value_of,
     wait_for_writes,
 )
 
-PROGRAMS = 132 * 20  # at most; they loop
+GUESSING = 132 * 3  # programs that guess, at most; they loop
+PROGRAMS = 132 * 20  # that sweep, likewise
 TWICE = 512  # rows up to which there is a second sweep: beyond, `wide.py` keeps a GPU busy itself
 PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
 FIXED = tl.constexpr(1099511627776.0)  # 2^40
@@ -45,21 +55,49 @@ _LENGTHS = tl.constexpr(2048)  # more than a block's
 
 
 @triton.jit
-def put_guess(row, law, a, b, counts, goal, top, found):
-    """Queue a row with a guess, and what is sought: the first numbers of its `found[4]`.
+def queue_row(row, law, counts, goal, top, found):
+    """Queue a row with what is sought: the first numbers of its `found[4]`.
 
-    The second guess (`_put_second_guess`) and the sums of two sweeps, in `found[3]`, are 0 yet.
+    The guesses and the sums of two sweeps, in `found[3]`, are 0 yet.
     """
     c = tl.arange(0, 16)
-    guess = tl.where(c == 0, law[0], tl.where(c == 1, law[1], law[2]))
-    guess = tl.where(c == 3, value_of(a), tl.where(c == 4, value_of(b), guess))
-    guess = tl.where(c == 5, goal, tl.where(c == 6, top, guess))
-    guess = tl.where(c == 7, counts.to(tl.float32), guess)
-    guess = tl.where(c > 7, 0.0, guess)
-    tl.store(found[4] + row * CAPACITY + c, guess)
+    sought = tl.where(c == 0, law[0], tl.where(c == 1, law[1], law[2]))
+    sought = tl.where(c == 5, goal, tl.where(c == 6, top, sought))
+    sought = tl.where(c == 7, counts.to(tl.float32), sought)
+    sought = tl.where((c == 3) | (c == 4) | (c > 7), 0.0, sought)
+    tl.store(found[4] + row * CAPACITY + c, sought)
     tl.store(found[3] + row * CAPACITY + c, tl.zeros((16,), tl.int32))
     at = tl.atomic_add(found[5], 1)
     tl.store(found[5] + 1 + at, row.to(tl.int32))
+
+
+@triton.jit
+def guess_kernel(
+    logits, stride, edits, out, found, V, NB, NG, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
+    NBP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Programs: any number; each takes queued rows, and guesses where their thresholds lie."""
+    let_next_start(OVERLAP)
+    wait_for_writes(OVERLAP)
+    for item in range(tl.program_id(0), tl.load(found[5], cache_modifier=".cg"),
+                      tl.num_programs(0)):  # fmt: skip
+        row = tl.load(found[5] + 1 + item).to(tl.int64)
+        sought = found[4] + row * CAPACITY
+        law = tl.load(sought), tl.load(sought + 1), tl.load(sought + 2)
+        goal, top, counts = tl.load(sought + 5), tl.load(sought + 6), tl.load(sought + 7) > 0
+        a = key_of(law[2])
+        b = a
+        if counts | (goal < 1):  # else min-p alone: its floor is the threshold
+            x = sample_of((logits, stride, row, V, edits), 0, MASKS, ENTRIES)
+            unit = tl.maximum(V / SAMPLE, 1.0)
+            mass = unit * tl.sum(weight_of(x, law), axis=0)
+            if (law[2] == float("-inf")) & (not counts):
+                mass = tl.exp2(log2_sum(load_masses(out[0], row, NB, NBP)) - law[0] * law[1])
+            low, high = tl.full((), LOWEST, tl.uint32), key_of(top) + 1
+            need = needed(counts, goal, mass)
+            a, b = guess(x, unit, low, high, mass, mass * 0, need, tl.minimum(NG, LIST), law)
+        tl.store(sought + 3, value_of(a))
+        tl.store(sought + 4, value_of(b))
 
 
 @triton.jit

@@ -13,7 +13,7 @@ Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries, B requests, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -98,16 +98,19 @@ def packer(given: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...
     tensors: list[str] = []
     integers: list[str] = []
 
+    def listed(names: Iterable[str]) -> str:
+        return "(" + "".join(f"{name}, " for name in names) + ")"
+
     def pattern(value: Any) -> str:
         if isinstance(value, tuple):
-            return "(" + "".join(f"{pattern(each)}, " for each in value) + ")"
+            return listed(map(pattern, value))
         names, first = (integers, "i") if isinstance(value, int) else (tensors, "t")
         names.append(f"{first}{len(names)}")
         return names[-1]
 
     nested = pattern(given)
     addresses = "".join(f"    {name} = {name}.data_ptr()\n" for name in tensors)
-    found = f"{nested}, ({', '.join(integers)},), {' | '.join(tensors)}"
+    found = f"{nested}, {listed(integers)}, {' | '.join(tensors)}"
     scope: dict[str, Any] = {}
     exec(f"def pack(given):\n    {nested} = given\n{addresses}    return {found}", scope)
     pack: Callable[[tuple[Any, ...]], tuple[Any, ...]] = scope["pack"]
@@ -149,12 +152,12 @@ def check_device(logits: Tensor) -> None:
 def state_tuple(params: SlotParams) -> tuple[Tensor, ...]:
     """The pointers of `rows.py: state`."""
     return (
-        params.key_S,
-        params.temperature_S,
-        params.top_k_S,
-        params.top_p_S,
-        params.min_p_S,
-        params.rule_S,
+        params.key_S.contiguous(),
+        params.temperature_S.contiguous(),
+        params.top_k_S.contiguous(),
+        params.top_p_S.contiguous(),
+        params.min_p_S.contiguous(),
+        params.rule_S.contiguous(),
     )
 
 
@@ -165,19 +168,20 @@ def edits_tuple(
     if edits is None:
         return (unused,), False, False
     mask: tuple[Any, ...] = (unused, unused, 0)
-    if edits.mask_RW is not None:
-        mask = (edits.mask_RW, edits.mask_N, edits.mask_RW.shape[1])
     masks, entries = edits.mask_RW is not None, edits.token_M.shape[0] > 0
+    if edits.mask_RW is not None and edits.mask_N is not None:
+        mask = edits.mask_RW.contiguous(), edits.mask_N.contiguous(), edits.mask_RW.shape[1]
     if not entries:
         return (*mask, unused, unused, unused, 0), masks, False
     columns = sizes.blocks + BLOCKS_AT_ONCE
     rows, stride = logits_NV.shape[0], logits_NV.stride(0)
     begin = torch.empty(rows * columns, dtype=torch.int32, device=logits_NV.device)
-    pointers = (*mask, edits.token_M, torch.empty_like(edits.bias_M), begin, columns)
+    token_M, bias_M = edits.token_M.contiguous(), edits.bias_M.contiguous()
+    pointers = (*mask, token_M, torch.empty_like(bias_M), begin, columns)
     padded = 1 << (columns - 1).bit_length()
     edit_kernel[(rows,)](
-        logits_NV, stride, edits.start_N1, edits.bias_M, edits.repetition_M,
-        edits.subtract_M, pointers, sizes.vocabulary, masks, padded, num_warps=4,
+        logits_NV, stride, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
+        edits.subtract_M.contiguous(), pointers, sizes.vocabulary, masks, padded, num_warps=4,
     )  # fmt: skip
     return pointers, masks, True
 
@@ -276,6 +280,7 @@ class Call:
         own launcher would (3.6 and 3.7), but without hooks.
 
         Args:
+            given: nested alike wherever kernel and constants are the same.
             early: whether it may start before the kernel launched before it has ended.
         """
         constants = (*constants, self.overlap)

@@ -105,7 +105,7 @@ def _request_tuple(
     call: Call, drafts: DraftBlock, synthetic_rate_K: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The pointers of `request.py: request`."""
-    rates = call.num_B if synthetic_rate_K is None else synthetic_rate_K
+    rates = call.num_B if synthetic_rate_K is None else synthetic_rate_K.contiguous()
     token_BK, real_q_B = drafts.token_BK.contiguous(), drafts.real_q_B.contiguous()
     return call.num_B, call.slot_B, call.position_B, token_BK, real_q_B, rates
 

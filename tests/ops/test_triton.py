@@ -20,8 +20,10 @@ import torch
 
 from foretoken.ops import Rule, get_backend
 from tests.support import interpreted
-from tests.support.interpreted import CASES, CHOICES, compare
+from tests.support.interpreted import CASES, CHOICES, OFF, compare
+from tests.support.layouts import KINDS, compare_layouts
 from tests.support.oracle import compare_batch, random_case
+from tests.support.pieces import compare_pieces
 
 ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(
@@ -100,3 +102,37 @@ def test_larger_batches_on_a_gpu(vocabulary: int) -> None:
         tally = compare_batch(backend, case, device=device)
         decisions, near_ties = decisions + tally.decisions, near_ties + tally.near_ties
     assert near_ties <= 0.02 * decisions
+
+
+@needs_triton
+@needs_gpu
+def test_compiled_kernels_are_kept_apart_by_what_they_were_compiled_for() -> None:
+    """Misaligned addresses, other strides, sizes of 1, and both dtypes of token ids, in turns."""
+    fixed = {**OFF, "rule": Rule.STANDARD, "temperature": 1.0}
+    cases = [
+        random_case(vocabulary, seed, num_requests=3, num_slots=4, most=2, fixed=fixed)
+        for vocabulary, seed in ((1025, 61), (1025, 62), (1, 64))
+    ]
+    layouts = [((), False), (("logits",), False), (("edits",), False), (KINDS, True), ((), False)]
+    tally = compare_layouts(get_backend("triton"), cases, layouts, torch.device("cuda"))
+    assert tally.decisions > 90 * len(layouts)
+    assert tally.near_ties <= 0.02 * tally.decisions
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("vocabulary", [1, 1025, 5000])
+def test_a_batch_and_its_pieces_get_one_verdict_on_a_gpu(vocabulary: int) -> None:
+    for seed in range(12):
+        case = random_case(
+            vocabulary,
+            seed,
+            num_requests=18,
+            num_slots=20,
+            most=4,
+            dtype=(torch.float32, torch.bfloat16)[seed % 2],
+            junk=seed % 4 == 3,
+            fp64_noise=seed % 3 == 2,
+            fixed={**OFF, "rule": Rule.STANDARD} if seed % 2 else None,
+        )
+        compare_pieces(case, get_backend("triton"), torch.device("cuda"))

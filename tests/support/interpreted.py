@@ -22,8 +22,10 @@ from typing import Any
 import torch
 
 from foretoken.ops import Backend, Rule, get_backend
+from tests.support.layouts import KINDS, compare_layouts
 from tests.support.likeliest import compare_likeliest
 from tests.support.oracle import CPU, compare_batch, random_case
+from tests.support.pieces import compare_pieces
 from tests.support.wide_rows import compare_wide
 
 BF16 = torch.bfloat16
@@ -80,10 +82,29 @@ CASES: dict[str, dict[str, Any]] = {
     "4500, likeliest: 1": {},
     "2100, likeliest: 2": {},
     "1000, likeliest: 3": {},
+    "5, laid apart": {"seed": 11, "most": 1},
+    "5, in pieces": {  # this one and the next draw through `settle.py` what the whole does not
+        "seed": 10,
+        "most": 1,
+        "wider": 7,
+        "num_requests": 5,
+        "num_slots": 5,
+        "edited": False,
+        "fixed": {"temperature": 1.0},
+    },
+    "1025, in pieces": {
+        "seed": 28,
+        "wider": 1000,
+        "num_requests": 5,
+        "num_slots": 5,
+        "fixed": {**OFF, "temperature": 1.0},
+    },
 }
 """Arguments of `random_case`, or a turn of `compare_wide` or of `compare_likeliest`.
 
 A name begins with the vocabulary.
+
+Of some the arguments lie apart in memory, or a batch is compared with its pieces.
 
 wider: how much wider the draft vocabulary is.
 """
@@ -102,6 +123,10 @@ def compare(name: str, backend: Backend, device: torch.device = CPU) -> dict[str
         if "likeliest: " in name:
             return compare_likeliest(int(name[-1]), backend, vocabulary, device)
         case = random_case(vocabulary, seed, draft_vocabulary=width, **options)
+        if "apart" in name:
+            return compare_layouts(backend, [case], [(KINDS, True)], device)
+        if "in pieces" in name:
+            return compare_pieces(case, backend, device)
         return compare_batch(backend, case, device=device)
 
     return _outcome(run)

@@ -227,7 +227,7 @@ def outcome(
         on.raw_NV, on.params, slot_N, position_N, slot_N * 0, TARGET, edits=on.edits,
         fp64_noise=fp64,
     )  # fmt: skip
-    drafted_BK, cache = _draft(backend, on, device)
+    drafted_BK, cache = drafted(backend, on, device)
     token_BK = drafted_BK if given is None else given.token_BK.to(device)
     token_N = drawn_N if given is None else given.token_N.to(device)
     hidden_BK = token_BK.masked_fill(on.hidden_BK, -1).to(case.token_dtype)
@@ -288,7 +288,7 @@ def outcome(
     )
 
 
-def _draft(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, DraftCache]:
+def drafted(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, DraftCache]:
     """Every draft of every request, through the cache."""
     slots, most, width = on.raw_SKV.shape
     cache = DraftCache.empty(slots, most, width, on.raw_SKV.dtype, device)

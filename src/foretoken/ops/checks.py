@@ -19,7 +19,7 @@ from foretoken.errors import ConfigError
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INT64 = (torch.int64,)
+INT64, FLOAT32, FLOAT64 = (torch.int64,), (torch.float32,), (torch.float64,)
 IDS = (torch.int64, torch.int32)
 RULES = frozenset(int(rule) for rule in Rule)
 STREAMS = frozenset(Stream)
@@ -35,39 +35,34 @@ Host = npt.NDArray[Any]
 def check_tensor(
     name: str,
     value: Tensor,
-    shape: tuple[int | None, ...],
+    shape: tuple[int, ...] | int,
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Raise `ConfigError` unless `value` is a tensor of this shape (None: any size), dtype, device.
+    """Raise `ConfigError` unless `value` is a tensor of this shape, one of these dtypes, a device.
 
-    device: None takes any.
+    shape: a number takes any shape of so many dimensions
+    device: None takes any
     """
     if not isinstance(value, Tensor):
         raise ConfigError(name, value, "a tensor")
-    if value.dtype in dtypes and value.shape == shape and device in (None, value.device):
-        return
     if value.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ConfigError(f"{name}.dtype", value.dtype, wanted)
-    given = value.shape
-    fits = given == shape or (
-        len(given) == len(shape)
-        and all(want in (None, have) for have, want in zip(given, shape, strict=True))
-    )
-    if not fits:
-        wanted = ", ".join("any" if want is None else str(want) for want in shape)
-        raise ConfigError(f"{name}.shape", tuple(given), f"[{wanted}]")
+    if value.shape != shape and value.dim() != shape:
+        wanted = f"{shape} dimensions" if isinstance(shape, int) else str([*shape])
+        raise ConfigError(f"{name}.shape", tuple(value.shape), wanted)
     if device is not None and value.device != device:
         raise ConfigError(f"{name}.device", value.device, f"{device}, where the logits are")
 
 
 def check_logits(name: str, logits_NV: Tensor) -> None:
     """Rows of at least one token, whose tokens are adjacent in memory."""
-    check_tensor(name, logits_NV, (None, None), FLOATS)
-    if logits_NV.shape[1] == 0:
+    check_tensor(name, logits_NV, 2, FLOATS)
+    vocabulary = logits_NV.shape[1]
+    if vocabulary == 0:
         raise ConfigError(f"{name}.shape", tuple(logits_NV.shape), "at least one token wide")
-    if logits_NV.stride(1) != 1 and logits_NV.shape[1] > 1:
+    if vocabulary > 1 and logits_NV.stride(1) != 1:
         raise ConfigError(
             f"{name}.stride", logits_NV.stride(), "1 along the vocabulary", "Call `.contiguous()`."
         )
@@ -92,12 +87,12 @@ def check_rows(
 
 def check_params(params: SlotParams, device: torch.device | None = None) -> None:
     """The per-slot fields have their dtypes, one length and one device."""
-    check_tensor("params.key_S", params.key_S, (None,), INT64, device)
+    check_tensor("params.key_S", params.key_S, 1, INT64, device)
     shape, device = params.key_S.shape, params.key_S.device
-    check_tensor("params.temperature_S", params.temperature_S, shape, (torch.float32,), device)
+    check_tensor("params.temperature_S", params.temperature_S, shape, FLOAT32, device)
     check_tensor("params.top_k_S", params.top_k_S, shape, INT64, device)
-    check_tensor("params.top_p_S", params.top_p_S, shape, (torch.float32,), device)
-    check_tensor("params.min_p_S", params.min_p_S, shape, (torch.float32,), device)
+    check_tensor("params.top_p_S", params.top_p_S, shape, FLOAT32, device)
+    check_tensor("params.min_p_S", params.min_p_S, shape, FLOAT32, device)
     check_tensor("params.rule_S", params.rule_S, shape, INT64, device)
 
 
@@ -150,33 +145,35 @@ def check_draft(
 
 def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.device) -> None:
     """The cache's three tensors fit each other and have a row for every slot."""
-    shape = tuple(cache.logits_SKV.shape)
-    check_tensor(f"{name}.logits_SKV", cache.logits_SKV, (None, None, None), FLOATS, device)
-    if shape[0] < params.key_S.shape[0] or shape[2] == 0:
-        wanted = f"[S >= {params.key_S.shape[0]}, K, V > 0]"
-        raise ConfigError(f"{name}.logits_SKV.shape", shape, wanted)
-    if not cache.logits_SKV.is_contiguous():
-        raise ConfigError(f"{name}.logits_SKV.stride", cache.logits_SKV.stride(), "contiguous")
-    check_tensor(f"{name}.threshold_SK", cache.threshold_SK, shape[:2], (torch.float32,), device)
-    check_tensor(f"{name}.lse_SK", cache.lse_SK, shape[:2], (torch.float64,), device)
-    for field in ("threshold_SK", "lse_SK"):
-        if not getattr(cache, field).is_contiguous():
-            stride = getattr(cache, field).stride()
-            raise ConfigError(f"{name}.{field}.stride", stride, "contiguous")
+    logits_SKV, slots = cache.logits_SKV, params.key_S.shape[0]
+    check_tensor(f"{name}.logits_SKV", logits_SKV, 3, FLOATS, device)
+    shape = logits_SKV.shape
+    if shape[0] < slots or shape[2] == 0:
+        wanted = f"[S >= {slots}, K, V > 0]"
+        raise ConfigError(f"{name}.logits_SKV.shape", tuple(shape), wanted)
+    check_tensor(f"{name}.threshold_SK", cache.threshold_SK, shape[:2], FLOAT32, device)
+    check_tensor(f"{name}.lse_SK", cache.lse_SK, shape[:2], FLOAT64, device)
+    for field in ("logits_SKV", "threshold_SK", "lse_SK"):
+        value = getattr(cache, field)
+        if not value.is_contiguous():
+            raise ConfigError(f"{name}.{field}.stride", value.stride(), "contiguous")
 
 
 def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None:
     """The draft block belongs to these requests, is wide enough, and has the q it asks for."""
     device, num_requests = slot_B.device, slot_B.shape[0]
-    check_tensor("drafts.token_BK", drafts.token_BK, (num_requests, None), IDS, device)
+    check_tensor("drafts.token_BK", drafts.token_BK, 2, IDS, device)
+    requests, most = drafts.token_BK.shape
+    if requests != num_requests:
+        wanted = f"[{num_requests}, K]"
+        raise ConfigError("drafts.token_BK.shape", (requests, most), wanted)
     check_tensor("drafts.num_B", drafts.num_B, (num_requests,), INT64, device)
     check_tensor("drafts.real_q_B", drafts.real_q_B, (num_requests,), (torch.bool,), device)
-    most = drafts.token_BK.shape[1]
     if drafts.cache is not None:
         check_cache("drafts.cache", drafts.cache, params, device)
-        shape = tuple(drafts.cache.logits_SKV.shape)
+        shape = drafts.cache.logits_SKV.shape
         if shape[1] < most:
-            raise ConfigError("drafts.cache.logits_SKV.shape", shape, f"K >= {most}")
+            raise ConfigError("drafts.cache.logits_SKV.shape", tuple(shape), f"K >= {most}")
     if not _on_host(drafts.num_B):
         return
     num_B = drafts.num_B.tolist()
@@ -198,7 +195,7 @@ def check_verify(
     """All arguments of `Backend.verify` against each other."""
     check_logits("logits_NV", logits_NV)
     device = logits_NV.device
-    check_tensor("slot_B", slot_B, (None,), INT64, device)
+    check_tensor("slot_B", slot_B, 1, INT64, device)
     check_tensor("position_B", position_B, slot_B.shape, INT64, device)
     check_params(params, device)
     rules = _check_slots("slot_B", slot_B, params, logits_NV.shape[1])
@@ -221,7 +218,7 @@ def check_verify(
 def check_rates(synthetic_rate_K: Tensor, most: int, device: torch.device) -> None:
     """One rate in [0, 1] for every column of `token_BK`, or more."""
     name = "synthetic_rate_K"
-    check_tensor(name, synthetic_rate_K, (None,), (torch.float64,), device)
+    check_tensor(name, synthetic_rate_K, 1, FLOAT64, device)
     if synthetic_rate_K.shape[0] < most:
         wanted = f"[K >= {most}], one per draft"
         raise ConfigError(f"{name}.shape", tuple(synthetic_rate_K.shape), wanted)
@@ -235,18 +232,20 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
     if (edits.mask_RW is None) != (edits.mask_N is None):
         raise ConfigError("edits.mask_N", edits.mask_N, "None exactly if `mask_RW` is")
     if edits.mask_RW is not None and edits.mask_N is not None:
-        words = (None, -(-vocabulary // 32))
-        check_tensor("edits.mask_RW", edits.mask_RW, words, (torch.int32,), device)
+        check_tensor("edits.mask_RW", edits.mask_RW, 2, (torch.int32,), device)
+        shape, words = tuple(edits.mask_RW.shape), -(-vocabulary // 32)
+        if shape[1] != words:
+            raise ConfigError("edits.mask_RW.shape", shape, f"[R, {words}]")
         check_tensor("edits.mask_N", edits.mask_N, (num_rows,), INT64, device)
-        most = edits.mask_RW.shape[0] - 1
+        most = shape[0] - 1
         if _on_host(edits.mask_N):
             wanted = f"in -1..{most}, rows of `mask_RW`"
             _check_between("edits.mask_N", edits.mask_N.numpy(), -1, most, wanted)
     check_tensor("edits.start_N1", edits.start_N1, (num_rows + 1,), INT64, device)
-    check_tensor("edits.token_M", edits.token_M, (None,), INT64, device)
+    check_tensor("edits.token_M", edits.token_M, 1, INT64, device)
     for field in ("bias_M", "repetition_M", "subtract_M"):
         value = getattr(edits, field)
-        check_tensor(f"edits.{field}", value, edits.token_M.shape, (torch.float32,), device)
+        check_tensor(f"edits.{field}", value, edits.token_M.shape, FLOAT32, device)
     if _on_host(edits.token_M):
         _check_entries(edits, vocabulary)
 

@@ -13,6 +13,8 @@ Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries, B requests, 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -29,21 +31,20 @@ BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span: what `begin_
 
 
 class Sizes(NamedTuple):
-    """Of one call: N rows of V logits in NB blocks and NG groups, and a power of 2 above the blocks."""
+    """Of rows of V logits: NB blocks and NG groups each, and a power of 2 above the blocks."""
 
-    rows: int
     vocabulary: int
     blocks: int
     groups: int
     blocks_padded: int
 
     @classmethod
-    def of(cls, logits_NV: Tensor) -> Sizes:
-        rows, vocabulary = logits_NV.shape
+    @cache
+    def of(cls, vocabulary: int) -> Sizes:
         blocks = -(-vocabulary // BLOCK.value)
         groups = -(-vocabulary // GROUP.value)
         padded = max(4, 1 << (blocks - 1).bit_length())
-        return cls(rows, vocabulary, blocks, groups, padded)
+        return cls(vocabulary, blocks, groups, padded)
 
 
 class Scratch(NamedTuple):
@@ -56,19 +57,21 @@ class Scratch(NamedTuple):
     found: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, sizes: Sizes, device: torch.device, filters: bool, flat: bool) -> Scratch:
-        def empty(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        rows, f32, i32 = sizes.rows, torch.float32, torch.int32
-        mass = empty(f32, rows, sizes.blocks)
-        best = empty(f32, rows, sizes.blocks) if filters or flat else mass
-        lse = empty(f32, rows)
+    def of(
+        cls, rows: int, sizes: Sizes, device: torch.device, filters: bool, flat: bool
+    ) -> Scratch:
+        f32, i32 = torch.float32, torch.int32
+        mass = torch.empty(rows * sizes.blocks, dtype=f32, device=device)
+        best = torch.empty_like(mass) if filters or flat else mass
+        lse = torch.empty(rows, dtype=f32, device=device)
         if not filters:
             return cls((mass, best), (lse, lse))
-        lists = empty(i32, rows, CAPACITY.value), empty(f32, rows, CAPACITY.value)
-        found = (empty(f32, rows), lse, empty(i32, rows), *lists, empty(i32, rows + 1))
-        return cls((mass, best, empty(f32, rows, sizes.groups)), found)
+        gmax = torch.empty(rows * sizes.groups, dtype=f32, device=device)
+        list_x = torch.empty(rows * CAPACITY.value, dtype=f32, device=device)
+        list_id = torch.empty_like(list_x, dtype=i32)
+        queue = torch.empty(rows + 1, dtype=i32, device=device)
+        threshold, count = torch.empty_like(lse), torch.empty_like(lse, dtype=i32)
+        return cls((mass, best, gmax), (threshold, lse, count, list_id, list_x, queue))
 
 
 # AMD's compiler knows no `maxnreg`: there the choice is its own.
@@ -85,54 +88,57 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-class Packing:
-    """Arguments of one op's launches as addresses, and what its compiled kernels depend on.
+def packer(given: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """A function of arguments nested as these are, written out: a loop takes twice its time.
 
-    key: dtypes that may vary; then, as arguments are packed, integers and misaligned addresses.
+    It returns (arguments with every tensor replaced by its address, integers, bits of addresses).
     """
+    tensors: list[str] = []
+    integers: list[str] = []
 
-    def __init__(self, *key: Any) -> None:
-        self.key: list[Any] = [*key]
-        self._tuples = 0
-        self._known: dict[int, tuple[tuple[Any, ...], tuple[Any, ...]]] = {}
+    def listed(names: Iterable[str]) -> str:
+        return "(" + "".join(f"{name}, " for name in names) + ")"
 
-    def addresses(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Every tensor replaced by its address, in nested tuples too (each is packed once)."""
-        found: list[Any] = []
-        append, key = found.append, self.key
-        self._tuples += 1
-        number = self._tuples
-        for value in given:
-            kind = value.__class__
-            if kind is tuple:
-                known = self._known.get(id(value))
-                if known is None:  # the value is kept too: no other may get its id
-                    known = self._known[id(value)] = value, self.addresses(value)
-                append(known[1])
-            elif kind is int:
-                key.append(value)
-                append(value)
-            else:
-                address = value.data_ptr()
-                append(address)
-                if address % 16:
-                    key.append((number, len(found), address % 16))
-        return tuple(found)
+    def pattern(value: Any) -> str:
+        if isinstance(value, tuple):
+            return listed(map(pattern, value))
+        names, first = (integers, "i") if isinstance(value, int) else (tensors, "t")
+        names.append(f"{first}{len(names)}")
+        return names[-1]
+
+    nested = pattern(given)
+    addresses = "".join(f"    {name} = {name}.data_ptr()\n" for name in tensors)
+    found = f"{nested}, {listed(integers)}, {' | '.join(tensors)}"
+    scope: dict[str, Any] = {}
+    exec(f"def pack(given):\n    {nested} = given\n{addresses}    return {found}", scope)
+    pack: Callable[[tuple[Any, ...]], tuple[Any, ...]] = scope["pack"]
+    return pack
 
 
-_COMPILED: dict[tuple[Any, ...], Any] = {}
+def alignments(packed: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments modulo 16, nested as they are."""
+    return tuple(alignments(x) if isinstance(x, tuple) else x % 16 for x in packed)
+
+
+_PLANS: dict[tuple[Any, ...], tuple[Callable[..., tuple[Any, ...]], dict[Any, Any]]] = {}
+"""By kernel, constants, options and dtypes: a packer, and compiled kernels by the integers.
+
+To addresses that are no multiples of 16 belongs a kernel of its own.
+"""
 
 
 def check_device(logits: Tensor) -> None:
     """Raise `ConfigError` unless Triton can run on these logits: on a GPU, or interpreted."""
-    if logits.is_cuda and logits.device.index != torch.cuda.current_device():
+    if logits.is_cuda:
+        if logits.device.index == torch.cuda.current_device():
+            return
         raise ConfigError(
             "logits.device",
             logits.device,
             f"cuda:{torch.cuda.current_device()}, the current device",
             "Call under `torch.cuda.device(logits.device)`.",
         )
-    if not logits.is_cuda and not triton.knobs.runtime.interpret:
+    if not triton.knobs.runtime.interpret:
         raise ConfigError(
             "logits.device",
             logits.device,
@@ -144,12 +150,12 @@ def check_device(logits: Tensor) -> None:
 def state_tuple(params: SlotParams) -> tuple[Tensor, ...]:
     """The pointers of `rows.py: state`."""
     return (
-        params.key_S,
-        params.temperature_S,
-        params.top_k_S,
-        params.top_p_S,
-        params.min_p_S,
-        params.rule_S,
+        params.key_S.contiguous(),
+        params.temperature_S.contiguous(),
+        params.top_k_S.contiguous(),
+        params.top_p_S.contiguous(),
+        params.min_p_S.contiguous(),
+        params.rule_S.contiguous(),
     )
 
 
@@ -160,31 +166,35 @@ def edits_tuple(
     if edits is None:
         return (unused,), False, False
     mask: tuple[Any, ...] = (unused, unused, 0)
-    if edits.mask_RW is not None:
-        mask = (edits.mask_RW, edits.mask_N, edits.mask_RW.shape[1])
-    masks, entries = edits.mask_RW is not None, len(edits.token_M) > 0
+    masks, entries = edits.mask_RW is not None, edits.token_M.shape[0] > 0
+    if edits.mask_RW is not None and edits.mask_N is not None:
+        mask = edits.mask_RW.contiguous(), edits.mask_N.contiguous(), edits.mask_RW.shape[1]
     if not entries:
         return (*mask, unused, unused, unused, 0), masks, False
     columns = sizes.blocks + BLOCKS_AT_ONCE
-    begin = torch.empty(sizes.rows, columns, dtype=torch.int32, device=logits_NV.device)
-    pointers = (*mask, edits.token_M, torch.empty_like(edits.bias_M), begin, columns)
+    rows, stride = logits_NV.shape[0], logits_NV.stride(0)
+    begin = torch.empty(rows * columns, dtype=torch.int32, device=logits_NV.device)
+    token_M, bias_M = edits.token_M.contiguous(), edits.bias_M.contiguous()
+    pointers = (*mask, token_M, torch.empty_like(bias_M), begin, columns)
     padded = 1 << (columns - 1).bit_length()
-    edit_kernel[(sizes.rows,)](
-        logits_NV, logits_NV.stride(0), edits.start_N1, edits.bias_M, edits.repetition_M,
-        edits.subtract_M, pointers, sizes.vocabulary, masks, padded, num_warps=4,
+    edit_kernel[(rows,)](
+        logits_NV, stride, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
+        edits.subtract_M.contiguous(), pointers, sizes.vocabulary, masks, padded, num_warps=4,
     )  # fmt: skip
     return pointers, masks, True
 
 
-class Call(NamedTuple):
+@dataclass(slots=True)
+class Call:
     """One op's rows, and how its kernels are specialised.
 
     B requests of up to `width` rows each; `num_B` says how many drafts a request has (any tensor
     if width is 1). noise: (token stream, block stream), and whether the rows are drafts, for flat
-    draws of dense rows at draft index `index_B`.
+    draws of dense rows at draft index `index_B`. dtypes: what may vary, and the device.
     """
 
     logits_NV: Tensor
+    stride: int
     num_B: Tensor
     slot_B: Tensor
     position_B: Tensor
@@ -202,7 +212,7 @@ class Call(NamedTuple):
     noise: tuple[int, int]
     drafts: bool
     overlap: bool
-    packing: Packing
+    dtypes: tuple[Any, ...]
 
     @classmethod
     def of(
@@ -214,7 +224,7 @@ class Call(NamedTuple):
         fp64: bool,
         noise: tuple[Stream, Stream],
         width: int = 1,
-        dtypes: tuple[torch.dtype, ...] = (),
+        dtypes: tuple[torch.dtype | None, ...] = (),
     ) -> Call:
         """Allocates the scratch.
 
@@ -224,8 +234,10 @@ class Call(NamedTuple):
             dtypes: of all arguments that may have several, but for the logits'.
         """
         check_device(logits_NV)
-        sizes = Sizes.of(logits_NV)
-        num_B, slot_B, position_B, index_B = (x.contiguous() for x in where)
+        device, (rows, vocabulary) = logits_NV.device, logits_NV.shape
+        sizes = Sizes.of(vocabulary)
+        num_B, slot_B, position_B, index_B = where
+        slot_B = slot_B.contiguous()
         filters, flat = False, False
         state: tuple[Tensor, ...] = (slot_B,)
         if params is not None:
@@ -233,25 +245,26 @@ class Call(NamedTuple):
             state = state_tuple(params)
         pointers, masks, entries = edits_tuple(edits, logits_NV, sizes, slot_B)
         return cls(
-            logits_NV=logits_NV,
-            num_B=num_B,
-            slot_B=slot_B,
-            position_B=position_B,
-            index_B=index_B,
-            width=width,
-            sizes=sizes,
-            scratch=Scratch.of(sizes, logits_NV.device, filters, flat),
-            state=state,
-            edits=pointers,
-            masks=masks,
-            entries=entries,
-            filters=filters,
-            flat=flat,
-            fp64=fp64,
-            noise=(int(noise[0]), int(noise[1])),
-            drafts=noise[0] == Stream.DRAFT_TOKEN,
-            overlap=overlaps(logits_NV.device),
-            packing=Packing(logits_NV.device, logits_NV.dtype, *dtypes),
+            logits_NV,
+            logits_NV.stride(0),
+            num_B.contiguous(),
+            slot_B,
+            position_B.contiguous(),
+            index_B.contiguous(),
+            width,
+            sizes,
+            Scratch.of(rows, sizes, device, filters, flat),
+            state,
+            pointers,
+            masks,
+            entries,
+            filters,
+            flat,
+            fp64,
+            (int(noise[0]), int(noise[1])),
+            noise[0] == Stream.DRAFT_TOKEN,
+            overlaps(device),
+            (device, logits_NV.dtype, *dtypes),
         )
 
     def launch(
@@ -270,21 +283,30 @@ class Call(NamedTuple):
         own launcher would (3.6 and 3.7), but without hooks.
 
         Args:
+            given: nested alike wherever kernel and constants are the same.
             early: whether it may start before the kernel launched before it has ended.
         """
         constants = (*constants, self.overlap)
-        addresses = self.packing.addresses(given)
-        key = (id(kernel), early, constants, *options.values(), *self.packing.key)
-        compiled = _COMPILED.get(key)
-        if compiled is not None:
+        key = (id(kernel), early, constants, self.dtypes, *options.values())
+        plan = _PLANS.get(key)
+        if plan is None:
+            plan = _PLANS[key] = packer(given), {}
+        pack, kernels = plan
+        addresses, variant, bits = pack(given)
+        if bits % 16:
+            variant = alignments(addresses), variant
+        found = kernels.get(variant)
+        if found is not None:
+            run, function, metadata = found
             stream = driver.active.get_current_stream(self.logits_NV.device.index)
-            compiled.run(
-                programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None,
-                None, *addresses, *constants,
+            run(
+                programs, 1, 1, stream, function, metadata, None, None, None, *addresses,
+                *constants,
             )  # fmt: skip
             return
         if self.overlap and early:
             options["launch_pdl"] = True
         compiled = kernel[(programs,)](*given, *constants, **options)
         if compiled is not None and not torch.version.hip:  # None: interpreted
-            _COMPILED[key] = compiled  # AMD's kernels also depend on the size of each tensor
+            # AMD's kernels also depend on the size of each tensor
+            kernels[variant] = compiled.run, compiled.function, compiled.packed_metadata

@@ -180,7 +180,7 @@ def logprobs(
     else:
         out = (out[0], torch.empty_like(out[0]), torch.empty(rows, sizes.groups, device=device))
     given = (
-        logits_NV, logits_NV.stride(0), token_N.contiguous(), call.slot_B, call.state, call.edits,
+        logits_NV, call.stride, token_N.contiguous(), call.slot_B, call.state, call.edits,
         call.scratch.found, out,
     )  # fmt: skip
     bounds = (sizes.vocabulary, sizes.blocks, sizes.groups)

@@ -46,14 +46,14 @@ def process_logits(
     call = Call.of(
         logits_NV, params, where, edits, False, (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
     )
-    sizes = call.sizes
+    rows, sizes = logits_NV.shape[0], call.sizes
     out_NV = torch.empty(logits_NV.shape, dtype=torch.float32, device=logits_NV.device)
-    if not sizes.rows:
+    if not rows:
         return out_NV
     if call.filters:
         reduce_rows(call)
-    _write_kernel[(sizes.rows * sizes.blocks,)](
-        logits_NV, logits_NV.stride(0), call.slot_B, call.state, call.edits, call.scratch.found,
+    _write_kernel[(rows * sizes.blocks,)](
+        logits_NV, call.stride, call.slot_B, call.state, call.edits, call.scratch.found,
         out_NV, sizes.vocabulary, sizes.blocks, call.masks, call.entries, call.filters, num_warps=4,
     )  # fmt: skip
     return out_NV

@@ -128,13 +128,13 @@ def draft(
 
 def _draw_rows(call: Call, cache: DraftCache | None) -> Tensor:
     """A token per row, one row per request."""
-    rows = call.sizes.rows
+    rows = call.logits_NV.shape[0]
     token_N = torch.empty(rows, dtype=torch.int64, device=call.logits_NV.device)
     if not rows:
         return token_N
     reduce_rows(call, cache)
     given = (
-        call.logits_NV, call.logits_NV.stride(0), call.slot_B, call.position_B, call.index_B,
+        call.logits_NV, call.stride, call.slot_B, call.position_B, call.index_B,
         call.state, call.edits, call.scratch.out, call.scratch.found, _cache_tuple(call, cache),
         token_N, call.sizes.vocabulary, call.sizes.blocks, *call.noise,
     )  # fmt: skip
@@ -150,10 +150,9 @@ def _cache_tuple(call: Call, cache: DraftCache | None) -> tuple[Any, ...]:
     """The pointers of `pick_kernel: cache`."""
     if cache is None:
         return (call.index_B,)
-    raw = cache.logits_SKV
-    strides = raw.stride(0), raw.stride(1)
-    rest = cache.threshold_SK, cache.lse_SK, cache.lse_SK.stride(0)
-    return (raw, *strides, call.index_B, *rest)
+    _, drafts, width = cache.logits_SKV.shape
+    strides = drafts * width, width
+    return (cache.logits_SKV, *strides, call.index_B, cache.threshold_SK, cache.lse_SK, drafts)
 
 
 def reduce_rows(
@@ -161,7 +160,7 @@ def reduce_rows(
 ) -> None:
     """Scan the rows, and find thresholds; fill the cache, and set counters to 0, if given."""
     logits_NV, sizes, scratch = call.logits_NV, call.sizes, call.scratch
-    rows, stride = len(call.slot_B) * call.width, logits_NV.stride(0)
+    rows, stride = call.slot_B.shape[0] * call.width, call.stride
     few = rows * sizes.blocks <= FEW_PROGRAMS.value
     per = 1 if few else BLOCKS_PER_PROGRAM
     programs = -(-sizes.blocks // per)

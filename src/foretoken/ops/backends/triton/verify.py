@@ -22,6 +22,8 @@ from foretoken.ops.backends.triton.settle import FEW, settle_kernel
 from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
 
+_NOISE = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+
 
 def verify(
     logits_NV: Tensor,
@@ -43,25 +45,23 @@ def verify(
     device, (requests, most) = logits_NV.device, drafts.token_BK.shape
     verdict = Verdict(
         torch.empty(requests, most + 1, dtype=drafts.token_BK.dtype, device=device),
-        torch.empty(requests, dtype=torch.int64, device=device),
-        torch.empty(requests, dtype=torch.bool, device=device),
+        torch.empty_like(slot_B),
+        torch.empty_like(slot_B, dtype=torch.bool),
     )
     if not requests:
         return verdict
     where = (drafts.num_B, slot_B, position_B, drafts.num_B)
-    noise = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
-    dtypes = [drafts.token_BK.dtype]
-    if drafts.cache is not None:
-        dtypes.append(drafts.cache.logits_SKV.dtype)
-    call = Call.of(logits_NV, params, where, edits, fp64_noise, noise, most + 1, (*dtypes,))
-    sizes, cached, block_rule = call.sizes, drafts.cache is not None, Rule.BLOCK in params.rules
+    cache = drafts.cache
+    dtypes = drafts.token_BK.dtype, None if cache is None else cache.logits_SKV.dtype
+    call = Call.of(logits_NV, params, where, edits, fp64_noise, _NOISE, most + 1, dtypes)
+    sizes, cached, block_rule = call.sizes, cache is not None, Rule.BLOCK in params.rules
     later = most > 0 and (cached or block_rule or call.filters)
     few = later and requests <= FEW.value and not block_rule
     work = _work(requests, most, sizes.blocks, few, device)
     reduce_rows(call, counter_B=work[0] if few else None)
     given = (
-        logits_NV, logits_NV.stride(0), _request_tuple(call, drafts, synthetic_rate_K),
-        call.state, call.edits, _q_tuple(drafts.cache, logits_NV), call.scratch.out,
+        logits_NV, call.stride, _request_tuple(call, drafts, synthetic_rate_K),
+        call.state, call.edits, _q_tuple(cache, logits_NV), call.scratch.out,
         call.scratch.found, work, (verdict.token_BK1, verdict.n_accept_B, verdict.finite_B),
         sizes.vocabulary, sizes.blocks, most,
     )  # fmt: skip
@@ -96,7 +96,7 @@ def _work(
     fractions = requests * (1 + (3 + FRACTION.value) * most)
     return (
         torch.empty(numbers, dtype=torch.int64, device=device),
-        torch.empty(fractions, device=device),
+        torch.empty(fractions, dtype=torch.float32, device=device),
     )
 
 
@@ -104,7 +104,7 @@ def _request_tuple(
     call: Call, drafts: DraftBlock, synthetic_rate_K: Tensor | None
 ) -> tuple[Tensor, ...]:
     """The pointers of `request.py: request`."""
-    rates = call.num_B if synthetic_rate_K is None else synthetic_rate_K
+    rates = call.num_B if synthetic_rate_K is None else synthetic_rate_K.contiguous()
     token_BK, real_q_B = drafts.token_BK.contiguous(), drafts.real_q_B.contiguous()
     return call.num_B, call.slot_B, call.position_B, token_BK, real_q_B, rates
 
@@ -112,8 +112,7 @@ def _request_tuple(
 def _q_tuple(cache: DraftCache | None, unused: Tensor) -> tuple[Any, ...]:
     if cache is None:
         return (unused, 0, 0, 0, unused, unused, 0)
-    raw = cache.logits_SKV
+    _, most, width = cache.logits_SKV.shape
     return (
-        raw, raw.stride(0), raw.stride(1), raw.shape[2], cache.threshold_SK, cache.lse_SK,
-        cache.lse_SK.stride(0),
+        cache.logits_SKV, most * width, width, width, cache.threshold_SK, cache.lse_SK, most,
     )  # fmt: skip

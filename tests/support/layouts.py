@@ -1,0 +1,90 @@
+"""The same arguments elsewhere in memory: what a backend decides must not depend on it.
+
+A compiled kernel is called again only for arguments that it was compiled for; those with other
+addresses, strides, dtypes or sizes in between must not get it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from foretoken.ops import Backend, DraftCache, Edits, SlotParams
+from tests.support.oracle import CPU, Case, Tally, compare_batch, expect
+
+T = TypeVar("T")
+KINDS = ("logits", "indices", "params", "edits", "drafts")
+
+
+def kind_of(argument: object) -> str:
+    if isinstance(argument, Tensor):
+        return "logits" if argument.dtype.is_floating_point and argument.dim() == 2 else "indices"
+    return {SlotParams: "params", Edits: "edits"}.get(type(argument), "drafts")
+
+
+def elsewhere(value: T, apart: bool) -> T:
+    """Copies of every tensor in it, one element behind an aligned address, NaN or 1 around them.
+
+    apart: whether elements, or rows of two dimensions, are not adjacent; a cache's always are.
+    """
+    if isinstance(value, Tensor):
+        shape = [*value.shape]
+        around = torch.nan if value.is_floating_point() else 1
+        if apart and len(shape) == 1:
+            copy = value.new_full((2 * shape[0] + 1,), around)[1::2]
+        elif apart and len(shape) == 2:
+            copy = value.new_full((shape[0], shape[1] + 3), around)[:, 1:-2]
+        else:
+            copy = value.new_full((value.numel() + 1,), around)[1:].view(shape)
+        return copy.copy_(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        apart = apart and not isinstance(value, DraftCache)
+        parts = {f.name: elsewhere(getattr(value, f.name), apart) for f in fields(value)}
+        return replace(value, **parts)
+    return value
+
+
+class Elsewhere:
+    """A backend that is given arguments of some kinds at other addresses."""
+
+    def __init__(self, backend: Backend, kinds: tuple[str, ...], apart: bool) -> None:
+        self.backend, self.kinds, self.apart = backend, kinds, apart
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        op = getattr(self.backend, name)
+
+        def moving(value: Any) -> Any:
+            return elsewhere(value, self.apart) if kind_of(value) in self.kinds else value
+
+        def call(*given: Any, **options: Any) -> Any:
+            moved = [moving(value) for value in given]
+            result = op(*moved, **{key: moving(value) for key, value in options.items()})
+            for old, new in zip(given, moved, strict=True):
+                if isinstance(old, DraftCache) and new is not old:  # what `draft` wrote
+                    for field in fields(old):
+                        getattr(old, field.name).copy_(getattr(new, field.name))
+            return result
+
+        return call
+
+
+def compare_layouts(
+    backend: Backend,
+    cases: list[Case],
+    layouts: list[tuple[tuple[str, ...], bool]],
+    device: torch.device = CPU,
+) -> Tally:
+    """Raise AssertionError unless the cases, taken in turns, are decided as by the oracle.
+
+    layouts: which kinds of arguments are elsewhere, and whether they are apart.
+    """
+    tally, expected = Tally(), [expect(case) for case in cases]
+    for kinds, apart in layouts:
+        there: Any = Elsewhere(backend, kinds, apart)
+        for case, wanted in zip(cases, expected, strict=True):
+            tally = tally.plus(compare_batch(there, case, wanted, device))
+    return tally

@@ -91,7 +91,8 @@ def overlaps(device: torch.device) -> bool:
 def packer(given: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """A function of arguments nested as these are, written out: a loop takes twice its time.
 
-    It returns (arguments with every tensor replaced by its address, integers, bits of addresses).
+    It returns (arguments with every tensor replaced by its address, integers, and the addresses
+    modulo 16, nothing if all are multiples of it).
     """
     tensors: list[str] = []
     integers: list[str] = []
@@ -108,23 +109,16 @@ def packer(given: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...
 
     nested = pattern(given)
     addresses = "".join(f"    {name} = {name}.data_ptr()\n" for name in tensors)
-    found = f"{nested}, {listed(integers)}, {' | '.join(tensors)}"
+    odd = listed(f"{name} % 16" for name in tensors)
+    found = f"{nested}, {listed(integers)}, {odd} if ({' | '.join(tensors)}) % 16 else ()"
     scope: dict[str, Any] = {}
     exec(f"def pack(given):\n    {nested} = given\n{addresses}    return {found}", scope)
     pack: Callable[[tuple[Any, ...]], tuple[Any, ...]] = scope["pack"]
     return pack
 
 
-def alignments(packed: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments modulo 16, nested as they are."""
-    return tuple(alignments(x) if isinstance(x, tuple) else x % 16 for x in packed)
-
-
 _PLANS: dict[tuple[Any, ...], tuple[Callable[..., tuple[Any, ...]], dict[Any, Any]]] = {}
-"""By kernel, constants, options and dtypes: a packer, and compiled kernels by the integers.
-
-To addresses that are no multiples of 16 belongs a kernel of its own.
-"""
+"""By kernel, constants, options and dtypes: a packer, and kernels by what else it finds."""
 
 
 def check_device(logits: Tensor) -> None:
@@ -292,10 +286,8 @@ class Call:
         if plan is None:
             plan = _PLANS[key] = packer(given), {}
         pack, kernels = plan
-        addresses, variant, bits = pack(given)
-        if bits % 16:
-            variant = alignments(addresses), variant
-        found = kernels.get(variant)
+        addresses, integers, odd = pack(given)
+        found = kernels.get((integers, odd))
         if found is not None:
             run, function, metadata = found
             stream = driver.active.get_current_stream(self.logits_NV.device.index)
@@ -309,4 +301,4 @@ class Call:
         compiled = kernel[(programs,)](*given, *constants, **options)
         if compiled is not None and not torch.version.hip:  # None: interpreted
             # AMD's kernels also depend on the size of each tensor
-            kernels[variant] = compiled.run, compiled.function, compiled.packed_metadata
+            kernels[integers, odd] = compiled.run, compiled.function, compiled.packed_metadata

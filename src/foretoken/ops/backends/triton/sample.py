@@ -183,7 +183,7 @@ def reduce_rows(
         scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups,
     )  # fmt: skip
     call.launch(
-        filter_kernel, rows, given, call.width, *edited, sizes.blocks_padded, num_warps=1,
+        filter_kernel, rows, given, call.width, *edited, sizes.blocks_padded, num_warps=4,
     )  # fmt: skip
     given = (
         logits_NV, stride, call.edits, scratch.out, scratch.found, sizes.vocabulary, sizes.blocks,

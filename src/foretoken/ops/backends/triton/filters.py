@@ -5,8 +5,8 @@ bound of the k-th largest logit. So only groups whose maximum reaches the bound 
 what reaches it there, a little more than k values, makes a short list in which the exact thresholds
 are found by bisection over order-preserving keys. Ties are kept, whatever their number.
 
-A program is one warp: it counts by one instruction and needs no barrier. Four bits a round in four
-warps took 62 us for 1024 rows.
+Integers are counted, in one instruction a warp. 1024 rows take 29 us in programs of one warp, which
+need no barriers, and 40 in those of four; one row takes 16 and 10.
 
 A row leaves here in one of two states: *compact*, its survivors in a list of up to CAPACITY
 entries; or *dense* (count -1), to be read through its threshold, because nothing is dropped, or
@@ -101,13 +101,14 @@ def _largest_group_key(groups, NG, need):
 
 @triton.jit
 def _bound(top_J, groups, k, V, NB, NG):
-    """A value that at least the wanted number of logits reach; -inf if that is not known."""
+    """A value that at least the wanted number of logits reach; -inf if a list has no room."""
     wanted = tl.where((k > 0) & (k < V), k, tl.minimum(_ENOUGH, NB)).to(tl.int32)
     key = tl.full((), NOTHING, tl.uint32)
-    if wanted <= NB:
-        key = largest_key(key_of(top_J), 1, wanted, True)
-    elif wanted <= NG:
-        key = _largest_group_key(groups, NG, wanted)
+    if wanted <= CAPACITY:
+        if wanted <= NB:
+            key = largest_key(key_of(top_J), 1, wanted, True)
+        elif wanted <= NG:
+            key = _largest_group_key(groups, NG, wanted)
     return value_of(key)
 
 

@@ -28,17 +28,15 @@ from foretoken.ops.backends.triton.rows import (
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, scan_kernel
 from foretoken.ops.backends.triton.sweep import (
     GUESSING,
+    MANY,
     PARTS,
     PROGRAMS,
-    TWICE,
     guess_kernel,
     sweep_kernel,
 )
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
-
-_FEW_ROWS = 132  # below it a row has a multiprocessor to itself: more warps, less time for each
 
 
 @triton.jit
@@ -141,7 +139,7 @@ def _draw_rows(call: Call, cache: DraftCache | None) -> Tensor:
     call.launch(
         pick_kernel, rows, given, call.masks, call.entries, call.filters,
         call.sizes.blocks_padded, call.fp64, call.drafts, cache is not None,
-        num_warps=8 if call.fp64 and rows < _FEW_ROWS else 4,
+        num_warps=4,
     )  # fmt: skip
     return token_N
 
@@ -183,28 +181,27 @@ def reduce_rows(
         scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups,
     )  # fmt: skip
     call.launch(
-        filter_kernel, rows, given, call.width, *edited, sizes.blocks_padded, num_warps=4,
+        filter_kernel, rows, given, call.width, *edited, sizes.blocks_padded,
+        num_warps=1 if rows > MANY else 4,
     )  # fmt: skip
-    given = (
-        logits_NV, stride, call.edits, scratch.out, scratch.found, sizes.vocabulary, sizes.blocks,
-        sizes.groups,
-    )  # fmt: skip
+    _search_wide(call, rows, where)
+
+
+def _search_wide(call: Call, rows: int, where: tuple[Tensor, ...]) -> None:
+    """Thresholds and masses of the rows for which the filters' lists were too short."""
+    sizes, scratch, edited = call.sizes, call.scratch, (call.masks, call.entries)
+    source = (call.logits_NV, call.stride)
+    bounds = (sizes.vocabulary, sizes.blocks, sizes.groups)
+    given: tuple[Any, ...] = (*source, call.edits, *scratch, *bounds)
     call.launch(
         guess_kernel, min(GUESSING, rows), given, *edited, sizes.blocks_padded, num_warps=4,
     )  # fmt: skip
-    for turn in range(2 if rows <= TWICE else 1):
+    for turn in range(1 if rows > MANY else 2):
         parts = min(PARTS, sizes.blocks) if turn else sizes.blocks
-        given = (
-            logits_NV, stride, call.edits, scratch.out, scratch.found, sizes.vocabulary,
-            sizes.blocks, sizes.groups, parts,
-        )  # fmt: skip
         call.launch(
-            sweep_kernel, min(PROGRAMS, rows * parts), given, *edited, turn, num_warps=1,
+            sweep_kernel, min(PROGRAMS, rows * parts), (*given, parts), *edited, turn, num_warps=1,
         )  # fmt: skip
-    given = (
-        logits_NV, stride, *where, call.state, call.edits, scratch.out, scratch.found,
-        sizes.vocabulary, sizes.blocks, sizes.groups, call.noise[0],
-    )  # fmt: skip
+    given = (*source, *where, call.state, call.edits, *scratch, *bounds, call.noise[0])
     call.launch(
         wide_kernel, rows, given, call.width, *edited, sizes.blocks_padded, call.fp64,
         call.drafts, num_warps=WARPS, **at_most_registers(REGISTERS),

@@ -44,9 +44,9 @@ from foretoken.ops.backends.triton.rows import (
     wait_for_writes,
 )
 
-GUESSING = 132 * 3  # programs that guess, at most; they loop
+GUESSING = 132 * 2  # programs that guess, at most; they loop
 PROGRAMS = 132 * 20  # that sweep, likewise
-TWICE = 512  # rows up to which there is a second sweep: beyond, `wide.py` keeps a GPU busy itself
+MANY = 512  # rows above which there is no second sweep: `wide.py` keeps a GPU busy itself
 PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
 FIXED = tl.constexpr(1099511627776.0)  # 2^40
 _PART = tl.constexpr(256)  # of a block, loaded again: listing all of it at once takes 138 registers

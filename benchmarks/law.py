@@ -179,7 +179,7 @@ def main() -> None:
     options = parse()
     start = time.perf_counter()
     found: dict[Task, list[Finding]] = {task: [] for task in tasks(options)}
-    broken: list[Finding] = []
+    broken, said = 0, ""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(options.jobs, context) as pool:
         running = {pool.submit(findings, task): task for task in found}
@@ -190,31 +190,40 @@ def main() -> None:
             except Exception as error:  # the other laws are recorded all the same
                 traceback.print_exception(error)
                 found[task] = [Finding(f"{task.law} {task.number}", "error", math.nan, 0, 0, 0)]
-            broken += [finding for finding in found[task] if not finding.passed]
+            broken += sum(not finding.passed for finding in found[task])
             for finding in found[task]:
                 if not finding.passed:
                     print(f"BROKEN  {finding}", flush=True)
             if number % 20 == 0 or number == len(running):
                 took = time.perf_counter() - start
                 print(f"{took:6.1f} s  {number} of {len(running)}: {task.law}", flush=True)
+                said = save(options, found, took, len(running) - number)
+    print(said)
+    sys.exit(bool(broken))
+
+
+def save(
+    options: argparse.Namespace, found: dict[Task, list[Finding]], took: float, left: int
+) -> str:
+    """Write what there is, now and then: a run that is cut short keeps it, and says so."""
     rows = [
         row(task.law, finding, options.backend, options.device)
         for task in found
         for finding in found[task]
     ]
-    took = time.perf_counter() - start
+    broken = sum(not finding.passed for each in found.values() for finding in each)
     shapes = {"backend": options.backend, "device": str(options.device), "trials": options.trials}
     shapes |= {"jobs": options.jobs}
     shapes |= {"matrix": "pairwise" if options.quick else "full", "seconds": round(took, 1)}
     notes = [
-        f"{len(rows)} numbers, {len(broken)} outside their bounds, in {took:.0f} s.",
+        f"{len(rows)} numbers, {broken} outside their bounds, in {took:.0f} s.",
         f"Passes: p > {CORRECT_P:g}; of a mutant, p < {MUTANT_P:g}.",
     ]
+    notes += [f"Cut short: {left} of {len(found)} tasks are missing."] if left else []
     code = (options.commit, False) if options.commit else CODE
     command = shlex.join(["python", "-m", "benchmarks.law", *sys.argv[1:]])
     path = write(collect(options.out.stem, command, shapes, rows, notes, code), options.out.parent)
-    print(f"{notes[0]} Wrote {path}")
-    sys.exit(bool(broken))
+    return f"{notes[0]} Wrote {path}"
 
 
 if __name__ == "__main__":

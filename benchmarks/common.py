@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import time
@@ -27,6 +28,13 @@ def parse(description: str | None, **defaults: int) -> argparse.Namespace:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
     return parser.parse_args()
+
+
+def whole_commit(text: str) -> str:
+    """An option that names the commit of this code; all digits, or the record would be refused."""
+    if not re.fullmatch(r"[0-9a-f]{40}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the 40 digits of a commit")
+    return text
 
 
 def use_cores(count: int) -> None:

@@ -23,12 +23,14 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from foretoken.lab.results import Row, collect, commit, write
+from benchmarks.common import CODE, whole_commit
+from foretoken.lab.results import Row, collect, write
 from foretoken.ops import BACKENDS, Backend, Rule, get_backend
 from tests.support import law_accept, law_noise, law_synthetic
 from tests.support.law import CORRECT_P, MUTANT_P, TRIALS
@@ -43,7 +45,6 @@ from tests.support.law_mutant_cases import (
 )
 from tests.support.law_rounds import several_rounds
 
-CODE = commit()
 NOISE = {
     "fp32": Setting(),
     "fp64": Setting(fp64_noise=True),
@@ -113,19 +114,22 @@ class Task(NamedTuple):
 
 
 def tasks(options: argparse.Namespace) -> list[Task]:
-    """All there is to check, the longest first."""
+    """All there is to check: the longest first, the rest of the full matrix last."""
     on = (options.backend, options.device, options.trials)
     cases, broken = joint_cases(options.quick), mutants_of(options.backend)
     found = [Task(law, 0, *on) for law in reversed(LAWS)]
     if options.device.type == "cuda":  # 10 GB
         found.insert(0, Task("far_rows", 0, *on))
-    found += [Task("joint_quick" if options.quick else "joint", i, *on) for i in range(len(cases))]
-    return [*found, *(Task("mutants", i, *on) for i in range(len(broken)))]
+    found += [Task("mutants", i, *on) for i in range(len(broken))]
+    joint = "joint_quick" if options.quick else "joint"
+    return [*found, *(Task(joint, i, *on) for i in range(len(cases)))]
 
 
+@cache
 def joint_cases(quick: bool) -> list[Case]:
-    """Of the joint law."""
-    return [*(pairwise(matrix()) if quick else matrix()), *extra_cases()]
+    """Of the joint law; those of a quick run first."""
+    few = [*pairwise(matrix()), *extra_cases()]
+    return few if quick else [*few, *(case for case in matrix() if case not in few)]
 
 
 def mutants_of(backend: str) -> list[Mutant]:
@@ -167,7 +171,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trials", default=TRIALS, type=int, help="of one case of the joint law")
     parser.add_argument("--jobs", default=os.cpu_count() or 1, type=int, help="processes")
     parser.add_argument("--quick", action="store_true", help="the pairwise selection alone")
-    parser.add_argument("--commit", default="", help="of this code, where it has no repository")
+    parser.add_argument("--commit", type=whole_commit, help="of this code, without its repository")
     parser.add_argument("--out", type=Path, help="default: law.json, or law_gpu.json, of results")
     options = parser.parse_args()
     name = "law_gpu" if options.device.type == "cuda" else "law"

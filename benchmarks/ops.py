@@ -24,7 +24,7 @@ from types import ModuleType
 import torch
 
 from benchmarks import ops_baseline, ops_cases, ops_inputs, ops_timing
-from benchmarks.common import CODE, RESULTS, QuietTimer, goal, use_cores
+from benchmarks.common import CODE, RESULTS, QuietTimer, goal, use_cores, whole_commit
 from benchmarks.ops_backends import Module, Ours, counts
 from benchmarks.ops_cases import DTYPES, Case
 from benchmarks.ops_timing import Call, Shot
@@ -292,7 +292,7 @@ def parse() -> argparse.Namespace:
     add("--quick", action="store_true", help="cases with a goal alone, fewer repeats")
     add("--repeats", type=int, default=0, help="of each timed pass: 20, on a CPU or --quick 7")
     add("--cores", type=int, default=2, help="threads on a CPU")
-    add("--commit", default="", help="of this code, where it runs outside its repository")
+    add("--commit", type=whole_commit, help="of this code, where it runs outside its repository")
     add("--raise-errors", action="store_true", help="stop at a case that fails")
     add("--out", type=Path, default=RESULTS, help="folder of the results file")
     options = parser.parse_args()

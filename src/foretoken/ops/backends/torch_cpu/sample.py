@@ -45,7 +45,7 @@ from foretoken.ops.checks import check_sample
 from foretoken.ops.types import Edits, SlotParams, Stream
 
 WAVE = 64  # rows whose noise is made in one go: 64 x 1024 draws
-SCREENED = 1 << 20  # logits from which it pays not to take all their exponentials
+SCREENED = 1 << 19  # logits from which it pays not to take all their exponentials
 
 
 class Noise(NamedTuple):

@@ -66,11 +66,18 @@ def test_batch_order_and_company_never_change_a_draw(ops: Backend) -> None:
         assert alone.tolist() == together[one].tolist()
 
 
-@pytest.mark.parametrize("fp64_noise", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "fp64_noise"),
+    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.float16, True)],
+)
 @pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
 @pytest.mark.parametrize("vocabulary", [1025, 2048, 5000])
 def test_screening_blocks_draws_what_all_masses_draw(
-    vocabulary: int, spread: float, fp64_noise: bool, monkeypatch: pytest.MonkeyPatch
+    vocabulary: int,
+    spread: float,
+    dtype: torch.dtype,
+    fp64_noise: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`torch_cpu` takes few masses where calls are large, all of them elsewhere: equal tokens."""
     rows = randn(60, vocabulary, seed=vocabulary) * spread
@@ -78,6 +85,7 @@ def test_screening_blocks_draws_what_all_masses_draw(
     rows[1, 1024:] -= 80.0  # masses far below
     rows[2, ::900] += 40.0  # a token of each block dominates
     rows[3, 7], rows[4, 7], rows[5] = math.nan, INF, -INF
+    rows = torch.nn.functional.pad(rows, (0, 3), value=99.0).to(dtype)[:, :vocabulary]  # apart
     params, slot = make_params(60, 0.7, seed=3), torch.arange(60)
     module = importlib.import_module("foretoken.ops.backends.torch_cpu.sample")
 

@@ -25,6 +25,7 @@ from foretoken.ops.backends.torch_cpu.process import Rows, cut
 
 BLOCK = 1024
 _GRAIN = 32768  # torch gives a thread at least so many values
+_LOG2_E = np.log2(np.e)
 _LANES = 64  # a multiple of what any vector unit handles in one step of a loop
 
 
@@ -63,12 +64,12 @@ class _Scratch(threading.local):
         return self.flat[which][:count]
 
 
-_scratch = _Scratch()
+scratch = _Scratch()
 
 
 def exponent_scale(temperature_R: Array) -> Array:
     """log2(e) / T, float32 [R], finite: what logits are multiplied with before exp2."""
-    scale_R = np.minimum(np.log2(np.e) / temperature_R.astype(np.float64), 3e38)
+    scale_R = np.minimum(_LOG2_E / temperature_R.astype(np.float64), 3e38)
     return np.asarray(scale_R.astype(np.float32))
 
 
@@ -86,10 +87,12 @@ def dense_weights(
     width = vocabulary if vocabulary <= BLOCK else -(-vocabulary // BLOCK) * BLOCK
     count = num_rows * width
     step = _LANES * max(1, min(torch.get_num_threads(), -(-count // _GRAIN)))
-    flat = _scratch.take(which, -(-count // step) * step)
-    flat[count:] = 0.0
+    flat = scratch.take(which, -(-count // step) * step)
+    if len(flat) > count:
+        flat[count:] = 0.0
     weight_RW = flat[:count].view(num_rows, width)
-    weight_RW[:, vocabulary:] = -torch.inf
+    if width > vocabulary:
+        weight_RW[:, vocabulary:] = -torch.inf
     max_R1 = x_RV.amax(dim=1, keepdim=True) if max_R1 is None else max_R1
     torch.sub(x_RV, max_R1, out=weight_RW[:, :vocabulary])
     weight_RW.mul_(torch.from_numpy(exponent_scale(temperature_R))[:, None])

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, from_numpy
 
 from foretoken.ops.backends.torch_cpu.noise import Array
@@ -101,8 +100,14 @@ def select(logits_NV: Tensor, index_R: Array) -> Tensor:
 
 
 def in_place(rows: Rows, index_R: Array) -> bool:
-    """Whether `load` gives the caller's own memory, so that all of it may be asked for at once."""
-    return rows.edits is None and rows.logits_NV.dtype == torch.float32 and _adjacent(index_R)
+    """Whether `raw` gives these rows: they are adjacent and not edited."""
+    return rows.edits is None and _adjacent(index_R)
+
+
+def raw(rows: Rows, index_R: Array) -> Tensor:
+    """The caller's own memory, in its float type [R, V], so that all of it may be asked for."""
+    first = int(index_R[0])
+    return rows.logits_NV[first : first + len(index_R)]
 
 
 def load(rows: Rows, index_R: Array) -> Tensor:

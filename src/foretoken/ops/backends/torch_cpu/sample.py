@@ -38,13 +38,14 @@ from foretoken.ops.backends.torch_cpu.process import (
     cut,
     in_place,
     load,
+    raw,
     rows_of,
 )
 from foretoken.ops.checks import check_sample
 from foretoken.ops.types import Edits, SlotParams, Stream
 
 WAVE = 64  # rows whose noise is made in one go: 64 x 1024 draws
-SCREENED = 1 << 20  # logits from which it pays not to take all their exponentials
+SCREENED = 1 << 19  # logits from which it pays not to take all their exponentials
 
 
 class Noise(NamedTuple):
@@ -196,7 +197,7 @@ def _draw_hierarchical(
         for part in [slice(0, len(wave))] if screens else chunks(len(wave), vocabulary):
             m = wave[part]
             n = index_M[m]
-            x_RV, temperature_R = load(rows, n), rows.temperature_N[n]
+            x_RV, temperature_R = (raw if screens else load)(rows, n), rows.temperature_N[n]
             if screens:
                 block_R, max_R = draw_block(x_RV, temperature_R, gumbel_MJ[part])
             else:
@@ -206,7 +207,7 @@ def _draw_hierarchical(
                 if want_lse:
                     out.lse_M[m] = dense_lse(sums_RJ, max_R, temperature_R)
             out.max_M[m], block_M[part] = max_R, block_R
-            value[part] = take(x_RV, np.arange(len(m)), block_R) - max_R[:, None]
+            value[part] = take(x_RV, np.arange(len(m)), block_R).numpy() - max_R[:, None]
             value[part] /= temperature_R[:, None]
         first_M = block_M * BLOCK
         out.token_M[wave] = first_M + (own.span(BLOCK, first_M) + value).argmax(axis=1)

@@ -188,11 +188,13 @@ def _cut(x, valid, scale, top, k, top_p, floor, total, V):
     exact = bounded | (top_p == 1)
     if top_p < 1:
         weight = tl.where(valid & (x >= threshold), tl.exp2((x - top) * scale), 0.0)
-        weight = (weight * _UNIT + 0.5).to(tl.int32)
+        rough = tl.sum((weight * _UNIT).to(tl.int32), axis=0)
+        unit = _UNIT * (1073741824 // rough).to(tl.float32)  # few heavy ones leave room for digits
+        weight = (weight * unit + 0.5).to(tl.int32)
         mass = tl.sum(weight, axis=0)
         whole = mass.to(tl.float32)
         if (not bounded) & (floor == float("-inf")):
-            whole = tl.exp2(total - top * scale) * _UNIT
+            whole = tl.exp2(total - top * scale) * unit
         need = tl.maximum(top_p * whole, 1.0)
         exact = exact | (mass >= need)
         need = tl.minimum(need, 2147483520.0)  # not reached by a list

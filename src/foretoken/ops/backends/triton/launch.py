@@ -157,10 +157,11 @@ def edits_tuple(
     edits: Edits | None, logits_NV: Tensor, sizes: Sizes, unused: Tensor
 ) -> tuple[tuple[Any, ...], bool, bool]:
     """(the pointers of `rows.py: edits`, whether there are masks, whether there are entries)."""
-    if edits is None:
+    masks = edits is not None and edits.mask_RW is not None
+    entries = edits is not None and edits.token_M.shape[0] > 0
+    if edits is None or not (masks or entries):  # one structure for one pair of flags: see `launch`
         return (unused,), False, False
     mask: tuple[Any, ...] = (unused, unused, 0)
-    masks, entries = edits.mask_RW is not None, edits.token_M.shape[0] > 0
     if edits.mask_RW is not None and edits.mask_N is not None:
         mask = edits.mask_RW.contiguous(), edits.mask_N.contiguous(), edits.mask_RW.shape[1]
     if not entries:

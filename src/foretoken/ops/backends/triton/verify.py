@@ -58,9 +58,10 @@ def verify(
     later = most > 0 and (cached or block_rule or call.filters)
     few = later and requests <= FEW.value and not block_rule
     work = _work(requests, most, sizes.blocks, few, device)
+    request = _request_tuple(call, drafts, synthetic_rate_K)  # before the scan: read unwaited
     reduce_rows(call, counter_B=work[0] if few else None)
     given = (
-        logits_NV, call.stride, _request_tuple(call, drafts, synthetic_rate_K),
+        logits_NV, call.stride, request,
         call.state, call.edits, _q_tuple(cache, logits_NV), call.scratch.out,
         call.scratch.found, work, (verdict.token_BK1, verdict.n_accept_B, verdict.finite_B),
         sizes.vocabulary, sizes.blocks, most,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from foretoken.ops import Backend, Rule, get_backend
-from tests.support.layouts import KINDS, compare_layouts
+from tests.support.layouts import EMPTY, KINDS, compare_layouts
 from tests.support.likeliest import compare_likeliest
 from tests.support.oracle import CPU, compare_batch, random_case
 from tests.support.pieces import compare_pieces
@@ -83,6 +83,7 @@ CASES: dict[str, dict[str, Any]] = {
     "2100, likeliest: 2": {},
     "1000, likeliest: 3": {},
     "5, laid apart": {"seed": 11, "most": 1},
+    "5, with empty edits": {"seed": 12, "most": 1, "edited": False},
     "5, in pieces": {  # this one and the next draw through `settle.py` what the whole does not
         "seed": 10,
         "most": 1,
@@ -125,6 +126,9 @@ def compare(name: str, backend: Backend, device: torch.device = CPU) -> dict[str
         case = random_case(vocabulary, seed, draft_vocabulary=width, **options)
         if "apart" in name:
             return compare_layouts(backend, [case], [(KINDS, True)], device)
+        if "empty edits" in name:
+            layouts = [((), False), ((EMPTY,), False), ((), False)]
+            return compare_layouts(backend, [case], layouts, device)
         if "in pieces" in name:
             return compare_pieces(case, backend, device)
         return compare_batch(backend, case, device=device)

@@ -36,7 +36,7 @@ from foretoken.ops.backends.triton.rows import (
     let_next_start,
     load_at,
     load_masses,
-    log2_sum,
+    log2_sum_exactly,
     value_of,
     wait_for_writes,
 )
@@ -49,7 +49,7 @@ _ENOUGH = tl.constexpr(64)  # values that a nucleus is first sought among, if to
 _BLOCKS = tl.constexpr(32)  # blocks whose groups are looked at together
 _GROUPS = tl.constexpr(16)  # groups loaded at a time
 _SOME = tl.constexpr(512)  # group maxima counted at a time
-_UNIT = tl.constexpr(8388608.0)  # 2^23: the weights of a list add up to no more than 2^30
+_UNIT = tl.constexpr(8388608.0)  # 2^23: 128 weights of at most 1 add up to no more than 2^30
 
 
 @triton.jit
@@ -257,12 +257,12 @@ def filter_kernel(
             x = tl.load(list_x + c, mask=c < count, other=float("-inf"))
             total = 0.0
             if not counts:
-                total = log2_sum(load_masses(out[0], row, NB, NBP))
+                total = log2_sum_exactly(load_masses(out[0], row, NB, NBP))
             threshold, decided = _cut(x, c < count, scale, top, k, top_p, floor, total, V)
             if decided:
                 kept = tl.where(x >= threshold, x * scale, float("-inf"))
                 tl.store(found[0] + row, threshold)
-                tl.store(found[1] + row, log2_sum(kept))
+                tl.store(found[1] + row, log2_sum_exactly(kept))
                 tl.store(found[2] + row, count)
     if not decided:
         tl.store(found[1] + row, top)  # for `wide.py`

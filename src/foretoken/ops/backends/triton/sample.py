@@ -28,7 +28,6 @@ from foretoken.ops.backends.triton.rows import (
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, scan_kernel
 from foretoken.ops.backends.triton.sweep import (
     GUESSING,
-    MANY,
     PARTS,
     PROGRAMS,
     guess_kernel,
@@ -37,6 +36,8 @@ from foretoken.ops.backends.triton.sweep import (
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.checks import check_draft, check_sample
 from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
+
+_MANY = 512  # rows above which programs of the filters have one warp
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def reduce_rows(
     )  # fmt: skip
     call.launch(
         filter_kernel, rows, given, call.width, *edited, sizes.blocks_padded,
-        num_warps=1 if rows > MANY else 4,
+        num_warps=1 if rows > _MANY else 4,
     )  # fmt: skip
     _search_wide(call, rows, where)
 
@@ -196,7 +197,7 @@ def _search_wide(call: Call, rows: int, where: tuple[Tensor, ...]) -> None:
     call.launch(
         guess_kernel, min(GUESSING, rows), given, *edited, sizes.blocks_padded, num_warps=4,
     )  # fmt: skip
-    for turn in range(1 if rows > MANY else 2):
+    for turn in range(2):
         parts = min(PARTS, sizes.blocks) if turn else sizes.blocks
         call.launch(
             sweep_kernel, min(PROGRAMS, rows * parts), (*given, parts), *edited, turn, num_warps=1,

@@ -75,7 +75,7 @@ def scan_kernel(
     STORE: tl.constexpr, COUNTS: tl.constexpr, DRAFT: tl.constexpr, PER: tl.constexpr,
     EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, row of it, pair of blocks). `out` = (mass_NJ, best_NJ, gmax_NG).
+    """Programs: (request, row of it, PER blocks of it). `out` = (mass_NJ, best_NJ, gmax_NG).
 
     Rows with filters get maxima of groups and, in place of best scores, of blocks, and masses
     unless top-k makes them useless; the queue of `filters.py` is emptied. STORE copies raw rows

@@ -5,7 +5,7 @@ probably between them. One pass measures W(x >= a) and W(x >= b), lists what lie
 writes each block's mass of what is at least b, kept whatever the threshold turns out to be.
 Programs of one warp take a block of a queued row at a time, as the scan does: no barrier between
 warps. A second launch does the same for rows whose guess was wrong, with keys next to the first;
-without it such rows are left to `wide.py`. What these launches save and cost: decision 010.
+`wide.py` does the rest. What these launches save and cost: decision 010.
 
 A block reserves a stretch of the row's list, so that stretches lie in any order. No result depends
 on it: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the largest
@@ -46,7 +46,6 @@ from foretoken.ops.backends.triton.rows import (
 
 GUESSING = 132 * 2  # programs that guess, at most; they loop
 PROGRAMS = 132 * 20  # that sweep, likewise
-MANY = 512  # rows above which there is no second sweep: `wide.py` keeps a GPU busy itself
 PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
 FIXED = tl.constexpr(1099511627776.0)  # 2^40
 _PART = tl.constexpr(256)  # of a block, loaded again: listing all of it at once takes 138 registers

@@ -97,7 +97,7 @@ def _sweep(
 ):  # fmt: skip
     """One pass: (W of the row, W(x >= a), W(x >= b), number of logits in [a, b)).
 
-    Leaves the first `few` of those in the room, by rising id, each block's stretch of them as its
+    Leaves the first `few` of those in the room, block by block, each block's stretch of them as its
     best score, and as its mass the W of what is at least b.
     """
     row, V = source[2], source[3]

@@ -35,7 +35,8 @@ NOTES = [
     "Timed logits are slices of a pool of 192 MiB or more, at least two inputs in turn, so that "
     "none is found in a cache. A timed pass makes up to 256 calls; repeats are such passes.",
     "graph_us: replay of one CUDA graph of all calls of a pass, by events. eager_us: the same "
-    "calls in a row by the host's clock, waiting for the last alone. CPU: eager_us.",
+    "calls in a row by the host's clock, waiting for the last alone. CPU: eager_us, after 10 ms of "
+    "untimed calls.",
     "read_floor_us: the bytes of logits that must move (`ops_cases.Case.minimum_bytes`) at the "
     "speed of reading 2 GiB (CPU: 256 MiB) once, measured in this run; share_of_floor: that over "
     "the median.",

@@ -6,6 +6,7 @@ shots that are compared take turns, so that whatever else the machine does falls
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ LEAST_CALL_US = 8.0
 MOST_CALLS = 256
 FLOOR_BYTES = 2 * 2**30
 CPU_FLOOR_BYTES = 2**28
+SETTLE_S = 0.01
 
 
 def graph_shot(calls: Sequence[Call]) -> Shot:
@@ -53,7 +55,11 @@ def graph_shot(calls: Sequence[Call]) -> Shot:
 
 
 def host_shot(calls: Sequence[Call], device: torch.device) -> Shot:
-    """A shot makes all calls in a row by the host's clock; on a GPU it waits for the last."""
+    """A shot makes all calls in a row by the host's clock; on a GPU it waits for the last.
+
+    On a CPU untimed calls come first, for SETTLE_S: the threads of what was timed before go on
+    spinning for some milliseconds, and would be charged to this (2.4 ms for a call of 1.2).
+    """
 
     def wait() -> None:
         if device.type == "cuda":
@@ -61,6 +67,11 @@ def host_shot(calls: Sequence[Call], device: torch.device) -> Shot:
 
     def shot() -> float:
         wait()
+        settled = time.perf_counter() + (SETTLE_S if device.type == "cpu" else 0)
+        for call in itertools.cycle(calls):
+            if time.perf_counter() >= settled:
+                break
+            call()
         start = time.perf_counter()
         for call in calls:
             call()

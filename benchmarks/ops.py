@@ -24,9 +24,10 @@ from types import ModuleType
 import torch
 
 from benchmarks import ops_baseline, ops_cases, ops_inputs, ops_timing
-from benchmarks.common import CODE, RESULTS, QuietTimer, goal, use_cores, whole_commit
+from benchmarks.common import CODE, RESULTS, QuietTimer, use_cores, whole_commit
 from benchmarks.ops_backends import Module, Ours, counts
-from benchmarks.ops_cases import DTYPES, Case
+from benchmarks.ops_cases import Case
+from benchmarks.ops_report import goal_notes, labels, report
 from benchmarks.ops_timing import Call, Shot
 from foretoken.lab.results import Row, Spread, Value, collect, write
 from foretoken.ops import BACKENDS, get_backend, unavailable
@@ -82,35 +83,51 @@ class Session:
         return 0.1 if self.options.quick else 0.25
 
 
-def measure(session: Session, case: Case, pools: ops_inputs.Pools) -> list[Row]:
-    """All implementations of one case, timed in turns; a row for each."""
-    inputs = ops_inputs.make(case, pools)
+def measure(session: Session, cases: list[Case], pools: ops_inputs.Pools) -> list[Row]:
+    """All implementations of some cases, all timed in turns; a row for each."""
     shots: dict[str, Shot] = {}
+    extra = {case.name: prepare_shots(session, case, pools, shots) for case in cases}
+    took = timed(session, shots)
+    shots.clear()
+    return [row for case in cases for row in rows_of(session, case, took, extra[case.name])]
+
+
+def prepare_shots(
+    session: Session, case: Case, pools: ops_inputs.Pools, shots: dict[str, Shot]
+) -> dict[str, dict[str, Value]]:
+    """Add a case's shots to `shots`; returns what each implementation's first calls showed."""
+    inputs = ops_inputs.make(case, pools)
     extra: dict[str, dict[str, Value]] = {}
-    accepted = 0.0
     for ours in session.ours:
-        with attempt(session, f"{case.name}: {ours.name}") as tried:
+        name = f"{case.name}: {ours.name}"
+        with attempt(session, name) as tried:
             calls = ours.calls(case, inputs)
             extra[ours.name] = first_calls(session, case, calls, inputs)
             if case.k:
                 found = torch.cat(counts(calls))
-                accepted = (found == case.k).double().mean().item()
+                extra[ours.name]["all_accepted"] = (found == case.k).double().mean().item()
                 extra[ours.name]["accepted_per_request"] = found.double().mean().item()
-            add_shots(session, shots, ours.name, calls, case)
+            add_shots(session, shots, name, calls, case)
             if case.against:
                 other = session.all_cases[case.against]
-                add_shots(session, shots, f"{ours.name} against", ours.calls(other, inputs), other)
+                add_shots(session, shots, f"{name} against", ours.calls(other, inputs), other)
         if tried.failed:
-            forget(shots, ours.name)
+            forget(shots, name)
     for module in session.modules if not case.curve else ():
-        with attempt(session, f"{case.name}: {module.name}") as tried:
-            calls = module.calls(case, inputs)
-            add_shots(session, shots, module.name, calls, case)
+        name = f"{case.name}: {module.name}"
+        with attempt(session, name) as tried:
+            add_shots(session, shots, name, module.calls(case, inputs), case)
         if tried.failed:
-            forget(shots, module.name)
-    took = timed(session, shots)
-    shots.clear()
-    return rows_of(session, case, took, extra, accepted)
+            forget(shots, name)
+    return extra
+
+
+def groups(cases: list[Case]) -> list[list[Case]]:
+    """Cases that are timed in turns: the points of a curve, so that no drift bends it; else one."""
+    by_curve: dict[str, list[Case]] = {}
+    for case in cases:
+        by_curve.setdefault(case.curve or case.name, []).append(case)
+    return [*by_curve.values()]
 
 
 class attempt:
@@ -136,7 +153,7 @@ class attempt:
 
 def forget(shots: dict[str, Shot], name: str) -> None:
     """Drop what was prepared of an implementation that failed."""
-    for key in [key for key in shots if key.split(" ")[0] == name]:
+    for key in [key for key in shots if key.startswith(f"{name} ")]:
         del shots[key]
 
 
@@ -196,91 +213,39 @@ def rows_of(
     case: Case,
     took: dict[str, list[float]],
     extra: dict[str, dict[str, Value]],
-    accepted: float,
 ) -> list[Row]:
     """From microseconds per shot to one row per implementation."""
     mode = "graph_us" if session.device.type == "cuda" else "eager_us"
-    moved = case.minimum_bytes(accepted)
+    accepted = [values.pop("all_accepted", 0.0) for values in extra.values()]
+    moved = case.minimum_bytes(accepted[-1] if accepted else 0.0)
     floor_us = moved / session.floor_gb_per_s / 1e3
     rows = []
     for name in [one.name for one in (*session.ours, *session.modules)]:
-        if f"{name} {mode}" not in took:
+        own = f"{case.name}: {name}"
+        if f"{own} {mode}" not in took:
             continue
-        mine = took[f"{name} {mode}"]
+        mine = took[f"{own} {mode}"]
         values: dict[str, Value] = {
-            each: Spread.of(took[f"{name} {each}"], "us")
+            each: Spread.of(took[f"{own} {each}"], "us")
             for each in ("graph_us", "eager_us")
-            if f"{name} {each}" in took
+            if f"{own} {each}" in took
         }
         per_logit = 1000 / (case.rows * case.vocabulary)
         values["ns_per_logit"] = Spread.of([us * per_logit for us in mine], "ns")
         values["bytes"] = moved
         values["read_floor_us"] = floor_us
         values["share_of_floor"] = floor_us / statistics.median(mine)
-        against = took.get(f"{name} against {mode}")
+        against = took.get(f"{own} against {mode}")
         if against:
             pairs = zip(mine, against, strict=False)
             values["ratio"] = Spread.of([a / b for a, b in pairs], "x")
-        theirs = took.get(f"{ops_baseline.NAME} {mode}")
+        theirs = took.get(f"{case.name}: {ops_baseline.NAME} {mode}")
         if theirs and name != ops_baseline.NAME:
             ratios = [b / a for a, b in zip(mine, theirs, strict=False)]
             values[f"speedup_over_{ops_baseline.NAME}"] = Spread.of(ratios, "x")
         values |= extra.get(name, {})
-        rows.append(Row(f"{case.name}: {name}", labels(case, name), values))
+        rows.append(Row(own, labels(case, name), values))
     return rows
-
-
-def labels(case: Case, name: str) -> dict[str, str | int | float | bool | None]:
-    """What a reader selects rows by."""
-    return {
-        "engine": name,
-        "case": case.name,
-        "op": case.op,
-        "rows": case.rows,
-        "vocabulary": case.vocabulary,
-        "dtype": DTYPES[case.dtype],
-        "curve": case.curve,
-        "x": case.x,
-    }
-
-
-def goal_notes(cases: list[Case], rows: list[Row], ours: list[Ours]) -> list[str]:
-    """A note per goal and backend that has a figure for it."""
-    found = {row.case: row for row in rows}
-    units = {"graph_us": "us, graph", "eager_us": "us, eager", "ns_per_logit": "ns per logit"}
-    notes = []
-    for case in cases:
-        for wanted in case.goals:
-            for backend in ours:
-                row = found.get(f"{case.name}: {backend.name}")
-                if row is None or wanted.value not in row.values:
-                    continue
-                if wanted.backend in (None, backend.name):
-                    what = units.get(wanted.value, wanted.value.replace("_", " "))
-                    what += f" ({wanted.note})" if wanted.note else ""
-                    named = f"{row.case}: {what}"
-                    notes.append(goal(named, row, wanted.value, wanted.bound, wanted.least))
-    return notes
-
-
-def report(rows: list[Row]) -> None:
-    """One line per implementation of a case."""
-    for row in rows:
-        cells = [f"{row.case:<72}"]
-        for value in ("graph_us", "eager_us"):
-            us = row.values.get(value)
-            if isinstance(us, Spread):
-                cells.append(f"{value[:5]} {us.median:9.1f} ({us.q1:.1f}-{us.q3:.1f}) us")
-        cells.append(f"{row.values['share_of_floor']:4.0%} of floor")
-        for value in ("ratio", f"speedup_over_{ops_baseline.NAME}"):
-            ratio = row.values.get(value)
-            if isinstance(ratio, Spread):
-                cells.append(f"{value.split('_')[0]} {ratio.median:.3g}x")
-        if "accepted_per_request" in row.values:
-            cells.append(f"accepted {row.values['accepted_per_request']:.2f}")
-        if "extra_memory_share" in row.values:
-            cells.append(f"memory {row.values['extra_memory_share']:.2%}")
-        print("  ".join(cells), flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -364,10 +329,11 @@ def main() -> None:
     cases = ops_cases.chosen([*session.all_cases.values()], options.only, options.quick)
     pools, rows = ops_inputs.Pools(session.device), []
     print(f"{len(cases)} cases; reading: {session.floor_gb_per_s:.0f} GB/s", flush=True)
-    for case in cases:
-        with torch.inference_mode(), attempt(session, case.name):
-            rows += measure(session, case, pools)
-            report([row for row in rows if row.labels["case"] == case.name])
+    for group in groups(cases):
+        with torch.inference_mode(), attempt(session, group[0].name):
+            found = measure(session, group, pools)
+            report(found)
+            rows += found
         gc.collect()
         if session.device.type == "cuda":
             torch.cuda.empty_cache()  # the pools of the graphs that are gone

@@ -9,20 +9,13 @@ from benchmarks.markup import markdown, number, percent, where
 from benchmarks.plot import Series, line_chart
 from foretoken.lab.results import Results, Row, Spread, read
 
-FILES = ("ops_gpu", "ops_gpu_growth", "ops_cpu")
+FILES = ("ops_gpu", "ops_cpu")
 GROWTH = ("rows", "vocabulary")
 
 
 def ops_gpu(folder: Path) -> str:
-    """Every case on a GPU, graph replay and eager, and the growth of replays.
-
-    Curves that were measured in a run of their own are in `ops_gpu_growth.json`.
-    """
-    text, curves = table(read(folder / "ops_gpu.json")), folder / "ops_gpu_growth.json"
-    if not curves.exists():
-        return text
-    results = read(curves)
-    return text + growth(results) + where(results)
+    """Every case on a GPU, graph replay and eager, and the growth of replays."""
+    return table(read(folder / "ops_gpu.json"))
 
 
 def ops_cpu(folder: Path) -> str:
@@ -33,7 +26,7 @@ def ops_cpu(folder: Path) -> str:
 def table(results: Results) -> str:
     """Microseconds of every case and implementation; figures and lines of the growth curves."""
     ours, others = results.shapes["backends"], results.shapes["baselines"]
-    mode, gpu = timed_by(results), results.name.startswith("ops_gpu")
+    mode, gpu = timed_by(results), results.name == "ops_gpu"
     header = ["µs per call, median (quartiles)"]
     for name in ours:
         header += [f"`{name}`, graph replay", "eager"] if gpu else [f"`{name}`"]
@@ -60,7 +53,7 @@ def table(results: Results) -> str:
 
 def timed_by(results: Results) -> str:
     """The value that goals and curves are about."""
-    return "graph_us" if results.name.startswith("ops_gpu") else "eager_us"
+    return "graph_us" if results.name == "ops_gpu" else "eager_us"
 
 
 def quartiles(row: Row | None, name: str, short: bool = False) -> str:
@@ -118,7 +111,7 @@ def growth(results: Results) -> str:
 def charts(results: Results) -> dict[str, tuple[str, str]]:
     """File name -> title and SVG text of each figure of the growth curves."""
     found = {}
-    device = "GPU" if results.name.startswith("ops_gpu") else "CPU"
+    device = "GPU" if results.name == "ops_gpu" else "CPU"
     for what in GROWTH:
         lines = []
         for name, curve in points(results).items():

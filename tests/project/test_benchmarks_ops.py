@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import ops, ops_baseline, ops_inputs, ops_timing
+from benchmarks import ops, ops_baseline, ops_inputs, ops_report, ops_timing
 from benchmarks.ops_backends import Module, Ours, rates
 from benchmarks.ops_cases import Case, Goal, chosen, cpu_cases, gpu_cases
 from benchmarks.ops_inputs import Pools, make, rows_of
@@ -227,14 +227,14 @@ def test_a_case_gives_a_row_per_implementation_and_its_goals_verdicts(
 ) -> None:
     goals = (Goal("ratio", 1e9), Goal("eager_us", 0.0), Goal("graph_us", 1.0))
     case = verify_case("synthetic", goals=goals)
-    rows = ops.measure(session, case, Pools(CPU))
+    rows = ops.measure(session, [case], Pools(CPU))
     assert [row.labels["engine"] for row in rows] == ["stand_in", "pytorch"]
     mine = rows[0].values
     assert isinstance(mine["ratio"], Spread)
     assert isinstance(mine["speedup_over_pytorch"], Spread)
     assert mine["read_floor_us"] == pytest.approx(mine["bytes"] / 1e4)
     assert mine["draft_cache_bytes"] == 8 * 3 * V * 4
-    first, second = ops.goal_notes([case], rows, session.ours)
+    first, second = ops_report.goal_notes([case], rows, session.ours)
     assert first.endswith("goal <= 1e+09: reached.")
     assert second.endswith("goal <= 0: NOT reached.")
     assert second.startswith("verify synthetic: stand_in: us, eager ")
@@ -250,10 +250,10 @@ def test_a_gpu_is_timed_in_graphs_and_eagerly_and_its_memory_counted(
     session.device = torch.device("cuda")
     goals = (Goal("graph_us", 0.0), Goal("eager_us", 1e9, note="stretch"))
     case = verify_case("synthetic", goals=(*goals, Goal("extra_memory_share", 0.02)))
-    rows = ops.measure(session, case, Pools(CPU))
+    rows = ops.measure(session, [case], Pools(CPU))
     assert {"graph_us", "eager_us", "ratio"} <= set(rows[0].values)
     assert rows[0].values["extra_memory_share"] == 1 / 32
-    notes = ops.goal_notes([case], rows, session.ours)
+    notes = ops_report.goal_notes([case], rows, session.ours)
     assert [note.partition(", goal")[2] for note in notes] == [
         " <= 0: NOT reached.",
         " <= 1e+09: reached.",
@@ -261,7 +261,7 @@ def test_a_gpu_is_timed_in_graphs_and_eagerly_and_its_memory_counted(
     ]
     assert "us, eager (stretch)" in notes[1]
     point = Case("sample", "sample, rows, x=4", 4, vocabulary=V, curve="sample, rows", x=4)
-    assert [row.case for row in ops.measure(session, point, Pools(CPU))] == [
+    assert [row.case for row in ops.measure(session, [point], Pools(CPU))] == [
         "sample, rows, x=4: stand_in"
     ]
 
@@ -270,7 +270,7 @@ def test_what_a_module_lacks_is_skipped_and_what_fails_is_named(session: ops.Ses
     partial = types.ModuleType("partial")
     session.modules.append(Module("partial", partial))
     case = Case("sample", "sample", 4, vocabulary=V)
-    assert len(ops.measure(session, case, Pools(CPU))) == 2
+    assert len(ops.measure(session, [case], Pools(CPU))) == 2
     assert session.failed == []
 
     def broken(**_: Any) -> None:
@@ -278,7 +278,7 @@ def test_what_a_module_lacks_is_skipped_and_what_fails_is_named(session: ops.Ses
 
     partial.sample = broken  # type: ignore[attr-defined]
     session.options.raise_errors = False
-    assert len(ops.measure(session, case, Pools(CPU))) == 2
+    assert len(ops.measure(session, [case], Pools(CPU))) == 2
     assert session.failed == ["sample: partial failed: ValueError no such layout"]
 
 
@@ -290,7 +290,7 @@ def test_a_wrong_token_is_not_timed(session: ops.Session) -> None:
     session.ours = [Ours("wrong", Wrong())]  # type: ignore[arg-type]
     case = Case("sample", "sample", 4, vocabulary=V, top_k=20)
     with pytest.raises(RuntimeError, match="not among the top 20"):
-        ops.measure(session, case, Pools(CPU))
+        ops.measure(session, [case], Pools(CPU))
 
 
 def test_shots_are_long_enough_and_take_turns() -> None:

@@ -1,7 +1,8 @@
 """The joint law of emitted tokens is the target's, and each way to break it is noticed.
 
-`make test` runs a pairwise selection of the matrix on every backend of this machine, `make law` all
-of it. The cases are in `tests/support/law_cases.py`; `benchmarks/law.py` records them.
+These are a pairwise selection of the matrix, on every backend of this machine; `make law` checks
+and records all of it on the fastest one, by `benchmarks/law.py`. The cases are in
+`tests/support/law_cases.py`.
 """
 
 from __future__ import annotations
@@ -41,24 +42,10 @@ def test_joint_law(on: On, case: Case) -> None:
     require(check_case(case, on.backend, on.device, on.quick))
 
 
-@pytest.mark.law
-@each_backend
-@named("case", matrix())
-def test_joint_law_full(on: On, case: Case) -> None:
-    require(check_case(case, on.backend, on.device))
-
-
 @fastest
 @named("case", extra_cases()[::2])
 def test_joint_law_of_longer_runs_and_other_vocabularies(on: On, case: Case) -> None:
     require(check_case(case, on.backend, on.device, on.quick // 2))
-
-
-@pytest.mark.law
-@each_backend
-@named("case", extra_cases())
-def test_joint_law_of_longer_runs_full(on: On, case: Case) -> None:
-    require(check_case(case, on.backend, on.device))
 
 
 @each_backend

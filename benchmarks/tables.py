@@ -246,6 +246,22 @@ GOALS = ("speed", "throughput", "profile", "prefix", "curves", "ops_gpu", "ops_c
 LEAST_R_SQUARED = 0.99
 
 
+def laws(folder: Path) -> str:
+    """The statistical laws of every record: how many numbers, and how many missed their bounds."""
+    kinds = ("joint", "mutants", "noise-fp32", "vocabularies", "synthetic", "far_rows")
+    lines, places = [], ""
+    for path in sorted(folder.glob("law*.json")):
+        results = read(path)
+        named = [str(row.labels["law"]) for row in results.rows]
+        others = sum(name not in kinds for name in named)
+        broken = sum(not row.labels["passed"] for row in results.rows)
+        counts = [str(named.count(kind)) for kind in kinds]
+        lines.append([f"`{results.name}`", *counts, str(others), str(len(named)), str(broken)])
+        places += where(results)
+    header = ["numbers of", *kinds, "others", "in all", "outside their bounds"]
+    return markdown(header, lines) + places
+
+
 def goals(folder: Path) -> str:
     """Every note of the results files that names a goal, and the straightness of step times."""
     rows = []
@@ -287,6 +303,7 @@ def goal_parts(note: str) -> list[str]:
 TABLES: dict[str, Callable[[Path], str]] = {
     "summary": summary,
     "goals": goals,
+    "laws": laws,
     "speed": speed,
     "profile": profile,
     "acceptance": acceptance,

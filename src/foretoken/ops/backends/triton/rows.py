@@ -23,6 +23,7 @@ from foretoken.ops.backends.triton.noise import log2
 BLOCK = tl.constexpr(1024)  # ids per block of the hierarchical draw
 GROUP = tl.constexpr(64)  # ids per group whose maximum is kept
 CAPACITY = tl.constexpr(128)  # entries of a row's list of survivors
+FIXED = tl.constexpr(1099511627776.0)  # 2^40: sums of integers are the same in any order
 CHUNK = tl.constexpr(128)  # requests whose rows `first_row` sums at once
 _ENTRIES_AT_ONCE = tl.constexpr(512)
 
@@ -204,10 +205,10 @@ def log2_sum(x):
 
 @triton.jit
 def log2_sum_exactly(x):
-    """`log2_sum` in units of 2^-40 of the largest: the same whatever the number of warps."""
+    """`log2_sum` in units of 1 / FIXED of the largest: the same whatever the number of warps."""
     top = tl.max(x, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum((tl.exp2(x - base) * 1099511627776.0).to(tl.int64), axis=0)
+    total = tl.sum((tl.exp2(x - base) * FIXED).to(tl.int64), axis=0)
     return base + log2(total.to(tl.float32)) - 40
 
 

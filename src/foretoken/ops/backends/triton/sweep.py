@@ -35,6 +35,7 @@ from foretoken.ops.backends.triton.guess import (
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     CAPACITY,
+    FIXED,
     key_of,
     let_next_start,
     load_masses,
@@ -47,7 +48,6 @@ from foretoken.ops.backends.triton.rows import (
 GUESSING = 132 * 2  # programs that guess, at most; they loop
 PROGRAMS = 132 * 20  # that sweep, likewise
 PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
-FIXED = tl.constexpr(1099511627776.0)  # 2^40
 _PART = tl.constexpr(256)  # of a block, loaded again: listing all of it at once takes 138 registers
 _ASIDE = tl.constexpr(0.45)  # of the list's room, on either side of a second guess
 _LENGTHS = tl.constexpr(2048)  # more than a block's

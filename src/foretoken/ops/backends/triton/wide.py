@@ -48,6 +48,7 @@ from foretoken.ops.backends.triton.guess import (
 from foretoken.ops.backends.triton.noise import LOG2E, gumbel_span, log2
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
+    FIXED,
     first_row,
     is_flat,
     key_of,
@@ -61,7 +62,6 @@ from foretoken.ops.backends.triton.rows import (
 )
 from foretoken.ops.backends.triton.scan import flat_noise
 from foretoken.ops.backends.triton.sweep import (
-    FIXED,
     guess_of,
     packed,
     swept_twice,

@@ -13,6 +13,9 @@ struct Filters {
   float temperature;
   int64_t top_k;
   double top_p, min_p;
+
+  bool rank(int64_t size) const { return top_k > 0 && top_k < size; }
+  bool keep_all(int64_t size) const { return !rank(size) && top_p >= 1 && min_p <= 0; }
 };
 
 struct Token {
@@ -47,19 +50,30 @@ struct Distribution {
 // log softmax at one raw logit; the same arithmetic for p and q, so that equal rows cancel.
 inline double log_of(double x, double temperature, double lse) { return x / temperature - lse; }
 
+// A row of which nothing is known or dropped yet.
+void begin(const Row& row, float temperature, Distribution& d);
+
 void measure(const Row& row, const Filters& filters, Distribution& d);
 
-// Blocks' masses of what is at or above `d.threshold`, and the LSE; `top` is known.
+// Maxima, `peak_J`, `column` and `top`; false if there is a NaN or the largest is not finite.
+bool measure_peaks(Distribution& d);
+
+// Maxima, blocks' masses and the LSE, nothing dropped.
 void measure_masses(Distribution& d);
+
+// Blocks' masses of what is at or above `d.threshold`, and the LSE, of a row whose maxima are known.
+void measure_kept(Distribution& d);
+
+// The log-mass of block j, nothing dropped, as `measure_masses` has it, and an upper bound of it from
+// `d.column` alone: a sixteenth of the exponentials. The block's maximum is known and not -inf.
+float mass_of(const Distribution& d, int64_t j);
+float bound_of(const Distribution& d, int64_t j);
 
 // Fill `d.kept` with the tokens at or above `lower` (-inf is never one). Needs `d.column`.
 void gather(Distribution& d, float lower);
 
 // A lower bound of the k-th largest logit that few tokens reach. Needs `d.column`.
 float rank_bound(const Distribution& d, int64_t k);
-
-// Maxima: `peak_J`, `column` and `top`; false if there is a NaN or the largest is not finite.
-bool measure_peaks(Distribution& d);
 
 // Lowest id of the largest logit of a row and whether the row is finite.
 struct Largest {

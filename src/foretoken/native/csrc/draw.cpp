@@ -18,8 +18,13 @@ bool any_word(const uint32_t* word, uint32_t limit) {
   return any(found);
 }
 
-// The words of 64 draws as the cipher gives them, and by draw. Putting them in order takes longer
-// than making them, and few are ever looked at.
+constexpr float kLogBlock = 6.9314718f;  // log 1024
+constexpr double kFewWords = 0x1p29;  // up to which 8 of 64 words need a look
+
+// Noise below this is known by this bound alone: FP32 does not resolve 1 - u above u = 0.99999.
+constexpr float kCoarse = -2.443f;
+
+// The words of 64 draws, as the cipher gives them: few are ever looked at one by one.
 struct Words {
   uint32_t raw[2][4][16];
   bool fp64;
@@ -27,6 +32,13 @@ struct Words {
   Words(int64_t first, const Address& a, bool wide) : fp64(wide) {
     words16(static_cast<uint32_t>(first / (wide ? 2 : 4)), a, raw[0]);
     if (wide) words16(static_cast<uint32_t>(first / 2) + 16, a, raw[1]);
+  }
+
+  // The (leading) word of a draw, and in FP64 the other.
+  uint32_t high(int i) const { return fp64 ? raw[i / 32][i % 2 * 2][i / 2 % 16] : raw[0][i % 4][i / 4]; }
+  uint32_t low(int i) const { return fp64 ? raw[i / 32][i % 2 * 2 + 1][i / 2 % 16] : 0; }
+  double gumbel(int i) const {
+    return foretoken::gumbel(fp64 ? uniform64(high(i), low(i)) : uniform32(high(i)));
   }
 
   // Whether the (leading) word of a draw is at most `limit`.
@@ -37,11 +49,17 @@ struct Words {
            any_word(fp64 ? second[2] : raw[0][3], limit);
   }
 
-  void order(uint32_t* high, uint32_t* low) const {
-    for (int i = 0; i < 64; i++) {
-      const int word = fp64 ? i % 2 * 2 : i % 4, group = fp64 ? i / 2 : i / 4;
-      high[i] = raw[group / 16][word][group % 16];
-      low[i] = fp64 ? raw[group / 16][word + 1][group % 16] : 0;
+  // The noise of all, in FP32.
+  void noise(float* out) const {
+    alignas(64) uint32_t h[64], l[64];
+    for (int i = 0; i < 64; i++) h[i] = high(i), l[i] = low(i);
+    for (int i = 0; i < 64; i += kWidth) {
+      BitVec a, b;
+      std::memcpy(&a, h + i, sizeof a);
+      std::memcpy(&b, l + i, sizeof b);
+      const Vec rest = fp64 ? __builtin_convertvector(b, Vec) * 0x1p-64f : splat(0x1p-33f);
+      const Vec u = min(__builtin_convertvector(a, Vec) * 0x1p-32f + rest, splat(0.99999f));
+      store(out + i, -log(-log1m(u)));
     }
   }
 };
@@ -81,7 +99,46 @@ int64_t draw_listed(const std::vector<Listed>& list, const Noise& noise, int64_t
 
 // Memory of this thread for lists and masses of the row that it is at.
 thread_local std::vector<Listed> scratch_list;
-thread_local std::vector<float> scratch_masses;
+thread_local std::vector<float> scratch_masses, scratch_noise;
+
+// argmax of log-mass + noise over the blocks of a row whose maxima alone are known. A block weighs at
+// most 1024 times its largest token: of 149 blocks some 15 may then reach what the likeliest does,
+// some 5 by the bound of their columns, and only these are weighed.
+int64_t draw_block(const Distribution& d, const Noise& noise) {
+  std::vector<float>& reach_J = scratch_masses;
+  std::vector<float>& gumbel_J = scratch_noise;
+  reach_J.resize(d.peak_J.size());
+  gumbel_J.resize(d.peak_J.size());
+  for (size_t j = 0; j < reach_J.size(); j += 64) {
+    Words(static_cast<int64_t>(j), noise.block, noise.fp64).noise(&gumbel_J[j]);
+    for (size_t i = j; i < j + 64; i += kWidth) {
+      store(&gumbel_J[i], load(&gumbel_J[i]) + 1e-3f);  // more than FP32 rounds
+      store(&reach_J[i], (load(&d.peak_J[i]) - d.top) * d.inverse + load(&gumbel_J[i]));
+    }
+  }
+  Race blocks(noise.block, noise.fp64);
+  const auto weigh = [&](int64_t j) {
+    blocks.offer(mass_of(d, j), j);
+    reach_J[j] = kMinusInfinity;
+  };
+  const auto best = [&] { return std::max_element(reach_J.begin(), reach_J.end()) - reach_J.begin(); };
+  weigh(best());
+  for (int64_t j = 0; j < d.row.blocks(); j++)
+    if (reach_J[j] > kMinusInfinity && reach_J[j] + kLogBlock >= blocks.score()) {
+      reach_J[j] = bound_of(d, j) + gumbel_J[j];
+    } else {
+      reach_J[j] = kMinusInfinity;
+    }
+  for (int64_t j = best(); reach_J[j] >= blocks.score(); j = best()) weigh(j);
+  return blocks.id();
+}
+
+int64_t draw_within(const Distribution& d, int64_t j, const Noise& noise) {
+  alignas(64) float z[kBlock];
+  Race race(noise.token, noise.fp64);
+  race.offer(z, j * kBlock, d.scaled_block(j, z));
+  return std::min(race.id(), d.row.size - 1);
+}
 
 }  // namespace
 
@@ -90,37 +147,33 @@ void Race::offer(float z, int64_t id) {
   enter(z + gumbel(uniform_at(id, address_, fp64_)), id);
 }
 
-// Noise is looked at in three steps, each for the few that the one before leaves: words, in which
-// the winning tail is u -> 0; scores in FP32; scores as they are defined.
+// Noise is looked at in steps, each for the few that the one before leaves: words, in which the
+// winning tail is u -> 0; where no bound of these is low, scores in FP32; scores as they are defined.
 void Race::offer64(const float* z, int64_t first) {
   const float peak = peak64(z);
   if (!(peak > kMinusInfinity)) return;
   const Words words(first, address_, fp64_);
   // z + G > score needs -log1p(-u) < e^(z - score), hence u < e^(z - score).
   const double limit = std::exp(peak - score_) * 4294967296.0 * 1.001 + 1;
-  if (limit < 4294967295.0 && !words.any_below(static_cast<uint32_t>(limit))) return;
-  alignas(64) uint32_t high[64], low[64];
-  words.order(high, low);
-  alignas(64) float score[64];
+  if (limit < kFewWords) {
+    const auto least = static_cast<uint32_t>(limit);
+    if (!words.any_below(least)) return;
+    for (int i = 0; i < 64; i++)
+      if (words.high(i) <= least && z[i] > kMinusInfinity) enter(z[i] + words.gumbel(i), first + i);
+    return;
+  }
+  alignas(64) float noise[64], score[64];
+  words.noise(noise);
   Vec best = splat(kMinusInfinity);
   for (int i = 0; i < 64; i += kWidth) {
-    BitVec h, l;
-    std::memcpy(&h, high + i, sizeof h);
-    std::memcpy(&l, low + i, sizeof l);
-    const Vec rest = fp64_ ? __builtin_convertvector(l, Vec) * 0x1p-64f : splat(0x1p-33f);
-    const Vec u = min(__builtin_convertvector(h, Vec) * 0x1p-32f + rest, splat(0.99999994f));
-    const Vec s = load(z + i) - log(-log1m(u));
-    const IntVec coarse = u > splat(0.99999f);  // FP32 does not resolve 1 - u there
-    store(score + i, coarse ? splat(-kMinusInfinity) : s);
-    best = max(coarse ? splat(kMinusInfinity) : s, best);
+    const Vec g = load(noise + i), s = load(z + i) + g;
+    store(score + i, s);
+    best = max(g < splat(kCoarse) ? splat(kMinusInfinity) : s, best);
   }
   const double reach = std::max(static_cast<double>(max_lane(best)), score_);
   const double least = reach - 1e-4 - 1e-6 * std::abs(reach);
-  for (int i = 0; i < 64; i++) {
-    if (score[i] < least || z[i] == kMinusInfinity) continue;
-    const double u = fp64_ ? uniform64(high[i], low[i]) : uniform32(high[i]);
-    enter(z[i] + gumbel(u), first + i);
-  }
+  for (int i = 0; i < 64; i++)
+    if (score[i] >= least && z[i] > kMinusInfinity) enter(z[i] + words.gumbel(i), first + i);
 }
 
 int64_t draw(const Distribution& d, const Noise& noise) {
@@ -129,22 +182,27 @@ int64_t draw(const Distribution& d, const Noise& noise) {
     for (const Token& t : d.kept) scratch_list.push_back({(t.logit - d.top) * d.inverse, t.id});
     return draw_listed(scratch_list, noise, d.row.size);
   }
-  alignas(64) float z[kBlock];
-  Race race(noise.token, noise.fp64);
   if (noise.flat) {
+    alignas(64) float z[kBlock];
+    Race race(noise.token, noise.fp64);
     for (int64_t j = 0; j < d.row.blocks(); j++)
       if (!race.beats((d.peak_J[j] - d.top) * d.inverse))
         race.offer(z, j * kBlock, d.scaled_block(j, z));
     return race.id();
   }
-  int64_t j = 0;
-  if (d.row.blocks() > 1) {
-    Race blocks(noise.block, noise.fp64);
-    blocks.offer(d.mass_J.data(), 0, static_cast<int64_t>(d.mass_J.size()));
-    j = std::min(blocks.id(), d.row.blocks() - 1);
+  if (d.row.blocks() == 1) return draw_within(d, 0, noise);
+  Race blocks(noise.block, noise.fp64);
+  blocks.offer(d.mass_J.data(), 0, static_cast<int64_t>(d.mass_J.size()));
+  return draw_within(d, std::min(blocks.id(), d.row.blocks() - 1), noise);
+}
+
+int64_t draw(const Row& row, const Filters& filters, const Noise& noise, Distribution& d) {
+  if (noise.flat || row.blocks() == 1 || !filters.keep_all(row.size)) {
+    measure(row, filters, d);
+    return d.finite() ? draw(d, noise) : 0;
   }
-  race.offer(z, j * kBlock, d.scaled_block(j, z));
-  return std::min(race.id(), d.row.size - 1);
+  begin(row, filters.temperature, d);
+  return measure_peaks(d) ? draw_within(d, draw_block(d, noise), noise) : 0;
 }
 
 double Draft::log_of(int64_t id, float temperature) const {

@@ -25,6 +25,7 @@ class Race {
   }
   // Whether no id with this z can win any more, whatever its noise.
   bool beats(float z) const { return z + (fp64_ ? 38.0f : 23.0f) < score_; }
+  double score() const { return score_; }
   int64_t id() const { return id_; }
   bool some() const { return score_ > kNothing; }  // whether there was anything but -inf
 
@@ -40,6 +41,9 @@ class Race {
 
 // A token of the law that `d` describes; some id if it is not finite.
 int64_t draw(const Distribution& d, const Noise& noise);
+
+// The same token, 0 if the row is not finite, where nothing else of the law is wanted.
+int64_t draw(const Row& row, const Filters& filters, const Noise& noise, Distribution& scratch);
 
 // q of a draft row, stated again from what is cached: softmax of x / T over x >= threshold.
 struct Draft {

@@ -109,20 +109,24 @@ void settle(Distribution& d, bool complete) {
     d.kept.erase(end, d.kept.end());
     d.listed = d.kept.size() <= kListed;
   }
-  if (!d.listed) return measure_masses(d);
+  if (!d.listed) return measure_kept(d);
   d.lse = static_cast<double>(d.top) / d.temperature + std::log(weight_of(d, kMinusInfinity));
 }
 
 }  // namespace
 
-void measure(const Row& row, const Filters& f, Distribution& d) {
+void begin(const Row& row, float temperature, Distribution& d) {
   d.row = row;
-  d.temperature = f.temperature;
-  d.inverse = 1.0f / f.temperature;
+  d.temperature = temperature;
+  d.inverse = 1.0f / temperature;
   d.threshold = kMinusInfinity;
   d.listed = false;
-  const bool by_rank = f.top_k > 0 && f.top_k < row.size, by_mass = f.top_p < 1;
-  if (!by_rank && !by_mass && f.min_p <= 0) return measure_masses(d);
+}
+
+void measure(const Row& row, const Filters& f, Distribution& d) {
+  begin(row, f.temperature, d);
+  const bool by_rank = f.rank(row.size), by_mass = f.top_p < 1;
+  if (f.keep_all(row.size)) return measure_masses(d);
   if (!measure_peaks(d)) {
     d.lse = std::numeric_limits<double>::quiet_NaN();
     return;
@@ -133,7 +137,7 @@ void measure(const Row& row, const Filters& f, Distribution& d) {
   if (by_rank) {
     lower = std::max(lower, rank_bound(d, f.top_k));
   } else if (f.min_p <= 0) {
-    measure_masses(d);
+    measure_kept(d);
     lower = rank_bound(d, kGuess);
   }
   gather(d, lower);

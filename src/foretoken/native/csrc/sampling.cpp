@@ -114,11 +114,10 @@ void sample(const Params& params, const Rows& rows, const Places& p, int64_t* to
       token_N[n] = largest(row).id;
       return;
     }
-    measure(row, params.filters(slot), scratch());
     const Place place{slot, p.position_N[n], p.draft_index_N[n], size, p.fp64_noise != 0};
     const Noise noise = place.noise(params, static_cast<int>(p.token_stream),
                                     static_cast<int>(p.block_stream));
-    token_N[n] = scratch().finite() ? foretoken::draw(scratch(), noise) : 0;
+    token_N[n] = foretoken::draw(row, params.filters(slot), noise, scratch());
   });
 }
 

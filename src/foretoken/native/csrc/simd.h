@@ -77,11 +77,22 @@ inline BitVec multiply_high(BitVec v, uint32_t m) {
 #endif
 }
 
+// Compilers widen each half of a vector, and put them together.
+inline BitVec widen(HalfVec h) {
+#if defined(__AVX512F__)
+  return (BitVec)_mm512_cvtepu16_epi32((__m256i)h);
+#elif defined(__AVX2__)
+  return (BitVec)_mm256_cvtepu16_epi32((__m128i)h);
+#else
+  return __builtin_convertvector(h, BitVec);
+#endif
+}
+
 // Sixteen-bit floats of their bits, exactly.
-inline Vec from_bfloat16(HalfVec h) { return (Vec)(__builtin_convertvector(h, BitVec) << 16); }
+inline Vec from_bfloat16(HalfVec h) { return (Vec)(widen(h) << 16); }
 
 inline Vec from_float16(HalfVec h) {
-  const BitVec bits = __builtin_convertvector(h, BitVec), sign = (bits & 0x8000u) << 16;
+  const BitVec bits = widen(h), sign = (bits & 0x8000u) << 16;
   const BitVec rest = (bits & 0x7fffu) << 13;
   const Vec scaled = (Vec)rest * 5.192296858534828e33f;  // 2^112: the exponent's new bias
   const IntVec special = (IntVec)rest >= 0x0f800000;     // infinity or NaN

@@ -14,8 +14,8 @@ struct Filters {
   int64_t top_k;
   double top_p, min_p;
 
-  bool rank(int64_t size) const { return top_k > 0 && top_k < size; }
-  bool keep_all(int64_t size) const { return !rank(size) && top_p >= 1 && min_p <= 0; }
+  bool by_rank(int64_t size) const { return top_k > 0 && top_k < size; }
+  bool keep_all(int64_t size) const { return !by_rank(size) && top_p >= 1 && min_p <= 0; }
 };
 
 struct Token {

@@ -125,7 +125,7 @@ void begin(const Row& row, float temperature, Distribution& d) {
 
 void measure(const Row& row, const Filters& f, Distribution& d) {
   begin(row, f.temperature, d);
-  const bool by_rank = f.rank(row.size), by_mass = f.top_p < 1;
+  const bool by_rank = f.by_rank(row.size), by_mass = f.top_p < 1;
   if (f.keep_all(row.size)) return measure_masses(d);
   if (!measure_peaks(d)) {
     d.lse = std::numeric_limits<double>::quiet_NaN();

@@ -4,8 +4,9 @@
     python -m benchmarks.ops --only verify --quick    cases with a goal whose name holds `verify`
     python -m benchmarks.ops --baseline my.adapter    times another library too: see ops_baseline
 
-Writes ops_gpu.json or ops_cpu.json. A GPU is timed twice, replaying a CUDA graph of many calls and
-eagerly, on logits that no cache holds; a CPU eagerly, with `--cores` threads.
+Writes ops_gpu.json, ops_cpu.json or, on a CPU with 512-bit vectors, ops_avx512.json. A GPU is timed
+twice, replaying a CUDA graph of many calls and eagerly, on logits that no cache holds; a CPU
+eagerly, with `--cores` threads.
 """
 
 from __future__ import annotations
@@ -347,13 +348,20 @@ def main() -> None:
         sys.exit(1)
 
 
+def results_name(device: torch.device) -> str:
+    """The results file of a machine's kind, without its suffix."""
+    if device.type == "cuda":
+        return "ops_gpu"
+    return "ops_avx512" if torch.backends.cpu.get_cpu_capability() == "AVX512" else "ops_cpu"
+
+
 def save(session: Session, cases: list[Case], rows: list[Row]) -> Path:
     """Write what there is, after every case: a run that is cut short keeps it, and says so."""
     done = {row.labels["case"] for row in rows}
     cut = [f"{len(done)} of {len(cases)} cases."] if len(done) < len(cases) else []
     notes = [*NOTES, *goal_notes(cases, rows, session.ours), *session.failed, *cut]
     notes += [session.quiet.note()] if session.quiet else []
-    name = "ops_gpu" if session.device.type == "cuda" else "ops_cpu"
+    name = results_name(session.device)
     command = shlex.join(["python", "-m", "benchmarks.ops", *sys.argv[1:]])
     code = (session.options.commit, False) if session.options.commit else CODE
     return write(collect(name, command, shapes(session), rows, notes, code), session.options.out)

@@ -9,18 +9,13 @@ from benchmarks.markup import markdown, number, percent, where
 from benchmarks.plot import Series, line_chart
 from foretoken.lab.results import Results, Row, Spread, read
 
-FILES = ("ops_gpu", "ops_cpu")
+FILES = ("ops_gpu", "ops_cpu", "ops_avx512")
 GROWTH = ("rows", "vocabulary")
 
 
-def ops_gpu(folder: Path) -> str:
-    """Every case on a GPU, graph replay and eager, and the growth of replays."""
-    return table(read(folder / "ops_gpu.json"))
-
-
-def ops_cpu(folder: Path) -> str:
-    """Every case on a CPU, and its growth."""
-    return table(read(folder / "ops_cpu.json"))
+def ops_times(name: str, folder: Path) -> str:
+    """Every case of one file, on a GPU by graph replay and eager, and its growth."""
+    return table(read(folder / f"{name}.json"))
 
 
 def table(results: Results) -> str:
@@ -111,7 +106,7 @@ def growth(results: Results) -> str:
 def charts(results: Results) -> dict[str, tuple[str, str]]:
     """File name -> title and SVG text of each figure of the growth curves."""
     found = {}
-    device = "GPU" if results.name == "ops_gpu" else "CPU"
+    device = {"ops_gpu": "GPU", "ops_avx512": "CPU, AVX-512"}.get(results.name, "CPU")
     for what in GROWTH:
         lines = []
         for name, curve in points(results).items():

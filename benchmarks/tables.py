@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, goal
 from benchmarks.markup import markdown, number, percent, spread, where
-from benchmarks.ops_tables import ops_cpu, ops_figures, ops_gpu, ops_lines
+from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
 from benchmarks.plot import Series, line_chart
 from foretoken.lab.results import Results, Row, Spread, read
 
@@ -242,7 +243,7 @@ def curve_figures(folder: Path) -> dict[str, str]:
     return figures
 
 
-GOALS = ("speed", "throughput", "profile", "prefix", "curves", "ops_gpu", "ops_cpu")
+GOALS = ("speed", "throughput", "profile", "prefix", "curves", *FILES)
 LEAST_R_SQUARED = 0.99
 
 
@@ -313,8 +314,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "prefix": prefix,
     "catch_up": catch_up,
     "curves": curves,
-    "ops_gpu": ops_gpu,
-    "ops_cpu": ops_cpu,
+    **{name: partial(ops_times, name) for name in FILES},
 }
 
 

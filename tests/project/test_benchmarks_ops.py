@@ -323,7 +323,7 @@ def test_a_run_writes_its_file(
     arguments = ["ops", "--device", "cpu", "--commit", "a" * 40, "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     ops.main()
-    results = read(tmp_path / "ops_cpu.json")
+    results = read(tmp_path / f"{ops.results_name(torch.device('cpu'))}.json")
     assert results.commit == "a" * 40
     assert [row.case for row in results.rows] == ["sample: stand_in", "sample: pytorch"]
     assert any("goal <= 1e+09: reached" in note for note in results.notes)

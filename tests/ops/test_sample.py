@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import math
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +48,56 @@ def test_which_noise_a_row_uses_follows_from_its_parameters(ops: Backend) -> Non
     assert hierarchical == off
     assert flat == coupled
     assert off != flat
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_p": 0.9}, {"top_k": 400}, {"top_k": 400, "top_p": 0.9}, {"min_p": 0.01}, {}],
+)
+@pytest.mark.parametrize("first_masked", [1024, 300])
+def test_blocks_without_a_finite_logit_have_no_mass(
+    ops: Backend, filters: dict[str, Any], first_masked: int
+) -> None:
+    """Masked whole, and with fewer tokens left than top-k asks for: nothing is dropped then."""
+    rows, slot = randn(16, 5000, seed=1) * 2, torch.arange(16)
+    rows[:, first_masked : first_masked + 2048] = -INF
+    if first_masked == 300:
+        rows[:, first_masked:] = -INF
+    params, oracle = make_params(16, 1.0, seed=3, **filters), get_backend("reference")
+    at = (rows, params, slot, slot, slot * 0)
+    assert torch.equal(ops.sample(*at, TARGET), oracle.sample(*at, TARGET))
+    assert torch.equal(ops.draft(*at, None), oracle.draft(*at, None))
+    kept = ops.process_logits(rows, params, slot, None) > -INF
+    assert torch.equal(kept, oracle.process_logits(rows, params, slot, None) > -INF)
+
+
+@pytest.mark.skipif("native_cpu" not in host_backends(), reason="no native kernels")
+def test_a_sample_and_a_draft_agree_in_near_ties() -> None:
+    """A draft sums every block, a sample few: the sums must be equal to the last bit."""
+    native, params, slot = get_backend("native_cpu"), make_params(1, 0.7, seed=3), torch.tensor([0])
+
+    def tokens(row: torch.Tensor, position: int) -> tuple[int, int]:
+        at = (row, params, slot, torch.tensor([position]), slot)
+        return int(native.sample(*at, DRAFT)), int(native.draft(*at, None))
+
+    scanned = 0
+    for position in range(100):
+        row = randn(1, 2048, seed=position)
+        row[0, 0] = 5.0
+        row[:, 1024:] = -9.0
+        low, high = np.float32(-8), np.float32(40)  # the first block wins, the second
+        while True:
+            middle = np.float32((float(low) + float(high)) / 2)
+            if middle in (low, high):
+                break
+            row[0, 1500] = float(middle)
+            low, high = (low, middle) if tokens(row, position)[0] >= 1024 else (middle, high)
+        for step in range(-6, 7):
+            row[0, 1500] = float(low + step * np.spacing(low))
+            sampled, drafted = tokens(row, position)
+            assert sampled == drafted
+            scanned += 1
+    assert scanned == 1300
 
 
 def test_batch_order_and_company_never_change_a_draw(ops: Backend) -> None:

@@ -19,9 +19,10 @@ bool any_word(const uint32_t* word, uint32_t limit) {
 }
 
 constexpr float kLogBlock = 6.9314718f;  // log 1024
-constexpr double kFewWords = 0x1p29;     // 8 of 64 words are below it
+constexpr double kFewWords = 0x1p29;     // one word in eight is below it
 
-// Noise below this is known by this bound alone: FP32 does not resolve 1 - u above u = 0.99999.
+// Noise at u = 0.99999, above which FP32 does not resolve 1 - u: such noise is known by this bound
+// alone. Just below it FP32 is off by 3e-4 at most.
 constexpr float kCoarse = -2.443f;
 
 // The words of 64 draws, as the cipher gives them: few are ever looked at one by one.
@@ -102,9 +103,9 @@ thread_local std::vector<Listed> scratch_list;
 thread_local std::vector<float> scratch_masses, scratch_noise;
 
 // argmax of log-mass + noise over the blocks of a row whose maxima alone are known. A block weighs at
-// most 1024 times its largest token, which leaves 16 of 149 blocks of normal logits (of three times
-// normal ones 77) that may reach what the likeliest does; by the bound of their columns 4 (9) are
-// weighed in the end.
+// most 1024 times its largest token, which leaves 18 of 149 blocks of normal logits (of three times
+// normal ones 91) that may reach what one has; by the bound of their columns 4.5 (13) are weighed in
+// the end. Means of 300 rows at T = 1.
 int64_t draw_block(const Distribution& d, const Noise& noise) {
   std::vector<float>& reach_J = scratch_masses;
   std::vector<float>& gumbel_J = scratch_noise;
@@ -125,12 +126,12 @@ int64_t draw_block(const Distribution& d, const Noise& noise) {
   const auto best = [&] { return std::max_element(reach_J.begin(), reach_J.end()) - reach_J.begin(); };
   weigh(best());
   for (int64_t j = 0; j < d.row.blocks(); j++)
-    if (reach_J[j] > kMinusInfinity && reach_J[j] + kLogBlock >= blocks.score()) {
+    if (reach_J[j] > kMinusInfinity && reach_J[j] + kLogBlock > blocks.score()) {
       reach_J[j] = bound_of(d, j) + gumbel_J[j];
     } else {
       reach_J[j] = kMinusInfinity;
     }
-  for (int64_t j = best(); reach_J[j] >= blocks.score(); j = best()) weigh(j);
+  for (int64_t j = best(); reach_J[j] > blocks.score(); j = best()) weigh(j);
   return blocks.id();
 }
 
@@ -172,7 +173,7 @@ void Race::offer64(const float* z, int64_t first) {
     best = max(g < splat(kCoarse) ? splat(kMinusInfinity) : s, best);
   }
   const double reach = std::max(static_cast<double>(max_lane(best)), score_);
-  const double least = reach - 1e-4 - 1e-6 * std::abs(reach);
+  const double least = reach - 5e-4 - 1e-6 * std::abs(reach);
   for (int i = 0; i < 64; i++)
     if (score[i] >= least && z[i] > kMinusInfinity) enter(z[i] + words.gumbel(i), first + i);
 }

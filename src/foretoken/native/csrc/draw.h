@@ -42,7 +42,8 @@ class Race {
 // A token of the law that `d` describes; some id if it is not finite.
 int64_t draw(const Distribution& d, const Noise& noise);
 
-// The same token, 0 if the row is not finite, where nothing else of the law is wanted.
+// The same token, 0 if the row is not finite, where nothing else is wanted: it leaves in `scratch` what
+// it came upon, not a law.
 int64_t draw(const Row& row, const Filters& filters, const Noise& noise, Distribution& scratch);
 
 // q of a draft row, stated again from what is cached: softmax of x / T over x >= threshold.

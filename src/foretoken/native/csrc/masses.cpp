@@ -28,7 +28,7 @@ bool has_nan(const float* x, int64_t padded) {
 }
 
 // Sum of exp((x - peak) / T) over x >= threshold in block j. 2^t = 2^n 2^f with |f| <= 1/2, 2^f to
-// 9e-8 before rounding, 1 at f = 0. NaN of a NaN, if nothing is dropped.
+// 9e-8 before rounding, 1 at f = 0. NaN of a NaN, if nothing is dropped. The peak is not -inf.
 //
 // Each step is taken for several vectors at a time: one chain of these operations takes some 40
 // cycles, and a processor does not look far enough ahead to find the next.
@@ -60,8 +60,8 @@ float sum_of(const Distribution& d, int64_t j, const float* x) {
   return sum_lanes(sum[0]);
 }
 
-// Peaks and column maxima of S blocks, `step` apart, of which all but a single one are whole; `broken`
-// gets whether there was a NaN.
+// Peaks and column maxima of S blocks, `step` apart, whole ones unless S is 1; `broken` gets whether
+// there was a NaN.
 template <int S>
 void read_blocks(Distribution& d, int64_t first, int64_t step, IntVec* broken) {
   alignas(64) float buffer[S][kBlock];
@@ -98,8 +98,10 @@ void read_blocks(Distribution& d, int64_t first, int64_t step, IntVec* broken) {
 
 int64_t padded_blocks(const Row& row) { return (row.blocks() + 63) / 64 * 64; }
 
-// log-masses, relative to the row's largest logit, of sums relative to the blocks' own.
-Vec log_mass(const Distribution& d, Vec sum, Vec peak) {
+// log-masses, relative to the row's largest logit, of sums relative to the blocks' own. Not inlined:
+// compilers fuse its multiplication and addition here and not there, and `mass_of` would differ from
+// `measure_masses` in the last bit, which decides ties.
+__attribute__((noinline)) Vec log_mass(const Distribution& d, Vec sum, Vec peak) {
   return sum == Vec{} ? splat(kMinusInfinity) : log(sum) + (peak - d.top) * d.inverse;
 }
 
@@ -137,8 +139,8 @@ int64_t Distribution::scaled_block(int64_t j, float* out) const {
 
 bool measure_peaks(Distribution& d) {
   // A processor fetches ahead within a page of 4 KiB, 1024 numbers in FP32, and waits at the start of
-  // the next; read at four places, a quarter of the row apart, it waits once for four (0.24 -> 0.15 ns
-  // per logit). Blocks that are converted first are read one by one.
+  // the next; read at four places, a quarter of the row apart, it waits once for four (decision 011).
+  // Blocks that are converted first are read one by one.
   const int64_t whole = d.row.dtype == kFloat32 ? d.row.size / kBlock : 0, step = whole / kStreams;
   d.peak_J.assign(padded_blocks(d.row), kMinusInfinity);
   d.column.resize(d.row.blocks() * kColumns);
@@ -175,7 +177,8 @@ void measure_kept(Distribution& d) {
   alignas(64) float buffer[kBlock];
   d.mass_J.assign(d.peak_J.size(), 0);
   for (int64_t j = 0; j < d.row.blocks(); j++)
-    if (d.peak_J[j] >= d.threshold) d.mass_J[j] = sum_of<true>(d, j, d.row.block(j, buffer));
+    if (d.peak_J[j] > kMinusInfinity && d.peak_J[j] >= d.threshold)
+      d.mass_J[j] = sum_of<true>(d, j, d.row.block(j, buffer));
   finish(d);
 }
 
@@ -207,8 +210,8 @@ float rank_bound(const Distribution& d, int64_t k) {
   best.clear();
   for (int64_t j = 0; j < blocks; j++) {
     if (d.peak_J[j] < bound) continue;
-    const float* column = d.column.data() + j * (kBlock / kColumn);
-    for (int64_t i = 0; i < kBlock / kColumn; i++)
+    const float* column = d.column.data() + j * kColumns;
+    for (int64_t i = 0; i < kColumns; i++)
       if (column[i] >= bound) best.push_back(column[i]);
   }
   return k <= static_cast<int64_t>(best.size()) ? kth() : kMinusInfinity;
@@ -221,7 +224,7 @@ void gather(Distribution& d, float lower) {
   for (int64_t j = 0; j < d.row.blocks(); j++) {
     if (!(d.peak_J[j] >= lower)) continue;
     const float* x = d.row.block(j, buffer);
-    const float* column = d.column.data() + j * (kBlock / kColumn);
+    const float* column = d.column.data() + j * kColumns;
     for (int64_t c = 0; c < d.row.padded(j) / kColumn; c++) {
       if (!(column[c] >= lower)) continue;
       const int64_t first = c / kWidth * kSegment + c % kWidth;

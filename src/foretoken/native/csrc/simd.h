@@ -77,7 +77,7 @@ inline BitVec multiply_high(BitVec v, uint32_t m) {
 #endif
 }
 
-// Compilers widen each half of a vector, and put them together.
+// In one operation: compilers know of two, on the halves, and put these together.
 inline BitVec widen(HalfVec h) {
 #if defined(__AVX512F__)
   return (BitVec)_mm512_cvtepu16_epi32((__m256i)h);

@@ -55,8 +55,9 @@ Law = Callable[[Backend, torch.device, int], list[Finding]]
 
 
 def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Ties, and vocabularies of all sizes."""
+    """Ties, rows with whole blocks masked, and vocabularies of all sizes."""
     findings = law_noise.ties(backend, device, trials)
+    findings += law_noise.masked_blocks(backend, device, 20_000)
     for vocabulary in law_noise.VOCABULARIES:
         rows = max(100, min(5000, 2**24 // vocabulary)) if device.type == "cpu" else 20_000
         findings += law_noise.vocabulary_law(backend, device, vocabulary, rows)

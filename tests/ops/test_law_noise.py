@@ -18,6 +18,7 @@ from tests.support.law_noise import (
     VOCABULARIES,
     capped_gumbel,
     far_rows,
+    masked_blocks,
     near_uniform,
     poisson_tail,
     sampler,
@@ -45,6 +46,11 @@ def test_every_vocabulary(on: On, vocabulary: int) -> None:
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_every_vocabulary_full(on: On, vocabulary: int) -> None:
     require(vocabulary_law(on.backend, on.device, vocabulary, 5000))
+
+
+@each_backend
+def test_masked_blocks_have_no_mass(on: On) -> None:
+    require(masked_blocks(on.backend, on.device, 2000))
 
 
 @each_backend

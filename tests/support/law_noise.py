@@ -107,6 +107,30 @@ def vocabulary_law(
     return findings
 
 
+def masked_blocks(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
+    """Draws from a row of which two whole blocks have no finite logit, and part of another.
+
+    Without filters, and with such as keep much: a nucleus, and a top-k beyond what is left.
+    """
+    logits_V = torch.randn(5000, generator=torch.Generator().manual_seed(17))
+    logits_V[900:3500] = -math.inf
+    cell_V = torch.arange(len(logits_V)) % CELLS
+    findings = []
+    for filters in ({}, {"top_p": 0.9}, {"top_k": 3000}, {"min_p": 0.01}):
+        setting = Setting(**filters)
+        law_V = setting.next_law(Chain(logits_V[None]))[0]
+        draw, on_device = sampler(backend, setting), logits_V.to(device)
+        waves = [draw(on_device, num, wave).cpu() for wave, num in _waves(logits_V, trials)]
+        token_N = torch.cat(waves)
+        name = f"masked_blocks-{'-'.join(filters) or 'unfiltered'}"
+        without_mass = int((law_V[token_N] == 0).sum())
+        findings.append(Finding(name, "tokens_without_mass", without_mass, -1, 1, trials))
+        law = torch.zeros(CELLS, dtype=torch.float64).index_add_(0, cell_V, law_V)
+        counts = torch.bincount(cell_V[token_N], minlength=CELLS)
+        findings.append(p_finding(name, p_value(counts, law), trials))
+    return findings
+
+
 def ties(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
     """bf16 logits on a coarse grid, ties at the k-th value and the nucleus' edge: all are kept."""
     findings = []

@@ -14,6 +14,9 @@ ARGS ?=
 CORE := $(VENV)/.foretoken-core
 DEV := $(VENV)/.foretoken-dev
 NATIVE := $(VENV)/.foretoken-native
+# A file's tests stay in one process, since they share models that take seconds to load. On two
+# cores `make test` takes 6.5 minutes, in one process 8 to 10.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
 
 .PHONY: demo test check format law soak bench tables clean help
@@ -56,17 +59,15 @@ check: $(DEV)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-# A file's tests stay in one process, since they share models that take seconds to load. On two
-# cores 6.5 minutes in place of 8 to 10.
 test: check $(NATIVE)
-	@$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile $(ARGS)
+	@$(PYTEST) $(ARGS)
 
 format: $(DEV)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
 law: $(DEV) $(NATIVE)
-	@$(BIN)/python -m pytest -m law $(ARGS)
+	@$(PYTEST) -m law $(ARGS)
 	@$(BIN)/python -m benchmarks.law
 
 soak: $(DEV) $(NATIVE)

@@ -91,6 +91,9 @@ def refuses(call: Callable[..., object], given: Arguments, field: str, value: ob
 
 
 SLOT_PARAMS = [
+    ("params.rules", None),
+    ("params.key_S", torch.zeros(2, dtype=torch.int64).to_sparse()),
+    ("params.temperature_S", torch.ones(2, requires_grad=True)),
     ("params.temperature_S", torch.ones(3)),
     ("params.temperature_S", torch.tensor([1.0, -0.5])),
     ("params.temperature_S", torch.tensor([1.0, math.nan])),
@@ -105,6 +108,8 @@ SLOT_PARAMS = [
     ("params.rule_S", torch.zeros(2, dtype=torch.int32)),
 ]
 EDITS = [
+    ("edits.bias_M", torch.zeros(3, requires_grad=True)),
+    ("edits.mask_RW", torch.zeros(1, 1, dtype=torch.int32).to_sparse()),
     ("edits.mask_RW", torch.zeros(1, 2, dtype=torch.int32)),
     ("edits.mask_RW", torch.zeros(1, 1, dtype=torch.int64)),
     ("edits.mask_N", None),
@@ -144,6 +149,12 @@ EDITS = [
         ("draft_index_N.device", torch.zeros(2, dtype=torch.int64, device="meta")),
         ("streams", (Stream.TARGET_TOKEN,)),
         ("streams", (Stream.TARGET_TOKEN, 99)),
+        ("streams", (Stream.TARGET_TOKEN, Stream.TARGET_TOKEN)),
+        ("streams", (Stream.TARGET_BLOCK, Stream.TARGET_TOKEN)),
+        ("streams", (Stream.TARGET_TOKEN, [])),
+        ("streams", None),
+        ("params", None),
+        ("edits", {}),
         *SLOT_PARAMS,
         *EDITS,
     ],
@@ -178,6 +189,7 @@ def test_rules_that_were_promised_away(ops: Backend) -> None:
         ("position_B", torch.tensor([0.0, 1.0])),
         ("draft_index_B", torch.tensor([0, 2])),
         ("draft_index_B", torch.tensor([-1, 0])),
+        ("cache", {}),
         ("cache.logits_SKV", torch.zeros(2, 8)),
         ("cache.logits_SKV", torch.zeros(1, 2, 8)),
         ("cache.logits_SKV", torch.zeros(2, 2, 9)),
@@ -207,6 +219,8 @@ def test_a_row_of_the_cache_is_written_once(ops: Backend) -> None:
         ("slot_B", torch.tensor([0.0, 1.0])),
         ("slot_B", torch.tensor([0, 2])),
         ("position_B", torch.tensor([0])),
+        ("drafts", None),
+        ("drafts.cache", {}),
         ("drafts.token_BK", torch.zeros(2, 2)),
         ("drafts.token_BK", torch.zeros(3, 2, dtype=torch.int64)),
         ("drafts.num_B", torch.tensor([3, 0])),
@@ -244,6 +258,7 @@ def test_rates_are_needed_by_synthetic_slots_alone(ops: Backend) -> None:
         ("num_top", -1),
         ("num_top", 9),
         ("num_top", 2.0),
+        ("num_top", True),
         ("slot_N", None),
         *EDITS,
     ],

@@ -8,6 +8,7 @@ Shapes as in `ops/types.py`.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT64, FLOAT32, FLOAT64 = (torch.int64,), (torch.float32,), (torch.float64,)
 IDS = (torch.int64, torch.int32)
 RULES = frozenset(int(rule) for rule in Rule)
-STREAMS = frozenset(Stream)
+STREAM_PAIRS: tuple[tuple[Stream, Stream], ...] = (
+    (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK),
+    (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK),
+    (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK),
+)
+"""What `sample` draws from; one stream for both would bend the law of rows of several blocks."""
 MOST_TOP = 64
 COLDEST = 9.99e-6
 """Just below 1e-5 in float32; colder rows would overflow once divided, or round to ties."""
@@ -38,11 +44,14 @@ def check_tensor(
     shape: tuple[int, ...] | int,
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
+    *,
+    grad: bool = False,
 ) -> None:
-    """Raise `ConfigError` unless `value` is a tensor of this shape, one of these dtypes, a device.
+    """Raise `ConfigError` unless `value` is a dense tensor of this shape, dtype, and device.
 
     shape: a number takes any shape of so many dimensions
     device: None takes any
+    grad: whether it may require a gradient, which nothing here computes
     """
     if not isinstance(value, Tensor):
         raise ConfigError(name, value, "a tensor")
@@ -54,11 +63,21 @@ def check_tensor(
         raise ConfigError(f"{name}.shape", tuple(value.shape), wanted)
     if device is not None and value.device != device:
         raise ConfigError(f"{name}.device", value.device, f"{device}, where the logits are")
+    if value.layout != torch.strided:
+        raise ConfigError(f"{name}.layout", value.layout, "torch.strided", "Call `.to_dense()`.")
+    if value.requires_grad and not grad:
+        raise ConfigError(f"{name}.requires_grad", True, "False", "Call `.detach()`.")
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise `ConfigError` unless `value` is an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise ConfigError(name, value, f"a `{kind.__name__}`")
 
 
 def check_logits(name: str, logits_NV: Tensor) -> None:
     """Rows of at least one token, whose tokens are adjacent in memory."""
-    check_tensor(name, logits_NV, 2, FLOATS)
+    check_tensor(name, logits_NV, 2, FLOATS, grad=True)
     vocabulary = logits_NV.shape[1]
     if vocabulary == 0:
         raise ConfigError(f"{name}.shape", tuple(logits_NV.shape), "at least one token wide")
@@ -87,6 +106,8 @@ def check_rows(
 
 def check_params(params: SlotParams, device: torch.device | None = None) -> None:
     """The per-slot fields have their dtypes, one length and one device."""
+    check_kind("params", params, SlotParams)
+    check_kind("params.rules", params.rules, AbstractSet)
     check_tensor("params.key_S", params.key_S, 1, INT64, device)
     shape, device = params.key_S.shape, params.key_S.device
     check_tensor("params.temperature_S", params.temperature_S, shape, FLOAT32, device)
@@ -109,8 +130,9 @@ def check_sample(
     check_rows(logits_NV, slot_N, params, edits)
     check_tensor("position_N", position_N, slot_N.shape, INT64, slot_N.device)
     check_tensor("draft_index_N", draft_index_N, slot_N.shape, INT64, slot_N.device)
-    if len(streams) != 2 or not STREAMS.issuperset(streams):
-        raise ConfigError("streams", streams, "a token stream and a block stream")
+    if streams not in STREAM_PAIRS:
+        wanted = "a token stream and its block stream, as (TARGET_TOKEN, TARGET_BLOCK)"
+        raise ConfigError("streams", streams, wanted)
 
 
 def check_draft(
@@ -145,6 +167,7 @@ def check_draft(
 
 def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.device) -> None:
     """The cache's three tensors fit each other and have a row for every slot."""
+    check_kind(name, cache, DraftCache)
     logits_SKV, slots = cache.logits_SKV, params.key_S.shape[0]
     check_tensor(f"{name}.logits_SKV", logits_SKV, 3, FLOATS, device)
     shape = logits_SKV.shape
@@ -161,6 +184,7 @@ def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.
 
 def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None:
     """The draft block belongs to these requests, is wide enough, and has the q it asks for."""
+    check_kind("drafts", drafts, DraftBlock)
     device, num_requests = slot_B.device, slot_B.shape[0]
     check_tensor("drafts.token_BK", drafts.token_BK, 2, IDS, device)
     requests, most = drafts.token_BK.shape
@@ -228,6 +252,7 @@ def check_rates(synthetic_rate_K: Tensor, most: int, device: torch.device) -> No
 
 def check_edits(edits: Edits, logits_NV: Tensor) -> None:
     """Masks and entries of the N rows; on the host, that rows and ids are in range and rise."""
+    check_kind("edits", edits, Edits)
     device, (num_rows, vocabulary) = logits_NV.device, logits_NV.shape
     if (edits.mask_RW is None) != (edits.mask_N is None):
         raise ConfigError("edits.mask_N", edits.mask_N, "None exactly if `mask_RW` is")
@@ -289,7 +314,7 @@ def check_logprobs(
     if _on_host(token_N):
         wanted = f"in 0..{vocabulary - 1}"
         _check_between("token_N", token_N.numpy(), 0, vocabulary - 1, wanted)
-    if not isinstance(num_top, int) or not 0 <= num_top <= min(MOST_TOP, vocabulary):
+    if type(num_top) is not int or not 0 <= num_top <= min(MOST_TOP, vocabulary):
         raise ConfigError("num_top", num_top, f"in 0..{min(MOST_TOP, vocabulary)}")
 
 

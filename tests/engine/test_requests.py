@@ -208,6 +208,12 @@ def test_parameters_that_ban_every_token_are_blamed_and_lose_nothing_else(
     assert good.outputs[0].token_ids == text
 
 
+def test_a_nucleus_too_small_for_float32_is_the_likeliest_token(llm: LLM, text: list[int]) -> None:
+    for top_p in (5e-324, 1e-46, 1e-40):
+        output = llm.generate("abc", SamplingParams(top_p=top_p, max_tokens=40))[0]
+        assert output.outputs[0].token_ids == text
+
+
 def test_a_stream_ends_properly_when_another_call_finishes_it(llm: LLM) -> None:
     stream = llm.stream("abc", {"max_tokens": 4, "temperature": 0})
     next(stream)

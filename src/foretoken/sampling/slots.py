@@ -16,6 +16,9 @@ from foretoken.sampling.history import SlotHistory
 from foretoken.sampling.noise_key import to_int64
 from foretoken.sampling.params import SamplingParams
 
+LEAST_TOP_P = 2.0**-149
+"""Less is 0 in float32, which no nucleus has. The likeliest token alone reaches both."""
+
 
 class SlotTable:
     """All slots' `SlotParams` on the device, and the histories of those that need one."""
@@ -64,7 +67,7 @@ class SlotTable:
         table.key_S[slot] = to_int64(key)
         table.temperature_S[slot] = params.temperature
         table.top_k_S[slot] = min(max(params.top_k, 0), 2**31)  # past any vocabulary: off
-        table.top_p_S[slot] = params.top_p
+        table.top_p_S[slot] = max(params.top_p, LEAST_TOP_P)
         table.min_p_S[slot] = params.min_p
         table.rule_S[slot] = rule
         self._rules[slot] = rule

@@ -50,6 +50,19 @@ def test_which_noise_a_row_uses_follows_from_its_parameters(ops: Backend) -> Non
     assert off != flat
 
 
+@pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.COUPLED])
+def test_logits_of_any_size_leave_room_for_noise(ops: Backend, rule: Rule) -> None:
+    """A law depends on differences alone: tied logits of 1e30 are drawn as tied zeros are."""
+    zeros = torch.full((64, 1500), -INF)
+    zeros[:, [3, 4, 1400]] = 0.0
+    params, row_N = make_params(64, rule=rule), torch.arange(64)
+    drawn = ops.sample(zeros, params, row_N, row_N, row_N * 0, TARGET)
+    assert len(set(drawn.tolist())) == 3
+    for largest in (1e30, -1e30):
+        huge = torch.where(zeros == 0, largest, -INF)
+        assert ops.sample(huge, params, row_N, row_N, row_N * 0, TARGET).equal(drawn)
+
+
 @pytest.mark.parametrize(
     "filters",
     [{"top_p": 0.9}, {"top_k": 400}, {"top_k": 400, "top_p": 0.9}, {"min_p": 0.01}, {}],

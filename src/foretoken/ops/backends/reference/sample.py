@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.reference.noise import gumbels
-from foretoken.ops.backends.reference.process import Row, process_logits
+from foretoken.ops.backends.reference.process import Row, is_finite, process_logits
 from foretoken.ops.checks import check_sample
 from foretoken.ops.types import Edits, Rule, SlotParams, Stream
 
@@ -75,6 +75,8 @@ def draw(row: Row, slot: Slot, position: int, draft_index: int, streams: Streams
     """One token of one processed row; the slot alone decides which noise it uses."""
     if slot.temperature == 0:
         return int(np.argmax(row))  # the lowest index on ties
+    if is_finite(row):
+        row = row - row.max()  # beside 1e30 noise would be rounded away
 
     def gumbel_argmax(score: Row, first: int, stream: Stream) -> int:
         """first + argmax of score + noise, named by first + index; -inf is never drawn."""
@@ -102,4 +104,5 @@ def log_sum_exp(row: Row) -> float:
 
 def softmax(row: Row) -> npt.NDArray[np.float64]:
     """exp of a finite row over its sum."""
-    return np.asarray(np.exp(row - log_sum_exp(row)))
+    weight = np.exp(row - np.max(row))
+    return np.asarray(weight / weight.sum())

@@ -52,7 +52,8 @@ __all__ = [
 class Backend(Protocol):
     """The contract. Shapes as in `ops/types.py`; inputs stay as they are, but `draft`'s cache.
 
-    Logits have unit stride along V; rows may lie apart. A row is *finite* if, its edits applied,
+    Logits have unit stride along V; rows may lie apart. All but the reference read float64 logits
+    rounded to float32. A row is *finite* if, its edits applied,
     it holds no NaN or +inf and its maximum is finite: -inf is a token that was dropped. An argument
     that does not fit raises `ConfigError` before any work; of tensors on a device shapes, dtypes,
     devices and strides are checked, of those on the host also what they hold.
@@ -165,8 +166,8 @@ class Backend(Protocol):
             edits: of the N rows; row i of a request has those that hold if drafts before it were
                 accepted.
             synthetic_rate_K: float64 in [0, 1], the probability that draft i is accepted once those
-                before it are; at least as long as the longest draft. Needed iff a slot of the
-                batch is under `Rule.SYNTHETIC`; at least as long as `token_BK` is wide.
+                before it are; at least as long as `token_BK` is wide. Needed iff a slot of the
+                batch is under `Rule.SYNTHETIC`.
 
         Each request is decided by the rule of its slot (`ops/rules.py`). T=0 rows accept iff the
         draft is the argmax, except under SYNTHETIC.
@@ -176,7 +177,8 @@ class Backend(Protocol):
           target. It is never accepted, nor is anything after it, and its slot is drawn from p with
           TARGET noise, as the bonus slot is.
         - A rejected draft: its slot is drawn from norm(max(w p - q, 0)) with RESIDUAL noise; if
-          that has zero mass, from p with RESIDUAL noise.
+          that has zero mass, from p with RESIDUAL noise. From which mass below 1e-40 on it counts
+          as zero is the backend's; only SYNTHETIC rejects there.
         - Under COUPLED every slot is the target's own draw with TARGET noise; there, and at T=0,
           nothing of q is read.
         - A target row that is not finite has p = 0 everywhere (and S_i = 0 under BLOCK): its draft

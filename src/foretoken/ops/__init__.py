@@ -165,8 +165,8 @@ class Backend(Protocol):
             edits: of the N rows; row i of a request has those that hold if drafts before it were
                 accepted.
             synthetic_rate_K: float64 in [0, 1], the probability that draft i is accepted once those
-                before it are; at least as long as the longest draft. Needed iff a slot of the
-                batch is under `Rule.SYNTHETIC`; at least as long as `token_BK` is wide.
+                before it are; at least as long as `token_BK` is wide. Needed iff a slot of the
+                batch is under `Rule.SYNTHETIC`.
 
         Each request is decided by the rule of its slot (`ops/rules.py`). T=0 rows accept iff the
         draft is the argmax, except under SYNTHETIC.

@@ -108,7 +108,7 @@ def vocabulary_law(
 
 
 def masked_blocks(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
-    """Draws from a row of which two whole blocks have no finite logit, and part of another.
+    """Draws from a row of which two whole blocks have no finite logit, and parts of two others.
 
     Without filters, and with such as keep much: a nucleus, and a top-k beyond what is left.
     """

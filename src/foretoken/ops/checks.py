@@ -288,7 +288,7 @@ def _check_entries(edits: Edits, vocabulary: int) -> None:
     if not np.isin(falls_M, start_N1).all():
         raise ConfigError("edits.token_M", token_M.tolist(), "rising within each row")
     for field, low in (("bias_M", -np.inf), ("repetition_M", 1e-30), ("subtract_M", -3e38)):
-        wanted = {"bias_M": "finite or -inf", "repetition_M": "> 0", "subtract_M": "finite"}[field]
+        wanted = f"in [{low:g}, 3.4e38]"
         _check_between(f"edits.{field}", getattr(edits, field).numpy(), low, 3.4e38, wanted)
 
 

@@ -76,9 +76,9 @@ class Edits:
     mask_N:      int64, the mask of each row, -1 for none; None iff `mask_RW` is
     start_N1:    int64 [N + 1], where each row's entries begin; start_N1[N] = M
     token_M:     int64, rising within a row; ids >= V are not allowed
-    bias_M:       float32, finite or -inf; 0 changes nothing
-    repetition_M: float32 > 0, finite; 1 changes nothing
-    subtract_M:   float32, finite; 0 changes nothing
+    bias_M:       float32, -inf or up to 3.4e38; 0 changes nothing
+    repetition_M: float32 in [1e-30, 3.4e38]; 1 changes nothing
+    subtract_M:   float32 in [-3e38, 3.4e38]; 0 changes nothing
     """
 
     mask_RW: Tensor | None

@@ -40,7 +40,6 @@ struct Distribution {
   std::vector<float> column;  // maxima of every 16 numbers that one vector lane meets
 
   bool finite() const { return std::isfinite(lse); }
-  float scaled(float x) const { return x >= threshold ? (x - top) * inverse : kMinusInfinity; }
   // log of the law at `id`, which may be any number >= 0; -inf where there is no mass.
   double log_of(int64_t id) const;
   // (x - top) / T of block j, dropped tokens at -inf, into `out`: returns how many numbers.
@@ -78,7 +77,6 @@ float rank_bound(const Distribution& d, int64_t k);
 // Lowest id of the largest logit of a row and whether the row is finite.
 struct Largest {
   int64_t id;
-  float logit;
   bool finite;
 };
 Largest largest(const Row& row);

@@ -22,8 +22,9 @@ constexpr float kLogBlock = 6.9314718f;  // log 1024
 constexpr double kFewWords = 0x1p29;     // one word in eight is below it
 
 // Noise at u = 0.99999, above which FP32 does not resolve 1 - u: such noise is known by this bound
-// alone. Just below it FP32 is off by 3e-4 at most.
+// alone. Just below it FP32 is off by 2.6e-4 at most, the difference of two scores by twice that.
 constexpr float kCoarse = -2.443f;
+constexpr double kSlack = 6e-4;
 
 // The words of 64 draws, as the cipher gives them: few are ever looked at one by one.
 struct Words {
@@ -173,7 +174,7 @@ void Race::offer64(const float* z, int64_t first) {
     best = max(g < splat(kCoarse) ? splat(kMinusInfinity) : s, best);
   }
   const double reach = std::max(static_cast<double>(max_lane(best)), score_);
-  const double least = reach - 5e-4 - 1e-6 * std::abs(reach);
+  const double least = reach - kSlack - 1e-6 * std::abs(reach);
   for (int i = 0; i < 64; i++)
     if (score[i] >= least && z[i] > kMinusInfinity) enter(z[i] + words.gumbel(i), first + i);
 }

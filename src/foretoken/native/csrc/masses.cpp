@@ -237,8 +237,7 @@ void gather(Distribution& d, float lower) {
 Largest largest(const Row& row) {
   thread_local Distribution d;
   begin(row, 1, d);
-  Largest best{0, 0, measure_peaks(d)};
-  best.logit = d.top;
+  Largest best{0, measure_peaks(d)};
   if (d.top == kMinusInfinity) return best;
   const int64_t found = std::find(d.peak_J.begin(), d.peak_J.end(), d.top) - d.peak_J.begin();
   alignas(64) float buffer[kBlock];

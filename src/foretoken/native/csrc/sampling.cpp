@@ -9,12 +9,6 @@
 namespace foretoken {
 namespace {
 
-// Memory of this thread for the row that it is at.
-Distribution& scratch() {
-  thread_local Distribution d;
-  return d;
-}
-
 // Number of logits above `least`, and not dropped.
 int64_t count_above(const Distribution& d, float least) {
   if (d.listed)
@@ -74,10 +68,15 @@ void write_logprobs(Distribution& d, int64_t token, const TopLogprobs& out, int6
 
 }  // namespace
 
+Distribution& scratch() {
+  thread_local Distribution d;
+  return d;
+}
+
 Noise Place::noise(const Params& params, int token_stream, int block_stream) const {
-  const int64_t key = params.key_S[slot], k = params.top_k_S[slot];
+  const int64_t key = params.key_S[slot];
   return {at(key, position, draft_index, token_stream), at(key, position, draft_index, block_stream),
-          (k > 0 && k < vocabulary) || params.coupled(slot), fp64};
+          params.filters(slot).by_rank(vocabulary) || params.coupled(slot), fp64};
 }
 
 void process(const Params& params, const Rows& rows, float* out_NV) {

@@ -43,6 +43,9 @@ struct Cache {
   }
 };
 
+// Memory of this thread for the row that it is at.
+Distribution& scratch();
+
 // Whether a loop over so many logits is worth waking the other threads: that costs some 10 us.
 inline bool worth_waking(int64_t rows, int64_t vocabulary) { return rows * vocabulary > 100000; }
 

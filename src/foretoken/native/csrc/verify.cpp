@@ -106,11 +106,6 @@ bool worth_all_rows(const VerifyBatch& batch) {
   return worth_waking(batch.requests * (batch.drafts + 1), batch.logits.vocabulary);
 }
 
-Distribution& scratch() {
-  thread_local Distribution d;
-  return d;
-}
-
 void verify_one(const Request& r, const Outcome& out) {
   Distribution& d = scratch();
   for (int64_t i = 0;; i++) {

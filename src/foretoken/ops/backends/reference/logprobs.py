@@ -39,7 +39,7 @@ def logprobs(
         with np.errstate(invalid="ignore"):  # inf - inf, of rows that are not finite
             log_p = rows[n] - log_sum_exp(rows[n])
         likeliest = np.argsort(-rows[n], kind="stable")[:num_top]
-        out.logprob_N[n] = float(log_p[x])
+        out.logprob_N[n] = torch.from_numpy(log_p)[x]  # a float beyond float32 would raise
         out.rank_N[n] = 1 + int((rows[n] > rows[n][x]).sum())
         out.top_token_NT[n] = torch.from_numpy(likeliest)
         out.top_logprob_NT[n] = torch.from_numpy(log_p[likeliest])

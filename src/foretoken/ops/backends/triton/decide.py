@@ -267,7 +267,7 @@ def decide_kernel(
         k, drawn = draw_now(given, request, rows, k, mode, walks, MASKS, ENTRIES, FILTERS, KP, NBP,
                             FP64)  # fmt: skip
     finite = tl.sum(((i <= k) & (lse - lse != 0)).to(tl.int32), axis=0) == 0
-    store_prefix(b, k, finite, num, given[2], verdict, K, KP)
+    store_prefix(b, k, finite, given[2], verdict, K, KP)
     if pending == DONE:
         store_token(b, k, drawn, finite, verdict, K)
     for n in tl.static_range(3):

@@ -84,7 +84,7 @@ def shifted(x, i, by, KP: tl.constexpr):
 
 
 @triton.jit
-def store_prefix(b, k, finite, num, request, verdict, K, KP: tl.constexpr):
+def store_prefix(b, k, finite, request, verdict, K, KP: tl.constexpr):
     """All of a verdict but the token after the k accepted drafts; behind that comes -1."""
     i = tl.arange(0, KP)
     draft = tl.load(request[3] + b * K + i, mask=(i < k) & (i < K), other=-1).to(tl.int64)

@@ -213,7 +213,7 @@ def residual_kernel(
                             NB, K, FILTERS, HAS_Q, KP, NBP, FP64)  # fmt: skip
             lse_ = tl.load(found[1] + first + i, mask=i <= k, other=0.0)
             finite = tl.sum((lse_ - lse_ != 0).to(tl.int32), axis=0) == 0
-            store_prefix(b, k, finite, num, request, verdict, K, KP)
+            store_prefix(b, k, finite, request, verdict, K, KP)
             if (k == 0) & (others > 0) & (tl.load(whole + HEAD) >= 0):
                 tl.debug_barrier()
                 if tl.atomic_add(whole + 2, 1, sem="acq_rel") != parts:

@@ -94,7 +94,7 @@ def settle_kernel(
         FP64,
         OVERLAP,
     )
-    first, num, slot, position, key, scale, greedy, flat = request
+    first, _, slot, position, key, scale, greedy, flat = request
     i = tl.arange(0, KP)
     row, zero = first + k, tl.full((), 0, tl.int32)
     threshold, lse = value_at(rows[1], i, k), value_at(rows[2], i, k)
@@ -104,7 +104,7 @@ def settle_kernel(
     finite = tl.sum(((i <= k) & (rows[2] - rows[2] != 0)).to(tl.int32), axis=0) == 0
     if part == 0:
         if walks == 0:
-            store_prefix(b, k, finite, num, asked, verdict, K, KP)
+            store_prefix(b, k, finite, asked, verdict, K, KP)
     drawn = tl.full((), -1, tl.int64)
     undrawn = (pending == ONE_ROW) | (pending == DRAW)
     if pending == ONE_ROW:
@@ -134,5 +134,5 @@ def settle_kernel(
         k, drawn = draw_now(given, request, rows, k, mode, walks, MASKS, ENTRIES, FILTERS, KP, NBP,
                             FP64)  # fmt: skip
         finite = tl.sum(((i <= k) & (rows[2] - rows[2] != 0)).to(tl.int32), axis=0) == 0
-        store_prefix(b, k, finite, num, asked, verdict, K, KP)
+        store_prefix(b, k, finite, asked, verdict, K, KP)
     store_token(b, k, drawn, finite, verdict, K)

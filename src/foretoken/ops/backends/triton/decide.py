@@ -143,7 +143,7 @@ def decision(
         known = (token >= 0) & ((token < V) | (rule != SYNTHETIC_RULE))
         inside = known & (token < V)
         rows, id_ = first + tl.minimum(i, num), tl.where(inside, token, 0)
-        x = load_at(logits, stride, rows, id_, inside, V, edits, MASKS, ENTRIES)
+        x = load_at(logits, stride, rows, id_, inside, edits, MASKS, ENTRIES)
         if HAS_Q:
             real = (tl.load(request[4] + b) != 0) & (from_p == 0)
         log_q, q_threshold, q_lse = _read_q(q, slot, i, token, known, real, scale, HAS_Q)

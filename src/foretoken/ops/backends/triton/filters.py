@@ -153,7 +153,7 @@ def _load_groups(source, groups, first, n, MASKS: tl.constexpr, ENTRIES: tl.cons
     group = tl.load(groups + g, mask=g < n, other=0).to(tl.int32)
     off = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (_GROUPS * GROUP,))
     inside = tl.reshape(tl.broadcast_to((g < n)[:, None], (_GROUPS, GROUP)), (_GROUPS * GROUP,))
-    return off, load_at(logits, stride, row, off, inside & (off < V), V, edits, MASKS, ENTRIES)
+    return off, load_at(logits, stride, row, off, inside & (off < V), edits, MASKS, ENTRIES)
 
 
 @triton.jit

@@ -69,7 +69,7 @@ def sample_of(source, turn, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
     i = tl.arange(0, SAMPLE)
     apart = tl.maximum(V // (SAMPLE // _CHUNK), _CHUNK)
     off = i // _CHUNK * apart + i % _CHUNK + (apart - _CHUNK) * turn // GUESSES
-    return load_at(logits, stride, row, off, off < V, V, edits, MASKS, ENTRIES)
+    return load_at(logits, stride, row, off, off < V, edits, MASKS, ENTRIES)
 
 
 @triton.jit

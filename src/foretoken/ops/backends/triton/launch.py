@@ -174,7 +174,7 @@ def edits_tuple(
     padded = 1 << (columns - 1).bit_length()
     edit_kernel[(rows,)](
         logits_NV, stride, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
-        edits.subtract_M.contiguous(), pointers, sizes.vocabulary, masks, padded, num_warps=4,
+        edits.subtract_M.contiguous(), pointers, masks, padded, num_warps=4,
     )  # fmt: skip
     return pointers, masks, True
 

@@ -60,7 +60,7 @@ def _given(logits, stride, row, token_ptr, V, edits, MASKS: tl.constexpr, ENTRIE
     """The edited logit of a row's given token."""
     token = tl.load(token_ptr + row + tl.arange(0, 1)).to(tl.int32)
     valid = (token >= 0) & (token < V)
-    return tl.max(load_at(logits, stride, row, token, valid, V, edits, MASKS, ENTRIES), axis=0)
+    return tl.max(load_at(logits, stride, row, token, valid, edits, MASKS, ENTRIES), axis=0)
 
 
 @triton.jit
@@ -140,7 +140,7 @@ def likeliest_kernel(
         t = tl.arange(0, TP)
         off = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (TP * GROUP,))
         valid = tl.reshape(tl.broadcast_to((t < T)[:, None], (TP, GROUP)), (TP * GROUP,))
-        x = load_at(logits, stride, row, off, valid & (off < V), V, edits, MASKS, ENTRIES)
+        x = load_at(logits, stride, row, off, valid & (off < V), edits, MASKS, ENTRIES)
         x = tl.where(x < threshold, float("-inf"), x)
         x, token = _first(x, tl.where(valid, off, _NO_ID), T, TP)
         tl.store(result[2] + row * T + t, ((x - top) * scale - lse) * LN2, mask=t < T)

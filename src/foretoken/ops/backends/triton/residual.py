@@ -116,7 +116,8 @@ def _block_rule(
                         law = (mode, token, q[0] + q_at, q[3], q_threshold, q_lse, w)
                         own = _compact_mass(first + k, count, scale, found, law)
                         mass = tl.where(i == k, own, mass)
-    mass_next = shifted(tl.where(i < num, mass, 0.0), i, 1, KP)
+    lse = tl.load(found[1] + first + i, mask=i < num, other=0.0)
+    mass_next = shifted(tl.where((i < num) & (lse - lse == 0), mass, 0.0), i, 1, KP)
     ends = shifted(((i < num) & (log_q > float("-inf"))).to(tl.float32), i, 1, KP) == 0
     zero = tl.full((), 0, tl.int32)
     at = (key, (position + i).to(tl.int32), i, zero + ACCEPT)

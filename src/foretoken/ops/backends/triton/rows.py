@@ -76,7 +76,7 @@ def is_flat(state, slot, V):
 
 @triton.jit
 def edit_kernel(
-    logits, stride, start_ptr, bias_ptr, repetition_ptr, subtract_ptr, edits, V,
+    logits, stride, start_ptr, bias_ptr, repetition_ptr, subtract_ptr, edits,
     MASKS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """A program per row fills `value_M` and `begin_NJ`: an entry is edited once, found at once.
@@ -89,7 +89,7 @@ def edit_kernel(
         e = first + tl.arange(0, _ENTRIES_AT_ONCE)
         own = e < end
         token = tl.load(edits[3] + e, mask=own, other=0)
-        x = load_at(logits, stride, row, token, own, V, edits, MASKS, False)
+        x = load_at(logits, stride, row, token, own, edits, MASKS, False)
         x = x + tl.load(bias_ptr + e, mask=own, other=0.0)
         repetition = tl.load(repetition_ptr + e, mask=own, other=1.0)
         x = tl.where(x > 0, x / repetition, x * repetition)
@@ -159,7 +159,7 @@ def load_span(
 
 
 @triton.jit
-def load_at(logits, stride, row, off, valid, V, edits, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
+def load_at(logits, stride, row, off, valid, edits, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
     """Edited logits at any ids (int block) of a row, or of a row each; -inf where not `valid`.
 
     Entries are found by a binary search in each lane, among those of the id's block.

@@ -293,3 +293,14 @@ def test_values_on_a_device_are_not_read() -> None:
 def test_unknown_backend() -> None:
     with pytest.raises(ConfigError, match="reference, torch_cpu"):
         get_backend("nonesuch")
+
+
+def test_what_fitted_one_call_is_refused_by_another_that_it_does_not_fit(ops: Backend) -> None:
+    given = verify_arguments()
+    ops.verify(**given)
+    more = make_params(given["drafts"].cache.logits_SKV.shape[0] + 1)
+    with pytest.raises(ConfigError, match=r"drafts\.cache\.logits_SKV\.shape"):
+        ops.verify(**{**given, "params": more})
+    away = {name: given[name].to("meta") for name in ("logits_NV", "slot_B", "position_B")}
+    with pytest.raises(ConfigError, match=r"params\.key_S\.device"):
+        ops.verify(**{**given, **away})

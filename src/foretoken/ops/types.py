@@ -37,9 +37,11 @@ class Rule(IntEnum):
     SYNTHETIC = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class SlotParams:
     """Sampling state of every request slot; rows gather from it by slot index.
+
+    What the tensors hold may change, their shapes, dtypes and device may not: ops check these once.
 
     key_S:         int64, the 64-bit noise key of the sample (bits, two's complement)
     temperature_S: float32, 0 or >= 1e-5; 0 means argmax, lowest index on ties
@@ -90,11 +92,12 @@ class Edits:
     subtract_M: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class DraftCache:
     """The q of every draft, by request *slot* and draft index: what it takes to state it again.
 
-    All three are contiguous, and have a row for every slot of the parameters or more.
+    All three are contiguous, and have a row for every slot of the parameters or more. Their shapes,
+    dtypes and device do not change: ops check these once.
     q is softmax of logits / temperature over the tokens whose raw logit is >= threshold. Filled
     by `Backend.draft`; stays until the slot's next draft at that index. The slot's temperature must
     not change between.

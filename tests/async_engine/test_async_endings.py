@@ -57,6 +57,7 @@ def test_a_request_is_left_before_its_first_step(engine: AsyncEngine) -> None:
         await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
         gate.open()
         await idle(engine)
 

@@ -244,7 +244,9 @@ def test_verify(ops: Backend, field: str, value: object) -> None:
 
 def test_rates_are_needed_by_synthetic_slots_alone(ops: Backend) -> None:
     given = {**verify_arguments(), "synthetic_rate_K": None}
-    ops.verify(**{**given, "params": make_params(2, rule=Rule.BLOCK)})
+    assert ops.verify(**{**given, "params": make_params(2, rule=Rule.BLOCK)}).finite_B.all()
+    with pytest.raises(ConfigError, match="synthetic_rate_K"):
+        ops.verify(**given)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from foretoken.ops import Rule
+from foretoken.ops import DraftBlock, Rule, SlotParams
 from foretoken.ops.backends.reference import noise
 from foretoken.ops.types import Stream
 from tests.support.law import TRIALS
@@ -30,6 +31,8 @@ from tests.support.law_model import Setting, random_chain
 from tests.support.law_mutants import Replaced
 
 FEWER = TRIALS // 8  # of laws with many cases, in `make test`
+
+Change = Callable[[SlotParams, DraftBlock], tuple[SlotParams, DraftBlock]]
 
 
 @each_backend
@@ -71,21 +74,84 @@ def test_acceptance_is_the_overlap(on: On) -> None:
     require(overlap(on.backend, on.device, FEWER))
 
 
-def verify_as(rule: Rule, backend: Any) -> Replaced:
-    """Mutant: requests are verified by another rule than theirs."""
+def verify_given(backend: Any, change: Change, **more: Any) -> Any:
+    """Mutant: `verify` gets other parameters and drafts than it was given."""
 
-    def verify(logits_NV: Any, params: Any, *rest: Any, **options: Any) -> Any:
-        rule_S = torch.full_like(params.rule_S, rule)
-        return backend.verify(logits_NV, replace(params, rule_S=rule_S), *rest, **options)
+    def verify(
+        logits_NV: Any, params: Any, slot_B: Any, position_B: Any, drafts: Any, **options: Any
+    ) -> Any:
+        params, drafts = change(params, drafts)
+        return backend.verify(logits_NV, params, slot_B, position_B, drafts, **options, **more)
 
     return Replaced(backend, verify=verify)
+
+
+def verify_as(rule: Rule, backend: Any, **more: Any) -> Any:
+    """Mutant: requests are verified by another rule than theirs."""
+
+    def change(params: SlotParams, drafts: DraftBlock) -> tuple[SlotParams, DraftBlock]:
+        return replace(params, rule_S=torch.full_like(params.rule_S, rule)), drafts
+
+    return verify_given(backend, change, **more)
+
+
+def always(backend: Any) -> Any:
+    """Mutant: every draft is accepted."""
+    return verify_as(Rule.SYNTHETIC, backend, synthetic_rate_K=torch.ones(1, dtype=torch.float64))
+
+
+def without_q(backend: Any) -> Any:
+    """Mutant: drafts are verified as one-hot, whatever they were drawn from."""
+    return verify_given(
+        backend,
+        lambda params, drafts: (
+            params,
+            replace(drafts, real_q_B=torch.zeros_like(drafts.real_q_B)),
+        ),
+    )
+
+
+def unfiltered(backend: Any) -> Any:
+    """Mutant: the target's filters do not hold for drafts."""
+    return verify_given(
+        backend,
+        lambda params, drafts: (
+            replace(
+                params,
+                top_k_S=torch.zeros_like(params.top_k_S),
+                top_p_S=torch.ones_like(params.top_p_S),
+                min_p_S=torch.zeros_like(params.min_p_S),
+            ),
+            drafts,
+        ),
+    )
 
 
 @fastest
 def test_another_mean_is_noticed(on: On) -> None:
     """The block rule's drafts, counted as the standard rule's, miss the enumeration."""
-    found = mean_accepted(verify_as(Rule.BLOCK, on.backend), on.device, FEWER)  # type: ignore[arg-type]
+    found = mean_accepted(verify_as(Rule.BLOCK, on.backend), on.device, FEWER)
     wrong = next(f for f in found if f.case.startswith("mean_accepted-standard-real-fp32"))
+    assert not wrong.passed
+
+
+@fastest
+@pytest.mark.parametrize(
+    ("law", "mutant", "broken"),
+    [
+        (overlap, without_q, "overlap-standard-fp32"),  # lossless, but it accepts less
+        (overlap, always, "overlap-standard-fp32-law"),
+        (always_and_never, without_q, "draft=target-standard-T1"),
+        (always_and_never, always, "disjoint-block"),
+        (outside_the_nucleus, unfiltered, "nucleus-block-top_p-law"),
+        (ends_of_u, unfiltered, "u_lowest-outside-standard-fp32"),
+        (ends_of_u, always, "u_highest-p=0-standard-fp32"),
+        (ends_of_u, without_q, "u_highest-p=q-standard-fp32"),
+    ],
+)
+def test_a_law_of_acceptance_rejects_its_mutant(on: On, law: Any, mutant: Any, broken: str) -> None:
+    backend, trials = mutant(on.backend), () if law is ends_of_u else (FEWER,)
+    wrong = next(f for f in law(backend, on.device, *trials) if f.case == broken)
     assert not wrong.passed
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from tests.support.law import MUTANT_P, p_value
 from tests.support.law_backends import CPU, On, each_backend, fastest
 from tests.support.law_cases import RULES, require
 from tests.support.law_model import Setting
+from tests.support.law_mutants import Replaced
 from tests.support.law_noise import (
     ONE_STREAM,
     TARGET,
@@ -51,6 +54,62 @@ def test_every_vocabulary_full(on: On, vocabulary: int) -> None:
 @each_backend
 def test_masked_blocks_have_no_mass(on: On) -> None:
     require(masked_blocks(on.backend, on.device, 2000))
+
+
+def drawing_from(backend: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Mutant: `sample` and `verify` read other logits than they were given."""
+
+    def sample(logits_NV: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return backend.sample(change(logits_NV), *rest, **options)
+
+    def verify(logits_NV: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        return backend.verify(change(logits_NV), *rest, **options)
+
+    return Replaced(backend, sample=sample, verify=verify)
+
+
+@fastest
+def test_mass_in_masked_blocks_is_noticed(on: On) -> None:
+    """A floor in place of -inf, as of noise on blocks that hold nothing."""
+    backend = drawing_from(on.backend, lambda logits_NV: logits_NV.clamp(min=-6.0))
+    found = masked_blocks(backend, on.device, 2000)
+    assert not all(f.passed for f in found if f.case == "masked_blocks-unfiltered")
+
+
+@fastest
+@pytest.mark.parametrize("vocabulary", [1025, 8193])
+def test_another_law_of_a_vocabulary_is_noticed(on: On, vocabulary: int) -> None:
+    """A tilt, by which the last ids are e times likelier than they should be."""
+
+    def change(logits_NV: torch.Tensor) -> torch.Tensor:
+        return logits_NV + torch.linspace(0.0, 1.0, vocabulary, device=logits_NV.device)
+
+    found = vocabulary_law(drawing_from(on.backend, change), on.device, vocabulary, 2000, RULES[:1])
+    assert not all(f.passed for f in found if f.case.endswith("-blocks"))
+
+
+@fastest
+def test_tokens_that_are_never_drawn_are_noticed(on: On) -> None:
+    """One in twenty: the coverage of a nearly uniform row, and its chi-square."""
+
+    def change(logits_NV: torch.Tensor) -> torch.Tensor:
+        cut_NV = logits_NV.clone()
+        cut_NV[:, ::20] = -torch.inf
+        return cut_NV
+
+    found = near_uniform(sampler(drawing_from(on.backend, change)), on.device, 1500, 15_000)
+    assert not any(f.passed for f in found)
+
+
+@fastest
+def test_a_row_read_at_anothers_place_is_noticed(on: On) -> None:
+    """The last request reads the first one's rows, as if its offset were modulo something."""
+
+    def change(logits_NV: torch.Tensor) -> torch.Tensor:
+        return torch.cat([logits_NV[:-5], logits_NV[:5]]) if len(logits_NV) > 100 else logits_NV
+
+    found = far_rows(drawing_from(on.backend, change), on.device, 3000, 60)
+    assert not all(f.passed for f in found)
 
 
 @each_backend

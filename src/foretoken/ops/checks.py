@@ -31,7 +31,7 @@ STREAM_PAIRS: tuple[tuple[Stream, Stream], ...] = (
 )
 """What `sample` draws from; one stream for both would bend the law of rows of several blocks."""
 _FITTING: WeakSet[SlotParams | DraftCache] = WeakSet()
-"""Whose tensors were found to fit: nine of the fifteen that `verify` reads, and for few requests the
+"""Whose tensors were found to fit: nine of the fifteen that `verify` reads. With few requests the
 host takes longer over a call than the GPU does."""
 MOST_TOP = 64
 COLDEST = 9.99e-6

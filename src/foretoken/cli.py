@@ -92,7 +92,8 @@ Backend = Annotated[
     str, typer.Option(help="auto, native_cpu, torch_cpu, triton, or reference (the fp64 oracle).")
 ]
 Threads = Annotated[
-    int | None, typer.Option(help="Threads to compute with. Default: one per physical core.")
+    int | None,
+    typer.Option(help="Threads to compute with. Default: 1 or all cores, whichever is faster."),
 ]
 Fp64 = Annotated[bool, typer.Option("--use-fp64-gumbel", help="Draw all noise in FP64.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]

@@ -17,7 +17,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Scheduler
-from foretoken.engine.threads import set_threads
+from foretoken.engine.threads import StepThreads
 from foretoken.errors import ConfigError, ForetokenError
 from foretoken.models import CausalLM, load_model, load_tokenizer
 from foretoken.ops import Backend, get_backend, unavailable
@@ -57,9 +57,12 @@ def _build(config: EngineConfig) -> Engine:
         max_model_len=config.max_model_len,
         seed=config.seed,
     )
-    native = model.fused is not None
-    count = set_threads(config.threads, native_target=native)
-    _log.info("Threads: %d, PyTorch's: %d; for the whole process.", count, torch.get_num_threads())
+    threads = StepThreads(config.threads, native_target=model.fused is not None)
+    _log.info(
+        "Threads: %s, PyTorch's: %d; for the whole process.",
+        f"{threads.most} or 1 by speed" if threads.chooses else threads.most,
+        torch.get_num_threads(),
+    )
     tokenizer = load_tokenizer(config.model)
     drafter = _build_drafter(config, backend, device, model, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
@@ -83,7 +86,7 @@ def _build(config: EngineConfig) -> Engine:
         enable_prefix_caching=config.enable_prefix_caching,
     )
     runner = Runner(model, kv, sampler, DraftState(device))
-    return Engine(config, runner, scheduler, drafter, tokenizer, _eos_ids(model, tokenizer))
+    return Engine(config, runner, scheduler, drafter, tokenizer, _eos_ids(model, tokenizer), threads)
 
 
 def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:

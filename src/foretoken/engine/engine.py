@@ -26,6 +26,7 @@ from foretoken.engine.faults import no_token, overloaded, processing_error, step
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.engine.runner import Outcome, Runner, ShareFault
 from foretoken.engine.scheduler import Scheduler, Share
+from foretoken.engine.threads import StepThreads
 from foretoken.errors import IntegrityError
 from foretoken.ops import Rule
 from foretoken.outputs import SpeculationMetrics
@@ -46,6 +47,7 @@ class Engine:
         drafter: Drafter | None,
         tokenizer: Any | None,
         eos_ids: frozenset[int],
+        threads: StepThreads,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -53,6 +55,7 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.threads = threads
         self.metrics = SpeculationMetrics()
         self._slots = runner.sampler.slots
         self._detokenizers: dict[Request, Detokenizer] = {}
@@ -96,7 +99,7 @@ class Engine:
         """
         plan = self.scheduler.schedule()
         changed = list(dict.fromkeys(request.group for request in self.scheduler.running))
-        with self._together():
+        with self.threads.during(plan.shares), self._together():
             self._release_slots()
             for request in plan.admitted:
                 with self._alone(request):

@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kMost = int64_t{256} << 20;  // bytes: more than most caches hold
 constexpr double kBudget = 0.012;              // seconds after which two rounds are enough
 constexpr int kRounds = 5;
+constexpr double kClearly = 0.95;               // of the ordinary hint's time: enough to leave it
 constexpr double kHopeless = 1.5;              // times the best: not measured again
 
 // Multiplies as a forward pass does, without what is between the products.
@@ -56,7 +57,8 @@ Fetch fastest(Pass pass, double* best) {
       hopeless[f] = std::min(first, second) > kHopeless * best[winner];
     }
   }
-  return Fetch{winner};
+  const bool clear = best[winner] < kClearly * best[static_cast<int>(Fetch::kCached)];
+  return clear ? Fetch{winner} : Fetch::kCached;
 }
 
 }  // namespace

@@ -79,6 +79,20 @@ constexpr const Multiply* kByFetch[kFetches] = {
 
 }  // namespace
 
+void multiply_pair(const float* x, int64_t inputs, const float* panel, float* out) {
+  const float* next = panel + inputs * kPanel;
+  Vec sum[2][kVecs] = {};
+  for (int64_t k = 0; k < inputs; k++) {
+    const Vec a = splat(x[k]);
+    for (int v = 0; v < kVecs; v++) {
+      sum[0][v] += a * load(panel + k * kPanel + v * kWidth);
+      sum[1][v] += a * load(next + k * kPanel + v * kWidth);
+    }
+  }
+  for (int i = 0; i < 2; i++)
+    for (int v = 0; v < kVecs; v++) store(out + i * kPanel + v * kWidth, sum[i][v]);
+}
+
 void multiply(const float* x, int64_t inputs, int rows, const float* panel, float* out,
               Fetch fetch) {
   kByFetch[static_cast<int>(fetch)][rows - 1](x, inputs, panel, out);

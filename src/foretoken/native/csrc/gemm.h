@@ -65,6 +65,10 @@ struct Fetches {
 // One register tile: `rows` rows of x (stride `inputs`) times one panel, into out[rows][kPanel].
 void multiply(const float* x, int64_t inputs, int rows, const float* panel, float* out, Fetch fetch);
 
+// One row times a panel and the next, into out[2][kPanel], without hints: processors that fetch on
+// their own do so for both at once (one row of 59 MB: 0.93 ms instead of 1.20, on Zen 5).
+void multiply_pair(const float* x, int64_t inputs, const float* panel, float* out);
+
 // Whether a product is large enough to be shared among threads (a hand-over costs about 1 us).
 inline bool worth_sharing(int64_t rows, const Packed& w) {
   return w.inputs * w.outputs * (rows + 3) > 200000;
@@ -74,6 +78,22 @@ inline bool worth_sharing(int64_t rows, const Packed& w) {
 template <typename Epilogue>
 void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
              const Epilogue& epilogue) {
+  const auto finish = [&](int64_t row, int64_t p, float* out) {
+    const int64_t first = p * kPanel;
+    const int64_t count = w.outputs - first < kPanel ? w.outputs - first : kPanel;
+    if (!w.bias.empty())
+      for (int64_t j = 0; j < count; j++) out[j] += w.bias[first + j];
+    epilogue(row, first, count, out);
+  };
+  if (rows == 1 && fetches.one == Fetch::kNoHint && w.panels > 1) {
+    parallel_for((w.panels + 1) / 2, worth_sharing(rows, w), [&](int64_t pair) {
+      const int64_t p = pair * 2 + 1 < w.panels ? pair * 2 : w.panels - 2;  // odd: one twice
+      float out[2][kPanel];
+      multiply_pair(x, w.inputs, w.panel(p), out[0]);
+      for (int64_t i = pair * 2 - p; i < 2; i++) finish(0, p + i, out[i]);
+    });
+    return;
+  }
   // Several tiles read a panel several times: it must stay cached (past the caches: 1.8 times as
   // long for 16 rows on a Xeon).
   const Fetch fetch = rows == 1 ? fetches.one : rows <= kRows ? fetches.few : Fetch::kCached;
@@ -82,17 +102,11 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
   parallel_for(w.panels * chunks, worth_sharing(rows, w), [&](int64_t tile) {
     const int64_t p = tile / chunks, begin = tile % chunks * chunk;
     const int64_t end = rows < begin + chunk ? rows : begin + chunk;
-    const int64_t first = p * kPanel;
-    const int64_t count = w.outputs - first < kPanel ? w.outputs - first : kPanel;
     float out[kRows][kPanel];
     for (int64_t r = begin; r < end; r += kRows) {
       const int n = static_cast<int>(end - r < kRows ? end - r : kRows);
       multiply(x + r * w.inputs, w.inputs, n, w.panel(p), out[0], fetch);
-      for (int i = 0; i < n; i++) {
-        if (!w.bias.empty())
-          for (int64_t j = 0; j < count; j++) out[i][j] += w.bias[first + j];
-        epilogue(r + i, first, count, out[i]);
-      }
+      for (int i = 0; i < n; i++) finish(r + i, p, out[i]);
     }
   });
 }

@@ -25,7 +25,7 @@ from foretoken.native import library
 _CPUS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
-_STEPS = 5  # whose median stands for a count
+_STEPS = 3  # whose median stands for a count
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
 _CLEARLY = 0.95  # of the other's time: enough to change
 _HOPELESS = 2.0  # times the other's: a trial ends at the first such step
@@ -135,8 +135,8 @@ class _Choice:
 
 
 def _rounded(rows: int) -> int:
-    """`rows` to three binary digits: steps of that size take about the same time."""
-    shift = max(rows.bit_length() - 3, 0)
+    """`rows` to two binary digits: steps of that size take about the same time."""
+    shift = max(rows.bit_length() - 2, 0)
     return rows >> shift << shift
 
 

@@ -7,10 +7,10 @@ namespace foretoken {
 namespace {
 
 constexpr int64_t kMost = int64_t{256} << 20;  // bytes: more than most caches hold
-constexpr double kBudget = 0.02;               // seconds after which two rounds are enough
+constexpr double kBudget = 0.015;              // seconds after which two rounds are enough
 constexpr int kRounds = 5;
-constexpr double kClearly = 0.97;               // of the ordinary hint's time: enough to leave it
-constexpr double kHopeless = 1.5;              // times the best: not measured again
+constexpr double kClearly = 0.97;  // of the ordinary hint's time: enough to leave it
+constexpr double kHopeless = 1.5;  // times the best: not measured again
 
 // Multiplies as a forward pass does, without what is between the products.
 class Pass {
@@ -49,8 +49,8 @@ Fetch fastest(Pass pass, double* best) {
     for (int f = 0; f < kFetches; f++) {
       if (hopeless[f]) continue;
       const double first = pass.seconds(Fetch{f});
-      const double timed = std::min(pass.seconds(Fetch{f}), pass.seconds(Fetch{f}));
-      spent += first + 2 * timed;
+      const double timed = pass.seconds(Fetch{f});
+      spent += first + timed;
       best[f] = round ? std::min(best[f], timed) : timed;
       if (best[f] < best[winner]) winner = f;
       hopeless[f] = std::min(first, timed) > kHopeless * best[winner];

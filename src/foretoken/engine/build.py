@@ -86,7 +86,8 @@ def _build(config: EngineConfig) -> Engine:
         enable_prefix_caching=config.enable_prefix_caching,
     )
     runner = Runner(model, kv, sampler, DraftState(device))
-    return Engine(config, runner, scheduler, drafter, tokenizer, _eos_ids(model, tokenizer), threads)
+    eos_ids = _eos_ids(model, tokenizer)
+    return Engine(config, runner, scheduler, drafter, tokenizer, eos_ids, threads)
 
 
 def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:

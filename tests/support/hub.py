@@ -23,7 +23,7 @@ class Hub:
     """Repositories by id, each a folder; every request is remembered.
 
     refusals: id to (status, X-Error-Code) that every request for it is answered with
-    cut: bytes that are missing at the end of weights, whose length the hub states in full
+    cut: bytes missing at the end of weights as they are sent; asked for the length, it tells all
     delay: seconds before weights are sent
     """
 
@@ -44,13 +44,7 @@ class Hub:
     @contextmanager
     def served(self) -> Iterator[str]:
         """Serve inside; yields the address."""
-        hub = self
-
-        class Handler(_Handler):
-            pass
-
-        Handler.hub = hub
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         self.url = f"http://127.0.0.1:{server.server_port}"

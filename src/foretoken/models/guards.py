@@ -254,9 +254,10 @@ def _forward(module: Any, batch: ForwardBatch, run: AttentionPass) -> Tensor:
     except UnsupportedModelError:
         raise
     except Exception as error:
+        composite = module.config.get_text_config() is not module.config
         raise UnsupportedModelError(
-            f"`{module.config.model_type}` fails on packed input with explicit positions "
-            f"({type(error).__name__})."
+            f"{'The text part of ' if composite else ''}`{module.config.model_type}` fails on "
+            f"packed input with explicit positions ({type(error).__name__})."
         ) from error
     logits: Tensor = output.logits
     return logits.squeeze(0)

@@ -114,10 +114,11 @@ def chat(
         params = sampling_params(options)
         check_shown(params, as_json)
         messages, given = read_messages(message, system), read_template(chat_template)
+        typed = Conversation(messages, params, as_json) if message is None else None
         llm = _start(options, speculative_config, no_speculation)
         template = find_template(llm, given)
-        if message is None:
-            Conversation(llm, template, messages, params, as_json).run(note)
+        if typed:
+            typed.run(llm, template, note)
             return
         from foretoken.models.chat import ChatPrompt
 

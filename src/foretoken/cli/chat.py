@@ -76,7 +76,7 @@ def find_template(llm: LLM, given: str | None) -> ChatTemplate:
     from foretoken.models.chat import ChatTemplate
 
     try:
-        return ChatTemplate(llm.tokenizer, given, True)
+        return ChatTemplate(llm.tokenizer, chat_template=given, add_generation_prompt=True)
     except RequestError as error:
         if error.field == "chat_template" and given is None:
             remedy = "Pass --chat-template FILE, or use `foretoken generate`."
@@ -89,28 +89,27 @@ class Conversation:
 
     Args:
         messages: what it begins with, and begins with again after /reset.
+        params: of every answer.
+        json_output: print a JSON object per answer.
+
+    Raises:
+        RequestError: more than one sample, or standard input is closed.
     """
 
-    def __init__(
-        self,
-        llm: LLM,
-        template: ChatTemplate,
-        messages: list[Any],
-        params: SamplingParams,
-        json_output: bool,
-    ) -> None:
+    def __init__(self, messages: list[Any], params: SamplingParams, json_output: bool) -> None:
         if params.n != 1:
             raise RequestError("n", params.n, "1 in a conversation", "Give one message instead.")
         if sys.stdin is None:
             raise RequestError("message", None, "given: standard input is closed")
-        self._llm, self._template, self._params = llm, template, params
-        self._json, self._opening, self._messages = json_output, messages, list(messages)
+        self._params, self._json = params, json_output
+        self._opening, self._messages = messages, list(messages)
         self._typed = sys.stdin.isatty() and sys.stdout.isatty()
 
-    def run(self, note: Note) -> None:
+    def run(self, llm: LLM, template: ChatTemplate, note: Note) -> None:
         """Answer messages until there are no more.
 
         Raises:
+            ForetokenError: an answer failed, and nobody is there to try again.
             SystemExit: SIGTERM ended an answer.
         """
         if self._typed:
@@ -125,7 +124,7 @@ class Conversation:
             elif command.startswith("/") and " " not in command:
                 say(f"There is no command {command}: {_HELP}")
             elif command:
-                self._answer(line, note)
+                self._answer(llm, template, line.rstrip("\n"), note)
 
     def _read(self) -> str | None:
         """The next message; None at the end of input."""
@@ -148,25 +147,21 @@ class Conversation:
             sys.stdout.write("\n")
             return None
 
-    def _answer(self, text: str, note: Note) -> None:
+    def _answer(self, llm: LLM, template: ChatTemplate, text: str, note: Note) -> None:
         """Print the answer to a message and remember both; a message that failed is forgotten."""
         from foretoken.models.chat import ChatPrompt
 
-        messages = [*self._messages, {"role": "user", "content": text.rstrip("\n")}]
+        messages = [*self._messages, {"role": "user", "content": text}]
         try:
-            prompt = ChatPrompt(self._template, messages)
-            output = complete(self._llm, prompt, self._params, self._json, note)
+            output = complete(llm, ChatPrompt(template, messages), self._params, self._json, note)
         except KeyboardInterrupt:  # between two steps of the engine
-            say("\nInterrupted.", interrupted=True)
+            say("\nInterrupted: this message is forgotten.", interrupted=True)
             return
         except ForetokenError as error:
             if not self._typed:
                 raise
             say(f"Error: {error}", style="bold red")
             return
-        if output is None:
-            return
         if output.interrupted_by == "SIGTERM":
             raise SystemExit(exit_code(output))
-        answer = {"role": "assistant", "content": output.outputs[0].text}
-        self._messages = [*messages, answer]
+        self._messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]

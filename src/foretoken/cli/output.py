@@ -41,16 +41,17 @@ def check_shown(params: SamplingParams, json_output: bool) -> None:
 
 def complete(
     llm: LLM, prompt: str | ChatPrompt, params: SamplingParams, json_output: bool, note: Note
-) -> RequestOutput | None:
+) -> RequestOutput:
     """Complete one prompt and print what comes, the samples one after another.
 
     Returns:
-        The last output, maybe `interrupted_by` a signal; None if there was none.
+        The last output, maybe `interrupted_by` a signal.
 
     Raises:
         ForetokenError: the request was refused, or failed after what is printed.
     """
     start, output, text = time.perf_counter(), None, _Text(params.n)
+    most = f" of at most {params.n * params.max_tokens}" if params.max_tokens else ""
     done = "no token was generated."
     note(done)
     with _sign_of_life(json_output) as show:
@@ -60,9 +61,9 @@ def complete(
             count = sum(len(sample.token_ids) for sample in output.outputs)
             done = f"{count} tokens were generated in {time.perf_counter() - start:.1f} s."
             note(done)
-            show(f"{count} of at most {params.n * params.max_tokens} tokens")
+            show(f"{count}{most} tokens")
     if output is None:
-        return None
+        raise RuntimeError("the stream ended before it began")
     if json_output:
         escaped = not is_utf8(sys.stdout)
         _write(json.dumps(as_json(output), ensure_ascii=escaped, allow_nan=False))
@@ -78,9 +79,9 @@ def complete(
     return output
 
 
-def exit_code(output: RequestOutput | None) -> int:
-    """What a shell expects of a command with this output."""
-    name = output.interrupted_by if output else None
+def exit_code(output: RequestOutput) -> int:
+    """What a shell expects of a command that prints this output."""
+    name = output.interrupted_by
     return 128 + signal.Signals[name] if name else 0
 
 

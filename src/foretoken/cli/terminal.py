@@ -8,6 +8,7 @@ reads the output any more. What a command prints lives in `output.py`.
 from __future__ import annotations
 
 import codecs
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -40,8 +41,9 @@ __all__ = [
 
 Note = Callable[[str], None]
 CLOSED_PIPE = 141
-"""The exit code that a shell shows for a process ended by SIGPIPE."""
+"""The exit code of a process ended by SIGPIPE, as a shell shows it."""
 _BUGS = (IntegrityError, ProcessingError, StepError)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 _escaped: list[str] = []
 
 
@@ -148,11 +150,9 @@ def reporting(debug: bool = False) -> Iterator[Note]:
 
 def _system_error(error: OSError) -> str:
     """What the system refused, and to which file."""
-    try:
-        sys.stdout.flush()  # fails again if it was this that failed
-    except OSError:
+    if error.filename is None and error.errno in _NO_SPACE:
         _discard(sys.stdout)
-        return f"standard output cannot be written: {error.strerror or error}"
+        return f"standard output cannot be written: {error.strerror}"
     return str(error)
 
 

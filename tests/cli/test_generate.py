@@ -23,41 +23,9 @@ from foretoken.errors import (
     ProcessingError,
     StepError,
 )
-from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
-
-PIECES = ["a", " +", " b", "\n"]
-
-
-class FakeLLM:
-    """Streams `PIECES`; fails where it is told to."""
-
-    def __init__(
-        self,
-        fail_after: int | None = None,
-        error: BaseException | None = None,
-        synthetic: bool = False,
-    ) -> None:
-        self.fail_after, self.error, self.synthetic = fail_after, error, synthetic
-        self.calls: list[tuple[str, Any]] = []
-
-    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
-        self.calls.append((prompt, params))
-        for count in range(1, len(PIECES) + 1):
-            if self.error is not None and count - 1 == self.fail_after:
-                raise self.error
-            ended = "length" if count == len(PIECES) else None
-            sample = CompletionOutput(
-                index=0,
-                token_ids=list(range(count)),
-                text="".join(PIECES[:count]),
-                finish_reason=ended,
-                seed=7,
-                origins=["plain"] * count,
-                synthetic_acceptance=self.synthetic,
-            )
-            metrics = RequestMetrics()
-            metrics.observe(2, 1, synthetic=self.synthetic)
-            yield RequestOutput("1", prompt, [5, 6], [sample], metrics)
+from foretoken.outputs import RequestOutput
+from foretoken.sampling.params import SamplingParams
+from tests.support.fake_llm import FakeLLM
 
 
 def invoke(monkeypatch: pytest.MonkeyPatch, llm: FakeLLM, *args: str, **kwargs: Any) -> Result:
@@ -104,13 +72,24 @@ def test_options_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = FakeLLM()
     invoke(
         monkeypatch, llm, "x", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "20",
-        "--min-p", "0.1", "--max-tokens", "9", "--seed", "3", "--stop", "a", "--stop", "b",
-        "--ignore-eos",
+        "--min-p", "0.1", "--max-tokens", "9", "--min-tokens", "2", "--seed", "3", "--stop", "ä",
+        "--stop", "b", "--stop-token-ids", "7", "--stop-token-ids", "8", "--ignore-eos", "--n", "2",
+        "--presence-penalty", "0.1", "--frequency-penalty", "0.2", "--repetition-penalty", "1.5",
+        "--logit-bias", '{"4": -1.5}', "--bad-words", "c", "--allowed-token-ids", "4", "--json",
+        "--logprobs", "1", "--prompt-logprobs", "0", "--include-stop-str-in-output",
     )  # fmt: skip
-    params = llm.calls[0][1]
-    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 20, 0.1)
-    assert (params.max_tokens, params.seed, params.stop) == (9, 3, ("a", "b"))
-    assert params.ignore_eos
+    assert llm.calls[0][1] == SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, max_tokens=9, min_tokens=2, seed=3,
+        stop=["ä", "b"], stop_token_ids=[7, 8], ignore_eos=True, n=2, presence_penalty=0.1,
+        frequency_penalty=0.2, repetition_penalty=1.5, logit_bias={4: -1.5}, bad_words=["c"],
+        allowed_token_ids=[4], logprobs=1, prompt_logprobs=0, include_stop_str_in_output=True,
+    )  # fmt: skip
+
+
+def test_without_options_a_request_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM()
+    invoke(monkeypatch, llm, "x")
+    assert llm.calls[0][1] == SamplingParams(max_tokens=128, temperature=0.8)
 
 
 def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +122,11 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--top-p", "0"], "`top_p`"),
         (["--max-tokens", "0"], "`max_tokens` is 0: must be an integer >= 1."),
         (["--no-speculation", "--speculative-config", "{}"], "`speculative-config`"),
+        (["--logit-bias", "[1]"], "`logit_bias` is '[1]': must be a JSON object of token ids"),
+        (["--logit-bias", '{"a": 1}'], "`logit_bias`"),
+        (["--logit-bias", '{"1": 500}'], "`logit_bias[1]` is 500: must be in [-100, 100]."),
+        (["--logprobs", "2"], "`logprobs` is 2: must be left out without --json."),
+        (["--stop", "def \udcff():"], "`stop` is b'def \\xff():': must be UTF-8 text."),
     ],
 )
 def test_bad_values_are_one_message(
@@ -180,7 +164,7 @@ class EndingLLM(FakeLLM):
         super().__init__()
         self.ended, self.fields = error, fields
 
-    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
+    def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
         *before, last = super().stream(prompt, params)
         yield from before
         yield replace(last, outputs=[replace(last.outputs[0], **self.fields)], error=self.ended)
@@ -250,7 +234,7 @@ def test_a_prompt_that_is_no_text(
 
 
 class SlowLLM(FakeLLM):
-    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
+    def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
         for output in super().stream(prompt, params):
             time.sleep(0.05)
             yield output

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.output import complete, exit_code
-from foretoken.cli.terminal import Note, as_utf8, read_input, say
+from foretoken.cli.terminal import Note, as_utf8, read_input, read_line, say
 from foretoken.errors import ConfigError, ForetokenError, RequestError
 from foretoken.sampling.params import SamplingParams
 
@@ -128,24 +128,20 @@ class Conversation:
 
     def _read(self) -> str | None:
         """The next message; None at the end of input."""
+        if not self._typed:
+            return read_line("message") or None
+        with suppress(ImportError):
+            import readline  # noqa: F401  (gives `input` editing and a history)
         while True:
             try:
-                return self._read_line()
+                return input("> ")
+            except EOFError:
+                say("")
+                return None
             except KeyboardInterrupt:  # as in a shell: what was typed is dropped
                 say("")
             except UnicodeDecodeError:
                 say("Error: this line is no UTF-8 text.", style="bold red")
-
-    def _read_line(self) -> str | None:
-        if not self._typed:
-            return sys.stdin.readline() or None
-        with suppress(ImportError):
-            import readline  # noqa: F401  (gives `input` editing and a history)
-        try:
-            return input("> ")
-        except EOFError:
-            sys.stdout.write("\n")
-            return None
 
     def _answer(self, llm: LLM, template: ChatTemplate, text: str, note: Note) -> None:
         """Print the answer to a message and remember both; a message that failed is forgotten."""

@@ -35,6 +35,7 @@ __all__ = [
     "is_utf8",
     "prepare",
     "read_input",
+    "read_line",
     "reporting",
     "say",
 ]
@@ -85,11 +86,7 @@ def as_utf8(field: str, given: str) -> str:
     Raises:
         RequestError: they are not UTF-8.
     """
-    raw = os.fsencode(given)
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise _not_text(field, error) from None
+    return _decoded(field, os.fsencode(given))
 
 
 def read_input(field: str) -> str:
@@ -100,15 +97,24 @@ def read_input(field: str) -> str:
     """
     if sys.stdin is None:
         raise RequestError(field, "-", "readable: standard input is closed")
+    return _decoded(field, sys.stdin.buffer.read())
+
+
+def read_line(field: str) -> str:
+    """The next line of standard input, as UTF-8; empty at its end.
+
+    Raises:
+        RequestError: it is no text.
+    """
+    return _decoded(field, sys.stdin.buffer.readline())
+
+
+def _decoded(field: str, given: bytes) -> str:
     try:
-        return sys.stdin.buffer.read().decode()
+        return given.decode()
     except UnicodeDecodeError as error:
-        raise _not_text(field, error) from None
-
-
-def _not_text(field: str, error: UnicodeDecodeError) -> RequestError:
-    wrong = error.object[max(error.start - 10, 0) : error.end + 10]
-    return RequestError(field, wrong, "UTF-8 text")
+        wrong = given[max(error.start - 10, 0) : error.end + 10]
+        raise RequestError(field, wrong, "UTF-8 text") from None
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def library_path(variant: str) -> Path:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library is as it was built; 0.2 ms for 200 kB."""
+    """Whether a library is as it was built; 0.35 ms for 200 kB."""
     content = path.read_bytes()
     return hashlib.sha256(content[:-_SEAL]).digest() == content[-_SEAL:]
 

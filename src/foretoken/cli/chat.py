@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.output import complete, exit_code
 from foretoken.cli.terminal import Note, as_utf8, read_input, read_line, say
-from foretoken.errors import ConfigError, ForetokenError, RequestError
+from foretoken.errors import ConfigError, RequestError
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,10 +52,12 @@ def read_template(given: str | None) -> str | None:
     """A chat template from its file; Jinja text and names of templates as they are.
 
     Raises:
-        ConfigError: the file is not there, or is no text.
+        ConfigError, RequestError: the file is not there, or it is no UTF-8 text.
     """
-    if given is None or "{{" in given or "{%" in given:
-        return given
+    if given is None:
+        return None
+    if "{{" in given or "{%" in given:
+        return as_utf8("chat-template", given)
     path = Path(given)
     try:
         return path.read_text(encoding="utf-8")
@@ -109,7 +111,7 @@ class Conversation:
         """Answer messages until there are no more.
 
         Raises:
-            ForetokenError: an answer failed, and nobody is there to try again.
+            ForetokenError: an answer failed; on a terminal a refused message may be tried again.
             SystemExit: SIGTERM ended an answer.
         """
         if self._typed:
@@ -153,7 +155,7 @@ class Conversation:
         except KeyboardInterrupt:  # between two steps of the engine
             say("\nInterrupted: this message is forgotten.", interrupted=True)
             return
-        except ForetokenError as error:
+        except RequestError as error:
             if not self._typed:
                 raise
             say(f"Error: {error}", style="bold red")

@@ -44,7 +44,7 @@ Note = Callable[[str], None]
 CLOSED_PIPE = 141
 """The exit code of a process ended by SIGPIPE, as a shell shows it."""
 _BUGS = (IntegrityError, ProcessingError, StepError)
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _escaped: list[str] = []
 
 

@@ -229,7 +229,8 @@ class EngineConfig:
             downloaded if it is not in the local cache.
         speculative_config: drafting and verification; None decodes one token per step.
         device: `cpu`, or `auto`: the best device this version runs on, which is `cpu`.
-        dtype: `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX).
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: float32 on a CPU (bf16 was slower at
+            batch 1 without AMX).
         seed: engine seed; a request without a seed gets mix(seed, admission number).
         max_model_len: longest prompt + output; None: the checkpoint's own limit.
         max_num_seqs: most requests running at once; each owns one permanent slot.
@@ -247,7 +248,8 @@ class EngineConfig:
         revision: branch, tag or commit of a model that is a hub id; None: `main`.
         local_files_only: take hub ids from the local cache, and never look at the network.
         load_format: `auto` reads safetensors, `dummy` makes random weights from config.json alone.
-        backend: `auto` (fastest for the device), or a name in `ops.BACKENDS`.
+        backend: `native_cpu`, `torch_cpu`, `triton`, `reference` (the fp64 oracle), or `auto`: the
+            fastest for the device.
         threads: threads to compute with; None: one per physical core that the process may use, and
             no more than `OMP_NUM_THREADS`. A setting of the whole process: the newest engine's
             holds for all, and where the target runs in native kernels PyTorch gets one thread.

@@ -161,7 +161,7 @@ class LLM:
         return outputs
 
     def stream(
-        self, prompt: Prompt, sampling_params: Params | None = None
+        self, prompt: Prompt | ChatPrompt, sampling_params: Params | None = None
     ) -> Iterator[RequestOutput]:
         """Complete one prompt; yields what there is after every step, the last one finished.
 

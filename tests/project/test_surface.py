@@ -38,9 +38,9 @@ ENGINE_CONFIG = (
     "threads use_fp64_gumbel"
 ).split()
 LLM_METHODS = {
-    "generate": "prompts sampling_params progress",
-    "chat": "messages sampling_params chat_template add_generation_prompt progress",
-    "stream": "prompt sampling_params",
+    "generate": "prompts sampling_params progress on_interrupt",
+    "chat": "messages sampling_params chat_template add_generation_prompt progress on_interrupt",
+    "stream": "prompt sampling_params on_interrupt",
     "close": "",
 }
 

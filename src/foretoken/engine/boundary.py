@@ -7,7 +7,6 @@ here; whatever is given out is a copy that later steps do not change.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from foretoken.engine.engine import Engine
@@ -44,17 +43,12 @@ def submit(
 def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
     """What a request has so far."""
     samples = [_completion(engine, request) for request in group.samples]
-    metrics = group.metrics
     return RequestOutput(
         request_id=group.request_id,
         prompt=group.prompt,
         prompt_token_ids=[*group.prompt_ids],
         outputs=samples,
-        metrics=replace(
-            metrics,
-            accepted_per_position=list(metrics.accepted_per_position),
-            drafted_per_position=list(metrics.drafted_per_position),
-        ),
+        metrics=group.metrics.copy(),
         prompt_logprobs=None if group.prompt_logprobs is None else [*group.prompt_logprobs],
         error=group.error,
     )

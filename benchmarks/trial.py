@@ -167,7 +167,7 @@ def neighbour(backend: str, seconds: float, repeats: int) -> tuple[Row, Failures
     failures: Failures = []
     values: dict[str, Value] = {}
     for place in ("alone", "beside a busy process"):
-        with _busy(place != "alone"), Child("speed", backend, seconds, repeats) as child:
+        with busy(place != "alone"), Child("speed", backend, seconds, repeats) as child:
             found = child.report(failures).get("tokens_per_s", {})
         for name, speeds in found.items():
             values[f"{name}, {place}"] = Spread.of(speeds, "tokens/s")
@@ -185,7 +185,8 @@ def collapse(default: list[float], one: list[float]) -> Failures:
 
 
 @contextmanager
-def _busy(wanted: bool) -> Iterator[None]:
+def busy(wanted: bool) -> Iterator[None]:
+    """A process beside us that keeps one core busy, if wanted."""
     if not wanted:
         yield
         return
@@ -198,7 +199,6 @@ def _busy(wanted: bool) -> Iterator[None]:
 
 
 def _row(case: str, backend: str, values: dict[str, Any], failures: Failures) -> Row:
-    values = {name.replace(" ", "_"): value for name, value in values.items()}
     return Row(f"{case}, {backend}", {"backend": backend}, values | {"failures": len(failures)})
 
 

@@ -148,7 +148,7 @@ def measure(llm: LLM, batch: int, k: int, temperature: float, options: Any, time
             with watch.attached(llm):
                 for i in range(rounds):
                     some = prompts[i * batch : (i + 1) * batch]
-                    outputs += uninterrupted(llm.generate(some, params))
+                    outputs += uninterrupted(llm.generate(some, params, use_tqdm=False))
             return watch, outputs
 
         _, (watch, outputs) = timer(work)

@@ -61,7 +61,8 @@ def our_cases(options: Any) -> list[Case]:
         )
 
         def complete(_: Any, prompts: list[Ids]) -> list[Ids]:
-            return [o.outputs[0].token_ids for o in uninterrupted(llm.generate(prompts, params))]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in uninterrupted(outputs)]
 
         method = "draft_model" if k else "plain"
         labels = {"engine": "foretoken", "method": method, "k": k}

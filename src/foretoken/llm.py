@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.boundary import (
-    Params,
-    Prompt,
-    as_list,
+    Submission,
     build_output,
-    one_params,
+    not_begun,
+    prepare,
     submit,
     unserved,
 )
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
+from foretoken.engine.prompts import (
+    Params,
+    ParamsReader,
+    Prompt,
+    check_call,
+    check_options,
+    split_prompts,
+)
 from foretoken.engine.request import RequestGroup
-from foretoken.errors import ForetokenError, RequestError, UsageError
+from foretoken.errors import ForetokenError, UsageError
 from foretoken.interrupts import Interrupt, noticed
-from foretoken.models.chat import ChatPrompt, ChatTemplate, split_conversations
-from foretoken.outputs import CompletionOutput, RequestOutput, SpeculationMetrics
+from foretoken.models.chat import (
+    CHAT_OPTIONS,
+    ChatOptions,
+    ChatPrompt,
+    ChatTemplate,
+    split_conversations,
+)
+from foretoken.outputs import RequestOutput, SpeculationMetrics
+from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
+
+OnError = Literal["raise", "return"]
 
 
 class LLM:
@@ -48,6 +64,7 @@ class LLM:
     ) -> None:
         self.config = EngineConfig.parse(model, speculative_config, **options)
         self._engine: Engine | None = build_engine(self.config)
+        self._params = ParamsReader(self._engine.default_params)
         self._num_requests = 0
 
     @property
@@ -62,6 +79,14 @@ class LLM:
         """The checkpoint's tokenizer, or None if it has none."""
         return self.engine.tokenizer
 
+    def get_tokenizer(self) -> Any | None:
+        """`tokenizer`, by the name that vLLM's users type."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` means (a copy): the checkpoint's own defaults over ours."""
+        return replace(self._params.defaults)
+
     @property
     def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far."""
@@ -71,91 +96,122 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
         *,
-        progress: bool = False,
+        on_error: OnError = "raise",
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete prompts; one output per prompt, in order.
 
         Args:
-            prompts: a text, a list of token ids, or a list of either.
-            sampling_params: one for all prompts, one per prompt, or None for the defaults; each a
-                `SamplingParams` or a dict of its fields.
-            progress: show a progress bar on the terminal's error stream.
+            prompts: a text, token ids (a list, an array, a tensor), a dict with `prompt` or
+                `prompt_token_ids`, or a list of such.
+            sampling_params: one for all prompts, one per prompt, or None for
+                `get_default_sampling_params()`; each a `SamplingParams` or a dict of its fields.
+            use_tqdm: show a progress bar if there is more than one prompt, the error stream is a
+                terminal and the call takes more than two seconds.
+            on_error: `raise` checks every prompt before anything runs and raises what is wrong
+                with the first bad one; `return` gives a bad prompt an output with its `error`, and
+                the others complete.
+            others: names that vLLM takes and that change nothing here (lora_request=None, ...).
 
         Returns:
-            One `RequestOutput` per prompt. In a list, a prompt that cannot be served or fails
-            carries its `error` and what it has, and the others complete; a single prompt raises it
-            and drops the tokens it has: put it in a list to keep them.
+            One `RequestOutput` per prompt. A request that fails while it runs carries its `error`
+            and what it has, and the others complete; one that was given alone raises it and drops
+            the tokens it has, unless `on_error` is `return`.
 
             Ctrl-C or SIGTERM in the main thread ends the call after the present step: what is done
             is complete, the rest has finish_reason `interrupted`, with the tokens it has (see
             `outputs.uninterrupted`). A second signal does what it does without us. A
             program's own signal handlers are left alone.
+
+        Raises:
+            RequestError, CapacityError, ProcessingError: a prompt or its parameters.
         """
-        single, items = _split(prompts)
-        params = _params_per_prompt(sampling_params, len(items))
-        return self._complete(single, items, params, progress)
+        check_call(on_error, use_tqdm)
+        check_options(others, known=("sampling_params", "use_tqdm", "on_error"))
+        single, items = split_prompts(prompts)
+        submissions = self._prepare(single, items, sampling_params, on_error)
+        return self._complete(single and on_error == "raise", submissions, use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
         *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        progress: bool = False,
+        on_error: OnError = "raise",
+        **template: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Complete conversations, written as prompts by the tokenizer's chat template.
 
         Args:
-            messages: a list of dicts with `role` and `content`, or a list of such lists.
-            sampling_params, progress: as in `generate`.
-            chat_template: Jinja text, or the name of one of the tokenizer's templates; None: its
-                own.
-            add_generation_prompt: end the prompt with what opens the assistant's answer.
+            messages: a list of dicts with `role` and `content` (a text, or a list of parts of type
+                `text`), and `tool_calls`, `tool_call_id`, `name` or `reasoning_content` if they
+                have them; or a list of such lists.
+            sampling_params, use_tqdm, on_error: as in `generate`.
+            template: what the template is given: see `ChatOptions`.
 
         Returns:
-            One `RequestOutput` per conversation, its `prompt` the rendered text. In a list, a
-            conversation that cannot be served carries its `error` and the others complete.
+            One `RequestOutput` per conversation, its `prompt` the rendered text.
         """
-        template = ChatTemplate(self.tokenizer, chat_template, add_generation_prompt)
+        check_call(on_error, use_tqdm)
+        options = check_options(template, known=CHAT_OPTIONS)
+        chat_template = ChatTemplate(self.tokenizer, **options)
         single, conversations = split_conversations(messages)
-        params = _params_per_prompt(sampling_params, len(conversations))
-        items = [ChatPrompt(template, conversation) for conversation in conversations]
-        return self._complete(single, items, params, progress)
+        items = [ChatPrompt(chat_template, conversation) for conversation in conversations]
+        submissions = self._prepare(single, items, sampling_params, on_error)
+        return self._complete(single and on_error == "raise", submissions, use_tqdm)
+
+    def _prepare(
+        self, single: bool, items: Sequence[Any], sampling_params: Any, on_error: OnError
+    ) -> list[Submission | RequestOutput]:
+        """Every prompt, checked, or the output that tells what is wrong with it."""
+        params = self._params.read_per_prompt(sampling_params, len(items))
+        found: list[Submission | RequestOutput] = []
+        for i, (item, its_params) in enumerate(zip(items, params, strict=True)):
+            try:
+                found.append(prepare(self.engine, self._next_id(), item, its_params))
+            except ForetokenError as error:
+                if on_error == "raise":
+                    if not single:
+                        error.add_note(
+                            f"Prompt {i} of the list; on_error='return' runs the others."
+                        )
+                    raise
+                found.append(unserved(str(self._num_requests), item, error))
+        return found
 
     def _complete(
-        self,
-        single: bool,
-        items: Sequence[Prompt | ChatPrompt],
-        params: list[SamplingParams],
-        progress: bool,
+        self, raises: bool, submissions: Sequence[Submission | RequestOutput], use_tqdm: bool
     ) -> list[RequestOutput]:
-        """One output per item; the error of a single one is raised."""
+        """One output per submission; `raises`: the error of the only one is raised."""
         engine = self.engine
         results: list[RequestGroup | RequestOutput] = []
+        groups: list[RequestGroup] = []
+
+        def count() -> int:
+            return sum(group.finished for group in groups)
+
         try:
-            with noticed() as interrupt:
-                left = deque(zip(items, params, strict=True))
-                groups: list[RequestGroup] = []
-                with _progress_bar(groups, len(items), progress) as update:
-                    while True:
-                        while left and (engine.has_room or interrupt.name):
-                            results.append(self._take(*left.popleft(), interrupt))
-                            if isinstance(results[-1], RequestGroup):
-                                groups.append(results[-1])
-                        if not left and (interrupt.name or not _unfinished(groups)):
-                            break
-                        engine.step()
-                        update()
+            with noticed() as interrupt, progress_bar(count, len(submissions), use_tqdm) as update:
+                left = deque(submissions)
+                while True:
+                    while left and (engine.has_room or interrupt.name):
+                        results.append(self._take(left.popleft(), interrupt))
+                        if isinstance(results[-1], RequestGroup):
+                            groups.append(results[-1])
+                    if not left and (interrupt.name or not _unfinished(groups)):
+                        break
+                    engine.step()
+                    update()
                 for group in groups:
                     _mark(engine, group, interrupt)
         finally:  # whatever ends it, nothing is left behind in the engine
-            for result in results:
-                if isinstance(result, RequestGroup):
-                    engine.abort(result)
+            for group in groups:
+                engine.abort(group)
         outputs = [build_output(engine, r) if isinstance(r, RequestGroup) else r for r in results]
-        if single and outputs[0].error is not None:
+        if raises and outputs[0].error is not None:
             raise outputs[0].error
         return outputs
 
@@ -169,7 +225,9 @@ class LLM:
         they advance this request, too. A signal during a step makes the next output the last, with
         finish_reason `interrupted`; between steps signals are the caller's.
         """
-        engine, group = self.engine, self._add(prompt, one_params(sampling_params))
+        engine = self.engine
+        params = self._params.read(sampling_params)
+        group = submit(engine, prepare(engine, self._next_id(), prompt, params))
         try:
             finished = False
             while not finished:
@@ -200,25 +258,22 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _add(self, prompt: Prompt | ChatPrompt, params: SamplingParams) -> RequestGroup:
+    def _next_id(self) -> str:
         self._num_requests += 1
-        return submit(self.engine, str(self._num_requests), prompt, params)
+        return str(self._num_requests)
 
     def _take(
-        self, prompt: Prompt | ChatPrompt, params: SamplingParams, interrupt: Interrupt
+        self, item: Submission | RequestOutput, interrupt: Interrupt
     ) -> RequestGroup | RequestOutput:
         """Queue one of several prompts, or its output if it cannot or need not be queued."""
-        if not interrupt.name:
-            try:
-                return self._add(prompt, params)
-            except ForetokenError as error:
-                return unserved(str(self._num_requests), prompt, error)
-        self._num_requests += 1
-        output = unserved(str(self._num_requests), prompt)
-        output.outputs.extend(
-            CompletionOutput(j, [], "", "interrupted", interrupt.name) for j in range(params.n)
-        )
-        return output
+        if isinstance(item, RequestOutput):
+            return item
+        if interrupt.name:
+            return not_begun(item, "interrupted", interrupt.name)
+        try:
+            return submit(self.engine, item)
+        except ForetokenError as error:
+            return unserved(item.request_id, item.prompt or item.prompt_ids, error)
 
 
 def _unfinished(groups: Sequence[RequestGroup]) -> bool:
@@ -234,47 +289,3 @@ def _mark(engine: Engine, group: RequestGroup, interrupt: Interrupt) -> None:
     for request in running:
         if request.finish_reason == "interrupted":
             request.stop_reason = interrupt.name
-
-
-def _split(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether it is one prompt, and the prompts as a list; [] is no prompts at all."""
-    if isinstance(prompts, str):
-        return True, [prompts]
-    items = as_list(prompts)
-    if items is None:
-        raise RequestError("prompts", prompts, "a text, a list of token ids, or a list of either")
-    if items and isinstance(items[0], int):
-        return True, [items]
-    return False, items
-
-
-def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, (SamplingParams, Mapping)):
-        return [one_params(given)] * count
-    if not isinstance(given, Sequence) or len(given) != count:
-        shown = f"a list of {len(given)}" if isinstance(given, Sequence) else given
-        raise RequestError("sampling_params", shown, f"one, or a list of {count}")
-    return [one_params(one) for one in given]
-
-
-@contextmanager
-def _progress_bar(
-    groups: Sequence[RequestGroup], total: int, shown: bool
-) -> Iterator[Callable[[], None]]:
-    """A bar over finished requests; the caller invokes what it yields after every step."""
-    if not shown:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("requests", total=total)
-        yield lambda: bar.update(task, completed=sum(group.finished for group in groups))

@@ -86,7 +86,7 @@ def test_a_template_in_the_tokenizer_config(tmp_path: Path) -> None:
 def test_a_bad_conversation_fails_alone(llm: LLM) -> None:
     late = [USER, {"role": "system", "content": "x"}]
     params = [SamplingParams(temperature=0, max_tokens=i) for i in (1, 2, 3, 4)]
-    outputs = llm.chat([[USER], late, [], [USER]], params)
+    outputs = llm.chat([[USER], late, [], [USER]], params, on_error="return")
     assert [len(o.outputs[0].token_ids) if o.outputs else None for o in outputs] == [
         1,
         None,

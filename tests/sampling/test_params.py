@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from foretoken.errors import ConfigError, RequestError
+from foretoken.errors import RequestError
 from foretoken.sampling.params import SamplingParams
 
 BAD = [
@@ -52,7 +52,7 @@ def test_out_of_bounds_names_field_and_bound(name: str, value: object, bound: st
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean `temperature`"):
+    with pytest.raises(RequestError, match="Did you mean `temperature`"):
         SamplingParams.parse({"temprature": 1.0})
 
 

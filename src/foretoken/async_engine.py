@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -23,6 +22,7 @@ from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options
 from foretoken.engine.request import RequestGroup
+from foretoken.engine.turns import HomeProcess
 from foretoken.errors import ForetokenError, RequestError, StepError, UsageError
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
 from foretoken.outputs import RequestOutput, SpeculationMetrics
@@ -62,6 +62,7 @@ class AsyncEngine:
     @property
     def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far (a copy)."""
+        self._worker.home.check()
         return self._worker.metrics
 
     def generate(
@@ -91,7 +92,7 @@ class AsyncEngine:
         Raises, at the first step of the iterator:
             RequestError, CapacityError, OverloadedError: the request cannot be served.
             ProcessingError: the tokenizer raised when it encoded the prompt.
-            UsageError: after `close()`.
+            UsageError: after `close()`, or in a forked child, which has no thread to serve it.
 
         Raises, at any step:
             StepError: the engine's thread failed, which is a bug in Foretoken. Faults that end
@@ -147,7 +148,8 @@ class AsyncEngine:
     async def close(self) -> None:
         """End what runs and release models and caches; the thread has ended when it returns.
 
-        Open iterators end with what there is, marked `abort`; later calls raise `UsageError`.
+        Open iterators end with what there is, marked `abort`; later calls raise `UsageError`. Does
+        nothing in a forked child.
         """
         self._worker.ask_to_stop()
         await asyncio.to_thread(self._worker.stop)
@@ -198,9 +200,14 @@ class _Mailbox:
 
 
 class _Worker:
-    """The thread that owns the engine. Public methods are for any thread, others for its own."""
+    """The thread that owns the engine. Public methods are for any thread, others for its own.
+
+    In a forked child there is no such thread, and the condition may be held for ever by one that is
+    not there: there `enter` and `abort` raise `UsageError`, what ends something does nothing.
+    """
 
     def __init__(self, engine: Engine) -> None:
+        self.home = HomeProcess("AsyncEngine")
         self.metrics = SpeculationMetrics()
         self._engine = engine
         self._wake = threading.Condition()  # guards the five fields below
@@ -221,6 +228,7 @@ class _Worker:
         params: SamplingParams,
     ) -> str:
         """Have a request added; returns its name, the next free number if it is given none."""
+        self.home.check()
         with self._wake:
             if self._failure is not None:
                 raise _dead(self._failure)
@@ -238,12 +246,15 @@ class _Worker:
 
     def leave(self, name: str, mailbox: _Mailbox) -> None:
         """Nobody reads this mailbox any more: its name is free, its request ends."""
+        if self.home.is_left:
+            return
         with self._wake:
             del self._open[name]
             self._post(lambda: self._abandon(mailbox))
 
     def abort(self, name: str) -> bool:
         """Have a request end where it is; False if there is none of that name."""
+        self.home.check()
         with self._wake:
             mailbox = self._open.get(name)
             if mailbox is not None:
@@ -252,6 +263,8 @@ class _Worker:
 
     def ask_to_stop(self) -> None:
         """Let the thread end after the present step; nothing is added from here on."""
+        if self.home.is_left:
+            return
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -259,7 +272,8 @@ class _Worker:
     def stop(self) -> None:
         """Wait until the thread has ended what runs, and itself."""
         self.ask_to_stop()
-        if threading.current_thread() is not self._thread:  # the collector runs in any thread
+        # The collector runs in any thread; a fork's bookkeeping of threads is not relied upon.
+        if threading.current_thread() is not self._thread and not self.home.is_left:
             self._thread.join()
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -296,7 +310,7 @@ class _Worker:
 
     def _step(self) -> None:
         changed = {*self._engine.step()}
-        self.metrics = _copy(self._engine.metrics)
+        self.metrics = self._engine.metrics.copy()
         for mailbox, group in [*self._groups.items()]:
             if group in changed:
                 self._show(mailbox, group)
@@ -336,14 +350,6 @@ def _dead(cause: BaseException) -> StepError:
     )
     error.__cause__ = cause
     return error
-
-
-def _copy(metrics: SpeculationMetrics) -> SpeculationMetrics:
-    return replace(
-        metrics,
-        accepted_per_position=[*metrics.accepted_per_position],
-        drafted_per_position=[*metrics.drafted_per_position],
-    )
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> bool:

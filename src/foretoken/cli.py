@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -196,7 +197,8 @@ def demo(
 
         # Timed prompts are repeated: each time must pay for its own prompt.
         llm = _load(_EMBEDDED, _speculation(_EMBEDDED, None, False), enable_prefix_caching=False)
-        Demo(llm, Console(highlight=False), note).run(prompts, max_tokens, samples)
+        with _exit_on_sigterm():
+            Demo(llm, Console(highlight=False), note).run(prompts, max_tokens, samples)
 
 
 def _read_prompt(given: str) -> str:
@@ -238,7 +240,7 @@ def _complete(llm: LLM, text: str, params: SamplingParams, as_json: bool, note: 
     done = "no token was generated."
     note(done)
     with _sign_of_life(as_json) as show:
-        for output in llm.stream(text, params):
+        for output in llm.stream(text, params, on_interrupt="return"):
             sample = output.outputs[0]
             if not as_json:
                 sys.stdout.write(sample.text[shown:])
@@ -264,6 +266,20 @@ def _complete(llm: LLM, text: str, params: SamplingParams, as_json: bool, note: 
         raise typer.Exit(128 + signal.Signals[output.interrupted_by])
     if not as_json and sys.stderr.isatty():
         _say(_summary(output), style="dim")
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """End by an exception instead of at once, so that progress bars give the cursor back."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -1,4 +1,8 @@
-"""`LLM`: prompts in, texts out, in the caller's own thread."""
+"""`LLM`: prompts in, texts out, in the caller's own thread.
+
+Charter: whatever touches the engine does so in a turn (`engine/turns.py`), one step long, so that
+the calls of several threads are batched together.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +32,9 @@ from foretoken.engine.prompts import (
     split_prompts,
 )
 from foretoken.engine.request import RequestGroup
-from foretoken.errors import ForetokenError, UsageError
-from foretoken.interrupts import Interrupt, noticed
+from foretoken.engine.turns import Turns
+from foretoken.errors import ForetokenError, RequestError, UsageError
+from foretoken.interrupts import Interrupt, OnInterrupt
 from foretoken.models.chat import (
     CHAT_OPTIONS,
     ChatOptions,
@@ -46,6 +51,9 @@ OnError = Literal["raise", "return"]
 
 class LLM:
     """An engine with a model in it.
+
+    Threads may share one: their calls run together, in one batch. A forked child may not use its
+    parent's (`UsageError`).
 
     Args:
         model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
@@ -65,11 +73,13 @@ class LLM:
         self.config = EngineConfig.parse(model, speculative_config, **options)
         self._engine: Engine | None = build_engine(self.config)
         self._params = ParamsReader(self._engine.default_params)
+        self._turns = Turns("LLM")
         self._num_requests = 0
 
     @property
     def engine(self) -> Engine:
-        """The engine; `UsageError` after `close()`."""
+        """The engine, for one thread; `UsageError` after `close()` and in a forked child."""
+        self._turns.home.check()
         if self._engine is None:
             raise UsageError("this LLM was closed: make a new one")
         return self._engine
@@ -89,8 +99,11 @@ class LLM:
 
     @property
     def metrics(self) -> SpeculationMetrics:
-        """Counts summed over all requests so far."""
-        return self.engine.metrics
+        """Counts summed over all requests so far (a copy)."""
+        if self._turns.inside:  # a signal handler in the midst of a call
+            return self.engine.metrics.copy()
+        with self._turns:
+            return self.engine.metrics.copy()
 
     def generate(
         self,
@@ -99,6 +112,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         on_error: OnError = "raise",
+        on_interrupt: OnInterrupt = "raise",
         **others: Any,
     ) -> list[RequestOutput]:
         """Complete prompts; one output per prompt, in order.
@@ -113,6 +127,11 @@ class LLM:
             on_error: `raise` checks every prompt before anything runs and raises what is wrong
                 with the first bad one; `return` gives a bad prompt an output with its `error`, and
                 the others complete.
+            on_interrupt: what a signal in the main thread does; a program's own signal handlers
+                are left alone. `raise`: Ctrl-C ends the call after the present step by
+                KeyboardInterrupt, SIGTERM ends the process at once. `return`: both end the call
+                after the present step, and the outputs tell (`interrupted_by`); a signal that
+                finds all of them complete is raised. A second signal is never held back.
             others: names that vLLM takes and that change nothing here (lora_request=None, ...).
 
         Returns:
@@ -120,19 +139,16 @@ class LLM:
             and what it has, and the others complete; one that was given alone raises it and drops
             the tokens it has, unless `on_error` is `return`.
 
-            Ctrl-C or SIGTERM in the main thread ends the call after the present step: what is done
-            is complete, the rest has finish_reason `interrupted`, with the tokens it has (see
-            `outputs.uninterrupted`). A second signal does what it does without us. A
-            program's own signal handlers are left alone.
-
         Raises:
             RequestError, CapacityError, ProcessingError: a prompt or its parameters.
+            KeyboardInterrupt: Ctrl-C. Its attribute `outputs` is what would have been returned:
+                what is done is complete, the rest has finish_reason `interrupted`, with the tokens
+                it has.
         """
         check_call(on_error, use_tqdm)
         check_options(others, known=("sampling_params", "use_tqdm", "on_error"))
         single, items = split_prompts(prompts)
-        submissions = self._prepare(single, items, sampling_params, on_error)
-        return self._complete(single and on_error == "raise", submissions, use_tqdm)
+        return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
     def chat(
         self,
@@ -141,6 +157,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         on_error: OnError = "raise",
+        on_interrupt: OnInterrupt = "raise",
         **template: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Complete conversations, written as prompts by the tokenizer's chat template.
@@ -149,7 +166,7 @@ class LLM:
             messages: a list of dicts with `role` and `content` (a text, or a list of parts of type
                 `text`), and `tool_calls`, `tool_call_id`, `name` or `reasoning_content` if they
                 have them; or a list of such lists.
-            sampling_params, use_tqdm, on_error: as in `generate`.
+            sampling_params, use_tqdm, on_error, on_interrupt: as in `generate`.
             template: what the template is given: see `ChatOptions`.
 
         Returns:
@@ -160,92 +177,123 @@ class LLM:
         chat_template = ChatTemplate(self.tokenizer, **options)
         single, conversations = split_conversations(messages)
         items = [ChatPrompt(chat_template, conversation) for conversation in conversations]
-        submissions = self._prepare(single, items, sampling_params, on_error)
-        return self._complete(single and on_error == "raise", submissions, use_tqdm)
-
-    def _prepare(
-        self, single: bool, items: Sequence[Any], sampling_params: Any, on_error: OnError
-    ) -> list[Submission | RequestOutput]:
-        """Every prompt, checked, or the output that tells what is wrong with it."""
-        params = self._params.read_per_prompt(sampling_params, len(items))
-        found: list[Submission | RequestOutput] = []
-        for i, (item, its_params) in enumerate(zip(items, params, strict=True)):
-            try:
-                found.append(prepare(self.engine, self._next_id(), item, its_params))
-            except ForetokenError as error:
-                if on_error == "raise":
-                    if not single:
-                        error.add_note(
-                            f"Prompt {i} of the list; on_error='return' runs the others."
-                        )
-                    raise
-                found.append(unserved(str(self._num_requests), item, error))
-        return found
+        return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
     def _complete(
-        self, raises: bool, submissions: Sequence[Submission | RequestOutput], use_tqdm: bool
+        self,
+        single: bool,
+        items: Sequence[Any],
+        sampling_params: Any,
+        use_tqdm: bool,
+        on_error: str,
+        on_interrupt: str,
     ) -> list[RequestOutput]:
-        """One output per submission; `raises`: the error of the only one is raised."""
-        engine = self.engine
+        """One output per item; all are prepared before the first one runs."""
+        interrupt, engine = Interrupt(on_interrupt), self.engine
+        params = self._params.read_per_prompt(sampling_params, len(items))
+        left: deque[Submission | RequestOutput] = deque()
         results: list[RequestGroup | RequestOutput] = []
-        groups: list[RequestGroup] = []
+        outputs = None
 
         def count() -> int:
-            return sum(group.finished for group in groups)
+            return sum(result.finished for result in results)
 
         try:
-            with noticed() as interrupt, progress_bar(count, len(submissions), use_tqdm) as update:
-                left = deque(submissions)
-                while True:
-                    while left and (engine.has_room or interrupt.name):
-                        results.append(self._take(left.popleft(), interrupt))
-                        if isinstance(results[-1], RequestGroup):
-                            groups.append(results[-1])
-                    if not left and (interrupt.name or not _unfinished(groups)):
-                        break
-                    engine.step()
+            with interrupt.noticed(), progress_bar(count, len(items), use_tqdm) as update:
+                for item, its_params in zip(items, params, strict=True):
+                    left.append(self._prepare(item, its_params, interrupt, on_error))
+                while outputs is None:
+                    outputs = self._turn(left, results, interrupt)
                     update()
-                for group in groups:
-                    _mark(engine, group, interrupt)
+        except RequestError as error:
+            if not single:
+                error.add_note(f"Prompt {len(left)} of the list; on_error='return' runs the rest.")
+            raise
         finally:  # whatever ends it, nothing is left behind in the engine
-            for group in groups:
-                engine.abort(group)
-        outputs = [build_output(engine, r) if isinstance(r, RequestGroup) else r for r in results]
-        if raises and outputs[0].error is not None:
+            self._turns.later(lambda: _abort(engine, results))
+        interrupt.deliver(outputs)
+        if single and on_error == "raise" and outputs[0].error is not None:
             raise outputs[0].error
         return outputs
 
+    def _prepare(
+        self, item: Any, params: SamplingParams, interrupt: Interrupt, on_error: str
+    ) -> Submission | RequestOutput:
+        """A prompt that can be queued, or the output of one that will not be."""
+        with self._turns:
+            self._num_requests += 1
+            name = str(self._num_requests)
+            if interrupt.name:
+                return not_begun(name, item, params, interrupt.name)
+            try:
+                return prepare(self.engine, name, item, params)
+            except ForetokenError as error:
+                if on_error == "raise" and not interrupt.name:
+                    raise
+                return unserved(name, item, error)
+
+    def _turn(
+        self,
+        left: deque[Submission | RequestOutput],
+        results: list[RequestGroup | RequestOutput],
+        interrupt: Interrupt,
+    ) -> list[RequestOutput] | None:
+        """Queue what fits and advance all requests by one step; the outputs when all are done."""
+        with self._turns:
+            engine = self.engine
+            while left and (engine.has_room or interrupt.name):
+                results.append(self._take(left.popleft(), interrupt))
+            for result in results if interrupt.name else ():
+                _mark(engine, result, interrupt)
+            if left or not all(result.finished for result in results):
+                engine.step()
+                return None
+            return [build_output(engine, r) if isinstance(r, RequestGroup) else r for r in results]
+
     def stream(
-        self, prompt: Prompt, sampling_params: Params | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        *,
+        on_interrupt: OnInterrupt = "raise",
     ) -> Iterator[RequestOutput]:
         """Complete one prompt; yields what there is after every step, the last one finished.
 
         A request that fails while it runs is not raised: its last output has the `error` and what
         there is. Closing the iterator early aborts the request. Other calls may run in between:
-        they advance this request, too. A signal during a step makes the next output the last, with
-        finish_reason `interrupted`; between steps signals are the caller's.
+        they advance this request, too. Between steps signals are the caller's; what one does during
+        a step is said by `on_interrupt`, as in `generate`: `raise` raises KeyboardInterrupt with
+        the output so far in its `outputs`; `return` makes the next output the last, with
+        finish_reason `interrupted`.
         """
-        engine = self.engine
+        interrupt = Interrupt(on_interrupt)
         params = self._params.read(sampling_params)
-        group = submit(engine, prepare(engine, self._next_id(), prompt, params))
+        with self._turns:
+            engine = self.engine
+            self._num_requests += 1
+            group = submit(engine, prepare(engine, str(self._num_requests), prompt, params))
         try:
             finished = False
             while not finished:
-                with noticed() as interrupt:
-                    if not group.finished:
-                        engine.step()
-                    _mark(engine, group, interrupt)
-                output = build_output(self.engine, group)
+                with interrupt.noticed(), self._turns:
+                    if not (group.finished or interrupt.name):
+                        self.engine.step()
+                    _mark(self.engine, group, interrupt)
+                    output = build_output(self.engine, group)
                 finished = output.finished  # reading the text may be what ends it
+                if interrupt.name and not finished:
+                    continue  # the signal came when the output had been read
+                interrupt.deliver([output])
                 yield output
         finally:
-            engine.abort(group)
+            self._turns.later(lambda: engine.abort(group))
 
     def close(self) -> None:
-        """End what runs and release models and caches; later calls raise `UsageError`."""
-        if self._engine is not None:
-            self._engine.abort_all()
-        self._engine = None
+        """End what runs and release models and caches; later calls raise `UsageError`.
+
+        Calls that other threads are in end with that error, too. Does nothing in a forked child.
+        """
+        self._turns.later(self._release)
 
     def __enter__(self) -> Self:
         return self
@@ -258,9 +306,10 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _next_id(self) -> str:
-        self._num_requests += 1
-        return str(self._num_requests)
+    def _release(self) -> None:
+        if self._engine is not None:
+            self._engine.abort_all()
+        self._engine = None
 
     def _take(
         self, item: Submission | RequestOutput, interrupt: Interrupt
@@ -268,21 +317,24 @@ class LLM:
         """Queue one of several prompts, or its output if it cannot or need not be queued."""
         if isinstance(item, RequestOutput):
             return item
+        shown = {"prompt": item.prompt, "prompt_token_ids": item.prompt_ids}
         if interrupt.name:
-            return not_begun(item, "interrupted", interrupt.name)
+            return not_begun(item.request_id, shown, item.params, interrupt.name)
         try:
             return submit(self.engine, item)
         except ForetokenError as error:
-            return unserved(item.request_id, item.prompt or item.prompt_ids, error)
+            return unserved(item.request_id, shown, error)
 
 
-def _unfinished(groups: Sequence[RequestGroup]) -> bool:
-    return not all(group.finished for group in groups)
+def _abort(engine: Engine, results: Sequence[RequestGroup | RequestOutput]) -> None:
+    for result in results:
+        if isinstance(result, RequestGroup):
+            engine.abort(result)
 
 
-def _mark(engine: Engine, group: RequestGroup, interrupt: Interrupt) -> None:
+def _mark(engine: Engine, group: RequestGroup | RequestOutput, interrupt: Interrupt) -> None:
     """End what a signal came in the way of, with its name."""
-    if interrupt.name is None or group.finished:
+    if interrupt.name is None or isinstance(group, RequestOutput) or group.finished:
         return
     running = [request for request in group.samples if request.finish_reason is None]
     engine.abort(group, "interrupted")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from foretoken.errors import ForetokenError
 
@@ -79,6 +79,14 @@ class SpeculationMetrics:
             for i, count in enumerate(theirs):
                 mine[i] += count
 
+    def copy(self) -> Self:
+        """These counts as they are now."""
+        return replace(
+            self,
+            accepted_per_position=[*self.accepted_per_position],
+            drafted_per_position=[*self.drafted_per_position],
+        )
+
     @property
     def synthetic_acceptance(self) -> bool:
         """Whether any of these counts were set by the rule `synthetic`."""
@@ -125,7 +133,8 @@ class CompletionOutput:
             unless `include_stop_str_in_output`; empty if the checkpoint has no tokenizer.
         finish_reason: None while it runs, then `stop` (a stop string, a stop token or
             end-of-text), `length` (`max_tokens`), `abort` (by the caller), `interrupted` (by Ctrl-C
-            or SIGTERM), or `error` (see `RequestOutput.error`); the last three keep what there is.
+            or SIGTERM: `on_interrupt` of `LLM.generate`), or `error` (see `RequestOutput.error`);
+            the last three keep what there is.
         stop_reason: the stop string or stop token id that ended the output, or the name of the
             signal that interrupted it; else None.
         seed: reproduces this sample alone: SamplingParams(seed=..., n=1).
@@ -187,18 +196,3 @@ class RequestOutput:
         """`SIGINT` or `SIGTERM` if a signal ended any sample early, else None."""
         names = (o.stop_reason for o in self.outputs if o.finish_reason == "interrupted")
         return next((name for name in names if isinstance(name, str)), None)
-
-
-def uninterrupted(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """The outputs given; for a caller that wants all or nothing, a signal ends the program here.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C interrupted one of the outputs.
-        SystemExit: SIGTERM did; with its exit code, 143.
-    """
-    for output in outputs:
-        if output.interrupted_by == "SIGINT":
-            raise KeyboardInterrupt
-        if output.interrupted_by is not None:
-            raise SystemExit(128 + signal.Signals[output.interrupted_by])
-    return outputs

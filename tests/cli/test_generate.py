@@ -41,7 +41,8 @@ class FakeLLM:
         self.fail_after, self.error, self.synthetic = fail_after, error, synthetic
         self.calls: list[tuple[str, Any]] = []
 
-    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
+    def stream(self, prompt: str, params: Any, *, on_interrupt: str) -> Iterator[RequestOutput]:
+        assert on_interrupt == "return"  # so that the text is printed first
         self.calls.append((prompt, params))
         for count in range(1, len(PIECES) + 1):
             if self.error is not None and count - 1 == self.fail_after:
@@ -180,8 +181,8 @@ class EndingLLM(FakeLLM):
         super().__init__()
         self.ended, self.fields = error, fields
 
-    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
-        *before, last = super().stream(prompt, params)
+    def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
+        *before, last = super().stream(prompt, params, **options)
         yield from before
         yield replace(last, outputs=[replace(last.outputs[0], **self.fields)], error=self.ended)
 
@@ -250,8 +251,8 @@ def test_a_prompt_that_is_no_text(
 
 
 class SlowLLM(FakeLLM):
-    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
-        for output in super().stream(prompt, params):
+    def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
+        for output in super().stream(prompt, params, **options):
             time.sleep(0.05)
             yield output
 

@@ -37,9 +37,9 @@ ENGINE_CONFIG = (
 LLM_METHODS = {
     "get_tokenizer": "",
     "get_default_sampling_params": "",
-    "generate": "prompts sampling_params use_tqdm on_error others",
-    "chat": "messages sampling_params use_tqdm on_error template",
-    "stream": "prompt sampling_params",
+    "generate": "prompts sampling_params use_tqdm on_error on_interrupt others",
+    "chat": "messages sampling_params use_tqdm on_error on_interrupt template",
+    "stream": "prompt sampling_params on_interrupt",
     "close": "",
 }
 

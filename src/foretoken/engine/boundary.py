@@ -61,17 +61,12 @@ def submit(engine: Engine, submission: Submission) -> RequestGroup:
 def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
     """What a request has so far."""
     samples = [_completion(engine, request) for request in group.samples]
-    metrics = group.metrics
     return RequestOutput(
         request_id=group.request_id,
         prompt=group.prompt,
         prompt_token_ids=[*group.prompt_ids],
         outputs=samples,
-        metrics=replace(
-            metrics,
-            accepted_per_position=list(metrics.accepted_per_position),
-            drafted_per_position=list(metrics.drafted_per_position),
-        ),
+        metrics=group.metrics.copy(),
         prompt_logprobs=None if group.prompt_logprobs is None else [*group.prompt_logprobs],
         error=group.error,
     )
@@ -83,12 +78,11 @@ def unserved(request_id: str, prompt: Any, error: ForetokenError) -> RequestOutp
     return RequestOutput(request_id, text, ids, [], RequestMetrics(), error=error)
 
 
-def not_begun(submission: Submission, reason: str, cause: str) -> RequestOutput:
-    """The output of a prompt that never reached the engine, its samples ended before they began."""
-    samples = [CompletionOutput(j, [], "", reason, cause) for j in range(submission.params.n)]
-    return RequestOutput(
-        submission.request_id, submission.prompt, submission.prompt_ids, samples, RequestMetrics()
-    )
+def not_begun(request_id: str, prompt: Any, params: SamplingParams, signal: str) -> RequestOutput:
+    """The output of a prompt that a signal kept from the engine, its samples marked so."""
+    text, ids = shown_parts(prompt)
+    samples = [CompletionOutput(j, [], "", "interrupted", signal) for j in range(params.n)]
+    return RequestOutput(request_id, text, ids, samples, RequestMetrics())
 
 
 @contextmanager

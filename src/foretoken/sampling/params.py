@@ -157,7 +157,7 @@ class SamplingParams:
         _integer("top_k", self.top_k, -1, "an integer >= 1, or 0 (off)")
         _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
         if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, "an integer >= 1, or None")
+            _integer("max_tokens", self.max_tokens, 1, "an integer >= 1")
         _integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(

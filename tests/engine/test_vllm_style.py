@@ -10,8 +10,8 @@ from tests.support.checkpoints import save_checkpoint
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | length }} {% endif %}{% for m in messages %}<{{ m.role }}>"
-    "{{ m.content }}{% for call in m.tool_calls %}{{ call.function.arguments.city }}{% endfor %}\n"
-    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{{ m.content }}{% for call in m.tool_calls %}{{ call.function.arguments.city }}{% endfor %}"
+    "{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 SCRIPTS = {

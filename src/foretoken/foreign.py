@@ -81,7 +81,6 @@ SPECULATIVE_FIELDS = {
     "disable_padded_drafter_batch": _EITHER,
     "quantization": Foreign((None,), "Weights are read as they are stored."),
     "max_model_len": Foreign((None,), "The draft's context is that of its checkpoint."),
-    "revision": Foreign((None,), "Name a folder with that revision as `model`."),
 }
 
 ENGINE_OPTIONS = {
@@ -91,6 +90,10 @@ ENGINE_OPTIONS = {
     "tokenizer_mode": Foreign(("auto", "hf"), "Tokenizers are loaded by Transformers."),
     "config_format": Foreign(("auto", "hf"), "Checkpoints are read in Hugging Face layout."),
     "model_impl": Foreign(("auto", "transformers"), "Model code comes from Transformers."),
+    "tokenizer_revision": Foreign((None,), "Name a folder of that revision as `tokenizer`."),
+    "code_revision": Foreign((None,), "Code from a checkpoint is never run: docs/models.md."),
+    "download_dir": Foreign((None,), "Set HF_HOME: checkpoints go to the hub's own cache."),
+    "hf_token": Foreign((None,), "Set HF_TOKEN, or log in with `hf auth login`."),
     "skip_tokenizer_init": Foreign(_OFF, "Token ids are taken as they are, tokenizer or not."),
     "trust_remote_code": Foreign(_OFF, "Code from a checkpoint is never run: docs/models.md."),
     "tensor_parallel_size": _ONE_PROCESS,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
@@ -56,7 +57,7 @@ class LLM:
     parent's (`UsageError`).
 
     Args:
-        model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
+        model: `tiny-python`, a checkpoint folder, or a hub id, downloaded if it is missing.
         speculative_config: a dict, its JSON text, a `SpeculativeConfig`, or None.
         options: any other field of `EngineConfig`, for example device="auto", dtype="auto", seed=0.
 
@@ -66,7 +67,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "tiny-python",
+        model: str | PathLike[str] = "tiny-python",
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:

@@ -42,7 +42,7 @@ SAMPLING_FIELDS = {
     "guided_decoding": _NO_GRAMMAR,
     "structured_outputs": _NO_GRAMMAR,
     "logits_processors": Foreign((None, []), "`logit_bias` and `bad_words` change single tokens."),
-    "truncate_prompt_tokens": Foreign((None, -1), "Cut the ids: {'prompt_token_ids': ids[-n:]}."),
+    "truncate_prompt_tokens": Foreign((None,), "Cut the ids: {'prompt_token_ids': ids[-n:]}."),
     "detokenize": Foreign((True,), "Texts are made when they are read; ids are in `token_ids`."),
     "spaces_between_special_tokens": Foreign((True,), "Decode `token_ids` as you need them."),
     "output_kind": Foreign((None, "CUMULATIVE"), _WHOLE_TEXT),

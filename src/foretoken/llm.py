@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
@@ -48,6 +49,7 @@ from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
 
 OnError = Literal["raise", "return"]
+_PREPARED_PER_TURN = 16  # prompts that threads with running requests wait for between two steps
 
 
 class LLM:
@@ -147,7 +149,7 @@ class LLM:
                 it has.
         """
         check_call(on_error, use_tqdm)
-        check_options(others, known=("sampling_params", "use_tqdm", "on_error"))
+        check_options(others, known=("sampling_params", "use_tqdm", "on_error", "on_interrupt"))
         single, items = split_prompts(prompts)
         return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
@@ -201,8 +203,11 @@ class LLM:
 
         try:
             with interrupt.noticed(), progress_bar(count, len(items), use_tqdm) as update:
-                for item, its_params in zip(items, params, strict=True):
-                    left.append(self._prepare(item, its_params, interrupt, on_error))
+                asked = zip(items, params, strict=True)
+                while len(left) < len(items):
+                    with self._turns:
+                        for item, its_params in islice(asked, _PREPARED_PER_TURN):
+                            left.append(self._prepare(item, its_params, interrupt, on_error))
                 while outputs is None:
                     outputs = self._turn(left, results, interrupt)
                     update()
@@ -221,17 +226,16 @@ class LLM:
         self, item: Any, params: SamplingParams, interrupt: Interrupt, on_error: str
     ) -> Submission | RequestOutput:
         """A prompt that can be queued, or the output of one that will not be."""
-        with self._turns:
-            self._num_requests += 1
-            name = str(self._num_requests)
-            if interrupt.name:
-                return not_begun(name, item, params, interrupt.name)
-            try:
-                return prepare(self.engine, name, item, params)
-            except ForetokenError as error:
-                if on_error == "raise" and not interrupt.name:
-                    raise
-                return unserved(name, item, error)
+        self._num_requests += 1
+        name = str(self._num_requests)
+        if interrupt.name:
+            return not_begun(name, item, params, interrupt.name)
+        try:
+            return prepare(self.engine, name, item, params)
+        except ForetokenError as error:
+            if on_error == "raise" and not interrupt.name:
+                raise
+            return unserved(name, item, error)
 
     def _turn(
         self,
@@ -253,7 +257,7 @@ class LLM:
 
     def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | ChatPrompt,
         sampling_params: Params | None = None,
         *,
         on_interrupt: OnInterrupt = "raise",

@@ -75,7 +75,7 @@ FOREIGN: list[tuple[str, list[Any], Any, str]] = [
     ("guided_decoding", [None], {"json": {}}, "`allowed_token_ids`"),
     ("structured_outputs", [None], object(), "`allowed_token_ids`"),
     ("logits_processors", [None, []], [print], "`logit_bias`"),
-    ("truncate_prompt_tokens", [None, -1], 100, r"ids\[-n:\]"),
+    ("truncate_prompt_tokens", [None], 100, r"ids\[-n:\]"),
     ("detokenize", [True], False, "`token_ids`"),
     ("spaces_between_special_tokens", [True], False, "`token_ids`"),
     ("output_kind", [None], "DELTA", "print what is new"),

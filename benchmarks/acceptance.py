@@ -84,7 +84,7 @@ def run_case(case: Case, temperature: float, options: Any) -> Row:
     with LLM(TARGET, speculation, max_num_seqs=len(prompts)) as llm:
         sampler = llm.engine.runner.sampler
         shadow = sampler.backend = OneHotShadow(sampler.backend, case.one_hot_decides)
-        outputs = llm.generate(prompts, params, progress=True)
+        outputs = llm.generate(prompts, params)
     kept = [o for o in outputs if ending_cycle(o.outputs[0].token_ids) is None]
     labels = {
         "method": case.method,

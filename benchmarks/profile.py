@@ -147,7 +147,7 @@ def measure(llm: LLM, batch: int, k: int, temperature: float, options: Any, time
             with watch.attached(llm):
                 for i in range(rounds):
                     some = prompts[i * batch : (i + 1) * batch]
-                    outputs += llm.generate(some, params)
+                    outputs += llm.generate(some, params, use_tqdm=False)
             return watch, outputs
 
         _, (watch, outputs) = timer(work)

@@ -12,17 +12,20 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.engine.boundary import Params, Prompt, build_output, one_params, submit
+from foretoken.engine.boundary import build_output, prepare, submit
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
+from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options
 from foretoken.engine.request import RequestGroup
 from foretoken.engine.turns import HomeProcess
 from foretoken.errors import ForetokenError, RequestError, StepError, UsageError
+from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
 from foretoken.outputs import RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
@@ -36,7 +39,7 @@ class AsyncEngine:
     `asyncio.run` turns Ctrl-C into a cancellation, which ends requests as below.
 
     Args:
-        model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
+        model: `tiny-python`, a checkpoint folder, or a hub id, downloaded if it is missing.
         speculative_config: a dict, its JSON text, a `SpeculativeConfig`, or None.
         options: any other field of `EngineConfig`.
 
@@ -46,12 +49,14 @@ class AsyncEngine:
 
     def __init__(
         self,
-        model: str = "tiny-python",
+        model: str | PathLike[str] = "tiny-python",
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
         self.config = EngineConfig.parse(model, speculative_config, **options)
-        self._worker = _Worker(build_engine(self.config))
+        engine = build_engine(self.config)
+        self._params, self._tokenizer = ParamsReader(engine.default_params), engine.tokenizer
+        self._worker = _Worker(engine)
         # A forgotten engine ends its thread when it is collected or when the program exits.
         weakref.finalize(self, self._worker.stop)
 
@@ -61,12 +66,12 @@ class AsyncEngine:
         self._worker.home.check()
         return self._worker.metrics
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: Params | None = None,
-        *,
         request_id: str | None = None,
+        **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields what there is, in order, the last output finished.
 
@@ -76,9 +81,14 @@ class AsyncEngine:
         `contextlib.aclosing`. Nothing is queued before the first step of the iterator.
 
         Args:
-            prompt: a text or a list of token ids.
-            sampling_params: a `SamplingParams`, a dict of its fields, or None for the defaults.
+            prompt: a text, token ids, or a dict with `prompt` or `prompt_token_ids`.
+            sampling_params: a `SamplingParams`, a dict of its fields, or None for the checkpoint's
+                defaults over ours.
             request_id: a name for `abort`, of no other open request; None: a number.
+            others: names that vLLM takes and that change nothing here (lora_request=None, ...).
+
+        Raises, at once:
+            RequestError: an option that is unknown.
 
         Raises, at the first step of the iterator:
             RequestError, CapacityError, OverloadedError: the request cannot be served.
@@ -90,7 +100,34 @@ class AsyncEngine:
                 requests and not the engine are in the last output's `error` instead, beside the
                 tokens that were made.
         """
-        params = one_params(sampling_params)
+        check_options(others, known=("prompt", "sampling_params", "request_id"))
+        return self._complete(prompt, sampling_params, request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        **template: Unpack[ChatOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one conversation, as `generate` does a prompt.
+
+        Args:
+            messages, template: as in `LLM.chat`, one conversation.
+            sampling_params, request_id: as in `generate`.
+
+        Raises, at once:
+            RequestError: a template that is not one or does not use what it is given. All else is
+                raised as in `generate`.
+        """
+        options = check_options(template, known=CHAT_OPTIONS)
+        prompt = ChatPrompt(ChatTemplate(self._tokenizer, **options), messages)
+        return self._complete(prompt, sampling_params, request_id)
+
+    async def _complete(
+        self, prompt: Prompt | ChatPrompt, sampling_params: Params | None, request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        params = self._params.read(sampling_params)
         worker, mailbox = self._worker, _Mailbox(asyncio.get_running_loop())
         name = worker.enter(request_id, mailbox, prompt, params)
         output = None
@@ -185,7 +222,11 @@ class _Worker:
         self._thread.start()
 
     def enter(
-        self, request_id: str | None, mailbox: _Mailbox, prompt: Prompt, params: SamplingParams
+        self,
+        request_id: str | None,
+        mailbox: _Mailbox,
+        prompt: Prompt | ChatPrompt,
+        params: SamplingParams,
     ) -> str:
         """Have a request added; returns its name, the next free number if it is given none."""
         self.home.check()
@@ -275,9 +316,12 @@ class _Worker:
             if group in changed:
                 self._show(mailbox, group)
 
-    def _add(self, mailbox: _Mailbox, name: str, prompt: Prompt, params: SamplingParams) -> None:
+    def _add(
+        self, mailbox: _Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
+    ) -> None:
+        engine = self._engine
         try:
-            self._groups[mailbox] = submit(self._engine, name, prompt, params)
+            self._groups[mailbox] = submit(engine, prepare(engine, name, prompt, params))
         except ForetokenError as error:
             mailbox.put(error)
 

@@ -51,9 +51,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[
-    str, typer.Option(help="tiny-python, a checkpoint folder, or a hub id in the local cache.")
-]
+Model = Annotated[str, typer.Option(help="tiny-python, a checkpoint folder, or a hub id.")]
 Speculative = Annotated[
     str | None,
     typer.Option(

@@ -110,14 +110,19 @@ class IntegrityError(ForetokenError):
     """The engine's own bookkeeping contradicts itself. This is a bug in Foretoken."""
 
 
-def check_known_keys(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise `ConfigError` for the first key of `given` that is not in `known`.
+def check_known_keys(
+    where: str,
+    given: Iterable[str],
+    known: Iterable[str],
+    error: type[ConfigError] | type[RequestError] = ConfigError,
+) -> None:
+    """Raise `error` for the first key of `given` that is not in `known`.
 
-    The error names the nearest valid key, so that a typing slip is mended at a glance.
+    It names the nearest valid key, so that a typing slip is mended at a glance.
     """
     known = sorted(known)
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             remedy = f"Did you mean `{near[0]}`?" if near else ""
-            raise ConfigError(f"{where}.{key}", key, f"one of {', '.join(known)}", remedy)
+            raise error(f"{where}.{key}", key, f"one of {', '.join(known)}", remedy)

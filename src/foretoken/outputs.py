@@ -10,10 +10,16 @@ from foretoken.errors import ForetokenError
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A log-probability under the model's raw distribution and its rank (1 = likeliest)."""
+    """A log-probability under the model's raw distribution and its rank (1 = likeliest).
+
+    Attributes:
+        decoded_token: the token alone as text, U+FFFD for bytes that are part of a character; None
+            if the checkpoint has no tokenizer.
+    """
 
     logprob: float
     rank: int
+    decoded_token: str | None = None
 
 
 @dataclass(slots=True)
@@ -148,6 +154,15 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     origins: list[str] = field(default_factory=list)
     synthetic_acceptance: bool = False
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the log-probabilities of `token_ids`; None unless `logprobs` were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(
+            row[token].logprob for row, token in zip(self.logprobs, self.token_ids, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)

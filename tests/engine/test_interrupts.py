@@ -70,7 +70,7 @@ def test_what_is_there_comes_back_marked(
 
     def call() -> list[RequestOutput]:
         prompts, params = ["abc", "abd", "abe", "abf", ""], [short, PARAMS, PARAMS, PARAMS, short]
-        return llm.generate(prompts, params, on_interrupt=on_interrupt)
+        return llm.generate(prompts, params, on_interrupt=on_interrupt, on_error="return")
 
     done, cut, begun, waiting, refused = interrupted(call) if on_interrupt == "raise" else call()
     assert (done.outputs[0].finish_reason, done.outputs[0].token_ids) == ("length", whole[0][:3])

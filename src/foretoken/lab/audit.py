@@ -166,7 +166,7 @@ def sampled_audit(
         count = min(_REQUESTS_PER_CALL, samples - start)
         for side, side_params in enumerate((speculative, plain)):
             report(2 * start + side * count, 2 * samples)
-            outputs = llm.generate([prompt] * count, side_params)
+            outputs = llm.generate([prompt] * count, side_params, use_tqdm=False)
             drawn[side].extend(output.outputs[0].token_ids for output in outputs)
             if side == 0:
                 for output in outputs:

@@ -211,12 +211,11 @@ class LLM:
                 while outputs is None:
                     outputs = self._turn(left, results, interrupt)
                     update()
-        except RequestError as error:
-            if not single:
+        except BaseException as error:  # whatever ends it, nothing is left behind in the engine
+            self._turns.later(lambda: _abort(engine, results))
+            if isinstance(error, RequestError) and not single:
                 error.add_note(f"Prompt {len(left)} of the list; on_error='return' runs the rest.")
             raise
-        finally:  # whatever ends it, nothing is left behind in the engine
-            self._turns.later(lambda: _abort(engine, results))
         interrupt.deliver(outputs)
         if single and on_error == "raise" and outputs[0].error is not None:
             raise outputs[0].error

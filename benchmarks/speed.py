@@ -20,7 +20,6 @@ from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.lab.workloads import heldout
 from foretoken.models import load_tokenizer
-from foretoken.outputs import uninterrupted
 
 TEMPERATURES = (0.0, 0.8)
 DRAFT_KS = (2, 3, 4, 5, 6, 7, 8)
@@ -47,7 +46,7 @@ def our_case(name: str, llm: LLM, method: str, k: int, max_tokens: int) -> Case:
             num_speculative_tokens=k,
             seed=seed,
         )
-        return uninterrupted(llm.generate(ids, params))[0].outputs[0].token_ids
+        return llm.generate(ids, params)[0].outputs[0].token_ids
 
     return Case(name, {"engine": "foretoken", "method": method, "k": k}, complete)
 

@@ -26,7 +26,6 @@ from benchmarks.common import (
 )
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread, Value
-from foretoken.outputs import uninterrupted
 
 BATCHES = (4, 16)
 DRAFT_KS = (2, 4)
@@ -61,7 +60,8 @@ def our_cases(options: Any) -> list[Case]:
         )
 
         def complete(_: Any, prompts: list[Ids]) -> list[Ids]:
-            return [o.outputs[0].token_ids for o in uninterrupted(llm.generate(prompts, params))]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in outputs]
 
         method = "draft_model" if k else "plain"
         labels = {"engine": "foretoken", "method": method, "k": k}

@@ -13,14 +13,23 @@ from os import PathLike, fspath
 from typing import Any, Literal
 
 from foretoken.errors import ConfigError, check_known_keys
+from foretoken.foreign import ENGINE_OPTIONS, SPECULATIVE_FIELDS, without_foreign
 
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 LOSSLESS_METHODS = ("standard", "block", "coupled")
 REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
 DEVICES = ("auto", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+GENERATION_CONFIGS = ("auto", "vllm")
 LOAD_FORMATS = ("auto", "dummy")
 MAX_SPECULATIVE_TOKENS = 64
+
+
+def plain(value: Any) -> Any:
+    """A number or truth value of numpy or torch as Python's own; anything else as it is."""
+    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if is_scalar else value
 
 
 def check_int(field: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> None:
@@ -97,6 +106,7 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         where = "speculative_config."
         if self.model is not None:
             object.__setattr__(self, "model", check_model(where + "model", self.model))
@@ -195,8 +205,14 @@ class SpeculativeConfig:
                 ) from error
         if not isinstance(given, Mapping):
             raise ConfigError("speculative_config", given, "a JSON object or a dict")
+        given = without_foreign(given, SPECULATIVE_FIELDS, ConfigError)
         check_known_keys("speculative_config", given, [f.name for f in fields(cls)])
         return cls(**given)
+
+
+def _make_plain(config: Any) -> None:
+    for f in fields(config):
+        object.__setattr__(config, f.name, plain(getattr(config, f.name)))
 
 
 _SYNTHETIC = (
@@ -229,9 +245,9 @@ class EngineConfig:
             downloaded if it is not in the local cache.
         speculative_config: drafting and verification; None decodes one token per step.
         device: `cpu`, or `auto`: the best device this version runs on, which is `cpu`.
-        dtype: `float32`, `bfloat16`, `float16`, or `auto`: float32 on a CPU (bf16 was slower at
-            batch 1 without AMX).
-        seed: engine seed; a request without a seed gets mix(seed, admission number).
+        dtype: `float32`, `bfloat16`, `float16`, also as torch dtypes; `float` and `half` are the
+            first and the last; `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX).
+        seed: engine seed; a request without a seed gets mix(seed, admission number); None is 0.
         max_model_len: longest prompt + output; None: the checkpoint's own limit.
         max_num_seqs: most requests running at once; each owns one permanent slot.
         max_num_batched_tokens: most tokens in one forward pass; longer prompts are prefilled in
@@ -244,6 +260,9 @@ class EngineConfig:
         kv_cache_gib: memory of the target's and the drafter's cache and of the drafts'
             probabilities together when `num_blocks` is None. Never more than `max_num_seqs`
             requests of `max_model_len` need.
+        generation_config: what a request without sampling parameters gets: `auto`, the defaults of
+            the checkpoint's generation_config.json; `vllm`, those of `SamplingParams`, whatever the
+            file says.
         tokenizer: name, folder or hub id of another tokenizer; None: the model's own.
         revision: branch, tag or commit of a model that is a hub id; None: `main`.
         local_files_only: take hub ids from the local cache, and never look at the network.
@@ -269,6 +288,7 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_gib: float = 0.5
+    generation_config: str = "auto"
     tokenizer: str | None = None
     revision: str | None = None
     local_files_only: bool = False
@@ -278,12 +298,17 @@ class EngineConfig:
     use_fp64_gumbel: bool = False
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         object.__setattr__(self, "model", check_model("model", self.model))
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", check_model("tokenizer", self.tokenizer))
         check_revision("revision", self.revision)
         check_choice("device", self.device, DEVICES, "This version runs on the CPU.")
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         check_choice("dtype", self.dtype, DTYPES)
+        if self.seed is None:
+            object.__setattr__(self, "seed", 0)
         check_int("seed", self.seed, 0, 2**64 - 1)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, 2)
@@ -302,6 +327,12 @@ class EngineConfig:
         speculation = SpeculativeConfig.parse(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculation)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice(
+            "generation_config",
+            self.generation_config,
+            GENERATION_CONFIGS,
+            "A file of its own belongs into the checkpoint's folder.",
+        )
         for name in ("enable_prefix_caching", "local_files_only", "use_fp64_gumbel"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "true or false")
@@ -311,8 +342,8 @@ class EngineConfig:
         cls, model: str | PathLike[str], speculative_config: Any, **options: Any
     ) -> EngineConfig:
         """Build from what a user typed; unknown names are errors with the nearest valid one."""
-        known = [f.name for f in fields(cls)]
-        check_known_keys("engine option", options, known)
+        options = without_foreign(options, ENGINE_OPTIONS, ConfigError)
+        check_known_keys("engine option", options, [f.name for f in fields(cls)])
         return cls(
             model=check_model("model", model),
             speculative_config=SpeculativeConfig.parse(speculative_config),

@@ -165,7 +165,7 @@ class EndingLLM(FakeLLM):
         self.ended, self.fields = error, fields
 
     def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
-        *before, last = super().stream(prompt, params)
+        *before, last = super().stream(prompt, params, **options)
         yield from before
         yield replace(last, outputs=[replace(last.outputs[0], **self.fields)], error=self.ended)
 
@@ -235,7 +235,7 @@ def test_a_prompt_that_is_no_text(
 
 class SlowLLM(FakeLLM):
     def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
-        for output in super().stream(prompt, params):
+        for output in super().stream(prompt, params, **options):
             time.sleep(0.05)
             yield output
 

@@ -264,7 +264,7 @@ def test_an_interrupted_call_leaves_no_orphans(
         _ = llm.engine
 
 
-@pytest.mark.parametrize("prompt", [None, b"abc", 7, {"a": 1}])
+@pytest.mark.parametrize("prompt", [None, b"abc", 7, {1}])
 def test_prompts_of_another_kind_are_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(RequestError, match="list of token ids"):
         llm.generate(prompt)
@@ -275,7 +275,7 @@ def test_arrays_are_token_ids_and_dicts_are_parameters(llm: LLM, text: list[int]
     params = {"temperature": 0, "max_tokens": 5, "top_k": 2**63}
     for prompt in (torch.tensor(ids), torch.tensor([ids])):
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == text[:5]
-    with pytest.raises(ConfigError, match="Did you mean `max_tokens`"):
+    with pytest.raises(RequestError, match="Did you mean `max_tokens`"):
         llm.generate("abc", {"max_token": 3})
     with pytest.raises(RequestError, match="a dict of its fields"):
         llm.generate(["abc"], [3])  # type: ignore[list-item]
@@ -303,7 +303,9 @@ def test_a_bad_request_is_refused_alone(
     llm = LLM(str(target), {"model": str(target)}, max_num_seqs=2, num_blocks=15)
     fine = SamplingParams(temperature=0, max_tokens=8)
     outputs = llm.generate(
-        ["abc", prompt, "abc"], [fine, SamplingParams(**{"max_tokens": 8, **params}), fine]
+        ["abc", prompt, "abc"],
+        [fine, SamplingParams(**{"max_tokens": 8, **params}), fine],
+        on_error="return",
     )
     assert isinstance(outputs[1].error, error)
     with pytest.raises(error, match=message):

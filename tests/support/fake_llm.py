@@ -24,7 +24,8 @@ class FakeLLM:
         self.fail_after, self.error, self.synthetic = fail_after, error, synthetic
         self.calls: list[tuple[str, Any]] = []
 
-    def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
+    def stream(self, prompt: str, params: Any, *, on_interrupt: str) -> Iterator[RequestOutput]:
+        assert on_interrupt == "return"  # so that the text is printed first
         self.calls.append((prompt, params))
         for count in range(1, len(self.pieces) + 1):
             if self.error is not None and count - 1 == self.fail_after:

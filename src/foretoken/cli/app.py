@@ -14,7 +14,7 @@ from foretoken import __version__
 from foretoken.cli.chat import Conversation, find_template, read_messages, read_template
 from foretoken.cli.options import engine_options, sampling_params, with_fields
 from foretoken.cli.output import check_shown, complete, exit_code
-from foretoken.cli.terminal import as_utf8, console, read_input, reporting
+from foretoken.cli.terminal import as_utf8, console, exit_on_sigterm, read_input, reporting
 from foretoken.config import check_int
 from foretoken.errors import ConfigError
 
@@ -141,7 +141,8 @@ def demo(
 
         # Timed prompts are repeated: each time must pay for its own prompt.
         llm = _load(_EMBEDDED, _speculation(_EMBEDDED, None, False), enable_prefix_caching=False)
-        Demo(llm, console(highlight=False), note).run(prompts, max_tokens, samples)
+        with exit_on_sigterm():
+            Demo(llm, console(highlight=False), note).run(prompts, max_tokens, samples)
 
 
 def _start(options: dict[str, Any], speculative_config: str | None, off: bool) -> LLM:

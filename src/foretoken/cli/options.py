@@ -25,8 +25,8 @@ __all__ = ["NOT_OPTIONS", "engine_options", "sampling_params", "with_fields"]
 NOT_OPTIONS = {
     # A command's requests all draft by `--speculative-config`.
     SamplingParams: {"num_speculative_tokens", "rejection_sample_method"},
-    # `--seed` is the request's; nothing ever waits for another.
-    EngineConfig: {"speculative_config", "seed", "max_num_waiting"},
+    # `--seed` is the request's; nothing ever waits for another; every request has parameters.
+    EngineConfig: {"speculative_config", "seed", "max_num_waiting", "generation_config"},
 }
 _Command = TypeVar("_Command", bound=Callable[..., None])
 

@@ -55,7 +55,7 @@ def complete(
     done = "no token was generated."
     note(done)
     with _sign_of_life(json_output) as show:
-        for output in llm.stream(prompt, params):
+        for output in llm.stream(prompt, params, on_interrupt="return"):
             if not json_output:
                 text.show(output)
             count = sum(len(sample.token_ids) for sample in output.outputs)
@@ -137,7 +137,11 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     return fields | {
         "prompt_logprobs": _logprobs(output.prompt_logprobs),
         "outputs": [
-            asdict(replace(sample, logprobs=None)) | {"logprobs": _logprobs(sample.logprobs)}
+            asdict(replace(sample, logprobs=None))
+            | {
+                "logprobs": _logprobs(sample.logprobs),
+                "cumulative_logprob": _finite(sample.cumulative_logprob),
+            }
             for sample in output.outputs
         ],
         "synthetic_acceptance": output.synthetic_acceptance,
@@ -164,8 +168,11 @@ def _logprobs(
 
 
 def _logprob(token: int, entry: Logprob) -> dict[str, Any]:
-    known = {"logprob": entry.logprob if math.isfinite(entry.logprob) else None}
-    return {"token_id": token, **asdict(entry), **known}
+    return {"token_id": token, **asdict(entry), "logprob": _finite(entry.logprob)}
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
 
 
 def _summary(output: RequestOutput) -> str:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from foretoken.errors import (
@@ -32,6 +34,7 @@ __all__ = [
     "Note",
     "as_utf8",
     "console",
+    "exit_on_sigterm",
     "is_utf8",
     "prepare",
     "read_input",
@@ -170,6 +173,20 @@ def _discard(stream: TextIO) -> None:
 def _end(code: int, text: str) -> NoReturn:
     say(text, style="bold red")
     raise SystemExit(code) from None
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """End by an exception instead of at once, so that progress bars give the cursor back."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def say(text: str, style: str = "", interrupted: bool = False) -> None:

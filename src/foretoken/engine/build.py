@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,25 @@ from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import set_threads
-from foretoken.errors import ConfigError, ForetokenError
+from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import Backend, get_backend, unavailable
+from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.sampler import Sampler
 from foretoken.sampling.slots import SlotTable
 from foretoken.sampling.synthetic import conditional_rates, joint_rates
 
 _log = logging.getLogger(__name__)
+
+# What generation_config.json may set, and how we call it; the names that vLLM reads there.
+_GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -82,6 +94,7 @@ def _build(config: EngineConfig) -> Engine:
         device=device,
         synthetic_rates=_synthetic_rates(config),
         fp64_noise=config.use_fp64_gumbel,
+        decode=tokenizer and cache(lambda token: str(tokenizer.decode([token]))),
     )
     scheduler = Scheduler(
         BlockPool(num_blocks, config.block_size),
@@ -90,7 +103,8 @@ def _build(config: EngineConfig) -> Engine:
         enable_prefix_caching=config.enable_prefix_caching,
     )
     runner = Runner(model, kv, sampler, DraftState(device))
-    return Engine(config, runner, scheduler, drafter, tokenizer, _eos_ids(model, tokenizer))
+    eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
+    return Engine(config, runner, scheduler, drafter, tokenizer, eos_ids, defaults)
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
@@ -195,6 +209,21 @@ def _sizes(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> tu
     if drafter is None:
         return per_block, 0
     return per_block + drafter.needs.kv_bytes_per_block, drafter.needs.bytes_per_slot
+
+
+def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
+    """What `sampling_params=None` means: the checkpoint's defaults, or ours."""
+    source = getattr(model.module, "generation_config", None)
+    if config.generation_config == "vllm" or source is None:
+        return SamplingParams()
+    named = {ours: getattr(source, theirs, None) for theirs, ours in _GENERATION_FIELDS.items()}
+    try:
+        return SamplingParams(**{k: v for k, v in named.items() if v is not None})
+    except RequestError as error:
+        raise CheckpointError(
+            f"{config.model}: generation_config.json: {error} generation_config='vllm' leaves "
+            "the file's sampling defaults aside."
+        ) from error
 
 
 def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:

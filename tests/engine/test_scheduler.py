@@ -120,6 +120,24 @@ def test_the_youngest_gives_way_and_returns_to_its_place_in_the_queue() -> None:
     small.run()
 
 
+def test_whoever_gives_way_may_come_back_in_the_same_step_to_blocks_that_are_cached() -> None:
+    small = machine(num_blocks=15, seqs=2, budget=30)
+    old, young = make_group("old", PREFIX[:22], 20, key=2), make_group("y", PREFIX[:22], 16, key=2)
+    for i, count in enumerate((1, 1, 1, 1, 2)):
+        small.add(make_group(str(i), [0], count))
+    small.add(old)
+    small.add(make_group("short", [0], 1))
+    small.add(young)
+    (request,) = young.samples
+    came_back = 0
+    while small.scheduler.has_work:
+        before = request.num_preemptions
+        plan = small.step()
+        came_back += request in plan.admitted and request.num_preemptions > before
+    assert came_back
+    assert old.metrics.num_preemptions == 0
+
+
 def test_samples_wait_for_their_leader_and_share_its_blocks_while_others_pass() -> None:
     shared = machine(budget=20, seqs=5)
     group, other = make_group("n", PREFIX[:30], 10, n=3), make_group("other", [2] * 5, 10)

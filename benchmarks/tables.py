@@ -219,6 +219,18 @@ def catch_up(folder: Path) -> str:
     return markdown([row.case, "median (least–most)"], rows) + where(results)
 
 
+def reproducibility(folder: Path) -> str:
+    """Requests whose tokens depend on the batch, by dtype and backend."""
+    results = read(folder / "reproducibility.json")
+    names = ("differ_in_batch", "differ_in_reversed_batch", "differ_when_repeated")
+    rows = [
+        [row.case, *(f"{row.values[name]} of {row.values['requests']}" for name in names)]
+        for row in results.rows
+    ]
+    header = ["requests with other tokens", "in a batch", "in another order", "in the same again"]
+    return markdown(header, rows) + where(results)
+
+
 CURVES = {
     "batch": ("Step time and batch", "requests", ("batch",)),
     "context": ("Step time and context", "tokens", ("context, batch 1", "context, batch 8")),
@@ -261,7 +273,7 @@ def curve_figures(folder: Path) -> dict[str, str]:
     return figures
 
 
-GOALS = ("speed", "throughput", "profile", "prefix", "curves", *FILES)
+GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves", *FILES)
 LEAST_R_SQUARED = 0.99
 
 
@@ -331,6 +343,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "throughput": throughput,
     "prefix": prefix,
     "catch_up": catch_up,
+    "reproducibility": reproducibility,
     "curves": curves,
     **{name: partial(ops_times, name) for name in FILES},
 }

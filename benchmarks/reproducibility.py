@@ -105,8 +105,8 @@ def main() -> None:
             "Counts of requests whose tokens are not those that they get alone in the same engine: "
             "in one batch of all, and in the batch in reversed order. differ_when_repeated: whose "
             "tokens are not those of the same batch before.",
-            "float32 runs in the native decoder on native_cpu, in PyTorch with packed linear layers "
-            "on torch_cpu; half types in PyTorch's matrix products on both.",
+            "float32 runs in the native decoder on native_cpu, in PyTorch with packed linear "
+            "layers on torch_cpu; half types in PyTorch's matrix products on both.",
             *notes,
         ],
     )

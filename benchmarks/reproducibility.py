@@ -1,7 +1,7 @@
 """Does a seeded request get the same tokens whatever else is in the batch? By dtype and backend.
 
 Noise is named by seed and position, so tokens can only part where logits do: where the kernels of a
-matrix product round a row differently with other numbers of rows.
+matrix product or of attention round a row by what is computed beside it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> None:
             "in one batch of all, and in the batch in reversed order. differ_when_repeated: whose "
             "tokens are not those of the same batch before.",
             "float32 runs in the native decoder on native_cpu, in PyTorch with packed linear "
-            "layers on torch_cpu; half types in PyTorch's matrix products on both.",
+            "layers on torch_cpu; half types in PyTorch's modules on both.",
             *notes,
         ],
     )

@@ -208,7 +208,9 @@ class EngineConfig:
         model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
         speculative_config: drafting and verification; None decodes one token per step.
         device: `cpu`, or `auto`: the best device this version runs on, which is `cpu`.
-        dtype: `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX).
+        dtype: `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX). In float32 a
+            request with a seed gets the same tokens in every batch. In bfloat16 and float16 it may
+            not: PyTorch's attention and products round by what is computed beside a row.
         seed: engine seed; a request without a seed gets mix(seed, admission number).
         max_model_len: longest prompt + output; None: the checkpoint's own limit.
         max_num_seqs: most requests running at once; each owns one permanent slot.

@@ -46,10 +46,10 @@ $(DEV): pyproject.toml constraints-dev.txt | $(CORE)
 	@$(PIP) --quiet --editable '.[dev]'
 	@touch $(CORE) $@
 
-# Without a compiler everything runs on the `torch_cpu` backend, and says so.
+# Without a compiler everything runs on the `torch_cpu` backend, and says so. The next make tries
+# again.
 $(NATIVE): $(wildcard src/foretoken/native/csrc/*) src/foretoken/native/build.py | $(CORE)
-	@$(BIN)/python -m foretoken.native.build || true
-	@touch $@
+	@$(BIN)/python -m foretoken.native.build && touch $@ || true
 
 demo: $(CORE) $(NATIVE)
 	@$(BIN)/foretoken demo

@@ -14,6 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +37,7 @@ class AsyncEngine:
     `asyncio.run` turns Ctrl-C into a cancellation, which ends requests as below.
 
     Args:
-        model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
+        model: `tiny-python`, a checkpoint folder, or a hub id, downloaded if it is missing.
         speculative_config: a dict, its JSON text, a `SpeculativeConfig`, or None.
         options: any other field of `EngineConfig`.
 
@@ -46,7 +47,7 @@ class AsyncEngine:
 
     def __init__(
         self,
-        model: str = "tiny-python",
+        model: str | PathLike[str] = "tiny-python",
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:

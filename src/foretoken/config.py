@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from os import PathLike, fspath
 from typing import Any, Literal
 
 from foretoken.errors import ConfigError, check_known_keys
@@ -43,6 +44,20 @@ def check_choice(field: str, value: Any, choices: tuple[str, ...], remedy: str =
         raise ConfigError(field, value, f"one of {', '.join(choices)}", remedy)
 
 
+def check_model(field: str, value: Any) -> str:
+    """The name, folder or hub id of a model as a string; `ConfigError` if it is none of them."""
+    text = fspath(value) if isinstance(value, PathLike) else value
+    if not isinstance(text, str) or not text:
+        raise ConfigError(field, value, "a model name, a folder or a hub id")
+    return text
+
+
+def check_revision(field: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is None or may be a branch, a tag or a commit."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(field, value, "a branch, a tag or a commit", "None means `main`.")
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """How tokens are drafted and verified.
@@ -50,8 +65,9 @@ class SpeculativeConfig:
     Attributes:
         method: the drafter: `draft_model` or `ngram` (names registered in `drafting/registry.py`).
             None: `draft_model` if `model` is given, else an error.
-        model: checkpoint of the draft model. None with the built-in target `tiny-python` means
-            its own draft, `tiny-python-draft`.
+        model: checkpoint of the draft model, named as `EngineConfig.model`. None with the built-in
+            target `tiny-python` means its own draft, `tiny-python-draft`.
+        revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
         num_speculative_tokens: K >= 1, the most tokens drafted per step.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
             None: 2 and 4.
@@ -70,6 +86,7 @@ class SpeculativeConfig:
 
     method: str | None = None
     model: str | None = None
+    revision: str | None = None
     num_speculative_tokens: int = 4
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -81,6 +98,9 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         where = "speculative_config."
+        if self.model is not None:
+            object.__setattr__(self, "model", check_model(where + "model", self.model))
+        check_revision(where + "revision", self.revision)
         check_int(
             where + "num_speculative_tokens",
             self.num_speculative_tokens,
@@ -205,12 +225,14 @@ class EngineConfig:
     """Options of one engine.
 
     Attributes:
-        model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
+        model: `tiny-python`, a checkpoint folder (a text or a `Path`), or a hub id, which is
+            downloaded if it is not in the local cache.
         speculative_config: drafting and verification; None decodes one token per step.
         device: `cpu`, or `auto`: the best device this version runs on, which is `cpu`.
-        dtype: `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX). In float32 a
-            request with a seed gets the same tokens in every batch. In bfloat16 and float16 it may
-            not: PyTorch's attention and products round by what is computed beside a row.
+        dtype: `float32`, `bfloat16`, `float16`, or `auto`: float32 on a CPU (bf16 was slower at
+            batch 1 without AMX). In float32 a request with a seed gets the same tokens in every
+            batch. In half types it may not: PyTorch's attention and products round by what is
+            computed beside a row.
         seed: engine seed; a request without a seed gets mix(seed, admission number).
         max_model_len: longest prompt + output; None: the checkpoint's own limit.
         max_num_seqs: most requests running at once; each owns one permanent slot.
@@ -224,8 +246,12 @@ class EngineConfig:
         kv_cache_gib: memory of the target's and the drafter's cache and of the drafts'
             probabilities together when `num_blocks` is None. Never more than `max_num_seqs`
             requests of `max_model_len` need.
+        tokenizer: name, folder or hub id of another tokenizer; None: the model's own.
+        revision: branch, tag or commit of a model that is a hub id; None: `main`.
+        local_files_only: take hub ids from the local cache, and never look at the network.
         load_format: `auto` reads safetensors, `dummy` makes random weights from config.json alone.
-        backend: `auto` (fastest for the device), or a name in `ops.BACKENDS`.
+        backend: `native_cpu`, `torch_cpu`, `triton`, `reference` (the fp64 oracle), or `auto`: the
+            fastest for the device.
         threads: threads to compute with; None: one per physical core that the process may use, and
             no more than `OMP_NUM_THREADS`. A setting of the whole process: the newest engine's
             holds for all, and where the target runs in native kernels PyTorch gets one thread.
@@ -245,14 +271,19 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_gib: float = 0.5
+    tokenizer: str | None = None
+    revision: str | None = None
+    local_files_only: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
     backend: str = "auto"
     threads: int | None = None
     use_fp64_gumbel: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError("model", self.model, "a model name or a folder")
+        object.__setattr__(self, "model", check_model("model", self.model))
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", check_model("tokenizer", self.tokenizer))
+        check_revision("revision", self.revision)
         check_choice("device", self.device, DEVICES, "This version runs on the CPU.")
         check_choice("dtype", self.dtype, DTYPES)
         check_int("seed", self.seed, 0, 2**64 - 1)
@@ -273,17 +304,19 @@ class EngineConfig:
         speculation = SpeculativeConfig.parse(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculation)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
-        for name in ("enable_prefix_caching", "use_fp64_gumbel"):
+        for name in ("enable_prefix_caching", "local_files_only", "use_fp64_gumbel"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "true or false")
 
     @classmethod
-    def parse(cls, model: str, speculative_config: Any, **options: Any) -> EngineConfig:
+    def parse(
+        cls, model: str | PathLike[str], speculative_config: Any, **options: Any
+    ) -> EngineConfig:
         """Build from what a user typed; unknown names are errors with the nearest valid one."""
         known = [f.name for f in fields(cls)]
         check_known_keys("engine option", options, known)
         return cls(
-            model=model,
+            model=check_model("model", model),
             speculative_config=SpeculativeConfig.parse(speculative_config),
             **options,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,7 +33,7 @@ class LLM:
     """An engine with a model in it.
 
     Args:
-        model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
+        model: `tiny-python`, a checkpoint folder, or a hub id, downloaded if it is missing.
         speculative_config: a dict, its JSON text, a `SpeculativeConfig`, or None.
         options: any other field of `EngineConfig`, for example device="auto", dtype="auto", seed=0.
 
@@ -42,7 +43,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "tiny-python",
+        model: str | PathLike[str] = "tiny-python",
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
@@ -160,7 +161,7 @@ class LLM:
         return outputs
 
     def stream(
-        self, prompt: Prompt, sampling_params: Params | None = None
+        self, prompt: Prompt | ChatPrompt, sampling_params: Params | None = None
     ) -> Iterator[RequestOutput]:
         """Complete one prompt; yields what there is after every step, the last one finished.
 

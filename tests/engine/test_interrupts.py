@@ -181,7 +181,7 @@ def test_handlers_come_back_after_an_error(llm: LLM, monkeypatch: pytest.MonkeyP
 
 SCRIPT = """
 import sys
-from foretoken import cli
+from foretoken.cli import app, main
 from foretoken.llm import LLM
 
 step_count = 0
@@ -201,10 +201,10 @@ def load(model, speculative_config, **options):
     llm.engine.step = told
     return llm
 
-cli._load = load
+app._load = load
 sys.argv = ["foretoken", "generate", "abc", "--model", sys.argv[1], "--temperature", "0",
             "--max-tokens", "60", "--ignore-eos", *sys.argv[2:]]
-cli.main()
+main()
 """
 
 

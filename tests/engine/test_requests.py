@@ -204,8 +204,16 @@ def test_parameters_that_ban_every_token_are_blamed_and_lose_nothing_else(
     fine = SamplingParams(temperature=0, max_tokens=40, logprobs=0)
     good, bad = llm.generate(["abc", "abd"], [fine, banned])
     assert isinstance(bad.error, RequestError)
-    assert "ban every token" in str(bad.error)
+    assert "`allowed_token_ids, min_tokens` is 'together they ban every token'" in str(bad.error)
     assert good.outputs[0].token_ids == text
+
+
+def test_parameters_that_were_not_set_are_not_blamed(llm: LLM, text: list[int]) -> None:
+    first = llm.tokenizer.decode(text[:1])
+    params = {"allowed_token_ids": [text[0]], "temperature": 0, "max_tokens": 9}
+    with pytest.raises(RequestError, match=r"^`allowed_token_ids, bad_words` is") as caught:
+        llm.generate("abc", SamplingParams(**params, bad_words=[first]))
+    assert "min_tokens" not in str(caught.value)
 
 
 def test_a_nucleus_too_small_for_float32_is_the_likeliest_token(llm: LLM, text: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -92,18 +93,41 @@ def test_why_there_are_none(
     assert reason in str(caught.value)
 
 
-def test_a_library_that_cannot_be_loaded_is_none(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+@needs_kernels
+@pytest.mark.parametrize("damage", ["empty", "half", "last bytes", "one bit"])
+def test_a_damaged_library_is_found_before_it_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    found = machine("x86_64", library._NEEDS[V3], (V3,))  # an empty file
-    assert found == (V3, "")
-    monkeypatch.setattr(library, "_variant", lambda: found)
+    """The system's loader does not notice: the first call into missing pages is a SIGBUS."""
+    variant, _ = library._variant()
+    assert variant is not None
+    content = build.library_path(variant).read_bytes()
+    half = len(content) // 2
+    flipped = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+    damaged = {
+        "empty": b"", "half": content[:half], "last bytes": content[:-40], "one bit": flipped
+    }[damage]  # fmt: skip
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path)
+    path = build.library_path(variant)
+    path.write_bytes(damaged)
     monkeypatch.setattr(library, "load", LOAD)
     reason = library.missing()
     assert reason is not None
-    assert reason.startswith("they cannot be loaded (")
-    assert f"{build.library_path(V3)}: file too short" in reason
-    assert "run `python -m foretoken.native.build`" in reason
+    assert reason.startswith(f"they cannot be loaded ({path} is damaged: ")
+    assert reason.endswith("run `python -m foretoken.native.build` (needs g++)")
+    path.write_bytes(content)
+    assert library.missing() is None
+
+
+def test_a_library_of_another_system_is_none(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = machine("x86_64", library._NEEDS[V3], (V3,))
+    path = build.library_path(V3)
+    path.write_bytes(b"no library" + hashlib.sha256(b"no library").digest())
+    monkeypatch.setattr(library, "_variant", lambda: found)
+    monkeypatch.setattr(library, "load", LOAD)
+    assert f"they cannot be loaded ({path}: " in str(library.missing())
 
 
 @pytest.mark.parametrize(

@@ -28,14 +28,14 @@ SAMPLING_PARAMS = (
     "num_speculative_tokens rejection_sample_method"
 ).split()
 SPECULATIVE_CONFIG = (
-    "method model num_speculative_tokens prompt_lookup_min prompt_lookup_max draft_sample_method "
-    "rejection_sample_method synthetic_acceptance_rate synthetic_acceptance_rates "
-    "synthetic_acceptance_length"
+    "method model revision num_speculative_tokens prompt_lookup_min prompt_lookup_max "
+    "draft_sample_method rejection_sample_method synthetic_acceptance_rate "
+    "synthetic_acceptance_rates synthetic_acceptance_length"
 ).split()
 ENGINE_CONFIG = (
     "model speculative_config device dtype seed max_model_len max_num_seqs max_num_batched_tokens "
-    "max_num_waiting enable_prefix_caching block_size num_blocks kv_cache_gib load_format backend "
-    "threads use_fp64_gumbel"
+    "max_num_waiting enable_prefix_caching block_size num_blocks kv_cache_gib tokenizer revision "
+    "local_files_only load_format backend threads use_fp64_gumbel"
 ).split()
 LLM_METHODS = {
     "generate": "prompts sampling_params progress",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import set_threads
 from foretoken.errors import ConfigError, ForetokenError
-from foretoken.models import CausalLM, load_model, load_tokenizer
+from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import Backend, get_backend, unavailable
 from foretoken.sampling.sampler import Sampler
 from foretoken.sampling.slots import SlotTable
@@ -48,8 +49,14 @@ def _build(config: EngineConfig) -> Engine:
         find_drafter(config.speculative_config)  # a wrong name is told before anything is loaded
     device = torch.device("cpu")
     backend = _choose_backend(config)
-    model = load_model(
+    folder = resolve_checkpoint(
         config.model,
+        revision=config.revision,
+        local_files_only=config.local_files_only,
+        weights=config.load_format == "auto",
+    )
+    model = load_model(
+        folder,
         device=device,
         dtype=config.dtype,
         backend=backend,
@@ -60,7 +67,7 @@ def _build(config: EngineConfig) -> Engine:
     native = model.fused is not None
     count = set_threads(config.threads, native_target=native)
     _log.info("Threads: %d, PyTorch's: %d; for the whole process.", count, torch.get_num_threads())
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = _tokenizer(config, folder)
     drafter = _build_drafter(config, backend, device, model, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
     per_block, per_slot = _sizes(config, model, drafter)
@@ -84,6 +91,21 @@ def _build(config: EngineConfig) -> Engine:
     )
     runner = Runner(model, kv, sampler, DraftState(device))
     return Engine(config, runner, scheduler, drafter, tokenizer, _eos_ids(model, tokenizer))
+
+
+def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
+    """The tokenizer that was asked for, or the model's own, if it has one."""
+    if config.tokenizer is None:
+        return load_tokenizer(folder)
+    place = resolve_checkpoint(
+        config.tokenizer, local_files_only=config.local_files_only, weights=False
+    )
+    tokenizer = load_tokenizer(place)
+    if tokenizer is None:
+        raise ConfigError(
+            "tokenizer", config.tokenizer, "a folder or hub id with tokenizer files", "It has none."
+        )
+    return tokenizer
 
 
 def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
@@ -176,8 +198,9 @@ def _sizes(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> tu
 
 
 def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
-    """End-of-text ids: the generation config's, else the model config's, else the tokenizer's."""
-    for source in (getattr(model.module, "generation_config", None), model.config, tokenizer):
+    """End-of-text ids: of the first that has them: generation, model, text config, tokenizer."""
+    configs = (getattr(model.module, "generation_config", None), model.config)
+    for source in (*configs, model.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             found = [ids] if isinstance(ids, int) else ids

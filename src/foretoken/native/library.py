@@ -209,7 +209,7 @@ def missing() -> str | None:
         return reason
     try:
         load()
-    except OSError as error:  # built elsewhere, against newer system libraries
+    except OSError as error:  # damaged, or built elsewhere, against newer system libraries
         return (
             f"they cannot be loaded ({error}): run `python -m foretoken.native.build` (needs g++)"
         )
@@ -226,7 +226,10 @@ def load() -> ctypes.CDLL:
     variant, reason = _variant()
     if variant is None:
         raise OSError(f"there are no native kernels: {reason}")
-    library = ctypes.CDLL(str(build.library_path(variant)))
+    path = build.library_path(variant)
+    if not build.is_whole(path):
+        raise OSError(f"{path} is damaged: its digest is not that of its contents")
+    library = ctypes.CDLL(str(path))
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, f"foretoken_{name}")
         function.argtypes, function.restype, function.errcheck = arguments, c_int, _check

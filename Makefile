@@ -83,6 +83,7 @@ bench: $(CORE) $(NATIVE)
 	@$(BIN)/python -m benchmarks.throughput
 	@$(BIN)/python -m benchmarks.profile
 	@$(BIN)/python -m benchmarks.prefix
+	@$(BIN)/python -m benchmarks.reproducibility
 	@$(BIN)/python -m benchmarks.curves
 	@$(BIN)/python -m benchmarks.cost
 	@$(BIN)/python -m benchmarks.ops

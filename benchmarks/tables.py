@@ -16,65 +16,83 @@ from benchmarks.common import RESULTS, ROOT, goal
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
 from benchmarks.plot import Series, line_chart
-from foretoken.lab.results import Results, Row, Spread, read
+from foretoken.lab.results import Label, Results, Row, Spread, read
 
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", flags=re.DOTALL)
 FIGURES = ROOT / "docs" / "figures"
 NOT_MEASURED = "Not measured yet: `make bench`.\n"
 TEMPERATURES = (0.0, 0.8)
-BASELINES = ("plain", "generate", "best_assisted")
+BASELINES = {
+    "plain": "to plain",
+    "generate": "to `generate`",
+    "best_assisted": "to assisted",
+    "llama_cpp": "to llama.cpp",
+    "best_llama_cpp_drafted": "to drafted llama.cpp",
+}
 
 
 def speed(folder: Path) -> str:
     """Every case: tokens/s and the ratios, at both temperatures."""
     results = read(folder / "speed.json")
+    others = {
+        f"ratio_to_{name}": title
+        for name, title in BASELINES.items()
+        if f"ratio_to_{name}" in results.rows[0].values
+    }
     header = ["batch 1, 2 cores, float32"]
     for t in TEMPERATURES:
-        header += [f"tokens/s, T={t:g}", "to plain", "to `generate`", "to assisted"]
+        header += [f"tokens/s, T={t:g}", *others.values()]
     rows = []
     for name in dict.fromkeys(row.case.rpartition(", T=")[0] for row in results.rows):
         cells = [name]
         for t in TEMPERATURES:
             row = results.row(f"{name}, T={t:g}")
             cells.append(spread(row, "tokens_per_second", 0))
-            cells += [f"{number(row, f'ratio_to_{other}')}x" for other in BASELINES]
+            cells += [f"{number(row, ratio)}x" for ratio in others]
         rows.append(cells)
     return markdown(header, rows) + where(results)
 
 
-def best(results: Results, method: str, temperature: float) -> Row:
-    """The row of a method with the highest median speed at a temperature."""
+def best(results: Results, labels: dict[str, Label]) -> Row | None:
+    """The row with the highest median speed among those with such labels; None: there is none."""
 
     def median(row: Row) -> float:
         value = row.values["tokens_per_second"]
         return value.median if isinstance(value, Spread) else value
 
-    labels = {"method": method, "temperature": temperature}
     rows = [row for row in results.rows if labels.items() <= row.labels.items()]
-    return max(rows, key=median)
+    return max(rows, key=median, default=None)
 
 
 def summary(folder: Path) -> str:
-    """The README's table: the best K of each method, with the acceptance behind it."""
+    """The README's table: the best K of each method, with as many threads as cores."""
     results = read(folder / "speed.json")
     header = ["embedded pair, batch 1, 2 CPU cores"]
     for t in TEMPERATURES:
         header += [f"tokens/s, T={t:g}", "to plain"]
+    # Files of 2026-11-21 have one number of threads and do not label it.
+    threads = {"threads": max(results.shapes["threads"])} if "threads" in results.shapes else {}
     rows = []
-    for title, method in (
-        ("plain decoding", "plain"),
-        ("speculative, draft model", "draft_model"),
-        ("speculative, n-gram", "ngram"),
-        ("Transformers `generate`", "generate"),
-        ("Transformers assisted generation", "assisted"),
+    for title, engine, method in (
+        ("plain decoding", "foretoken", "plain"),
+        ("speculative, draft model", "foretoken", "draft_model"),
+        ("speculative, n-gram", "foretoken", "ngram"),
+        ("llama.cpp", "llama.cpp", "plain"),
+        ("llama.cpp, same draft model", "llama.cpp", "draft_model"),
+        ("Transformers `generate`", "transformers", "generate"),
+        ("Transformers assisted generation", "transformers", "assisted"),
     ):
         cells = [title]
         for t in TEMPERATURES:
-            row = best(results, method, t)
+            labels = {"engine": engine, "method": method, "temperature": t, **threads}
+            row = best(results, labels)
+            if row is None:
+                break
             k = f", K={row.labels['k']}" if row.labels["k"] else ""
             cells += [f"{number(row, 'tokens_per_second', 0)}{k}"]
             cells += [f"{number(row, 'ratio_to_plain')}x"]
-        rows.append(cells)
+        else:
+            rows.append(cells)
     return markdown(header, rows) + where(results)
 
 
@@ -201,6 +219,18 @@ def catch_up(folder: Path) -> str:
     return markdown([row.case, "median (least–most)"], rows) + where(results)
 
 
+def reproducibility(folder: Path) -> str:
+    """Requests whose tokens depend on the batch, by dtype and backend."""
+    results = read(folder / "reproducibility.json")
+    names = ("differ_in_batch", "differ_in_reversed_batch", "differ_when_repeated")
+    rows = [
+        [row.case, *(f"{row.values[name]} of {row.values['requests']}" for name in names)]
+        for row in results.rows
+    ]
+    header = ["requests with other tokens", "in a batch", "in another order", "in the same again"]
+    return markdown(header, rows) + where(results)
+
+
 CURVES = {
     "batch": ("Step time and batch", "requests", ("batch",)),
     "context": ("Step time and context", "tokens", ("context, batch 1", "context, batch 8")),
@@ -243,7 +273,7 @@ def curve_figures(folder: Path) -> dict[str, str]:
     return figures
 
 
-GOALS = ("speed", "throughput", "profile", "prefix", "curves", *FILES)
+GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves", *FILES)
 LEAST_R_SQUARED = 0.99
 
 
@@ -313,6 +343,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "throughput": throughput,
     "prefix": prefix,
     "catch_up": catch_up,
+    "reproducibility": reproducibility,
     "curves": curves,
     **{name: partial(ops_times, name) for name in FILES},
 }

@@ -137,7 +137,7 @@ class CompletionOutput:
             the last three keep what there is.
         stop_reason: the stop string or stop token id that ended the output, or the name of the
             signal that interrupted it; else None.
-        seed: reproduces this sample alone: SamplingParams(seed=..., n=1).
+        seed: reproduces this sample alone, in float32: SamplingParams(seed=..., n=1).
         logprobs: per generated token, token id -> Logprob; None unless asked for.
         origins: per generated token: `accepted` (a draft), `resampled` (in place of a rejected
             draft), `bonus` (after all drafts were accepted) or `plain` (no draft before it).

@@ -93,7 +93,8 @@ class SamplingParams:
         max_tokens: most tokens to generate, >= 1; None: as many as context and cache hold.
         min_tokens: end-of-text and `stop_token_ids` cannot be drawn before this many tokens.
         n: independent samples of the same prompt, 1..128.
-        seed: fixes the request's noise; None: from the engine's seed and the admission number.
+        seed: fixes the request's noise, and so its tokens, in float32 whatever else is in the
+            batch; None: from the engine's seed and the admission number.
         stop: strings that end the output.
         stop_token_ids: ids that end the output; the last of `token_ids` is then that token.
         include_stop_str_in_output: keep in `text` the string or token that ended it; by default

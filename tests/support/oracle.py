@@ -242,7 +242,6 @@ def outcome(
         fp64_noise=fp64,
     )
     assert verdict.token_BK1.dtype == case.token_dtype
-    emitted_BK1 = verdict.token_BK1.long().masked_fill(~verdict.finite_B[:, None], -9)
     top = min(3, case.raw_NV.shape[1])
     raw = backend.logprobs(on.raw_NV, token_N, top)
     processed = backend.logprobs(
@@ -255,7 +254,8 @@ def outcome(
         "drafted": drafted_BK.flatten(),
         "kept of q": kept_SKV.flatten(0, 1),
         "verdict": torch.cat(
-            [verdict.n_accept_B[:, None], verdict.finite_B[:, None], emitted_BK1], dim=1
+            [verdict.n_accept_B[:, None], verdict.finite_B[:, None], verdict.token_BK1.long()],
+            dim=1,
         ),
         "ranks": torch.cat(
             [

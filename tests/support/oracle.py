@@ -227,6 +227,7 @@ def outcome(
         on.raw_NV, on.params, slot_N, position_N, slot_N * 0, TARGET, edits=on.edits,
         fp64_noise=fp64,
     )  # fmt: skip
+    assert bool(((drawn_N >= 0) & (drawn_N < on.raw_NV.shape[1])).all())
     drafted_BK, cache = drafted(backend, on, device)
     token_BK = drafted_BK if given is None else given.token_BK.to(device)
     token_N = drawn_N if given is None else given.token_N.to(device)
@@ -309,6 +310,7 @@ def drafted(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, D
     assert torch.equal(kept.nan_to_num(7), given.nan_to_num(7)), (
         "cached logits are not the raw ones"
     )
+    assert bool(((token_BK >= 0) & (token_BK < width)).all())
     return token_BK, cache
 
 

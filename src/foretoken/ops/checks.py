@@ -79,15 +79,21 @@ def check_kind(name: str, value: object, kind: type) -> None:
         raise ConfigError(name, value, f"a `{kind.__name__}`")
 
 
-def check_logits(name: str, logits_NV: Tensor) -> None:
+def check_flag(name: str, value: object) -> None:
+    """Raise `ConfigError` unless `value` is True or False."""
+    if value is not True and value is not False:
+        raise ConfigError(name, value, "True or False")
+
+
+def check_logits(name: str, logits: Tensor, dimensions: int = 2) -> None:
     """Rows of at least one token, whose tokens are adjacent in memory."""
-    check_tensor(name, logits_NV, 2, FLOATS, grad=True)
-    vocabulary = logits_NV.shape[1]
+    check_tensor(name, logits, dimensions, FLOATS, grad=True)
+    vocabulary = logits.shape[-1]
     if vocabulary == 0:
-        raise ConfigError(f"{name}.shape", tuple(logits_NV.shape), "at least one token wide")
-    if vocabulary > 1 and logits_NV.stride(1) != 1:
+        raise ConfigError(f"{name}.shape", tuple(logits.shape), "at least one token wide")
+    if vocabulary > 1 and logits.stride(-1) != 1:
         raise ConfigError(
-            f"{name}.stride", logits_NV.stride(), "1 along the vocabulary", "Call `.contiguous()`."
+            f"{name}.stride", logits.stride(), "1 along the vocabulary", "Call `.contiguous()`."
         )
 
 
@@ -132,8 +138,10 @@ def check_sample(
     draft_index_N: Tensor,
     streams: tuple[Stream, Stream],
     edits: Edits | None = None,
+    fp64_noise: bool = False,
 ) -> None:
     """All arguments of `Backend.sample`."""
+    check_flag("fp64_noise", fp64_noise)
     check_rows(logits_NV, slot_N, params, edits)
     check_tensor("position_N", position_N, slot_N.shape, INT64, slot_N.device)
     check_tensor("draft_index_N", draft_index_N, slot_N.shape, INT64, slot_N.device)
@@ -149,8 +157,10 @@ def check_draft(
     position_B: Tensor,
     draft_index_B: Tensor,
     cache: DraftCache | None,
+    fp64_noise: bool = False,
 ) -> None:
     """All arguments of `Backend.draft`; on the host also that no row is written twice."""
+    check_flag("fp64_noise", fp64_noise)
     check_rows(logits_BV, slot_B, params, names=("logits_BV", "slot_B"))
     check_tensor("position_B", position_B, slot_B.shape, INT64, slot_B.device)
     check_tensor("draft_index_B", draft_index_B, slot_B.shape, INT64, slot_B.device)
@@ -226,8 +236,10 @@ def check_verify(
     drafts: DraftBlock,
     edits: Edits | None = None,
     synthetic_rate_K: Tensor | None = None,
+    fp64_noise: bool = False,
 ) -> None:
     """All arguments of `Backend.verify` against each other."""
+    check_flag("fp64_noise", fp64_noise)
     check_logits("logits_NV", logits_NV)
     device = logits_NV.device
     check_tensor("slot_B", slot_B, 1, INT64, device)

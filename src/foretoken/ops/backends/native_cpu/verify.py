@@ -36,7 +36,7 @@ def verify(
     al. 2023, theorem 1; Sun et al. 2024, theorem 1). A request whose deciding row is not finite
     gets -1 instead of a token.
     """
-    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K)
+    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise)
     num_requests, most = drafts.token_BK.shape
     verdict = Verdict(
         torch.empty(num_requests, most + 1, dtype=drafts.token_BK.dtype),

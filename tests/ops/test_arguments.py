@@ -253,6 +253,19 @@ def test_rates_are_needed_by_synthetic_slots_alone(ops: Backend) -> None:
         ops.verify(**given)
 
 
+def test_rates_that_fitted_are_looked_at_again(ops: Backend) -> None:
+    given = verify_arguments()
+    rate_K = given["synthetic_rate_K"]
+    ops.verify(**given)
+    wide = {**given, "drafts": drafts_of([[1, 2, 3], [3, 1, 2]]), "edits": None}
+    wide["logits_NV"] = torch.zeros(8, 8)
+    with pytest.raises(ConfigError, match=r"synthetic_rate_K\.shape"):
+        ops.verify(**wide)
+    rate_K[1] = 1.5
+    with pytest.raises(ConfigError, match=r"`synthetic_rate_K` is 1\.5"):
+        ops.verify(**given)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -249,9 +249,8 @@ def draft_cache(
 ) -> DraftCache:
     """The q of drafts that were made elsewhere, from the logits that they were drawn from.
 
-    For whoever brings drafts of their own: with this cache, `verify` takes them as if
-    `Backend.draft` had drawn them. They must be draws from q as the slots' parameters make it:
-    softmax of logits / temperature, filtered by the slot's min_p, top_k and top_p.
+    With it, `verify` takes them as if `Backend.draft` had drawn them. They must be draws from q as
+    the slots' parameters make it: softmax of logits / temperature, filtered by min_p, top_k, top_p.
 
     Args:
         backend: the one that will verify; thresholds and LSEs are to the bit those of its `draft`.
@@ -262,14 +261,13 @@ def draft_cache(
         slot_B: int64, the slot of each request, no two alike.
 
     Returns:
-        A new cache [S, K, V'] in the dtype of the logits. The slots that are not in `slot_B` have
-        no q: drafts of theirs that claim one count as none.
+        A new cache [S, K, V'] in the dtype of the logits. Slots that are not in `slot_B` have no q:
+        drafts of theirs that claim one count as none.
 
     Raises:
-        ConfigError: an argument does not fit; it names which.
+        ConfigError: names the argument that does not fit.
 
-    Two drafts for a request in slot 0, of which the target takes the first, where p = q, and never
-    the second, which it gives no mass:
+    Two drafts in slot 0: p = q of the first, which is accepted; the second has no mass in p:
 
         >>> import torch
         >>> from foretoken.ops import DraftBlock, Rule, SlotParams, draft_cache, get_backend

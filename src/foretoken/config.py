@@ -118,6 +118,9 @@ class SpeculativeConfig:
             MAX_SPECULATIVE_TOKENS,
             "Pass speculative_config=None to decode without speculation.",
         )
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            remedy = "Leave it out for the draft model that comes with the target, if one does."
+            raise ConfigError(where + "model", self.model, "a model name or a folder", remedy)
         shortest, longest = self.lookup_sizes
         check_int(where + "prompt_lookup_min", shortest, 1)
         check_int(
@@ -159,27 +162,12 @@ class SpeculativeConfig:
                     "Set `rejection_sample_method` to `synthetic`, or leave it out.",
                 )
             return
-        one = "Rule `synthetic` takes exactly one of the three."
-        if not given:
-            first, *others = _SYNTHETIC
-            raise ConfigError(where + first, None, f"given, or one of {', '.join(others)}", one)
-        if len(given) > 1:
-            value = getattr(self, given[1])
-            raise ConfigError(where + given[1], value, f"left out beside `{given[0]}`", one)
-        k = self.num_speculative_tokens
-        if self.synthetic_acceptance_rate is not None:
-            check_number(where + given[0], self.synthetic_acceptance_rate, 0, 1)
-        elif self.synthetic_acceptance_length is not None:
-            check_number(
-                where + given[0],
-                self.synthetic_acceptance_length,
-                1,
-                k + 1,
-                "It counts the bonus token: at most num_speculative_tokens + 1.",
-            )
-        else:
-            rates = _check_rates(where + given[0], self.synthetic_acceptance_rates, k)
-            object.__setattr__(self, given[0], rates)
+        check_synthetic(
+            where, self.num_speculative_tokens, {name: getattr(self, name) for name in _SYNTHETIC}
+        )
+        if self.synthetic_acceptance_rates is not None:
+            rates = tuple(map(float, self.synthetic_acceptance_rates))
+            object.__setattr__(self, "synthetic_acceptance_rates", rates)
 
     @property
     def lookup_sizes(self) -> tuple[int, int]:
@@ -222,8 +210,33 @@ _SYNTHETIC = (
 )
 
 
-def _check_rates(field: str, given: Any, count: int) -> tuple[float, ...]:
-    """The K unconditional rates as a tuple; each is in [0, 1] and at most the one before."""
+def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless exactly one of the three is given, and in range.
+
+    Args:
+        where: stands before a name in an error.
+        count: num_speculative_tokens, K.
+        options: `synthetic_acceptance_rate`, `_rates` and `_length`, None if not given.
+    """
+    given = [name for name in _SYNTHETIC if options[name] is not None]
+    one = "Rule `synthetic` takes exactly one of the three."
+    if not given:
+        first, *others = _SYNTHETIC
+        raise ConfigError(where + first, None, f"given, or one of {', '.join(others)}", one)
+    if len(given) > 1:
+        raise ConfigError(where + given[1], options[given[1]], f"left out beside `{given[0]}`", one)
+    field, value = where + given[0], options[given[0]]
+    if given[0] == "synthetic_acceptance_rate":
+        check_number(field, value, 0, 1)
+    elif given[0] == "synthetic_acceptance_length":
+        bonus = "It counts the bonus token: at most num_speculative_tokens + 1."
+        check_number(field, value, 1, count + 1, bonus)
+    else:
+        _check_rates(field, value, count)
+
+
+def _check_rates(field: str, given: Any, count: int) -> None:
+    """K unconditional rates; each is in [0, 1] and at most the one before."""
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
         raise ConfigError(
             field, given, f"a list of num_speculative_tokens = {count} numbers in [0, 1]"
@@ -233,7 +246,6 @@ def _check_rates(field: str, given: Any, count: int) -> tuple[float, ...]:
         remedy = f"It is the chance that the first {i + 1} drafts are all accepted: it cannot rise."
         check_number(f"{field}[{i}]", rate, 0, before, remedy)
         before = float(rate)
-    return tuple(float(rate) for rate in given)
 
 
 @dataclass(frozen=True, slots=True)

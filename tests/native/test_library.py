@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import math
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +18,18 @@ from torch import Tensor
 
 from foretoken.models import load_model
 from foretoken.native import build, library
-from foretoken.ops import DraftBlock, DraftCache, Stream, get_backend
-from foretoken.ops.backends.native_cpu.arguments import native_batch, native_params
+from foretoken.ops import (
+    DraftBlock,
+    DraftCache,
+    Rule,
+    Stream,
+    checks,
+    get_backend,
+)
 from foretoken.ops.backends.reference import noise as reference
 from tests.models import families
 from tests.models.walk import walk
-from tests.support.cases import make_params
+from tests.support.cases import drafts_of, make_params
 from tests.support.kernels import needs_kernels, require_kernels
 
 V3, V4 = "x86-64-v3", "x86-64-v4"
@@ -153,8 +159,7 @@ def test_tests_of_kernels_fail_where_only_the_build_is_missing(
 def test_memory_that_runs_out_is_an_exception() -> None:
     def foretoken_sample() -> None: ...
 
-    assert library._check(0, foretoken_sample, ())
-    assert not library._check(1, foretoken_sample, ())
+    library._check(0, foretoken_sample, ())
     with pytest.raises(MemoryError, match="foretoken_sample could not allocate"):
         library._check(2, foretoken_sample, ())
 
@@ -213,6 +218,17 @@ def test_every_instruction_set_gives_the_same(
                 torch.testing.assert_close(ours, other, atol=1e-5, rtol=1e-5)
 
 
+def accepted(key: int, position: int, rates: list[float], fp64: bool) -> int:
+    """Drafts that SYNTHETIC accepts, of as many as there are rates."""
+    params = replace(make_params(1, rule=Rule.SYNTHETIC), key_S=torch.tensor([key]))
+    drafts, zero = drafts_of([[0] * len(rates)]), torch.zeros(1, dtype=torch.int64)
+    verdict = get_backend("native_cpu").verify(
+        torch.zeros(len(rates) + 1, 3), params, zero, zero + position, drafts,
+        synthetic_rate_K=torch.tensor(rates, dtype=torch.float64), fp64_noise=fp64,
+    )  # fmt: skip
+    return int(verdict.n_accept_B)
+
+
 @needs_kernels
 @given(
     st.lists(
@@ -226,21 +242,27 @@ def test_every_instruction_set_gives_the_same(
     )
 )
 def test_uniforms_are_the_bits_of_the_definition(rows: list[tuple[int, int, int]]) -> None:
-    """Seen through the logarithm of the uniform that decides a draft."""
-    key_S, position_B, num_B = torch.tensor(rows).t().contiguous()
-    params = replace(make_params(len(rows)), key_S=key_S)
-    logits = torch.zeros(int(num_B.sum()) + len(rows), 3)
-    token_BK = torch.zeros(len(rows), 5, dtype=torch.int64)
-    slot_B, real_q_B = torch.arange(len(rows)), torch.zeros(len(rows)).bool()
-    drafts = DraftBlock(token_BK, num_B, None, real_q_B)
-    for fp64 in (False, True):
-        batch = native_batch(logits, slot_B, position_B, drafts, None, fp64)
-        numbers = torch.empty(4, len(rows), 5, dtype=torch.float64)  # one too large for the bools
-        reduced = library.Reduced(*[part.data_ptr() for part in numbers])
-        library.load().foretoken_reduce(
-            ctypes.byref(native_params(params)), ctypes.byref(batch), ctypes.byref(reduced)
+    """Seen through the rates at which SYNTHETIC begins to accept."""
+    for (key, position, num), fp64 in itertools.product(rows, (False, True)):
+        uniform_K = [
+            reference.uniform_of(0, key, position + i, i, Stream.ACCEPT, fp64) for i in range(num)
+        ]
+        above = [min(1.0, u * (1 + 1e-13)) for u in uniform_K]
+        assert accepted(key, position, above, fp64) == num
+        for i, u in enumerate(uniform_K):
+            below = [*above[:i], u * (1 - 1e-13), *above[i + 1 :]]
+            assert accepted(key, position, below, fp64) == i
+
+
+@needs_kernels
+def test_a_rule_that_the_kernels_do_not_state_fails_loudly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ops/types.py` may have one more; it must not be decided by another."""
+    monkeypatch.setattr(checks, "RULES", checks.RULES | {9})
+    params = replace(make_params(2, rule=[0, 9]), rules=frozenset({0, 9}))  # type: ignore[arg-type]
+    slot_B = torch.arange(2)
+    with pytest.raises(NotImplementedError, match="verify lacks a rule"):
+        get_backend("native_cpu").verify(
+            torch.zeros(2, 3), params, slot_B, slot_B, drafts_of([[], []])
         )
-        for b, (key, position, num) in enumerate(rows):
-            for i in range(num):
-                uniform = reference.uniform_of(0, key, position + i, i, Stream.ACCEPT, fp64)
-                assert math.isclose(numbers[2, b, i].item(), math.log(uniform), rel_tol=1e-15)

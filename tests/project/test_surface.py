@@ -34,6 +34,10 @@ ENGINE_CONFIG = (
     "max_num_waiting enable_prefix_caching block_size num_blocks kv_cache_gib generation_config "
     "tokenizer revision local_files_only load_format backend threads use_fp64_gumbel"
 ).split()
+OPS = (
+    "BACKENDS AttentionBatch AttentionGroup Backend DraftBlock DraftCache Edits Logprobs Rule "
+    "SlotParams Stream Verdict draft_cache get_backend unavailable"
+).split()
 LLM_METHODS = {
     "get_tokenizer": "",
     "get_default_sampling_params": "",
@@ -54,6 +58,13 @@ def test_public_names() -> None:
     assert foretoken.__all__ == PUBLIC
     for name in PUBLIC:
         assert getattr(foretoken, name) is not None
+
+
+def test_names_for_those_who_bring_drafts_or_rules_of_their_own() -> None:
+    from foretoken import ops, sampling
+
+    assert ops.__all__ == OPS
+    assert sampling.__all__ == ["conditional_rates", "joint_rates"]
 
 
 def test_fields_that_users_type() -> None:

@@ -26,7 +26,7 @@ from foretoken.ops import Backend, get_backend, unavailable
 from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.sampler import Sampler
 from foretoken.sampling.slots import SlotTable
-from foretoken.sampling.synthetic import conditional_rates, joint_rates
+from foretoken.sampling.synthetic import joint_rates, rates_of
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
     speculation = config.speculative_config
     if speculation is None or speculation.rejection_sample_method != "synthetic":
         return ()
-    rates = conditional_rates(speculation)
+    rates = rates_of(speculation)
     _log.warning(
         "Rule `synthetic`: drafts are accepted with the set probabilities %s (mean acceptance "
         "length %.3f), and the text is meaningless by design.",

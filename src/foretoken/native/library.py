@@ -31,7 +31,6 @@ __all__ = [
     "Outcome",
     "Params",
     "Places",
-    "Reduced",
     "Rows",
     "TopLogprobs",
     "VerifyBatch",
@@ -162,7 +161,10 @@ class VerifyBatch(Structure):
         ("logits", Logits),
         ("edits", POINTER(Edits)),
         ("cache", POINTER(Cache)),
-        *_fields("slot_B position_B num_B token_BK real_q_B", "requests drafts narrow fp64_noise"),
+        *_fields(
+            "slot_B position_B num_B token_BK real_q_B synthetic_rate_K",
+            "requests drafts narrow fp64_noise",
+        ),
     ]
 
 
@@ -170,12 +172,6 @@ class Outcome(Structure):
     """`foretoken::Outcome`: an `ops.Verdict`, to be written."""
 
     _fields_: ClassVar[_Fields] = _fields("token_BK1 n_accept_B finite_B")
-
-
-class Reduced(Structure):
-    """`foretoken::Reduced`: what the first stage of verification writes, [B, K] each."""
-
-    _fields_: ClassVar[_Fields] = _fields("log_p_BK log_q_BK log_u_BK finite_BK")
 
 
 @cache
@@ -237,7 +233,6 @@ def load() -> ctypes.CDLL:
 
 
 _PARAMS, _ROWS, _PLACES = POINTER(Params), POINTER(Rows), POINTER(Places)
-_VERIFY, _REDUCED, _OUTCOME = POINTER(VerifyBatch), POINTER(Reduced), POINTER(Outcome)
 _ADDRESSES = [c_void_p] * 7
 _SIGNATURES = {
     "set_num_threads": [c_int],
@@ -249,20 +244,18 @@ _SIGNATURES = {
     "sample": [_PARAMS, _ROWS, _PLACES, c_void_p],
     "draft": [_PARAMS, _ROWS, _PLACES, POINTER(Cache), c_void_p],
     "logprobs": [_PARAMS, _ROWS, c_void_p, POINTER(TopLogprobs)],
-    "verify": [_PARAMS, _VERIFY, _OUTCOME],
-    "reduce": [_PARAMS, _VERIFY, _REDUCED],
-    "masses": [_PARAMS, _VERIFY, _REDUCED, *_ADDRESSES[:2]],
-    "emit": [_PARAMS, _VERIFY, _REDUCED, c_void_p, _OUTCOME],
+    "verify": [_PARAMS, POINTER(VerifyBatch), POINTER(Outcome)],
 }
 
 
-def _check(status: int, function: Any, arguments: Any) -> bool:
-    """Whether the call did what was asked; False if it does not cover that."""
+def _check(status: int, function: Any, arguments: Any) -> None:
+    """Raise what kept a call from being done; `csrc/api.cpp` names the numbers."""
+    if status == 1:
+        raise NotImplementedError(f"native kernels: {function.__name__} lacks a rule of the batch")
     if status == 2:
         raise MemoryError(f"native kernels: {function.__name__} could not allocate memory")
     if status == 3:
         raise RuntimeError(f"native kernels: {function.__name__} failed")
-    return status == 0
 
 
 def set_num_threads(count: int) -> None:

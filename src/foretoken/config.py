@@ -283,9 +283,14 @@ class EngineConfig:
         load_format: `auto` reads safetensors, `dummy` makes random weights from config.json alone.
         backend: `native_cpu`, `torch_cpu`, `triton`, `reference` (the fp64 oracle), or `auto`: the
             fastest for the device.
-        threads: threads to compute with; None: one per physical core that the process may use, and
-            no more than `OMP_NUM_THREADS`. A setting of the whole process: the newest engine's
-            holds for all, and where the target runs in native kernels PyTorch gets one thread.
+        threads: threads to compute with, exactly so many. None: one, or one per physical core that
+            the process may use (no more than `OMP_NUM_THREADS`), whichever is faster: both are
+            timed on the first steps of every size, and again from time to time, since other
+            processes on the machine change it. Every step of an engine sets it for the whole
+            process; where the target runs in native kernels PyTorch gets one thread. In native
+            kernels the number of threads changes no bit; in PyTorch's float32 it may change the
+            last bits of logits, so that a seeded request, too, needs a number given here to be the
+            same to the bit.
         use_fp64_gumbel: draw all noise in FP64.
     """
 

@@ -12,7 +12,8 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine import threads
-from foretoken.engine.threads import set_threads, usable_cores
+from foretoken.engine.scheduler import Share
+from foretoken.engine.threads import StepThreads, usable_cores
 from foretoken.errors import ConfigError
 from foretoken.native import library
 from tests.support.kernels import needs_kernels
@@ -97,9 +98,9 @@ def test_everyone_is_told(
     count: int,
 ) -> None:
     monkeypatch.setattr(threads, "_OPENMP_THREADS", openmp)
-    assert set_threads(asked, native_target=False) == count
+    assert StepThreads(asked, native_target=False).most == count
     assert (native, torch.get_num_threads()) == ([count], count)
-    assert set_threads(asked, native_target=True) == count
+    assert StepThreads(asked, native_target=True).most == count
     assert (native, torch.get_num_threads()) == ([count, count], 1)
 
 
@@ -107,8 +108,102 @@ def test_without_kernels_openmp_gets_them(
     native: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "missing", lambda: REASON)
-    assert set_threads(2, native_target=False) == 2
+    assert StepThreads(2, native_target=False).most == 2
     assert (native, torch.get_num_threads()) == ([], 2)
+
+
+class Machine:
+    """A clock, and steps that take as long as `cost` says for their threads and rows."""
+
+    def __init__(self, asked: int | None = None) -> None:
+        self.now, self.cost = 0.0, quiet
+        self.threads = StepThreads(asked, native_target=False, clock=lambda: self.now)
+
+    def step(self, rows: int = 1, prompt: int = 0) -> int:
+        """One step, of `rows` rows or of a prompt's tokens; the threads it ran with."""
+        share = Share(None, prompt or 1, [7] * (rows - 1), True)  # type: ignore[arg-type]
+        with self.threads.during([share]):
+            self.now += self.cost(torch.get_num_threads(), rows)
+        return torch.get_num_threads()
+
+    def steps(self, count: int, rows: int = 1) -> list[int]:
+        return [self.step(rows) for _ in range(count)]
+
+
+def quiet(threads: int, rows: int) -> float:
+    return rows / threads
+
+
+def busy(threads: int, rows: int) -> float:
+    """Every parallel loop waits for its slowest thread."""
+    return rows * (10.0 if threads > 1 else 1.2)
+
+
+def helpless(threads: int, rows: int) -> float:
+    """Rows too few for more than one thread."""
+    return rows / threads if rows > 8 else 1.0 + threads
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch, native: list[int]) -> None:
+    monkeypatch.setattr(threads, "_OPENMP_THREADS", 2)
+    monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_the_faster_of_one_and_all_threads_is_taken_and_taken_again() -> None:
+    machine = Machine()
+    assert machine.steps(6) == [2, 1] * 3
+    assert set(machine.steps(60)) == {2}
+    machine.cost = busy
+    assert machine.steps(10)[3:] == [1] * 7
+    busy_steps = machine.steps(2000)
+    assert busy_steps.count(2) <= 6  # after 64 steps, 128, 256 and so on, one slow step each
+    machine.cost = quiet
+    assert machine.steps(4200)[-1] == 2
+    assert machine.steps(10_000).count(1) <= 40
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_machine_that_is_busy_from_the_start_gets_one_thread_at_once() -> None:
+    machine = Machine()
+    machine.cost = busy
+    assert machine.steps(60).count(2) == 3
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_steps_of_each_size_choose_on_their_own() -> None:
+    machine = Machine()
+    machine.cost = helpless
+    for _ in range(10):
+        machine.steps(1, rows=1), machine.steps(1, rows=40)
+    assert [(machine.step(1), machine.step(40), machine.step(1, prompt=9)) for _ in range(40)] == [
+        (1, 2, 2)
+    ] * 40
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("asked", [1, 2, 3])
+def test_a_number_that_was_asked_for_is_kept(asked: int) -> None:
+    machine = Machine(asked)
+    machine.cost = busy if asked > 1 else quiet
+    assert machine.steps(200) == [asked] * 200
+    torch.set_num_threads(4)  # by somebody else
+    assert machine.step() == asked
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_without_a_number_the_engine_chooses_and_says_so(
+    target: Path, native: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "foretoken")
+    llm = LLM(str(target), num_blocks=64)
+    assert "Threads: 2 or 1 by speed, PyTorch's: 1; for the whole process." in caplog.messages
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
+    told, alone = len(native), LLM(str(target), num_blocks=64, threads=1)
+    tokens = llm.generate("abc", params)[0].outputs[0].token_ids
+    assert {1, 2} == set(native[told + 1 :])
+    assert tokens == alone.generate("abc", params)[0].outputs[0].token_ids
 
 
 @needs_kernels

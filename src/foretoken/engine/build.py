@@ -19,7 +19,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Scheduler
-from foretoken.engine.threads import set_threads
+from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import Backend, get_backend, unavailable
@@ -76,9 +76,12 @@ def _build(config: EngineConfig) -> Engine:
         max_model_len=config.max_model_len,
         seed=config.seed,
     )
-    native = model.fused is not None
-    count = set_threads(config.threads, native_target=native)
-    _log.info("Threads: %d, PyTorch's: %d; for the whole process.", count, torch.get_num_threads())
+    threads = StepThreads(config.threads, native_target=model.fused is not None)
+    _log.info(
+        "Threads: %s, PyTorch's: %d; for the whole process.",
+        f"{threads.most} or 1 by speed" if threads.chooses else threads.most,
+        torch.get_num_threads(),
+    )
     tokenizer = _tokenizer(config, folder)
     drafter = _build_drafter(config, backend, device, model, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
@@ -104,7 +107,7 @@ def _build(config: EngineConfig) -> Engine:
     )
     runner = Runner(model, kv, sampler, DraftState(device))
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
-    return Engine(config, runner, scheduler, drafter, tokenizer, eos_ids, defaults)
+    return Engine(config, runner, scheduler, drafter, tokenizer, eos_ids, defaults, threads)
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:

@@ -26,6 +26,7 @@ from foretoken.engine.faults import no_token, overloaded, processing_error, step
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.engine.runner import Outcome, Runner, ShareFault
 from foretoken.engine.scheduler import Scheduler, Share
+from foretoken.engine.threads import StepThreads
 from foretoken.errors import IntegrityError
 from foretoken.ops import Rule
 from foretoken.outputs import SpeculationMetrics
@@ -47,6 +48,7 @@ class Engine:
         tokenizer: Any | None,
         eos_ids: frozenset[int],
         default_params: SamplingParams,
+        threads: StepThreads,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -55,6 +57,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.default_params = default_params
+        self.threads = threads
         self.metrics = SpeculationMetrics()
         self._slots = runner.sampler.slots
         self._detokenizers: dict[Request, Detokenizer] = {}
@@ -99,7 +102,7 @@ class Engine:
         """
         plan = self.scheduler.schedule()
         changed = list(dict.fromkeys(request.group for request in self.scheduler.running))
-        with self._together():
+        with self.threads.during(plan.shares), self._together():
             self._release_slots()
             for request in plan.admitted:
                 with self._alone(request):

@@ -3,21 +3,32 @@
 On a machine of 2 cores that others use too, two OpenMP threads took a decode step from 7 to 77 ms,
 since a team waits for its slowest member at every loop. The native pool does not (its threads take
 small pieces), and where it runs the target OpenMP gets one thread: idle ones would spin on the
-cores that the pool needs.
+cores that the pool needs. Whether others use the machine is seen in the steps themselves, and
+nowhere else: so one thread and all of them are timed on real steps.
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median
 
 import torch
 
+from foretoken.engine.scheduler import Share
 from foretoken.native import library
 
 _CPUS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+_STEPS = 3  # whose median stands for a count
+_PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
+_CLEARLY = 0.95  # of the other's time: enough to change
+_HOPELESS = 2.0  # times the other's: a trial ends at the first such step
 
 
 def usable_cores() -> int:
@@ -33,21 +44,100 @@ def usable_cores() -> int:
     return max(count, 1)
 
 
-def set_threads(asked: int | None, native_target: bool) -> int:
-    """Set the process's threads; returns how many.
+class StepThreads:
+    """Sets the process's threads for every step of one engine: as asked, or as is faster now.
 
     Args:
-        asked: None takes all usable cores, but no more than OpenMP had when this module was
-            imported (`OMP_NUM_THREADS`); what is set later, by `torch.set_num_threads` for
-            example, does not count and is overwritten.
-        native_target: the target runs in the native decoder. A draft model beside it that does
-            not is small: one thread is as fast there.
+        asked: None takes one thread, or all usable cores but no more than OpenMP had when this
+            module was imported (`OMP_NUM_THREADS`), by steps of the same size; what is set by
+            others, by `torch.set_num_threads` for example, does not count and is overwritten.
+        native_target: the target runs in the native decoder: PyTorch gets one thread. A draft model
+            beside it that does not is small: one thread is as fast there.
+        clock: seconds.
     """
-    count = min(usable_cores(), _OPENMP_THREADS) if asked is None else asked
-    if library.missing() is None:
-        library.set_num_threads(count)
-    torch.set_num_threads(1 if native_target else count)
-    return count
+
+    def __init__(
+        self,
+        asked: int | None,
+        native_target: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.most = min(usable_cores(), _OPENMP_THREADS) if asked is None else asked
+        self.chooses = asked is None and self.most > 1
+        self._native_target = native_target
+        self._clock = clock
+        self._choices: dict[int, _Choice] = {}
+        self._use(self.most)
+
+    @contextmanager
+    def during(self, shares: Sequence[Share]) -> Iterator[None]:
+        """Compute a step of these shares, inside, with the threads for its size.
+
+        Steps that compute prompts take all threads: they are long, and no two are alike.
+        """
+        decodes = all(share.num_tokens == 1 for share in shares)
+        if not (self.chooses and decodes and shares):
+            self._use(self.most)
+            yield
+            return
+        size = _rounded(sum(1 + len(share.drafts) for share in shares))
+        choice = self._choices.setdefault(size, _Choice(self.most))
+        count = choice.next()
+        self._use(count)
+        start = self._clock()
+        yield
+        choice.observe(count, self._clock() - start)
+
+    def _use(self, count: int) -> None:
+        if library.missing() is None:
+            library.set_num_threads(count)
+        openmp = 1 if self._native_target else count
+        if torch.get_num_threads() != openmp:  # it is of this thread, not of the process
+            torch.set_num_threads(openmp)
+
+
+class _Choice:
+    """Which of two counts is faster for steps of one size, by their latest steps.
+
+    Both are tried in turns at first. The slower one is tried again after 64 steps, and after twice
+    as many each time that it stays the slower; a count whose steps have become slower than the
+    other's last were is left at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._taken, self._other = most, 1
+        self._seconds: dict[int, deque[float]] = {n: deque(maxlen=_STEPS) for n in (most, 1)}
+        self._wait = self._pause = _PAUSE
+
+    def next(self) -> int:
+        """The count for the coming step."""
+        if len(self._seconds[self._other]) < min(_STEPS, len(self._seconds[self._taken])):
+            return self._other
+        return self._taken
+
+    def observe(self, count: int, seconds: float) -> None:
+        """Learn from a step; settle once there are enough of both counts."""
+        taken, other = self._seconds[self._taken], self._seconds[self._other]
+        self._seconds[count].append(seconds)
+        tried = count == self._other
+        if tried and len(taken) == _STEPS and seconds > _HOPELESS * median(taken):
+            other.extend([seconds] * _STEPS)  # one such step is enough
+        if len(other) < _STEPS or len(taken) < _STEPS:
+            return
+        self._wait -= 1
+        if median(other) < _CLEARLY * median(taken):
+            self._taken, self._other = self._other, self._taken
+            self._wait = self._pause = _PAUSE
+        elif tried:
+            self._wait = self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        elif self._wait <= 0:
+            other.clear()
+
+
+def _rounded(rows: int) -> int:
+    """`rows` to two binary digits: steps of that size take about the same time."""
+    shift = max(rows.bit_length() - 2, 0)
+    return rows >> shift << shift
 
 
 def _siblings(cpu: int) -> str:

@@ -7,7 +7,8 @@ A results file is one JSON object:
     date      when it was written, ISO 8601 with the time zone
     commit    of the code that ran, `dirty` if tracked code differed from it
     command   as typed, from the repository root
-    hardware  cpu, vector_instructions, read_gb_per_s, cores, threads, memory_gib, accelerator
+    hardware  cpu, vector_instructions, read_gb_per_s, cores, threads, memory_gib, accelerator, and
+              tunings: what native decoders measured and took when they were made
     versions  python, torch, transformers, foretoken
     shapes    what stays equal over the rows: models, prompts, tokens, options
     rows      one per case: `case`, its `labels`, its `values`
@@ -34,10 +35,11 @@ from typing import Any
 
 from foretoken import __version__
 from foretoken.errors import ConfigError
+from foretoken.native import library
 
 SCHEMA = 1
 _HARDWARE = {"cpu", "cores", "threads", "memory_gib", "accelerator"}
-_HARDWARE_ADDED = {"vector_instructions", "read_gb_per_s"}  # files of 2026-11-20 lack them
+_HARDWARE_ADDED = {"vector_instructions", "read_gb_per_s", "tunings"}  # older files lack them
 Label = str | int | float | bool | None
 
 
@@ -215,6 +217,7 @@ def hardware() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": round(memory, 1),
         "accelerator": accelerator,
+        "tunings": library.tunings(),
     }
 
 

@@ -13,6 +13,7 @@ Shape suffixes: T packed tokens, N rows whose logits are wanted, V vocabulary.
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from collections.abc import Sequence
 from ctypes import byref, c_void_p
@@ -33,6 +34,8 @@ __all__ = ["FAMILIES", "FusedDecoder", "UnfitError"]
 
 FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
 """Model types built of RMSNorm, rotary attention and a gated SiLU layer, in that order."""
+
+_log = logging.getLogger(__name__)
 
 _HEAD_MULTIPLE = 16  # the widest vector: values are read by whole vectors
 # Frequencies that do not depend on what is computed; the others move with the longest position.
@@ -73,9 +76,24 @@ class FusedDecoder:
         )
         # Not at exit: a daemon thread may still compute then.
         weakref.finalize(self, self._library.foretoken_decoder_free, self._handle).atexit = False
+        self._tune()
         self._kv: KVPool | None = None
         self._key_addresses: Any = None
         self._value_addresses: Any = None
+
+    def _tune(self) -> None:
+        """Measure how weights are fetched fastest on this machine, and say what was taken."""
+        tuning = library.Tuning()
+        self._library.foretoken_decoder_tune(self._handle, byref(tuning))
+        linears = [m for m in self._module.modules() if isinstance(m, nn.Linear)]
+        size = sum(linear.weight.nbytes for linear in linears) / 2**20
+        library.record_tuning(f"{size:.1f} MiB", tuning)
+        for rows, measured in tuning.describe().items():
+            _log.info("Weights of %.1f MiB, %s, ms: %s", size, rows, measured)
+
+    def set_fetches(self, one_row: int, few_rows: int) -> None:
+        """Fetch weights so (`library.FETCHES`), whatever was measured: no bit of a logit changes."""
+        self._library.foretoken_decoder_set_fetches(self._handle, one_row, few_rows)
 
     def drop_module_weights(self) -> None:
         """Free the module's copies of the linear weights; it cannot be run any more."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from ctypes import POINTER, Structure, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
@@ -33,11 +33,16 @@ __all__ = [
     "Places",
     "Rows",
     "TopLogprobs",
+    "Tuning",
     "VerifyBatch",
     "load",
     "missing",
     "set_num_threads",
+    "tunings",
 ]
+
+FETCHES = ("no hint", "cached", "past the caches")
+"""`foretoken::Fetch` by number: how weights are fetched ahead of their use."""
 
 _CPUINFO = Path("/proc/cpuinfo")
 _NEEDS = {
@@ -174,6 +179,40 @@ class Outcome(Structure):
     _fields_: ClassVar[_Fields] = _fields("token_BK1 n_accept_B finite_B")
 
 
+class Tuning(Structure):
+    """`foretoken::Tuning`: the fetches chosen for one row and for a few, best seconds of each."""
+
+    _fields_: ClassVar[_Fields] = [
+        *_fields(ints="one few"),
+        ("one_seconds", c_double * len(FETCHES)),
+        ("few_seconds", c_double * len(FETCHES)),
+    ]
+
+    def describe(self) -> dict[str, dict[str, float | str]]:
+        """What was taken, and milliseconds of a pass over the weights with each, by rows."""
+        return {
+            rows: {"taken": FETCHES[taken]}
+            | {name: round(1000 * s, 3) for name, s in zip(FETCHES, seconds, strict=True)}
+            for rows, taken, seconds in (
+                ("1 row", self.one, self.one_seconds),
+                ("6 rows", self.few, self.few_seconds),
+            )
+        }
+
+
+_tunings: dict[str, dict[str, dict[str, float | str]]] = {}
+
+
+def record_tuning(what: str, tuning: Tuning) -> None:
+    """Remember a tuning for `tunings`, by what was tuned."""
+    _tunings[what] = tuning.describe()
+
+
+def tunings() -> dict[str, dict[str, dict[str, float | str]]]:
+    """What this process measured and took: by weights, by rows; see `Tuning.describe`."""
+    return dict(_tunings)
+
+
 @cache
 def _variant() -> tuple[str | None, str]:
     """The most capable variant that this processor runs and that was built, or None and why."""
@@ -238,6 +277,8 @@ _SIGNATURES = {
     "set_num_threads": [c_int],
     "decoder_new": [POINTER(DecoderShape), POINTER(LayerWeights), *_ADDRESSES[:5]],
     "decoder_free": [c_void_p],
+    "decoder_tune": [c_void_p, POINTER(Tuning)],
+    "decoder_set_fetches": [c_void_p, c_int64, c_int64],
     "decoder_forward": [c_void_p, POINTER(Batch), *_ADDRESSES[:3]],
     "decoder_draft": [c_void_p, POINTER(Batch), *_ADDRESSES[:2], _PARAMS, POINTER(DraftRound)],
     "process": [_PARAMS, _ROWS, c_void_p],

@@ -43,6 +43,15 @@ int foretoken_decoder_free(Decoder* decoder) {
   return 0;
 }
 
+int foretoken_decoder_tune(Decoder* decoder, Tuning* tuning) {
+  return guarded([&] { *tuning = decoder->tune(); });
+}
+
+int foretoken_decoder_set_fetches(Decoder* decoder, int64_t one, int64_t few) {
+  decoder->set_fetches({Fetch{one}, Fetch{few}});
+  return 0;
+}
+
 int foretoken_decoder_forward(Decoder* decoder, const Batch* batch, float* const* keys,
                               float* const* values, float* logits) {
   return guarded([&] { decoder->forward(*batch, keys, values, logits); });

@@ -68,7 +68,7 @@ void score_blocks(const QueryTile& t, int first_row, int64_t b) {
 
 template <int R>
 void score_rows(const QueryTile& t, int first_row) {
-  constexpr int C = R <= 2 ? 4 : R <= 3 ? 2 : 1;
+  constexpr int C = kWidth == 16 || R <= 3 ? 4 : 2;  // sums that fit the registers
   int64_t b = t.first_block;
   for (; b + C - 1 <= t.last_block; b += C) score_blocks<R, C>(t, first_row, b);
   for (; b <= t.last_block; b++) score_blocks<R, 1>(t, first_row, b);

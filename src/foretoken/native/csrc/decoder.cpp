@@ -9,8 +9,9 @@ std::vector<float> copy(const float* from, int64_t count) {
   return from ? std::vector<float>(from, from + count) : std::vector<float>();
 }
 
-Packed pack(int64_t outputs, int64_t inputs, const float* weight, const float* bias) {
-  Packed packed(outputs, inputs);
+Packed pack(Arena& arena, int64_t outputs, int64_t inputs, const float* weight,
+            const float* bias) {
+  Packed packed(outputs, inputs, arena);
   packed.fill(0, weight, bias, outputs);
   return packed;
 }
@@ -28,6 +29,21 @@ void norm_row(const float* x, const float* weight, int64_t size, float epsilon, 
 
 // A panel of gate_up holds half a panel of gate, then the same outputs of up.
 constexpr int64_t kHalf = kPanel / 2;
+
+int64_t gate_up_outputs(const DecoderShape& shape) {
+  return (shape.intermediate + kHalf - 1) / kHalf * kPanel;
+}
+
+// Floats that all packed weights take.
+int64_t arena_size(const DecoderShape& s) {
+  const int64_t q = s.heads * s.head_size, kv = s.kv_heads * s.head_size;
+  const auto size = [](int64_t outputs, int64_t inputs) {
+    return Arena::padded(Packed::size(outputs, inputs));
+  };
+  return size(s.vocabulary, s.hidden) +
+         s.layers * (size(q + 2 * kv, s.hidden) + size(s.hidden, q) +
+                     size(gate_up_outputs(s), s.hidden) + size(s.hidden, s.intermediate));
+}
 
 // silu(gate) * up, for `count` outputs.
 void activate(const float* values, int64_t count, float* out) {
@@ -47,10 +63,10 @@ void activate(const float* values, int64_t count, float* out) {
 Decoder::Decoder(const DecoderShape& shape, const LayerWeights* layers, const float* embedding,
                  const float* final_norm, const float* head, const float* frequencies)
     : shape_(shape),
+      arena_(arena_size(shape)),
       embedding_(embedding),
       final_norm_(copy(final_norm, shape.hidden)),
-      frequencies_(copy(frequencies, shape.rotary_size / 2)),
-      head_(pack(shape.vocabulary, shape.hidden, head, nullptr)) {
+      frequencies_(copy(frequencies, shape.rotary_size / 2)) {
   const int64_t h = shape.hidden, d = shape.head_size;
   const int64_t q = shape.heads * d, kv = shape.kv_heads * d;
   for (const LayerWeights* w = layers; w < layers + shape.layers; w++) {
@@ -60,14 +76,13 @@ Decoder::Decoder(const DecoderShape& shape, const LayerWeights* layers, const fl
     layer.post_attention_norm = copy(w->post_attention_norm, h);
     layer.q_norm = copy(w->q_norm, d);
     layer.k_norm = copy(w->k_norm, d);
-    layer.qkv = Packed(q + 2 * kv, h);
+    layer.qkv = Packed(q + 2 * kv, h, arena_);
     layer.qkv.fill(0, w->q, w->q_bias, q);
     layer.qkv.fill(q, w->k, w->k_bias, kv);
     layer.qkv.fill(q + kv, w->v, w->v_bias, kv);
-    layer.o = pack(h, q, w->o, w->o_bias);
-    const int64_t halves = (shape.intermediate + kHalf - 1) / kHalf;
-    layer.gate_up = Packed(halves * kPanel, h);
-    for (int64_t i = 0; i < halves; i++) {
+    layer.o = pack(arena_, h, q, w->o, w->o_bias);
+    layer.gate_up = Packed(gate_up_outputs(shape), h, arena_);
+    for (int64_t i = 0; i < layer.gate_up.panels; i++) {
       const int64_t at = i * kHalf, left = shape.intermediate - at;
       const int64_t count = left < kHalf ? left : kHalf;
       const float *gate_bias = w->gate_bias ? w->gate_bias + at : nullptr,
@@ -75,9 +90,24 @@ Decoder::Decoder(const DecoderShape& shape, const LayerWeights* layers, const fl
       layer.gate_up.fill(i * kPanel, w->gate + at * h, gate_bias, count);
       layer.gate_up.fill(i * kPanel + kHalf, w->up + at * h, up_bias, count);
     }
-    layer.down = pack(h, shape.intermediate, w->down, w->down_bias);
+    layer.down = pack(arena_, h, shape.intermediate, w->down, w->down_bias);
     layers_.push_back(std::move(layer));
   }
+  head_ = pack(arena_, shape.vocabulary, h, head, nullptr);  // last, as in a pass
+}
+
+std::vector<const Packed*> Decoder::weights() const {
+  std::vector<const Packed*> all;
+  for (const Layer& layer : layers_)
+    all.insert(all.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
+  all.push_back(&head_);
+  return all;
+}
+
+Tuning Decoder::tune() {
+  const Tuning measured = measure_fetches(weights());
+  fetches_ = measured.chosen;
+  return measured;
 }
 
 void Decoder::place(int64_t tokens) {
@@ -131,7 +161,7 @@ void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, flo
   const AttentionShape s{shape_.heads, shape_.kv_heads, d, d, batch.block_size,
                          shape_.attention_scale, layer.window};
   norm(x_, layer.input_norm, tokens, normed_);
-  product(normed_, tokens, layer.qkv, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+  product(normed_, tokens, layer.qkv, fetches_, [&](int64_t row, int64_t first, int64_t count, const float* y) {
     std::memcpy(qkv_ + row * all + first, y, count * sizeof(float));
   });
   parallel_for(tokens, tokens > 32, [&](int64_t t) {
@@ -147,7 +177,7 @@ void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, flo
   });
   attend(query_, keys, values, batch.groups, batch.num_groups, s, mixed_);
   const int64_t h = shape_.hidden;
-  product(mixed_, tokens, layer.o, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+  product(mixed_, tokens, layer.o, fetches_, [&](int64_t row, int64_t first, int64_t count, const float* y) {
     for (int64_t i = 0; i < count; i++) x_[row * h + first + i] += y[i];
   });
 }
@@ -155,11 +185,11 @@ void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, flo
 void Decoder::mlp(const Layer& layer, int64_t tokens) {
   const int64_t h = shape_.hidden, wide = shape_.intermediate;
   norm(x_, layer.post_attention_norm, tokens, normed_);
-  product(normed_, tokens, layer.gate_up, [&](int64_t row, int64_t first, int64_t, const float* y) {
+  product(normed_, tokens, layer.gate_up, fetches_, [&](int64_t row, int64_t first, int64_t, const float* y) {
     const int64_t at = first / 2, count = wide - at < kHalf ? wide - at : kHalf;
     activate(y, count, activated_ + row * wide + at);
   });
-  product(activated_, tokens, layer.down, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+  product(activated_, tokens, layer.down, fetches_, [&](int64_t row, int64_t first, int64_t count, const float* y) {
     for (int64_t i = 0; i < count; i++) x_[row * h + first + i] += y[i];
   });
 }
@@ -177,7 +207,7 @@ void Decoder::forward(const Batch& batch, float* const* keys, float* const* valu
   }
   for (int64_t n = 0; n < rows; n++)
     norm_row(x_ + batch.row_N[n] * h, final_norm_.data(), h, shape_.norm_epsilon, normed_ + n * h);
-  product(normed_, rows, head_, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+  product(normed_, rows, head_, fetches_, [&](int64_t row, int64_t first, int64_t count, const float* y) {
     std::memcpy(logits + row * shape_.vocabulary + first, y, count * sizeof(float));
   });
 }

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "tuning.h"
 #include "sampling.h"
 
 namespace foretoken {
@@ -54,6 +55,9 @@ class Decoder {
   // Draft autoregressively: `first` computes what the cache lacks, with one row per request.
   void draft(const Batch& first, float* const* keys, float* const* values, const Params& params,
              const DraftRound& round);
+  // Measures which fetches of weights are fastest here, and takes them.
+  Tuning tune();
+  void set_fetches(Fetches fetches) { fetches_ = fetches; }
 
  private:
   struct Layer {
@@ -67,9 +71,12 @@ class Decoder {
   void rotate(float* head, int64_t token) const;
   void norm(const float* x, const std::vector<float>& weight, int64_t rows, float* out) const;
   void place(int64_t tokens);
+  std::vector<const Packed*> weights() const;  // in the order of a pass
   void draw_drafts(const Params& params, const DraftRound& round, int64_t i) const;
 
   DecoderShape shape_;
+  Fetches fetches_;
+  Arena arena_;
   std::vector<Layer> layers_;
   const float* embedding_;
   std::vector<float> final_norm_, frequencies_;

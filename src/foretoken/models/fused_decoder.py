@@ -92,7 +92,7 @@ class FusedDecoder:
             _log.info("Weights of %.1f MiB, %s, ms: %s", size, rows, measured)
 
     def set_fetches(self, one_row: int, few_rows: int) -> None:
-        """Fetch weights so (`library.FETCHES`), whatever was measured: no bit of a logit changes."""
+        """Fetch weights so (`library.FETCHES`), whatever was measured; no logit changes."""
         self._library.foretoken_decoder_set_fetches(self._handle, one_row, few_rows)
 
     def drop_module_weights(self) -> None:

@@ -130,7 +130,7 @@ def main() -> None:
         print(f"{row.case:<52} {row.values['mean_acceptance_length']:.2f}")
     record(
         "acceptance",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

@@ -27,6 +27,7 @@ def arguments(description: str | None, **defaults: int) -> argparse.ArgumentPars
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
+    parser.add_argument("--machine", default="", help="ends the file's name: one of several kinds")
     return parser
 
 
@@ -56,12 +57,19 @@ def heldout_tokens() -> list[int]:
     return [i for item in heldout() for i in tokenizer.encode(item.prompt + item.reference)]
 
 
-def record(name: str, out: Path, shapes: dict[str, Any], rows: list[Row], notes: list[str]) -> None:
-    """Write the results file and say where it is."""
+def record(
+    name: str,
+    options: argparse.Namespace,
+    shapes: dict[str, Any],
+    rows: list[Row],
+    notes: list[str],
+) -> None:
+    """Write the results file, where the options of `arguments` say, and say where it is."""
     # Of an absolute path only the name: where it lay is this machine's affair.
     typed = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     command = shlex.join(["python", "-m", f"benchmarks.{name}", *typed])
-    path = write(collect(name, command, shapes, rows, notes, CODE), out)
+    file = f"{name}_{options.machine}" if options.machine else name
+    path = write(collect(file, command, shapes, rows, notes, CODE), options.out)
     print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
 
 

@@ -147,7 +147,7 @@ def main() -> None:
     print("\n".join(notes))
     record(
         "curves",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

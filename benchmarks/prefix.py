@@ -159,7 +159,7 @@ def main() -> None:
         print(row.case, {k: round(getattr(v, "median", v), 3) for k, v in row.values.items()})
     record(
         "prefix",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

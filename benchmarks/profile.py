@@ -192,7 +192,7 @@ def main() -> None:
     full = [r for r in rows if r.labels["batch"] == max(BATCHES) and not r.labels["k"]]
     record(
         "profile",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

@@ -90,7 +90,7 @@ def main() -> None:
         print(f"{name:<44} {values}")
     record(
         "reproducibility",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

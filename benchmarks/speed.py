@@ -166,7 +166,7 @@ def main() -> None:
         goals += reached
     record(
         "speed",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

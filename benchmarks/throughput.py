@@ -179,7 +179,7 @@ def main() -> None:
         print(f"{row.case:<46} {row.values['tokens_per_second'].median:7.0f} tokens/s")
     record(
         "throughput",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

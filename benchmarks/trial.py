@@ -224,7 +224,7 @@ def main() -> int:
                 print(f"  {what}", flush=True)
     record(
         "trial",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

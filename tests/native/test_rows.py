@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -169,6 +172,40 @@ def test_a_request_is_decided_as_if_it_were_alone(rules: Sequence[Rule], fp64: b
             assert torch.equal(getattr(alone, name)[0], getattr(whole, name)[b]), name
     assert int(whole.n_accept_B.sum()) > num // 2
     assert int(whole.finite_B.sum()) == num - 1
+
+
+UNREADABLE = """
+import ctypes, itertools, mmap
+import torch
+from foretoken.ops import Rule, get_backend
+from tests.support.cases import drafts_of, make_params
+
+ROW = 2 * mmap.PAGESIZE  # bytes
+memory = mmap.mmap(-1, 10 * ROW)
+logits_NV = torch.frombuffer(memory, dtype=torch.float32).view(10, ROW // 4)
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.mprotect(ctypes.c_void_p(logits_NV[6:].data_ptr()), ctypes.c_size_t(4 * ROW), 0) == 0
+slot_B, rate_K = torch.arange(2), torch.zeros(4, dtype=torch.float64)
+for temperature, *rules in itertools.product((0.0, 1.0), Rule, Rule):
+    if rules[1] == Rule.BLOCK and temperature:
+        continue  # looks at all of its rows
+    verdict = get_backend("native_cpu").verify(
+        logits_NV, make_params(2, temperature, rule=rules), slot_B, slot_B,
+        drafts_of([[5] * 4] * 2), synthetic_rate_K=rate_K,
+    )
+    assert verdict.n_accept_B[1] == 0, (temperature, rules)
+print("done")
+"""
+
+
+def test_rows_behind_a_rejection_are_not_read() -> None:
+    """Whatever the rule of the other request is: `synthetic` reads what `standard` reads.
+
+    Two requests of five rows; the last four of the second are memory that nobody may read.
+    """
+    command, root = [sys.executable, "-c", UNREADABLE], Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.stdout == "done\n", (done.returncode, done.stderr)
 
 
 @pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK])

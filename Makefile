@@ -19,7 +19,7 @@ NATIVE := $(VENV)/.foretoken-native
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
 
-.PHONY: demo test check format law soak bench tables clean help
+.PHONY: demo test check format law soak trial bench tables clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +27,7 @@ help:
 	@echo "make test    lint, types and tests (the command that must pass before a commit)"
 	@echo "make check   lint and types only;  make format  mends what can be mended"
 	@echo "make law     the full statistical matrix;  make soak  long runs"
+	@echo "make trial   rough use: threads, signals, forks, a busy machine; six minutes"
 	@echo "make bench   all measurements, into benchmarks/results;  make tables  from those files"
 	@echo "make clean   removes .venv and caches"
 
@@ -46,10 +47,10 @@ $(DEV): pyproject.toml constraints-dev.txt | $(CORE)
 	@$(PIP) --quiet --editable '.[dev]'
 	@touch $(CORE) $@
 
-# Without a compiler everything runs on the `torch_cpu` backend, and says so.
+# Without a compiler everything runs on the `torch_cpu` backend, and says so. The next make tries
+# again.
 $(NATIVE): $(wildcard src/foretoken/native/csrc/*) src/foretoken/native/build.py | $(CORE)
-	@$(BIN)/python -m foretoken.native.build || true
-	@touch $@
+	@$(BIN)/python -m foretoken.native.build && touch $@ || true
 
 demo: $(CORE) $(NATIVE)
 	@$(BIN)/foretoken demo
@@ -73,12 +74,16 @@ law: $(DEV) $(NATIVE)
 soak: $(DEV) $(NATIVE)
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 
+trial: $(CORE) $(NATIVE)
+	@$(BIN)/python -m benchmarks.trial
+
 bench: $(CORE) $(NATIVE)
 	@$(BIN)/python -m benchmarks.acceptance
 	@$(BIN)/python -m benchmarks.speed
 	@$(BIN)/python -m benchmarks.throughput
 	@$(BIN)/python -m benchmarks.profile
 	@$(BIN)/python -m benchmarks.prefix
+	@$(BIN)/python -m benchmarks.reproducibility
 	@$(BIN)/python -m benchmarks.curves
 	@$(BIN)/python -m benchmarks.cost
 	@$(BIN)/python -m benchmarks.ops

@@ -23,7 +23,7 @@ class NativeKernels(BuildHookInterface):
         spec.loader.exec_module(native)
         try:
             native.build()
-        except native.BuildError as error:
+        except (native.BuildError, OSError) as error:
             self.app.display_warning(f"Native kernels were not built: {error}.")
             return
         build_data["artifacts"].append("src/foretoken/native/lib/*.so")

@@ -19,7 +19,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.lab.cycles import ending_cycle
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.lab.workloads import heldout
-from foretoken.outputs import RequestOutput, SpeculationMetrics, uninterrupted
+from foretoken.outputs import RequestOutput, SpeculationMetrics
 
 TEMPERATURES = (0.0, 0.8)
 MASK = 2**64 - 1
@@ -84,7 +84,7 @@ def run_case(case: Case, temperature: float, options: Any) -> Row:
     with LLM(TARGET, speculation, max_num_seqs=len(prompts)) as llm:
         sampler = llm.engine.runner.sampler
         shadow = sampler.backend = OneHotShadow(sampler.backend, case.one_hot_decides)
-        outputs = uninterrupted(llm.generate(prompts, params, progress=True))
+        outputs = llm.generate(prompts, params)
     kept = [o for o in outputs if ending_cycle(o.outputs[0].token_ids) is None]
     labels = {
         "method": case.method,
@@ -130,7 +130,7 @@ def main() -> None:
         print(f"{row.case:<52} {row.values['mean_acceptance_length']:.2f}")
     record(
         "acceptance",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

@@ -21,13 +21,19 @@ CODE = commit()  # of the code that this process loaded, whatever is committed w
 T = TypeVar("T")
 
 
-def parse(description: str | None, **defaults: int) -> argparse.Namespace:
-    """Read the options of a benchmark: one integer option per default, and where to write."""
+def arguments(description: str | None, **defaults: int) -> argparse.ArgumentParser:
+    """The options of a benchmark: one integer option per default, and where to write."""
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     for name, value in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
-    return parser.parse_args()
+    parser.add_argument("--machine", default="", help="ends the file's name: one of several kinds")
+    return parser
+
+
+def parse(description: str | None, **defaults: int) -> argparse.Namespace:
+    """What was typed, where a benchmark has no other options."""
+    return arguments(description, **defaults).parse_args()
 
 
 def whole_commit(text: str) -> str:
@@ -51,10 +57,19 @@ def heldout_tokens() -> list[int]:
     return [i for item in heldout() for i in tokenizer.encode(item.prompt + item.reference)]
 
 
-def record(name: str, out: Path, shapes: dict[str, Any], rows: list[Row], notes: list[str]) -> None:
-    """Write the results file and say where it is."""
-    command = shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]])
-    path = write(collect(name, command, shapes, rows, notes, CODE), out)
+def record(
+    name: str,
+    options: argparse.Namespace,
+    shapes: dict[str, Any],
+    rows: list[Row],
+    notes: list[str],
+) -> None:
+    """Write the results file, where the options of `arguments` say, and say where it is."""
+    # Of an absolute path only the name: where it lay is this machine's affair.
+    typed = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    command = shlex.join(["python", "-m", f"benchmarks.{name}", *typed])
+    file = f"{name}_{options.machine}" if options.machine else name
+    path = write(collect(file, command, shapes, rows, notes, CODE), options.out)
     print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
 
 
@@ -78,10 +93,14 @@ class QuietTimer:
     barriers suffers most. A timing during which others used more than `limit` of the cores is
     dropped, and the next waits for a quiet second; after `patience` seconds in all it takes what
     it gets. `dropped` and `disturbed` count both kinds, for the notes of the results file.
+
+    Attributes:
+        processes: ids of other processes whose work is what is measured: servers started here.
     """
 
     def __init__(self, limit: float = 0.08, patience: float = 1200.0) -> None:
         self.limit, self.patience = limit, patience
+        self.processes: list[int] = []
         self.dropped = self.disturbed = 0
         self.cores = sorted(os.sched_getaffinity(0))
 
@@ -128,10 +147,17 @@ class QuietTimer:
                 total += user + nice + system + irq + softirq + steal
         return total / tick
 
-    @staticmethod
-    def _own() -> float:
+    def _own(self) -> float:
         times = os.times()
-        return times.user + times.system + times.children_user + times.children_system
+        mine = times.user + times.system + times.children_user + times.children_system
+        return mine + sum(map(_cpu_seconds, self.processes))
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU seconds of a running process, all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    user, system = map(int, fields[11:13])
+    return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
 def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:

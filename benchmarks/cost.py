@@ -78,7 +78,7 @@ def main() -> None:
         print(row.case, {k: getattr(v, "median", v) for k, v in row.values.items()})
     record(
         "cost",
-        options.out,
+        options,
         {"model": TARGET, "first_token_prompt": "def fibonacci(n):", "demo": "default options"},
         rows,
         ["Fresh processes on a warm disk.", timer.note()],

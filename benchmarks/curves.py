@@ -18,7 +18,6 @@ from benchmarks.common import (
 )
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread, Value
-from foretoken.outputs import uninterrupted
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 256, 512, 1024, 1536, 1920)
@@ -54,7 +53,7 @@ def steps_ms(llm: LLM, prompts: list[Ids], k: int, steps: int) -> float:
 def prefill_ms(llm: LLM, prompt: Ids) -> float:
     """Milliseconds to the first token of a prompt that is computed whole."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    output = uninterrupted(llm.generate(prompt, params))[0]
+    output = llm.generate(prompt, params)[0]
     return 1000 * (output.metrics.time_to_first_token or 0.0)
 
 
@@ -148,7 +147,7 @@ def main() -> None:
     print("\n".join(notes))
     record(
         "curves",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

@@ -123,3 +123,18 @@ def parted_at_tie(model: Any, prompt: Ids, one: Ids, other: Ids) -> bool:
     with torch.inference_mode():
         logits_V = model(torch.tensor([prompt + one[:first]])).logits[0, -1]
     return abs(float(logits_V[one[first]] - logits_V[other[first]])) < TIE
+
+
+def agreement(
+    target: Any, prompts: list[Ids], tokens: list[Ids], plain: list[Ids]
+) -> dict[str, int]:
+    """How many prompts have the tokens of plain decoding, part at a near-tie, or differ."""
+    counts = {"prompts_equal_to_plain": 0, "near_ties": 0, "differ": 0}
+    for prompt, mine, other in zip(prompts, tokens, plain, strict=True):
+        if mine == other:
+            counts["prompts_equal_to_plain"] += 1
+        elif parted_at_tie(target, prompt, mine, other):
+            counts["near_ties"] += 1
+        else:
+            counts["differ"] += 1
+    return counts

@@ -46,11 +46,13 @@ NOTES = [
     "mixed: peaked, every sixteenth row flat. Drafts are drawn from q = softmax of the target's "
     "logits and 1.2 T times normal noise.",
     "ratio: to the same backend's other case, shot by shot in turns: FP64 noise to FP32, "
-    "`synthetic` to `standard`. The synthetic rates are those at which `standard` accepted, and "
-    "of 24 noises per input the one is timed that accepts and rejects as many.",
+    "`synthetic` to `standard`, a batch with a `block` request to one without. Synthetic rates are "
+    "those at which `standard` accepted, and every request has noise at which it accepts as many "
+    "drafts as under `standard`.",
     "extra_memory_share: the allocator's peak during a first call, results included, over the "
     "logits at 4 bytes each. draft_cache_bytes: of q, for these requests.",
 ]
+PAIRED = 3  # times the repeats for what is compared with another case: a ratio is bound to 3 %
 EAGER_US = 200_000.0  # calls slower than that in all are timed on two inputs, eagerly
 
 
@@ -68,7 +70,7 @@ class Session:
     device: torch.device
     ours: list[Ours]
     modules: list[Module]
-    all_cases: dict[str, Case]
+    cases: list[Case]
     floor_gb_per_s: float = 0.0
     quiet: QuietTimer | None = None
     failed: list[str] = field(default_factory=list)
@@ -88,7 +90,7 @@ def measure(session: Session, cases: list[Case], pools: ops_inputs.Pools) -> lis
     """All implementations of some cases, all timed in turns; a row for each."""
     shots: dict[str, Shot] = {}
     extra = {case.name: prepare_shots(session, case, pools, shots) for case in cases}
-    took = timed(session, shots)
+    took = timed(session, shots, PAIRED if cases[0].against else 1)
     shots.clear()
     return [row for case in cases for row in rows_of(session, case, took, extra[case.name])]
 
@@ -110,11 +112,11 @@ def prepare_shots(
                 extra[ours.name]["accepted_per_request"] = found.double().mean().item()
             add_shots(session, shots, name, calls, case)
             if case.against:
-                other = session.all_cases[case.against]
+                other = case.partner
                 add_shots(session, shots, f"{name} against", ours.calls(other, inputs), other)
         if tried.failed:
             forget(shots, name)
-    for module in session.modules if not case.curve else ():
+    for module in session.modules if case.baselines and not case.curve else ():
         name = f"{case.name}: {module.name}"
         with attempt(session, name) as tried:
             add_shots(session, shots, name, module.calls(case, inputs), case)
@@ -200,11 +202,11 @@ def add_shots(
         shots[f"{name} eager_us"] = ops_timing.host_shot(many, session.device)
 
 
-def timed(session: Session, shots: dict[str, Shot]) -> dict[str, list[float]]:
+def timed(session: Session, shots: dict[str, Shot], times: int = 1) -> dict[str, list[float]]:
     """Repeats of all shots, in turns; on a CPU again if others disturbed them."""
 
     def work() -> dict[str, list[float]]:
-        return ops_timing.in_turns(shots, session.most, session.seconds)
+        return ops_timing.in_turns(shots, times * session.most, times * session.seconds)
 
     return work() if session.quiet is None else session.quiet(work)[1]
 
@@ -291,7 +293,7 @@ def prepare(options: argparse.Namespace) -> Session:
         device,
         [Ours(name, get_backend(name)) for name in options.backend],
         [Module(getattr(m, "NAME", m.__name__.rpartition(".")[2]), m) for m in modules],
-        {case.name: case for case in cases},
+        cases,
         ops_timing.read_gb_per_s(device),
         None if gpu else QuietTimer(patience=120.0),
     )
@@ -327,7 +329,7 @@ def shapes(session: Session) -> dict[str, object]:
 def main() -> None:
     options = parse()
     session = prepare(options)
-    cases = ops_cases.chosen([*session.all_cases.values()], options.only, options.quick)
+    cases = ops_cases.chosen(session.cases, options.only, options.quick)
     pools, rows = ops_inputs.Pools(session.device), []
     print(f"{len(cases)} cases; reading: {session.floor_gb_per_s:.0f} GB/s", flush=True)
     for group in groups(cases):

@@ -19,7 +19,7 @@ from foretoken.ops import Backend, DraftBlock, DraftCache, Edits, Rule, SlotPara
 
 Call = Callable[[], Any]
 NUM_TOP = 5
-TRIES = 24  # positions from which synthetic acceptance takes those that accept like standard
+TRIES = 20_000  # noises among which is one that accepts like standard; the rarest count needs most
 RULES = {"one_hot": Rule.STANDARD} | {rule.name.lower(): rule for rule in Rule}
 TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 
@@ -143,25 +143,38 @@ class Ours:
         return found
 
     def _equal_counts(self, case: Case, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
-        """Rates as `standard` accepts on these inputs, and positions that accept as many.
+        """Rates as `standard` accepts on these inputs, and positions that accept just as many.
 
-        Of TRIES shifts of an input's positions, the one whose numbers of rejected requests and of
-        accepted drafts are the closest to those of `standard`.
+        Which drafts a rate accepts is a matter of noise alone, so positions are tried on a tiny
+        vocabulary: every request gets one at which it accepts as it does under `standard`.
         """
-        drafted, shift = self.drafted(case, inputs), 10_000
+        drafted, device = self.drafted(case, inputs), inputs.device
         standard = replace(case, rule="standard")
-        wanted = counts(self._verify_calls(standard, inputs, drafted, None))
-        rate_K = inputs.rate_K = rates(torch.cat(wanted), case.k).to(inputs.device)
-        best = [(float("inf"), drafted.position_B[i]) for i in range(inputs.count)]
+        wanted_B = torch.cat(counts(self._verify_calls(standard, inputs, drafted, None)))
+        rate_K = inputs.rate_K = rates(wanted_B, case.k).to(device)
+        slot_B, first_B = torch.cat(drafted.slot_B), torch.cat(drafted.position_B)
+        zero_BK = torch.zeros(len(slot_B), case.k, dtype=torch.int64, device=device)
+        block = DraftBlock(zero_BK, zero_BK[:, 0] + case.k, None, zero_BK[:, 0] > 0)
+        logits_NV = torch.zeros(len(slot_B) * (case.k + 1), 2, device=device)
+        params = slot_params(case, inputs, len(slot_B))
+        found_B = torch.full_like(first_B, -1)
         for number in range(TRIES):
-            moved = [position_B + number * shift for position_B in drafted.position_B]
-            tried = replace(drafted, position_B=moved)
-            found = counts(self._verify_calls(case, inputs, tried, rate_K))
-            for i, (mine_B, theirs_B) in enumerate(zip(found, wanted, strict=True)):
-                off = float(abs(mine_B.sum() - theirs_B.sum()))
-                off += 4 * float(abs((mine_B < case.k).sum() - (theirs_B < case.k).sum()))
-                best[i] = min(best[i], (off, moved[i]), key=lambda pair: pair[0])
-        return rate_K, [position_B for _, position_B in best]
+            position_B = first_B + number * case.k
+            verdict = self.backend.verify(
+                logits_NV,
+                params,
+                slot_B,
+                position_B,
+                block,
+                edits=None,
+                synthetic_rate_K=rate_K,
+                fp64_noise=case.fp64_noise,
+            )
+            equal_B = verdict.n_accept_B == wanted_B.to(device)
+            found_B = torch.where((found_B < 0) & equal_B, position_B, found_B)
+            if bool((found_B >= 0).all()):
+                return rate_K, list(found_B.split(case.requests))
+        raise RuntimeError(f"no noise of {TRIES} accepts as many drafts as `standard`")
 
 
 @dataclass(frozen=True)
@@ -209,16 +222,19 @@ def slot_params(case: Case, inputs: Inputs, slots: int) -> SlotParams:
         return torch.full((slots,), value, dtype=dtype, device=inputs.device)
 
     key_S = torch.randint(2**62, (slots,), generator=inputs.generator(2), device=inputs.device)
-    rule = RULES[case.rule or "standard"]
+    rule, rule_S = RULES[case.rule or "standard"], key_S.clone()
+    rule_S[:] = int(rule)
+    for slot_B in permuted(inputs, slots).split(case.requests) if case.blocks else ():
+        rule_S[slot_B[: case.blocks]] = int(Rule.BLOCK)
     return SlotParams(
         key_S,
         full(case.temperature, torch.float32),
         full(case.top_k, torch.int64),
         full(case.top_p, torch.float32),
         full(case.min_p, torch.float32),
-        full(int(rule), torch.int64),
+        rule_S,
         has_filters=case.filtered,
-        rules=frozenset({rule}),
+        rules=frozenset({rule, Rule.BLOCK} if case.blocks else {rule}),
     )
 
 

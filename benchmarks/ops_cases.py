@@ -53,8 +53,12 @@ class Case:
         k: drafts per request, verify alone.
         logits: flat, peaked or mixed: see `ops_inputs.rows_of`.
         rule: standard, block, one_hot (STANDARD without the real q) or synthetic; verify alone.
+        blocks: how many requests of a batch are under `block` whatever `rule` says; verify alone.
+        acceptance: usual or low: how far q is from p (`ops_inputs.DRAFT_NOISE`); verify alone.
         penalties: SEEN tokens of every row carry repetition, frequency and presence penalties.
-        against: the case whose calls are timed in turns with this one's; gives `ratio`.
+        against: the name of the case whose calls are timed in turns with this one's (`partner`);
+            gives `ratio`.
+        baselines: whether baseline modules are timed, too.
         curve, x: which growth curve this is a point of, and where on it.
     """
 
@@ -70,9 +74,12 @@ class Case:
     top_p: float = 1.0
     min_p: float = 0.0
     rule: str = ""
+    blocks: int = 0
+    acceptance: str = "usual"
     penalties: bool = False
     fp64_noise: bool = False
     against: str = ""
+    baselines: bool = True
     curve: str = ""
     x: int = 0
     goals: tuple[Goal, ...] = ()
@@ -92,6 +99,14 @@ class Case:
         """Bytes of one row of logits."""
         return self.vocabulary * self.dtype.itemsize
 
+    @property
+    def partner(self) -> Case:
+        """The case `against`, on the same inputs: without what this one adds to it."""
+        rule = "standard" if self.rule else ""
+        return replace(
+            self, name=self.against, rule=rule, blocks=0, fp64_noise=False, against="", goals=()
+        )
+
     def minimum_bytes(self, accepted: float = 0.0) -> int:
         """Bytes of logits that any implementation must move, each row read once for one purpose.
 
@@ -99,12 +114,13 @@ class Case:
             accepted: share of the requests whose drafts were all accepted.
 
         What each draft's q sums to is known from drafting. A rejected request reads a row of p
-        again and a row of q (none if it is one-hot), to draw from the residual. `block` also reads
-        every draft row, for its sum of max(w p - q, 0). A draft writes the row that it reads.
+        again and a row of q (none if it is one-hot), to draw from the residual; at T = 0 there is
+        none. `block` also reads every draft row, for its sum of max(w p - q, 0). A draft writes the
+        row that it reads.
         """
         if self.op == "draft":
             return 2 * self.requests * self.row_bytes
-        per_rejected = {"one_hot": 1}.get(self.rule, 2) if self.k else 0
+        per_rejected = {"one_hot": 1}.get(self.rule, 2) if self.k and self.temperature else 0
         per_request = self.k + 1 + (self.k if self.rule == "block" else 0)
         rows = self.requests * (per_request + per_rejected * (1 - accepted))
         return round(rows * self.row_bytes)
@@ -149,6 +165,31 @@ def _verify(requests: int, rule: str, *goals: Goal, dtype: torch.dtype = FLOAT32
         against=against,
         goals=goals,
     )
+
+
+def _parity(requests: int) -> Iterator[Case]:
+    """`synthetic` next to `standard` at equal counts: T = 0 and 1, usual and low acceptance."""
+    bounds = (Goal("ratio", 1.03), Goal("ratio", 0.97, least=True))
+    goals = tuple(replace(goal, backend="native_cpu") for goal in bounds)
+    for temperature in (0.0, 1.0):
+        for acceptance in ("usual", "low"):
+            case = _verify(requests, "synthetic", *goals)
+            said = f", T={temperature:g}, {acceptance} acceptance"
+            yield replace(
+                case,
+                name=case.name + said,
+                against=case.against + said,
+                temperature=temperature,
+                acceptance=acceptance,
+                baselines=False,
+            )
+
+
+def _one_block(requests: int) -> Case:
+    """A batch of `standard` in which one request is under `block`, next to one without it."""
+    case = _verify(requests, "standard", Goal("ratio", 1.1, backend="native_cpu"))
+    name = f"{case.name}, one of them block"
+    return replace(case, name=name, blocks=1, against=case.name, baselines=False)
 
 
 def _chain(requests: int, *goals: Goal, dtype: torch.dtype = BFLOAT16, rule: str) -> Case:
@@ -252,6 +293,8 @@ def cpu_cases() -> list[Case]:
         _filtered(32, "peaked", min_p=0.05),
         _verify(8, "standard", tenfold),
         *(_verify(8, rule) for rule in ("block", "one_hot", "synthetic")),
+        *(case for requests in (1, 16, 64) for case in _parity(requests)),
+        _one_block(64),
         _verify(1, "standard"),
         _verify(8, "standard", dtype=BFLOAT16),
         _chain(8, rule="standard"),

@@ -16,7 +16,9 @@ from torch import Tensor
 from benchmarks.ops_cases import SEEN, Case
 
 ROTATED = 192 * 2**20
-DRAFT_NOISE = 1.2  # standard deviation, times T: 0.6 to 0.7 of the drafts are accepted
+DRAFT_NOISE = {"usual": 1.2, "low": 4.0}
+"""Standard deviation, times T (at T = 0 as at 1). Of first drafts 0.6 to 0.7 are accepted, or 0.3
+(at T = 0: 0.5, or 0.2)."""
 HEAD = 16  # dominating tokens of a peaked row
 POOLS_KEPT = 3
 REPETITION, PRESENCE = 1.1, 0.5
@@ -119,7 +121,7 @@ def make(case: Case, pools: Pools) -> Inputs:
     generator = inputs.generator(1)
     for logits_NV in inputs.logits if case.k else ():
         shape = (case.requests, case.k + 1, case.vocabulary)
-        scale = DRAFT_NOISE * case.temperature
+        scale = DRAFT_NOISE[case.acceptance] * (case.temperature or 1.0)
         draft_BKV = logits_NV.view(shape)[:, :-1].contiguous()
         noise = torch.randn(
             draft_BKV.shape, generator=generator, device=pools.device, dtype=torch.float32

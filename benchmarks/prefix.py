@@ -24,7 +24,7 @@ from benchmarks.common import (
 )
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread, Value
-from foretoken.outputs import RequestOutput, uninterrupted
+from foretoken.outputs import RequestOutput
 
 TEMPERATURES = (0.0, 0.8)
 WARM = ("another tail", "the same prompt")
@@ -51,7 +51,7 @@ class Prompts:
 
 
 def ask(llm: LLM, ids: Ids, params: SamplingParams) -> RequestOutput:
-    return uninterrupted(llm.generate(ids, params))[0]
+    return llm.generate(ids, params)[0]
 
 
 def first_token_row(
@@ -159,7 +159,7 @@ def main() -> None:
         print(row.case, {k: round(getattr(v, "median", v), 3) for k, v in row.values.items()})
     record(
         "prefix",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

@@ -25,7 +25,6 @@ from benchmarks.common import (
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.lab.workloads import heldout
-from foretoken.outputs import uninterrupted
 
 TEMPERATURES = (0.0, 0.8)
 BATCHES = (1, 16)
@@ -148,7 +147,7 @@ def measure(llm: LLM, batch: int, k: int, temperature: float, options: Any, time
             with watch.attached(llm):
                 for i in range(rounds):
                     some = prompts[i * batch : (i + 1) * batch]
-                    outputs += uninterrupted(llm.generate(some, params))
+                    outputs += llm.generate(some, params, use_tqdm=False)
             return watch, outputs
 
         _, (watch, outputs) = timer(work)
@@ -193,7 +192,7 @@ def main() -> None:
     full = [r for r in rows if r.labels["batch"] == max(BATCHES) and not r.labels["k"]]
     record(
         "profile",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

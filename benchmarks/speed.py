@@ -1,102 +1,36 @@
-"""Tokens per second at batch 1: plain, speculative, and Transformers on the same weights.
+"""Tokens per second at batch 1: plain, speculative, and other engines on the same weights.
 
-All cases run in one process on the same held-out prompts, one after the other within each repeat,
-so that whatever else the machine does falls on all of them alike. Every case generates the same
-number of tokens per prompt (end-of-text is ignored). Both sides have the same cores.
+All cases of a number of threads run on the same held-out prompts, one after the other within each
+repeat, so that whatever else the machine does falls on all of them alike. Every case generates the
+same number of tokens per prompt (end-of-text is ignored), with the same threads on the same cores.
+The others are Transformers, and llama.cpp where `--llama-cpp` names its server.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
-from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks import opponents
-from benchmarks.common import DRAFT, TARGET, QuietTimer, goal, parse, progress, record, use_cores
-from foretoken import LLM, SamplingParams
+from benchmarks import llama_cpp, opponents
+from benchmarks.common import (
+    DRAFT,
+    TARGET,
+    QuietTimer,
+    arguments,
+    goal,
+    progress,
+    record,
+    use_cores,
+)
+from benchmarks.speed_cases import Case, Ids, llama_cpp_cases, our_cases, transformers_cases
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.lab.workloads import heldout
 from foretoken.models import load_tokenizer
-from foretoken.outputs import uninterrupted
 
 TEMPERATURES = (0.0, 0.8)
-DRAFT_KS = (2, 3, 4, 5, 6, 7, 8)
-NGRAM_KS = (3, 6)
-ASSISTED_KS = (3, 5)
-Ids = list[int]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One way to complete a prompt: from token ids, temperature and seed to the new tokens."""
-
-    name: str
-    labels: dict[str, Any]
-    complete: Callable[[Ids, float, int], Ids]
-
-
-def our_case(name: str, llm: LLM, method: str, k: int, max_tokens: int) -> Case:
-    def complete(ids: Ids, temperature: float, seed: int) -> Ids:
-        params = SamplingParams(
-            temperature=temperature,
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            num_speculative_tokens=k,
-            seed=seed,
-        )
-        return uninterrupted(llm.generate(ids, params))[0].outputs[0].token_ids
-
-    return Case(name, {"engine": "foretoken", "method": method, "k": k}, complete)
-
-
-def our_cases(max_tokens: int, threads: int) -> list[Case]:
-    """Plain decoding and every drafter at several K: K is a request's choice within one engine."""
-
-    def load(speculation: dict[str, Any] | None) -> LLM:
-        # Prompts are repeated: every repeat must compute its own, as the others do.
-        return LLM(
-            TARGET, speculation, max_num_seqs=1, enable_prefix_caching=False, threads=threads
-        )
-
-    drafted = {"method": "draft_model", "num_speculative_tokens": max(DRAFT_KS)}
-    sampled = load(drafted)
-    greedy = load({**drafted, "num_speculative_tokens": 4, "draft_sample_method": "greedy"})
-    ngram = load({"method": "ngram", "num_speculative_tokens": max(NGRAM_KS)})
-    plain = load(None)
-    return [
-        our_case("plain", plain, "plain", 0, max_tokens),
-        *(our_case(f"draft model, K={k}", sampled, "draft_model", k, max_tokens) for k in DRAFT_KS),
-        our_case("draft model, greedy, K=4", greedy, "draft_model_greedy", 4, max_tokens),
-        *(our_case(f"n-gram, K={k}", ngram, "ngram", k, max_tokens) for k in NGRAM_KS),
-    ]
-
-
-def transformers_cases(max_tokens: int, threads: int) -> list[Case]:
-    """`generate` and assisted generation of Transformers, same weights, float32."""
-    target, assistant = opponents.load(TARGET), opponents.load(DRAFT)
-
-    def case(name: str, k: int, options: dict[str, Any]) -> Case:
-        def complete(ids: Ids, temperature: float, seed: int) -> Ids:
-            torch.manual_seed(seed)
-            if k:
-                config = assistant.generation_config
-                config.num_assistant_tokens = k
-                config.num_assistant_tokens_schedule = "constant"
-                config.assistant_confidence_threshold = 0.0
-            with opponents.torch_threads(threads):
-                return opponents.generate(target, [ids], max_tokens, temperature, **options)[0]
-
-        method = "assisted" if k else "generate"
-        return Case(name, {"engine": "transformers", "method": method, "k": k}, complete)
-
-    assisted = {"assistant_model": assistant}
-    return [
-        *(case(f"Transformers generate{how}", 0, opts) for how, opts in opponents.CACHES.items()),
-        *(case(f"Transformers assisted, K={k}", k, assisted) for k in ASSISTED_KS),
-    ]
 
 
 def measure(
@@ -111,33 +45,45 @@ def measure(
             case.complete(prompts[0], temperature, 0)
             continue
 
-        def work(case: Case = case, first: int = repeat * len(prompts)) -> list[Ids]:
+        def work(case: Case = case, first: int = repeat * len(prompts)) -> list[tuple[Ids, float]]:
             seeded = enumerate(prompts, start=first)
             return [case.complete(ids, temperature, seed) for seed, ids in seeded]
 
-        took, new = timer(work)
-        tokens[case.name] = new
-        speeds[case.name].append(sum(map(len, new)) / took)
+        _, completed = timer(work)
+        new, seconds = zip(*completed, strict=True)
+        tokens[case.name] = list(new)
+        speeds[case.name].append(sum(map(len, new)) / sum(seconds))
     return speeds, tokens
 
 
-def row(case: Case, temperature: float, speeds: dict[str, list[float]], same: int) -> Row:
-    """Speed of a case, and its ratios to the three baselines, repeat by repeat."""
+def row(
+    case: Case, labels: dict[str, Any], speeds: dict[str, list[float]], same: dict[str, int]
+) -> Row:
+    """Speed of a case, and its ratios to the baselines, repeat by repeat.
+
+    Args:
+        labels: threads and temperature.
+        same: how its tokens compare with plain decoding's; empty where they are sampled.
+    """
     mine = speeds[case.name]
     baselines = {
         "plain": "plain",
         "generate": fastest(speeds, "Transformers generate"),
         "best_assisted": fastest(speeds, "Transformers assisted"),
     }
+    if "llama.cpp" in speeds:
+        baselines["llama_cpp"] = "llama.cpp"
+        baselines["best_llama_cpp_drafted"] = fastest(speeds, "llama.cpp draft model")
     values: dict[str, Value] = {"tokens_per_second": Spread.of(mine, "tokens/s")}
     for short, other in baselines.items():
         ratios = [a / b for a, b in zip(mine, speeds[other], strict=True)]
         values[f"ratio_to_{short}"] = Spread.of(ratios, "x")
-    if temperature == 0.0:
-        values["prompts_equal_to_plain"] = same
-    return Row(
-        f"{case.name}, T={temperature:g}", case.labels | {"temperature": temperature}, values
-    )
+    name = f"{case.name}, {count(labels['threads'])}, T={labels['temperature']:g}"
+    return Row(name, case.labels | labels, values | same)
+
+
+def count(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
 def fastest(speeds: dict[str, list[float]], prefix: str) -> str:
@@ -147,42 +93,80 @@ def fastest(speeds: dict[str, list[float]], prefix: str) -> str:
 
 
 def goal_notes(rows: list[Row]) -> list[str]:
-    """Per temperature, how far plain and the best speculative case are from what was asked."""
-    notes = []
-    for temperature in TEMPERATURES:
-        ours = [
-            r
-            for r in rows
-            if r.labels["engine"] == "foretoken" and r.labels["temperature"] == temperature
-        ]
-        plain = [r for r in ours if r.labels["method"] == "plain"]
-        drafted = [r for r in ours if r.labels["method"] != "plain"]
-        best = max(drafted, key=lambda r: r.values["tokens_per_second"].median)
-        notes += [
-            goal(f"{plain[0].case}: to generate", plain[0], "ratio_to_generate", 1.3),
-            goal(f"{best.case}: to plain", best, "ratio_to_plain", 1.5),
-            goal(f"{best.case}: to best assisted", best, "ratio_to_best_assisted", 1.7),
-        ]
-    return notes
+    """How far plain and the best speculative case of one temperature and threads are from goals."""
+    ours = [r for r in rows if r.labels["engine"] == "foretoken"]
+    plain = next(r for r in ours if r.labels["method"] == "plain")
+    drafted = [r for r in ours if r.labels["method"] != "plain"]
+    best = max(drafted, key=lambda r: r.values["tokens_per_second"].median)
+    goals = [
+        (plain, "generate", "generate", 1.3),
+        (best, "plain", "plain", 1.5),
+        (best, "best assisted", "best_assisted", 1.7),
+        (plain, "llama.cpp", "llama_cpp", 1.1),
+        (best, "best drafted llama.cpp", "best_llama_cpp_drafted", 1.5),
+    ]
+    return [
+        goal(f"{row.case}: to {what}", row, f"ratio_to_{value}", bound)
+        for row, what, value, bound in goals
+        if f"ratio_to_{value}" in row.values
+    ]
+
+
+def check_weights(same: dict[str, dict[str, int]], prompts: int) -> None:
+    """Raise `RuntimeError` where llama.cpp cannot have computed with the same weights."""
+    differ = same.get("llama.cpp", {}).get("differ", 0)
+    if 2 * differ > prompts:
+        raise RuntimeError(f"llama.cpp's greedy tokens differ on {differ} of {prompts} prompts")
+
+
+def rows_of_threads(
+    threads: int, prompts: list[Ids], options: argparse.Namespace, timer: QuietTimer
+) -> tuple[list[Row], list[str]]:
+    """Rows and goals of all cases with so many threads."""
+    rows: list[Row] = []
+    notes: list[str] = []
+    with ExitStack() as opened:
+        target = opponents.load(TARGET)
+        cases = our_cases(options.max_tokens, threads, opened)
+        cases += transformers_cases(target, options.max_tokens, threads)
+        if options.llama_cpp:
+            others, timer.processes = llama_cpp_cases(
+                options.llama_cpp, options.max_tokens, threads, opened
+            )
+            cases += others
+        for temperature in TEMPERATURES:
+            speeds, tokens = measure(cases, prompts, temperature, options.repeats, timer)
+            same: dict[str, dict[str, int]] = {}
+            if not temperature:
+                for name, mine in tokens.items():
+                    same[name] = opponents.agreement(target, prompts, mine, tokens["plain"])
+                check_weights(same, len(prompts))
+            labels = {"threads": threads, "temperature": temperature}
+            fresh = [row(case, labels, speeds, same.get(case.name, {})) for case in cases]
+            for line in fresh:
+                print(f"{line.case:<46} {line.values['tokens_per_second'].median:7.0f} tokens/s")
+            rows += fresh
+            notes += goal_notes(fresh)
+    timer.processes = []
+    return rows, notes
 
 
 def main() -> None:
-    options = parse(__doc__, prompts=8, max_tokens=128, repeats=5, cores=2)
+    parser = arguments(__doc__, prompts=8, max_tokens=128, repeats=5, cores=2)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--llama-cpp", type=Path, metavar="SERVER", help="llama.cpp's llama-server")
+    options = parser.parse_args()
     use_cores(options.cores)
-    size = (options.max_tokens, options.cores)
-    cases = our_cases(*size) + transformers_cases(*size)
     tokenizer = load_tokenizer(TARGET)
     prompts = [list(tokenizer.encode(item.prompt)) for item in heldout(options.prompts)]
-    rows, timer = [], QuietTimer()
-    for temperature in TEMPERATURES:
-        speeds, tokens = measure(cases, prompts, temperature, options.repeats, timer)
-        for case in cases:
-            pairs = zip(tokens[case.name], tokens["plain"], strict=True)
-            rows.append(row(case, temperature, speeds, sum(a == b for a, b in pairs)))
-            print(f"{rows[-1].case:<36} {statistics.median(speeds[case.name]):7.0f} tokens/s")
+    rows, goals, timer = [], [], QuietTimer()
+    for threads in options.threads:
+        measured, reached = rows_of_threads(threads, prompts, options, timer)
+        rows += measured
+        goals += reached
     record(
         "speed",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,
@@ -192,22 +176,31 @@ def main() -> None:
             "max_tokens": options.max_tokens,
             "dtype": "float32",
             "cores": options.cores,
+            "threads": options.threads,
             "repeats": options.repeats,
+            "llama_cpp": llama_cpp.version(options.llama_cpp) if options.llama_cpp else None,
         },
         rows,
         [
-            "One process, cases interleaved within each repeat; the first round warms up. Speed "
-            "counts generated tokens over the whole call, prefill included.",
-            "Ratios are taken repeat by repeat, then summed up; generate and best_assisted are the "
-            "cases of Transformers with the highest median at that temperature (generate: dynamic "
+            "Cases interleaved within each repeat; the first round warms up. Speed counts "
+            "generated tokens over the whole call, prefill included.",
+            "Ratios are taken repeat by repeat, then summed up; generate, best_assisted and "
+            "best_llama_cpp_drafted are the cases of Transformers and of drafted llama.cpp with "
+            "the highest median at that temperature and number of threads (generate: dynamic "
             "cache or static without compilation). Seeds differ from repeat to repeat.",
-            "Both sides compute with `cores` threads: ours in the native pool, beside which "
-            "PyTorch has one; PyTorch's are set around each call of Transformers.",
+            "All have `cores` cores, and compute with as many threads as the case says: ours in "
+            "the native pool, beside which PyTorch has one; PyTorch's are set around each call of "
+            "Transformers.",
+            "llama.cpp: a server per case on the same cores, asleep between its requests; the "
+            "weights as float32 GGUF, prompts and answers as token ids, no prompt cached, always "
+            "K drafts, by its own rule (the draft's likeliest token, verified by sampling). Its "
+            "seconds are those that it reports for prompt and generation, without HTTP.",
             timer.note(),
-            "prompts_equal_to_plain: at T=0, prompts whose tokens all equal plain decoding's; "
-            "the native decoder gives equal bits, passes of other modules over 1 and K+1 rows may "
-            "part at near-ties.",
-            *goal_notes(rows),
+            "At T=0, prompts_equal_to_plain: all tokens equal plain decoding's; near_ties: they "
+            f"part where the logits of both tokens are within {opponents.TIE:g}; differ: "
+            "elsewhere. The native decoder gives equal bits, passes of others over 1 and K+1 rows "
+            "may part at near-ties.",
+            *goals,
         ],
     )
 

@@ -16,71 +16,16 @@ from benchmarks.common import RESULTS, ROOT, goal
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
 from benchmarks.plot import Series, line_chart
-from foretoken.lab.results import Results, Row, Spread, read
+from benchmarks.speed_tables import speed, summary
+from foretoken.lab.results import Results, Spread, read
 
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", flags=re.DOTALL)
 FIGURES = ROOT / "docs" / "figures"
 NOT_MEASURED = "Not measured yet: `make bench`.\n"
-TEMPERATURES = (0.0, 0.8)
-BASELINES = ("plain", "generate", "best_assisted")
 
 
-def speed(folder: Path) -> str:
-    """Every case: tokens/s and the ratios, at both temperatures."""
-    results = read(folder / "speed.json")
-    header = ["batch 1, 2 cores, float32"]
-    for t in TEMPERATURES:
-        header += [f"tokens/s, T={t:g}", "to plain", "to `generate`", "to assisted"]
-    rows = []
-    for name in dict.fromkeys(row.case.rpartition(", T=")[0] for row in results.rows):
-        cells = [name]
-        for t in TEMPERATURES:
-            row = results.row(f"{name}, T={t:g}")
-            cells.append(spread(row, "tokens_per_second", 0))
-            cells += [f"{number(row, f'ratio_to_{other}')}x" for other in BASELINES]
-        rows.append(cells)
-    return markdown(header, rows) + where(results)
-
-
-def best(results: Results, method: str, temperature: float) -> Row:
-    """The row of a method with the highest median speed at a temperature."""
-
-    def median(row: Row) -> float:
-        value = row.values["tokens_per_second"]
-        return value.median if isinstance(value, Spread) else value
-
-    labels = {"method": method, "temperature": temperature}
-    rows = [row for row in results.rows if labels.items() <= row.labels.items()]
-    return max(rows, key=median)
-
-
-def summary(folder: Path) -> str:
-    """The README's table: the best K of each method, with the acceptance behind it."""
-    results = read(folder / "speed.json")
-    header = ["embedded pair, batch 1, 2 CPU cores"]
-    for t in TEMPERATURES:
-        header += [f"tokens/s, T={t:g}", "to plain"]
-    rows = []
-    for title, method in (
-        ("plain decoding", "plain"),
-        ("speculative, draft model", "draft_model"),
-        ("speculative, n-gram", "ngram"),
-        ("Transformers `generate`", "generate"),
-        ("Transformers assisted generation", "assisted"),
-    ):
-        cells = [title]
-        for t in TEMPERATURES:
-            row = best(results, method, t)
-            k = f", K={row.labels['k']}" if row.labels["k"] else ""
-            cells += [f"{number(row, 'tokens_per_second', 0)}{k}"]
-            cells += [f"{number(row, 'ratio_to_plain')}x"]
-        rows.append(cells)
-    return markdown(header, rows) + where(results)
-
-
-def acceptance(folder: Path) -> str:
+def acceptance(results: Results) -> str:
     """Every drafter: mean acceptance length, per position, and what was left out."""
-    results = read(folder / "acceptance.json")
     k = results.shapes["k"]
     header = ["drafter, temperature", "mean length", "prompts (quartiles)"]
     header += [f"at {i}" for i in range(1, k + 1)] + ["verifications", "in a cycle"]
@@ -94,12 +39,11 @@ def acceptance(folder: Path) -> str:
         cells += [f"{row.values[f'accepted_at_{i}']:.2f}" for i in range(1, k + 1)]
         cells += [f"{row.values['verifications']}"]
         rows.append([*cells, f"{row.values['cycles']} of {row.values['prompts']}"])
-    return markdown(header, rows) + where(results)
+    return markdown(header, rows)
 
 
-def one_hot(folder: Path) -> str:
+def one_hot(results: Results) -> str:
     """The same sampled drafts verified with their real q and as one-hot, side by side."""
-    results = read(folder / "acceptance.json")
     rows = []
     for row in results.rows:
         accepted = row.values.get("same_drafts_as_one_hot_accepted")
@@ -112,12 +56,11 @@ def one_hot(folder: Path) -> str:
         shadow = f"{accepted} ({number(row, 'same_drafts_as_one_hot_length')})"
         rows.append([row.case, ours, shadow, f"{real / accepted:.2f}x"])
     header = ["accepted drafts (mean length)", "with the real q", "as one-hot", "ratio"]
-    return markdown(header, rows) + where(results)
+    return markdown(header, rows)
 
 
-def cost(folder: Path) -> str:
+def cost(results: Results) -> str:
     """Start-up times and peak memory."""
-    results = read(folder / "cost.json")
     rows = []
     for row in results.rows:
         for name in row.values:
@@ -125,12 +68,11 @@ def cost(folder: Path) -> str:
             digits = 2 if unit == "s" else 0
             what = {"peak_memory": ", peak memory"}.get(name, "")
             rows.append([row.case + what, f"{spread(row, name, digits)} {unit}"])
-    return markdown(["", "median (least–most)"], rows) + where(results)
+    return markdown(["", "median (least–most)"], rows)
 
 
-def profile(folder: Path) -> str:
+def profile(results: Results) -> str:
     """Milliseconds of each part of a step."""
-    results = read(folder / "profile.json")
     parts = [
         "target pass",
         "draft passes",
@@ -155,12 +97,11 @@ def profile(folder: Path) -> str:
         cells += [percent(row, "scheduling_and_sampling"), percent(row, "host_overhead")]
         cells.append(number(row, "outside the step"))
         rows.append([*cells, number(row, "tokens_per_step")])
-    return markdown(header, rows) + where(results)
+    return markdown(header, rows)
 
 
-def throughput(folder: Path) -> str:
+def throughput(results: Results) -> str:
     """Every case of every batch size: tokens/s, ratios, and how many prompts agree."""
-    results = read(folder / "throughput.json")
     header = ["T=0", "tokens/s", "to plain", "to `generate`", "to continuous batching"]
     header.append("prompts equal to plain")
     rows = []
@@ -172,12 +113,11 @@ def throughput(folder: Path) -> str:
         equal = f"{row.values['prompts_equal_to_plain']} of {row.labels['batch']}"
         notes = [f"{count} {what}" for count, what in ((ties, "ties"), (differ, "other")) if count]
         rows.append([*cells, f"{equal} ({', '.join(notes)})" if notes else equal])
-    return markdown(header, rows) + where(results)
+    return markdown(header, rows)
 
 
-def prefix(folder: Path) -> str:
+def prefix(results: Results) -> str:
     """Time to first token cold and warm, and what the drafter catches up."""
-    results = read(folder / "prefix.json")
     rows = []
     for row in results.rows:
         if "temperature" not in row.labels:
@@ -190,15 +130,25 @@ def prefix(folder: Path) -> str:
         rows.append([*cells, equal])
     header = ["ms", "cold", "same prompt, another tail", "exactly the same prompt"]
     header.append("outputs equal to those without reuse")
-    return markdown(header, rows) + where(results)
+    return markdown(header, rows)
 
 
-def catch_up(folder: Path) -> str:
+def catch_up(results: Results) -> str:
     """A request's first drafting: fresh, with what the drafter has, and after a skipped stretch."""
-    results = read(folder / "prefix.json")
     row = next(row for row in results.rows if row.case.startswith("first drafting"))
     rows = [[name, f"{spread(row, name, 1)} ms"] for name in row.values]
-    return markdown([row.case, "median (least–most)"], rows) + where(results)
+    return markdown([row.case, "median (least–most)"], rows)
+
+
+def reproducibility(results: Results) -> str:
+    """Requests whose tokens depend on the batch, by dtype and backend."""
+    names = ("differ_in_batch", "differ_in_reversed_batch", "differ_when_repeated")
+    rows = [
+        [row.case, *(f"{row.values[name]} of {row.values['requests']}" for name in names)]
+        for row in results.rows
+    ]
+    header = ["requests with other tokens", "in a batch", "in another order", "in the same again"]
+    return markdown(header, rows)
 
 
 CURVES = {
@@ -208,10 +158,10 @@ CURVES = {
 }
 
 
-def curves(folder: Path) -> str:
-    """The figures, and the line through each of their series."""
-    results = read(folder / "curves.json")
-    images = [f"![{title}](figures/curve_{name}.svg)\n\n" for name, (title, *_) in CURVES.items()]
+def curves(results: Results) -> str:
+    """The line through each series; the figures are those of the first machine."""
+    shown = CURVES.items() if results.name == "curves" else ()
+    images = [f"![{title}](figures/curve_{name}.svg)\n\n" for name, (title, *_) in shown]
     rows = [
         [
             row.case.removeprefix("line: "),
@@ -224,7 +174,7 @@ def curves(folder: Path) -> str:
         if row.labels.get("fit")
     ]
     header = ["line", "ms at 0", "ms per request or token", "R²", "farthest point"]
-    return "".join(images) + markdown(header, rows) + where(results)
+    return "".join(images) + markdown(header, rows)
 
 
 def curve_figures(folder: Path) -> dict[str, str]:
@@ -243,7 +193,7 @@ def curve_figures(folder: Path) -> dict[str, str]:
     return figures
 
 
-GOALS = ("speed", "throughput", "profile", "prefix", "curves", *FILES)
+GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves", *FILES)
 LEAST_R_SQUARED = 0.99
 
 
@@ -266,16 +216,20 @@ def laws(folder: Path) -> str:
 def goals(folder: Path) -> str:
     """Every note of the results files that names a goal, and the straightness of step times."""
     rows = []
-    for name in GOALS:
-        if (folder / f"{name}.json").exists():
-            results = read(folder / f"{name}.json")
-            notes = [*results.notes, *straightness(results)]
-            if name.startswith("ops_"):
-                notes += [
-                    goal(f"{line.case}: R² of its line", line, "r_squared", LEAST_R_SQUARED)
-                    for line in ops_lines(results)
-                ]
-            rows += [[f"`{name}`", *note] for text in notes if (note := goal_parts(text))]
+    measured = [
+        results
+        for stem in GOALS
+        if (folder / f"{stem}.json").exists()
+        for results in runs(stem, folder)
+    ]
+    for results in measured:
+        notes = [*results.notes, *straightness(results)]
+        if results.name in FILES:
+            notes += [
+                goal(f"{line.case}: R² of its line", line, "r_squared", LEAST_R_SQUARED)
+                for line in ops_lines(results)
+            ]
+        rows += [[f"`{results.name}`", *note] for text in notes if (note := goal_parts(text))]
     if not rows:
         return NOT_MEASURED
     return markdown(["results file", "what", "median", "goal", "verdict"], rows)
@@ -301,19 +255,37 @@ def goal_parts(note: str) -> list[str]:
     return [what, median, {">=": "≥ ", "<=": "≤ "}[sign] + bound, verdict.replace("NOT", "**not**")]
 
 
+MEASURED: dict[str, tuple[str, Callable[[Results], str]]] = {
+    "summary": ("speed", summary),
+    "speed": ("speed", speed),
+    "profile": ("profile", profile),
+    "acceptance": ("acceptance", acceptance),
+    "one_hot": ("acceptance", one_hot),
+    "cost": ("cost", cost),
+    "throughput": ("throughput", throughput),
+    "prefix": ("prefix", prefix),
+    "catch_up": ("prefix", catch_up),
+    "reproducibility": ("reproducibility", reproducibility),
+    "curves": ("curves", curves),
+}
+
+
+def by_machine(name: str, folder: Path) -> str:
+    """A table per machine that ran the benchmark, each with where its figures come from."""
+    stem, table = MEASURED[name]
+    return "\n".join(table(results) + where(results) for results in runs(stem, folder))
+
+
+def runs(stem: str, folder: Path) -> list[Results]:
+    """The results of one benchmark on every machine (`--machine`), the first without a name."""
+    paths = [folder / f"{stem}.json", *sorted(folder.glob(f"{stem}_*.json"))]
+    return [read(path) for path in paths]
+
+
 TABLES: dict[str, Callable[[Path], str]] = {
-    "summary": summary,
+    **{name: partial(by_machine, name) for name in MEASURED},
     "goals": goals,
     "laws": laws,
-    "speed": speed,
-    "profile": profile,
-    "acceptance": acceptance,
-    "one_hot": one_hot,
-    "cost": cost,
-    "throughput": throughput,
-    "prefix": prefix,
-    "catch_up": catch_up,
-    "curves": curves,
     **{name: partial(ops_times, name) for name in FILES},
 }
 

@@ -26,7 +26,6 @@ from benchmarks.common import (
 )
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread, Value
-from foretoken.outputs import uninterrupted
 
 BATCHES = (4, 16)
 DRAFT_KS = (2, 4)
@@ -61,7 +60,8 @@ def our_cases(options: Any) -> list[Case]:
         )
 
         def complete(_: Any, prompts: list[Ids]) -> list[Ids]:
-            return [o.outputs[0].token_ids for o in uninterrupted(llm.generate(prompts, params))]
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            return [output.outputs[0].token_ids for output in outputs]
 
         method = "draft_model" if k else "plain"
         labels = {"engine": "foretoken", "method": method, "k": k}
@@ -124,19 +124,6 @@ def measure(
     return speeds, tokens
 
 
-def agreement(target: Any, prompts: list[Ids], tokens: list[Ids], plain: list[Ids]) -> dict:
-    """How many prompts have the tokens of plain decoding, part at a near-tie, or differ."""
-    counts = {"prompts_equal_to_plain": 0, "near_ties": 0, "differ": 0}
-    for prompt, mine, other in zip(prompts, tokens, plain, strict=True):
-        if mine == other:
-            counts["prompts_equal_to_plain"] += 1
-        elif opponents.parted_at_tie(target, prompt, mine, other):
-            counts["near_ties"] += 1
-        else:
-            counts["differ"] += 1
-    return counts
-
-
 def rows_of(
     cases: list[Case], speeds: dict[str, list[float]], same: dict[str, dict], batch: int
 ) -> list[Row]:
@@ -183,13 +170,16 @@ def main() -> None:
         others = static_cases(target, options)
         cases = [*ours, *others, continuous_case(paged[batch], batch, options)]
         speeds, tokens = measure(cases, prompts, options, timer)
-        same = {name: agreement(target, prompts, t, tokens["plain"]) for name, t in tokens.items()}
+        same = {
+            name: opponents.agreement(target, prompts, t, tokens["plain"])
+            for name, t in tokens.items()
+        }
         rows += rows_of(cases, speeds, same, batch)
     for row in rows:
         print(f"{row.case:<46} {row.values['tokens_per_second'].median:7.0f} tokens/s")
     record(
         "throughput",
-        options.out,
+        options,
         {
             "target": TARGET,
             "draft": DRAFT,

@@ -14,6 +14,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # scheduler: the model tests took 24 s with one thread and 260 s with two.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A name that is no model is not looked up on the network; tests of the hub serve their own.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # A process that a script starts in its background ignores Ctrl-C, and so does all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

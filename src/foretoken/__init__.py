@@ -2,7 +2,7 @@
 
     from foretoken import LLM, SamplingParams
     llm = LLM(model="tiny-python", speculative_config={"method": "draft_model"})
-    print(llm.generate("def fibonacci(n):", SamplingParams(max_tokens=64)).outputs[0].text)
+    print(llm.generate("def fibonacci(n):", SamplingParams(max_tokens=64))[0].outputs[0].text)
 
 Heavy libraries are imported when first needed: `import foretoken` itself loads none of them.
 """
@@ -14,34 +14,71 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from foretoken.async_engine import AsyncEngine
     from foretoken.config import EngineConfig, SpeculativeConfig
-    from foretoken.errors import ForetokenError
+    from foretoken.engine.prompts import TextPrompt, TokensPrompt
+    from foretoken.errors import (
+        CapacityError,
+        CheckpointError,
+        ConfigError,
+        EngineMemoryError,
+        ForetokenError,
+        IntegrityError,
+        NonFiniteLogitsError,
+        OverloadedError,
+        ProcessingError,
+        RequestError,
+        StepError,
+        UnsupportedModelError,
+        UsageError,
+    )
     from foretoken.llm import LLM
+    from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
     from foretoken.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
 
-_PUBLIC = {
-    "LLM": "foretoken.llm",
-    "AsyncEngine": "foretoken.async_engine",
-    "SamplingParams": "foretoken.sampling.params",
-    "EngineConfig": "foretoken.config",
-    "SpeculativeConfig": "foretoken.config",
-    "ForetokenError": "foretoken.errors",
-}
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "CapacityError",
+    "CheckpointError",
+    "CompletionOutput",
+    "ConfigError",
     "EngineConfig",
+    "EngineMemoryError",
     "ForetokenError",
+    "IntegrityError",
+    "Logprob",
+    "NonFiniteLogitsError",
+    "OverloadedError",
+    "ProcessingError",
+    "RequestError",
+    "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",
+    "StepError",
+    "TextPrompt",
+    "TokensPrompt",
+    "UnsupportedModelError",
+    "UsageError",
     "__version__",
 ]
+_PLACES = {
+    "LLM": "llm",
+    "AsyncEngine": "async_engine",
+    "SamplingParams": "sampling.params",
+    "EngineConfig": "config",
+    "SpeculativeConfig": "config",
+    "TextPrompt": "engine.prompts",
+    "TokensPrompt": "engine.prompts",
+    "CompletionOutput": "outputs",
+    "Logprob": "outputs",
+    "RequestOutput": "outputs",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in __all__:
         raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_PUBLIC[name]), name)
+    return getattr(import_module(f"foretoken.{_PLACES.get(name, 'errors')}"), name)

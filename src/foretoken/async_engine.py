@@ -12,17 +12,20 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.engine.boundary import Params, Prompt, build_output, one_params, submit
+from foretoken.engine.boundary import build_output, prepare, submit
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
+from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options
 from foretoken.engine.request import RequestGroup
+from foretoken.engine.turns import HomeProcess
 from foretoken.errors import ForetokenError, RequestError, StepError, UsageError
+from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
 from foretoken.outputs import RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
@@ -36,7 +39,7 @@ class AsyncEngine:
     `asyncio.run` turns Ctrl-C into a cancellation, which ends requests as below.
 
     Args:
-        model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
+        model: `tiny-python`, a checkpoint folder, or a hub id, downloaded if it is missing.
         speculative_config: a dict, its JSON text, a `SpeculativeConfig`, or None.
         options: any other field of `EngineConfig`.
 
@@ -46,26 +49,29 @@ class AsyncEngine:
 
     def __init__(
         self,
-        model: str = "tiny-python",
+        model: str | PathLike[str] = "tiny-python",
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
         self.config = EngineConfig.parse(model, speculative_config, **options)
-        self._worker = _Worker(build_engine(self.config))
+        engine = build_engine(self.config)
+        self._params, self._tokenizer = ParamsReader(engine.default_params), engine.tokenizer
+        self._worker = _Worker(engine)
         # A forgotten engine ends its thread when it is collected or when the program exits.
         weakref.finalize(self, self._worker.stop)
 
     @property
     def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far (a copy)."""
+        self._worker.home.check()
         return self._worker.metrics
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: Params | None = None,
-        *,
         request_id: str | None = None,
+        **others: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Complete one prompt; yields what there is, in order, the last output finished.
 
@@ -75,21 +81,53 @@ class AsyncEngine:
         `contextlib.aclosing`. Nothing is queued before the first step of the iterator.
 
         Args:
-            prompt: a text or a list of token ids.
-            sampling_params: a `SamplingParams`, a dict of its fields, or None for the defaults.
+            prompt: a text, token ids, or a dict with `prompt` or `prompt_token_ids`.
+            sampling_params: a `SamplingParams`, a dict of its fields, or None for the checkpoint's
+                defaults over ours.
             request_id: a name for `abort`, of no other open request; None: a number.
+            others: names that vLLM takes and that change nothing here (lora_request=None, ...).
+
+        Raises, at once:
+            RequestError: an option that is unknown.
 
         Raises, at the first step of the iterator:
             RequestError, CapacityError, OverloadedError: the request cannot be served.
             ProcessingError: the tokenizer raised when it encoded the prompt.
-            UsageError: after `close()`.
+            UsageError: after `close()`, or in a forked child, which has no thread to serve it.
 
         Raises, at any step:
             StepError: the engine's thread failed, which is a bug in Foretoken. Faults that end
                 requests and not the engine are in the last output's `error` instead, beside the
                 tokens that were made.
         """
-        params = one_params(sampling_params)
+        check_options(others, known=("prompt", "sampling_params", "request_id"))
+        return self._complete(prompt, sampling_params, request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        **template: Unpack[ChatOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Complete one conversation, as `generate` does a prompt.
+
+        Args:
+            messages, template: as in `LLM.chat`, one conversation.
+            sampling_params, request_id: as in `generate`.
+
+        Raises, at once:
+            RequestError: a template that is not one or does not use what it is given. All else is
+                raised as in `generate`.
+        """
+        options = check_options(template, known=CHAT_OPTIONS)
+        prompt = ChatPrompt(ChatTemplate(self._tokenizer, **options), messages)
+        return self._complete(prompt, sampling_params, request_id)
+
+    async def _complete(
+        self, prompt: Prompt | ChatPrompt, sampling_params: Params | None, request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        params = self._params.read(sampling_params)
         worker, mailbox = self._worker, _Mailbox(asyncio.get_running_loop())
         name = worker.enter(request_id, mailbox, prompt, params)
         output = None
@@ -111,7 +149,8 @@ class AsyncEngine:
     async def close(self) -> None:
         """End what runs and release models and caches; the thread has ended when it returns.
 
-        Open iterators end with what there is, marked `abort`; later calls raise `UsageError`.
+        Open iterators end with what there is, marked `abort`; later calls raise `UsageError`. Does
+        nothing in a forked child.
         """
         self._worker.ask_to_stop()
         await asyncio.to_thread(self._worker.stop)
@@ -162,9 +201,14 @@ class _Mailbox:
 
 
 class _Worker:
-    """The thread that owns the engine. Public methods are for any thread, others for its own."""
+    """The thread that owns the engine. Public methods are for any thread, others for its own.
+
+    In a forked child there is no such thread, and the condition may be held for ever by one that is
+    not there: there `enter` and `abort` raise `UsageError`, what ends something does nothing.
+    """
 
     def __init__(self, engine: Engine) -> None:
+        self.home = HomeProcess("AsyncEngine")
         self.metrics = SpeculationMetrics()
         self._engine = engine
         self._wake = threading.Condition()  # guards the five fields below
@@ -178,9 +222,14 @@ class _Worker:
         self._thread.start()
 
     def enter(
-        self, request_id: str | None, mailbox: _Mailbox, prompt: Prompt, params: SamplingParams
+        self,
+        request_id: str | None,
+        mailbox: _Mailbox,
+        prompt: Prompt | ChatPrompt,
+        params: SamplingParams,
     ) -> str:
         """Have a request added; returns its name, the next free number if it is given none."""
+        self.home.check()
         with self._wake:
             if self._failure is not None:
                 raise _dead(self._failure)
@@ -198,12 +247,15 @@ class _Worker:
 
     def leave(self, name: str, mailbox: _Mailbox) -> None:
         """Nobody reads this mailbox any more: its name is free, its request ends."""
+        if self.home.is_left:
+            return
         with self._wake:
             del self._open[name]
             self._post(lambda: self._abandon(mailbox))
 
     def abort(self, name: str) -> bool:
         """Have a request end where it is; False if there is none of that name."""
+        self.home.check()
         with self._wake:
             mailbox = self._open.get(name)
             if mailbox is not None:
@@ -212,6 +264,8 @@ class _Worker:
 
     def ask_to_stop(self) -> None:
         """Let the thread end after the present step; nothing is added from here on."""
+        if self.home.is_left:
+            return
         with self._wake:
             self._is_closing = True
             self._wake.notify()
@@ -219,7 +273,8 @@ class _Worker:
     def stop(self) -> None:
         """Wait until the thread has ended what runs, and itself."""
         self.ask_to_stop()
-        if threading.current_thread() is not self._thread:  # the collector runs in any thread
+        # The collector runs in any thread; a fork's bookkeeping of threads is not relied upon.
+        if threading.current_thread() is not self._thread and not self.home.is_left:
             self._thread.join()
 
     def _post(self, command: Callable[[], None]) -> None:
@@ -256,14 +311,17 @@ class _Worker:
 
     def _step(self) -> None:
         changed = {*self._engine.step()}
-        self.metrics = _copy(self._engine.metrics)
+        self.metrics = self._engine.metrics.copy()
         for mailbox, group in [*self._groups.items()]:
             if group in changed:
                 self._show(mailbox, group)
 
-    def _add(self, mailbox: _Mailbox, name: str, prompt: Prompt, params: SamplingParams) -> None:
+    def _add(
+        self, mailbox: _Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
+    ) -> None:
+        engine = self._engine
         try:
-            self._groups[mailbox] = submit(self._engine, name, prompt, params)
+            self._groups[mailbox] = submit(engine, prepare(engine, name, prompt, params))
         except ForetokenError as error:
             mailbox.put(error)
 
@@ -293,14 +351,6 @@ def _dead(cause: BaseException) -> StepError:
     )
     error.__cause__ = cause
     return error
-
-
-def _copy(metrics: SpeculationMetrics) -> SpeculationMetrics:
-    return replace(
-        metrics,
-        accepted_per_position=[*metrics.accepted_per_position],
-        drafted_per_position=[*metrics.drafted_per_position],
-    )
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], object]) -> bool:

@@ -9,17 +9,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from os import PathLike, fspath
 from typing import Any, Literal
 
 from foretoken.errors import ConfigError, check_known_keys
+from foretoken.foreign import ENGINE_OPTIONS, SPECULATIVE_FIELDS, without_foreign
 
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 LOSSLESS_METHODS = ("standard", "block", "coupled")
 REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
 DEVICES = ("auto", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
+GENERATION_CONFIGS = ("auto", "vllm")
 LOAD_FORMATS = ("auto", "dummy")
 MAX_SPECULATIVE_TOKENS = 64
+
+
+def plain(value: Any) -> Any:
+    """A number or truth value of numpy or torch as Python's own; anything else as it is."""
+    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if is_scalar else value
 
 
 def check_int(field: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> None:
@@ -43,6 +53,20 @@ def check_choice(field: str, value: Any, choices: tuple[str, ...], remedy: str =
         raise ConfigError(field, value, f"one of {', '.join(choices)}", remedy)
 
 
+def check_model(field: str, value: Any) -> str:
+    """The name, folder or hub id of a model as a string; `ConfigError` if it is none of them."""
+    text = fspath(value) if isinstance(value, PathLike) else value
+    if not isinstance(text, str) or not text:
+        raise ConfigError(field, value, "a model name, a folder or a hub id")
+    return text
+
+
+def check_revision(field: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is None or may be a branch, a tag or a commit."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(field, value, "a branch, a tag or a commit", "None means `main`.")
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """How tokens are drafted and verified.
@@ -50,8 +74,9 @@ class SpeculativeConfig:
     Attributes:
         method: the drafter: `draft_model` or `ngram` (names registered in `drafting/registry.py`).
             None: `draft_model` if `model` is given, else an error.
-        model: checkpoint of the draft model. None with the built-in target `tiny-python` means
-            its own draft, `tiny-python-draft`.
+        model: checkpoint of the draft model, named as `EngineConfig.model`. None with the built-in
+            target `tiny-python` means its own draft, `tiny-python-draft`.
+        revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
         num_speculative_tokens: K >= 1, the most tokens drafted per step.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
             None: 2 and 4.
@@ -70,6 +95,7 @@ class SpeculativeConfig:
 
     method: str | None = None
     model: str | None = None
+    revision: str | None = None
     num_speculative_tokens: int = 4
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
@@ -80,7 +106,11 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
+        _make_plain(self)
         where = "speculative_config."
+        if self.model is not None:
+            object.__setattr__(self, "model", check_model(where + "model", self.model))
+        check_revision(where + "revision", self.revision)
         check_int(
             where + "num_speculative_tokens",
             self.num_speculative_tokens,
@@ -88,6 +118,9 @@ class SpeculativeConfig:
             MAX_SPECULATIVE_TOKENS,
             "Pass speculative_config=None to decode without speculation.",
         )
+        if self.model is not None and (not isinstance(self.model, str) or not self.model):
+            remedy = "Leave it out for the draft model that comes with the target, if one does."
+            raise ConfigError(where + "model", self.model, "a model name or a folder", remedy)
         shortest, longest = self.lookup_sizes
         check_int(where + "prompt_lookup_min", shortest, 1)
         check_int(
@@ -129,27 +162,12 @@ class SpeculativeConfig:
                     "Set `rejection_sample_method` to `synthetic`, or leave it out.",
                 )
             return
-        one = "Rule `synthetic` takes exactly one of the three."
-        if not given:
-            first, *others = _SYNTHETIC
-            raise ConfigError(where + first, None, f"given, or one of {', '.join(others)}", one)
-        if len(given) > 1:
-            value = getattr(self, given[1])
-            raise ConfigError(where + given[1], value, f"left out beside `{given[0]}`", one)
-        k = self.num_speculative_tokens
-        if self.synthetic_acceptance_rate is not None:
-            check_number(where + given[0], self.synthetic_acceptance_rate, 0, 1)
-        elif self.synthetic_acceptance_length is not None:
-            check_number(
-                where + given[0],
-                self.synthetic_acceptance_length,
-                1,
-                k + 1,
-                "It counts the bonus token: at most num_speculative_tokens + 1.",
-            )
-        else:
-            rates = _check_rates(where + given[0], self.synthetic_acceptance_rates, k)
-            object.__setattr__(self, given[0], rates)
+        check_synthetic(
+            where, self.num_speculative_tokens, {name: getattr(self, name) for name in _SYNTHETIC}
+        )
+        if self.synthetic_acceptance_rates is not None:
+            rates = tuple(map(float, self.synthetic_acceptance_rates))
+            object.__setattr__(self, "synthetic_acceptance_rates", rates)
 
     @property
     def lookup_sizes(self) -> tuple[int, int]:
@@ -175,8 +193,14 @@ class SpeculativeConfig:
                 ) from error
         if not isinstance(given, Mapping):
             raise ConfigError("speculative_config", given, "a JSON object or a dict")
+        given = without_foreign(given, SPECULATIVE_FIELDS, ConfigError)
         check_known_keys("speculative_config", given, [f.name for f in fields(cls)])
         return cls(**given)
+
+
+def _make_plain(config: Any) -> None:
+    for f in fields(config):
+        object.__setattr__(config, f.name, plain(getattr(config, f.name)))
 
 
 _SYNTHETIC = (
@@ -186,8 +210,33 @@ _SYNTHETIC = (
 )
 
 
-def _check_rates(field: str, given: Any, count: int) -> tuple[float, ...]:
-    """The K unconditional rates as a tuple; each is in [0, 1] and at most the one before."""
+def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless exactly one of the three is given, and in range.
+
+    Args:
+        where: stands before a name in an error.
+        count: num_speculative_tokens, K.
+        options: `synthetic_acceptance_rate`, `_rates` and `_length`, None if not given.
+    """
+    given = [name for name in _SYNTHETIC if options[name] is not None]
+    one = "Rule `synthetic` takes exactly one of the three."
+    if not given:
+        first, *others = _SYNTHETIC
+        raise ConfigError(where + first, None, f"given, or one of {', '.join(others)}", one)
+    if len(given) > 1:
+        raise ConfigError(where + given[1], options[given[1]], f"left out beside `{given[0]}`", one)
+    field, value = where + given[0], options[given[0]]
+    if given[0] == "synthetic_acceptance_rate":
+        check_number(field, value, 0, 1)
+    elif given[0] == "synthetic_acceptance_length":
+        bonus = "It counts the bonus token: at most num_speculative_tokens + 1."
+        check_number(field, value, 1, count + 1, bonus)
+    else:
+        _check_rates(field, value, count)
+
+
+def _check_rates(field: str, given: Any, count: int) -> None:
+    """K unconditional rates; each is in [0, 1] and at most the one before."""
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
         raise ConfigError(
             field, given, f"a list of num_speculative_tokens = {count} numbers in [0, 1]"
@@ -197,7 +246,6 @@ def _check_rates(field: str, given: Any, count: int) -> tuple[float, ...]:
         remedy = f"It is the chance that the first {i + 1} drafts are all accepted: it cannot rise."
         check_number(f"{field}[{i}]", rate, 0, before, remedy)
         before = float(rate)
-    return tuple(float(rate) for rate in given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,11 +253,15 @@ class EngineConfig:
     """Options of one engine.
 
     Attributes:
-        model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
+        model: `tiny-python`, a checkpoint folder (a text or a `Path`), or a hub id, which is
+            downloaded if it is not in the local cache.
         speculative_config: drafting and verification; None decodes one token per step.
         device: `cpu`, or `auto`: the best device this version runs on, which is `cpu`.
-        dtype: `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX).
-        seed: engine seed; a request without a seed gets mix(seed, admission number).
+        dtype: `float32`, `bfloat16`, `float16`, also as torch dtypes; `float` and `half` are the
+            first and the last; `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX).
+            In float32 a request with a seed gets the same tokens in every batch. In half types it
+            may not: PyTorch's attention and products round by what is computed beside a row.
+        seed: engine seed; a request without a seed gets mix(seed, admission number); None is 0.
         max_model_len: longest prompt + output; None: the checkpoint's own limit.
         max_num_seqs: most requests running at once; each owns one permanent slot.
         max_num_batched_tokens: most tokens in one forward pass; longer prompts are prefilled in
@@ -222,8 +274,15 @@ class EngineConfig:
         kv_cache_gib: memory of the target's and the drafter's cache and of the drafts'
             probabilities together when `num_blocks` is None. Never more than `max_num_seqs`
             requests of `max_model_len` need.
+        generation_config: what a request without sampling parameters gets: `auto`, the defaults of
+            the checkpoint's generation_config.json; `vllm`, those of `SamplingParams`, whatever the
+            file says.
+        tokenizer: name, folder or hub id of another tokenizer; None: the model's own.
+        revision: branch, tag or commit of a model that is a hub id; None: `main`.
+        local_files_only: take hub ids from the local cache, and never look at the network.
         load_format: `auto` reads safetensors, `dummy` makes random weights from config.json alone.
-        backend: `auto` (fastest for the device), or a name in `ops.BACKENDS`.
+        backend: `native_cpu`, `torch_cpu`, `triton`, `reference` (the fp64 oracle), or `auto`: the
+            fastest for the device.
         threads: threads to compute with, exactly so many. None: one, or one per physical core that
             the process may use (no more than `OMP_NUM_THREADS`), whichever is faster: both are
             timed on the first steps of every size, and again from time to time, since other
@@ -248,16 +307,27 @@ class EngineConfig:
     block_size: int = 16
     num_blocks: int | None = None
     kv_cache_gib: float = 0.5
+    generation_config: str = "auto"
+    tokenizer: str | None = None
+    revision: str | None = None
+    local_files_only: bool = False
     load_format: Literal["auto", "dummy"] = "auto"
     backend: str = "auto"
     threads: int | None = None
     use_fp64_gumbel: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, str) or not self.model:
-            raise ConfigError("model", self.model, "a model name or a folder")
+        _make_plain(self)
+        object.__setattr__(self, "model", check_model("model", self.model))
+        if self.tokenizer is not None:
+            object.__setattr__(self, "tokenizer", check_model("tokenizer", self.tokenizer))
+        check_revision("revision", self.revision)
         check_choice("device", self.device, DEVICES, "This version runs on the CPU.")
+        dtype = str(self.dtype).removeprefix("torch.")
+        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
         check_choice("dtype", self.dtype, DTYPES)
+        if self.seed is None:
+            object.__setattr__(self, "seed", 0)
         check_int("seed", self.seed, 0, 2**64 - 1)
         if self.max_model_len is not None:
             check_int("max_model_len", self.max_model_len, 2)
@@ -276,17 +346,25 @@ class EngineConfig:
         speculation = SpeculativeConfig.parse(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculation)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
-        for name in ("enable_prefix_caching", "use_fp64_gumbel"):
+        check_choice(
+            "generation_config",
+            self.generation_config,
+            GENERATION_CONFIGS,
+            "A file of its own belongs into the checkpoint's folder.",
+        )
+        for name in ("enable_prefix_caching", "local_files_only", "use_fp64_gumbel"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "true or false")
 
     @classmethod
-    def parse(cls, model: str, speculative_config: Any, **options: Any) -> EngineConfig:
+    def parse(
+        cls, model: str | PathLike[str], speculative_config: Any, **options: Any
+    ) -> EngineConfig:
         """Build from what a user typed; unknown names are errors with the nearest valid one."""
-        known = [f.name for f in fields(cls)]
-        check_known_keys("engine option", options, known)
+        options = without_foreign(options, ENGINE_OPTIONS, ConfigError)
+        check_known_keys("engine option", options, [f.name for f in fields(cls)])
         return cls(
-            model=model,
+            model=check_model("model", model),
             speculative_config=SpeculativeConfig.parse(speculative_config),
             **options,
         )

@@ -11,8 +11,11 @@ ForetokenError
 ├── ProcessingError        work for one request raised: it ended, the others go on
 ├── StepError              a step of the whole batch raised: every request in it ended
 ├── EngineMemoryError      there is not the memory that the options ask for
-├── UsageError             a call after `close()`
+├── UsageError             a call after `close()`, in a forked child, or from within another call
 └── IntegrityError         our own bookkeeping is wrong: a bug, please report it
+
+Ctrl-C during `LLM.generate`, `chat` and `stream` is Python's own KeyboardInterrupt; its attribute
+`outputs` holds what was generated.
 
 Messages follow one form: the field in backticks, the value, the bound, the remedy.
 """
@@ -96,21 +99,30 @@ class EngineMemoryError(ForetokenError, MemoryError):
 
 
 class UsageError(ForetokenError, RuntimeError):
-    """A call at the wrong time: after the engine was closed."""
+    """A call at the wrong time or place.
+
+    After the engine was closed; in a fork of its process; or in a signal handler or finalizer that
+    runs in the midst of another call of the same thread.
+    """
 
 
 class IntegrityError(ForetokenError):
     """The engine's own bookkeeping contradicts itself. This is a bug in Foretoken."""
 
 
-def check_known_keys(where: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise `ConfigError` for the first key of `given` that is not in `known`.
+def check_known_keys(
+    where: str,
+    given: Iterable[str],
+    known: Iterable[str],
+    error: type[ConfigError] | type[RequestError] = ConfigError,
+) -> None:
+    """Raise `error` for the first key of `given` that is not in `known`.
 
-    The error names the nearest valid key, so that a typing slip is mended at a glance.
+    It names the nearest valid key, so that a typing slip is mended at a glance.
     """
     known = sorted(known)
     for key in given:
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
             remedy = f"Did you mean `{near[0]}`?" if near else ""
-            raise ConfigError(f"{where}.{key}", key, f"one of {', '.join(known)}", remedy)
+            raise error(f"{where}.{key}", key, f"one of {', '.join(known)}", remedy)

@@ -1,52 +1,92 @@
-"""Ctrl-C and SIGTERM while requests run: noticed between steps instead of anywhere. No torch."""
+"""Ctrl-C and SIGTERM while requests run: noticed between steps instead of anywhere. No torch.
+
+Charter: no signal is swallowed. It is raised again when the results are safe, or they tell of it.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+from foretoken.errors import RequestError
+from foretoken.outputs import RequestOutput
+
+OnInterrupt = Literal["raise", "return"]
+# Signals and the handlers under which they are ours to notice; a program's own handlers never are.
+_NOTICED: dict[str, dict[signal.Signals, tuple[Any, ...]]] = {
+    "raise": {signal.SIGINT: (signal.default_int_handler,)},
+    "return": {
+        signal.SIGINT: (signal.default_int_handler, signal.SIG_DFL),
+        signal.SIGTERM: (signal.SIG_DFL,),
+    },
+}
 
 
 class Interrupt:
-    """Whether a signal came, and which: `name` is SIGINT, SIGTERM or None."""
+    """Whether a signal came during one call, and which.
 
-    def __init__(self) -> None:
+    Args:
+        on_interrupt: `raise` notices Ctrl-C alone; SIGTERM ends the process at once, as it does
+            without us, since nothing that we might finish first could be read by anyone. `return`
+            notices both.
+
+    Attributes:
+        name: SIGINT, SIGTERM or None.
+
+    Raises:
+        RequestError: another `on_interrupt`.
+    """
+
+    def __init__(self, on_interrupt: str) -> None:
+        if on_interrupt not in _NOTICED:
+            raise RequestError("on_interrupt", on_interrupt, "`raise` or `return`")
         self.name: str | None = None
+        self._returns = on_interrupt == "return"
+        self._noticed = _NOTICED[on_interrupt]
         self._before: dict[signal.Signals, Any] = {}
 
-    def install(self) -> None:
-        """Take over the signals that have their default handler; those of a program stay its own.
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Signals that come inside set `name` and stop nothing; a second one is not held back.
 
         Does nothing outside the main thread, where Python lets nobody handle signals.
         """
         if threading.current_thread() is not threading.main_thread():
+            yield
             return
-        for number in _SIGNALS:
-            if signal.getsignal(number) in _DEFAULTS:
-                self._before[number] = signal.signal(number, self._notice)
+        try:
+            for number, handlers in self._noticed.items():
+                if signal.getsignal(number) in handlers:
+                    self._before[number] = signal.signal(number, self._notice)
+            yield
+        finally:
+            self._restore()
 
-    def restore(self) -> None:
-        """Put the handlers back that `install` replaced."""
+    def deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Let a signal that came do what it does without us, unless the outputs tell of it.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; its attribute `outputs` holds the outputs. It is no subclass:
+                uncaught, one would exit with 1, and a shell's loop over programs go on.
+        """
+        if self.name is None:
+            return
+        if self._returns and any(output.interrupted_by for output in outputs):
+            return
+        try:
+            signal.raise_signal(signal.Signals[self.name])
+        except KeyboardInterrupt as error:
+            vars(error)["outputs"] = list(outputs)
+            raise
+
+    def _restore(self) -> None:
         while self._before:
             signal.signal(*self._before.popitem())
 
     def _notice(self, number: int, frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name
-        self.restore()  # a second signal does what it always does
-
-
-@contextmanager
-def noticed() -> Iterator[Interrupt]:
-    """Signals that come inside are told by the `Interrupt` it yields, and stop nothing."""
-    interrupt = Interrupt()
-    interrupt.install()
-    try:
-        yield interrupt
-    finally:
-        interrupt.restore()
+        self._restore()

@@ -1,38 +1,65 @@
-"""`LLM`: prompts in, texts out, in the caller's own thread."""
+"""`LLM`: prompts in, texts out, in the caller's own thread.
+
+Charter: whatever touches the engine does so in a turn (`engine/turns.py`), one step long, so that
+the calls of several threads are batched together.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from os import PathLike
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.boundary import (
-    Params,
-    Prompt,
-    as_list,
+    Submission,
     build_output,
-    one_params,
+    not_begun,
+    prepare,
     submit,
     unserved,
 )
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
+from foretoken.engine.prompts import (
+    Params,
+    ParamsReader,
+    Prompt,
+    check_call,
+    check_options,
+    split_prompts,
+)
 from foretoken.engine.request import RequestGroup
+from foretoken.engine.turns import Turns
 from foretoken.errors import ForetokenError, RequestError, UsageError
-from foretoken.interrupts import Interrupt, noticed
-from foretoken.models.chat import ChatPrompt, ChatTemplate, split_conversations
-from foretoken.outputs import CompletionOutput, RequestOutput, SpeculationMetrics
+from foretoken.interrupts import Interrupt, OnInterrupt
+from foretoken.models.chat import (
+    CHAT_OPTIONS,
+    ChatOptions,
+    ChatPrompt,
+    ChatTemplate,
+    split_conversations,
+)
+from foretoken.outputs import RequestOutput, SpeculationMetrics
+from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
+
+OnError = Literal["raise", "return"]
+_PREPARED_PER_TURN = 16  # prompts that threads with running requests wait for between two steps
 
 
 class LLM:
     """An engine with a model in it.
 
+    Threads may share one: their calls run together, in one batch. A forked child may not use its
+    parent's (`UsageError`).
+
     Args:
-        model: `tiny-python`, a checkpoint folder, or a hub id in the local cache.
+        model: `tiny-python`, a checkpoint folder, or a hub id, downloaded if it is missing.
         speculative_config: a dict, its JSON text, a `SpeculativeConfig`, or None.
         options: any other field of `EngineConfig`, for example device="auto", dtype="auto", seed=0.
 
@@ -42,17 +69,20 @@ class LLM:
 
     def __init__(
         self,
-        model: str = "tiny-python",
+        model: str | PathLike[str] = "tiny-python",
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
         self.config = EngineConfig.parse(model, speculative_config, **options)
         self._engine: Engine | None = build_engine(self.config)
+        self._params = ParamsReader(self._engine.default_params)
+        self._turns = Turns("LLM")
         self._num_requests = 0
 
     @property
     def engine(self) -> Engine:
-        """The engine; `UsageError` after `close()`."""
+        """The engine, for one thread; `UsageError` after `close()` and in a forked child."""
+        self._turns.home.check()
         if self._engine is None:
             raise UsageError("this LLM was closed: make a new one")
         return self._engine
@@ -62,132 +92,212 @@ class LLM:
         """The checkpoint's tokenizer, or None if it has none."""
         return self.engine.tokenizer
 
+    def get_tokenizer(self) -> Any | None:
+        """`tokenizer`, by the name that vLLM's users type."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` means (a copy): the checkpoint's own defaults over ours."""
+        return replace(self._params.defaults)
+
     @property
     def metrics(self) -> SpeculationMetrics:
-        """Counts summed over all requests so far."""
-        return self.engine.metrics
+        """Counts summed over all requests so far (a copy)."""
+        if self._turns.inside:  # a signal handler in the midst of a call
+            return self.engine.metrics.copy()
+        with self._turns:
+            return self.engine.metrics.copy()
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
         *,
-        progress: bool = False,
+        on_error: OnError = "raise",
+        on_interrupt: OnInterrupt = "raise",
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete prompts; one output per prompt, in order.
 
         Args:
-            prompts: a text, a list of token ids, or a list of either.
-            sampling_params: one for all prompts, one per prompt, or None for the defaults; each a
-                `SamplingParams` or a dict of its fields.
-            progress: show a progress bar on the terminal's error stream.
+            prompts: a text, token ids (a list, an array, a tensor), a dict with `prompt` or
+                `prompt_token_ids`, or a list of such.
+            sampling_params: one for all prompts, one per prompt, or None for
+                `get_default_sampling_params()`; each a `SamplingParams` or a dict of its fields.
+            use_tqdm: show a progress bar if there is more than one prompt, the error stream is a
+                terminal and the call takes more than two seconds.
+            on_error: `raise` checks every prompt before anything runs and raises what is wrong
+                with the first bad one; `return` gives a bad prompt an output with its `error`, and
+                the others complete.
+            on_interrupt: what a signal in the main thread does; a program's own signal handlers
+                are left alone. `raise`: Ctrl-C ends the call after the present step by
+                KeyboardInterrupt, SIGTERM ends the process at once. `return`: both end the call
+                after the present step, and the outputs tell (`interrupted_by`); a signal that
+                finds all of them complete is raised. A second signal is never held back.
+            others: names that vLLM takes and that change nothing here (lora_request=None, ...).
 
         Returns:
-            One `RequestOutput` per prompt. In a list, a prompt that cannot be served or fails
-            carries its `error` and what it has, and the others complete; a single prompt raises it
-            and drops the tokens it has: put it in a list to keep them.
+            One `RequestOutput` per prompt. A request that fails while it runs carries its `error`
+            and what it has, and the others complete; one that was given alone raises it and drops
+            the tokens it has, unless `on_error` is `return`.
 
-            Ctrl-C or SIGTERM in the main thread ends the call after the present step: what is done
-            is complete, the rest has finish_reason `interrupted`, with the tokens it has (see
-            `outputs.uninterrupted`). A second signal does what it does without us. A
-            program's own signal handlers are left alone.
+        Raises:
+            RequestError, CapacityError, ProcessingError: a prompt or its parameters.
+            KeyboardInterrupt: Ctrl-C. Its attribute `outputs` is what would have been returned:
+                what is done is complete, the rest has finish_reason `interrupted`, with the tokens
+                it has.
         """
-        single, items = _split(prompts)
-        params = _params_per_prompt(sampling_params, len(items))
-        return self._complete(single, items, params, progress)
+        check_call(on_error, use_tqdm)
+        check_options(others, known=("sampling_params", "use_tqdm", "on_error", "on_interrupt"))
+        single, items = split_prompts(prompts)
+        return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: Params | Sequence[Params] | None = None,
+        use_tqdm: bool = True,
         *,
-        chat_template: str | None = None,
-        add_generation_prompt: bool = True,
-        progress: bool = False,
+        on_error: OnError = "raise",
+        on_interrupt: OnInterrupt = "raise",
+        **template: Unpack[ChatOptions],
     ) -> list[RequestOutput]:
         """Complete conversations, written as prompts by the tokenizer's chat template.
 
         Args:
-            messages: a list of dicts with `role` and `content`, or a list of such lists.
-            sampling_params, progress: as in `generate`.
-            chat_template: Jinja text, or the name of one of the tokenizer's templates; None: its
-                own.
-            add_generation_prompt: end the prompt with what opens the assistant's answer.
+            messages: a list of dicts with `role` and `content` (a text, or a list of parts of type
+                `text`), and `tool_calls`, `tool_call_id`, `name` or `reasoning_content` if they
+                have them; or a list of such lists.
+            sampling_params, use_tqdm, on_error, on_interrupt: as in `generate`.
+            template: what the template is given: see `ChatOptions`.
 
         Returns:
-            One `RequestOutput` per conversation, its `prompt` the rendered text. In a list, a
-            conversation that cannot be served carries its `error` and the others complete.
+            One `RequestOutput` per conversation, its `prompt` the rendered text.
         """
-        template = ChatTemplate(self.tokenizer, chat_template, add_generation_prompt)
+        check_call(on_error, use_tqdm)
+        options = check_options(template, known=CHAT_OPTIONS)
+        chat_template = ChatTemplate(self.tokenizer, **options)
         single, conversations = split_conversations(messages)
-        params = _params_per_prompt(sampling_params, len(conversations))
-        items = [ChatPrompt(template, conversation) for conversation in conversations]
-        return self._complete(single, items, params, progress)
+        items = [ChatPrompt(chat_template, conversation) for conversation in conversations]
+        return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
     def _complete(
         self,
         single: bool,
-        items: Sequence[Prompt | ChatPrompt],
-        params: list[SamplingParams],
-        progress: bool,
+        items: Sequence[Any],
+        sampling_params: Any,
+        use_tqdm: bool,
+        on_error: str,
+        on_interrupt: str,
     ) -> list[RequestOutput]:
-        """One output per item; the error of a single one is raised."""
-        engine = self.engine
+        """One output per item; all are prepared before the first one runs."""
+        interrupt, engine = Interrupt(on_interrupt), self.engine
+        params = self._params.read_per_prompt(sampling_params, len(items))
+        left: deque[Submission | RequestOutput] = deque()
         results: list[RequestGroup | RequestOutput] = []
+        outputs = None
+
+        def count() -> int:
+            return sum(result.finished for result in results)
+
         try:
-            with noticed() as interrupt:
-                left = deque(zip(items, params, strict=True))
-                groups: list[RequestGroup] = []
-                with _progress_bar(groups, len(items), progress) as update:
-                    while True:
-                        while left and (engine.has_room or interrupt.name):
-                            results.append(self._take(*left.popleft(), interrupt))
-                            if isinstance(results[-1], RequestGroup):
-                                groups.append(results[-1])
-                        if not left and (interrupt.name or not _unfinished(groups)):
-                            break
-                        engine.step()
-                        update()
-                for group in groups:
-                    _mark(engine, group, interrupt)
-        finally:  # whatever ends it, nothing is left behind in the engine
-            for result in results:
-                if isinstance(result, RequestGroup):
-                    engine.abort(result)
-        outputs = [build_output(engine, r) if isinstance(r, RequestGroup) else r for r in results]
-        if single and outputs[0].error is not None:
+            with interrupt.noticed(), progress_bar(count, len(items), use_tqdm) as update:
+                asked = zip(items, params, strict=True)
+                while len(left) < len(items):
+                    with self._turns:
+                        for item, its_params in islice(asked, _PREPARED_PER_TURN):
+                            left.append(self._prepare(item, its_params, interrupt, on_error))
+                while outputs is None:
+                    outputs = self._turn(left, results, interrupt)
+                    update()
+        except BaseException as error:  # whatever ends it, nothing is left behind in the engine
+            self._turns.later(lambda: _abort(engine, results))
+            if isinstance(error, RequestError) and not single:
+                error.add_note(f"Prompt {len(left)} of the list; on_error='return' runs the rest.")
+            raise
+        interrupt.deliver(outputs)
+        if single and on_error == "raise" and outputs[0].error is not None:
             raise outputs[0].error
         return outputs
 
+    def _prepare(
+        self, item: Any, params: SamplingParams, interrupt: Interrupt, on_error: str
+    ) -> Submission | RequestOutput:
+        """A prompt that can be queued, or the output of one that will not be."""
+        self._num_requests += 1
+        name = str(self._num_requests)
+        if interrupt.name:
+            return not_begun(name, item, params, interrupt.name)
+        try:
+            return prepare(self.engine, name, item, params)
+        except ForetokenError as error:
+            if on_error == "raise" and not interrupt.name:
+                raise
+            return unserved(name, item, error)
+
+    def _turn(
+        self,
+        left: deque[Submission | RequestOutput],
+        results: list[RequestGroup | RequestOutput],
+        interrupt: Interrupt,
+    ) -> list[RequestOutput] | None:
+        """Queue what fits and advance all requests by one step; the outputs when all are done."""
+        with self._turns:
+            engine = self.engine
+            while left and (engine.has_room or interrupt.name):
+                results.append(self._take(left.popleft(), interrupt))
+            for result in results if interrupt.name else ():
+                _mark(engine, result, interrupt)
+            if left or not all(result.finished for result in results):
+                engine.step()
+                return None
+            return [build_output(engine, r) if isinstance(r, RequestGroup) else r for r in results]
+
     def stream(
-        self, prompt: Prompt, sampling_params: Params | None = None
+        self,
+        prompt: Prompt | ChatPrompt,
+        sampling_params: Params | None = None,
+        *,
+        on_interrupt: OnInterrupt = "raise",
     ) -> Iterator[RequestOutput]:
         """Complete one prompt; yields what there is after every step, the last one finished.
 
         A request that fails while it runs is not raised: its last output has the `error` and what
         there is. Closing the iterator early aborts the request. Other calls may run in between:
-        they advance this request, too. A signal during a step makes the next output the last, with
-        finish_reason `interrupted`; between steps signals are the caller's.
+        they advance this request, too. Between steps signals are the caller's; what one does during
+        a step is said by `on_interrupt`, as in `generate`: `raise` raises KeyboardInterrupt with
+        the output so far in its `outputs`; `return` makes the next output the last, with
+        finish_reason `interrupted`.
         """
-        engine, group = self.engine, self._add(prompt, one_params(sampling_params))
+        interrupt = Interrupt(on_interrupt)
+        params = self._params.read(sampling_params)
+        with self._turns:
+            engine = self.engine
+            self._num_requests += 1
+            group = submit(engine, prepare(engine, str(self._num_requests), prompt, params))
         try:
             finished = False
             while not finished:
-                with noticed() as interrupt:
-                    if not group.finished:
-                        engine.step()
-                    _mark(engine, group, interrupt)
-                output = build_output(self.engine, group)
+                with interrupt.noticed(), self._turns:
+                    if not (group.finished or interrupt.name):
+                        self.engine.step()
+                    _mark(self.engine, group, interrupt)
+                    output = build_output(self.engine, group)
                 finished = output.finished  # reading the text may be what ends it
+                if interrupt.name and not finished:
+                    continue  # the signal came when the output had been read
+                interrupt.deliver([output])
                 yield output
         finally:
-            engine.abort(group)
+            self._turns.later(lambda: engine.abort(group))
 
     def close(self) -> None:
-        """End what runs and release models and caches; later calls raise `UsageError`."""
-        if self._engine is not None:
-            self._engine.abort_all()
-        self._engine = None
+        """End what runs and release models and caches; later calls raise `UsageError`.
+
+        Calls that other threads are in end with that error, too. Does nothing in a forked child.
+        """
+        self._turns.later(self._release)
 
     def __enter__(self) -> Self:
         return self
@@ -200,81 +310,38 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _add(self, prompt: Prompt | ChatPrompt, params: SamplingParams) -> RequestGroup:
-        self._num_requests += 1
-        return submit(self.engine, str(self._num_requests), prompt, params)
+    def _release(self) -> None:
+        if self._engine is not None:
+            self._engine.abort_all()
+        self._engine = None
 
     def _take(
-        self, prompt: Prompt | ChatPrompt, params: SamplingParams, interrupt: Interrupt
+        self, item: Submission | RequestOutput, interrupt: Interrupt
     ) -> RequestGroup | RequestOutput:
         """Queue one of several prompts, or its output if it cannot or need not be queued."""
-        if not interrupt.name:
-            try:
-                return self._add(prompt, params)
-            except ForetokenError as error:
-                return unserved(str(self._num_requests), prompt, error)
-        self._num_requests += 1
-        output = unserved(str(self._num_requests), prompt)
-        output.outputs.extend(
-            CompletionOutput(j, [], "", "interrupted", interrupt.name) for j in range(params.n)
-        )
-        return output
+        if isinstance(item, RequestOutput):
+            return item
+        shown = {"prompt": item.prompt, "prompt_token_ids": item.prompt_ids}
+        if interrupt.name:
+            return not_begun(item.request_id, shown, item.params, interrupt.name)
+        try:
+            return submit(self.engine, item)
+        except ForetokenError as error:
+            return unserved(item.request_id, shown, error)
 
 
-def _unfinished(groups: Sequence[RequestGroup]) -> bool:
-    return not all(group.finished for group in groups)
+def _abort(engine: Engine, results: Sequence[RequestGroup | RequestOutput]) -> None:
+    for result in results:
+        if isinstance(result, RequestGroup):
+            engine.abort(result)
 
 
-def _mark(engine: Engine, group: RequestGroup, interrupt: Interrupt) -> None:
+def _mark(engine: Engine, group: RequestGroup | RequestOutput, interrupt: Interrupt) -> None:
     """End what a signal came in the way of, with its name."""
-    if interrupt.name is None or group.finished:
+    if interrupt.name is None or isinstance(group, RequestOutput) or group.finished:
         return
     running = [request for request in group.samples if request.finish_reason is None]
     engine.abort(group, "interrupted")
     for request in running:
         if request.finish_reason == "interrupted":
             request.stop_reason = interrupt.name
-
-
-def _split(prompts: Any) -> tuple[bool, list[Any]]:
-    """Whether it is one prompt, and the prompts as a list; [] is no prompts at all."""
-    if isinstance(prompts, str):
-        return True, [prompts]
-    items = as_list(prompts)
-    if items is None:
-        raise RequestError("prompts", prompts, "a text, a list of token ids, or a list of either")
-    if items and isinstance(items[0], int):
-        return True, [items]
-    return False, items
-
-
-def _params_per_prompt(given: Any, count: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, (SamplingParams, Mapping)):
-        return [one_params(given)] * count
-    if not isinstance(given, Sequence) or len(given) != count:
-        shown = f"a list of {len(given)}" if isinstance(given, Sequence) else given
-        raise RequestError("sampling_params", shown, f"one, or a list of {count}")
-    return [one_params(one) for one in given]
-
-
-@contextmanager
-def _progress_bar(
-    groups: Sequence[RequestGroup], total: int, shown: bool
-) -> Iterator[Callable[[], None]]:
-    """A bar over finished requests; the caller invokes what it yields after every step."""
-    if not shown:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("requests", total=total)
-        yield lambda: bar.update(task, completed=sum(group.finished for group in groups))

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import signal
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 from foretoken.errors import ForetokenError
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """A log-probability under the model's raw distribution and its rank (1 = likeliest)."""
+    """A log-probability under the model's raw distribution and its rank (1 = likeliest).
+
+    Attributes:
+        decoded_token: the token alone as text, U+FFFD for bytes that are part of a character; None
+            if the checkpoint has no tokenizer.
+    """
 
     logprob: float
     rank: int
+    decoded_token: str | None = None
 
 
 @dataclass(slots=True)
@@ -73,6 +79,14 @@ class SpeculationMetrics:
             for i, count in enumerate(theirs):
                 mine[i] += count
 
+    def copy(self) -> Self:
+        """These counts as they are now."""
+        return replace(
+            self,
+            accepted_per_position=[*self.accepted_per_position],
+            drafted_per_position=[*self.drafted_per_position],
+        )
+
     @property
     def synthetic_acceptance(self) -> bool:
         """Whether any of these counts were set by the rule `synthetic`."""
@@ -119,10 +133,11 @@ class CompletionOutput:
             unless `include_stop_str_in_output`; empty if the checkpoint has no tokenizer.
         finish_reason: None while it runs, then `stop` (a stop string, a stop token or
             end-of-text), `length` (`max_tokens`), `abort` (by the caller), `interrupted` (by Ctrl-C
-            or SIGTERM), or `error` (see `RequestOutput.error`); the last three keep what there is.
+            or SIGTERM: `on_interrupt` of `LLM.generate`), or `error` (see `RequestOutput.error`);
+            the last three keep what there is.
         stop_reason: the stop string or stop token id that ended the output, or the name of the
             signal that interrupted it; else None.
-        seed: reproduces this sample alone: SamplingParams(seed=..., n=1).
+        seed: reproduces this sample alone, in float32: SamplingParams(seed=..., n=1).
         logprobs: per generated token, token id -> Logprob; None unless asked for.
         origins: per generated token: `accepted` (a draft), `resampled` (in place of a rejected
             draft), `bonus` (after all drafts were accepted) or `plain` (no draft before it).
@@ -139,6 +154,15 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     origins: list[str] = field(default_factory=list)
     synthetic_acceptance: bool = False
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the log-probabilities of `token_ids`; None unless `logprobs` were asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(
+            row[token].logprob for row, token in zip(self.logprobs, self.token_ids, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,18 +196,3 @@ class RequestOutput:
         """`SIGINT` or `SIGTERM` if a signal ended any sample early, else None."""
         names = (o.stop_reason for o in self.outputs if o.finish_reason == "interrupted")
         return next((name for name in names if isinstance(name, str)), None)
-
-
-def uninterrupted(outputs: list[RequestOutput]) -> list[RequestOutput]:
-    """The outputs given; for a caller that wants all or nothing, a signal ends the program here.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C interrupted one of the outputs.
-        SystemExit: SIGTERM did; with its exit code, 143.
-    """
-    for output in outputs:
-        if output.interrupted_by == "SIGINT":
-            raise KeyboardInterrupt
-        if output.interrupted_by is not None:
-            raise SystemExit(128 + signal.Signals[output.interrupted_by])
-    return outputs

@@ -16,7 +16,6 @@ import pytest
 from foretoken import AsyncEngine
 from foretoken.errors import (
     CapacityError,
-    ConfigError,
     ProcessingError,
     RequestError,
     StepError,
@@ -117,7 +116,7 @@ def test_bad_requests_raise_at_the_first_step_and_queue_nothing(engine: AsyncEng
             ([999], {}, RequestError),
             ("abc", {"max_tokens": 10_000}, CapacityError),
             ("abc", {"temperature": -1}, RequestError),
-            ("abc", {"temprature": 1}, ConfigError),
+            ("abc", {"temprature": 1}, RequestError),
             ("abc", 3, RequestError),
         ]:
             stream = engine.generate(prompt, params)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from foretoken import AsyncEngine
+from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput
 from tests.support.asynchronous import LONG, PARAMS, PROMPTS, Gate, idle, last, run
 
@@ -89,5 +90,33 @@ def test_a_loop_that_is_busy_is_called_once(engine: AsyncEngine) -> None:
         assert len(calls) == 1
         assert (await waiting).finished
         await stream.aclose()
+
+    run(main())
+
+
+def test_calls_as_vllms_users_write_them(
+    engine: AsyncEngine, expected: dict[str, list[int]]
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]
+
+    async def main() -> None:
+        by_place = [o async for o in engine.generate("abc", PARAMS, "mine", lora_request=None)][-1]
+        assert by_place.request_id == "mine"
+        chat = engine.chat(talk, PARAMS, "talk", chat_template=template)
+        for output in (
+            by_place,
+            await last(engine, {"prompt": "abc"}),
+            [o async for o in chat][-1],
+        ):
+            assert (output.prompt, output.outputs[0].token_ids) == ("abc", expected["abc"])
+        for wrong in ({"chat_template": "no marks"}, {"chat_templat": template}):
+            with pytest.raises(RequestError):
+                engine.chat(talk, PARAMS, **wrong)  # type: ignore[arg-type]
+        with pytest.raises(RequestError, match="order of arrival"):
+            engine.generate("abc", PARAMS, priority=3)
+        with pytest.raises(RequestError, match="at least one message"):
+            await anext(engine.chat([], PARAMS, chat_template=template))
+        await idle(engine)
 
     run(main())

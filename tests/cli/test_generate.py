@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from foretoken import cli
+from foretoken.cli import app as cli
+from foretoken.cli import output as printed
 from foretoken.config import EngineConfig
 from foretoken.errors import (
     CheckpointError,
@@ -23,42 +23,9 @@ from foretoken.errors import (
     ProcessingError,
     StepError,
 )
-from foretoken.ops import BACKENDS
-from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
-
-PIECES = ["a", " +", " b", "\n"]
-
-
-class FakeLLM:
-    """Streams `PIECES`; fails where it is told to."""
-
-    def __init__(
-        self,
-        fail_after: int | None = None,
-        error: BaseException | None = None,
-        synthetic: bool = False,
-    ) -> None:
-        self.fail_after, self.error, self.synthetic = fail_after, error, synthetic
-        self.calls: list[tuple[str, Any]] = []
-
-    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
-        self.calls.append((prompt, params))
-        for count in range(1, len(PIECES) + 1):
-            if self.error is not None and count - 1 == self.fail_after:
-                raise self.error
-            ended = "length" if count == len(PIECES) else None
-            sample = CompletionOutput(
-                index=0,
-                token_ids=list(range(count)),
-                text="".join(PIECES[:count]),
-                finish_reason=ended,
-                seed=7,
-                origins=["plain"] * count,
-                synthetic_acceptance=self.synthetic,
-            )
-            metrics = RequestMetrics()
-            metrics.observe(2, 1, synthetic=self.synthetic)
-            yield RequestOutput("1", prompt, [5, 6], [sample], metrics)
+from foretoken.outputs import RequestOutput
+from foretoken.sampling.params import SamplingParams
+from tests.support.fake_llm import FakeLLM
 
 
 def invoke(monkeypatch: pytest.MonkeyPatch, llm: FakeLLM, *args: str, **kwargs: Any) -> Result:
@@ -74,8 +41,9 @@ def test_text_goes_to_standard_output_alone(monkeypatch: pytest.MonkeyPatch) -> 
 def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke(monkeypatch, FakeLLM(), "def f():", "--json")
     data = json.loads(result.stdout)
-    assert data["token_ids"] == [0, 1, 2, 3]
-    assert (data["text"], data["finish_reason"], data["seed"]) == ("a + b\n", "length", 7)
+    (sample,) = data["outputs"]
+    assert sample["token_ids"] == [0, 1, 2, 3]
+    assert (sample["text"], sample["finish_reason"], sample["seed"]) == ("a + b\n", "length", 7)
     assert data["metrics"]["mean_acceptance_length"] == 2.0
     assert data["metrics"]["accepted_per_position"] == [1, 0]
     assert not data["synthetic_acceptance"]
@@ -104,13 +72,24 @@ def test_options_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = FakeLLM()
     invoke(
         monkeypatch, llm, "x", "--temperature", "0.5", "--top-p", "0.9", "--top-k", "20",
-        "--min-p", "0.1", "--max-tokens", "9", "--seed", "3", "--stop", "a", "--stop", "b",
-        "--ignore-eos",
+        "--min-p", "0.1", "--max-tokens", "9", "--min-tokens", "2", "--seed", "3", "--stop", "ä",
+        "--stop", "b", "--stop-token-ids", "7", "--stop-token-ids", "8", "--ignore-eos", "--n", "2",
+        "--presence-penalty", "0.1", "--frequency-penalty", "0.2", "--repetition-penalty", "1.5",
+        "--logit-bias", '{"4": -1.5}', "--bad-words", "c", "--allowed-token-ids", "4", "--json",
+        "--logprobs", "1", "--prompt-logprobs", "0", "--include-stop-str-in-output",
     )  # fmt: skip
-    params = llm.calls[0][1]
-    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 20, 0.1)
-    assert (params.max_tokens, params.seed, params.stop) == (9, 3, ("a", "b"))
-    assert params.ignore_eos
+    assert llm.calls[0][1] == SamplingParams(
+        temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, max_tokens=9, min_tokens=2, seed=3,
+        stop=["ä", "b"], stop_token_ids=[7, 8], ignore_eos=True, n=2, presence_penalty=0.1,
+        frequency_penalty=0.2, repetition_penalty=1.5, logit_bias={4: -1.5}, bad_words=["c"],
+        allowed_token_ids=[4], logprobs=1, prompt_logprobs=0, include_stop_str_in_output=True,
+    )  # fmt: skip
+
+
+def test_without_options_a_request_has_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = FakeLLM()
+    invoke(monkeypatch, llm, "x")
+    assert llm.calls[0][1] == SamplingParams(max_tokens=128, temperature=0.8)
 
 
 def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +122,11 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--top-p", "0"], "`top_p`"),
         (["--max-tokens", "0"], "`max_tokens` is 0: must be an integer >= 1."),
         (["--no-speculation", "--speculative-config", "{}"], "`speculative-config`"),
+        (["--logit-bias", "[1]"], "`logit_bias` is '[1]': must be a JSON object of token ids"),
+        (["--logit-bias", '{"a": 1}'], "`logit_bias`"),
+        (["--logit-bias", '{"1": 500}'], "`logit_bias[1]` is 500: must be in [-100, 100]."),
+        (["--logprobs", "2"], "`logprobs` is 2: must be left out without --json."),
+        (["--stop", "def \udcff():"], "`stop` is b'def \\xff():': must be UTF-8 text."),
     ],
 )
 def test_bad_values_are_one_message(
@@ -169,8 +153,8 @@ def test_what_the_command_does_not_say_is_the_engines_default(
 ) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(cli, "_load", lambda *args, **options: seen.update(options) or FakeLLM())
-    CliRunner().invoke(cli.app, ["generate", "x"])
-    assert EngineConfig("tiny-python", None, **seen) == EngineConfig("tiny-python")
+    CliRunner().invoke(cli.app, ["generate", "x", "--no-speculation"])
+    assert EngineConfig(**seen) == EngineConfig("tiny-python")
 
 
 class EndingLLM(FakeLLM):
@@ -180,8 +164,8 @@ class EndingLLM(FakeLLM):
         super().__init__()
         self.ended, self.fields = error, fields
 
-    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
-        *before, last = super().stream(prompt, params)
+    def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
+        *before, last = super().stream(prompt, params, **options)
         yield from before
         yield replace(last, outputs=[replace(last.outputs[0], **self.fields)], error=self.ended)
 
@@ -194,7 +178,7 @@ def test_an_interrupted_stream_is_printed_first(
     llm = EndingLLM(finish_reason="interrupted", stop_reason=name)
     result = invoke(monkeypatch, llm, "x", *(["--json"] if as_json else []))
     assert result.exit_code == code
-    text = json.loads(result.stdout)["text"] if as_json else result.stdout[:-1]
+    text = json.loads(result.stdout)["outputs"][0]["text"] if as_json else result.stdout[:-1]
     assert text == "a + b\n"
     assert "Interrupted: 4 tokens were generated in" in result.stderr
 
@@ -250,8 +234,8 @@ def test_a_prompt_that_is_no_text(
 
 
 class SlowLLM(FakeLLM):
-    def stream(self, prompt: str, params: Any) -> Iterator[RequestOutput]:
-        for output in super().stream(prompt, params):
+    def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
+        for output in super().stream(prompt, params, **options):
             time.sleep(0.05)
             yield output
 
@@ -262,18 +246,11 @@ class SlowLLM(FakeLLM):
 def test_json_shows_a_sign_of_life_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, terminal: bool, patience: float, shown: bool
 ) -> None:
-    monkeypatch.setattr(cli, "_PATIENCE", patience)
+    monkeypatch.setattr(printed, "_PATIENCE", patience)
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm-256color")
     result = invoke(monkeypatch, SlowLLM(), "x", "--json")
-    assert json.loads(result.stdout)["text"] == "a + b\n"
+    assert json.loads(result.stdout)["outputs"][0]["text"] == "a + b\n"
     assert ("of at most 128 tokens" in result.stderr) == shown
     assert shown or result.stderr == ""
-
-
-def test_the_help_names_every_backend() -> None:
-    """The text is written out, because importing `ops` would load torch for a page of help."""
-    option = get_args(cli.Backend)[1]
-    names = set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", option.help))) - {"or"}
-    assert names == {"auto", *BACKENDS}

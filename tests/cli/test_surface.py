@@ -6,21 +6,29 @@ say in CHANGELOG.md what changed.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
+import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import foretoken
-from foretoken.cli import app
+from foretoken.cli.app import app
+from foretoken.cli.options import NOT_OPTIONS
+from foretoken.config import DTYPES
+from foretoken.ops import BACKENDS
 
 PINNED = Path(__file__).with_name("surface.txt")
 
 
 def surface() -> str:
     runner = CliRunner(env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"})
-    calls: list[list[str]] = [[], ["generate"], ["demo"]]
+    calls: list[list[str]] = [[], ["generate"], ["chat"], ["demo"]]
     return "\n".join(runner.invoke(app, [*args, "--help"]).output for args in calls)
 
 
@@ -31,16 +39,17 @@ def test_the_surface_is_the_pinned_one() -> None:
 def test_help_and_version() -> None:
     runner = CliRunner()
     assert "generate" in runner.invoke(app, ["--help"]).output
-    for args in (["generate", "-h"], ["demo", "--help"]):
+    for args in (["generate", "-h"], ["chat", "-h"], ["demo", "--help"]):
         result = runner.invoke(app, args)
         assert result.exit_code == 0
         assert "--max-tokens" in result.output
     assert runner.invoke(app, ["--version"]).output == f"foretoken {foretoken.__version__}\n"
 
 
-def test_help_loads_no_heavy_library() -> None:
+@pytest.mark.parametrize("command", ["", "generate", "chat", "demo"])
+def test_help_loads_no_heavy_library(command: str) -> None:
     code = (
-        "import sys; sys.argv = ['foretoken', 'generate', '--help']\n"
+        f"import sys; sys.argv = ['foretoken', *{command.split()}, '--help']\n"
         "from foretoken.cli import main\n"
         "try:\n    main()\nexcept SystemExit as leave:\n    assert not leave.code\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
@@ -48,11 +57,56 @@ def test_help_loads_no_heavy_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
-def test_module_is_the_command() -> None:
+@pytest.mark.parametrize("module", ["foretoken", "foretoken.cli"])
+def test_module_is_the_command(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "foretoken", "--version"], capture_output=True, text=True
+        [sys.executable, "-m", module, "--version"], capture_output=True, text=True
     )
     assert done.stdout == f"foretoken {foretoken.__version__}\n"
+
+
+def options(command: str) -> dict[str, str]:
+    """The options of a command, as the fields they fill, and their help."""
+    found: Any = get_command(app)
+    parameters = found.commands[command].params
+    return {p.name: p.help for p in parameters if p.param_type_name == "option"}
+
+
+@pytest.mark.parametrize("cls", NOT_OPTIONS)
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_every_field_is_an_option_or_said_not_to_be(command: str, cls: Any) -> None:
+    names = {field.name for field in fields(cls)}
+    assert names > NOT_OPTIONS[cls]
+    assert names - NOT_OPTIONS[cls] <= options(command).keys()
+
+
+def test_the_help_is_what_the_dataclasses_say() -> None:
+    helps = options("generate")
+    assert helps["top_k"] == "Keeps the k most likely (all ties at the k-th); 0 or -1 is off."
+    assert helps["presence_penalty"] == helps["frequency_penalty"] != ""
+    assert not [text for text in helps.values() if not text or "None" in text]
+    # Written out, because importing `ops` would load torch for a page of help.
+    for name in (*BACKENDS, "auto"):
+        assert f"`{name}`" in helps["backend"]
+    for name in DTYPES:
+        assert f"`{name}`" in helps["dtype"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_needs_nothing_but_the_command(shell: str) -> None:
+    """A shell asks the command itself, by the variables that `--show-completion` sets."""
+    words = "foretoken generate --max-t"
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv = ['foretoken']; "
+         "from foretoken.cli import main; main()"],
+        env={**os.environ, "_FORETOKEN_COMPLETE": f"complete_{shell}", "COMP_WORDS": words,
+             "COMP_CWORD": "2", "_TYPER_COMPLETE_ARGS": words,
+             "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "--max-tokens" in done.stdout
+    assert "--min-p" not in done.stdout
+    assert done.stderr == ""
 
 
 if __name__ == "__main__":

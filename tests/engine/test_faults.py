@@ -151,7 +151,7 @@ def test_a_fault_in_one_request_ends_it_alone(
     inject: Callable[[LLM, pytest.MonkeyPatch], None],
 ) -> None:
     inject(llm, monkeypatch)
-    outputs = llm.generate(PROMPTS, PARAMS)
+    outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
     monkeypatch.undo()
     assert [o.outputs[0].token_ids for o in outputs[::2]] == expected[::2]
     assert all(o.error is None for o in outputs[::2])

@@ -1,7 +1,8 @@
-"""Ctrl-C and SIGTERM while requests run: what is there comes back, handlers too."""
+"""Ctrl-C and SIGTERM while requests run: no signal and no token is lost, handlers come back."""
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.outputs import uninterrupted
+from foretoken.errors import RequestError
+from foretoken.outputs import RequestOutput
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30)
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -46,16 +48,31 @@ def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> Callable[[], Any]:
     return counted
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+def interrupted(call: Callable[[], Any]) -> list[RequestOutput]:
+    """What the exception brings that ends the call: Python's own, which ends programs rightly."""
+    with pytest.raises(KeyboardInterrupt) as caught:
+        call()
+    assert caught.type is KeyboardInterrupt
+    return caught.value.outputs  # type: ignore[no-any-return, attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("on_interrupt", "number"),
+    [("raise", signal.SIGINT), ("return", signal.SIGINT), ("return", signal.SIGTERM)],
+)
 def test_what_is_there_comes_back_marked(
-    llm: LLM, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, on_interrupt: Any, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = [o.outputs[0].token_ids for o in llm.generate(["abc", "abd", "abe"], PARAMS)]
     short = SamplingParams(temperature=0, max_tokens=3)
     act = at_step(llm, 3, lambda: signal.raise_signal(number))
     monkeypatch.setattr(llm.engine, "step", act)
-    outputs = llm.generate(["abc", "abd", "abe", "abf", ""], [short, PARAMS, PARAMS, PARAMS, short])
-    done, cut, begun, waiting, refused = outputs
+
+    def call() -> list[RequestOutput]:
+        prompts, params = ["abc", "abd", "abe", "abf", ""], [short, PARAMS, PARAMS, PARAMS, short]
+        return llm.generate(prompts, params, on_interrupt=on_interrupt, on_error="return")
+
+    done, cut, begun, waiting, refused = interrupted(call) if on_interrupt == "raise" else call()
     assert (done.outputs[0].finish_reason, done.outputs[0].token_ids) == ("length", whole[0][:3])
     assert done.interrupted_by is None
     tokens = cut.outputs[0].token_ids
@@ -70,12 +87,38 @@ def test_what_is_there_comes_back_marked(
     assert refused.error is not None
     llm.engine.check_integrity()
     assert not llm.engine.has_work
-    expected = KeyboardInterrupt if number is signal.SIGINT else SystemExit
-    with pytest.raises(expected) as caught:
-        uninterrupted(outputs)
-    if isinstance(caught.value, SystemExit):
-        assert caught.value.code == 143
-    assert uninterrupted([done]) == [done]
+
+
+@pytest.mark.parametrize("on_interrupt", ["raise", "return"])
+def test_a_signal_in_the_last_step_is_not_swallowed(
+    llm: LLM, on_interrupt: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = SamplingParams(max_tokens=1)
+    act = at_step(llm, 1, lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(llm.engine, "step", act)
+    (output,) = interrupted(lambda: llm.generate(["abc"], one, on_interrupt=on_interrupt))
+    assert output.outputs[0].finish_reason == "length"
+    act = at_step(llm, 1, lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(llm.engine, "step", act)
+    (output,) = interrupted(lambda: list(llm.stream("abc", one, on_interrupt=on_interrupt)))
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_one_ctrl_c_stops_a_loop_of_calls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    act = at_step(llm, 40, lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(llm.engine, "step", act)
+    calls = itertools.count(1)
+    interrupted(lambda: [llm.generate("abc", PARAMS) for _ in calls])
+    assert next(calls) < 40
+
+
+@pytest.mark.parametrize("word", ["ignore", None])
+def test_other_words_are_refused(llm: LLM, word: Any) -> None:
+    with pytest.raises(RequestError, match="`raise` or `return`"):
+        llm.generate("abc", PARAMS, on_interrupt=word)
+    with pytest.raises(RequestError, match="`raise` or `return`"):
+        next(llm.stream("abc", PARAMS, on_interrupt=word))
+    assert not llm.engine.has_work
 
 
 def test_prompts_not_yet_encoded_come_back_marked(
@@ -91,7 +134,7 @@ def test_prompts_not_yet_encoded_come_back_marked(
         return encode(text, **options)
 
     monkeypatch.setattr(llm.tokenizer, "encode", signalling)
-    outputs = llm.generate(["a", "b", "c"], SamplingParams(n=2))
+    outputs = interrupted(lambda: llm.generate(["a", "b", "c"], SamplingParams(n=2)))
     assert seen == ["a", "b"]
     assert [o.prompt for o in outputs] == ["a", "b", "c"]
     assert len({o.request_id for o in outputs}) == 3
@@ -145,13 +188,27 @@ def test_a_programs_own_handler_is_left_alone(llm: LLM, monkeypatch: pytest.Monk
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_a_stream_ends_with_what_there_is(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    act = at_step(llm, 3, lambda: signal.raise_signal(signal.SIGTERM))
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_stream_ends_with_what_there_is(
+    llm: LLM, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    act = at_step(llm, 3, lambda: signal.raise_signal(number))
     monkeypatch.setattr(llm.engine, "step", act)
-    outputs = list(llm.stream("abc", PARAMS))
+    outputs = list(llm.stream("abc", PARAMS, on_interrupt="return"))
     assert [o.outputs[0].finish_reason for o in outputs] == [None, None, "interrupted"]
-    assert outputs[-1].interrupted_by == "SIGTERM"
+    assert outputs[-1].interrupted_by == number.name
     llm.engine.check_integrity()
+
+
+def test_ctrl_c_in_a_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    act = at_step(llm, 3, lambda: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(llm.engine, "step", act)
+    seen = []
+    (output,) = interrupted(lambda: seen.extend(llm.stream("abc", PARAMS)))
+    assert output.interrupted_by == "SIGINT"
+    assert len(output.outputs[0].token_ids) >= 3
+    llm.engine.check_integrity()
+    assert not llm.engine.has_work
 
 
 def test_between_steps_of_a_stream_signals_are_the_callers(llm: LLM) -> None:
@@ -181,7 +238,7 @@ def test_handlers_come_back_after_an_error(llm: LLM, monkeypatch: pytest.MonkeyP
 
 SCRIPT = """
 import sys
-from foretoken import cli
+from foretoken.cli import app, main
 from foretoken.llm import LLM
 
 step_count = 0
@@ -201,10 +258,10 @@ def load(model, speculative_config, **options):
     llm.engine.step = told
     return llm
 
-cli._load = load
+app._load = load
 sys.argv = ["foretoken", "generate", "abc", "--model", sys.argv[1], "--temperature", "0",
             "--max-tokens", "60", "--ignore-eos", *sys.argv[2:]]
-cli.main()
+main()
 """
 
 

@@ -204,8 +204,16 @@ def test_parameters_that_ban_every_token_are_blamed_and_lose_nothing_else(
     fine = SamplingParams(temperature=0, max_tokens=40, logprobs=0)
     good, bad = llm.generate(["abc", "abd"], [fine, banned])
     assert isinstance(bad.error, RequestError)
-    assert "ban every token" in str(bad.error)
+    assert "`allowed_token_ids, min_tokens` is 'together they ban every token'" in str(bad.error)
     assert good.outputs[0].token_ids == text
+
+
+def test_parameters_that_were_not_set_are_not_blamed(llm: LLM, text: list[int]) -> None:
+    first = llm.tokenizer.decode(text[:1])
+    params = {"allowed_token_ids": [text[0]], "temperature": 0, "max_tokens": 9}
+    with pytest.raises(RequestError, match=r"^`allowed_token_ids, bad_words` is") as caught:
+        llm.generate("abc", SamplingParams(**params, bad_words=[first]))
+    assert "min_tokens" not in str(caught.value)
 
 
 def test_a_nucleus_too_small_for_float32_is_the_likeliest_token(llm: LLM, text: list[int]) -> None:
@@ -256,7 +264,7 @@ def test_an_interrupted_call_leaves_no_orphans(
         _ = llm.engine
 
 
-@pytest.mark.parametrize("prompt", [None, b"abc", 7, {"a": 1}])
+@pytest.mark.parametrize("prompt", [None, b"abc", 7, {1}])
 def test_prompts_of_another_kind_are_refused(llm: LLM, prompt: Any) -> None:
     with pytest.raises(RequestError, match="list of token ids"):
         llm.generate(prompt)
@@ -267,7 +275,7 @@ def test_arrays_are_token_ids_and_dicts_are_parameters(llm: LLM, text: list[int]
     params = {"temperature": 0, "max_tokens": 5, "top_k": 2**63}
     for prompt in (torch.tensor(ids), torch.tensor([ids])):
         assert llm.generate(prompt, params)[0].outputs[0].token_ids == text[:5]
-    with pytest.raises(ConfigError, match="Did you mean `max_tokens`"):
+    with pytest.raises(RequestError, match="Did you mean `max_tokens`"):
         llm.generate("abc", {"max_token": 3})
     with pytest.raises(RequestError, match="a dict of its fields"):
         llm.generate(["abc"], [3])  # type: ignore[list-item]
@@ -295,7 +303,9 @@ def test_a_bad_request_is_refused_alone(
     llm = LLM(str(target), {"model": str(target)}, max_num_seqs=2, num_blocks=15)
     fine = SamplingParams(temperature=0, max_tokens=8)
     outputs = llm.generate(
-        ["abc", prompt, "abc"], [fine, SamplingParams(**{"max_tokens": 8, **params}), fine]
+        ["abc", prompt, "abc"],
+        [fine, SamplingParams(**{"max_tokens": 8, **params}), fine],
+        on_error="return",
     )
     assert isinstance(outputs[1].error, error)
     with pytest.raises(error, match=message):
@@ -325,6 +335,12 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 3}, "prompt_lookup_min"),
         ({"method": "draft_model"}, "shares the target's tokenizer"),
         ({}, "Use `draft_model`"),
+        ({"model": ""}, "`speculative_config.model` is '': must be a model name"),
+        ({"method": "draft_model", "model": ""}, "Leave it out for the draft model that comes"),
+        ({"method": "", "model": "x"}, "`speculative_config.method` is ''"),
+        ({"model": "x", "draft_sample_method": ""}, "probabilistic, greedy"),
+        ({"model": "x", "rejection_sample_method": ""}, "standard, block, coupled"),
+        ("", "JSON"),
         ("{not json", "JSON"),
         ([1], "a dict"),
     ],
@@ -340,6 +356,10 @@ def test_bad_speculative_options_are_named(target: Path, speculation: Any, messa
         ({"max_num_seq": 3}, "Did you mean `max_num_seqs`"),
         ({"device": "tpu"}, "auto, cpu"),
         ({"dtype": "int8"}, "float32"),
+        ({"dtype": ""}, "auto, float32"),
+        ({"device": ""}, "auto, cpu"),
+        ({"backend": ""}, "reference, torch_cpu"),
+        ({"load_format": ""}, "auto, dummy"),
         ({"backend": "triton9"}, "torch_cpu"),
         ({"max_num_batched_tokens": 2, "max_num_seqs": 4}, "at least max_num_seqs x"),
         ({"kv_cache_gib": 1e-9}, "one block"),

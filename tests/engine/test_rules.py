@@ -16,7 +16,7 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.errors import ConfigError, RequestError
 from foretoken.outputs import RequestOutput
-from foretoken.sampling.synthetic import conditional_rates, joint_rates
+from foretoken.sampling.synthetic import joint_rates, rates_of
 
 PROMPTS = ["def add(a, b):", "x", "import os\nimport sys\n" * 3, "for i in range(10): print(i)"]
 BACKENDS = ["auto", "torch_cpu"]
@@ -134,7 +134,7 @@ def test_acceptance_is_what_was_set_at_any_temperature_and_k(
     llm = synthetic(target, **drafters(draft)[kind], **rates)
     speculation = llm.config.speculative_config
     assert speculation is not None
-    joint = joint_rates(conditional_rates(speculation))
+    joint = joint_rates(rates_of(speculation))
     for temperature in (0.0, 0.8):
         asked = [
             SamplingParams(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import signal
 
 import pytest
 from rich.console import Console
@@ -84,13 +85,16 @@ def test_styles_differ_without_colour() -> None:
     assert len({tuple(mark) for mark in marks}) == len(marks)
 
 
-def test_ctrl_c_in_the_demo(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*args: object) -> None:
-        raise KeyboardInterrupt
-
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_demo(
+    pair: LLM, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     monkeypatch.setattr(cli, "_load", lambda *given, **options: pair)
-    monkeypatch.setattr(Demo, "show_acceptance", interrupt)
+    monkeypatch.setattr(Demo, "show_acceptance", lambda *args: signal.raise_signal(number))
+    before = signal.getsignal(signal.SIGTERM)
     args = ["demo", "--prompts", "1", "--max-tokens", "4"]
     result = CliRunner().invoke(cli.app, args)
-    assert result.exit_code == 130
-    assert "Interrupted: the prompts were completed; speed was not measured." in result.stderr
+    assert result.exit_code == 128 + number
+    said = "Interrupted: the prompts were completed; speed was not measured." in result.stderr
+    assert said == (number is signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before

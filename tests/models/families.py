@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -169,10 +170,55 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "embed_dim": 16,
+    "out_hidden_size": 32,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+
+# The settings of the text part.
+MULTIMODAL: dict[str, dict[str, Any]] = {
+    "aya_vision": {"model_type": "cohere2"},
+    "gemma3": SUPPORTED["gemma3_text"],
+    "gemma4": SUPPORTED["gemma4_text"] | {"pad_token_id": 0},
+    "glm4v": {"rope_parameters": _SECTIONS},
+    "idefics3": {"model_type": "llama"},
+    "internvl": {"model_type": "qwen2"},
+    "llava": {"model_type": "llama"},
+    "llava_next": {"model_type": "mistral"},
+    "llava_onevision": {"model_type": "qwen2"},
+    "mistral3": {"model_type": "mistral", "head_dim": 8},
+    "paligemma": {"model_type": "gemma", "head_dim": 8},
+    "qwen2_5_vl": {"rope_parameters": _SECTIONS},
+    "qwen2_vl": {"rope_parameters": _SECTIONS},
+    "qwen3_vl": {"rope_parameters": _SECTIONS, "head_dim": 8},
+    "smolvlm": {"model_type": "llama"},
+}
+
+
 def make_config(family: str, overrides: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(family, **{**_COMMON, **overrides})
+    settings = {**_COMMON, **overrides}
+    if family in MULTIMODAL:
+        settings = {"text_config": settings, "vision_config": dict(_VISION)}
+    return AutoConfig.for_model(family, **settings)
+
+
+def _auto_class(family: str) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if family in MULTIMODAL else AutoModelForCausalLM
 
 
 def save_model(
@@ -184,9 +230,7 @@ def save_model(
     **save: Any,
 ) -> Path:
     """A random checkpoint whose attention is far from uniform (weights of deviation 0.2)."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(make_config(family, overrides), dtype=dtype)
+    model = _auto_class(family).from_config(make_config(family, overrides), dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -198,11 +242,11 @@ def save_model(
 
 def plain_model(folder: Path) -> Any:
     """Transformers' own model: eager attention, nothing of ours."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
+    family = json.loads((folder / "config.json").read_text())["model_type"]
+    model: Any = _auto_class(family).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
+    return model.eval()
 
 
 def plain_logits(model: Any, tokens: list[int]) -> torch.Tensor:

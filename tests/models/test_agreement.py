@@ -44,6 +44,15 @@ def test_forward_equals_transformers(tmp_path: Path, family: str) -> None:
     check_family(tmp_path, family, families.SUPPORTED[family])
 
 
+@pytest.mark.parametrize("family", families.MULTIMODAL)
+def test_the_text_part_of_a_multimodal_model(tmp_path: Path, family: str) -> None:
+    check_family(tmp_path, family, families.MULTIMODAL[family])
+    model = load_model(tmp_path, device="cpu", backend="torch_cpu")
+    text = model.module.get_decoder()
+    rest = [part for part in model.module.base_model.children() if part is not text]
+    assert not any(type(m) is torch.nn.Linear for part in rest for m in part.modules())
+
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "heads of 6": ("llama", {"head_dim": 6}),
     "heads of 10": ("qwen3", {"head_dim": 10}),

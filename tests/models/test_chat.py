@@ -68,6 +68,52 @@ def test_options_reach_the_template(llm: LLM) -> None:
     assert other.prompt == "[abc]"
 
 
+def test_parts_are_joined_or_kept_as_the_template_reads_them(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "a"}, "b", {"type": "text", "text": "c"}]
+    talk = [{"role": "user", "content": parts}]
+    assert "<user>a\nb\nc\n" in str(llm.chat(talk, GREEDY)[0].prompt)
+    template = (
+        "{% for m in messages %}{% for part in m['content'] %}"
+        "[{{ part.text }}]{% endfor %}{% endfor %}"
+    )
+    assert llm.chat(talk, GREEDY, chat_template=template)[0].prompt == "[a][b][c]"
+    assert llm.chat([USER], GREEDY, chat_template=template)[0].prompt == "[abc]"
+    shown = "{{ messages[0].content is string }}"
+    for kind, said in (("auto", "True"), ("string", "True"), ("openai", "False")):
+        (output,) = llm.chat(talk, GREEDY, chat_template=shown, chat_template_content_format=kind)
+        assert output.prompt == said
+
+
+def test_the_last_message_can_be_continued(llm: LLM) -> None:
+    talk = [USER, {"role": "assistant", "content": "It is"}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    (output,) = llm.chat(talk, GREEDY, **options)
+    assert str(output.prompt).endswith("<assistant>It is")
+
+
+def test_what_the_template_does_not_use_is_refused(llm: LLM) -> None:
+    template = "{% if think %}+{% endif %}{{ tools[0].name }} {{ messages[0].content }}"
+    given = {"tools": [{"name": "f"}], "chat_template_kwargs": {"think": True}}
+    assert llm.chat([USER], GREEDY, chat_template=template, **given)[0].prompt == "+f abc"
+    for name, value in given.items():
+        with pytest.raises(RequestError, match="this chat template does not use it"):
+            llm.chat([USER], GREEDY, **{name: value})
+
+
+def test_fields_of_clients_reach_the_template(llm: LLM) -> None:
+    template = """{% for m in messages %}{{ m.name }}|{{ m.reasoning_content }}|{{ m.content }}|
+{{ m.tool_call_id }}|{{ m.tool_calls[0].function.arguments.x if m.tool_calls }}{% endfor %}"""
+    function = {"name": "f", "arguments": '{"x": 5}'}
+    calls = [{"id": "1", "type": "function", "function": function}]
+    asked = {"role": "assistant", "content": None, "refusal": None, "tool_calls": calls}
+    (output,) = llm.chat([{**asked, "reasoning_content": "hm"}], GREEDY, chat_template=template)
+    assert output.prompt == "|hm||\n|5"
+    assert calls[0]["function"] is function, "the caller's own is left as it was"
+    function["arguments"] = "{x"
+    with pytest.raises(RequestError, match=r"tool_calls\[0\].function.arguments.*parser says"):
+        llm.chat([asked], GREEDY, chat_template=template)
+
+
 def test_a_template_in_the_tokenizer_config(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path)
     path = folder / "tokenizer_config.json"
@@ -86,7 +132,7 @@ def test_a_template_in_the_tokenizer_config(tmp_path: Path) -> None:
 def test_a_bad_conversation_fails_alone(llm: LLM) -> None:
     late = [USER, {"role": "system", "content": "x"}]
     params = [SamplingParams(temperature=0, max_tokens=i) for i in (1, 2, 3, 4)]
-    outputs = llm.chat([[USER], late, [], [USER]], params)
+    outputs = llm.chat([[USER], late, [], [USER]], params, on_error="return")
     assert [len(o.outputs[0].token_ids) if o.outputs else None for o in outputs] == [
         1,
         None,
@@ -106,10 +152,13 @@ BAD: dict[str, tuple[Any, str]] = {
     "nothing": ([], "at least one message"),
     "a list of texts": (["abc"], r"`messages\[0\]` is 'abc': must be a dict"),
     "a misspelt field": ([{"role": "user", "contnt": "a"}], "contnt.*Did you mean `content`"),
-    "another field": ([{**USER, "tool_calls": []}], r"messages\[0\].tool_calls.*left out"),
+    "another field": ([{**USER, "cost": 3}], r"messages\[0\].cost.*one of content, name"),
     "no content": ([USER, {"role": "user"}], r"`messages\[1\].content` is None: must be a text"),
     "no role": ([{"content": "a"}], r"`messages\[0\].role` is None"),
-    "parts": ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "must be a text"),
+    "an image": ([{"role": "user", "content": [{"type": "image_url"}]}], "'image_url': .*Images"),
+    "a part without text": ([{"role": "user", "content": [{"type": "text"}]}], "must be a text"),
+    "a surrogate": ([{"role": "user", "content": "a\udcff"}], r"content.*surrogate '\\udcff'"),
+    "calls the template drops": ([{**USER, "tool_calls": [{}]}], "template does not use it"),
     "an unknown role": ([{"role": "usr", "content": "a"}], "'usr': must be one of system,"),
     "lists and messages": ([[USER], USER], "must be a list of dicts"),
 }
@@ -145,6 +194,14 @@ def test_a_role_that_only_the_template_knows(llm: LLM) -> None:
         ({"chat_template": "{{ messages[0].content.nothing() }}"}, "takes; it says: 'str object'"),
         ({"chat_template": "{{ messages[0].none }}"}, "at least one token"),
         ({"add_generation_prompt": 1}, "must be true or false"),
+        ({"continue_final_message": 1}, "must be true or false"),
+        ({"continue_final_message": True}, "Pass add_generation_prompt=False"),
+        ({"chat_template_content_format": "json"}, "one of auto, string, openai"),
+        ({"tools": {}}, "a list of JSON schemas"),
+        ({"chat_template_kwargs": [1]}, "a dict of template variables"),
+        ({"chat_template_kwargs": {"tools": []}}, "an argument of its own"),
+        ({"chat_templat": "x"}, "Did you mean `chat_template`"),
+        ({"mm_processor_kwargs": {"a": 1}}, "takes text alone"),
         ({"sampling_params": [GREEDY] * 2}, "one, or a list of 1"),
     ],
 )

@@ -108,12 +108,20 @@ def _more_layers(folder: Path) -> None:
     edit_config(folder, num_hidden_layers=3)
 
 
-def _surplus(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
+def _bad_generation_json(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 2]')
 
-    path = folder / "model.safetensors"
-    more = {f"model.layers.0.self_attn.{name}_proj.bias": torch.zeros(32) for name in "qo"}
-    save_file(load_file(path) | more, path, metadata={"format": "pt"})
+
+def _generation_list(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("[1, 2]")
+
+
+def _bad_end(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, "2"]}')
+
+
+def _bad_generation_value(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"cache_implementation": "spiral"}')
 
 
 def _list_for_quantization(folder: Path) -> None:
@@ -136,7 +144,10 @@ BROKEN: dict[Callable[[Path], None], str] = {
     _no_model_type: "no `model_type`",
     _bad_value: "not a valid `llama` configuration",
     _vocabulary: "do not fit",
-    _surplus: r"2 unexpected tensors, for example `model.layers.0.self_attn.o_proj.bias`, `",
+    _bad_generation_json: "generation_config.json` is not valid JSON",
+    _generation_list: "generation_config.json` must hold a JSON object",
+    _bad_end: r"generation_config.json` gives `eos_token_id` as \[1, '2'\]: it must be a token id",
+    _bad_generation_value: "generation_config.json` is not a valid generation configuration",
     _more_layers: "missing tensors, for example `model.layers.2",
 }
 
@@ -233,16 +244,6 @@ def test_code_beside_a_known_architecture_is_ignored(whole: Path, tmp_path: Path
     assert same_weights(load(folder), load(whole))
 
 
-def test_surplus_tensors_that_transformers_ignores_are_allowed(whole: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    folder = Path(shutil.copytree(whole, tmp_path / "model"))
-    path = folder / "model.safetensors"
-    old = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
-    save_file(load_file(path) | old, path, metadata={"format": "pt"})
-    assert same_weights(load(folder), load(whole))
-
-
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_no_permission(whole: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     plain = Path.open
@@ -272,8 +273,7 @@ def test_a_folder_that_may_not_be_searched(whole: Path, monkeypatch: pytest.Monk
     ("name", "message"),
     [
         ("tiny-pyton", "Did you mean `tiny-python`?"),
-        ("nobody/nothing", "With a network, `hf download nobody/nothing` puts it there; without"),
-        ("nobody/nothing", "the local Hugging Face cache (nothing is ever downloaded here)"),
+        ("nobody/nothing", "HF_HUB_OFFLINE forbids to download it"),
         ("./no/such/folder", "Give a folder"),
         ("", "No model ``"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +45,7 @@ def refused_on_the_page() -> dict[str, str]:
 
 def test_the_page_of_models_names_the_families_of_the_tests() -> None:
     assert re.findall(r"`(\w+)`", models_page("supported")) == sorted(families.SUPPORTED)
+    assert re.findall(r"`(\w+)`", models_page("multimodal")) == sorted(families.MULTIMODAL)
     assert refused_on_the_page().keys() == families.REFUSED.keys()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{len(families.SUPPORTED)} families" in readme
@@ -159,6 +161,22 @@ def test_self_check_rejects_wrong_attention(tmp_path: Path, mutant: str) -> None
     mutant: Any = SimpleNamespace(attention=function, FUSES_DECODERS=False)
     with pytest.raises(UnsupportedModelError, match="eager attention"):
         load_model(tmp_path, device="cpu", backend=mutant)
+
+
+def test_a_multimodal_model_whose_text_part_attends_to_an_encoder(tmp_path: Path) -> None:
+    config = {"model_type": "florence2", "text_config": {"model_type": "bart"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UnsupportedModelError, match=r"`florence2` is multimodal, and its text part"
+    ):
+        load(tmp_path, load_format="dummy")
+
+
+def test_a_rope_type_that_transformers_does_not_have(tmp_path: Path) -> None:
+    unknown = {"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0}
+    families.make_config("llama", {"rope_parameters": unknown}).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"RoPE of type `spiral`; .*`llama3`.*`yarn`"):
+        load(tmp_path, load_format="dummy")
 
 
 @pytest.mark.parametrize("family", families.SUPPORTED)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.errors import CheckpointError, RequestError
+from foretoken.errors import CapacityError, CheckpointError, RequestError
 from foretoken.models import load_tokenizer
 from tests.models import families
 from tests.support.checkpoints import save_checkpoint, save_tokenizer
@@ -95,6 +95,24 @@ def test_a_text_with_tokens_that_the_model_does_not_have(tmp_path: Path) -> None
     save_tokenizer(folder)
     with pytest.raises(RequestError, match=r"made of token ids in \[0, 40\)"):
         LLM(str(folder), num_blocks=64).generate("abc", GREEDY)
+
+
+def test_a_prompt_that_is_too_long_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By our error, and not by a warning of the tokenizer's as well."""
+    from transformers.utils import logging
+
+    folder = save_checkpoint(tmp_path, max_len=16)
+    edit(folder / "tokenizer_config.json", model_max_length=16)
+    llm = LLM(folder, num_blocks=64)
+    logging.enable_propagation()
+    try:
+        with pytest.raises(CapacityError, match="shorter than the context of 16"):
+            llm.generate("a" * 40)
+    finally:
+        logging.disable_propagation()
+    assert not caplog.records
 
 
 def _own_code(folder: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import math
+import hashlib
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,18 @@ from torch import Tensor
 
 from foretoken.models import load_model
 from foretoken.native import build, library
-from foretoken.ops import DraftBlock, DraftCache, Stream, get_backend
-from foretoken.ops.backends.native_cpu.arguments import native_batch, native_params
+from foretoken.ops import (
+    DraftBlock,
+    DraftCache,
+    Rule,
+    Stream,
+    checks,
+    get_backend,
+)
 from foretoken.ops.backends.reference import noise as reference
 from tests.models import families
 from tests.models.walk import walk
-from tests.support.cases import make_params
+from tests.support.cases import drafts_of, make_params
 from tests.support.kernels import needs_kernels, require_kernels
 
 V3, V4 = "x86-64-v3", "x86-64-v4"
@@ -92,18 +99,41 @@ def test_why_there_are_none(
     assert reason in str(caught.value)
 
 
-def test_a_library_that_cannot_be_loaded_is_none(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
+@needs_kernels
+@pytest.mark.parametrize("damage", ["empty", "half", "last bytes", "one bit"])
+def test_a_damaged_library_is_found_before_it_is_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    found = machine("x86_64", library._NEEDS[V3], (V3,))  # an empty file
-    assert found == (V3, "")
-    monkeypatch.setattr(library, "_variant", lambda: found)
+    """The system's loader does not notice: the first call into missing pages is a SIGBUS."""
+    variant, _ = library._variant()
+    assert variant is not None
+    content = build.library_path(variant).read_bytes()
+    half = len(content) // 2
+    flipped = content[:half] + bytes([content[half] ^ 1]) + content[half + 1 :]
+    damaged = {
+        "empty": b"", "half": content[:half], "last bytes": content[:-40], "one bit": flipped
+    }[damage]  # fmt: skip
+    monkeypatch.setattr(build, "LIBRARIES", tmp_path)
+    path = build.library_path(variant)
+    path.write_bytes(damaged)
     monkeypatch.setattr(library, "load", LOAD)
     reason = library.missing()
     assert reason is not None
-    assert reason.startswith("they cannot be loaded (")
-    assert f"{build.library_path(V3)}: file too short" in reason
-    assert "run `python -m foretoken.native.build`" in reason
+    assert reason.startswith(f"they cannot be loaded ({path} is damaged: ")
+    assert reason.endswith("run `python -m foretoken.native.build` (needs g++)")
+    path.write_bytes(content)
+    assert library.missing() is None
+
+
+def test_a_library_of_another_system_is_none(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = machine("x86_64", library._NEEDS[V3], (V3,))
+    path = build.library_path(V3)
+    path.write_bytes(b"no library" + hashlib.sha256(b"no library").digest())
+    monkeypatch.setattr(library, "_variant", lambda: found)
+    monkeypatch.setattr(library, "load", LOAD)
+    assert f"they cannot be loaded ({path}: " in str(library.missing())
 
 
 @pytest.mark.parametrize(
@@ -129,8 +159,7 @@ def test_tests_of_kernels_fail_where_only_the_build_is_missing(
 def test_memory_that_runs_out_is_an_exception() -> None:
     def foretoken_sample() -> None: ...
 
-    assert library._check(0, foretoken_sample, ())
-    assert not library._check(1, foretoken_sample, ())
+    library._check(0, foretoken_sample, ())
     with pytest.raises(MemoryError, match="foretoken_sample could not allocate"):
         library._check(2, foretoken_sample, ())
 
@@ -189,6 +218,17 @@ def test_every_instruction_set_gives_the_same(
                 torch.testing.assert_close(ours, other, atol=1e-5, rtol=1e-5)
 
 
+def accepted(key: int, position: int, rates: list[float], fp64: bool) -> int:
+    """Drafts that SYNTHETIC accepts, of as many as there are rates."""
+    params = replace(make_params(1, rule=Rule.SYNTHETIC), key_S=torch.tensor([key]))
+    drafts, zero = drafts_of([[0] * len(rates)]), torch.zeros(1, dtype=torch.int64)
+    verdict = get_backend("native_cpu").verify(
+        torch.zeros(len(rates) + 1, 3), params, zero, zero + position, drafts,
+        synthetic_rate_K=torch.tensor(rates, dtype=torch.float64), fp64_noise=fp64,
+    )  # fmt: skip
+    return int(verdict.n_accept_B)
+
+
 @needs_kernels
 @given(
     st.lists(
@@ -202,21 +242,27 @@ def test_every_instruction_set_gives_the_same(
     )
 )
 def test_uniforms_are_the_bits_of_the_definition(rows: list[tuple[int, int, int]]) -> None:
-    """Seen through the logarithm of the uniform that decides a draft."""
-    key_S, position_B, num_B = torch.tensor(rows).t().contiguous()
-    params = replace(make_params(len(rows)), key_S=key_S)
-    logits = torch.zeros(int(num_B.sum()) + len(rows), 3)
-    token_BK = torch.zeros(len(rows), 5, dtype=torch.int64)
-    slot_B, real_q_B = torch.arange(len(rows)), torch.zeros(len(rows)).bool()
-    drafts = DraftBlock(token_BK, num_B, None, real_q_B)
-    for fp64 in (False, True):
-        batch = native_batch(logits, slot_B, position_B, drafts, None, fp64)
-        numbers = torch.empty(4, len(rows), 5, dtype=torch.float64)  # one too large for the bools
-        reduced = library.Reduced(*[part.data_ptr() for part in numbers])
-        library.load().foretoken_reduce(
-            ctypes.byref(native_params(params)), ctypes.byref(batch), ctypes.byref(reduced)
+    """Seen through the rates at which SYNTHETIC begins to accept."""
+    for (key, position, num), fp64 in itertools.product(rows, (False, True)):
+        uniform_K = [
+            reference.uniform_of(0, key, position + i, i, Stream.ACCEPT, fp64) for i in range(num)
+        ]
+        above = [min(1.0, u * (1 + 1e-13)) for u in uniform_K]
+        assert accepted(key, position, above, fp64) == num
+        for i, u in enumerate(uniform_K):
+            below = [*above[:i], u * (1 - 1e-13), *above[i + 1 :]]
+            assert accepted(key, position, below, fp64) == i
+
+
+@needs_kernels
+def test_a_rule_that_the_kernels_do_not_state_fails_loudly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ops/types.py` may have one more; it must not be decided by another."""
+    monkeypatch.setattr(checks, "RULES", checks.RULES | {9})
+    params = replace(make_params(2, rule=[0, 9]), rules=frozenset({0, 9}))  # type: ignore[arg-type]
+    slot_B = torch.arange(2)
+    with pytest.raises(NotImplementedError, match="verify lacks a rule"):
+        get_backend("native_cpu").verify(
+            torch.zeros(2, 3), params, slot_B, slot_B, drafts_of([[], []])
         )
-        for b, (key, position, num) in enumerate(rows):
-            for i in range(num):
-                uniform = reference.uniform_of(0, key, position + i, i, Stream.ACCEPT, fp64)
-                assert math.isclose(numbers[2, b, i].item(), math.log(uniform), rel_tol=1e-15)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from foretoken.native import library
-from foretoken.ops import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, get_backend
-from foretoken.ops.backends.native_cpu.arguments import native_batch, native_params
-from foretoken.ops.backends.native_cpu.verify import _verify_in_stages
+from foretoken.ops import (
+    DraftBlock,
+    DraftCache,
+    Edits,
+    Rule,
+    SlotParams,
+    Stream,
+    Verdict,
+    get_backend,
+)
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
 
@@ -126,47 +136,76 @@ def cached(
     return torch.stack(drafts, dim=1), cache
 
 
-@pytest.mark.parametrize("rules", [[Rule.STANDARD], [Rule.COUPLED], [Rule.STANDARD, Rule.COUPLED]])
+@pytest.mark.parametrize("rules", [[Rule.STANDARD], [Rule.SYNTHETIC], list(Rule)])
 @pytest.mark.parametrize("fp64", [False, True])
-def test_what_is_decided_natively_is_what_the_rules_decide(
-    rules: Sequence[Rule], fp64: bool
-) -> None:
-    num, most, vocabulary = 240, 3, 1500
+def test_a_request_is_decided_as_if_it_were_alone(rules: Sequence[Rule], fp64: bool) -> None:
+    num, most, vocabulary = 96, 3, 1500
     params = make_params(
         num,
-        temperature=[0.0, 0.7, 1.0, 1.2] * 60,
-        top_k=[0, 0, 0, 0, 20, 700] * 40,
-        top_p=[1.0, 0.9, 1.0] * 80,
-        rule=[int(rules[b % len(rules)]) for b in range(num)],
+        temperature=[0.0, 0.7, 1.0, 1.2] * 24,
+        top_k=[0, 0, 0, 0, 20, 700] * 16,
+        top_p=[1.0, 0.9, 1.0] * 32,
+        rule=[int(rules[b // 4 % len(rules)]) for b in range(num)],
     )
     base = rows_of(num, vocabulary, 2.0)
     slot_B = torch.arange(num)
     noisy = base[:, None] + rows_of(num * most, vocabulary, 0.4, 1).view(num, most, vocabulary)
     token_BK, cache = cached(noisy, params, slot_B, fp64=fp64)
     token_BK[::17, 1] = -1
-    num_B = torch.arange(num) % (most + 1)
-    drafts = DraftBlock(token_BK, num_B, cache, torch.arange(num) % 5 > 0)
+    num_B = (torch.arange(num) + torch.arange(num) // 4) % (most + 1)
     logits = base.repeat_interleave(num_B + 1, dim=0)
     logits[100, 3] = torch.nan
-    at_once = get_backend("native_cpu").verify(
-        logits, params, slot_B, slot_B, drafts, fp64_noise=fp64
+
+    def verified(b: slice, row: slice) -> Verdict:
+        drafts = DraftBlock(token_BK[b], num_B[b], cache, torch.arange(num)[b] % 5 > 0)
+        return get_backend("native_cpu").verify(
+            logits[row], params, slot_B[b], slot_B[b], drafts, fp64_noise=fp64,
+            synthetic_rate_K=torch.tensor([0.9, 0.8, 0.3], dtype=torch.float64),
+        )  # fmt: skip
+
+    whole = verified(slice(None), slice(None))
+    first = 0
+    for b, rows in enumerate((num_B + 1).tolist()):
+        alone = verified(slice(b, b + 1), slice(first, first + rows))
+        first += rows
+        for name in ("token_BK1", "n_accept_B", "finite_B"):
+            assert torch.equal(getattr(alone, name)[0], getattr(whole, name)[b]), name
+    assert int(whole.n_accept_B.sum()) > num // 2
+    assert int(whole.finite_B.sum()) == num - 1
+
+
+UNREADABLE = """
+import ctypes, itertools, mmap
+import torch
+from foretoken.ops import Rule, get_backend
+from tests.support.cases import drafts_of, make_params
+
+ROW = 2 * mmap.PAGESIZE  # bytes
+memory = mmap.mmap(-1, 10 * ROW)
+logits_NV = torch.frombuffer(memory, dtype=torch.float32).view(10, ROW // 4)
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.mprotect(ctypes.c_void_p(logits_NV[6:].data_ptr()), ctypes.c_size_t(4 * ROW), 0) == 0
+slot_B, rate_K = torch.arange(2), torch.zeros(4, dtype=torch.float64)
+for temperature, *rules in itertools.product((0.0, 1.0), Rule, Rule):
+    if rules[1] == Rule.BLOCK and temperature:
+        continue  # looks at all of its rows
+    verdict = get_backend("native_cpu").verify(
+        logits_NV, make_params(2, temperature, rule=rules), slot_B, slot_B,
+        drafts_of([[5] * 4] * 2), synthetic_rate_K=rate_K,
     )
-    in_stages = _verify_in_stages(
-        native_params(params),
-        native_batch(logits, slot_B, slot_B, drafts, None, fp64),
-        replace(
-            at_once,
-            token_BK1=torch.zeros_like(at_once.token_BK1),
-            finite_B=torch.zeros_like(at_once.finite_B),
-        ),
-        params.rule_S,
-        None,
-    )
-    assert torch.equal(in_stages.token_BK1, at_once.token_BK1)
-    assert torch.equal(in_stages.n_accept_B, at_once.n_accept_B)
-    assert torch.equal(in_stages.finite_B, at_once.finite_B)
-    assert int(at_once.n_accept_B.sum()) > num // 2
-    assert int(at_once.finite_B.sum()) == num - 1
+    assert verdict.n_accept_B[1] == 0, (temperature, rules)
+print("done")
+"""
+
+
+def test_rows_behind_a_rejection_are_not_read() -> None:
+    """Whatever the rule of the other request is: `synthetic` reads what `standard` reads.
+
+    Two requests of five rows; the last four of the second are memory that nobody may read.
+    """
+    command, root = [sys.executable, "-c", UNREADABLE], Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.stdout == "done\n", (done.returncode, done.stderr)
 
 
 @pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK])

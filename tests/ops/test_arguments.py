@@ -107,6 +107,7 @@ SLOT_PARAMS = [
     ("params.rule_S", torch.tensor([-1, 0])),
     ("params.rule_S", torch.zeros(2, dtype=torch.int32)),
 ]
+FLAG = [("fp64_noise", "x"), ("fp64_noise", 1), ("fp64_noise", None)]
 EDITS = [
     ("edits.bias_M", torch.zeros(3, requires_grad=True)),
     ("edits.mask_RW", torch.zeros(1, 1, dtype=torch.int32).to_sparse()),
@@ -153,6 +154,7 @@ EDITS = [
         ("streams", (Stream.TARGET_BLOCK, Stream.TARGET_TOKEN)),
         ("streams", (Stream.TARGET_TOKEN, [])),
         ("streams", None),
+        *FLAG,
         ("params", None),
         ("edits", {}),
         *SLOT_PARAMS,
@@ -198,6 +200,7 @@ def test_rules_that_were_promised_away(ops: Backend) -> None:
         ("cache.threshold_SK", torch.zeros(2, 3)),
         ("cache.threshold_SK", torch.zeros(2, 2).double()),
         ("cache.lse_SK", torch.zeros(2, 2)),
+        *FLAG,
     ],
 )
 def test_draft(ops: Backend, field: str, value: object) -> None:
@@ -235,6 +238,7 @@ def test_a_row_of_the_cache_is_written_once(ops: Backend) -> None:
         ("synthetic_rate_K", torch.tensor([0.5, 1.1], dtype=torch.float64)),
         ("synthetic_rate_K", torch.tensor([-0.1, 0.5], dtype=torch.float64)),
         ("synthetic_rate_K", torch.tensor([math.nan, 0.5], dtype=torch.float64)),
+        *FLAG,
         *SLOT_PARAMS,
     ],
 )
@@ -246,6 +250,19 @@ def test_rates_are_needed_by_synthetic_slots_alone(ops: Backend) -> None:
     given = {**verify_arguments(), "synthetic_rate_K": None}
     assert ops.verify(**{**given, "params": make_params(2, rule=Rule.BLOCK)}).finite_B.all()
     with pytest.raises(ConfigError, match="synthetic_rate_K"):
+        ops.verify(**given)
+
+
+def test_rates_that_fitted_are_looked_at_again(ops: Backend) -> None:
+    given = verify_arguments()
+    rate_K = given["synthetic_rate_K"]
+    ops.verify(**given)
+    wide = {**given, "drafts": drafts_of([[1, 2, 3], [3, 1, 2]]), "edits": None}
+    wide["logits_NV"] = torch.zeros(8, 8)
+    with pytest.raises(ConfigError, match=r"synthetic_rate_K\.shape"):
+        ops.verify(**wide)
+    rate_K[1] = 1.5
+    with pytest.raises(ConfigError, match=r"`synthetic_rate_K` is 1\.5"):
         ops.verify(**given)
 
 

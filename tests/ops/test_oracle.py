@@ -9,6 +9,7 @@ import ast
 import functools
 import inspect
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,6 +97,19 @@ def test_each_rule_alone(fast: Backend, rule: Rule, temperature: float) -> None:
     tally = Tally()
     for case, expected in batches_of(rule, temperature):
         tally = tally.plus(compare_batch(fast, case, expected))
+    assert tally.near_ties <= MOST_EXCLUDED * tally.decisions
+
+
+@pytest.mark.parametrize("others", [Rule.STANDARD, Rule.SYNTHETIC])
+def test_one_block_request_among_many(fast: Backend, others: Rule) -> None:
+    """It may be decided apart from the others; drafts, rows and temperatures of every kind."""
+    fixed = {"top_k": 0, "rule": int(others)}
+    shape = {"num_requests": 64, "num_slots": 64, "most": 4}
+    case = random_case(1500, 5, junk=True, fixed=fixed, **shape)  # type: ignore[arg-type]
+    params = replace(case.params, rules=frozenset(Rule))
+    waits_B = (case.num_B > 1) & (params.temperature_S[case.slot_B] > 0)
+    params.rule_S[case.slot_B[waits_B.nonzero()[9]]] = int(Rule.BLOCK)
+    tally = compare_batch(fast, replace(case, params=params))
     assert tally.near_ties <= MOST_EXCLUDED * tally.decisions
 
 

@@ -302,3 +302,28 @@ def test_no_top_and_no_rows(ops: Backend) -> None:
     cache = DraftCache.empty(1, 1, 7, torch.float32, CPU)
     drawn = ops.draft(torch.zeros(0, 7), make_params(1), empty, empty, empty, cache)
     assert drawn.shape == (0,)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("law", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"rule": 2}])
+@pytest.mark.parametrize("vocabulary", [8, 1030])
+def test_a_row_that_is_not_finite_gives_an_unmarked_id(
+    ops: Backend, temperature: float, law: dict[str, float], vocabulary: int
+) -> None:
+    """Some id in range, whatever the row holds; of a draft the cache says that q is nothing."""
+    rows = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(1))
+    rows[0, 5] = torch.nan
+    rows[1, 5] = torch.inf
+    rows[2] = -torch.inf
+    rows[3] = torch.nan
+    rows[4] = torch.inf
+    params, slot = make_params(5, temperature, **law), torch.arange(5)  # type: ignore[arg-type]
+    drawn_N = ops.sample(rows, params, slot, slot, slot * 0, TARGET)
+    cache = DraftCache.empty(5, 1, vocabulary, torch.float32, torch.device("cpu"))
+    draft_N = ops.draft(rows, params, slot, slot, slot * 0, cache)
+    for token_N in (drawn_N, draft_N):
+        assert bool(((token_N >= 0) & (token_N < vocabulary)).all())
+    if temperature:
+        assert not bool(cache.lse_SK.isfinite().any())
+    else:
+        assert cache.lse_SK.tolist() == [[0.0]] * 5

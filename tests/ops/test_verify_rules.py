@@ -122,20 +122,23 @@ def test_synthetic_rates_are_probabilities(ops: Backend) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", list(Rule))
-def test_a_row_that_is_not_finite_is_reported_by_every_rule(
-    ops: Backend, rule: Rule, temperature: float
+@pytest.mark.parametrize("junk", [math.nan, INF, -INF])
+def test_a_row_that_is_not_finite_ends_in_minus_one_by_every_rule(
+    ops: Backend, rule: Rule, temperature: float, junk: float
 ) -> None:
-    """Also by SYNTHETIC, which would accept past it."""
+    """n_accept is the row's index; SYNTHETIC may accept past it, and is reported all the same."""
     rows = torch.stack([only(t) for t in (1, 2, 3)])
-    rows[1, 2] = math.nan
-    slot = torch.tensor([0])
+    rows[1, 2] = junk
+    params, slot = make_params(1, temperature, rule=rule), torch.tensor([0])
     rates = torch.ones(2, dtype=torch.float64)
-    verdict = ops.verify(
-        rows, make_params(1, temperature, rule=rule), slot, slot, drafts_of([[1, 2]]),
-        synthetic_rate_K=rates,
-    )  # fmt: skip
-    assert verdict.finite_B.tolist() == [False]
-    assert int(verdict.n_accept_B[0]) >= 1
+    drafts = drafts_of([[1, 2]])
+    verdict = ops.verify(rows, params, slot, slot, drafts, synthetic_rate_K=rates)
+    check(verdict, [[1, 2, -1] if rule == Rule.SYNTHETIC else [1, -1]], [False])
+    verdict = ops.verify(rows[1:2], params, slot, slot, no_drafts(1), synthetic_rate_K=rates)
+    check(verdict, [[-1]], [False])
+    drafts = drafts_of([[-1, 2]])  # a placeholder before it: the row decides nothing
+    verdict = ops.verify(rows, params, slot, slot, drafts, synthetic_rate_K=rates)
+    check(verdict, [[1]])
 
 
 @pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK, Rule.COUPLED])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from benchmarks.curves import fit
 from benchmarks.opponents import torch_threads
 from benchmarks.prefix import Prompts
 from benchmarks.profile import Stopwatch, split
+from benchmarks.reproducibility import compare, seeded
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread
+from foretoken.native import library
 
 BLOCK = 16
 
@@ -87,3 +91,43 @@ def test_profile_counts_decode_steps_and_leaves_no_trace(llm: LLM) -> None:
     steps = drafting.steps
     llm.generate("def f(x):\n    return ", params)
     assert drafting.steps == steps
+
+
+@pytest.mark.parametrize("backend", ["native_cpu", "torch_cpu"])
+def test_in_float32_no_batch_changes_a_token(backend: str) -> None:
+    """Of the embedded pair, in native kernels and in PyTorch's modules with packed layers."""
+    if backend == "native_cpu" and library.missing() is not None:
+        pytest.skip("there are no native kernels")
+    threads = torch.get_num_threads()
+    speculation = {"method": "draft_model", "num_speculative_tokens": 4}
+    size = {"max_num_seqs": 8, "enable_prefix_caching": False, "threads": 1}
+    with LLM("tiny-python", speculation, dtype="float32", backend=backend, **size) as llm:
+        counts = compare(llm, seeded(count=8, max_tokens=12))
+    torch.set_num_threads(threads)
+    assert counts == {
+        "requests": 8,
+        "differ_in_batch": 0,
+        "differ_in_reversed_batch": 0,
+        "differ_when_repeated": 0,
+    }
+
+
+def test_reproducibility_counts_every_request_that_parts() -> None:
+    """Request 0 depends on the batch's order, 2 on its size, 3 on the calls before."""
+
+    class Engine:
+        calls = 0
+
+        def generate(self, prompts: list[str], params: list[SamplingParams]) -> list[Any]:
+            self.calls += 1
+            tokens = {0: params[0].seed == 0, 1: 7, 2: len(prompts), 3: self.calls}
+            samples = [SimpleNamespace(token_ids=[tokens[p.seed or 0]]) for p in params]
+            return [SimpleNamespace(outputs=[s], interrupted_by=None) for s in samples]
+
+    counts = compare(Engine(), seeded(count=4, max_tokens=1))
+    assert counts == {
+        "requests": 4,
+        "differ_in_batch": 2,
+        "differ_in_reversed_batch": 3,
+        "differ_when_repeated": 1,
+    }

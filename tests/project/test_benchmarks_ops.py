@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ class StandIn:
 
     def __init__(self, rate: float = 0.6) -> None:
         self.rate, self.calls = rate, 0
+        self.rules: list[list[int]] = []  # of the requests of each batch that was verified
 
     def sample(self, logits_NV: Tensor, params: SlotParams, *args: Any, **kw: Any) -> Tensor:
         self.calls += 1
@@ -67,10 +69,14 @@ class StandIn:
         num_requests, k = drafts.token_BK.shape
         assert len(logits_NV) == num_requests * (k + 1)
         synthetic = bool((params.rule_S[slot_B] == Rule.SYNTHETIC).all())
+        self.rules += [params.rule_S[slot_B].tolist()]
         assert synthetic == (synthetic_rate_K is not None)
         rate = torch.full((k,), self.rate) if synthetic_rate_K is None else synthetic_rate_K
-        generator = torch.Generator().manual_seed(int(position_B.sum()) + 7 * synthetic)
-        u_BK = torch.rand(num_requests, k, generator=generator)
+        seed_B = params.key_S[slot_B] + position_B + 7 * synthetic  # noise of a request's own
+        u = [
+            torch.rand(k, generator=torch.Generator().manual_seed(seed)) for seed in seed_B.tolist()
+        ]
+        u_BK = torch.stack(u)
         n_accept_B = (u_BK < rate).long().cumprod(1).sum(1)
         token_BK1 = torch.nn.functional.pad(drafts.token_BK, (0, 1), value=-1)
         return Verdict(token_BK1, n_accept_B, torch.ones(num_requests, dtype=torch.bool))
@@ -84,13 +90,12 @@ def _small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def session() -> ops.Session:
     options = argparse.Namespace(repeats=3, quick=True, raise_errors=True)
-    standard = verify_case("standard")
     return ops.Session(
         options,
         CPU,
         [Ours("stand_in", StandIn())],  # type: ignore[arg-type]
         [Module("pytorch", ops_baseline)],
-        {standard.name: standard},
+        [verify_case("standard")],
         floor_gb_per_s=10.0,
     )
 
@@ -105,7 +110,10 @@ def test_the_cases_are_named_once_and_their_partners_exist() -> None:
     for cases in (gpu_cases(), cpu_cases()):
         names = [case.name for case in cases]
         assert len(set(names)) == len(names)
-        assert {case.against for case in cases} <= {"", *names}
+        listed = {case.name: replace(case, goals=()) for case in cases}
+        for case in cases:
+            partner = replace(case.partner, baselines=True)
+            assert not case.against or partner == listed.get(case.against, partner)
         assert all(case.goals for case in chosen(cases, "verify", quick=True))
     values = {goal.value for case in [*gpu_cases(), *cpu_cases()] for goal in case.goals}
     assert values == {
@@ -124,6 +132,7 @@ def test_bytes_are_the_rows_that_must_be_read() -> None:
     assert standard.minimum_bytes() == 8 * (4 + 2) * row
     assert standard.minimum_bytes(accepted=1.0) == 8 * 4 * row
     assert verify_case("one_hot").minimum_bytes() == 8 * (4 + 1) * 4 * V
+    assert verify_case("standard", temperature=0.0).minimum_bytes() == 8 * 4 * 4 * V
     assert verify_case("block").minimum_bytes(0.5) == 8 * (4 + 3 + 1) * 4 * V
     assert Case("sample", "", 8, vocabulary=V).minimum_bytes() == 8 * 4 * V
     assert Case("draft", "", 8, vocabulary=V).minimum_bytes() == 2 * 8 * 4 * V
@@ -213,8 +222,20 @@ def test_synthetic_acceptance_is_timed_at_the_counts_of_standard(session: ops.Se
     standard = torch.cat(ops.counts(ours.calls(verify_case("standard"), inputs)))
     synthetic = torch.cat(ops.counts(ours.calls(case, inputs)))
     assert inputs.rate_K is not None
-    assert abs(int(standard.sum() - synthetic.sum())) <= len(inputs.logits)
-    assert (standard < 3).sum() == (synthetic < 3).sum()
+    assert torch.equal(standard, synthetic)
+    assert 0 < standard.double().mean() < 3
+
+
+def test_a_block_request_is_put_among_the_others_of_each_batch(session: ops.Session) -> None:
+    goal = Goal("ratio", 1e9)
+    case = verify_case("standard", against="verify standard", blocks=1, goals=(goal,))
+    stand_in = StandIn()
+    session.ours = [Ours("stand_in", stand_in)]  # type: ignore[arg-type]
+    rows = ops.measure(session, [replace(case, name="one block", baselines=False)], Pools(CPU))
+    assert [row.case for row in rows] == ["one block: stand_in"]
+    assert isinstance(rows[0].values["ratio"], Spread)
+    of_case, of_partner = [1] + [0] * 7, [0] * 8
+    assert {tuple(rules) for rules in stand_in.rules} == {tuple(of_case), tuple(of_partner)}
 
 
 def test_rates_are_conditional() -> None:
@@ -313,7 +334,7 @@ def test_a_run_writes_its_file(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, session: ops.Session
 ) -> None:
     case = Case("sample", "sample", 4, vocabulary=V, goals=(Goal("ns_per_logit", 1e9),))
-    session.all_cases = {case.name: case}
+    session.cases = [case]
 
     def prepare(options: argparse.Namespace) -> ops.Session:
         session.options = options

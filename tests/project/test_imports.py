@@ -11,7 +11,7 @@ from tests.project.source import Module, imports, modules
 
 # Low to high. A module may import from its own component and from lower ones.
 LAYERS = [
-    {"config", "errors", "interrupts", "outputs"},
+    {"config", "errors", "foreign", "interrupts", "outputs", "progress"},
     {"native"},
     {"ops"},
     {"sampling"},
@@ -29,8 +29,10 @@ DATA_ONLY = {"assets"}
 TORCH_FREE = [
     "foretoken.config",
     "foretoken.errors",
+    "foretoken.foreign",
     "foretoken.interrupts",
     "foretoken.outputs",
+    "foretoken.progress",
     "foretoken.sampling.params",
     "foretoken.cache.block_pool",
     "foretoken.cache.prefix_index",

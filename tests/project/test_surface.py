@@ -12,37 +12,46 @@ from dataclasses import fields
 import foretoken
 from tests.project.source import ROOT, modules
 
-PUBLIC = [
-    "LLM",
-    "AsyncEngine",
-    "EngineConfig",
-    "ForetokenError",
-    "SamplingParams",
-    "SpeculativeConfig",
-    "__version__",
-]
+PUBLIC = (
+    "LLM AsyncEngine CapacityError CheckpointError CompletionOutput ConfigError EngineConfig "
+    "EngineMemoryError ForetokenError IntegrityError Logprob NonFiniteLogitsError OverloadedError "
+    "ProcessingError RequestError RequestOutput SamplingParams SpeculativeConfig StepError "
+    "TextPrompt TokensPrompt UnsupportedModelError UsageError __version__"
+).split()
 SAMPLING_PARAMS = (
     "temperature top_p top_k min_p max_tokens min_tokens n seed stop stop_token_ids "
-    "include_stop_str_in_output ignore_eos logprobs prompt_logprobs presence_penalty "
-    "frequency_penalty repetition_penalty logit_bias bad_words allowed_token_ids "
+    "include_stop_str_in_output skip_special_tokens ignore_eos logprobs prompt_logprobs "
+    "presence_penalty frequency_penalty repetition_penalty logit_bias bad_words allowed_token_ids "
     "num_speculative_tokens rejection_sample_method"
 ).split()
 SPECULATIVE_CONFIG = (
-    "method model num_speculative_tokens prompt_lookup_min prompt_lookup_max draft_sample_method "
-    "rejection_sample_method synthetic_acceptance_rate synthetic_acceptance_rates "
-    "synthetic_acceptance_length"
+    "method model revision num_speculative_tokens prompt_lookup_min prompt_lookup_max "
+    "draft_sample_method rejection_sample_method synthetic_acceptance_rate "
+    "synthetic_acceptance_rates synthetic_acceptance_length"
 ).split()
 ENGINE_CONFIG = (
     "model speculative_config device dtype seed max_model_len max_num_seqs max_num_batched_tokens "
-    "max_num_waiting enable_prefix_caching block_size num_blocks kv_cache_gib load_format backend "
-    "threads use_fp64_gumbel"
+    "max_num_waiting enable_prefix_caching block_size num_blocks kv_cache_gib generation_config "
+    "tokenizer revision local_files_only load_format backend threads use_fp64_gumbel"
+).split()
+OPS = (
+    "BACKENDS AttentionBatch AttentionGroup Backend DraftBlock DraftCache Edits Logprobs Rule "
+    "SlotParams Stream Verdict draft_cache get_backend unavailable"
 ).split()
 LLM_METHODS = {
-    "generate": "prompts sampling_params progress",
-    "chat": "messages sampling_params chat_template add_generation_prompt progress",
-    "stream": "prompt sampling_params",
+    "get_tokenizer": "",
+    "get_default_sampling_params": "",
+    "generate": "prompts sampling_params use_tqdm on_error on_interrupt others",
+    "chat": "messages sampling_params use_tqdm on_error on_interrupt template",
+    "stream": "prompt sampling_params on_interrupt",
     "close": "",
 }
+
+
+CHAT_OPTIONS = (
+    "chat_template chat_template_content_format add_generation_prompt continue_final_message tools "
+    "chat_template_kwargs"
+).split()
 
 
 def test_public_names() -> None:
@@ -51,10 +60,20 @@ def test_public_names() -> None:
         assert getattr(foretoken, name) is not None
 
 
+def test_names_for_those_who_bring_drafts_or_rules_of_their_own() -> None:
+    from foretoken import ops, sampling
+
+    assert ops.__all__ == OPS
+    assert sampling.__all__ == ["conditional_rates", "joint_rates"]
+
+
 def test_fields_that_users_type() -> None:
     assert [f.name for f in fields(foretoken.SamplingParams)] == SAMPLING_PARAMS
     assert [f.name for f in fields(foretoken.SpeculativeConfig)] == SPECULATIVE_CONFIG
     assert [f.name for f in fields(foretoken.EngineConfig)] == ENGINE_CONFIG
+    from foretoken.models.chat import CHAT_OPTIONS as chat_options
+
+    assert list(chat_options) == CHAT_OPTIONS
 
 
 def test_methods_that_users_call() -> None:
@@ -83,6 +102,7 @@ def test_errors_share_one_root() -> None:
     drawn = set(re.findall(r"[─ ]([A-Z]\w+Error)\b", errors.__doc__ or ""))
     public = {error.__name__ for error in raised if not error.__name__.startswith("_")}
     assert public - {"ForetokenError"} == drawn - {"ForetokenError"}
+    assert public <= set(foretoken.__all__)
 
 
 def test_version_is_in_the_changelog() -> None:

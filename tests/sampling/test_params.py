@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import pickle
+from dataclasses import replace
+from typing import Any
 
-from foretoken.errors import ConfigError, RequestError
+import numpy as np
+import pytest
+import torch
+
+from foretoken.errors import RequestError
 from foretoken.sampling.params import SamplingParams
 
 BAD = [
@@ -41,6 +47,9 @@ BAD = [
     ("logit_bias", {1: 200.0}, r"\[-100, 100\]"),
     ("logit_bias", {-1: 2.0}, "token ids"),
     ("num_speculative_tokens", -1, ">= 0"),
+    ("skip_special_tokens", 1, "true or false"),
+    ("stop", ["a\ud800"], r"lone surrogate '\\ud800' at index 1"),
+    ("bad_words", ["\udc00"], r"lone surrogate '\\udc00' at index 0"),
 ]
 
 
@@ -52,8 +61,79 @@ def test_out_of_bounds_names_field_and_bound(name: str, value: object, bound: st
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean `temperature`"):
+    with pytest.raises(RequestError, match="Did you mean `temperature`"):
         SamplingParams.parse({"temprature": 1.0})
+    with pytest.raises(RequestError, match="Did you mean `temperature`"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match="temprature"):
+        SamplingParams().temprature = 1.0  # type: ignore[attr-defined]
+
+
+FOREIGN: list[tuple[str, list[Any], Any, str]] = [
+    ("best_of", [None, 1], 4, "Ask for `n` samples"),
+    ("use_beam_search", [False], True, "rank by cumulative_logprob"),
+    ("guided_decoding", [None], {"json": {}}, "`allowed_token_ids`"),
+    ("structured_outputs", [None], object(), "`allowed_token_ids`"),
+    ("logits_processors", [None, []], [print], "`logit_bias`"),
+    ("truncate_prompt_tokens", [None], 100, r"ids\[-n:\]"),
+    ("detokenize", [True], False, "`token_ids`"),
+    ("spaces_between_special_tokens", [True], False, "`token_ids`"),
+    ("output_kind", [None], "DELTA", "print what is new"),
+    ("length_penalty", [1, 1.0], True, "Beam search"),
+    ("flat_logprobs", [False], np.ones(2), "list of dicts"),
+]
+
+
+@pytest.mark.parametrize(("name", "harmless", "other", "instead"), FOREIGN)
+def test_names_of_vllm_are_taken_where_they_change_nothing(
+    name: str, harmless: list[Any], other: Any, instead: str
+) -> None:
+    for value in harmless:
+        assert SamplingParams(top_k=3, **{name: value}) == SamplingParams(top_k=3)
+    with pytest.raises(RequestError, match=instead) as caught:
+        SamplingParams(**{name: other})
+    assert caught.value.field == name
+
+
+def test_numbers_may_be_those_of_numpy_and_torch() -> None:
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        max_tokens=torch.tensor(7),  # type: ignore[arg-type]
+        ignore_eos=np.bool_(True),
+        seed=np.uint64(2**64 - 1),
+        stop_token_ids=np.array([1, 2]),
+        allowed_token_ids=[np.int32(4)],
+        logit_bias={np.int64(5): np.float64(1.5)},
+    )
+    plain = SamplingParams(
+        temperature=0.5,
+        top_k=3,
+        max_tokens=7,
+        ignore_eos=True,
+        seed=2**64 - 1,
+        stop_token_ids=[1, 2],
+        allowed_token_ids=[4],
+        logit_bias={5: 1.5},
+    )
+    assert params == plain
+    assert repr(params) == repr(plain), "Python's own numbers"
+    with pytest.raises(RequestError, match="token ids"):
+        SamplingParams(stop_token_ids=np.array([1.5]))
+
+
+def test_none_means_the_default_where_vllm_takes_it() -> None:
+    params = SamplingParams(max_tokens=None, stop=None, stop_token_ids=None, seed=None)
+    assert (params.stop, params.stop_token_ids, params.max_tokens) == ((), (), None)
+    assert SamplingParams(max_tokens=None, min_tokens=99).min_tokens == 99
+
+
+def test_a_copy_is_equal_and_checked_again() -> None:
+    params = SamplingParams(stop="x", logit_bias={1: 2.0})
+    assert pickle.loads(pickle.dumps(params)) == replace(params) == params
+    params.top_p = 3.0
+    with pytest.raises(RequestError, match="top_p"):
+        replace(params)
 
 
 def test_edges_are_allowed_and_normalised() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from foretoken.config import SpeculativeConfig
 from foretoken.errors import ConfigError
-from foretoken.sampling.synthetic import DECAY, conditional_rates, joint_rates
+from foretoken.sampling import conditional_rates, joint_rates
+from foretoken.sampling.synthetic import DECAY, rates_of
 
 LENGTHS = [1, 2, 3, 5, 10]
 
@@ -27,7 +28,7 @@ def decay_of(rates: tuple[float, ...]) -> float:
 
 
 def check_rate(rate: float, k: int) -> None:
-    rates = conditional_rates(config(k, synthetic_acceptance_rate=rate))
+    rates = rates_of(config(k, synthetic_acceptance_rate=rate))
     assert len(rates) == k
     assert all(0.0 <= c <= 1.0 for c in rates)
     joint = joint_rates(rates)
@@ -54,15 +55,15 @@ def test_any_rate_is_reached(rate: float, k: int) -> None:
 
 
 def test_known_rates() -> None:
-    assert conditional_rates(config(1, synthetic_acceptance_rate=0.3)) == pytest.approx([0.3])
-    assert conditional_rates(config(3, synthetic_acceptance_rate=0)) == (0, 0, 0)
-    assert conditional_rates(config(3, synthetic_acceptance_rate=1)) == (1, 1, 1)
+    assert rates_of(config(1, synthetic_acceptance_rate=0.3)) == pytest.approx([0.3])
+    assert rates_of(config(3, synthetic_acceptance_rate=0)) == (0, 0, 0)
+    assert rates_of(config(3, synthetic_acceptance_rate=1)) == (1, 1, 1)
     # (a + 0.85 a^2) / 2 = 0.5 has the root (sqrt(1 + 3.4) - 1) / 1.7.
     first = (4.4**0.5 - 1) / 1.7
-    rates = conditional_rates(config(2, synthetic_acceptance_rate=0.5))
+    rates = rates_of(config(2, synthetic_acceptance_rate=0.5))
     assert rates == pytest.approx([first, 0.85 * first])
     # 0.95 = (1 + g) / 2 needs g = 0.9 > 0.85.
-    assert conditional_rates(config(2, synthetic_acceptance_rate=0.95)) == pytest.approx([1, 0.9])
+    assert rates_of(config(2, synthetic_acceptance_rate=0.95)) == pytest.approx([1, 0.9])
 
 
 @given(
@@ -70,29 +71,29 @@ def test_known_rates() -> None:
 )
 def test_a_higher_rate_lowers_no_position(rate: float, more: float, k: int, position: int) -> None:
     low, high = sorted((rate, more))
-    below = conditional_rates(config(k, synthetic_acceptance_rate=low))
-    above = conditional_rates(config(k, synthetic_acceptance_rate=high))
+    below = rates_of(config(k, synthetic_acceptance_rate=low))
+    above = rates_of(config(k, synthetic_acceptance_rate=high))
     assert below[position % k] <= above[position % k] + 1e-12
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=10))
 def test_rates_per_position_are_unconditional(given_rates: list[float]) -> None:
     falling = sorted(given_rates, reverse=True)
-    rates = conditional_rates(config(len(falling), synthetic_acceptance_rates=falling))
+    rates = rates_of(config(len(falling), synthetic_acceptance_rates=falling))
     assert all(0.0 <= c <= 1.0 for c in rates)
     assert joint_rates(rates) == pytest.approx(falling, abs=1e-12)
 
 
 def test_nothing_is_accepted_after_a_rate_of_zero() -> None:
     given_config = config(4, synthetic_acceptance_rates=[0.8, 0.4, 0.0, 0.0])
-    assert conditional_rates(given_config) == (0.8, 0.5, 0.0, 0.0)
+    assert rates_of(given_config) == (0.8, 0.5, 0.0, 0.0)
     assert given_config.synthetic_acceptance_rates == (0.8, 0.4, 0.0, 0.0)
 
 
 @given(k=st.integers(1, 10), share=st.floats(0, 1))
 def test_a_length_is_ones_then_a_fraction(k: int, share: float) -> None:
     length = 1 + share * k
-    rates = conditional_rates(config(k, synthetic_acceptance_length=length))
+    rates = rates_of(config(k, synthetic_acceptance_length=length))
     assert len(rates) == k
     assert 1 + sum(joint_rates(rates)) == pytest.approx(length)
     ones = int(length - 1)
@@ -102,13 +103,13 @@ def test_a_length_is_ones_then_a_fraction(k: int, share: float) -> None:
 
 def test_known_lengths() -> None:
     def of(length: float) -> tuple[float, ...]:
-        return conditional_rates(config(3, synthetic_acceptance_length=length))
+        return rates_of(config(3, synthetic_acceptance_length=length))
 
     assert [of(1), of(2.25), of(3), of(4)] == [(0, 0, 0), (1, 0.25, 0), (1, 1, 0), (1, 1, 1)]
 
 
 def test_lossless_rules_have_no_rates() -> None:
-    assert conditional_rates(SpeculativeConfig(method="ngram")) == ()
+    assert rates_of(SpeculativeConfig(method="ngram")) == ()
 
 
 RATE, RATES, LENGTH = (f"synthetic_acceptance_{name}" for name in ("rate", "rates", "length"))
@@ -139,8 +140,23 @@ def test_what_is_wrong_is_named(
     with pytest.raises(ConfigError, match=bound) as caught:
         config(4, **options)
     assert caught.value.field == "speculative_config." + field
+    with pytest.raises(ConfigError, match=bound) as direct:
+        conditional_rates(4, **options)
+    assert direct.value.field == field
     if value is not None:
-        assert caught.value.value == value
+        assert caught.value.value == direct.value.value == value
+
+
+@pytest.mark.parametrize("options", [{RATE: 0.4}, {RATES: [0.9, 0.5, 0.5, 0]}, {LENGTH: 2.7}])
+def test_rates_need_no_configuration(options: dict[str, Any]) -> None:
+    assert conditional_rates(4, **options) == rates_of(config(4, **options))
+    assert len(conditional_rates(4, **options)) == 4
+
+
+@pytest.mark.parametrize("count", [0, 65, 2.0, True, None])
+def test_the_number_of_drafts_is_checked(count: Any) -> None:
+    with pytest.raises(ConfigError, match=r"`num_speculative_tokens` .* \[1, 64\]"):
+        conditional_rates(count, synthetic_acceptance_rate=0.5)
 
 
 @pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
@@ -157,4 +173,4 @@ def test_json_gives_the_same() -> None:
     )
     parsed = SpeculativeConfig.parse(text)
     assert parsed == config(2, synthetic_acceptance_rates=(0.5, 0.25))
-    assert conditional_rates(parsed) == (0.5, 0.5)  # type: ignore[arg-type]
+    assert rates_of(parsed) == (0.5, 0.5)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.config import SpeculativeConfig
 from foretoken.ops import Backend, DraftBlock, Rule
-from foretoken.sampling.synthetic import conditional_rates
+from foretoken.sampling.synthetic import rates_of
 from tests.support.law import Propose, TableDrafter, emit
 from tests.support.law_cases import Finding
 from tests.support.law_model import Setting, random_chain
@@ -114,7 +114,7 @@ def mean_rates(
                 rejection_sample_method="synthetic",
                 synthetic_acceptance_rate=mean,
             )
-            rates = conditional_rates(config)
+            rates = rates_of(config)
             observed, offered = observed_rates(backend, device, rates, real_q=False)
             error = abs(sum(observed) / num_drafts - mean)
             case = f"synthetic_rate{mean:g}-K{num_drafts}"

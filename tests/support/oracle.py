@@ -227,6 +227,7 @@ def outcome(
         on.raw_NV, on.params, slot_N, position_N, slot_N * 0, TARGET, edits=on.edits,
         fp64_noise=fp64,
     )  # fmt: skip
+    assert bool(((drawn_N >= 0) & (drawn_N < on.raw_NV.shape[1])).all())
     drafted_BK, cache = drafted(backend, on, device)
     token_BK = drafted_BK if given is None else given.token_BK.to(device)
     token_N = drawn_N if given is None else given.token_N.to(device)
@@ -242,7 +243,6 @@ def outcome(
         fp64_noise=fp64,
     )
     assert verdict.token_BK1.dtype == case.token_dtype
-    emitted_BK1 = verdict.token_BK1.long().masked_fill(~verdict.finite_B[:, None], -9)
     top = min(3, case.raw_NV.shape[1])
     raw = backend.logprobs(on.raw_NV, token_N, top)
     processed = backend.logprobs(
@@ -255,7 +255,8 @@ def outcome(
         "drafted": drafted_BK.flatten(),
         "kept of q": kept_SKV.flatten(0, 1),
         "verdict": torch.cat(
-            [verdict.n_accept_B[:, None], verdict.finite_B[:, None], emitted_BK1], dim=1
+            [verdict.n_accept_B[:, None], verdict.finite_B[:, None], verdict.token_BK1.long()],
+            dim=1,
         ),
         "ranks": torch.cat(
             [
@@ -309,6 +310,7 @@ def drafted(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, D
     assert torch.equal(kept.nan_to_num(7), given.nan_to_num(7)), (
         "cached logits are not the raw ones"
     )
+    assert bool(((token_BK >= 0) & (token_BK < width)).all())
     return token_BK, cache
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, Edits, Rule, Verdict
+from foretoken.ops import Backend, DraftBlock, DraftCache, Edits, Rule, Verdict, draft_cache
 from tests.support.oracle import CPU, Case, Tally, drafted, moved, promised
 
 MOST = 4  # requests of a piece
@@ -20,12 +20,14 @@ def compare_pieces(case: Case, backend: Backend, device: torch.device = CPU) -> 
     """Raise AssertionError unless pieces of up to `MOST` requests get the verdicts of the batch.
 
     Requests under the block rule are in pieces of their own, as it closes the short way to others.
+    The pieces' drafts are taken for ones made elsewhere: their q comes from `draft_cache`.
     """
     on = moved(case, device)
     token_BK, cache = drafted(backend, on, device)
     token_BK = token_BK.masked_fill(on.hidden_BK, -1).to(case.token_dtype)
+    given = draft_cache(backend, on.raw_SKV[on.slot_B], on.params, on.slot_B)
 
-    def verify(part: Case, index_B: Tensor) -> Verdict:
+    def verify(part: Case, index_B: Tensor, cache: DraftCache) -> Verdict:
         there, index_B = moved(part, device), index_B.to(device)
         drafts = DraftBlock(token_BK[index_B], there.num_B, cache, there.real_q_B)
         verdict = backend.verify(
@@ -35,11 +37,11 @@ def compare_pieces(case: Case, backend: Backend, device: torch.device = CPU) -> 
         return moved(verdict, CPU)
 
     every_B = torch.arange(len(case.slot_B))
-    whole = verify(case, every_B)
+    whole = verify(case, every_B, cache)
     block_B = case.params.rule_S[case.slot_B] == Rule.BLOCK
     groups = [every_B[~block_B], every_B[block_B]]
     for piece in (piece for group in groups for piece in group.split(MOST) if len(piece)):
-        part = verify(part_of(case, piece), piece)
+        part = verify(part_of(case, piece), piece, given)
         about = f"requests {piece.tolist()}"
         assert torch.equal(part.finite_B, whole.finite_B[piece]), about
         assert torch.equal(part.n_accept_B, whole.n_accept_B[piece]), about

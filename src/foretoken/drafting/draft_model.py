@@ -37,7 +37,7 @@ from foretoken.drafting.base import (
     Needs,
 )
 from foretoken.errors import ConfigError, IntegrityError
-from foretoken.models import CausalLM, load_model, load_tokenizer
+from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import DraftBlock, DraftCache, SlotParams
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
@@ -46,7 +46,7 @@ BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 class DraftModel(Drafter):
     """Autoregressive drafting, `probabilistic` (q kept for verification) or `greedy` (one-hot)."""
 
-    options = frozenset({"model", "draft_sample_method"})
+    options = frozenset({"model", "revision", "draft_sample_method"})
 
     def __init__(self, setup: DrafterSetup, model: CausalLM | None = None) -> None:
         self.model = model or _load_checked(setup)
@@ -291,11 +291,17 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
             "a draft model",
             "Name a small checkpoint that shares the target's tokenizer, or use `ngram`.",
         )
-    tokenizer = load_tokenizer(name)
+    folder = resolve_checkpoint(
+        name,
+        revision=setup.speculation.revision,
+        local_files_only=config.local_files_only,
+        weights=config.load_format == "auto",
+    )
+    tokenizer = load_tokenizer(folder)
     if setup.target_tokens is not None and tokenizer is not None:
         _check_same_tokens(name, tokenizer.get_vocab(), setup.target_tokens)
     model = load_model(
-        name,
+        folder,
         device=setup.device,
         dtype=config.dtype,
         backend=setup.backend,

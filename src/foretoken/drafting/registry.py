@@ -15,7 +15,7 @@ DRAFTERS = {
 }
 
 
-_OPTIONAL = ("model", "prompt_lookup_min", "prompt_lookup_max", "draft_sample_method")
+_OPTIONAL = ("model", "revision", "prompt_lookup_min", "prompt_lookup_max", "draft_sample_method")
 
 
 def find_drafter(speculation: SpeculativeConfig) -> type[Drafter]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from foretoken.config import LOSSLESS_METHODS
@@ -15,40 +15,33 @@ from foretoken.sampling.params import SamplingParams
 class Limits:
     """The engine's bounds on a request.
 
+    cache_tokens: what the block pool holds
     allows_synthetic: whether the engine is configured with the rule `synthetic`
     """
 
     vocab_size: int
     max_model_len: int
+    cache_tokens: int
     num_speculative_tokens: int
     has_tokenizer: bool
     allows_synthetic: bool = False
 
 
-def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> None:
-    """Raise `RequestError` or `CapacityError` if the engine cannot serve exactly what is asked."""
+def check_request(
+    prompt_ids: Sequence[int], params: SamplingParams, limits: Limits
+) -> SamplingParams:
+    """The parameters as they will be served: with a number in the place of max_tokens=None.
+
+    Raises:
+        RequestError, CapacityError: the engine cannot serve exactly what is asked.
+    """
     if not prompt_ids:
         raise RequestError("prompt", list(prompt_ids), "at least one token", "Give it some text.")
     _check_ids("prompt", prompt_ids, limits.vocab_size)
-    _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab_size)
+    _check_ids("stop_token_ids", params.stop_ids, limits.vocab_size)
     _check_ids("logit_bias", list(params.logit_bias or ()), limits.vocab_size)
     _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
-    room = limits.max_model_len - len(prompt_ids)
-    if room < 1:
-        raise CapacityError(
-            "prompt",
-            f"{len(prompt_ids)} tokens",
-            f"shorter than the context of {limits.max_model_len} tokens",
-            "Shorten it, or raise `max_model_len` if the model allows.",
-        )
-    if params.max_tokens > room:
-        raise CapacityError(
-            "max_tokens",
-            params.max_tokens,
-            f"at most {room} after this prompt of {len(prompt_ids)} tokens "
-            f"(context {limits.max_model_len})",
-            "Lower it or shorten the prompt.",
-        )
+    params = _fit(len(prompt_ids), params, limits)
     wanted = params.num_speculative_tokens
     if wanted is not None and wanted > limits.num_speculative_tokens:
         raise RequestError(
@@ -72,6 +65,37 @@ def check_request(prompt_ids: Sequence[int], params: SamplingParams, limits: Lim
             "left out: this checkpoint has no tokenizer",
             "Use `stop_token_ids`, or add tokenizer files to the checkpoint.",
         )
+    return params
+
+
+def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:
+    """The parameters, if prompt and output fit the context and the cache."""
+    context, cache = limits.max_model_len, limits.cache_tokens
+    room = context - num_prompt
+    if room < 1:
+        raise CapacityError(
+            "prompt",
+            f"{num_prompt} tokens",
+            f"shorter than the context of {context} tokens",
+            "Shorten it, or raise `max_model_len` if the model allows.",
+        )
+    if params.max_tokens is None:
+        params = replace(params, max_tokens=max(1, min(room, cache - num_prompt)))
+    if params.token_limit > room:
+        raise CapacityError(
+            "max_tokens",
+            params.max_tokens,
+            f"at most {room} after this prompt of {num_prompt} tokens (context {context})",
+            "Lower it or shorten the prompt; None takes all that is left.",
+        )
+    if num_prompt + params.token_limit > cache:
+        raise CapacityError(
+            "max_tokens",
+            params.max_tokens,
+            f"such that prompt ({num_prompt}) and output fit the cache of {cache} tokens",
+            "Lower `max_tokens`, shorten the prompt, or raise `kv_cache_gib` or `num_blocks`.",
+        )
+    return params
 
 
 def choose_rule(params: SamplingParams, engine_rule: str, num_drafts: int) -> str:

@@ -6,101 +6,96 @@ here; whatever is given out is a copy that later steps do not change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+from foretoken.engine.admission import check_request
 from foretoken.engine.engine import Engine
+from foretoken.engine.prompts import encode, shown_parts
 from foretoken.engine.request import Request, RequestGroup
-from foretoken.errors import ForetokenError, ProcessingError, RequestError
-from foretoken.models.chat import ChatPrompt
+from foretoken.errors import ForetokenError, ProcessingError
 from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from foretoken.sampling.params import SamplingParams
 
-Prompt = str | Sequence[int]
-Params = SamplingParams | Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A prompt that was encoded and found servable, and is not queued yet."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
 
 
-def submit(
-    engine: Engine, request_id: str, prompt: Prompt | ChatPrompt, params: SamplingParams
-) -> RequestGroup:
-    """Encode a prompt and queue it; nothing is queued if it raises.
+def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams) -> Submission:
+    """Encode a prompt and check it against the engine's limits; nothing is queued.
 
     Raises:
         RequestError, CapacityError: it cannot be served as asked.
         ProcessingError: the tokenizer raised.
     """
+    with _encoding(request_id):
+        text, ids = encode(engine.tokenizer, prompt)
+    limits = engine.limits
+    if params is engine.default_params and len(ids) + params.token_limit > limits.max_model_len:
+        params = replace(params, max_tokens=None)  # nobody asked for as many as do not fit
+    return Submission(request_id, text, ids, check_request(ids, params, limits))
+
+
+def submit(engine: Engine, submission: Submission) -> RequestGroup:
+    """Queue a prompt; nothing is queued if it raises.
+
+    Raises:
+        OverloadedError: too many wait.
+        ProcessingError: the tokenizer raised, on bad words.
+    """
+    with _encoding(submission.request_id):
+        return engine.add(
+            submission.request_id, submission.prompt_ids, submission.params, submission.prompt
+        )
+
+
+def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
+    """What a request has so far."""
+    samples = [_completion(engine, request) for request in group.samples]
+    return RequestOutput(
+        request_id=group.request_id,
+        prompt=group.prompt,
+        prompt_token_ids=[*group.prompt_ids],
+        outputs=samples,
+        metrics=group.metrics.copy(),
+        prompt_logprobs=None if group.prompt_logprobs is None else [*group.prompt_logprobs],
+        error=group.error,
+    )
+
+
+def unserved(request_id: str, prompt: Any, error: ForetokenError) -> RequestOutput:
+    """The output of a prompt that was refused."""
+    text, ids = shown_parts(prompt)
+    return RequestOutput(request_id, text, ids, [], RequestMetrics(), error=error)
+
+
+def not_begun(request_id: str, prompt: Any, params: SamplingParams, signal: str) -> RequestOutput:
+    """The output of a prompt that a signal kept from the engine, its samples marked so."""
+    text, ids = shown_parts(prompt)
+    samples = [CompletionOutput(j, [], "", "interrupted", signal) for j in range(params.n)]
+    return RequestOutput(request_id, text, ids, samples, RequestMetrics())
+
+
+@contextmanager
+def _encoding(request_id: str) -> Iterator[None]:
+    """What a tokenizer raises becomes an error that names the request."""
     try:
-        text, ids = _encode(engine.tokenizer, prompt)
-        return engine.add(request_id, ids, params, text)
+        yield
     except ForetokenError:
         raise
     except Exception as error:
         raise ProcessingError(
             f"request {request_id}: {type(error).__name__} while its prompt was encoded: {error}"
         ) from error
-
-
-def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
-    """What a request has so far."""
-    samples = [_completion(engine, request) for request in group.samples]
-    metrics = group.metrics
-    return RequestOutput(
-        request_id=group.request_id,
-        prompt=group.prompt,
-        prompt_token_ids=[*group.prompt_ids],
-        outputs=samples,
-        metrics=replace(
-            metrics,
-            accepted_per_position=list(metrics.accepted_per_position),
-            drafted_per_position=list(metrics.drafted_per_position),
-        ),
-        prompt_logprobs=None if group.prompt_logprobs is None else [*group.prompt_logprobs],
-        error=group.error,
-    )
-
-
-def unserved(request_id: str, prompt: Any, error: ForetokenError | None = None) -> RequestOutput:
-    """The output of a prompt that never reached the engine; its caller adds samples, if any."""
-    text = prompt if isinstance(prompt, str) else None
-    ids = [] if text is not None else as_list(prompt) or []
-    return RequestOutput(request_id, text, ids, [], RequestMetrics(), error=error)
-
-
-def one_params(given: Any) -> SamplingParams:
-    """Parameters as a user may give them; None means the defaults."""
-    if given is None or isinstance(given, SamplingParams):
-        return given or SamplingParams()
-    if isinstance(given, Mapping):
-        return SamplingParams.parse(given)
-    raise RequestError("sampling_params", given, "a SamplingParams or a dict of its fields")
-
-
-def as_list(value: Any) -> list[Any] | None:
-    """A sequence, array or tensor as a list; None for anything else, texts and bytes included."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
-        return None
-    return list(value)
-
-
-def _encode(tokenizer: Any | None, prompt: Prompt | ChatPrompt) -> tuple[str | None, list[int]]:
-    if isinstance(prompt, ChatPrompt):
-        return prompt.encode()
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise RequestError(
-                "prompt",
-                prompt,
-                "token ids: this checkpoint has no tokenizer",
-                "Encode it first.",
-            )
-        return prompt, list(tokenizer.encode(prompt)) if prompt else []
-    ids = as_list(prompt)
-    if ids is None:
-        raise RequestError("prompt", prompt, "a text or a list of token ids")
-    return None, ids
 
 
 def _completion(engine: Engine, request: Request) -> CompletionOutput:

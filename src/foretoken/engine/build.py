@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +20,25 @@ from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import StepThreads
-from foretoken.errors import ConfigError, ForetokenError
-from foretoken.models import CausalLM, load_model, load_tokenizer
+from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
+from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import Backend, get_backend, unavailable
+from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.sampler import Sampler
 from foretoken.sampling.slots import SlotTable
-from foretoken.sampling.synthetic import conditional_rates, joint_rates
+from foretoken.sampling.synthetic import joint_rates, rates_of
 
 _log = logging.getLogger(__name__)
+
+# What generation_config.json may set, and how we call it; the names that vLLM reads there.
+_GENERATION_FIELDS = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -48,8 +61,14 @@ def _build(config: EngineConfig) -> Engine:
         find_drafter(config.speculative_config)  # a wrong name is told before anything is loaded
     device = torch.device("cpu")
     backend = _choose_backend(config)
-    model = load_model(
+    folder = resolve_checkpoint(
         config.model,
+        revision=config.revision,
+        local_files_only=config.local_files_only,
+        weights=config.load_format == "auto",
+    )
+    model = load_model(
+        folder,
         device=device,
         dtype=config.dtype,
         backend=backend,
@@ -63,7 +82,7 @@ def _build(config: EngineConfig) -> Engine:
         f"{threads.most} or 1 by speed" if threads.chooses else threads.most,
         torch.get_num_threads(),
     )
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = _tokenizer(config, folder)
     drafter = _build_drafter(config, backend, device, model, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
     per_block, per_slot = _sizes(config, model, drafter)
@@ -78,6 +97,7 @@ def _build(config: EngineConfig) -> Engine:
         device=device,
         synthetic_rates=_synthetic_rates(config),
         fp64_noise=config.use_fp64_gumbel,
+        decode=tokenizer and cache(lambda token: str(tokenizer.decode([token]))),
     )
     scheduler = Scheduler(
         BlockPool(num_blocks, config.block_size),
@@ -86,8 +106,23 @@ def _build(config: EngineConfig) -> Engine:
         enable_prefix_caching=config.enable_prefix_caching,
     )
     runner = Runner(model, kv, sampler, DraftState(device))
-    eos_ids = _eos_ids(model, tokenizer)
-    return Engine(config, runner, scheduler, drafter, tokenizer, eos_ids, threads)
+    eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
+    return Engine(config, runner, scheduler, drafter, tokenizer, eos_ids, defaults, threads)
+
+
+def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
+    """The tokenizer that was asked for, or the model's own, if it has one."""
+    if config.tokenizer is None:
+        return load_tokenizer(folder)
+    place = resolve_checkpoint(
+        config.tokenizer, local_files_only=config.local_files_only, weights=False
+    )
+    tokenizer = load_tokenizer(place)
+    if tokenizer is None:
+        raise ConfigError(
+            "tokenizer", config.tokenizer, "a folder or hub id with tokenizer files", "It has none."
+        )
+    return tokenizer
 
 
 def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
@@ -95,7 +130,7 @@ def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
     speculation = config.speculative_config
     if speculation is None or speculation.rejection_sample_method != "synthetic":
         return ()
-    rates = conditional_rates(speculation)
+    rates = rates_of(speculation)
     _log.warning(
         "Rule `synthetic`: drafts are accepted with the set probabilities %s (mean acceptance "
         "length %.3f), and the text is meaningless by design.",
@@ -179,9 +214,25 @@ def _sizes(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> tu
     return per_block + drafter.needs.kv_bytes_per_block, drafter.needs.bytes_per_slot
 
 
+def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
+    """What `sampling_params=None` means: the checkpoint's defaults, or ours."""
+    source = getattr(model.module, "generation_config", None)
+    if config.generation_config == "vllm" or source is None:
+        return SamplingParams()
+    named = {ours: getattr(source, theirs, None) for theirs, ours in _GENERATION_FIELDS.items()}
+    try:
+        return SamplingParams(**{k: v for k, v in named.items() if v is not None})
+    except RequestError as error:
+        raise CheckpointError(
+            f"{config.model}: generation_config.json: {error} generation_config='vllm' leaves "
+            "the file's sampling defaults aside."
+        ) from error
+
+
 def _eos_ids(model: CausalLM, tokenizer: Any | None) -> frozenset[int]:
-    """End-of-text ids: the generation config's, else the model config's, else the tokenizer's."""
-    for source in (getattr(model.module, "generation_config", None), model.config, tokenizer):
+    """End-of-text ids: of the first that has them: generation, model, text config, tokenizer."""
+    configs = (getattr(model.module, "generation_config", None), model.config)
+    for source in (*configs, model.config.get_text_config(), tokenizer):
         ids = getattr(source, "eos_token_id", None)
         if ids is not None:
             found = [ids] if isinstance(ids, int) else ids

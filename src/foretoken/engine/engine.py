@@ -47,6 +47,7 @@ class Engine:
         drafter: Drafter | None,
         tokenizer: Any | None,
         eos_ids: frozenset[int],
+        default_params: SamplingParams,
         threads: StepThreads,
     ) -> None:
         self.config = config
@@ -55,6 +56,7 @@ class Engine:
         self.drafter = drafter
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.default_params = default_params
         self.threads = threads
         self.metrics = SpeculationMetrics()
         self._slots = runner.sampler.slots
@@ -69,6 +71,7 @@ class Engine:
         return Limits(
             vocab_size=self.runner.model.vocab_size,
             max_model_len=self.runner.model.max_model_len,
+            cache_tokens=self.scheduler.pool.num_blocks * self.scheduler.pool.block_size,
             num_speculative_tokens=self.num_speculative_tokens,
             has_tokenizer=self.tokenizer is not None,
             allows_synthetic=self._rule == "synthetic",
@@ -129,13 +132,13 @@ class Engine:
             OverloadedError: `max_num_waiting` requests wait already; there is no bound on what one
                 call adds, so that n samples are taken together or not at all.
         """
-        check_request(prompt_ids, params, self.limits)
+        params = check_request(prompt_ids, params, self.limits)
         if not self.has_room:
             raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
         group = RequestGroup(request_id, prompt, list(prompt_ids), params)
         admission = self._num_admitted + 1
         seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
-        stop_ids = frozenset(params.stop_token_ids)
+        stop_ids = frozenset(params.stop_ids)
         if not params.ignore_eos:
             stop_ids |= self.eos_ids
         bad_words = bad_word_ids(params, self.tokenizer, self.runner.model.vocab_size)
@@ -238,7 +241,10 @@ class Engine:
             request.group.metrics.num_cached_tokens = request.num_computed
         if self.tokenizer is not None and request not in self._detokenizers:
             self._detokenizers[request] = Detokenizer(
-                self.tokenizer, request.group.prompt_ids, request.params.stop_strings
+                self.tokenizer,
+                request.group.prompt_ids,
+                request.params.stop_strings,
+                skip_special_tokens=request.params.skip_special_tokens,
             )
 
     def _commit(self, share: Share, outcome: Outcome) -> None:
@@ -295,7 +301,7 @@ class Engine:
             detokenizer.append(token)
         if ends:
             request.finish_reason = "stop"
-            request.stop_reason = token if token in params.stop_token_ids else None
+            request.stop_reason = token if token in params.stop_ids else None
         elif may_stop and detokenizer is not None and params.stop:
             stop = detokenizer.find_stop(length_before, params.include_stop_str_in_output)
             if stop is not None:

@@ -45,11 +45,17 @@ def step_failure(cause: BaseException) -> ForetokenError:
 
 def no_token(request: Request, failure: str) -> ForetokenError:
     """Why nothing could be drawn at the request's next position."""
-    position = len(request.token_ids)
+    position, params = len(request.token_ids), request.params
     if failure == "parameters":
+        given = {
+            "allowed_token_ids": params.allowed_token_ids is not None,
+            "bad_words": params.bad_words,
+            "min_tokens": len(request.output_ids) < params.min_tokens,
+        }
+        names = [name for name, used in given.items() if used]
         return RequestError(
-            "allowed_token_ids, bad_words, min_tokens",
-            "together they ban every token",
+            ", ".join(names),
+            getattr(params, names[0]) if len(names) == 1 else "together they ban every token",
             f"such that some token is left at position {position}",
         )
     return NonFiniteLogitsError(

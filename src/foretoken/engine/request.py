@@ -82,7 +82,7 @@ class Request:
     @property
     def num_remaining(self) -> int:
         """Tokens it may still generate."""
-        return self.params.max_tokens - self.num_output
+        return self.params.token_limit - self.num_output
 
     @property
     def output_ids(self) -> list[int]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.prefix_index import ROOT
 from foretoken.engine.request import Request, Status
-from foretoken.errors import CapacityError, IntegrityError
+from foretoken.errors import IntegrityError
 
 _BY_ARRIVAL = attrgetter("arrival")
 
@@ -77,16 +77,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request; `CapacityError` if the pool could never hold it."""
-        most = self.pool.blocks_for(request.num_prompt + request.params.max_tokens)
-        if most > self.pool.num_blocks:
-            raise CapacityError(
-                "max_tokens",
-                request.params.max_tokens,
-                f"such that prompt ({request.num_prompt}) and output fit the cache of "
-                f"{self.pool.num_blocks * self.pool.block_size} tokens",
-                "Lower `max_tokens`, shorten the prompt, or raise `kv_cache_gib` or `num_blocks`.",
-            )
+        """Queue a request; admission has seen to it that the whole pool can hold it."""
         self._num_arrived += 1
         request.arrival = self._num_arrived
         self.waiting.append(request)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.errors import ConfigError
 from foretoken.lab.chi_square import ChiSquare, homogeneity
-from foretoken.outputs import RequestMetrics, uninterrupted
+from foretoken.outputs import RequestMetrics
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def greedy_audit(
     differing = []
     for done, prompt in enumerate(prompts):
         report(done, len(prompts))
-        (drafted,) = uninterrupted(llm.generate(prompt, speculative))
-        (reference,) = uninterrupted(llm.generate(prompt, plain))
+        (drafted,) = llm.generate(prompt, speculative)
+        (reference,) = llm.generate(prompt, plain)
         mine, theirs = drafted.outputs[0].token_ids, reference.outputs[0].token_ids
         tokens += len(theirs)
         metrics.add(drafted.metrics)
@@ -135,7 +135,7 @@ def greedy_audit(
 def _top_gap(llm: LLM, token_ids: list[int]) -> float:
     """Distance of the two best logits after `token_ids`."""
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2, num_speculative_tokens=0)
-    (output,) = uninterrupted(llm.generate(token_ids, params))
+    (output,) = llm.generate(token_ids, params)
     found = (output.outputs[0].logprobs or [{}])[0]
     best = sorted((entry.logprob for entry in found.values()), reverse=True)
     return best[0] - best[1] if len(best) > 1 else float("inf")
@@ -166,7 +166,7 @@ def sampled_audit(
         count = min(_REQUESTS_PER_CALL, samples - start)
         for side, side_params in enumerate((speculative, plain)):
             report(2 * start + side * count, 2 * samples)
-            outputs = uninterrupted(llm.generate([prompt] * count, side_params))
+            outputs = llm.generate([prompt] * count, side_params, use_tqdm=False)
             drawn[side].extend(output.outputs[0].token_ids for output in outputs)
             if side == 0:
                 for output in outputs:

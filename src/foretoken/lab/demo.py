@@ -22,7 +22,7 @@ from foretoken.config import check_int
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.lab.audit import ALPHA, NEAR_TIE, greedy_audit, sampled_audit
 from foretoken.lab.workloads import HeldOut, heldout
-from foretoken.outputs import RequestMetrics, RequestOutput, uninterrupted
+from foretoken.outputs import RequestMetrics, RequestOutput
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -131,7 +131,6 @@ class Demo:
             done = len(sample.token_ids)
         if output is None:
             raise RuntimeError("the stream ended before it began")
-        uninterrupted([output])
         self.console.print()
         counts = Counter(output.outputs[0].origins)
         kinds = ", ".join(f"{counts[kind]} {kind}" for kind in STYLES if counts[kind])
@@ -190,7 +189,7 @@ class Demo:
             for params, speeds in ((plain, timing.plain), (speculative, timing.speculative)):
                 start, tokens = time.perf_counter(), 0
                 for item in chosen:
-                    (output,) = uninterrupted(self.llm.generate(item.prompt, params))
+                    (output,) = self.llm.generate(item.prompt, params)
                     tokens += len(output.outputs[0].token_ids)
                 speeds.append(tokens / (time.perf_counter() - start))
             advance()

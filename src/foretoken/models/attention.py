@@ -32,8 +32,10 @@ __all__ = [
 ATTENTION_NAME = "foretoken_paged"
 
 # Keyword arguments that do not change the result of our attention: dropout is 0 in eval mode,
-# positions and causality come from the batch.
-_HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "use_cache", "cache_position"})
+# positions and causality come from the batch, the rows to keep are the head's.
+_HARMLESS = frozenset(
+    {"dropout", "is_causal", "position_ids", "use_cache", "cache_position", "logits_to_keep"}
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,33 +5,70 @@ Belongs here: checking messages, rendering them, token ids of the result. Does n
 
 from __future__ import annotations
 
-import difflib
+import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
-from foretoken.errors import RequestError
+from foretoken.errors import RequestError, check_known_keys
 from foretoken.models.checkpoint import first_line
+from foretoken.sampling.params import check_text
 
-__all__ = ["ChatPrompt", "ChatTemplate", "split_conversations"]
+__all__ = ["CHAT_OPTIONS", "ChatOptions", "ChatPrompt", "ChatTemplate", "split_conversations"]
 
-_FIELDS = ("role", "content")
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+_EMPTY_FIELDS = ("refusal", "audio", "annotations", "function_call")  # of clients; None in a text
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_FORMATS = ("auto", "string", "openai")
+# A template that walks over a message's content takes lists of parts, others take a text.
+_WALKS_OVER_CONTENT = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content\b|\[['"]content['"]\])""")
+
+
+class ChatOptions(TypedDict, total=False):
+    """What a conversation is rendered with.
+
+    Attributes:
+        chat_template: Jinja text, or the name of one of the tokenizer's templates; None: its own.
+        chat_template_content_format: `string` gives the template every content as one text, parts
+            joined by line ends; `openai` as a list of parts; `auto` (the default) what it reads.
+        add_generation_prompt: end the prompt with what opens the assistant's answer (the default).
+        continue_final_message: leave the last message open, for the answer to continue it; only
+            with add_generation_prompt=False.
+        tools: descriptions of functions, as JSON schemas, for templates that show them.
+        chat_template_kwargs: values of further variables of the template.
+    """
+
+    chat_template: str | None
+    chat_template_content_format: Literal["auto", "string", "openai"]
+    add_generation_prompt: bool
+    continue_final_message: bool
+    tools: Sequence[Mapping[str, Any]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+CHAT_OPTIONS = tuple(ChatOptions.__annotations__)
 
 
 class ChatTemplate:
-    """The template that a call of `LLM.chat` uses: the tokenizer's own, or one given.
+    """The template that a call of `chat` uses, and what it is given besides the messages.
 
     Args:
         tokenizer: of the checkpoint; None if it has none.
-        chat_template: Jinja text, or the name of one of the tokenizer's templates; None: its own.
-        add_generation_prompt: end with what opens the assistant's answer.
+        options: as in `ChatOptions`.
 
     Raises:
-        RequestError: no tokenizer, no template, or a template that is not one.
+        RequestError: no tokenizer, no template, one that is not one or that does not use an option.
     """
 
     def __init__(
-        self, tokenizer: Any | None, chat_template: str | None, add_generation_prompt: bool
+        self,
+        tokenizer: Any | None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Any = None,
+        chat_template_kwargs: Any = None,
     ) -> None:
         if tokenizer is None:
             raise RequestError(
@@ -40,11 +77,36 @@ class ChatTemplate:
                 "left out: this checkpoint has no tokenizer",
                 "Use `generate` with token ids, or add tokenizer files to the checkpoint.",
             )
-        if not isinstance(add_generation_prompt, bool):
-            raise RequestError("add_generation_prompt", add_generation_prompt, "true or false")
+        for name, value in (
+            ("add_generation_prompt", add_generation_prompt),
+            ("continue_final_message", continue_final_message),
+        ):
+            if not isinstance(value, bool):
+                raise RequestError(name, value, "true or false")
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message",
+                True,
+                "false where a new answer is opened",
+                "Pass add_generation_prompt=False with it.",
+            )
+        if chat_template_content_format not in _FORMATS:
+            raise RequestError(
+                "chat_template_content_format",
+                chat_template_content_format,
+                f"one of {', '.join(_FORMATS)}",
+            )
         self._tokenizer = tokenizer
-        self._text = _find_template(tokenizer, chat_template)
-        self._add_generation_prompt = add_generation_prompt
+        self._text = _find_template(tokenizer, chat_template, tools)
+        self._takes_parts = chat_template_content_format == "openai" or (
+            chat_template_content_format == "auto"
+            and _WALKS_OVER_CONTENT.search(self._text) is not None
+        )
+        self._options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **self._check_variables(tools, chat_template_kwargs),
+        }
 
     def render(self, messages: Any) -> tuple[str, list[int]]:
         """The text of a conversation and its token ids.
@@ -59,10 +121,7 @@ class ChatTemplate:
         conversation = self._check(messages)
         try:
             text = self._tokenizer.apply_chat_template(
-                conversation,
-                chat_template=self._text,
-                add_generation_prompt=self._add_generation_prompt,
-                tokenize=False,
+                conversation, chat_template=self._text, tokenize=False, **self._options
             )
         except TemplateSyntaxError as error:
             raise RequestError(
@@ -74,34 +133,75 @@ class ChatTemplate:
             raise RequestError(
                 "messages", messages, f"what the chat template takes; it says: {first_line(error)}"
             ) from error
+        check_text("messages", text)
         return text, list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def _check(self, messages: Any) -> list[dict[str, str]]:
+    def _check_variables(self, tools: Any, variables: Any) -> dict[str, Any]:
+        """The template's further variables; one that it does not use would be lost in silence."""
+        if tools is not None and not _is_list(tools):
+            raise RequestError("tools", tools, "a list of JSON schemas of functions")
+        if variables is not None and not isinstance(variables, Mapping):
+            raise RequestError("chat_template_kwargs", variables, "a dict of template variables")
+        given = {} if tools is None else {"tools": list(tools)}
+        for name, value in (variables or {}).items():
+            if name in CHAT_OPTIONS:
+                raise RequestError(
+                    f"chat_template_kwargs.{name}", value, "given as an argument of its own"
+                )
+            given[str(name)] = value
+        for name, value in given.items():
+            if not self._uses(name):
+                raise RequestError(
+                    name,
+                    value,
+                    "left out: this chat template does not use it",
+                    "Pass a `chat_template` that does.",
+                )
+        return given
+
+    def _uses(self, name: str) -> bool:
+        return re.search(rf"\b{re.escape(name)}\b", self._text) is not None
+
+    def _check(self, messages: Any) -> list[dict[str, Any]]:
         if not _is_list(messages):
             raise RequestError("messages", messages, "a list of dicts with `role` and `content`")
         if not messages:
             raise RequestError("messages", messages, "at least one message")
         return [self._check_message(i, message) for i, message in enumerate(messages)]
 
-    def _check_message(self, index: int, message: Any) -> dict[str, str]:
+    def _check_message(self, index: int, given: Any) -> dict[str, Any]:
         where = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise RequestError(where, message, "a dict with `role` and `content`")
-        for key in message:
-            if key not in _FIELDS:
-                near = difflib.get_close_matches(str(key), _FIELDS, n=1)
-                remedy = f"Did you mean `{near[0]}`?" if near else ""
-                raise RequestError(f"{where}.{key}", message[key], "left out", remedy)
-        for field in _FIELDS:
-            if not isinstance(message.get(field), str):
-                raise RequestError(f"{where}.{field}", message.get(field), "a text")
-        role = message["role"]
+        if not isinstance(given, Mapping):
+            raise RequestError(where, given, "a dict with `role` and `content`")
+        message = {k: v for k, v in given.items() if v is not None or k not in _EMPTY_FIELDS}
+        check_known_keys(where, message, _FIELDS, RequestError)
+        role = message.get("role")
+        if not isinstance(role, str):
+            raise RequestError(f"{where}.role", role, "a text")
         # Most templates drop a message of a role that they do not know, and say nothing.
         if role not in _ROLES and not any(f"{q}{role}{q}" in self._text for q in "'\""):
             raise RequestError(
                 f"{where}.role", role, f"one of {', '.join(_ROLES)}, or one the template names"
             )
-        return {field: message[field] for field in _FIELDS}
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if not isinstance(message.get(field, ""), (str, type(None))):
+                raise RequestError(f"{where}.{field}", message[field], "a text")
+        if message.get("tool_calls"):
+            if not self._uses("tool_calls"):
+                raise RequestError(
+                    f"{where}.tool_calls",
+                    message["tool_calls"],
+                    "left out: this chat template does not use it",
+                    "Write the calls as the message's `content`.",
+                )
+            message["tool_calls"] = _check_calls(f"{where}.tool_calls", message["tool_calls"])
+        parts = _check_content(f"{where}.content", message)
+        message["content"] = (
+            [{"type": "text", "text": text} for text in parts]
+            if self._takes_parts
+            else "\n".join(parts)
+        )
+        return message
 
 
 class ChatPrompt:
@@ -130,11 +230,57 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
-def _find_template(tokenizer: Any, given: Any) -> str:
-    """The Jinja text to use."""
+def _check_content(where: str, message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message's content; a message that calls tools may have none."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return []
+    parts: Sequence[Any] = content if isinstance(content, (list, tuple)) else [content]
+    texts = []
+    for i, part in enumerate(parts):
+        its_place = where if parts[0] is content else f"{where}[{i}]"
+        kind = part.get("type") if isinstance(part, Mapping) else "text"
+        if kind != "text":
+            raise RequestError(
+                f"{its_place}.type", kind, "`text`", "Images, audio and video are not read."
+            )
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise RequestError(its_place, text, "a text, or a list of parts of type `text`")
+        check_text(its_place, text)
+        texts.append(text)
+    return texts
+
+
+def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
+    """Tool calls as templates read them: with arguments as a dict, where clients keep JSON."""
+    if not _is_list(calls) or not all(isinstance(call, Mapping) for call in calls):
+        raise RequestError(where, calls, "a list of dicts with `function`")
+    found = []
+    for i, call in enumerate(calls):
+        function = call.get("function")
+        if not isinstance(function, Mapping):
+            raise RequestError(f"{where}[{i}].function", function, "a dict with `name`")
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except json.JSONDecodeError as error:
+                place = f"{where}[{i}].function.arguments"
+                raise RequestError(
+                    place, arguments, f"a dict, or JSON; the parser says: {error}"
+                ) from None
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found
+
+
+def _find_template(tokenizer: Any, given: Any, tools: Any) -> str:
+    """The Jinja text to use; of templates with names, `tool_use` where there are tools."""
     own = tokenizer.chat_template
     named = own if isinstance(own, dict) else {"default": own} if own else {}
     if given is None:
+        if tools is not None and "tool_use" in named:
+            return str(named["tool_use"])
         if "default" in named:
             return str(named["default"])
         known = f" without a name; it has {', '.join(sorted(named))}" if named else ""

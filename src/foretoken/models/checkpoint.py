@@ -1,12 +1,12 @@
-"""Reading a model folder: where it is, its configuration, and whether its weights are whole.
+"""Reading a model folder: its files, its configuration, and whether its weights are whole.
 
-Belongs here: paths, JSON, safetensors headers; every failure is a `CheckpointError` that names
-the file. Does not: building modules (`loader.py`), judging architectures (`guards.py`). No torch.
+Belongs here: JSON, safetensors headers; every failure is a `CheckpointError` that names the file.
+Does not: finding the folder (`locate.py`), building modules (`loader.py`), judging architectures
+(`guards.py`). No torch.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,63 +16,45 @@ from typing import Any
 from foretoken.errors import CheckpointError, UnsupportedModelError
 
 __all__ = [
-    "BUILT_IN",
+    "TOKENIZER_FILES",
+    "TOKENIZER_FOREIGN",
+    "TOKENIZER_JSON",
+    "TOKENIZER_TEXT",
+    "check_generation_config",
     "check_weights",
     "first_line",
     "parse_config",
     "read_config",
     "read_json",
     "reading",
-    "resolve_checkpoint",
 ]
 
-BUILT_IN = ("tiny-python", "tiny-python-draft")
-"""Checkpoints that come with the package, under `foretoken/assets`."""
+TOKENIZER_JSON = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+TOKENIZER_TEXT = ("merges.txt", "vocab.txt", "chat_template.jinja")
+# Formats for which Transformers needs another package than `tokenizers`.
+TOKENIZER_FOREIGN = (
+    "tokenizer.model",
+    "spiece.model",
+    "*.bpe.model",
+    "tekken.json",
+    "*.tiktoken",
+)
+TOKENIZER_FILES = (
+    *TOKENIZER_JSON,
+    *TOKENIZER_TEXT,
+    *TOKENIZER_FOREIGN,
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
 
-_ASSETS = Path(__file__).resolve().parent.parent / "assets"
 _WEIGHT_DTYPES = ("F32", "F16", "BF16", "F64")
 _MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
-
-
-def resolve_checkpoint(name: str | Path) -> Path:
-    """Find a model folder: a built-in name, a folder, or a hub id in the local cache.
-
-    Nothing is ever downloaded: a run that needs the network should say so in its own command.
-
-    Raises:
-        CheckpointError: nothing of that name; the message lists what was tried and the remedy.
-    """
-    text = str(name)
-    if text in BUILT_IN:
-        folder = _ASSETS / text
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"The built-in model `{text}` is missing from this installation: no folder "
-                f"`{folder}`. Reinstall Foretoken."
-            )
-        return folder
-    with reading(text[:200]):
-        path = Path(text).expanduser()
-        if text and path.is_dir():
-            return path
-        if path.is_file():
-            raise CheckpointError(f"`{text}` is a file: give the folder that holds `config.json`.")
-    cached = _cached_snapshot(text)
-    if cached is not None:
-        return cached
-    tried = f"built-in models ({', '.join(BUILT_IN)}), a folder of that name"
-    near = difflib.get_close_matches(text, BUILT_IN, n=1, cutoff=0.6)
-    if near:
-        remedy = f"Did you mean `{near[0]}`?"
-    elif _looks_like_hub_id(text):
-        tried += ", the local Hugging Face cache (nothing is ever downloaded here)"
-        remedy = (
-            f"With a network, `hf download {text}` puts it there; without one, copy the folder "
-            "from a machine that has it and give its path."
-        )
-    else:
-        remedy = "Give a folder that holds `config.json` and safetensors weights."
-    raise CheckpointError(f"No model `{text}`. Tried {tried}. {remedy}")
 
 
 @contextmanager
@@ -83,20 +65,6 @@ def reading(what: str | Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody` has no home
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"`{what}` cannot be read: {reason}") from error
-
-
-def _looks_like_hub_id(text: str) -> bool:
-    return text.count("/") == 1 and not text.startswith((".", "/", "~"))
-
-
-def _cached_snapshot(name: str) -> Path | None:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (OSError, HFValidationError):
-        return None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -129,7 +97,33 @@ def parse_config(folder: Path, model_type: str) -> Any:
         ) from error
 
 
-def first_line(error: Exception) -> str:
+def check_generation_config(folder: Path) -> None:
+    """Check `generation_config.json`, if there is one: it says which tokens end a text.
+
+    Raises:
+        CheckpointError: not a JSON object, or values that Transformers does not take.
+    """
+    from transformers import GenerationConfig
+
+    path = folder / "generation_config.json"
+    with reading(path):
+        if not path.exists():
+            return
+    content = read_json(path)
+    ends = content.get("eos_token_id")
+    if any(type(i) is not int for i in (ends if isinstance(ends, list) else [ends or 0])):
+        raise CheckpointError(
+            f"`{path}` gives `eos_token_id` as {ends!r}: it must be a token id or a list of them."
+        )
+    try:
+        GenerationConfig.from_dict(content)
+    except Exception as error:
+        raise CheckpointError(
+            f"`{path}` is not a valid generation configuration: {first_line(error)}"
+        ) from error
+
+
+def first_line(error: BaseException) -> str:
     """What a library's error says, short enough for a message of ours."""
     lines = str(error).strip().splitlines()
     return lines[0][:200] if lines else type(error).__name__

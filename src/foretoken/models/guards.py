@@ -28,7 +28,15 @@ from foretoken.models.attention import (
 from foretoken.models.causal_lm import CausalLM
 from foretoken.ops import Backend
 
-__all__ = ["check_class", "check_config", "eager_logits", "probe", "rope_limit", "self_check"]
+__all__ = [
+    "check_class",
+    "check_config",
+    "check_multimodal",
+    "eager_logits",
+    "probe",
+    "rope_limit",
+    "self_check",
+]
 
 # Classes without Transformers' support flag whose attention does go through its interface: the
 # self-check passes, and the tests compare them with plain Transformers.
@@ -65,21 +73,25 @@ _LENGTH = 22  # tokens per sequence of the self-check: past one block of 16
 _BLOCK = 4  # tokens per cache block there
 
 
-def check_config(raw: dict[str, Any], class_name: str | None) -> None:
+def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
     """Refuse by what `config.json` says: remote code, another architecture, quantised weights.
 
     Args:
         raw: `config.json`.
-        class_name: the causal language model that Transformers has for this `model_type`, if any.
+        class_names: what Transformers has for this `model_type`: its causal language model first,
+            then the class that takes pictures or sound, too.
+
+    Returns:
+        The one that `config.json` names, or the first if it names none.
     """
     names = raw.get("architectures") or []
-    same = any(str(name) == class_name for name in names)
+    same = [name for name in class_names if name in map(str, names)]
     if raw.get("auto_map") and not same:
         raise UnsupportedModelError(
             f"The checkpoint brings its own code (`auto_map`, architecture {names}), which is "
             "never run. Only architectures that Transformers itself has are supported."
         )
-    if class_name is None:
+    if not class_names:
         raise UnsupportedModelError(
             f"Transformers has no causal language model of type `{raw['model_type']}`. If it is "
             "new, a newer Transformers may have it."
@@ -87,7 +99,7 @@ def check_config(raw: dict[str, Any], class_name: str | None) -> None:
     if names and not same:
         raise UnsupportedModelError(
             f"The checkpoint is of architecture {names}; for `{raw['model_type']}` we run "
-            f"`{class_name}`."
+            f"`{class_names[0]}`."
         )
     if raw.get("quantization_config"):
         given = raw["quantization_config"]
@@ -96,6 +108,7 @@ def check_config(raw: dict[str, Any], class_name: str | None) -> None:
             f"Quantised weights (`quant_method`: {method}) are not supported. Use a checkpoint in "
             "bfloat16, float16 or float32."
         )
+    return (same or class_names)[0]
 
 
 def check_class(model_class: Any, config: Any) -> None:
@@ -106,6 +119,7 @@ def check_class(model_class: Any, config: Any) -> None:
         config: its configuration, parsed.
     """
     text = config.get_text_config()
+    _check_rope_types(text)
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
         if kind not in ("full_attention", "sliding_attention"):
             why = _LAYER_REASONS.get(kind, "only full and sliding window attention are supported")
@@ -125,6 +139,29 @@ def check_class(model_class: Any, config: Any) -> None:
             f"Models of type `{config.model_type}` do not support a custom attention backend in "
             f"Transformers: {why}."
         )
+
+
+def check_multimodal(config: Any) -> None:
+    """Refuse a model of pictures or sound whose text part does not run by itself."""
+    if any(getattr(c, "is_encoder_decoder", False) for c in (config, config.get_text_config())):
+        raise UnsupportedModelError(
+            f"`{config.model_type}` is multimodal, and its text part does not run alone: it "
+            "attends to an encoder's output, too."
+        )
+
+
+def _check_rope_types(text: Any) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    known = {"default", getattr(text, "default_rope_type", "default"), *ROPE_INIT_FUNCTIONS}
+    for parameters in _rope_parameters(text.to_dict()):
+        kind = parameters["rope_type"]
+        if kind not in known:
+            raise UnsupportedModelError(
+                f"`{text.model_type}` asks for RoPE of type `{kind}`; Transformers has "
+                f"{', '.join(f'`{name}`' for name in sorted(known))}. If it is new, a newer "
+                "Transformers may have it."
+            )
 
 
 def rope_limit(config: Any) -> tuple[str, int] | None:
@@ -217,9 +254,10 @@ def _forward(module: Any, batch: ForwardBatch, run: AttentionPass) -> Tensor:
     except UnsupportedModelError:
         raise
     except Exception as error:
+        composite = module.config.get_text_config() is not module.config
         raise UnsupportedModelError(
-            f"`{module.config.model_type}` fails on packed input with explicit positions "
-            f"({type(error).__name__})."
+            f"{'The text part of ' if composite else ''}`{module.config.model_type}` fails on "
+            f"packed input with explicit positions ({type(error).__name__})."
         ) from error
     logits: Tensor = output.logits
     return logits.squeeze(0)

@@ -16,13 +16,15 @@ from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.models.attention import ATTENTION_NAME, AttentionCall, register_attention
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import (
+    check_generation_config,
     check_weights,
     first_line,
     parse_config,
     read_config,
-    resolve_checkpoint,
 )
 from foretoken.models.fused_decoder import FusedDecoder, UnfitError
+from foretoken.models.leftovers import check_leftovers, some_names
+from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import can_pack, observe_linears, pack_linears
 from foretoken.models.quiet import quiet_transformers
 from foretoken.ops import Backend, get_backend
@@ -34,7 +36,6 @@ LoadFormat = Literal["auto", "dummy"]
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_KEYS_SHOWN = 3
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -75,6 +76,7 @@ def load_model(
     if load_format == "auto":
         check_weights(folder)
     with quiet_transformers():
+        check_generation_config(folder)
         config, model_class = _config_and_class(folder, raw)
         torch_dtype = _choose_dtype(dtype, config, device)
         limit = _choose_max_len(max_model_len, config, shorten)
@@ -94,6 +96,7 @@ def _checked(
 
     with observe_linears(module) as linears:
         calls, _ = guards.probe(module, backend, device)
+    _drop_towers(module, {id(linear) for linear, _ in linears})
     expected = guards.eager_logits(module, device)
     model = CausalLM(
         module,
@@ -121,6 +124,21 @@ def _checked(
     return model
 
 
+def _drop_towers(module: Any, ran: set[int]) -> None:
+    """Free what only pictures or sound pass through in a multimodal model.
+
+    Args:
+        ran: ids of the linear layers that ran on a text.
+    """
+    if module.config.get_text_config() is module.config:
+        return
+    for name, child in list(module.base_model.named_children()):
+        linears = {id(m) for m in child.modules() if type(m) is torch.nn.Linear}
+        if linears and not linears & ran:
+            setattr(module.base_model, name, None)
+            _log.info("`%s`: `%s` is left out, prompts are text.", module.config.model_type, name)
+
+
 def _fused(module: Any, calls: list[AttentionCall]) -> FusedDecoder | None:
     """The native decoder in the module's stead, if it implements all that the module has."""
     try:
@@ -132,17 +150,20 @@ def _fused(module: Any, calls: list[AttentionCall]) -> FusedDecoder | None:
 
 def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     """The configuration and the class for it, after the guards that need no weights."""
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    )
+    from transformers.models.auto import modeling_auto as auto
 
     from foretoken.models import guards
 
     model_type = raw["model_type"]
-    guards.check_config(raw, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
+    text_class = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    class_names = [text_class, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)]
+    name = guards.check_config(raw, [name for name in class_names if name])
     config = parse_config(folder, model_type)
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if name == text_class:
+        model_class = auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    else:
+        model_class = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
+        guards.check_multimodal(config)
     guards.check_class(model_class, config)
     return config, model_class
 
@@ -165,17 +186,16 @@ def _weighted_module(
         raise CheckpointError(
             f"The weights in `{folder}` do not fit `{model_class.__name__}`: {first_line(error)}"
         ) from error
-    # Unexpected tensors, too: the model that was trained with them is not the one we would run.
-    # What Transformers declares ignorable for the class is not in the list.
-    for problem in ("missing", "mismatched", "unexpected"):
+    for problem in ("missing", "mismatched"):
         # A mismatched one comes as (name, shape stored, shape wanted).
         found = info[f"{problem}_keys"]
         keys = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in found)
         if keys:
             raise CheckpointError(
                 f"The weights in `{folder}` do not fit its `config.json`: {len(keys)} {problem} "
-                f"tensors, for example {', '.join(f'`{key}`' for key in keys[:_KEYS_SHOWN])}."
+                f"tensors, for example {some_names(keys)}."
             )
+    check_leftovers(module, info["unexpected_keys"], folder)
     return module.to(device).eval().requires_grad_(False)
 
 

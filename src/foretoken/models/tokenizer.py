@@ -12,27 +12,27 @@ from typing import Any
 
 from foretoken.errors import CheckpointError
 from foretoken.models.checkpoint import (
+    TOKENIZER_FOREIGN,
+    TOKENIZER_JSON,
+    TOKENIZER_TEXT,
     first_line,
     parse_config,
     read_config,
     read_json,
     reading,
-    resolve_checkpoint,
 )
+from foretoken.models.locate import resolve_checkpoint
 
 __all__ = ["load_tokenizer"]
 
-_JSON_FILES = (
+_TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
+_MAKES_ONE = (
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    "vocab.txt",
+    *TOKENIZER_FOREIGN,
 )
-_TEXT_FILES = ("merges.txt", "vocab.txt", "chat_template.jinja")
-# Formats for which Transformers needs another package than `tokenizers`.
-_FOREIGN_FILES = ("tokenizer.model", "spiece.model", "*.bpe.model", "tekken.json", "*.tiktoken")
-_MAKES_ONE = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", *_FOREIGN_FILES)
 
 
 def load_tokenizer(path_or_name: str | Path) -> Any:
@@ -51,13 +51,17 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
 
     try:
         with quiet_transformers():
-            return AutoTokenizer.from_pretrained(
+            tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:
         _blame_config(folder)
         _blame_unreadable(folder)
         raise CheckpointError(_explain(folder, first_line(error))) from error
+    # Transformers warns once of a text beyond `model_max_length`. Here it was warned: a prompt
+    # that does not fit is refused with an error that says more.
+    tokenizer.deprecation_warnings[_TOO_LONG] = True
+    return tokenizer
 
 
 def _find(folder: Path, patterns: tuple[str, ...]) -> list[str]:
@@ -79,9 +83,9 @@ def _blame_config(folder: Path) -> None:
 
 def _blame_unreadable(folder: Path) -> None:
     """Raise if a file is not what its name says."""
-    for name in _find(folder, _JSON_FILES):
+    for name in _find(folder, TOKENIZER_JSON):
         read_json(folder / name)
-    for name in _find(folder, _TEXT_FILES):
+    for name in _find(folder, TOKENIZER_TEXT):
         try:
             with reading(folder / name):
                 (folder / name).read_text(encoding="utf-8")
@@ -100,12 +104,12 @@ def _explain(folder: Path, reason: str) -> str:
             )
     if (folder / "tokenizer.json").is_file():
         return f"`{folder / 'tokenizer.json'}` cannot be loaded: {reason}"
-    foreign = _find(folder, _FOREIGN_FILES)
+    foreign = _find(folder, TOKENIZER_FOREIGN)
     if foreign:
         return (
             f"`{folder / foreign[0]}` alone makes no tokenizer: that takes a package beyond "
             "`tokenizers`. Convert it once, where that is installed: `AutoTokenizer."
             "from_pretrained(folder).save_pretrained(folder)` writes `tokenizer.json`."
         )
-    found = ", ".join(f"`{name}`" for name in _find(folder, (*_JSON_FILES, *_TEXT_FILES)))
+    found = ", ".join(f"`{name}`" for name in _find(folder, (*TOKENIZER_JSON, *TOKENIZER_TEXT)))
     return f"`{folder}` has {found}, which make no tokenizer: add `tokenizer.json`."

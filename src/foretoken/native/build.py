@@ -5,7 +5,8 @@ build hook loads this file by its path before anything is installed.
 
 There is one library per instruction set, chosen when it is loaded, so that a wheel built anywhere
 runs anywhere. A file's name holds a digest of the sources: a library of other sources is never
-loaded.
+loaded. Its last bytes are a digest of the others, which the loader of the system does not read: a
+damaged library is found by it, and not by the process dying of SIGBUS.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +31,8 @@ VARIANTS: dict[str, dict[str, list[str]]] = {
 }
 _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
 _SHARED = ["-shared", "-fPIC", "-pthread"]
+_SEAL = hashlib.sha256().digest_size
+_SHOWN = 5  # lines of a compiler's errors
 
 
 class BuildError(Exception):
@@ -37,7 +41,7 @@ class BuildError(Exception):
 
 def digest() -> str:
     """Twelve digits that change with the sources and with how they are compiled."""
-    found = hashlib.sha256(repr((VARIANTS, _FLAGS, _SHARED)).encode())
+    found = hashlib.sha256(repr((VARIANTS, _FLAGS, _SHARED, "sealed")).encode())
     for path in sorted(SOURCES.iterdir()):
         found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()[:12]
@@ -48,11 +52,18 @@ def library_path(variant: str) -> Path:
     return LIBRARIES / f"foretoken-{digest()}-{variant}.so"
 
 
+def is_whole(path: Path) -> bool:
+    """Whether a library is as it was built; 0.35 ms for 200 kB."""
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-_SEAL]).digest() == content[-_SEAL:]
+
+
 def build() -> list[Path]:
     """Compile every variant of this machine's architecture that is missing; drop outdated ones.
 
     Raises:
         BuildError: no C++ compiler, an unknown architecture, or the compiler refused.
+        OSError: the folder of the libraries cannot be written.
     """
     variants = VARIANTS.get(platform.machine())
     if variants is None:
@@ -60,7 +71,7 @@ def build() -> list[Path]:
     LIBRARIES.mkdir(exist_ok=True)
     built = [library_path(variant) for variant in variants]
     for path, flags in zip(built, variants.values(), strict=True):
-        if not path.exists():
+        if not (path.exists() and is_whole(path)):
             _compile(flags, path)
     for path in LIBRARIES.glob("*.so"):
         if path not in built:
@@ -76,10 +87,23 @@ def _compile(flags: list[str], path: Path) -> None:
     # Renamed when whole: nobody loads half a library.
     partial = path.with_suffix(f".{os.getpid()}.partial")
     command = [compiler, *_FLAGS, *flags, *_SHARED, *sources, "-o", str(partial)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise BuildError(f"`{' '.join(command)}` failed:\n{done.stderr.strip()}")
-    partial.replace(path)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            shown = " ".join([compiler, *flags])
+            raise BuildError(f"`{shown}` failed:\n{_first_errors(done.stderr)}")
+        with partial.open("ab") as library:
+            library.write(hashlib.sha256(partial.read_bytes()).digest())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _first_errors(said: str) -> str:
+    """What a compiler complains of first, without its warnings."""
+    lines = [line.strip() for line in said.splitlines() if "warning:" not in line]
+    errors = [line for line in lines if re.search(r"\berror\b|undefined reference", line)]
+    return "\n".join(f"  {line}" for line in errors[:_SHOWN] or lines[-_SHOWN:])
 
 
 def main() -> int:
@@ -87,7 +111,7 @@ def main() -> int:
     try:
         for path in build():
             print(path.relative_to(HERE.parent))
-    except BuildError as error:
+    except (BuildError, OSError) as error:
         print(f"Native kernels were not built: {error}.", file=sys.stderr)
         return 1
     return 0

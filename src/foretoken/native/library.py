@@ -31,7 +31,6 @@ __all__ = [
     "Outcome",
     "Params",
     "Places",
-    "Reduced",
     "Rows",
     "TopLogprobs",
     "Tuning",
@@ -167,7 +166,10 @@ class VerifyBatch(Structure):
         ("logits", Logits),
         ("edits", POINTER(Edits)),
         ("cache", POINTER(Cache)),
-        *_fields("slot_B position_B num_B token_BK real_q_B", "requests drafts narrow fp64_noise"),
+        *_fields(
+            "slot_B position_B num_B token_BK real_q_B synthetic_rate_K",
+            "requests drafts narrow fp64_noise",
+        ),
     ]
 
 
@@ -175,12 +177,6 @@ class Outcome(Structure):
     """`foretoken::Outcome`: an `ops.Verdict`, to be written."""
 
     _fields_: ClassVar[_Fields] = _fields("token_BK1 n_accept_B finite_B")
-
-
-class Reduced(Structure):
-    """`foretoken::Reduced`: what the first stage of verification writes, [B, K] each."""
-
-    _fields_: ClassVar[_Fields] = _fields("log_p_BK log_q_BK log_u_BK finite_BK")
 
 
 class Tuning(Structure):
@@ -248,7 +244,7 @@ def missing() -> str | None:
         return reason
     try:
         load()
-    except OSError as error:  # built elsewhere, against newer system libraries
+    except OSError as error:  # damaged, or built elsewhere, against newer system libraries
         return (
             f"they cannot be loaded ({error}): run `python -m foretoken.native.build` (needs g++)"
         )
@@ -265,7 +261,10 @@ def load() -> ctypes.CDLL:
     variant, reason = _variant()
     if variant is None:
         raise OSError(f"there are no native kernels: {reason}")
-    library = ctypes.CDLL(str(build.library_path(variant)))
+    path = build.library_path(variant)
+    if not build.is_whole(path):
+        raise OSError(f"{path} is damaged: its digest is not that of its contents")
+    library = ctypes.CDLL(str(path))
     for name, arguments in _SIGNATURES.items():
         function = getattr(library, f"foretoken_{name}")
         function.argtypes, function.restype, function.errcheck = arguments, c_int, _check
@@ -273,7 +272,6 @@ def load() -> ctypes.CDLL:
 
 
 _PARAMS, _ROWS, _PLACES = POINTER(Params), POINTER(Rows), POINTER(Places)
-_VERIFY, _REDUCED, _OUTCOME = POINTER(VerifyBatch), POINTER(Reduced), POINTER(Outcome)
 _ADDRESSES = [c_void_p] * 7
 _SIGNATURES = {
     "set_num_threads": [c_int],
@@ -287,20 +285,18 @@ _SIGNATURES = {
     "sample": [_PARAMS, _ROWS, _PLACES, c_void_p],
     "draft": [_PARAMS, _ROWS, _PLACES, POINTER(Cache), c_void_p],
     "logprobs": [_PARAMS, _ROWS, c_void_p, POINTER(TopLogprobs)],
-    "verify": [_PARAMS, _VERIFY, _OUTCOME],
-    "reduce": [_PARAMS, _VERIFY, _REDUCED],
-    "masses": [_PARAMS, _VERIFY, _REDUCED, *_ADDRESSES[:2]],
-    "emit": [_PARAMS, _VERIFY, _REDUCED, c_void_p, _OUTCOME],
+    "verify": [_PARAMS, POINTER(VerifyBatch), POINTER(Outcome)],
 }
 
 
-def _check(status: int, function: Any, arguments: Any) -> bool:
-    """Whether the call did what was asked; False if it does not cover that."""
+def _check(status: int, function: Any, arguments: Any) -> None:
+    """Raise what kept a call from being done; `csrc/api.cpp` names the numbers."""
+    if status == 1:
+        raise NotImplementedError(f"native kernels: {function.__name__} lacks a rule of the batch")
     if status == 2:
         raise MemoryError(f"native kernels: {function.__name__} could not allocate memory")
     if status == 3:
         raise RuntimeError(f"native kernels: {function.__name__} failed")
-    return status == 0
 
 
 def set_num_threads(count: int) -> None:

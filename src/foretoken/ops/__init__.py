@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
+from foretoken.ops.checks import INT64, check_logits, check_params, check_tensor
 from foretoken.ops.types import (
     AttentionBatch,
     AttentionGroup,
@@ -44,6 +45,7 @@ __all__ = [
     "SlotParams",
     "Stream",
     "Verdict",
+    "draft_cache",
     "get_backend",
     "unavailable",
 ]
@@ -106,8 +108,9 @@ class Backend(Protocol):
         argmax(logit + G_token) within it.
 
         Args:
-            logits_NV: raw logits as for `process_logits`; every row has a finite maximum that
-                survives its edits (a row without one gives an arbitrary id in [0, V)).
+            logits_NV: raw logits as for `process_logits`. A row that is not finite gives an id in
+                [0, V) that means nothing and that nothing marks: `verify` without drafts draws what
+                this does with TARGET streams, and marks such rows.
             position_N: int64, sequence position of the token that is drawn.
             draft_index_N: int64, 0 for target and residual streams.
             streams: (token stream, block stream), for example (TARGET_TOKEN, TARGET_BLOCK).
@@ -135,7 +138,8 @@ class Backend(Protocol):
 
         Args:
             logits_BV: raw logits of the draft model, V' tokens. No two rows are of the same
-                (slot, draft index).
+                (slot, draft index). A row that is not finite gives some id in [0, V'), as `sample`
+                does, and at T > 0 an lse that is not finite: `verify` then takes it for no draft.
             cache: written at [slot, draft index]; its dtype and width are those of the logits. A
                 row at T=0 leaves a threshold of -inf and an lse of 0. None if no q will be asked
                 for; tokens are then drawn all the same (`FusedDecoder.draft` takes None for
@@ -182,7 +186,10 @@ class Backend(Protocol):
         - Under COUPLED every slot is the target's own draw with TARGET noise; there, and at T=0,
           nothing of q is read.
         - A target row that is not finite has p = 0 everywhere (and S_i = 0 under BLOCK): its draft
-          is rejected, or accepted by SYNTHETIC, and `finite_B` says so if it decided the request.
+          is rejected, or accepted by SYNTHETIC. If such a row is among those that decided the
+          request, rows 0..n_accept, its `finite_B` is False and its last token, that after the
+          accepted drafts, is -1. It is then row n_accept itself; under SYNTHETIC an earlier one,
+          too. The accepted drafts stand, but the request cannot go on.
         """
         ...
 
@@ -235,6 +242,67 @@ class Backend(Protocol):
             [T, H, D_v].
         """
         ...
+
+
+def draft_cache(
+    backend: Backend, logits_BKV: Tensor, params: SlotParams, slot_B: Tensor
+) -> DraftCache:
+    """The q of drafts that were made elsewhere, from the logits that they were drawn from.
+
+    With it, `verify` takes them as if `Backend.draft` had drawn them. They must be draws from q as
+    the slots' parameters make it: softmax of logits / temperature, filtered by min_p, top_k, top_p.
+
+    Args:
+        backend: the one that will verify; thresholds and LSEs are to the bit those of its `draft`.
+        logits_BKV: raw draft logits [B, K, V'], any float dtype, adjacent along V'; row (b, i) is
+            what draft i of request b was drawn from. Rows behind a request's last draft may hold
+            anything, and a row that is not finite counts as no draft.
+        params: the parameters of all slots; the cache has a row for each.
+        slot_B: int64, the slot of each request, no two alike.
+
+    Returns:
+        A new cache [S, K, V'] in the dtype of the logits. Slots that are not in `slot_B` have no q:
+        drafts of theirs that claim one count as none.
+
+    Raises:
+        ConfigError: names the argument that does not fit.
+
+    Two drafts in slot 0: p = q of the first, which is accepted; the second has no mass in p:
+
+        >>> import torch
+        >>> from foretoken.ops import DraftBlock, Rule, SlotParams, draft_cache, get_backend
+        >>> ops = get_backend("reference")
+        >>> one, zero = torch.ones(1), torch.zeros(1)
+        >>> params = SlotParams(
+        ...     key_S=torch.tensor([7]), temperature_S=one, top_k_S=zero.long(), top_p_S=one,
+        ...     min_p_S=zero, rule_S=torch.tensor([Rule.STANDARD]),
+        ... )
+        >>> q_logits_BKV = torch.tensor([[[1.0, 2.0, 0.0], [0.0, 9.0, 0.0]]])
+        >>> cache = draft_cache(ops, q_logits_BKV, params, slot_B=torch.tensor([0]))
+        >>> drafts = DraftBlock(
+        ...     token_BK=torch.tensor([[0, 1]]), num_B=torch.tensor([2]), cache=cache,
+        ...     real_q_B=torch.tensor([True]),
+        ... )
+        >>> no = -torch.inf
+        >>> p_logits_NV = torch.tensor([[1.0, 2.0, 0.0], [no, no, 0.0], [0.0, 0.0, 0.0]])
+        >>> at = torch.tensor([0])
+        >>> verdict = ops.verify(p_logits_NV, params, at, position_B=at, drafts=drafts)
+        >>> verdict.token_BK1.tolist(), verdict.n_accept_B.tolist()
+        ([[0, 2, -1]], [1])
+    """
+    check_logits("logits_BKV", logits_BKV, 3)
+    num_requests, most, vocabulary = logits_BKV.shape
+    check_tensor("slot_B", slot_B, (num_requests,), INT64, logits_BKV.device)
+    check_params(params, logits_BKV.device)
+    slots = params.key_S.shape[0]
+    cache = DraftCache.empty(slots, most, vocabulary, logits_BKV.dtype, logits_BKV.device)
+    cache.threshold_SK.fill_(-torch.inf)
+    cache.lse_SK.fill_(torch.nan)  # no q
+    nowhere_B = torch.zeros_like(slot_B)  # the draws, and so their noise, are not used
+    for i in range(most):
+        index_B = torch.full_like(slot_B, i)
+        backend.draft(logits_BKV[:, i], params, slot_B, nowhere_B, index_B, cache)
+    return cache
 
 
 BACKENDS = {

@@ -1,10 +1,10 @@
 """Verification rules: which drafts a request accepts, and how its residual is weighted.
 
-What belongs here: one function per rule on [B, K] numbers, the same for every CPU backend (a device
-backend states it again in its own language, tested against these). What does not: anything that
-touches the vocabulary (a backend's reductions and its one residual sampler), or noise (drawn by
-the backend, handed in as log u). A rule that needs a further reduction adds a field to
-`RuleInputs`.
+What belongs here: one function per rule on [B, K] numbers, for backends in stock operators
+(compiled ones state it again in their own language, tested against the oracle as these are). What
+does not: anything that touches the vocabulary (a backend's reductions and its one residual
+sampler), or noise (drawn by the backend, handed in as log u). A rule that needs a further reduction
+adds a field to `RuleInputs`.
 
 Notation: p target, q draft distribution, x_i the draft i = 1..K of a request, u_i its acceptance
 uniform, tau = n_accept, w the residual weight. Shapes: B requests, K most drafts of a request.

@@ -99,8 +99,8 @@ class DraftCache:
     All three are contiguous, and have a row for every slot of the parameters or more. Their shapes,
     dtypes and device do not change: ops check these once.
     q is softmax of logits / temperature over the tokens whose raw logit is >= threshold. Filled
-    by `Backend.draft`; stays until the slot's next draft at that index. The slot's temperature must
-    not change between.
+    by `Backend.draft`, or by `draft_cache` for drafts made elsewhere; stays until the slot's next
+    draft at that index. The slot's temperature must not change between.
 
     logits_SKV:   raw draft logits, any float dtype; V' may differ from the target's V
     threshold_SK: float32, in units of raw logits; -inf where nothing is dropped
@@ -165,10 +165,11 @@ class Logprobs:
 class Verdict:
     """The outcome of verification.
 
-    token_BK1:  accepted drafts, then the resampled or bonus token, then -1; dtype of the drafts
-    n_accept_B: int64 in 0..K_b; a request emits n_accept + 1 tokens
+    token_BK1:  accepted drafts, then the resampled or bonus token, or -1 where `finite_B` is False,
+                then -1; dtype of the drafts
+    n_accept_B: int64 in 0..K_b; a request emits n_accept + 1 tokens, one less if it is not finite
     finite_B:   bool; False if a target row that decided this request (rows 0..n_accept) was not
-                finite, edits applied: its tokens must not be used
+                finite, edits applied: there is no token after its accepted drafts
     """
 
     token_BK1: Tensor

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from foretoken.config import REJECTION_SAMPLE_METHODS
+from foretoken.config import REJECTION_SAMPLE_METHODS, plain
 from foretoken.errors import RequestError, check_known_keys
+from foretoken.foreign import SAMPLING_FIELDS, without_foreign
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
+
+T = TypeVar("T")
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise `RequestError` for a lone surrogate: half a character, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            name,
+            text[max(error.start - 10, 0) : error.end + 10],
+            f"text, without the lone surrogate {text[error.start]!r} at index {error.start}",
+            "Decode its bytes with errors='replace', or join surrogate pairs.",
+        ) from None
 
 
 def _number(name: str, value: Any, low: float, high: float, bound: str) -> None:
@@ -25,9 +42,13 @@ def _integer(name: str, value: Any, low: int, bound: str, remedy: str = "") -> N
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
         raise RequestError(name, value, "a list of token ids")
-    items = tuple(value)
+    items = tuple(plain(item) for item in value)
     for item in items:
         _integer(name, item, 0, "a list of token ids >= 0")
     return items
@@ -37,26 +58,48 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else () if value is None else value
     if not isinstance(items, Sequence) or any(not isinstance(s, str) or not s for s in items):
         raise RequestError(name, value, "a list of non-empty strings")
+    for i, item in enumerate(items):
+        check_text(f"{name}[{i}]", item)
     return tuple(items)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _names_checked(cls: type[T]) -> type[T]:
+    """Have a dataclass refuse a name that it does not have by an error of ours, not `TypeError`."""
+    initialise = cls.__init__
+
+    @functools.wraps(initialise)
+    def checked(self: T, **given: Any) -> None:
+        given = without_foreign(given, SAMPLING_FIELDS, RequestError)
+        names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
+        check_known_keys("sampling_params", given, names, RequestError)
+        initialise(self, **given)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@_names_checked
+@dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request, applied in the order of `Backend.process_logits`.
+
+    Numbers may be numpy's. Fields may be assigned later: a call takes a copy and checks it again.
 
     Attributes:
         temperature: >= 0; 0 takes the most likely token.
         top_p: in (0, 1]; keeps the smallest set of tokens whose mass reaches it; 1 is off.
         top_k: keeps the k most likely (all ties at the k-th); 0 or -1 is off.
         min_p: in [0, 1]; drops tokens less likely than min_p times the likeliest; 0 is off.
-        max_tokens: most tokens to generate, >= 1.
+        max_tokens: most tokens to generate, >= 1; None: as many as context and cache hold.
         min_tokens: end-of-text and `stop_token_ids` cannot be drawn before this many tokens.
         n: independent samples of the same prompt, 1..128.
-        seed: fixes the request's noise; None: from the engine's seed and the admission number.
+        seed: fixes the request's noise, and so its tokens, in float32 whatever else is in the
+            batch; None: from the engine's seed and the admission number.
         stop: strings that end the output.
         stop_token_ids: ids that end the output; the last of `token_ids` is then that token.
         include_stop_str_in_output: keep in `text` the string or token that ended it; by default
             it is cut off.
+        skip_special_tokens: leave special tokens out of `text`.
         ignore_eos: do not stop at the model's end-of-text token.
         logprobs: log-probabilities of the drawn token and of this many likeliest, 0..20, from the
             model's raw logits; None is off.
@@ -79,13 +122,14 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     n: int = 1
     seed: int | None = None
     stop: tuple[str, ...] | list[str] | str | None = ()
-    stop_token_ids: tuple[int, ...] | list[int] = ()
+    stop_token_ids: tuple[int, ...] | list[int] | None = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -99,6 +143,8 @@ class SamplingParams:
     rejection_sample_method: str | None = None
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            setattr(self, f.name, plain(getattr(self, f.name)))
         self._check_numbers()
         self._check_lists()
 
@@ -111,9 +157,10 @@ class SamplingParams:
         _number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
         _integer("top_k", self.top_k, -1, "an integer >= 1, or 0 (off)")
         _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
-        _integer("max_tokens", self.max_tokens, 1, "an integer >= 1")
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, "an integer >= 1")
         _integer("min_tokens", self.min_tokens, 0, "an integer >= 0")
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
             )
@@ -123,7 +170,7 @@ class SamplingParams:
                 "n", self.n, f"an integer in [1, {MAX_SAMPLES}]", "Send the prompt several times."
             )
         if self.seed is not None:
-            _integer("seed", self.seed, 0, "an integer in [0, 2**64)")
+            _integer("seed", self.seed, 0, "an integer in [0, 2**64)", "None: the engine's.")
             if self.seed >= 2**64:
                 raise RequestError("seed", self.seed, "an integer in [0, 2**64)")
         for name in ("logprobs", "prompt_logprobs"):
@@ -135,7 +182,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
         _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
-        for name in ("include_stop_str_in_output", "ignore_eos"):
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
         if self.num_speculative_tokens is not None:
@@ -146,35 +193,44 @@ class SamplingParams:
             raise RequestError("rejection_sample_method", rule, bound)
 
     def _check_lists(self) -> None:
-        put = object.__setattr__
-        put(self, "stop", _strings("stop", self.stop))
-        put(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        self.stop = _strings("stop", self.stop)
+        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
         if isinstance(self.bad_words, str):
             raise RequestError("bad_words", self.bad_words, "a list of non-empty strings")
-        put(self, "bad_words", _strings("bad_words", self.bad_words))
+        self.bad_words = _strings("bad_words", self.bad_words)
         if self.allowed_token_ids is not None:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise RequestError("allowed_token_ids", [], "a non-empty list, or None")
-            put(self, "allowed_token_ids", allowed)
+            self.allowed_token_ids = allowed
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError("logit_bias", self.logit_bias, "a map of token id to value")
-            for token, value in self.logit_bias.items():
+            bias = {plain(token): plain(value) for token, value in self.logit_bias.items()}
+            for token, value in bias.items():
                 _integer("logit_bias", token, 0, "keyed by token ids >= 0")
                 _number(f"logit_bias[{token}]", value, -100.0, 100.0, "in [-100, 100]")
-            put(self, "logit_bias", dict(self.logit_bias))
+            self.logit_bias = bias
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> SamplingParams:
-        """Build from names a user typed; unknown names are errors with the nearest valid one."""
-        check_known_keys("sampling_params", given, [f.name for f in fields(cls)])
-        return cls(**given)
+        """Build from a dict of fields."""
+        return cls(**{str(name): value for name, value in given.items()})
+
+    @property
+    def token_limit(self) -> int:
+        """`max_tokens` of a request that was admitted: a number in any case."""
+        return cast(int, self.max_tokens)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as it was normalised."""
         return cast(tuple[str, ...], self.stop)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """`stop_token_ids` as it was normalised."""
+        return cast(tuple[int, ...], self.stop_token_ids)
 
     @property
     def bad_word_strings(self) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ Shape suffixes: B requests, K drafts, N rows (= sum of K_b + 1), V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ class Sampler:
 
     Args:
         synthetic_rates: c_i of the rule `synthetic`, one per draft; () where it is not allowed.
+        decode: a token's text, for log-probabilities; None without a tokenizer.
     """
 
     def __init__(
@@ -44,11 +45,13 @@ class Sampler:
         device: torch.device,
         synthetic_rates: Sequence[float] = (),
         fp64_noise: bool = False,
+        decode: Callable[[int], str] | None = None,
     ) -> None:
         self.backend = backend
         self.slots = slots
         self.device = device
         self.fp64_noise = fp64_noise
+        self._decode: Callable[[int], str | None] = decode or (lambda token: None)
         self.synthetic_rate_K = (
             torch.tensor(synthetic_rates, dtype=torch.float64, device=device)
             if synthetic_rates
@@ -96,9 +99,9 @@ class Sampler:
             found.top_logprob_NT.tolist(),
             strict=True,
         ):
-            row = {token: Logprob(logprob, rank)}
+            row = {token: Logprob(logprob, rank, self._decode(token))}
             for k, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True)):
-                row.setdefault(top_id, Logprob(value, k + 1))
+                row.setdefault(top_id, Logprob(value, k + 1, self._decode(top_id)))
             rows.append(row)
         return rows
 

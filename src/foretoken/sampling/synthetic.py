@@ -14,31 +14,74 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import floor
 from operator import mul
+from typing import cast
 
-from foretoken.config import SpeculativeConfig
+from foretoken.config import (
+    MAX_SPECULATIVE_TOKENS,
+    SpeculativeConfig,
+    check_int,
+    check_synthetic,
+)
 
 DECAY = 0.85  # g: what acceptance loses from one position to the next
 _HALVINGS = 100  # of an interval within [0, 1]: far below the spacing of floats
 
 
-def conditional_rates(config: SpeculativeConfig) -> tuple[float, ...]:
-    """c_0..c_{K-1} of a configuration; () unless its rule is `synthetic`.
+def conditional_rates(
+    num_speculative_tokens: int,
+    *,
+    synthetic_acceptance_rate: float | None = None,
+    synthetic_acceptance_rates: Sequence[float] | None = None,
+    synthetic_acceptance_length: float | None = None,
+) -> tuple[float, ...]:
+    """c_0..c_{K-1}, K = `num_speculative_tokens`, from exactly one of the three.
 
-    - `synthetic_acceptance_rate` r, the mean of joint_i: a_i = a_0 g^i, so joint_i = a_0^(i+1)
-      g^(i(i+1)/2), with g = 0.85 if that reaches r with a_0 <= 1, else the smallest g in [0.85, 1]
-      that does; |mean - r| < 1e-8.
-    - `synthetic_acceptance_rates`, joint_i themselves: c_i = joint_i / joint_{i-1}, 0 after a 0.
-    - `synthetic_acceptance_length` L = 1 + sum of joint_i: floor(L - 1) ones, then the fraction,
-      then zeros. No other rates of that length have less variance.
+    What `Backend.verify` takes as `synthetic_rate_K`, once it is a float64 tensor.
+
+    Args:
+        synthetic_acceptance_rate: r in [0, 1], the mean of joint_i: a_i = a_0 g^i, so joint_i =
+            a_0^(i+1) g^(i(i+1)/2), with g = 0.85 if that reaches r with a_0 <= 1, else the smallest
+            g in [0.85, 1] that does; |mean - r| < 1e-8.
+        synthetic_acceptance_rates: K numbers in [0, 1], none above the one before: joint_i
+            themselves. c_i = joint_i / joint_{i-1}, 0 after a 0.
+        synthetic_acceptance_length: L in [1, K + 1], L = 1 + sum of joint_i: floor(L - 1) ones,
+            then the fraction, then zeros. No other rates of that length have less variance.
+
+    Raises:
+        ConfigError: none of the three, two of them, or one out of range; it names which.
+
+    Example:
+        >>> from foretoken.sampling import conditional_rates, joint_rates
+        >>> rates = conditional_rates(3, synthetic_acceptance_rates=[0.8, 0.4, 0.0])
+        >>> rates, joint_rates(rates)
+        ((0.8, 0.5, 0.0), (0.8, 0.4, 0.0))
+        >>> conditional_rates(3, synthetic_acceptance_length=2.25)
+        (1.0, 0.25, 0.0)
     """
-    count = config.num_speculative_tokens
-    if config.synthetic_acceptance_rate is not None:
-        return _decaying(config.synthetic_acceptance_rate, count)
-    if config.synthetic_acceptance_rates is not None:
-        return _conditional(config.synthetic_acceptance_rates)
-    if config.synthetic_acceptance_length is not None:
-        return _of_length(config.synthetic_acceptance_length, count)
-    return ()
+    check_int("num_speculative_tokens", num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
+    options = {
+        "synthetic_acceptance_rate": synthetic_acceptance_rate,
+        "synthetic_acceptance_rates": synthetic_acceptance_rates,
+        "synthetic_acceptance_length": synthetic_acceptance_length,
+    }
+    check_synthetic("", num_speculative_tokens, options)
+    if synthetic_acceptance_rate is not None:
+        return _decaying(synthetic_acceptance_rate, num_speculative_tokens)
+    if synthetic_acceptance_length is not None:
+        return _of_length(synthetic_acceptance_length, num_speculative_tokens)
+    return _conditional([float(rate) for rate in cast(Sequence[float], synthetic_acceptance_rates)])
+
+
+def rates_of(config: SpeculativeConfig) -> tuple[float, ...]:
+    """`conditional_rates` of a configuration; () unless its rule is `synthetic`."""
+    if config.rejection_sample_method != "synthetic":
+        return ()
+    return conditional_rates(
+        config.num_speculative_tokens,
+        synthetic_acceptance_rate=config.synthetic_acceptance_rate,
+        synthetic_acceptance_rates=config.synthetic_acceptance_rates,
+        synthetic_acceptance_length=config.synthetic_acceptance_length,
+    )
 
 
 def joint_rates(conditional: Sequence[float]) -> tuple[float, ...]:

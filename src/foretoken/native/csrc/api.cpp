@@ -1,7 +1,6 @@
 // The functions that Python calls, by ctypes. Arguments have been checked there.
 //
-// Each returns 0 if done, 1 if it does not cover what is asked and did nothing (`foretoken_verify`
-// alone), 2 if memory ran out, 3 if anything else was thrown.
+// Each returns 0 if done, 1 if it does not cover what is asked (`foretoken_verify` alone), 2 if memory ran out, 3 if anything else was thrown.
 #include <new>
 
 #include "decoder.h"
@@ -82,23 +81,10 @@ int foretoken_logprobs(const Params* params, const Rows* rows, const int64_t* to
   return guarded([&] { logprobs(params, *rows, token_N, *out); });
 }
 
-// Covers batches in which every request is under STANDARD or COUPLED.
+// Covers the rules of `Rule`.
 int foretoken_verify(const Params* params, const VerifyBatch* batch, const Outcome* out) {
-  if (!decides(*params, *batch)) return 1;
-  return guarded([&] { verify(*params, *batch, *out); });
-}
-
-int foretoken_reduce(const Params* params, const VerifyBatch* batch, const Reduced* out) {
-  return guarded([&] { reduce(*params, *batch, *out); });
-}
-
-int foretoken_masses(const Params* params, const VerifyBatch* batch, const Reduced* reduced,
-                     const double* log_w_BK1, double* mass_BK) {
-  return guarded([&] { masses(*params, *batch, *reduced, log_w_BK1, mass_BK); });
-}
-
-int foretoken_emit(const Params* params, const VerifyBatch* batch, const Reduced* reduced,
-                   const double* log_w_BK1, const Outcome* out) {
-  return guarded([&] { emit(*params, *batch, *reduced, log_w_BK1, *out); });
+  bool covered = true;
+  const int status = guarded([&] { covered = verify(*params, *batch, *out); });
+  return covered ? status : 1;
 }
 }

@@ -1,5 +1,6 @@
 #include "verify.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "pool.h"
@@ -14,6 +15,7 @@ struct Request {
   int64_t index, slot, first_row;
 
   bool greedy() const { return params.temperature_S[slot] == 0; }
+  bool synthetic() const { return params.rule_S[slot] == kSynthetic; }
   Row row(int64_t i) const { return row_of(batch.logits, batch.edits, first_row + i); }
 
   int64_t token(int64_t i) const {
@@ -25,7 +27,7 @@ struct Request {
   // A rate does not make a token out of an id that the target lacks.
   bool has_draft(int64_t i) const {
     if (i >= batch.num_B[index] || token(i) < 0) return false;
-    return token(i) < batch.logits.vocabulary || params.rule_S[slot] != kSynthetic;
+    return token(i) < batch.logits.vocabulary || !synthetic();
   }
   bool real_q() const {
     return batch.real_q_B[index] && batch.cache && !greedy() && !params.coupled(slot);
@@ -47,6 +49,12 @@ struct Request {
   double log_u(int64_t i) const {
     const Address a = at(params.key_S[slot], batch.position_B[index] + i, i, kAccept);
     return std::log(uniform_at(0, a, batch.fp64_noise));
+  }
+
+  // Whether draft i is accepted once those before it are. SYNTHETIC is given what it does not look at,
+  // too: it is there to take the time of STANDARD.
+  bool accepts(int64_t i, double log_ratio) const {
+    return log_u(i) < (synthetic() ? std::log(batch.synthetic_rate_K[i]) : log_ratio);
   }
 
   Noise noise(int64_t i, int token_stream, int block_stream) const {
@@ -102,105 +110,73 @@ std::vector<Request> requests_of(const Params& params, const VerifyBatch& batch)
   return all;
 }
 
-bool worth_all_rows(const VerifyBatch& batch) {
-  return worth_waking(batch.requests * (batch.drafts + 1), batch.logits.vocabulary);
-}
-
+// STANDARD, COUPLED and SYNTHETIC: draft by draft, as far as they are accepted.
 void verify_one(const Request& r, const Outcome& out) {
   Distribution& d = scratch();
+  const bool by_own_draw = r.greedy() || r.params.coupled(r.slot);
+  bool finite = true;  // all rows so far; SYNTHETIC alone goes past one that is not
   for (int64_t i = 0;; i++) {
-    const bool drafted = r.has_draft(i);
-    if (r.greedy() || r.params.coupled(r.slot)) {
-      const int64_t own = r.own(i, d);
-      if (drafted && own == r.token(i)) continue;
-      return r.write(out, i, own);
-    }
     const double log_q = r.log_q(i);
-    if (!(log_q > kNothing)) return r.write(out, i, r.own(i, d));
+    if (by_own_draw || !(log_q > kNothing)) {
+      const int64_t own = r.own(i, d);
+      finite &= own >= 0;
+      if (log_q > kNothing && (r.synthetic() ? r.accepts(i, 0) : own == r.token(i))) continue;
+      return r.write(out, i, finite ? own : -1);
+    }
     measure(r.row(i), r.params.filters(r.slot), d);
-    if (!d.finite()) return r.write(out, i, -1);
-    if (r.log_u(i) < d.log_of(r.token(i)) - log_q) continue;
-    return r.write(out, i, r.instead(i, d, 0));
+    finite &= d.finite();
+    if (r.accepts(i, d.log_of(r.token(i)) - log_q)) continue;
+    return r.write(out, i, finite ? r.instead(i, d, 0) : -1);
   }
+}
+
+// S_i = sum of max(w p - q, 0) over row i, measured, which decides draft i.
+double residual_mass(const Request& r, int64_t i, const Distribution& d, double log_w) {
+  if (!d.finite()) return 0;
+  if (!r.real_q()) return -std::exp(log_w) * std::expm1(d.log_of(r.token(i)));
+  const Draft draft = r.q(i);
+  return Residual(d, draft, log_w).mass();
+}
+
+// BLOCK (Sun et al. 2024, algorithm 2), a row at a time: the weight w = p_i of row i is known once the
+// rows before it are. The prefix of i drafts counts if u_i < h_i = S_i / (S_i + 1 - p_i), and where no
+// draft follows if u_i < p_i. S_i <= p_i, so that h_i <= p_i, and p_i = 1 makes it 1: S_i is summed
+// only where u_i lies below p_i < 1.
+void verify_block(const Request& r, const Outcome& out) {
+  Distribution& d = scratch();
+  int64_t accepted = 0, i = 0;
+  double log_w = 0, accepted_log_w = 0;
+  for (;; i++) {
+    const double log_q = r.log_q(i);
+    const bool drafted = log_q > kNothing;
+    if (drafted) measure(r.row(i), r.params.filters(r.slot), d);
+    bool counts = i > 0 && r.log_u(i - 1) < log_w;
+    if (counts && drafted && log_w < 0) {
+      const double mass = residual_mass(r, i, d, log_w);
+      counts = r.log_u(i - 1) < std::log(mass / (mass + 1 - std::exp(log_w)));
+    }
+    if (counts) accepted = i, accepted_log_w = log_w;
+    if (!drafted) break;
+    log_w = std::min(0.0, log_w + d.log_of(r.token(i)) - log_q);
+    if (log_w == kNothing) break;  // no longer prefix counts
+  }
+  if (!(r.log_q(accepted) > kNothing)) return r.write(out, accepted, r.own(accepted, d));
+  if (accepted < i) measure(r.row(accepted), r.params.filters(r.slot), d);
+  r.write(out, accepted, d.finite() ? r.instead(accepted, d, accepted_log_w) : -1);
 }
 
 }  // namespace
 
-bool decides(const Params& params, const VerifyBatch& batch) {
-  for (int64_t b = 0; b < batch.requests; b++) {
-    const int64_t rule = params.rule_S[batch.slot_B[b]];
-    if (rule != kStandard && rule != kCoupled) return false;
-  }
+bool verify(const Params& params, const VerifyBatch& batch, const Outcome& out) {
+  const auto all = requests_of(params, batch);
+  for (const Request& r : all)
+    if (params.rule_S[r.slot] < 0 || params.rule_S[r.slot] > kSynthetic) return false;
+  const bool worth = worth_waking(batch.requests * (batch.drafts + 1), batch.logits.vocabulary);
+  parallel_for(batch.requests, worth, [&](int64_t b) {
+    const bool block = params.rule_S[all[b].slot] == kBlockRule && !all[b].greedy();
+    block ? verify_block(all[b], out) : verify_one(all[b], out);
+  });
   return true;
-}
-
-void verify(const Params& params, const VerifyBatch& batch, const Outcome& out) {
-  const auto all = requests_of(params, batch);
-  parallel_for(batch.requests, worth_all_rows(batch), [&](int64_t b) { verify_one(all[b], out); });
-}
-
-void reduce(const Params& params, const VerifyBatch& batch, const Reduced& out) {
-  const auto all = requests_of(params, batch);
-  parallel_for(batch.requests * batch.drafts, worth_all_rows(batch), [&](int64_t n) {
-    const int64_t i = n % batch.drafts;
-    const Request& r = all[n / batch.drafts];
-    const bool synthetic = params.rule_S[r.slot] == kSynthetic;
-    const bool one_hot = r.greedy() || params.coupled(r.slot);
-    out.log_p_BK[n] = out.log_u_BK[n] = kNothing;  // u = 0 decides alike where p and q are one-hot
-    out.log_q_BK[n] = r.log_q(i);
-    out.finite_BK[n] = 1;
-    if (!r.has_draft(i)) return;
-    Distribution& d = scratch();
-    if (one_hot) {
-      const int64_t own = r.own(i, d);
-      out.finite_BK[n] = own >= 0;
-      if (own == r.token(i)) out.log_p_BK[n] = 0;
-    } else {
-      measure(r.row(i), params.filters(r.slot), d);
-      out.finite_BK[n] = d.finite();
-      if (d.finite()) out.log_p_BK[n] = d.log_of(r.token(i));
-    }
-    if (!one_hot || synthetic) out.log_u_BK[n] = r.log_u(i);
-  });
-}
-
-void masses(const Params& params, const VerifyBatch& batch, const Reduced& reduced,
-            const double* log_w_BK1, double* mass_BK) {
-  const auto all = requests_of(params, batch);
-  parallel_for(batch.requests * batch.drafts, worth_all_rows(batch), [&](int64_t n) {
-    const int64_t b = n / batch.drafts, i = n % batch.drafts;
-    const Request& r = all[b];
-    const double log_w = log_w_BK1[b * (batch.drafts + 1) + i], w = std::exp(log_w);
-    mass_BK[n] = w;  // of q = 0
-    if (params.rule_S[r.slot] != kBlockRule || w == 0 || !(reduced.log_q_BK[n] > kNothing)) return;
-    mass_BK[n] = 0;  // of a row that is not finite, p = 0
-    if (!reduced.finite_BK[n]) return;
-    if (!r.real_q()) {
-      mass_BK[n] = -w * std::expm1(reduced.log_p_BK[n]);
-      return;
-    }
-    Distribution& d = scratch();
-    measure(r.row(i), params.filters(r.slot), d);
-    const Draft draft = r.q(i);
-    mass_BK[n] = Residual(d, draft, log_w).mass();
-  });
-}
-
-void emit(const Params& params, const VerifyBatch& batch, const Reduced& reduced,
-          const double* log_w_BK1, const Outcome& out) {
-  const auto all = requests_of(params, batch);
-  parallel_for(batch.requests, worth_waking(batch.requests, batch.logits.vocabulary), [&](int64_t b) {
-    const Request& r = all[b];
-    const int64_t i = out.n_accept_B[b], n = b * batch.drafts + i;
-    for (int64_t k = 0; k < i; k++)
-      if (!reduced.finite_BK[b * batch.drafts + k]) return r.write(out, i, -1);
-    const bool rejected = i < batch.drafts && reduced.log_q_BK[n] > kNothing;
-    Distribution& d = scratch();
-    if (!rejected || r.greedy() || params.coupled(r.slot)) return r.write(out, i, r.own(i, d));
-    measure(r.row(i), params.filters(r.slot), d);
-    const double log_w = log_w_BK1[b * (batch.drafts + 1) + i];
-    r.write(out, i, d.finite() ? r.instead(i, d, log_w) : -1);
-  });
 }
 
 }  // namespace foretoken

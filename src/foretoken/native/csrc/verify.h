@@ -1,12 +1,12 @@
-// `ops.Backend.verify`: at once where the rule is simple, else in three stages with
-// `ops/rules.py` between them.
+// `ops.Backend.verify`.
 #pragma once
 
 #include "sampling.h"
 
 namespace foretoken {
 
-// B requests of up to K drafts, num_B[b] + 1 rows of logits each. `cache` may be null.
+// B requests of up to K drafts, num_B[b] + 1 rows of logits each. `cache` may be null, and so may
+// `synthetic_rate_K` if no request is under SYNTHETIC.
 struct VerifyBatch {
   Logits logits;
   const Edits* edits;
@@ -14,6 +14,7 @@ struct VerifyBatch {
   const int64_t *slot_B, *position_B, *num_B;
   const void* token_BK;  // int32 if `narrow`, else int64
   const uint8_t* real_q_B;
+  const double* synthetic_rate_K;
   int64_t requests, drafts, narrow, fp64_noise;
 };
 
@@ -25,26 +26,8 @@ struct Outcome {
   uint8_t* finite_B;
 };
 
-// Whether every request of the batch is under a rule that `verify` decides.
-bool decides(const Params& params, const VerifyBatch& batch);
-
-// STANDARD and COUPLED: draft by draft, as far as they are accepted.
-void verify(const Params& params, const VerifyBatch& batch, const Outcome& out);
-
-// What stage (i) finds, [B, K] each: see `ops/rules.py: RuleInputs`. `finite_BK`: of target rows.
-struct Reduced {
-  double *log_p_BK, *log_q_BK, *log_u_BK;
-  uint8_t* finite_BK;
-};
-
-void reduce(const Params& params, const VerifyBatch& batch, const Reduced& out);
-
-// Sum max(w p - q, 0) of each draft's row for requests under BLOCK, given log w [B, K + 1]: [B, K].
-void masses(const Params& params, const VerifyBatch& batch, const Reduced& reduced,
-            const double* log_w_BK1, double* mass_BK);
-
-// Stage (iii); `out.n_accept_B` is given.
-void emit(const Params& params, const VerifyBatch& batch, const Reduced& reduced,
-          const double* log_w_BK1, const Outcome& out);
+// Each request by the rule of its slot; false, and nothing done, if one of these is no `Rule`. Rows are
+// read as far as the rule needs them, each once, and by BLOCK the one that is drawn from twice.
+bool verify(const Params& params, const VerifyBatch& batch, const Outcome& out);
 
 }  // namespace foretoken

@@ -134,12 +134,14 @@ def native_batch(
     position_B: Tensor,
     drafts: DraftBlock,
     edits: Edits | None,
+    synthetic_rate_K: Tensor | None,
     fp64_noise: bool,
 ) -> library.VerifyBatch:
     """The arguments of `Backend.verify`."""
     logits_NV, token_BK = as_native(logits_NV), drafts.token_BK.contiguous()
     slot_B, position_B = slot_B.contiguous(), position_B.contiguous()
     num_B, real_q_B = drafts.num_B.contiguous(), drafts.real_q_B.contiguous()
+    rate_K = None if synthetic_rate_K is None else synthetic_rate_K.contiguous()
     batch = library.VerifyBatch(
         native_logits(logits_NV),
         native_edits(edits),
@@ -149,9 +151,10 @@ def native_batch(
         num_B.data_ptr(),
         token_BK.data_ptr(),
         real_q_B.data_ptr(),
+        None if rate_K is None else rate_K.data_ptr(),
         *token_BK.shape,
         token_BK.dtype is torch.int32,
         fp64_noise,
     )
-    batch.kept = (logits_NV, slot_B, position_B, num_B, token_BK, real_q_B)
+    batch.kept = (logits_NV, slot_B, position_B, num_B, token_BK, real_q_B, rate_K)
     return batch

@@ -36,7 +36,7 @@ def sample(
 
     See `Backend.sample`. A row that is not finite gives 0. Returns int64 [N].
     """
-    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
+    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise)
     token_N = torch.empty(len(slot_N), dtype=torch.int64)
     rows = native_rows(logits_NV, slot_N, edits)
     places = native_places(position_N, draft_index_N, streams, fp64_noise)
@@ -61,7 +61,7 @@ def draft(
     See `Backend.draft`. Rows at T=0 leave threshold -inf and LSE 0: their q is never asked for.
     Returns int64 [B].
     """
-    check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache)
+    check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache, fp64_noise)
     token_B = torch.empty(len(slot_B), dtype=torch.int64)
     rows = native_rows(logits_BV, slot_B)
     streams = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)

@@ -28,7 +28,7 @@ def draft(
     fp64_noise: bool = False,
 ) -> Tensor:
     """See `Backend.draft`. Returns int64 [B]. At T=0, where q is never asked for, lse is 0."""
-    check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache)
+    check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache, fp64_noise)
     rows = process_logits(logits_BV, params, slot_B, None).numpy()
     token_B = torch.empty(len(slot_B), dtype=torch.int64)
     for b, s in enumerate(slot_B.tolist()):

@@ -62,7 +62,7 @@ def sample(
     fp64_noise: bool = False,
 ) -> Tensor:
     """See `Backend.sample`. Returns int64 [N]."""
-    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
+    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise)
     rows = process_logits(logits_NV, params, slot_N, edits).numpy()
     token_N = torch.empty(len(slot_N), dtype=torch.int64)
     for n, slot in enumerate(slot_N.tolist()):

@@ -35,7 +35,7 @@ def verify(
     fp64_noise: bool = False,
 ) -> Verdict:
     """See `Backend.verify`. A request that is not finite gets -1 for its last token."""
-    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K)
+    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise)
     slot_N = slot_B.repeat_interleave(drafts.num_B + 1)
     rows = process_logits(logits_NV, params, slot_N, edits).numpy()
     rates = [] if synthetic_rate_K is None else synthetic_rate_K.tolist()

@@ -30,7 +30,7 @@ def draft(
     See `Backend.draft`. At T=0, where q is never asked for, no threshold and an LSE of 0 are left.
     Returns int64 [B].
     """
-    check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache)
+    check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache, fp64_noise)
     slot = slot_B.numpy()
     rows = rows_of(logits_BV, params, slot, None)
     coupled_B = params.rule_S.numpy()[slot] == Rule.COUPLED

@@ -99,7 +99,7 @@ def sample(
 
     See `Backend.sample`. Rows at T=0 draw no noise. Returns int64 [N].
     """
-    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
+    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise)
     rows = rows_of(logits_NV, params, slot_N.numpy(), edits)
     at = address(rows.key_N, position_N.numpy(), draft_index_N.numpy())
     token_N, block_N = (np.full(len(slot_N), stream, np.uint32) for stream in streams)

@@ -44,7 +44,7 @@ def verify(
     Each request by the rule of its slot. A request whose deciding rows are not all finite gets -1
     in place of the last token.
     """
-    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K)
+    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise)
     batch = _read(logits_NV, params, slot_B, position_B, drafts, edits, fp64_noise)
     num_requests, most = batch.token_BK.shape
     out = Reduced.empty(num_requests, most)

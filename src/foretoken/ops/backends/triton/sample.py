@@ -100,7 +100,7 @@ def sample(
 
     See `Backend.sample`. Two launches; five more if `params.has_filters`. Returns int64 [N].
     """
-    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits)
+    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise)
     where = (slot_N, slot_N, position_N, draft_index_N)
     return _draw_rows(Call.of(logits_NV, params, where, edits, fp64_noise, streams), None)
 
@@ -119,7 +119,7 @@ def draft(
 
     The scan copies the raw row while it reads it; block masses are not kept, nothing reads them.
     """
-    check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache)
+    check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache, fp64_noise)
     streams = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)
     where = (slot_B, slot_B, position_B, draft_index_B)
     return _draw_rows(Call.of(logits_BV, params, where, None, fp64_noise, streams), cache)

@@ -41,7 +41,7 @@ def verify(
     The law of the output is exactly the target's (Leviathan et al. 2023, appendix A.1; Sun et al.
     2024, theorem 1; Daliri et al. 2024). A request whose deciding row is not finite gets -1.
     """
-    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K)
+    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise)
     device, (requests, most) = logits_NV.device, drafts.token_BK.shape
     verdict = Verdict(
         torch.empty(requests, most + 1, dtype=drafts.token_BK.dtype, device=device),

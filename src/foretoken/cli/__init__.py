@@ -1,0 +1,22 @@
+"""The `foretoken` command. Heavy libraries load inside the commands, so that help is instant."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point of the `foretoken` script; what goes wrong before a command runs is told, too."""
+    from foretoken.cli.terminal import CLOSED_PIPE, prepare, reporting
+
+    with reporting():
+        prepare()
+        from foretoken.cli.app import app
+
+        output = sys.stdout
+        try:
+            app()
+        finally:
+            if sys.stdout is not output:  # how Typer leaves when nobody reads its help
+                raise SystemExit(CLOSED_PIPE)
+            output.flush()

@@ -1,0 +1,169 @@
+"""The commands. Heavy libraries load inside them, so that help is instant.
+
+Charter: options only; what a command does lives in `llm.py` and `lab/`, what it prints in
+`output.py`, what is said when it cannot in `terminal.py`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken import __version__
+from foretoken.cli.chat import Conversation, find_template, read_messages, read_template
+from foretoken.cli.options import engine_options, sampling_params, with_fields
+from foretoken.cli.output import check_shown, complete, exit_code
+from foretoken.cli.terminal import as_utf8, console, exit_on_sigterm, read_input, reporting
+from foretoken.config import check_int
+from foretoken.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+
+_EMBEDDED = "tiny-python"
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Speculative = Annotated[
+    str | None,
+    typer.Option(
+        metavar="JSON",
+        help='How to draft, for example \'{"method": "ngram", "num_speculative_tokens": 4}\'. '
+        "Default: tiny-python drafts with its own draft model, other models decode plainly.",
+    ),
+]
+NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode one token per pass.")]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object when done (see docs/cli.md).")
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"foretoken {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="And exit.")
+    ] = False,
+) -> None:
+    """Exactly lossless speculative decoding for language models."""
+
+
+@app.command()
+@with_fields(model=_EMBEDDED, max_tokens=128, temperature=0.8)
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to complete; - reads standard input.")],
+    speculative_config: Speculative = None,
+    no_speculation: NoSpeculation = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+    **options: Any,
+) -> None:
+    """Complete PROMPT and stream the text to the terminal."""
+    with reporting(debug) as note:
+        params = sampling_params(options)
+        check_shown(params, as_json)
+        text = read_input("prompt") if prompt == "-" else as_utf8("prompt", prompt)
+        llm = _start(options, speculative_config, no_speculation)
+        raise SystemExit(exit_code(complete(llm, text, params, as_json, note)))
+
+
+@app.command()
+@with_fields(model=_EMBEDDED, max_tokens=512, temperature=0.8)
+def chat(
+    message: Annotated[
+        str | None,
+        typer.Argument(
+            help="A message; - reads one, or a JSON list of messages, from standard input. "
+            "Default: a conversation, one message per line."
+        ),
+    ] = None,
+    system: Annotated[
+        str | None, typer.Option(help="A system message to begin the conversation with.")
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A Jinja template, or the name of one of the tokenizer's. Default: its own.",
+        ),
+    ] = None,
+    speculative_config: Speculative = None,
+    no_speculation: NoSpeculation = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+    **options: Any,
+) -> None:
+    """Talk with a model that has a chat template.
+
+    In a conversation /reset forgets what was said, /exit or Ctrl-D ends it, and Ctrl-C ends an
+    answer.
+    """
+    with reporting(debug) as note:
+        params = sampling_params(options)
+        check_shown(params, as_json)
+        messages, given = read_messages(message, system), read_template(chat_template)
+        typed = Conversation(messages, params, as_json) if message is None else None
+        llm = _start(options, speculative_config, no_speculation)
+        template = find_template(llm, given)
+        if typed:
+            typed.run(llm, template, note)
+            return
+        from foretoken.models.chat import ChatPrompt
+
+        prompt = ChatPrompt(template, messages)
+        raise SystemExit(exit_code(complete(llm, prompt, params, as_json, note)))
+
+
+@app.command()
+def demo(
+    prompts: Annotated[int, typer.Option(help="Held-out prompts to complete.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 80,
+    samples: Annotated[int, typer.Option(help="Completions per side of the sampled check.")] = 1024,
+    debug: Debug = False,
+) -> None:
+    """A guided first minute: drafting, acceptance, speed, losslessness."""
+    with reporting(debug) as note:
+        for name, value in (("prompts", prompts), ("max-tokens", max_tokens), ("samples", samples)):
+            check_int(name, value, 1)
+        from foretoken.lab.demo import Demo
+
+        # Timed prompts are repeated: each time must pay for its own prompt.
+        llm = _load(_EMBEDDED, _speculation(_EMBEDDED, None, False), enable_prefix_caching=False)
+        with exit_on_sigterm():
+            Demo(llm, console(highlight=False), note).run(prompts, max_tokens, samples)
+
+
+def _start(options: dict[str, Any], speculative_config: str | None, off: bool) -> LLM:
+    engine = engine_options(options)
+    speculation = _speculation(engine["model"], speculative_config, off)
+    return _load(**engine, speculative_config=speculation)
+
+
+def _speculation(model: str, given: str | None, off: bool) -> str | dict[str, Any] | None:
+    if off and given is not None:
+        raise ConfigError(
+            "speculative-config", given, "left out with --no-speculation", "Give one of the two."
+        )
+    if off or (given is None and model != _EMBEDDED):
+        return None
+    return {"method": "draft_model"} if given is None else given
+
+
+def _load(model: str, speculative_config: Any, **options: Any) -> LLM:
+    """Import the engine and load the models, with a sign of life on a terminal."""
+    with console(stderr=True).status(f"Loading {model}"):
+        from foretoken.llm import LLM
+
+        return LLM(model, speculative_config, **options)

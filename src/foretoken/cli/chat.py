@@ -1,0 +1,165 @@
+"""`foretoken chat`: one conversation, given at once or typed message by message."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.cli.output import complete, exit_code
+from foretoken.cli.terminal import Note, as_utf8, read_input, read_line, say
+from foretoken.errors import ConfigError, RequestError
+from foretoken.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+    from foretoken.models.chat import ChatTemplate
+
+__all__ = ["Conversation", "find_template", "read_messages", "read_template"]
+
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer."
+
+
+def read_messages(given: str | None, system: str | None) -> list[Any]:
+    """The messages that a command line gives, none of the user's if they are to be typed.
+
+    Args:
+        given: a message; `-` for standard input, a message or a JSON list of them; or None.
+        system: the text of a system message to begin with.
+
+    Raises:
+        RequestError: no UTF-8, or broken JSON.
+    """
+    messages: list[Any] = []
+    if system is not None:
+        messages.append({"role": "system", "content": as_utf8("system", system)})
+    if given is None:
+        return messages
+    text = read_input("message") if given == "-" else as_utf8("message", given)
+    if given != "-" or not re.match(r"\s*\[\s*[{\]]", text):
+        return [*messages, {"role": "user", "content": text}]
+    try:
+        return [*messages, *json.loads(text)]
+    except json.JSONDecodeError as error:
+        bound = "a JSON list of messages, since it begins as one"
+        raise RequestError("message", text, bound, f"The parser says: {error}.") from None
+
+
+def read_template(given: str | None) -> str | None:
+    """A chat template from its file; Jinja text and names of templates as they are.
+
+    Raises:
+        ConfigError, RequestError: the file is not there, or it is no UTF-8 text.
+    """
+    if given is None:
+        return None
+    if "{{" in given or "{%" in given:
+        return as_utf8("chat-template", given)
+    path = Path(given)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        if path.suffix or len(path.parts) > 1:
+            raise ConfigError("chat-template", given, "a file with a Jinja template") from None
+        return given
+    except UnicodeDecodeError:
+        raise ConfigError("chat-template", given, "a file of UTF-8 text") from None
+
+
+def find_template(llm: LLM, given: str | None) -> ChatTemplate:
+    """The template given, or the tokenizer's own.
+
+    Raises:
+        RequestError: there is none, or it is no template.
+    """
+    from foretoken.models.chat import ChatTemplate
+
+    try:
+        return ChatTemplate(llm.tokenizer, chat_template=given, add_generation_prompt=True)
+    except RequestError as error:
+        if error.field == "chat_template" and given is None:
+            remedy = "Pass --chat-template FILE, or use `foretoken generate`."
+            raise RequestError("chat-template", None, error.bound, remedy) from None
+        raise
+
+
+class Conversation:
+    """A conversation typed on a terminal, or read from standard input, one message per line.
+
+    Args:
+        messages: what it begins with, and begins with again after /reset.
+        params: of every answer.
+        json_output: print a JSON object per answer.
+
+    Raises:
+        RequestError: more than one sample, or standard input is closed.
+    """
+
+    def __init__(self, messages: list[Any], params: SamplingParams, json_output: bool) -> None:
+        if params.n != 1:
+            raise RequestError("n", params.n, "1 in a conversation", "Give one message instead.")
+        if sys.stdin is None:
+            raise RequestError("message", None, "given: standard input is closed")
+        self._params, self._json = params, json_output
+        self._opening, self._messages = messages, list(messages)
+        self._typed = sys.stdin.isatty() and sys.stdout.isatty()
+
+    def run(self, llm: LLM, template: ChatTemplate, note: Note) -> None:
+        """Answer messages until there are no more.
+
+        Raises:
+            ForetokenError: an answer failed; on a terminal a refused message may be tried again.
+            SystemExit: SIGTERM ended an answer.
+        """
+        if self._typed:
+            say(_HELP, style="dim")
+        while (line := self._read()) is not None:
+            command = line.strip()
+            if command == "/exit":
+                return
+            if command == "/reset":
+                self._messages = list(self._opening)
+                say("The conversation begins again.", style="dim")
+            elif command.startswith("/") and " " not in command:
+                say(f"There is no command {command}: {_HELP}")
+            elif command:
+                self._answer(llm, template, line.rstrip("\n"), note)
+
+    def _read(self) -> str | None:
+        """The next message; None at the end of input."""
+        if not self._typed:
+            return read_line("message") or None
+        with suppress(ImportError):
+            import readline  # noqa: F401  (gives `input` editing and a history)
+        while True:
+            try:
+                return input("> ")
+            except EOFError:
+                say("")
+                return None
+            except KeyboardInterrupt:  # as in a shell: what was typed is dropped
+                say("")
+            except UnicodeDecodeError:
+                say("Error: this line is no UTF-8 text.", style="bold red")
+
+    def _answer(self, llm: LLM, template: ChatTemplate, text: str, note: Note) -> None:
+        """Print the answer to a message and remember both; a message that failed is forgotten."""
+        from foretoken.models.chat import ChatPrompt
+
+        messages = [*self._messages, {"role": "user", "content": text}]
+        try:
+            output = complete(llm, ChatPrompt(template, messages), self._params, self._json, note)
+        except KeyboardInterrupt:  # between two steps of the engine
+            say("\nInterrupted: this message is forgotten.", interrupted=True)
+            return
+        except RequestError as error:
+            if not self._typed:
+                raise
+            say(f"Error: {error}", style="bold red")
+            return
+        if output.interrupted_by == "SIGTERM":
+            raise SystemExit(exit_code(output))
+        self._messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]

@@ -1,0 +1,140 @@
+"""Options made from the dataclasses that they fill.
+
+Charter: name, type, default and documentation of an option are written once, where its field is.
+Here is only how a field is typed on a command line, and which fields are not options.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from foretoken.cli.terminal import as_utf8
+from foretoken.config import EngineConfig
+from foretoken.errors import RequestError
+from foretoken.sampling.params import SamplingParams
+
+__all__ = ["NOT_OPTIONS", "engine_options", "sampling_params", "with_fields"]
+
+NOT_OPTIONS = {
+    # A command's requests all draft by `--speculative-config`.
+    SamplingParams: {"num_speculative_tokens", "rejection_sample_method"},
+    # `--seed` is the request's; nothing ever waits for another; every request has parameters.
+    EngineConfig: {"speculative_config", "seed", "max_num_waiting", "generation_config"},
+}
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+def with_fields(**defaults: Any) -> Callable[[_Command], _Command]:
+    """Give a command the options of `EngineConfig` and `SamplingParams`.
+
+    It receives them in its `**options`, None for what was not given and has no plain default.
+
+    Args:
+        defaults: those that differ from the dataclasses'.
+    """
+
+    def decorate(command: _Command) -> _Command:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+        argument, *own = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
+        model, *engine = _parameters(EngineConfig, defaults)
+        sampling = _parameters(SamplingParams, defaults)
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [argument, model, *own[:-1], *sampling, *engine, own[-1]]
+        )
+        return command
+
+    return decorate
+
+
+def sampling_params(options: dict[str, Any]) -> SamplingParams:
+    """The request that a command's options ask for.
+
+    Raises:
+        RequestError: a value is out of bounds, or no UTF-8.
+    """
+    return SamplingParams(**dict(_given(SamplingParams, options)))
+
+
+def engine_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `EngineConfig` among a command's options, `model` included."""
+    return dict(_given(EngineConfig, options))
+
+
+def _given(cls: type, options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for field in _option_fields(cls):
+        value = options[field.name]
+        if value is None:
+            continue
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            value = [as_utf8(field.name, item) for item in value]
+        yield field.name, _parse_map(field.name, value) if _is_map(field) else value
+
+
+def _option_fields(cls: Any) -> list[Field[Any]]:
+    return [field for field in fields(cls) if field.name not in NOT_OPTIONS[cls]]
+
+
+def _parameters(cls: Any, defaults: dict[str, Any]) -> list[inspect.Parameter]:
+    documented = _documented(cls)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults.get(field.name, _plain_default(field)),
+            annotation=_annotation(field, documented.get(field.name, "")),
+        )
+        for field in _option_fields(cls)
+    ]
+
+
+def _documented(cls: type) -> dict[str, str]:
+    """What a class says of each field under `Attributes:` in its docstring.
+
+    Nobody types None on a command line: where the text says it, the option is left out.
+    """
+    listed = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
+    found = {}
+    for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", listed, re.MULTILINE):
+        text = re.sub(r"\bNone\b", "left out", " ".join(text.split()))
+        found.update(dict.fromkeys(names.split(", "), text[0].upper() + text[1:]))
+    return found
+
+
+def _plain_default(field: Field[Any]) -> Any:
+    """A field's default if it can be shown; an empty list is left out instead."""
+    return None if field.default in (MISSING, ()) else field.default
+
+
+def _annotation(field: Field[Any], text: str) -> Any:
+    """The type that Typer reads for a field, by the words of its annotation."""
+    option = "--" + field.name.replace("_", "-")
+    kinds = re.findall(r"\b(str|int|float|bool|Literal)\b", str(field.type))
+    if _is_map(field):
+        return Annotated[str | None, typer.Option(option, metavar="JSON", help=text)]
+    if re.search(r"(list|tuple|Sequence)\[", str(field.type)):
+        items = list[int] if kinds[0] == "int" else list[str]
+        return Annotated[items | None, typer.Option(option, help=f"{text} May be repeated.")]
+    kind = {"int": int, "float": float, "bool": bool}.get(kinds[0], str)
+    if kind is bool and field.default is False:
+        return Annotated[bool, typer.Option(option, help=text)]  # no --no-option
+    return Annotated[kind | None, typer.Option(help=text)]
+
+
+def _is_map(field: Field[Any]) -> bool:
+    return "Mapping[" in str(field.type)
+
+
+def _parse_map(name: str, text: str) -> dict[int, Any]:
+    """Token ids to numbers, from a JSON object, whose keys are texts."""
+    try:
+        return {int(key): value for key, value in json.loads(text).items()}
+    except (ValueError, AttributeError):
+        example = "'{\"42\": -5.0}'"
+        raise RequestError(name, text, f"a JSON object of token ids, such as {example}") from None

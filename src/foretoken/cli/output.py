@@ -1,0 +1,189 @@
+"""What commands print: streamed text, or JSON (docs/cli.md), and a line about the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from foretoken.cli.terminal import Note, console, is_utf8, say
+from foretoken.errors import RequestError
+from foretoken.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+    from foretoken.models.chat import ChatPrompt
+    from foretoken.outputs import Logprob, RequestOutput
+
+__all__ = ["as_json", "check_shown", "complete", "exit_code"]
+
+_SYNTHETIC = "Synthetic acceptance: this text is meaningless by design."
+_PATIENCE = 2.0  # seconds until what prints nothing shows that it is alive
+
+
+def check_shown(params: SamplingParams, json_output: bool) -> None:
+    """Refuse what would be computed and not printed.
+
+    Raises:
+        RequestError: log-probabilities without `--json`.
+    """
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None and not json_output:
+            raise RequestError(name, getattr(params, name), "left out without --json", "Add it.")
+
+
+def complete(
+    llm: LLM, prompt: str | ChatPrompt, params: SamplingParams, json_output: bool, note: Note
+) -> RequestOutput:
+    """Complete one prompt and print what comes, the samples one after another.
+
+    Returns:
+        The last output, maybe `interrupted_by` a signal.
+
+    Raises:
+        ForetokenError: the request was refused, or failed after what is printed.
+    """
+    start, output, text = time.perf_counter(), None, _Text(params.n)
+    most = f" of at most {params.n * params.max_tokens}" if params.max_tokens else ""
+    done = "no token was generated."
+    note(done)
+    with _sign_of_life(json_output) as show:
+        for output in llm.stream(prompt, params, on_interrupt="return"):
+            if not json_output:
+                text.show(output)
+            count = sum(len(sample.token_ids) for sample in output.outputs)
+            done = f"{count} tokens were generated in {time.perf_counter() - start:.1f} s."
+            note(done)
+            show(f"{count}{most} tokens")
+    if output is None:
+        raise RuntimeError("the stream ended before it began")
+    if json_output:
+        escaped = not is_utf8(sys.stdout)
+        _write(json.dumps(as_json(output), ensure_ascii=escaped, allow_nan=False))
+    _write("\n")
+    if output.synthetic_acceptance:
+        say(_SYNTHETIC, style="bold yellow")
+    if output.error is not None:
+        raise output.error
+    if output.interrupted_by is not None:
+        say(f"Interrupted: {done}", interrupted=True)
+    elif not json_output and sys.stderr.isatty():
+        say(_summary(output), style="dim")
+    return output
+
+
+def exit_code(output: RequestOutput) -> int:
+    """What a shell expects of a command that prints this output."""
+    name = output.interrupted_by
+    return 128 + signal.Signals[name] if name else 0
+
+
+class _Text:
+    """Prints samples in their order: one as it grows, the next when it has ended."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._index, self._shown = count, 0, 0
+        self._title = f"--- 1 of {count} ---\n" if count > 1 else ""
+
+    def show(self, output: RequestOutput) -> None:
+        """Print what is new."""
+        for sample in output.outputs[self._index :]:
+            _write(self._title + sample.text[self._shown :])
+            self._title, self._shown = "", len(sample.text)
+            if sample.finish_reason is None or sample.index + 1 == self._count:
+                break
+            self._index, self._shown = sample.index + 1, 0
+            self._title = f"\n--- {sample.index + 2} of {self._count} ---\n"
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+@contextmanager
+def _sign_of_life(wanted: bool) -> Iterator[Callable[[str], None]]:
+    """A status line for what prints nothing and takes long; on anything but a terminal, nothing.
+
+    Yields a function that sets the line's text.
+    """
+    shown = console(stderr=True)
+    if not (wanted and shown.is_terminal):
+        yield lambda text: None
+        return
+    status = shown.status("Generating")
+    timer = threading.Timer(_PATIENCE, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield status.update
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()
+
+
+def as_json(output: RequestOutput) -> dict[str, Any]:
+    """A `RequestOutput` field by field, as docs/cli.md describes it."""
+    metrics = output.metrics
+    fields = asdict(replace(output, error=None, prompt_logprobs=None, outputs=[]))
+    return fields | {
+        "prompt_logprobs": _logprobs(output.prompt_logprobs),
+        "outputs": [
+            asdict(replace(sample, logprobs=None))
+            | {
+                "logprobs": _logprobs(sample.logprobs),
+                "cumulative_logprob": _finite(sample.cumulative_logprob),
+            }
+            for sample in output.outputs
+        ],
+        "synthetic_acceptance": output.synthetic_acceptance,
+        "metrics": fields["metrics"]
+        | {
+            "synthetic_acceptance": metrics.synthetic_acceptance,
+            "mean_acceptance_length": metrics.mean_acceptance_length,
+            "acceptance_rate": metrics.acceptance_rate,
+        },
+        "error": None if output.error is None else str(output.error),
+    }
+
+
+def _logprobs(
+    given: Sequence[Mapping[int, Logprob] | None] | None,
+) -> list[list[dict[str, Any]] | None] | None:
+    """Per token a list, the token itself first; JSON has no infinity, which becomes null."""
+    if given is None:
+        return None
+    return [
+        None if place is None else [_logprob(token, entry) for token, entry in place.items()]
+        for place in given
+    ]
+
+
+def _logprob(token: int, entry: Logprob) -> dict[str, Any]:
+    return {"token_id": token, **asdict(entry), "logprob": _finite(entry.logprob)}
+
+
+def _finite(number: float | None) -> float | None:
+    return number if number is not None and math.isfinite(number) else None
+
+
+def _summary(output: RequestOutput) -> str:
+    metrics = output.metrics
+    reasons = ", ".join(dict.fromkeys(str(sample.finish_reason) for sample in output.outputs))
+    parts = [
+        f"{sum(len(sample.token_ids) for sample in output.outputs)} tokens ({reasons})",
+        f"{metrics.num_steps} passes",
+        f"{metrics.tokens_per_second:.0f} tokens/s",
+    ]
+    if metrics.num_drafts:
+        label = "set " if metrics.synthetic_acceptance else ""
+        parts.append(f"{label}mean acceptance length {metrics.mean_acceptance_length:.2f}")
+    return " · ".join(parts)

@@ -1,0 +1,212 @@
+"""Between the commands and the system: streams, messages, exit codes.
+
+Charter: whatever goes wrong becomes one line on the error stream and an exit code: 2 for what the
+user or the system can mend, 1 for our bugs, 130 after Ctrl-C, 143 after SIGTERM, 141 when nobody
+reads the output any more. What a command prints lives in `output.py`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import TextIOWrapper
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+
+from foretoken.errors import (
+    ForetokenError,
+    IntegrityError,
+    ProcessingError,
+    RequestError,
+    StepError,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = [
+    "CLOSED_PIPE",
+    "Note",
+    "as_utf8",
+    "console",
+    "exit_on_sigterm",
+    "is_utf8",
+    "prepare",
+    "read_input",
+    "read_line",
+    "reporting",
+    "say",
+]
+
+Note = Callable[[str], None]
+CLOSED_PIPE = 141
+"""The exit code of a process ended by SIGPIPE, as a shell shows it."""
+_BUGS = (IntegrityError, ProcessingError, StepError)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_escaped: list[str] = []
+
+
+def prepare() -> None:
+    """Make the standard streams safe to use, whatever they were started with.
+
+    Characters that an output cannot encode are escaped, and a note says so at the end.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: the next file that is opened would take its number
+            os.open(os.devnull, os.O_RDWR)
+    if sys.stderr is None:  # libraries write to it without asking
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8")
+    if sys.stdout is None:
+        _end(2, "Error: standard output is closed.")
+    codecs.register_error("foretoken", _escape)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="foretoken")
+    if isinstance(sys.stdin, TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
+
+
+def _escape(error: UnicodeError) -> tuple[str | bytes, int]:
+    _escaped[:] = [getattr(error, "encoding", "")]
+    return codecs.backslashreplace_errors(error)
+
+
+def is_utf8(stream: TextIO) -> bool:
+    """Whether a stream can show any text."""
+    return codecs.lookup(stream.encoding or "ascii").name == "utf-8"
+
+
+def as_utf8(field: str, given: str) -> str:
+    """A command-line argument as the UTF-8 text that its bytes are, whatever the locale.
+
+    Raises:
+        RequestError: they are not UTF-8.
+    """
+    return _decoded(field, os.fsencode(given))
+
+
+def read_input(field: str) -> str:
+    """All of standard input, as UTF-8.
+
+    Raises:
+        RequestError: it is closed, or no text.
+    """
+    if sys.stdin is None:
+        raise RequestError(field, "-", "readable: standard input is closed")
+    return _decoded(field, sys.stdin.buffer.read())
+
+
+def read_line(field: str) -> str:
+    """The next line of standard input, as UTF-8; empty at its end.
+
+    Raises:
+        RequestError: it is no text.
+    """
+    return _decoded(field, sys.stdin.buffer.readline())
+
+
+def _decoded(field: str, given: bytes) -> str:
+    try:
+        return given.decode()
+    except UnicodeDecodeError as error:
+        wrong = given[max(error.start - 10, 0) : error.end + 10]
+        raise RequestError(field, wrong, "UTF-8 text") from None
+
+
+@contextmanager
+def reporting(debug: bool = False) -> Iterator[Note]:
+    """Turn what goes wrong into one message and an exit code.
+
+    Yields a function that the command tells what it has done so far, for Ctrl-C to report.
+    """
+    done = ["nothing was generated."]
+
+    def note(text: str) -> None:
+        done[0] = text
+
+    try:
+        yield note
+    except KeyboardInterrupt:
+        say(f"\nInterrupted: {done[0]}", interrupted=True)
+        raise SystemExit(130) from None
+    except BrokenPipeError:
+        _discard(sys.stdout)
+        raise SystemExit(CLOSED_PIPE) from None
+    except Exception as error:
+        if debug:
+            raise
+        if isinstance(error, OSError):
+            _end(2, f"Error: {_system_error(error)}.")
+        if isinstance(error, ForetokenError) and not isinstance(error, _BUGS):
+            _end(2, f"Error: {error}")
+        say(f"Unexpected {type(error).__name__}: {error}", style="bold red")
+        say("This is a bug in Foretoken; --debug shows where it happened.")
+        raise SystemExit(1) from None
+    finally:
+        if _escaped:
+            say(
+                f"Characters that {_escaped.pop()} cannot show were written as escapes; "
+                "a UTF-8 locale shows them (LC_ALL=C.UTF-8)."
+            )
+
+
+def _system_error(error: OSError) -> str:
+    """What the system refused, and to which file."""
+    if error.filename is None and error.errno in _NO_SPACE:
+        _discard(sys.stdout)
+        return f"standard output cannot be written: {error.strerror}"
+    return str(error)
+
+
+def _discard(stream: TextIO) -> None:
+    """Send what is left of a stream nowhere, so that Python can end without a complaint."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _end(code: int, text: str) -> NoReturn:
+    say(text, style="bold red")
+    raise SystemExit(code) from None
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """End by an exception instead of at once, so that progress bars give the cursor back."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def say(text: str, style: str = "", interrupted: bool = False) -> None:
+    """One message on the error stream, coloured where the terminal takes it."""
+    shown = console(stderr=True, highlight=False, soft_wrap=True)
+    try:
+        if interrupted:
+            shown.show_cursor()  # a progress bar may have been hiding it
+        shown.print(text, style=style, markup=False)
+    except OSError:  # nobody to tell
+        with suppress(OSError):
+            _discard(sys.stderr)
+
+
+def console(**options: Any) -> Console:
+    """A Rich console that leaves a closed pipe to `reporting`."""
+    from rich.console import Console
+
+    class Plain(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Plain(**options)

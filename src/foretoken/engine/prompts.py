@@ -1,0 +1,176 @@
+"""Prompts and parameters as users write them, in the forms that the engine takes.
+
+Charter: forms, not limits: a text, ids, a dict or an array becomes text and ids; one set of
+parameters, a list or None becomes one per prompt. What an engine can serve is `admission.py`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Required, TypedDict
+
+from foretoken.config import plain
+from foretoken.errors import RequestError, check_known_keys
+from foretoken.foreign import CALL_OPTIONS, PROMPT_KEYS, without_foreign
+from foretoken.models.chat import ChatPrompt
+from foretoken.sampling.params import SamplingParams, check_text
+
+_log = logging.getLogger(__name__)
+
+
+class TextPrompt(TypedDict):
+    """A prompt as a text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids, and the text that the output shall name as its prompt."""
+
+    prompt_token_ids: Required[Sequence[int]]
+    prompt: str | None
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Params = SamplingParams | Mapping[str, Any]
+
+_PROMPT_KINDS = "a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`"
+
+
+class ParamsReader:
+    """Sampling parameters as a caller gave them; None means the engine's defaults.
+
+    Whoever leaves the choice to the checkpoint is told once what it chose.
+    """
+
+    def __init__(self, defaults: SamplingParams) -> None:
+        self.defaults = defaults
+        self._is_told = defaults == SamplingParams()
+
+    def read(self, given: Any) -> SamplingParams:
+        """A checked copy of one set of parameters: the caller may go on changing theirs."""
+        if given is None:
+            self._tell()
+            return self.defaults
+        if isinstance(given, SamplingParams):
+            return replace(given)
+        if isinstance(given, Mapping):
+            return SamplingParams.parse(given)
+        raise RequestError("sampling_params", given, "a SamplingParams or a dict of its fields")
+
+    def read_per_prompt(self, given: Any, count: int) -> list[SamplingParams]:
+        """One for every prompt, of what was given for all of them or for each."""
+        if given is None or isinstance(given, (SamplingParams, Mapping)):
+            return [self.read(given)] * count
+        if not isinstance(given, Sequence) or len(given) != count:
+            shown = f"a list of {len(given)}" if isinstance(given, Sequence) else given
+            raise RequestError("sampling_params", shown, f"one, or a list of {count}")
+        return [self.read(one) for one in given]
+
+    def _tell(self) -> None:
+        if not self._is_told:
+            ours, theirs = SamplingParams(), self.defaults
+            chosen = [
+                f"{f.name}={getattr(theirs, f.name)!r}"
+                for f in fields(theirs)
+                if getattr(theirs, f.name) != getattr(ours, f.name)
+            ]
+            _log.warning(
+                "Without sampling parameters the checkpoint's own hold, from its "
+                "generation_config.json: %s. Pass SamplingParams, or build the engine with "
+                "generation_config='vllm', to leave them aside.",
+                ", ".join(chosen),
+            )
+        self._is_told = True
+
+
+def check_options(others: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Those of a call's further options that it knows.
+
+    Raises:
+        RequestError: an unknown name, or one of vLLM's with a value that would change something.
+    """
+    others = without_foreign(others, CALL_OPTIONS, RequestError)
+    check_known_keys("option", others, known, RequestError)
+    return others
+
+
+def check_call(on_error: str, use_tqdm: bool) -> None:
+    """Raise `RequestError` for a value that the calls of `LLM` do not take."""
+    if on_error not in ("raise", "return"):
+        raise RequestError("on_error", on_error, "`raise` or `return`")
+    if not isinstance(use_tqdm, bool):
+        raise RequestError("use_tqdm", use_tqdm, "true or false", "The bar is not exchangeable.")
+
+
+def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
+    """Whether it is one prompt, and the prompts as a list; [] is no prompts at all."""
+    if isinstance(prompts, (str, Mapping)):
+        return True, [prompts]
+    items = as_list(prompts)
+    if items is None:
+        raise RequestError("prompts", prompts, f"{_PROMPT_KINDS}, or a list of such")
+    if items and isinstance(plain(items[0]), int):
+        return True, [items]
+    return False, items
+
+
+def encode(tokenizer: Any | None, prompt: Any) -> tuple[str | None, list[int]]:
+    """Text (None if ids were given alone) and token ids of a prompt.
+
+    Raises:
+        RequestError: it is no prompt, no text, or a text where there is no tokenizer.
+    """
+    if isinstance(prompt, ChatPrompt):
+        return prompt.encode()
+    if isinstance(prompt, Mapping):
+        return _encode_dict(tokenizer, prompt)
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError(
+                "prompt",
+                prompt,
+                "token ids: this checkpoint has no tokenizer",
+                "Encode it first.",
+            )
+        check_text("prompt", prompt)
+        return prompt, list(tokenizer.encode(prompt)) if prompt else []
+    ids = as_list(prompt)
+    if ids is None:
+        raise RequestError("prompt", prompt, _PROMPT_KINDS)
+    return None, [plain(token) for token in ids]
+
+
+def as_list(value: Any) -> list[Any] | None:
+    """A sequence, array or tensor as a list; None for anything else, texts and bytes included."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (str, bytes, bytearray)) or not isinstance(value, Sequence):
+        return None
+    return list(value)
+
+
+def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
+    """What an output names as the prompt where it could not be encoded."""
+    if isinstance(prompt, Mapping):
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    else:
+        text, ids = prompt, prompt
+    return text if isinstance(text, str) else None, as_list(ids) or []
+
+
+def _encode_dict(tokenizer: Any | None, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+    prompt = without_foreign(prompt, PROMPT_KEYS, RequestError)
+    check_known_keys("prompt", prompt, ("prompt", "prompt_token_ids"), RequestError)
+    text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if ids is None:
+        if not isinstance(text, str):
+            raise RequestError("prompt", text, "a text, or given as `prompt_token_ids`")
+        return encode(tokenizer, text)
+    if as_list(ids) is None:
+        raise RequestError("prompt_token_ids", ids, "a list of token ids")
+    if text is not None and not isinstance(text, str):
+        raise RequestError("prompt", text, "a text, or left out beside `prompt_token_ids`")
+    return text, encode(tokenizer, ids)[1]

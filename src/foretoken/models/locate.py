@@ -1,0 +1,208 @@
+"""From a model's name to its folder: built in, on this machine, or downloaded from the hub.
+
+Belongs here: where a checkpoint is, which of a repository's files are downloaded, and one
+`CheckpointError` per way in which that fails. Does not: reading the folder (`checkpoint.py`).
+`huggingface_hub` reads its own settings (HF_HUB_OFFLINE, HF_TOKEN, HF_HOME, HF_ENDPOINT), keeps
+the cache, and gives a file its name there only when it is whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.models.checkpoint import TOKENIZER_FILES, first_line, reading
+
+__all__ = ["BUILT_IN", "resolve_checkpoint"]
+
+BUILT_IN = ("tiny-python", "tiny-python-draft")
+"""Checkpoints that come with the package, under `foretoken/assets`."""
+
+_ASSETS = Path(__file__).resolve().parent.parent / "assets"
+# Nothing that could run code (`*.py`, pickled weights), and no second copy of the weights, such as
+# `consolidated.safetensors` or a folder `onnx`.
+_SETTINGS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.safetensors", "model.safetensors.index.json")
+_PATIENCE = 0.5  # seconds until a download shows its bars; to find all in the cache takes less
+
+
+def resolve_checkpoint(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    weights: bool = True,
+) -> Path:
+    """Find a model folder: a built-in name, a folder, or a hub id, downloaded if it is missing.
+
+    Args:
+        revision: branch, tag or commit of a hub id; None is `main`.
+        local_files_only: take a hub id from the local cache, without a look at the network.
+        weights: False downloads the configuration and the tokenizer alone.
+
+    Raises:
+        CheckpointError: nothing of that name, or it cannot be had; the message says which, with
+            the remedy.
+        ConfigError: a `revision` of what is no hub id.
+    """
+    text = str(name)
+    folder = _built_in(text) if text in BUILT_IN else _local_folder(text)
+    if folder is not None:
+        if revision is not None:
+            raise ConfigError(
+                "revision", revision, f"left out: `{text}` is not a hub id", "It has one state."
+            )
+        return folder
+    near = difflib.get_close_matches(text, BUILT_IN, n=1, cutoff=0.6)
+    if near:
+        raise _nowhere(text, f"Did you mean `{near[0]}`?")
+    return _from_hub(text, revision, local_files_only, weights)
+
+
+def _nowhere(name: str, remedy: str) -> CheckpointError:
+    tried = f"a built-in model ({', '.join(BUILT_IN)}), a folder of that name"
+    return CheckpointError(f"No model `{name}`. Tried {tried}. {remedy}")
+
+
+def _built_in(name: str) -> Path:
+    folder = _ASSETS / name
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"The built-in model `{name}` is missing from this installation: no folder "
+            f"`{folder}`. Reinstall Foretoken."
+        )
+    return folder
+
+
+def _local_folder(text: str) -> Path | None:
+    with reading(text[:200]):
+        path = Path(text).expanduser()
+        if text and path.is_dir():
+            return path
+        if path.is_file():
+            raise CheckpointError(f"`{text}` is a file: give the folder that holds `config.json`.")
+    return None
+
+
+def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) -> Path:
+    """The snapshot of a repository in the local cache, completed first if there is a network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        folder = Path(
+            snapshot_download(
+                name,
+                revision=revision,
+                local_files_only=local_only,
+                allow_patterns=[*_SETTINGS, *(_WEIGHTS if weights else ())],
+                tqdm_class=_patient_bar(),
+            )
+        )
+    except HFValidationError as error:
+        remedy = "Give a folder that holds `config.json` and safetensors weights, or a hub id."
+        raise _nowhere(name, remedy) from error
+    except Exception as error:
+        raise CheckpointError(_explain(error, name, revision, local_only)) from error
+    if weights and not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"`{folder}` holds no weights of `{name}` in safetensors. Either the repository has "
+            "none (pickled weights can run code when they are read, and are never downloaded), or "
+            f"the cache has only a part of it: `hf download {name}` with a network completes it."
+        )
+    return folder
+
+
+def _patient_bar() -> Any:
+    """The hub's progress bar, on the error stream, for what takes longer than a glance."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    began = time.monotonic()
+
+    class PatientBar(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["delay"] = _PATIENCE
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        def display(self, *args: Any, **kwargs: Any) -> Any:
+            return time.monotonic() - began > _PATIENCE and super().display(*args, **kwargs)
+
+    return PatientBar
+
+
+def _explain(error: Exception, name: str, revision: str | None, local_only: bool) -> str:
+    """What a failure of `huggingface_hub` means, and what to do about it."""
+    from huggingface_hub import constants, errors
+
+    hub, named = (
+        constants.ENDPOINT,
+        f"`{name}`" + (f" at revision `{revision}`" if revision else ""),
+    )
+    if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in _chain(error)):
+        return (
+            f"The disk is full: {named} cannot be downloaded to `{constants.HF_HUB_CACHE}`. Free "
+            "some room, or set HF_HOME to a folder on another disk."
+        )
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"`{name}` is gated: accept its terms at {hub}/{name}, then log in with "
+            "`hf auth login`, or set HF_TOKEN."
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        near = difflib.get_close_matches(name, _cached_names(), n=1, cutoff=0.8)
+        hint = f" Did you mean `{near[0]}`, which is in the local cache?" if near else ""
+        return (
+            f"No model `{name}`: there is no such folder, and {hub} has no such repository, or a "
+            f"private one: then log in with `hf auth login`, or set HF_TOKEN.{hint}"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"`{name}` has no revision `{revision}`: {hub}/{name}/tree/main lists what it has."
+    refused = [e for e in _chain(error) if isinstance(e, errors.HfHubHTTPError)]
+    if refused and refused[0].response.status_code in (401, 403):
+        return (
+            f"{hub} refuses access to {named} ({first_line(refused[0])}): log in with "
+            "`hf auth login`, or set HF_TOKEN."
+        )
+    if isinstance(error, errors.IncompleteSnapshotError):
+        return (
+            f"The local cache has only a part of {named}, and it cannot be completed now: load it "
+            f"with a network, or run `hf download {name}` there."
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        return f"No model {named}: no folder of that name, not in the local cache, and " + (
+            _no_download(error, local_only)
+        )
+    return f"The download of {named} from {hub} failed ({first_line(error)}). Load it again."
+
+
+def _no_download(error: Exception, local_only: bool) -> str:
+    """Why what the cache does not have was not downloaded, and what to do about it."""
+    from huggingface_hub import constants, errors
+
+    elsewhere = "Or copy its folder from a machine that has it, and give the path."
+    offline = any(isinstance(e, errors.OfflineModeIsEnabled) for e in _chain(error))
+    if local_only or offline:
+        setting = "`local_files_only`" if local_only else "HF_HUB_OFFLINE"
+        return f"{setting} forbids to download it. Try again without that. {elsewhere}"
+    reason = first_line(error.__cause__ or error)
+    return (
+        f"{constants.ENDPOINT} cannot be reached ({reason}). Try again with a network. {elsewhere}"
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _cached_names() -> list[str]:
+    from huggingface_hub import constants
+
+    folders = Path(constants.HF_HUB_CACHE).glob("models--*")
+    return [folder.name.removeprefix("models--").replace("--", "/") for folder in folders]

@@ -1,0 +1,53 @@
+"""A progress bar for calls of many requests that take a while, on a terminal only. No torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+_PATIENCE_S = 2.0  # a call that ends sooner needs no bar, and a flash of one disturbs
+
+
+@contextmanager
+def progress_bar(
+    count: Callable[[], int], total: int, wanted: bool
+) -> Iterator[Callable[[], None]]:
+    """A bar over requests on the error stream; the caller invokes what it yields after every step.
+
+    Args:
+        count: how many requests have ended.
+        total: how many there are; a single one has nothing to show.
+    """
+    if not wanted or total < 2 or sys.stderr is None or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    start, show = time.perf_counter(), None
+    with ExitStack() as stack:
+
+        def update() -> None:
+            nonlocal show
+            if show is None and time.perf_counter() - start > _PATIENCE_S:
+                show = _open_bar(stack, total)
+            if show is not None:
+                show(count())
+
+        yield update
+
+
+def _open_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    bar = stack.enter_context(Progress(*columns, console=console, transient=True))
+    task = bar.add_task("requests", total=total)
+    return lambda done: bar.update(task, completed=done)

@@ -1,0 +1,111 @@
+"""What `--json` prints is what docs/cli.md says, and samples are printed one after another."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from foretoken import LLM
+from foretoken.cli import app as cli
+from foretoken.cli.output import as_json
+from foretoken.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tests.project.source import ROOT
+from tests.support.checkpoints import save_checkpoint
+
+OPTIONS = ["--temperature", "1", "--max-tokens", "5", "--n", "3", "--seed", "4"]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    folder = save_checkpoint(tmp_path_factory.mktemp("json"), seed=1)
+    return LLM(str(folder), {"method": "ngram"}, num_blocks=64)
+
+
+@pytest.fixture(autouse=True)
+def _load(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "_load", lambda *args, **options: llm)
+
+
+def keys(value: Any, where: str = "") -> Iterator[str]:
+    """Paths of all keys, as the document writes them."""
+    if isinstance(value, list):
+        for item in value:
+            yield from keys(item, where + "[]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            path = f"{where}.{key}" if where else key
+            yield path
+            yield from keys(item, path)
+
+
+def documented() -> list[str]:
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8").partition("## `--json`")[2]
+    return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+
+
+def test_every_key_is_documented_and_there() -> None:
+    wanted = ["--json", "--logprobs", "2", "--prompt-logprobs", "1"]
+    result = CliRunner().invoke(cli.app, ["generate", "abcabc", *OPTIONS, *wanted])
+    (line,) = result.stdout.splitlines()
+    data = json.loads(line)
+    assert [sample["index"] for sample in data["outputs"]] == [0, 1, 2]
+    assert [len(sample["token_ids"]) for sample in data["outputs"]] == [5, 5, 5]
+    for sample in data["outputs"]:
+        assert [row[0]["token_id"] for row in sample["logprobs"]] == sample["token_ids"]
+        assert all(2 <= len(row) <= 3 for row in sample["logprobs"])
+    assert data["prompt_logprobs"][0] is None
+    places = data.pop("prompt_logprobs")[1:]
+    assert [row[0]["token_id"] for row in places] == data["prompt_token_ids"][1:]
+    assert places[0][0].keys() == data["outputs"][0]["logprobs"][0][0].keys()
+    assert sorted(documented()) == sorted({*keys(data), "prompt_logprobs"})
+
+
+def test_what_was_not_asked_for_is_null() -> None:
+    data = json.loads(CliRunner().invoke(cli.app, ["generate", "abc", *OPTIONS, "--json"]).stdout)
+    assert data["prompt_logprobs"] is None
+    assert [sample["logprobs"] for sample in data["outputs"]] == [None] * 3
+    assert set(keys(data)) < set(documented())
+
+
+def test_an_infinite_logarithm_is_null() -> None:
+    rows = [{3: Logprob(-math.inf, 9), 4: Logprob(-0.5, 1)}]
+    sample = CompletionOutput(0, [3], "x", "length", logprobs=rows)
+    data = as_json(RequestOutput("1", "p", [1], [sample], RequestMetrics()))
+    text = json.dumps(data, allow_nan=False)
+    (row,) = json.loads(text)["outputs"][0]["logprobs"]
+    assert [(entry["token_id"], entry["logprob"]) for entry in row] == [(3, None), (4, -0.5)]
+
+
+def test_samples_are_printed_one_after_another(llm: LLM) -> None:
+    result = CliRunner().invoke(cli.app, ["generate", "abc", *OPTIONS])
+    data = json.loads(CliRunner().invoke(cli.app, ["generate", "abc", *OPTIONS, "--json"]).stdout)
+    texts = [sample["text"] for sample in data["outputs"]]
+    expected = "".join(f"--- {j + 1} of 3 ---\n{text}\n" for j, text in enumerate(texts))
+    assert result.stdout == expected
+
+
+def test_a_sample_that_ends_early_waits_for_those_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second ends first, and the first is shown as it grows."""
+    states = [
+        [("a", None), ("x", None)],
+        [("ab", None), ("xy", "stop")],
+        [("abc", "stop"), ("xy", "stop")],
+    ]
+
+    class Fake:
+        def stream(self, *args: Any, **options: Any) -> Iterator[RequestOutput]:
+            for state in states:
+                samples = [CompletionOutput(j, [1], *now) for j, now in enumerate(state)]
+                yield RequestOutput("1", "p", [1], samples, RequestMetrics())
+
+    monkeypatch.setattr(cli, "_load", lambda *args, **options: Fake())
+    result = CliRunner().invoke(cli.app, ["generate", "p", "--n", "2"])
+    assert result.stdout == "--- 1 of 2 ---\nabc\n--- 2 of 2 ---\nxy\n"

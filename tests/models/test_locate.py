@@ -1,0 +1,254 @@
+"""Hub ids: downloaded from a hub that the test serves, cached, and each way to fail named."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.models import resolve_checkpoint
+from tests.models import families
+from tests.support.checkpoints import save_checkpoint, save_tokenizer
+from tests.support.hub import Hub, commit_of
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint as people publish them: with much beside it that we do not read."""
+    folder = families.save_model(tmp_path_factory.mktemp("repository"), "llama", {})
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    for name in ("pytorch_model.bin", "model.pt", "modeling.py", "consolidated.safetensors"):
+        (folder / name).write_bytes(b"not for us")
+    for name in ("onnx/model.safetensors", "original/config.json"):
+        (folder / name).parent.mkdir()
+        (folder / name).write_bytes(b"not for us")
+    return folder
+
+
+@pytest.fixture
+def hub(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with `some/model`, and an empty cache."""
+    hub = Hub({"some/model": repository})
+    with hub.served() as url:
+        use(monkeypatch, url, tmp_path / "cache")
+        yield hub
+
+
+def use(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
+    """What `huggingface_hub` takes from the environment when it is imported."""
+    from huggingface_hub import constants
+
+    template = url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def cached_files(cache: Path) -> set[str]:
+    snapshots = cache.glob("models--*/snapshots/*/**/*")
+    return {path.name for path in snapshots if path.is_file()}
+
+
+SCRIPT = """
+import sys
+from foretoken import LLM, SamplingParams
+llm = LLM("some/target", {"model": "some/draft", "revision": "v1"}, num_blocks=64)
+print(llm.generate("import os", SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text)
+print(llm.metrics.num_drafts > 0)
+"""
+
+
+def test_a_target_and_its_draft_from_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a user has it: settings in the environment, progress on the error stream."""
+    pair = ("tiny-python", "tiny-python-draft")
+    hub = Hub(dict(zip(("some/target", "some/draft"), map(resolve_checkpoint, pair), strict=True)))
+    hub.delay = 0.6
+    with hub.served() as url:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": url,
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+            "TQDM_POSITION": "-1",  # bars though this is no terminal
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    llm = LLM(*pair[:1], {"model": pair[1]}, num_blocks=64)
+    (expected,) = llm.generate("import os", GREEDY)
+    assert done.stdout == f"{expected.outputs[0].text}\nTrue\n"
+    assert "Fetching" in done.stderr
+    assert hub.downloads == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        WEIGHTS,
+    }
+
+    # A second time there is no network, and the cache will do.
+    use(monkeypatch, hub.url, tmp_path / "hub")
+    again = LLM("some/target", {"model": "some/draft", "revision": "v1"}, num_blocks=64)
+    assert again.generate("import os", GREEDY)[0].outputs[0].text == expected.outputs[0].text
+
+
+def test_only_what_is_read_is_downloaded(
+    hub: Hub, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    }
+    folder = resolve_checkpoint("some/model", weights=False)
+    assert cached_files(tmp_path / "cache") == expected
+    assert resolve_checkpoint("some/model").samefile(folder)
+    assert cached_files(tmp_path / "cache") == hub.downloads == {*expected, WEIGHTS}
+    assert capfd.readouterr() == ("", "")  # too quick for bars
+
+
+@pytest.mark.parametrize("revision", ["main", "v1", commit_of("some/model")])
+def test_a_revision(hub: Hub, revision: str) -> None:
+    folder = resolve_checkpoint("some/model", revision=revision)
+    assert folder.name == commit_of("some/model")
+    asked = len(hub.requests)
+    assert resolve_checkpoint("some/model", revision=revision, local_files_only=True) == folder
+    assert len(hub.requests) == asked
+
+
+def test_a_revision_that_there_is_not(hub: Hub) -> None:
+    with pytest.raises(CheckpointError, match="`some/model` has no revision `v2`"):
+        resolve_checkpoint("some/model", revision="v2")
+
+
+@pytest.mark.parametrize("name", ["tiny-python", "folder"])
+def test_a_revision_of_what_is_no_hub_id(name: str, repository: Path) -> None:
+    place = str(repository) if name == "folder" else name
+    with pytest.raises(ConfigError, match=r"`revision` is 'v1': must be left out: .* not a hub id"):
+        LLM(place, revision="v1")
+
+
+REFUSALS = {
+    "missing": ((401, "RepoNotFound"), "No model `some/model`.*has no such repository, or a priv"),
+    "gated": ((403, "GatedRepo"), "is gated: accept its terms at http.*`hf auth login`"),
+    "forbidden": ((403, ""), "refuses access to `some/model`.*`hf auth login`"),
+    "broken": ((500, ""), r"cannot be reached \(.*500.*Try again with a network"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_what_the_hub_refuses(hub: Hub, kind: str) -> None:
+    hub.refusals["some/model"], message = REFUSALS[kind]
+    with pytest.raises(CheckpointError, match=message) as caught:
+        resolve_checkpoint("some/model")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_close_to_one_in_the_cache(hub: Hub) -> None:
+    resolve_checkpoint("some/model", weights=False)
+    with pytest.raises(CheckpointError, match=r"Did you mean `some/model`, which is in the local"):
+        resolve_checkpoint("some/modle")
+
+
+@pytest.mark.parametrize("setting", ["HF_HUB_OFFLINE", "local_files_only"])
+def test_nothing_in_the_cache_and_no_leave_to_download(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    options: Any = {}
+    if setting == "HF_HUB_OFFLINE":
+        go_offline(monkeypatch)
+    else:
+        options = {"local_files_only": True}
+    with pytest.raises(CheckpointError, match=f"not in the local cache, and `?{setting}`? forbids"):
+        LLM("some/model", **options)
+    assert not hub.requests
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, "http://127.0.0.1:9", tmp_path)
+    with pytest.raises(CheckpointError, match=r"http://127\.0\.0\.1:9 cannot be reached \("):
+        resolve_checkpoint("some/model")
+
+
+def test_a_body_that_breaks_off_is_never_loaded(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.cut = 100
+    with pytest.raises(CheckpointError, match=r"download of `some/model`.*failed \(.*has size"):
+        resolve_checkpoint("some/model")
+    assert WEIGHTS not in cached_files(tmp_path / "cache")
+    go_offline(monkeypatch)
+    with pytest.raises(CheckpointError, match="has only a part of `some/model`"):
+        resolve_checkpoint("some/model")
+    use(monkeypatch, hub.url, tmp_path / "cache")
+    hub.cut = 0
+    assert (resolve_checkpoint("some/model") / WEIGHTS).is_file()
+
+
+def test_a_cache_without_weights(hub: Hub, repository: Path, tmp_path: Path) -> None:
+    """A repository of pickles; or a cache that another program filled as far as it needed."""
+    bare = shutil.copytree(repository, tmp_path / "bare", ignore=lambda *_: [WEIGHTS])
+    hub.repositories["some/pickles"] = bare
+    with pytest.raises(CheckpointError, match="no weights of `some/pickles` in safetensors"):
+        resolve_checkpoint("some/pickles")
+
+
+def test_a_full_disk(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import file_download
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(file_download, "http_get", fail)
+    with pytest.raises(CheckpointError, match=r"The disk is full: `some/model` cannot.*HF_HOME"):
+        resolve_checkpoint("some/model")
+
+
+def test_another_tokenizer(hub: Hub, tmp_path: Path) -> None:
+    """Of a hub id without its weights, of a folder, and of one that has none."""
+    target = save_checkpoint(tmp_path / "target", tokenizer=False)
+    llm = LLM(target, tokenizer="some/model", num_blocks=64)
+    assert WEIGHTS not in cached_files(tmp_path / "cache")
+    (output,) = llm.generate("abc", GREEDY)
+    assert output.prompt_token_ids == llm.tokenizer.encode("abc")
+    save_tokenizer(tmp_path / "other")
+    assert LLM(target, tokenizer=tmp_path / "other", num_blocks=64).tokenizer is not None
+    with pytest.raises(ConfigError, match=r"`tokenizer` is .*It has none"):
+        LLM(target, tokenizer=target)
+
+
+def test_paths_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_checkpoint(tmp_path / "model")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for model in (folder, "~/model", Path("~/model")):
+        llm = LLM(model, {"model": model}, num_blocks=64)
+        assert llm.config.model == str(model)
+        llm.generate("abc", GREEDY)

@@ -1,0 +1,91 @@
+"""A short trial (`make trial`): every case once, and that it can fail."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmarks import trial, trial_child
+from benchmarks.trial import Child, collapse
+from benchmarks.trial_child import SHORT
+from foretoken.engine.turns import Turns
+from foretoken.native import library
+
+
+@pytest.fixture
+def _threads_come_back() -> Iterator[None]:
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+
+
+BACKENDS = [
+    pytest.param(
+        "native_cpu", marks=pytest.mark.skipif(bool(library.missing()), reason="no kernels")
+    ),
+    "torch_cpu",
+]
+
+
+@pytest.mark.usefixtures("_threads_come_back")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_two_threads(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial_child, "SHORT", SHORT[:2])
+    report = trial_child.threads(backend, 0.5)
+    assert report["failures"] == []
+    assert report["calls_of_the_other"] >= 1
+
+
+@pytest.mark.usefixtures("_threads_come_back")
+def test_two_threads_without_turns_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Turns, "__enter__", lambda self: None)
+    monkeypatch.setattr(Turns, "__exit__", lambda self, *raised: None)
+    monkeypatch.setattr(trial_child, "SHORT", SHORT[:1])
+    assert trial_child.threads("torch_cpu", 0.5)["failures"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:1])
+def test_signals(backend: str) -> None:
+    row, failures = trial.signals(backend, 4)
+    assert failures == []
+    assert row.values["partial_tokens"] > 0  # type: ignore[operator]
+
+
+def test_one_signal_ends_a_loop_of_calls() -> None:
+    assert trial.loops("torch_cpu", 2)[1] == []
+
+
+def test_forks() -> None:
+    assert trial.forks("torch_cpu", 1)[1] == []
+
+
+@pytest.mark.usefixtures("_threads_come_back")
+def test_a_busy_neighbour() -> None:
+    with trial.busy(True):
+        report = trial_child.speed("torch_cpu", 0.1, 1)
+    assert report["tokens_per_s"].keys() == {"default", "one"}
+    assert min(*report["tokens_per_s"].values())[0] > 0
+
+
+def test_a_collapse_is_a_failure() -> None:
+    assert collapse([40.0, 41.0, 5.0], [60.0, 50.0, 45.0]) == []
+    assert "8.0 tokens/s" in collapse([8.0], [45.0])[0]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [("import os; os.abort()", "ended with -6"), ('print(\'{"failures": ["x"]}\')', "x")],
+)
+def test_what_ends_badly_is_told(code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda args, **options: popen([sys.executable, "-c", code], **options)
+    )
+    failures: list[str] = []
+    with Child("threads", "torch_cpu") as child:
+        child.report(failures)
+    assert said in failures[0]

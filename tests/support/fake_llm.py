@@ -1,0 +1,45 @@
+"""An `LLM` of texts written beforehand, for commands that are tested without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+PIECES = ["a", " +", " b", "\n"]
+
+
+class FakeLLM:
+    """Streams `pieces`; fails where it is told to."""
+
+    def __init__(
+        self,
+        fail_after: int | None = None,
+        error: BaseException | None = None,
+        synthetic: bool = False,
+        pieces: Sequence[str] = PIECES,
+    ) -> None:
+        self.pieces = pieces
+        self.fail_after, self.error, self.synthetic = fail_after, error, synthetic
+        self.calls: list[tuple[str, Any]] = []
+
+    def stream(self, prompt: str, params: Any, *, on_interrupt: str) -> Iterator[RequestOutput]:
+        assert on_interrupt == "return"  # so that the text is printed first
+        self.calls.append((prompt, params))
+        for count in range(1, len(self.pieces) + 1):
+            if self.error is not None and count - 1 == self.fail_after:
+                raise self.error
+            ended = "length" if count == len(self.pieces) else None
+            sample = CompletionOutput(
+                index=0,
+                token_ids=list(range(count)),
+                text="".join(self.pieces[:count]),
+                finish_reason=ended,
+                seed=7,
+                origins=["plain"] * count,
+                synthetic_acceptance=self.synthetic,
+            )
+            metrics = RequestMetrics()
+            metrics.observe(2, 1, synthetic=self.synthetic)
+            yield RequestOutput("1", prompt, [5, 6], [sample], metrics)

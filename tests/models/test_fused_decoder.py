@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import random
 import re
@@ -210,35 +209,6 @@ def test_a_row_is_the_same_bits_in_any_batch(tmp_path: Path, case: str) -> None:
             for others in (False, True):
                 again = run(model, text, chunks, block_size=block_size, others=others)
                 assert torch.equal(again, one_by_one), (threads, chunks, others)
-
-
-@pytest.mark.usefixtures("_one_thread_afterwards")
-def test_how_weights_are_fetched_changes_no_bit(tmp_path: Path) -> None:
-    model, text = load(save(tmp_path, "llama", ODD)), random_text(60, 2)
-    assert model.fused is not None
-    expected = None
-    for fetches in itertools.product(range(len(library.FETCHES)), repeat=2):
-        model.fused.set_fetches(*fetches)
-        for threads, chunks in ((1, [1] * 60), (1, [30, *[5] * 4, 6, 4]), (2, [2] * 30)):
-            library.set_num_threads(threads)
-            logits = run(model, text, chunks)
-            expected = logits if expected is None else expected
-            assert torch.equal(logits, expected), (fetches, threads, chunks)
-
-
-def test_the_fetches_taken_were_measured_here_and_are_told(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, "foretoken"):
-        model = load(save(tmp_path, "llama", {**ODD, "num_hidden_layers": 3}))
-    linears = [m for m in model.module.modules() if isinstance(m, nn.Linear)]
-    tuning = library.tunings()[f"{sum(m.weight.nbytes for m in linears) / 2**20:.1f} MiB"]
-    for rows in ("1 row", "6 rows"):
-        taken, *others = tuning[rows].values()
-        times = dict(zip(library.FETCHES, others, strict=True))
-        assert all(ms > 0 for ms in times.values())
-        assert times[taken] <= 1.06 * min(times.values())
-        assert any(rows in line and str(taken) in line for line in caplog.messages)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 7, 12, 20, 24, 32, 40, 64])

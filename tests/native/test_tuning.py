@@ -1,0 +1,64 @@
+"""How a decoder fetches its weights: measured, told, and without a trace in what it computes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from foretoken.models import CausalLM, load_model
+from foretoken.native import library
+from tests.models import families
+from tests.models.walk import walk
+from tests.support.kernels import needs_kernels
+
+pytestmark = needs_kernels
+
+# No size is a multiple of a vector or of a panel, and panels are odd in number.
+SIZES = {"head_dim": 16, "hidden_size": 36, "intermediate_size": 53, "vocab_size": 301}
+
+
+def load(folder: Path) -> CausalLM:
+    model = load_model(
+        families.save_model(folder, "llama", SIZES), device="cpu", backend="native_cpu"
+    )
+    assert model.fused is not None
+    return model
+
+
+def test_how_weights_are_fetched_changes_no_bit(tmp_path: Path) -> None:
+    """Passes of one row, of a few and of several tiles, with one thread and with two."""
+    model = load(tmp_path)
+    assert model.fused is not None
+    texts = [[(7 * i + j) % 301 for j in range(22)] for i in range(4)]
+    seen = []
+    try:
+        for one_row, few_rows in itertools.product(range(len(library.FETCHES)), repeat=2):
+            model.fused.set_fetches(one_row, few_rows)
+            for threads in (1, 2):
+                library.set_num_threads(threads)
+                rows = walk(model, texts, 1, 16, fill=torch.nan)
+                alone = walk(model, texts[:1], 2, 16, fill=torch.nan)
+                seen.append([torch.stack([r[p] for p in sorted(r)]) for r in (*rows, *alone)])
+    finally:
+        library.set_num_threads(1)
+    for found in seen:
+        assert all(torch.equal(a, b) for a, b in zip(found, seen[0], strict=True))
+
+
+def test_what_is_taken_was_measured_here_and_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "foretoken"):
+        model = load(tmp_path)
+    linears = [m for m in model.module.modules() if isinstance(m, nn.Linear)]
+    tuning = library.tunings()[f"{sum(m.weight.nbytes for m in linears) / 2**20:.1f} MiB"]
+    for rows in ("1 row", "6 rows"):
+        measured = {name: float(tuning[rows][name]) for name in library.FETCHES}
+        assert min(measured.values()) > 0
+        assert measured[str(tuning[rows]["taken"])] <= 1.06 * min(measured.values())
+        assert any(f"{rows}, ms: {tuning[rows]}" in line for line in caplog.messages)

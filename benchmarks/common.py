@@ -28,6 +28,7 @@ def arguments(description: str | None, **defaults: int) -> argparse.ArgumentPars
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results file")
     parser.add_argument("--machine", default="", help="ends the file's name: one of several kinds")
+    parser.add_argument("--commit", type=whole_commit, help="of this code, where git cannot tell")
     return parser
 
 
@@ -69,7 +70,8 @@ def record(
     typed = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     command = shlex.join(["python", "-m", f"benchmarks.{name}", *typed])
     file = f"{name}_{options.machine}" if options.machine else name
-    path = write(collect(file, command, shapes, rows, notes, CODE), options.out)
+    code = (options.commit, False) if options.commit else CODE
+    path = write(collect(file, command, shapes, rows, notes, code), options.out)
     print(f"wrote {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
 
 

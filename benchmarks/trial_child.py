@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -218,18 +218,22 @@ def fork(backend: str, count: int) -> Report:
 def in_fork(llm: LLM, engine: AsyncEngine) -> list[str]:
     """Which calls do not say at once that this process cannot serve them."""
 
-    async def one() -> None:
-        async for _ in engine.generate("a"):
+    async def one(outputs: AsyncIterator[RequestOutput]) -> None:
+        async for _ in outputs:
             break
 
     told = []
+    conversation = [{"role": "user", "content": "a"}]
     calls: dict[str, Callable[[], Any]] = {
         "generate": lambda: llm.generate("a"),
         "stream": lambda: next(llm.stream("a")),
-        "chat": lambda: llm.chat([{"role": "user", "content": "a"}]),
+        "chat": lambda: llm.chat(conversation),
         "metrics": lambda: llm.metrics,
         "tokenizer": lambda: llm.tokenizer,
-        "AsyncEngine.generate": lambda: asyncio.run(one()),
+        "AsyncEngine.generate": lambda: asyncio.run(one(engine.generate("a"))),
+        "AsyncEngine.chat": lambda: asyncio.run(
+            one(engine.chat(conversation, chat_template="{{ messages[0].content }}"))
+        ),
         "AsyncEngine.abort": lambda: asyncio.run(engine.abort("1")),
         "AsyncEngine.metrics": lambda: engine.metrics,
     }

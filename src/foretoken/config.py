@@ -53,11 +53,11 @@ def check_choice(field: str, value: Any, choices: tuple[str, ...], remedy: str =
         raise ConfigError(field, value, f"one of {', '.join(choices)}", remedy)
 
 
-def check_model(field: str, value: Any) -> str:
+def check_model(field: str, value: Any, remedy: str = "") -> str:
     """The name, folder or hub id of a model as a string; `ConfigError` if it is none of them."""
     text = fspath(value) if isinstance(value, PathLike) else value
     if not isinstance(text, str) or not text:
-        raise ConfigError(field, value, "a model name, a folder or a hub id")
+        raise ConfigError(field, value, "a model name, a folder or a hub id", remedy)
     return text
 
 
@@ -109,7 +109,8 @@ class SpeculativeConfig:
         _make_plain(self)
         where = "speculative_config."
         if self.model is not None:
-            object.__setattr__(self, "model", check_model(where + "model", self.model))
+            remedy = "Leave it out for the draft model that comes with the target, if one does."
+            object.__setattr__(self, "model", check_model(where + "model", self.model, remedy))
         check_revision(where + "revision", self.revision)
         check_int(
             where + "num_speculative_tokens",
@@ -118,9 +119,6 @@ class SpeculativeConfig:
             MAX_SPECULATIVE_TOKENS,
             "Pass speculative_config=None to decode without speculation.",
         )
-        if self.model is not None and (not isinstance(self.model, str) or not self.model):
-            remedy = "Leave it out for the draft model that comes with the target, if one does."
-            raise ConfigError(where + "model", self.model, "a model name or a folder", remedy)
         shortest, longest = self.lookup_sizes
         check_int(where + "prompt_lookup_min", shortest, 1)
         check_int(

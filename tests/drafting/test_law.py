@@ -121,6 +121,7 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
         setup = setup_for(num_slots, backend, method=name, **{**OPTIONS.get(name, {}), **options})
         module = import_module(DRAFTERS[name].split(":")[0])
         with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "resolve_checkpoint", lambda *_, **__: None, raising=False)
             patch.setattr(module, "load_model", lambda *_, **__: model, raising=False)
             patch.setattr(module, "load_tokenizer", lambda _: None, raising=False)
             built = build_drafter(setup)

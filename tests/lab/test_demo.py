@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from foretoken import LLM, cli
+from foretoken import LLM
+from foretoken.cli import app
 from foretoken.lab import demo
 from foretoken.lab.audit import GreedyAudit, SampledAudit
 from foretoken.lab.chi_square import ChiSquare
@@ -89,11 +90,11 @@ def test_styles_differ_without_colour() -> None:
 def test_a_signal_in_the_demo(
     pair: LLM, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
-    monkeypatch.setattr(cli, "_load", lambda *given, **options: pair)
+    monkeypatch.setattr(app, "_load", lambda *given, **options: pair)
     monkeypatch.setattr(Demo, "show_acceptance", lambda *args: signal.raise_signal(number))
     before = signal.getsignal(signal.SIGTERM)
     args = ["demo", "--prompts", "1", "--max-tokens", "4"]
-    result = CliRunner().invoke(cli.app, args)
+    result = CliRunner().invoke(app.app, args)
     assert result.exit_code == 128 + number
     said = "Interrupted: the prompts were completed; speed was not measured." in result.stderr
     assert said == (number is signal.SIGINT)

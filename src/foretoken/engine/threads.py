@@ -29,6 +29,7 @@ _STEPS = 3  # whose median stands for a count
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
 _CLEARLY = 0.95  # of the other's time: enough to change
 _HOPELESS = 2.0  # times the other's: a trial ends at the first such step
+_PER_TRIAL = 20  # steps at least, in the time that one step of the slower count takes
 
 
 def usable_cores() -> int:
@@ -67,26 +68,30 @@ class StepThreads:
         self._native_target = native_target
         self._clock = clock
         self._choices: dict[int, _Choice] = {}
+        self._crowded = False  # all threads took many times as long when last tried
         self._use(self.most)
 
     @contextmanager
     def during(self, shares: Sequence[Share]) -> Iterator[None]:
         """Compute a step of these shares, inside, with the threads for its size.
 
-        Steps that compute prompts take all threads: they are long, and no two are alike.
+        Steps that compute prompts take all threads, since no two are alike, except while decode
+        steps collapse with them.
         """
         decodes = all(share.num_tokens == 1 for share in shares)
         if not (self.chooses and decodes and shares):
-            self._use(self.most)
+            self._use(1 if self._crowded else self.most)
             yield
             return
         size = _rounded(sum(1 + len(share.drafts) for share in shares))
-        choice = self._choices.setdefault(size, _Choice(self.most))
+        counts = (1, self.most) if self._crowded else (self.most, 1)
+        choice = self._choices.setdefault(size, _Choice(*counts))
         count = choice.next()
         self._use(count)
         start = self._clock()
         yield
         choice.observe(count, self._clock() - start)
+        self._crowded = choice.crowded
 
     def _use(self, count: int) -> None:
         if library.missing() is None:
@@ -100,14 +105,18 @@ class _Choice:
     """Which of two counts is faster for steps of one size, by their latest steps.
 
     Both are tried in turns at first. The slower one is tried again after 64 steps, and after twice
-    as many each time that it stays the slower; a count whose steps have become slower than the
-    other's last were is left at once.
+    as many each time that it stays the slower, or later if a step with it takes very long; a count
+    whose steps have become slower than the other's last were is left at once.
+
+    Attributes:
+        crowded: one thread is taken because steps with all took many times as long.
     """
 
-    def __init__(self, most: int) -> None:
-        self._taken, self._other = most, 1
-        self._seconds: dict[int, deque[float]] = {n: deque(maxlen=_STEPS) for n in (most, 1)}
+    def __init__(self, first: int, second: int) -> None:
+        self._taken, self._other = first, second
+        self._seconds: dict[int, deque[float]] = {n: deque(maxlen=_STEPS) for n in (first, second)}
         self._wait = self._pause = _PAUSE
+        self.crowded = first == 1
 
     def next(self) -> int:
         """The count for the coming step."""
@@ -118,20 +127,26 @@ class _Choice:
     def observe(self, count: int, seconds: float) -> None:
         """Learn from a step; settle once there are enough of both counts."""
         taken, other = self._seconds[self._taken], self._seconds[self._other]
-        self._seconds[count].append(seconds)
         tried = count == self._other
-        if tried and len(taken) == _STEPS and seconds > _HOPELESS * median(taken):
-            other.extend([seconds] * _STEPS)  # one such step is enough
-        if len(other) < _STEPS or len(taken) < _STEPS:
+        own, rival = (other, taken) if tried else (taken, other)
+        if len(own) < _STEPS and rival and seconds > _HOPELESS * median(rival):
+            own.extend([seconds] * _STEPS)  # one such step is enough
+        own.append(seconds)
+        if min(len(taken), len(other)) < _STEPS:
             return
         self._wait -= 1
-        if median(other) < _CLEARLY * median(taken):
-            self._taken, self._other = self._other, self._taken
-            self._wait = self._pause = _PAUSE
+        ratio = median(other) / median(taken)
+        if ratio < _CLEARLY:
+            self._taken, self._other, ratio = self._other, self._taken, 1 / ratio
+            self._pause = _PAUSE
         elif tried:
-            self._wait = self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        elif self._wait <= 0:
-            other.clear()
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        else:
+            if self._wait <= 0:
+                other.clear()
+            return
+        self._wait = max(self._pause, int(_PER_TRIAL * ratio))
+        self.crowded = self._taken == 1 and ratio > _HOPELESS
 
 
 def _rounded(rows: int) -> int:

@@ -6,6 +6,7 @@ here gives PyTorch all cores first, and puts back what was set, so that both sid
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -80,14 +81,16 @@ class ContinuousBatching:
 
         self.model = model
         page = 32
+        known = inspect.signature(ContinuousBatchingConfig).parameters
+        page_size = "page_size" if "page_size" in known else "block_size"  # Transformers 5.17
         self.options = {
             "generation_config": GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             "continuous_batching_config": ContinuousBatchingConfig(
-                page_size=page,
                 num_blocks=(batch + 1) * (tokens_per_request // page + 2),
                 max_batch_tokens=256,  # the fastest of 128 to 4096: its masks are dense
                 max_requests_per_batch=batch,
                 allow_block_sharing=False,  # prompts are repeated: no prefix reuse, as with ours
+                **{page_size: page},
             ),
         }
 

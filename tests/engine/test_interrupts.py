@@ -17,6 +17,7 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput
+from tests.support.steps import at_step
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30)
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -32,20 +33,6 @@ def _handlers_are_restored() -> Iterator[None]:
     before = [signal.getsignal(number) for number in SIGNALS]
     yield
     assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
-def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> Callable[[], Any]:
-    """The engine's step, which does something else, too, in its step `number`."""
-    step, calls = llm.engine.step, 0
-
-    def counted() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            act()
-        return step()
-
-    return counted
 
 
 def interrupted(call: Callable[[], Any]) -> list[RequestOutput]:

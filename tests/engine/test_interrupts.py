@@ -16,6 +16,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import RequestError
+from foretoken.interrupts import Interrupt
 from foretoken.outputs import RequestOutput
 from tests.support.steps import at_step
 
@@ -195,6 +196,15 @@ def test_ctrl_c_in_a_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.interrupted_by == "SIGINT"
     assert len(output.outputs[0].token_ids) >= 3
     llm.engine.check_integrity()
+    assert not llm.engine.has_work
+
+
+def test_ctrl_c_before_a_stream_has_given_out_its_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Interrupt, "deliver", lambda *_: signal.raise_signal(signal.SIGINT))
+    (output,) = interrupted(lambda: list(llm.stream("abc", PARAMS)))
+    assert output.outputs[0].token_ids
     assert not llm.engine.has_work
 
 

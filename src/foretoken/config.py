@@ -257,8 +257,9 @@ class EngineConfig:
         device: `cpu`, or `auto`: the best device this version runs on, which is `cpu`.
         dtype: `float32`, `bfloat16`, `float16`, also as torch dtypes; `float` and `half` are the
             first and the last; `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX).
-            In float32 a request with a seed gets the same tokens in every batch. In half types it
-            may not: PyTorch's attention and products round by what is computed beside a row.
+            Where the target runs in native kernels, in float32, a request with a seed gets the same
+            tokens in every batch. PyTorch's attention and products round by what is computed beside
+            a row: in float32 that parts near-ties (1e-5 in a logit) alone, in half types many.
         seed: engine seed; a request without a seed gets mix(seed, admission number); None is 0.
         max_model_len: longest prompt + output; None: the checkpoint's own limit.
         max_num_seqs: most requests running at once; each owns one permanent slot.

@@ -265,10 +265,10 @@ class LLM:
 
         A request that fails while it runs is not raised: its last output has the `error` and what
         there is. Closing the iterator early aborts the request. Other calls may run in between:
-        they advance this request, too. Between steps signals are the caller's; what one does during
-        a step is said by `on_interrupt`, as in `generate`: `raise` raises KeyboardInterrupt with
-        the output so far in its `outputs`; `return` makes the next output the last, with
-        finish_reason `interrupted`.
+        they advance this request, too. Between steps signals are the caller's, who has the output
+        so far; what one does during a step is said by `on_interrupt`, as in `generate`: `raise`
+        raises KeyboardInterrupt with the output so far in its `outputs`; `return` makes the next
+        output the last, with finish_reason `interrupted`.
         """
         interrupt = Interrupt(on_interrupt)
         params = self._params.read(sampling_params)
@@ -276,8 +276,8 @@ class LLM:
             engine = self.engine
             self._num_requests += 1
             group = submit(engine, prepare(engine, str(self._num_requests), prompt, params))
+        output, finished = None, False
         try:
-            finished = False
             while not finished:
                 with interrupt.noticed(), self._turns:
                     if not (group.finished or interrupt.name):
@@ -289,6 +289,10 @@ class LLM:
                     continue  # the signal came when the output had been read
                 interrupt.deliver([output])
                 yield output
+        except KeyboardInterrupt as error:  # also one that came just after a step
+            if output is not None:
+                vars(error).setdefault("outputs", [output])
+            raise
         finally:
             self._turns.later(lambda: engine.abort(group))
 

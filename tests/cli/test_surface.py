@@ -85,6 +85,7 @@ def test_the_help_is_what_the_dataclasses_say() -> None:
     assert helps["top_k"] == "Keeps the k most likely (all ties at the k-th); 0 or -1 is off."
     assert helps["presence_penalty"] == helps["frequency_penalty"] != ""
     assert not [text for text in helps.values() if not text or "None" in text]
+    assert helps["max_tokens"] == "Most tokens to generate, >= 1.", "left out, it is the default"
     # Written out, because importing `ops` would load torch for a page of help.
     for name in (*BACKENDS, "auto"):
         assert f"`{name}`" in helps["backend"]

@@ -16,7 +16,9 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import RequestError
+from foretoken.interrupts import Interrupt
 from foretoken.outputs import RequestOutput
+from tests.support.steps import at_step
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30)
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
@@ -32,20 +34,6 @@ def _handlers_are_restored() -> Iterator[None]:
     before = [signal.getsignal(number) for number in SIGNALS]
     yield
     assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
-def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> Callable[[], Any]:
-    """The engine's step, which does something else, too, in its step `number`."""
-    step, calls = llm.engine.step, 0
-
-    def counted() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            act()
-        return step()
-
-    return counted
 
 
 def interrupted(call: Callable[[], Any]) -> list[RequestOutput]:
@@ -208,6 +196,15 @@ def test_ctrl_c_in_a_stream(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert output.interrupted_by == "SIGINT"
     assert len(output.outputs[0].token_ids) >= 3
     llm.engine.check_integrity()
+    assert not llm.engine.has_work
+
+
+def test_ctrl_c_before_a_stream_has_given_out_its_step(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Interrupt, "deliver", lambda *_: signal.raise_signal(signal.SIGINT))
+    (output,) = interrupted(lambda: list(llm.stream("abc", PARAMS)))
+    assert output.outputs[0].token_ids
     assert not llm.engine.has_work
 
 

@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.engine.turns import Turns
 from foretoken.errors import UsageError
+from tests.support.steps import at_step
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 PROMPTS = ["abc", "def f(x):", "import os", "x", "for i in", "class A:"]
@@ -116,6 +118,37 @@ def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
         assert turns.inside
 
 
+@pytest.mark.parametrize("removed", [False, True])
+def test_ctrl_c_while_a_turn_ends_leaves_it_to_the_next(crew: Crew, removed: bool) -> None:
+    class Line(deque[threading.Lock]):
+        is_cut = False
+
+        def remove(self, place: threading.Lock) -> None:
+            if removed or self.is_cut:
+                super().remove(place)
+            if not self.is_cut:
+                self.is_cut = True
+                raise KeyboardInterrupt
+
+    turns, served = Turns("LLM"), []
+
+    def wait() -> None:
+        with turns:
+            served.append(1)
+
+    def begin() -> None:
+        with turns:
+            crew.start(wait)
+            wait_until(lambda: len(turns._line) == 2)
+
+    turns._line = Line()
+    with pytest.raises(KeyboardInterrupt):
+        begin()
+    crew.join()
+    wait()
+    assert (served, len(turns._line), turns._threads) == ([1, 1], 0, set())
+
+
 def test_a_call_within_a_call_is_refused(crew: Crew) -> None:
     turns, done = Turns("LLM"), []
     with turns:
@@ -206,19 +239,6 @@ def test_close_ends_the_calls_of_other_threads(
     llm.close()
     crew.join()
     assert [type(error) for error in crew.raised] == [UsageError] * 2
-
-
-def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> Callable[[], Any]:
-    step, calls = llm.engine.step, 0
-
-    def counted() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            act()
-        return step()
-
-    return counted
 
 
 def test_ctrl_c_while_another_thread_has_its_turn(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
+from typing import Any
+
 import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, StepError
 from foretoken.lab.audit import ALPHA, GreedyAudit, SampledAudit, greedy_audit, sampled_audit
 from foretoken.lab.chi_square import ChiSquare
 from foretoken.lab.workloads import heldout
@@ -55,6 +58,19 @@ def test_sampled(pair: LLM) -> None:
     assert audit.verdict == "equal"
     assert audit.test.degrees >= 10
     assert 0 < audit.metrics.num_accepted_tokens < audit.metrics.num_draft_tokens
+
+
+def test_a_completion_that_failed_is_no_sample(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, calls = pair.engine.runner.run, count()
+
+    def broken(shares: Any) -> Any:
+        if next(calls) == 2:
+            raise ValueError("injected")
+        return run(shares)
+
+    monkeypatch.setattr(pair.engine.runner, "run", broken)
+    with pytest.raises(StepError, match="injected"):
+        sampled(pair)
 
 
 def test_sampled_finds_the_mutant(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,10 @@ def _bad_end(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, "2"]}')
 
 
+def _empty_end(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": ""}')
+
+
 def _bad_generation_value(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"cache_implementation": "spiral"}')
 
@@ -147,6 +151,7 @@ BROKEN: dict[Callable[[Path], None], str] = {
     _bad_generation_json: "generation_config.json` is not valid JSON",
     _generation_list: "generation_config.json` must hold a JSON object",
     _bad_end: r"generation_config.json` gives `eos_token_id` as \[1, '2'\]: it must be a token id",
+    _empty_end: r"generation_config.json` gives `eos_token_id` as '': it must be a token id",
     _bad_generation_value: "generation_config.json` is not a valid generation configuration",
     _more_layers: "missing tensors, for example `model.layers.2",
 }

@@ -88,23 +88,26 @@ def _parameters(cls: Any, defaults: dict[str, Any]) -> list[inspect.Parameter]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=defaults.get(field.name, _plain_default(field)),
-            annotation=_annotation(field, documented.get(field.name, "")),
+            annotation=_annotation(field, _help(field, documented.get(field.name, ""))),
         )
         for field in _option_fields(cls)
     ]
 
 
 def _documented(cls: type) -> dict[str, str]:
-    """What a class says of each field under `Attributes:` in its docstring.
-
-    Nobody types None on a command line: where the text says it, the option is left out.
-    """
+    """What a class says of each field under `Attributes:` in its docstring."""
     listed = (inspect.getdoc(cls) or "").partition("Attributes:\n")[2]
     found = {}
     for names, text in re.findall(r"^    ([\w, ]+): (.+(?:\n {8}.+)*)", listed, re.MULTILINE):
-        text = re.sub(r"\bNone\b", "left out", " ".join(text.split()))
-        found.update(dict.fromkeys(names.split(", "), text[0].upper() + text[1:]))
+        found.update(dict.fromkeys(names.split(", "), " ".join(text.split())))
     return found
+
+
+def _help(field: Field[Any], text: str) -> str:
+    """The text for a command line, where nobody types None: options are left out instead."""
+    if field.default is not None:  # left out, it is something else
+        text = re.sub(r"; None: [^.;]*", "", text)
+    return re.sub(r"\bNone\b", "left out", text[:1].upper() + text[1:])
 
 
 def _plain_default(field: Field[Any]) -> Any:

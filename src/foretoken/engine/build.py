@@ -97,7 +97,7 @@ def _build(config: EngineConfig) -> Engine:
         device=device,
         synthetic_rates=_synthetic_rates(config),
         fp64_noise=config.use_fp64_gumbel,
-        decode=tokenizer and cache(lambda token: str(tokenizer.decode([token]))),
+        decode=None if tokenizer is None else cache(lambda token: str(tokenizer.decode([token]))),
     )
     scheduler = Scheduler(
         BlockPool(num_blocks, config.block_size),
@@ -127,16 +127,14 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
 
 def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
     """c_i of the rule `synthetic`, with a warning; () under any other."""
-    speculation = config.speculative_config
-    if speculation is None or speculation.rejection_sample_method != "synthetic":
-        return ()
-    rates = rates_of(speculation)
-    _log.warning(
-        "Rule `synthetic`: drafts are accepted with the set probabilities %s (mean acceptance "
-        "length %.3f), and the text is meaningless by design.",
-        ", ".join(f"{rate:.4g}" for rate in rates),
-        1 + sum(joint_rates(rates)),
-    )
+    rates = rates_of(config.speculative_config) if config.speculative_config else ()
+    if rates:
+        _log.warning(
+            "Rule `synthetic`: drafts are accepted with the set probabilities %s (mean acceptance "
+            "length %.3f), and the text is meaningless by design.",
+            ", ".join(f"{rate:.4g}" for rate in rates),
+            1 + sum(joint_rates(rates)),
+        )
     return rates
 
 

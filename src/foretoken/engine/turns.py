@@ -100,7 +100,15 @@ class Turns:
                 pass
 
     def _leave(self, place: threading.Lock) -> None:
-        """Give up a place in the line and wake whoever is first.
+        """Give up a place in the line and wake whoever is first, also when Ctrl-C comes between."""
+        try:
+            self._give_up(place)
+        except BaseException:
+            self._give_up(place)
+            raise
+
+    def _give_up(self, place: threading.Lock) -> None:
+        """`_leave`, in steps that may be done twice.
 
         To wake a thread that is awake does no harm, so that no step here needs a lock. The thread
         counts as inside to the last: a finalizer that ran before would queue behind itself.

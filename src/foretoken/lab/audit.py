@@ -156,6 +156,9 @@ def sampled_audit(
 
     Args:
         params: temperature and filters; length, stopping and seed are set here.
+
+    Raises:
+        ForetokenError: a completion failed; what is cut short is no sample.
     """
     _check_lossless(llm)
     speculative = replace(params, max_tokens=length, ignore_eos=True, seed=None)
@@ -167,9 +170,11 @@ def sampled_audit(
         for side, side_params in enumerate((speculative, plain)):
             report(2 * start + side * count, 2 * samples)
             outputs = llm.generate([prompt] * count, side_params, use_tqdm=False)
-            drawn[side].extend(output.outputs[0].token_ids for output in outputs)
-            if side == 0:
-                for output in outputs:
+            for output in outputs:
+                if output.error is not None:
+                    raise output.error
+                drawn[side].append(output.outputs[0].token_ids)
+                if side == 0:
                     metrics.add(output.metrics)
     report(2 * samples, 2 * samples)
     return SampledAudit(samples, length, homogeneity(*drawn), metrics)

@@ -111,7 +111,8 @@ def check_generation_config(folder: Path) -> None:
             return
     content = read_json(path)
     ends = content.get("eos_token_id")
-    if any(type(i) is not int for i in (ends if isinstance(ends, list) else [ends or 0])):
+    listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    if any(type(token) is not int for token in listed):
         raise CheckpointError(
             f"`{path}` gives `eos_token_id` as {ends!r}: it must be a token id or a list of them."
         )

@@ -36,8 +36,10 @@ def _number(name: str, value: Any, low: float, high: float, bound: str) -> None:
         raise RequestError(name, value, bound)
 
 
-def _integer(name: str, value: Any, low: int, bound: str, remedy: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+def _integer(
+    name: str, value: Any, low: int, bound: str, remedy: str = "", *, high: float = math.inf
+) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(name, value, bound, remedy)
 
 
@@ -93,8 +95,8 @@ class SamplingParams:
         max_tokens: most tokens to generate, >= 1; None: as many as context and cache hold.
         min_tokens: end-of-text and `stop_token_ids` cannot be drawn before this many tokens.
         n: independent samples of the same prompt, 1..128.
-        seed: fixes the request's noise, and so its tokens, in float32 whatever else is in the
-            batch; None: from the engine's seed and the admission number.
+        seed: fixes the request's noise, and so its tokens, whatever else is in the batch, as far
+            as the engine's `dtype` says; None: from the engine's seed and the admission number.
         stop: strings that end the output.
         stop_token_ids: ids that end the output; the last of `token_ids` is then that token.
         include_stop_str_in_output: keep in `text` the string or token that ended it; by default
@@ -164,21 +166,15 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})"
             )
-        _integer("n", self.n, 1, f"an integer in [1, {MAX_SAMPLES}]")
-        if self.n > MAX_SAMPLES:
-            raise RequestError(
-                "n", self.n, f"an integer in [1, {MAX_SAMPLES}]", "Send the prompt several times."
-            )
+        bound, remedy = f"an integer in [1, {MAX_SAMPLES}]", "Send the prompt again for more."
+        _integer("n", self.n, 1, bound, remedy, high=MAX_SAMPLES)
         if self.seed is not None:
-            _integer("seed", self.seed, 0, "an integer in [0, 2**64)", "None: the engine's.")
-            if self.seed >= 2**64:
-                raise RequestError("seed", self.seed, "an integer in [0, 2**64)")
+            bound = "an integer in [0, 2**64)"
+            _integer("seed", self.seed, 0, bound, "None: the engine's.", high=2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if value is not None:
-                _integer(name, value, 0, f"an integer in [0, {MAX_LOGPROBS}]")
-                if value > MAX_LOGPROBS:
-                    raise RequestError(name, value, f"an integer in [0, {MAX_LOGPROBS}]")
+            if (value := getattr(self, name)) is not None:
+                bound = f"an integer in [0, {MAX_LOGPROBS}]"
+                _integer(name, value, 0, bound, high=MAX_LOGPROBS)
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
         _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")

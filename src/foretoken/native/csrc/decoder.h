@@ -6,8 +6,8 @@
 
 #include "attention.h"
 #include "gemm.h"
-#include "tuning.h"
 #include "sampling.h"
+#include "tuning.h"
 
 namespace foretoken {
 

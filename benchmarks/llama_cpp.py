@@ -40,7 +40,9 @@ class Server:
     pid: int
     port: int
 
-    def complete(self, prompt: Ids, max_tokens: int, temperature: float, seed: int) -> tuple:
+    def complete(
+        self, prompt: Ids, max_tokens: int, temperature: float, seed: int
+    ) -> tuple[Ids, float]:
         """The new tokens, and the seconds that the server spent on them, prefill included.
 
         Raises:
@@ -150,4 +152,4 @@ def await_ready(server: Server, process: subprocess.Popen, log: Path) -> None:
             pass  # it does not listen yet
         time.sleep(0.05)
     last = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-5:])
-    raise RuntimeError(f"llama-server did not start within {START_SECONDS:g} s:\n{last}")
+    raise RuntimeError(f"llama-server ended or took {START_SECONDS:g} s to start:\n{last}")

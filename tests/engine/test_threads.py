@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ class Machine:
         """One step, of `rows` rows or of a prompt's tokens; the threads it ran with."""
         share = Share(None, prompt or 1, [7] * (rows - 1), True)  # type: ignore[arg-type]
         with self.threads.during([share]):
-            self.now += self.cost(torch.get_num_threads(), rows)
+            self.now += self.cost(torch.get_num_threads(), prompt or rows)
         return torch.get_num_threads()
 
     def steps(self, count: int, rows: int = 1) -> list[int]:
@@ -171,6 +171,19 @@ def test_a_machine_that_is_busy_from_the_start_gets_one_thread_at_once() -> None
     machine.cost = busy
     assert machine.steps(60).count(2) == 2
     assert (machine.step(prompt=9), machine.steps(60, rows=4).count(2)) == (1, 1)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(("later", "least", "most"), [(quiet, 900, 1000), (busy, 2, 4)])
+def test_prompts_alone_get_all_threads_again_once_these_do_not_collapse(
+    later: Callable[[int, int], float], least: int, most: int
+) -> None:
+    """No decode step tells: an engine that only reads prompts, or always some beside the others."""
+    machine = Machine()
+    machine.cost = busy
+    machine.steps(60)
+    machine.cost = later
+    assert least <= [machine.step(prompt=9 + i % 20) for i in range(1000)].count(2) <= most
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -50,6 +50,21 @@ def test_how_weights_are_fetched_changes_no_bit(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, seen[0], strict=True))
 
 
+def test_times_of_tiny_weights_are_told_to_three_digits() -> None:
+    """In microseconds alone, those within 3 % of each other could read 0.003 and 0.004 ms."""
+    few = (3.44e-6, 3.51e-6, 4e-7)
+    told = library.Tuning(1, 2, (1.23456e-3, 1.2e-3, 9.8765), few).describe()
+    assert told == {
+        "1 row": {"taken": "cached", "no hint": 1.23, "cached": 1.2, "past the caches": 9880.0},
+        "6 rows": {
+            "taken": "past the caches",
+            "no hint": 0.00344,
+            "cached": 0.00351,
+            "past the caches": 0.0004,
+        },
+    }
+
+
 def test_what_is_taken_was_measured_here_and_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,6 +9,7 @@ nowhere else: so one thread and all of them are timed on real steps.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -65,36 +66,47 @@ class StepThreads:
     ) -> None:
         self.most = min(usable_cores(), _OPENMP_THREADS) if asked is None else asked
         self.chooses = asked is None and self.most > 1
+        self._native = library.missing() is None
         self._native_target = native_target
         self._clock = clock
         self._choices: dict[int, _Choice] = {}
-        self._crowded = False  # all threads took many times as long when last tried
+        self._prompts: _Choice | None = None  # while decode steps collapse with all threads
         self._use(self.most)
 
     @contextmanager
     def during(self, shares: Sequence[Share]) -> Iterator[None]:
         """Compute a step of these shares, inside, with the threads for its size.
 
-        Steps that compute prompts take all threads, since no two are alike, except while decode
-        steps collapse with them.
+        Steps that compute prompts take all threads, since no two are alike. Only while decode steps
+        collapse with them is there a choice for prompts, too, by the time per token: one thread,
+        and all of them tried again.
         """
+        tokens = sum(share.num_tokens + len(share.drafts) for share in shares)
         decodes = all(share.num_tokens == 1 for share in shares)
-        if not (self.chooses and decodes and shares):
-            self._use(1 if self._crowded else self.most)
+        choice = None
+        if self.chooses and shares:
+            choice = self._of_decodes(tokens) if decodes else self._prompts
+        if choice is None:
+            self._use(self.most)
             yield
             return
-        size = _rounded(sum(1 + len(share.drafts) for share in shares))
-        counts = (1, self.most) if self._crowded else (self.most, 1)
-        choice = self._choices.setdefault(size, _Choice(*counts))
         count = choice.next()
         self._use(count)
         start = self._clock()
         yield
-        choice.observe(count, self._clock() - start)
-        self._crowded = choice.crowded
+        choice.observe(count, (self._clock() - start) / tokens)
+        if decodes and not choice.crowded:
+            self._prompts = None
+        elif self._prompts is None:
+            self._prompts = _Choice(1, self.most, collapsed=True)
+
+    def _of_decodes(self, rows: int) -> _Choice:
+        """The choice for decode steps of so many rows."""
+        counts = (1, self.most) if self._prompts else (self.most, 1)
+        return self._choices.setdefault(_rounded(rows), _Choice(*counts))
 
     def _use(self, count: int) -> None:
-        if library.missing() is None:
+        if self._native:
             library.set_num_threads(count)
         openmp = 1 if self._native_target else count
         if torch.get_num_threads() != openmp:  # it is of this thread, not of the process
@@ -102,7 +114,7 @@ class StepThreads:
 
 
 class _Choice:
-    """Which of two counts is faster for steps of one size, by their latest steps.
+    """Which of two counts is faster for steps of one kind, by the latest times per token.
 
     Both are tried in turns at first. The slower one is tried again after 64 steps, and after twice
     as many each time that it stays the slower, or later if a step with it takes very long; a count
@@ -112,9 +124,11 @@ class _Choice:
         crowded: one thread is taken because steps with all took many times as long.
     """
 
-    def __init__(self, first: int, second: int) -> None:
+    def __init__(self, first: int, second: int, collapsed: bool = False) -> None:
         self._taken, self._other = first, second
         self._seconds: dict[int, deque[float]] = {n: deque(maxlen=_STEPS) for n in (first, second)}
+        if collapsed:  # steps with `second` do: as if that had been tried
+            self._seconds[second].extend([math.inf] * _STEPS)
         self._wait = self._pause = _PAUSE
         self.crowded = first == 1
 
@@ -125,7 +139,7 @@ class _Choice:
         return self._taken
 
     def observe(self, count: int, seconds: float) -> None:
-        """Learn from a step; settle once there are enough of both counts."""
+        """Learn from a step, by its seconds per token; settle once there are enough of both."""
         taken, other = self._seconds[self._taken], self._seconds[self._other]
         tried = count == self._other
         own, rival = (other, taken) if tried else (taken, other)

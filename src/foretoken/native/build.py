@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, list[str]]] = {
 }
 _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
 _SHARED = ["-shared", "-fPIC", "-pthread"]
-_SEAL = hashlib.sha256().digest_size
+_SEAL = hashlib.sha256().digest_size  # bytes at the end of a library
 _SHOWN = 5  # lines of a compiler's errors
 
 
@@ -41,7 +41,7 @@ class BuildError(Exception):
 
 def digest() -> str:
     """Twelve digits that change with the sources and with how they are compiled."""
-    found = hashlib.sha256(repr((VARIANTS, _FLAGS, _SHARED, "sealed")).encode())
+    found = hashlib.sha256(repr((VARIANTS, _FLAGS, _SHARED, _SEAL)).encode())
     for path in sorted(SOURCES.iterdir()):
         found.update(path.name.encode() + path.read_bytes())
     return found.hexdigest()[:12]

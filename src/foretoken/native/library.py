@@ -20,6 +20,7 @@ from typing import Any, ClassVar, TypeAlias
 from foretoken.native import build
 
 __all__ = [
+    "FETCHES",
     "Batch",
     "Cache",
     "DecoderShape",
@@ -37,6 +38,7 @@ __all__ = [
     "VerifyBatch",
     "load",
     "missing",
+    "record_tuning",
     "set_num_threads",
     "tunings",
 ]
@@ -192,7 +194,7 @@ class Tuning(Structure):
         """What was taken, and milliseconds of a pass over the weights with each, by rows."""
         return {
             rows: {"taken": FETCHES[taken]}
-            | {name: round(1000 * s, 3) for name, s in zip(FETCHES, seconds, strict=True)}
+            | {name: float(f"{1000 * s:.3g}") for name, s in zip(FETCHES, seconds, strict=True)}
             for rows, taken, seconds in (
                 ("1 row", self.one, self.one_seconds),
                 ("6 rows", self.few, self.few_seconds),

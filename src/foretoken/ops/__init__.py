@@ -52,13 +52,13 @@ __all__ = [
 
 
 class Backend(Protocol):
-    """The contract. Shapes as in `ops/types.py`; inputs stay as they are, but `draft`'s cache.
+    """The contract. Shapes as in `ops/types.py`; no input is changed except `draft`'s cache.
 
     Logits have unit stride along V; rows may lie apart. All but the reference read float64 logits
-    rounded to float32. A row is *finite* if, its edits applied,
-    it holds no NaN or +inf and its maximum is finite: -inf is a token that was dropped. An argument
-    that does not fit raises `ConfigError` before any work; of tensors on a device shapes, dtypes,
-    devices and strides are checked, of those on the host also what they hold.
+    rounded to float32. A row is *finite* if, its edits applied, it holds no NaN or +inf and its
+    maximum is finite: -inf is a token that was dropped. An argument that does not fit raises
+    `ConfigError` before any work; of tensors on a device shapes, dtypes, devices and strides are
+    checked, of those on the host also what they hold.
 
     FUSES_DECODERS: whether models may run as one native call (`models/fused_decoder.py`), whose
         K/V layout no `attention` reads.

@@ -96,7 +96,7 @@ def block_weights(x: RuleInputs) -> Tensor:
 
 
 def synthetic(x: RuleInputs) -> Tensor:
-    """Accept x_i while u_i < c_i, whatever p and q are; w = 1. The output's law is no one's."""
+    """Accept x_i while u_i < c_i, whatever p and q are; w = 1. Not lossless."""
     if x.synthetic_rate_K is None:
         raise ValueError("the synthetic rule needs `synthetic_rate_K`")
     log_rate_K = x.synthetic_rate_K[: x.log_u_BK.shape[1]].log()
@@ -112,7 +112,7 @@ RULES: dict[Rule, Decide] = {
 
 
 def weights(x: RuleInputs, rule_B: Tensor) -> Tensor:
-    """log of the residual weight w_i after i accepted drafts, [B, K + 1]: 0 but for BLOCK."""
+    """log of the residual weight w_i after i accepted drafts, [B, K + 1]: 0 except under BLOCK."""
     if bool((rule_B == Rule.BLOCK).any()):
         return torch.where((rule_B == Rule.BLOCK)[:, None], block_weights(x), 0.0)
     return x.log_p_BK.new_zeros(len(rule_B), x.log_p_BK.shape[1] + 1)

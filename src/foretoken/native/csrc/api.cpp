@@ -1,6 +1,7 @@
 // The functions that Python calls, by ctypes. Arguments have been checked there.
 //
-// Each returns 0 if done, 1 if it does not cover what is asked (`foretoken_verify` alone), 2 if memory ran out, 3 if anything else was thrown.
+// Each returns 0 if done, 1 if it does not cover what is asked (`foretoken_verify` alone), 2 if memory
+// ran out, 3 if anything else was thrown.
 #include <new>
 
 #include "decoder.h"
@@ -81,7 +82,6 @@ int foretoken_logprobs(const Params* params, const Rows* rows, const int64_t* to
   return guarded([&] { logprobs(params, *rows, token_N, *out); });
 }
 
-// Covers the rules of `Rule`.
 int foretoken_verify(const Params* params, const VerifyBatch* batch, const Outcome* out) {
   bool covered = true;
   const int status = guarded([&] { covered = verify(*params, *batch, *out); });

@@ -161,7 +161,7 @@ void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, flo
   const AttentionShape s{shape_.heads, shape_.kv_heads, d, d, batch.block_size,
                          shape_.attention_scale, layer.window};
   norm(x_, layer.input_norm, tokens, normed_);
-  product(normed_, tokens, layer.qkv, fetches_, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+  product(normed_, tokens, layer.qkv, fetches_, [&](auto row, auto first, auto count, auto y) {
     std::memcpy(qkv_ + row * all + first, y, count * sizeof(float));
   });
   parallel_for(tokens, tokens > 32, [&](int64_t t) {
@@ -176,20 +176,22 @@ void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, flo
     write_kv(keys, values, batch.slot_T[t], row + q, row + q + kv, s);
   });
   attend(query_, keys, values, batch.groups, batch.num_groups, s, mixed_);
-  const int64_t h = shape_.hidden;
-  product(mixed_, tokens, layer.o, fetches_, [&](int64_t row, int64_t first, int64_t count, const float* y) {
-    for (int64_t i = 0; i < count; i++) x_[row * h + first + i] += y[i];
-  });
+  add_product(mixed_, tokens, layer.o);
 }
 
 void Decoder::mlp(const Layer& layer, int64_t tokens) {
-  const int64_t h = shape_.hidden, wide = shape_.intermediate;
+  const int64_t wide = shape_.intermediate;
   norm(x_, layer.post_attention_norm, tokens, normed_);
-  product(normed_, tokens, layer.gate_up, fetches_, [&](int64_t row, int64_t first, int64_t, const float* y) {
+  product(normed_, tokens, layer.gate_up, fetches_, [&](auto row, auto first, auto, auto y) {
     const int64_t at = first / 2, count = wide - at < kHalf ? wide - at : kHalf;
     activate(y, count, activated_ + row * wide + at);
   });
-  product(activated_, tokens, layer.down, fetches_, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+  add_product(activated_, tokens, layer.down);
+}
+
+void Decoder::add_product(const float* input, int64_t tokens, const Packed& w) {
+  const int64_t h = shape_.hidden;
+  product(input, tokens, w, fetches_, [&](auto row, auto first, auto count, auto y) {
     for (int64_t i = 0; i < count; i++) x_[row * h + first + i] += y[i];
   });
 }
@@ -207,7 +209,7 @@ void Decoder::forward(const Batch& batch, float* const* keys, float* const* valu
   }
   for (int64_t n = 0; n < rows; n++)
     norm_row(x_ + batch.row_N[n] * h, final_norm_.data(), h, shape_.norm_epsilon, normed_ + n * h);
-  product(normed_, rows, head_, fetches_, [&](int64_t row, int64_t first, int64_t count, const float* y) {
+  product(normed_, rows, head_, fetches_, [&](auto row, auto first, auto count, auto y) {
     std::memcpy(logits + row * shape_.vocabulary + first, y, count * sizeof(float));
   });
 }
@@ -246,8 +248,9 @@ void Decoder::draft(const Batch& first, float* const* keys, float* const* values
     }
     const auto live = static_cast<int64_t>(tokens.size());
     const Group group{nullptr, 0, live, 1, blocks.data(), r.columns, lengths.data()};
-    forward({tokens.data(), positions.data(), slots.data(), rows.data(), live, live, width, &group, 1},
-            keys, values, draft_logits_.data());
+    const Batch next{tokens.data(), positions.data(), slots.data(), rows.data(), live, live, width,
+                     &group, 1};
+    forward(next, keys, values, draft_logits_.data());
     draw_drafts(params, r, i);
   }
 }

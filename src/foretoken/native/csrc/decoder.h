@@ -6,8 +6,8 @@
 
 #include "attention.h"
 #include "gemm.h"
-#include "tuning.h"
 #include "sampling.h"
+#include "tuning.h"
 
 namespace foretoken {
 
@@ -67,6 +67,7 @@ class Decoder {
   };
   void attention(const Layer& layer, const Batch& batch, float* keys, float* values);
   void mlp(const Layer& layer, int64_t tokens);
+  void add_product(const float* input, int64_t tokens, const Packed& w);  // to x_
   void rotary_tables(const Batch& batch);
   void rotate(float* head, int64_t token) const;
   void norm(const float* x, const std::vector<float>& weight, int64_t rows, float* out) const;

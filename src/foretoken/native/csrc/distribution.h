@@ -1,4 +1,5 @@
-// What a row of raw logits, its edits and its parameters say: which tokens are kept, and their law.
+// What a row of raw logits, its edits and its parameters say: which tokens are kept, and how
+// likely they are.
 #pragma once
 
 #include <cmath>
@@ -40,7 +41,7 @@ struct Distribution {
   std::vector<float> column;  // maxima of every 16 numbers that one vector lane meets
 
   bool finite() const { return std::isfinite(lse); }
-  // log of the law at `id`, which may be any number >= 0; -inf where there is no mass.
+  // log p(id); `id` may be any number >= 0; -inf where there is no mass.
   double log_of(int64_t id) const;
   // (x - top) / T of block j, dropped tokens at -inf, into `out`: returns how many numbers.
   int64_t scaled_block(int64_t j, float* out) const;

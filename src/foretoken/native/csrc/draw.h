@@ -39,11 +39,11 @@ class Race {
   int64_t id_ = 0;
 };
 
-// A token of the law that `d` describes; some id if it is not finite.
+// A draw from `d`; some id if it is not finite.
 int64_t draw(const Distribution& d, const Noise& noise);
 
 // The same token, 0 if the row is not finite, where nothing else is wanted: it leaves in `scratch` what
-// it came upon, not a law.
+// it came upon, not a distribution.
 int64_t draw(const Row& row, const Filters& filters, const Noise& noise, Distribution& scratch);
 
 // q of a draft row, stated again from what is cached: softmax of x / T over x >= threshold.

@@ -94,8 +94,7 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
     });
     return;
   }
-  // Several tiles read a panel several times: it must stay cached (past the caches: 1.8 times as
-  // long for 16 rows on a Xeon).
+  // Several tiles read a panel several times: it must stay cached.
   const Fetch fetch = rows == 1 ? fetches.one : rows <= kRows ? fetches.few : Fetch::kCached;
   // Few rows: a tile is one panel. Many: rows are cut too, so that tiles outnumber threads.
   const int64_t chunk = 16 * kRows, chunks = (rows + chunk - 1) / chunk;

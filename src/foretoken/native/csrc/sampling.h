@@ -1,4 +1,4 @@
-// What Python calls, on arrays: `ops.Backend`'s functions but attention. See `ops/__init__.py`.
+// What Python calls, on arrays: `ops.Backend`'s functions except attention. See `ops/__init__.py`.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ struct Params {
   bool coupled(int64_t slot) const { return rule_S[slot] == kCoupled; }
 };
 
-// What identifies a draw but for its streams. Which noise a row uses follows from its parameters.
+// What identifies a draw, except its streams. Which noise a row uses follows from its parameters.
 struct Place {
   int64_t slot, position, draft_index, vocabulary;
   bool fp64;

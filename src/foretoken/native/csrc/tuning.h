@@ -14,7 +14,8 @@ struct Tuning {
   double one[kFetches], few[kFetches];  // best seconds of a pass over the weights
 };
 
-// Takes some 20 passes over `weights`, or over their first 256 MiB, with the threads now in force.
+// Takes up to 60 passes over `weights`, or over their first 256 MiB, fewer where these take long; with
+// the threads now in force.
 Tuning measure_fetches(const std::vector<const Packed*>& weights);
 
 }  // namespace foretoken

@@ -48,12 +48,14 @@ def best(results: Results, labels: dict[str, Label]) -> Row | None:
 
 
 def summary(results: Results) -> str:
-    """The README's table: the best K of each method, with as many threads as cores."""
+    """The README's table: the best K of each method; "" for a run with fewer threads than cores."""
     header = ["embedded pair, batch 1, 2 CPU cores"]
     for t in TEMPERATURES:
         header += [f"tokens/s, T={t:g}", "to plain"]
     # Files of 2026-11-21 have one number of threads and do not label it.
     threads = {"threads": max(results.shapes["threads"])} if "threads" in results.shapes else {}
+    if threads and threads["threads"] < results.shapes["cores"]:
+        return ""
     rows = []
     for title, engine, method in (
         ("plain decoding", "foretoken", "plain"),

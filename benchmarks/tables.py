@@ -273,7 +273,8 @@ MEASURED: dict[str, tuple[str, Callable[[Results], str]]] = {
 def by_machine(name: str, folder: Path) -> str:
     """A table per machine that ran the benchmark, each with where its figures come from."""
     stem, table = MEASURED[name]
-    return "\n".join(table(results) + where(results) for results in runs(stem, folder))
+    made = [(table(results), where(results)) for results in runs(stem, folder)]
+    return "\n".join(text + place for text, place in made if text)
 
 
 def runs(stem: str, folder: Path) -> list[Results]:

@@ -248,7 +248,7 @@ def test_speed_is_compared_with_llama_cpp_where_it_ran(tmp_path: Path) -> None:
         "plain, 1 thread, T=0: to llama.cpp 1.25, goal >= 1.1: reached.",
         "draft_model, K=3, 1 thread, T=0: to best drafted llama.cpp 1.75, goal >= 1.5: reached.",
     ]
-    write(collect("speed", "python", {"threads": [1, 2]}, rows), tmp_path)
+    write(collect("speed", "python", {"threads": [1, 2], "cores": 2}, rows), tmp_path)
     ours = next(x for x in TABLES["speed"](tmp_path).splitlines() if "| plain, 2 threads |" in x)
     ratios = "1.00x | 2.00x | 1.67x | 1.25x | 0.83x"
     assert ours == f"| plain, 2 threads | 300 (200–400) | {ratios} | 300 (200–400) | {ratios} |"
@@ -260,7 +260,7 @@ def test_speed_is_compared_with_llama_cpp_where_it_ran(tmp_path: Path) -> None:
 def test_speed_without_llama_cpp_does_not_mention_it(tmp_path: Path) -> None:
     rows = speed_rows(1, {"foretoken", "transformers"})
     assert len(goal_notes(rows[: len(rows) // 2])) == 3
-    write(collect("speed", "python", {"threads": [1]}, rows), tmp_path)
+    write(collect("speed", "python", {"threads": [1], "cores": 1}, rows), tmp_path)
     assert not any("llama" in TABLES[name](tmp_path) for name in ("speed", "summary"))
 
 

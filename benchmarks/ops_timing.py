@@ -6,7 +6,6 @@ shots that are compared take turns, so that whatever else the machine does falls
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -68,10 +67,9 @@ def host_shot(calls: Sequence[Call], device: torch.device) -> Shot:
     def shot() -> float:
         wait()
         settled = time.perf_counter() + (SETTLE_S if device.type == "cpu" else 0)
-        for call in itertools.cycle(calls):
-            if time.perf_counter() >= settled:
-                break
-            call()
+        while time.perf_counter() < settled:  # whole rounds: they leave the same in the caches
+            for call in calls:
+                call()
         start = time.perf_counter()
         for call in calls:
             call()
@@ -106,7 +104,8 @@ def in_turns(
     found: dict[str, list[float]] = {name: [] for name in shots}
     spent = dict.fromkeys(shots, 0.0)
     for repeat in range(most):
-        for name, shot in shots.items():
+        # To and fro, so that no shot always follows the same other one.
+        for name, shot in list(shots.items())[:: -1 if repeat % 2 else 1]:
             if repeat >= least and spent[name] > seconds:
                 continue
             start = time.perf_counter()

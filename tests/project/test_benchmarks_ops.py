@@ -326,7 +326,7 @@ def test_shots_are_long_enough_and_take_turns() -> None:
 
     found = in_turns({"a": shot("a"), "b": shot("b")}, most=3, seconds=1.0)
     assert found == {"a": [1.0] * 3, "b": [1.0] * 3}
-    assert order == ["a", "b"] * 3
+    assert order == ["a", "b", "b", "a", "a", "b"]
     assert len(in_turns({"a": shot("a")}, most=9, seconds=-1.0)["a"]) == 3
 
 

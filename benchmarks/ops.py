@@ -52,7 +52,7 @@ NOTES = [
     "extra_memory_share: the allocator's peak during a first call, results included, over the "
     "logits at 4 bytes each. draft_cache_bytes: of q, for these requests.",
 ]
-PAIRED = 3  # times the repeats for what is compared with another case: a ratio is bound to 3 %
+PAIRED = 8  # times the repeats for what is compared with another case: a ratio is bound to 3 %
 EAGER_US = 200_000.0  # calls slower than that in all are timed on two inputs, eagerly
 
 

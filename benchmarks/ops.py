@@ -214,8 +214,7 @@ def timed(session: Session, shots: dict[str, Shot], times: int = 1) -> dict[str,
 def timed_in_pairs(session: Session, shots: dict[str, Shot]) -> dict[str, list[float]]:
     """Repeats of what is compared with another case: each pair alone, both behind either.
 
-    Behind a shot of PyTorch's the first of a pair took up to 1.16 times as long as the same calls
-    behind its partner's.
+    Behind a shot of PyTorch's the same calls took up to 1.16 times as long.
     """
     took: dict[str, list[float]] = {}
     for name in [one.name for one in (*session.ours, *session.modules)]:

@@ -76,6 +76,10 @@ _PLACES = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'foretoken' has no attribute {name!r}")

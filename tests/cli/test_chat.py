@@ -99,6 +99,11 @@ def test_messages_from_standard_input(chat: Chat) -> None:
 @pytest.mark.parametrize(
     ("args", "given", "said"),
     [
+        (
+            ["-"],
+            '{"role": "user", "content": "x"}',
+            '`message` is \'{"role": "user", "content": "x"}\': must be a JSON list',
+        ),
         (["-"], '[{"role": "user"', '`message` is \'[{"role": "user"\': must be a JSON list'),
         (["-"], '[{"role": "user"}]', "`messages[0].content` is None"),
         (["-"], "[]", "`messages` is []: must be at least one message"),

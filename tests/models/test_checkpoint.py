@@ -146,7 +146,7 @@ BROKEN: dict[Callable[[Path], None], str] = {
     _bad_json: "not valid JSON",
     _json_list: "must hold a JSON object",
     _no_model_type: "no `model_type`",
-    _bad_value: "not a valid `llama` configuration",
+    _bad_value: "not a valid `llama` configuration: .*'hidden_size': .*(int|str)",
     _vocabulary: "do not fit",
     _bad_generation_json: "generation_config.json` is not valid JSON",
     _generation_list: "generation_config.json` must hold a JSON object",

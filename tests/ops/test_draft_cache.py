@@ -145,6 +145,11 @@ def test_what_does_not_fit_is_named(
     assert caught.value.field.startswith(field)
 
 
+def test_a_backend_given_by_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="what `get_backend` returns"):
+        draft_cache("native_cpu", torch.zeros(2, 1, 8), make_params(2), torch.tensor([0, 1]))
+
+
 @pytest.mark.parametrize("module", [foretoken.ops, synthetic])
 def test_examples_run_as_written(module: object) -> None:
     found = doctest.testmod(module, optionflags=doctest.FAIL_FAST)  # type: ignore[arg-type]

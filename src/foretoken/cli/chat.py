@@ -39,13 +39,16 @@ def read_messages(given: str | None, system: str | None) -> list[Any]:
     if given is None:
         return messages
     text = read_input("message") if given == "-" else as_utf8("message", given)
-    if given != "-" or not re.match(r"\s*\[\s*[{\]]", text):
+    if given != "-" or not re.match(r"\s*(\[\s*[{\]]|\{\s*\"role\")", text):
         return [*messages, {"role": "user", "content": text}]
+    bound = "a JSON list of messages, since it begins as one or as a message"
     try:
-        return [*messages, *json.loads(text)]
+        found = json.loads(text)
     except json.JSONDecodeError as error:
-        bound = "a JSON list of messages, since it begins as one"
         raise RequestError("message", text, bound, f"The parser says: {error}.") from None
+    if not isinstance(found, list):
+        raise RequestError("message", text, bound, "Put brackets around it.")
+    return [*messages, *found]
 
 
 def read_template(given: str | None) -> str | None:

@@ -125,9 +125,10 @@ def check_generation_config(folder: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library's error says, short enough for a message of ours."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__
+    """What a library's error says, short enough for a message of ours: a heading with its text."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[: 2 if lines[0].endswith(":") else 1]) if lines else type(error).__name__
+    return text[:200]
 
 
 def read_json(path: Path) -> dict[str, Any]:

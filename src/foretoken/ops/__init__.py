@@ -290,18 +290,19 @@ def draft_cache(
         >>> verdict.token_BK1.tolist(), verdict.n_accept_B.tolist()
         ([[0, 2, -1]], [1])
     """
+    if not hasattr(backend, "draft"):
+        raise ConfigError("backend", backend, "what `get_backend` returns")
     check_logits("logits_BKV", logits_BKV, 3)
     num_requests, most, vocabulary = logits_BKV.shape
     check_tensor("slot_B", slot_B, (num_requests,), INT64, logits_BKV.device)
     check_params(params, logits_BKV.device)
-    slots = params.key_S.shape[0]
-    cache = DraftCache.empty(slots, most, vocabulary, logits_BKV.dtype, logits_BKV.device)
+    sizes = (params.key_S.shape[0], most, vocabulary)
+    cache = DraftCache.empty(*sizes, logits_BKV.dtype, logits_BKV.device)
     cache.threshold_SK.fill_(-torch.inf)
     cache.lse_SK.fill_(torch.nan)  # no q
     nowhere_B = torch.zeros_like(slot_B)  # the draws, and so their noise, are not used
     for i in range(most):
-        index_B = torch.full_like(slot_B, i)
-        backend.draft(logits_BKV[:, i], params, slot_B, nowhere_B, index_B, cache)
+        backend.draft(logits_BKV[:, i], params, slot_B, nowhere_B, nowhere_B + i, cache)
     return cache
 
 

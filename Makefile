@@ -47,10 +47,10 @@ $(DEV): pyproject.toml constraints-dev.txt | $(CORE)
 	@$(PIP) --quiet --editable '.[dev]'
 	@touch $(CORE) $@
 
-# Without a compiler everything runs on the `torch_cpu` backend, and says so. The next make tries
+# Without a compiler everything runs on the `torch` backend, and says so. The next make tries
 # again.
-$(NATIVE): $(wildcard src/foretoken/native/csrc/*) src/foretoken/native/build.py | $(CORE)
-	@$(BIN)/python -m foretoken.native.build && touch $@ || true
+$(NATIVE): $(wildcard src/foretoken/ops/backends/native/csrc/*) src/foretoken/ops/backends/native/build.py | $(CORE)
+	@$(BIN)/python -m foretoken.ops.backends.native.build && touch $@ || true
 
 demo: $(CORE) $(NATIVE)
 	@$(BIN)/foretoken demo

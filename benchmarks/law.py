@@ -166,7 +166,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     gpu = torch.cuda.is_available()
     parser.add_argument(
-        "--backend", default="triton" if gpu else "native_cpu", choices=sorted(BACKENDS)
+        "--backend", default="triton" if gpu else "native", choices=sorted(BACKENDS)
     )
     parser.add_argument("--device", default="cuda" if gpu else "cpu", type=torch.device)
     parser.add_argument("--trials", default=TRIALS, type=int, help="of one case of the joint law")

@@ -280,7 +280,7 @@ def parse() -> argparse.Namespace:
     cpu = torch.device(options.device).type != "cuda"
     options.repeats = options.repeats or (7 if options.quick or cpu else 20)
     if options.backend is None:
-        wanted = ["native_cpu", "torch_cpu"] if cpu else ["triton"]
+        wanted = ["native", "torch"] if cpu else ["triton"]
         options.backend = [name for name in wanted if unavailable(name) is None]
     return options
 
@@ -292,8 +292,8 @@ def prepare(options: argparse.Namespace) -> Session:
     if not gpu:
         use_cores(options.cores)
         torch.set_num_threads(options.cores)
-        if "native_cpu" in options.backend:
-            from foretoken.native import library
+        if "native" in options.backend:
+            from foretoken.ops.backends.native import library
 
             library.set_num_threads(options.cores)
     elif device.index is not None:

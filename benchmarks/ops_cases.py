@@ -170,7 +170,7 @@ def _verify(requests: int, rule: str, *goals: Goal, dtype: torch.dtype = FLOAT32
 def _parity(requests: int) -> Iterator[Case]:
     """`synthetic` next to `standard` at equal counts: T = 0 and 1, usual and low acceptance."""
     bounds = (Goal("ratio", 1.03), Goal("ratio", 0.97, least=True))
-    goals = tuple(replace(goal, backend="native_cpu") for goal in bounds)
+    goals = tuple(replace(goal, backend="native") for goal in bounds)
     for temperature in (0.0, 1.0):
         for acceptance in ("usual", "low"):
             case = _verify(requests, "synthetic", *goals)
@@ -187,7 +187,7 @@ def _parity(requests: int) -> Iterator[Case]:
 
 def _one_block(requests: int) -> Case:
     """A batch of `standard` in which one request is under `block`, next to one without it."""
-    case = _verify(requests, "standard", Goal("ratio", 1.1, backend="native_cpu"))
+    case = _verify(requests, "standard", Goal("ratio", 1.1, backend="native"))
     name = f"{case.name}, one of them block"
     return replace(case, name=name, blocks=1, against=case.name, baselines=False)
 
@@ -280,8 +280,8 @@ def gpu_cases() -> list[Case]:
 
 def cpu_cases() -> list[Case]:
     """The list for a CPU, with the goals for 2 threads."""
-    native = {"backend": "native_cpu"}
-    plain = (Goal("ns_per_logit", 0.25, **native), Goal("ns_per_logit", 0.5, backend="torch_cpu"))
+    native = {"backend": "native"}
+    plain = (Goal("ns_per_logit", 0.25, **native), Goal("ns_per_logit", 0.5, backend="torch"))
     tenfold = Goal("speedup_over_pytorch", 10, least=True, **native)
     return [
         _sample(32, *plain),

@@ -16,9 +16,9 @@ from foretoken.lab.workloads import heldout
 
 # The models of half types run in PyTorch on either backend: one of them is enough.
 BACKENDS = {
-    "float32": ("native_cpu", "torch_cpu"),
-    "bfloat16": ("native_cpu",),
-    "float16": ("native_cpu",),
+    "float32": ("native", "torch"),
+    "bfloat16": ("native",),
+    "float16": ("native",),
 }
 KS = (0, 4)
 FILTERS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"top_k": 20})
@@ -104,8 +104,8 @@ def main() -> None:
             "Counts of requests whose tokens are not those that they get alone in the same engine: "
             "in one batch of all, and in the batch in reversed order. differ_when_repeated: whose "
             "tokens are not those of the same batch before.",
-            "float32 runs in the native decoder on native_cpu, in PyTorch with packed linear "
-            "layers on torch_cpu; half types in PyTorch's modules on both.",
+            "float32 runs in the native decoder on native, in PyTorch with packed linear "
+            "layers on torch; half types in PyTorch's modules on both.",
             *notes,
         ],
     )

@@ -25,7 +25,7 @@ from typing import Any, Self
 from benchmarks.common import DRAFT, ROOT, TARGET, parse, progress, record
 from foretoken.lab.results import Row, Spread, Value
 
-BACKENDS = ("native_cpu", "torch_cpu")
+BACKENDS = ("native", "torch")
 # How the call is made and the signal that it gets.
 WAYS = [
     ("raise", signal.SIGINT),

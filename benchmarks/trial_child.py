@@ -34,7 +34,7 @@ SHORT = [
     SamplingParams(temperature=0, num_speculative_tokens=0, max_tokens=12),
 ]
 # Prompts and tokens of a call that is still running when its signal comes.
-LONG = {"native_cpu": (2, 600), "torch_cpu": (1, 240)}
+LONG = {"native": (2, 600), "torch": (1, 240)}
 HANG = 60  # seconds after which something is said to wait for ever
 Report = dict[str, Any]
 

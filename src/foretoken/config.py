@@ -280,7 +280,7 @@ class EngineConfig:
         revision: branch, tag or commit of a model that is a hub id; None: `main`.
         local_files_only: take hub ids from the local cache, and never look at the network.
         load_format: `auto` reads safetensors, `dummy` makes random weights from config.json alone.
-        backend: `native_cpu`, `torch_cpu`, `triton`, `reference` (the fp64 oracle), or `auto`: the
+        backend: `native`, `torch`, `triton`, `reference` (the fp64 oracle), or `auto`: the
             fastest for the device.
         threads: threads to compute with, exactly so many. None: one, or one per physical core that
             the process may use (no more than `OMP_NUM_THREADS`), whichever is faster: both are

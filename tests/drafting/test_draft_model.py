@@ -14,8 +14,8 @@ import torch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DraftContext, DrafterSetup, DraftRequest
 from foretoken.drafting.draft_model import DraftModel
-from foretoken.native import library
 from foretoken.ops import DraftBlock, Rule, SlotParams, Stream, get_backend
+from foretoken.ops.backends.native import library
 from tests.support.cases import make_params
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels
@@ -49,7 +49,7 @@ def build(folder: Path, block_size: int = 16, **options: Any) -> DraftModel:
         model=str(folder), speculative_config=spec, block_size=block_size, max_num_seqs=SLOTS,
         max_num_batched_tokens=48, **options,
     )  # fmt: skip
-    backend = get_backend("native_cpu")
+    backend = get_backend("native")
     built = DraftModel(DrafterSetup(config, spec, backend, CPU, VOCABULARY, MAX_LEN))
     built.allocate(1 + SLOTS * (-(-(MAX_LEN + MOST) // block_size)))
     return built
@@ -182,7 +182,7 @@ def test_coupled_requests_draw_the_targets_own_tokens(make_pair: MakePair) -> No
     """What a target with the same logits and edits would draw next, with nothing kept of q."""
     coupled = replace(make_params(SLOTS, 0.9), rule_S=torch.full((SLOTS,), Rule.COUPLED))
     pair = make_pair(coupled)
-    backend, drafter = get_backend("native_cpu"), pair.at_once
+    backend, drafter = get_backend("native"), pair.at_once
     block = pair.propose([pair.request(2, [3, 1, 4], [0], 3)])
     assert block.cache is None
     cache = drafter._cache

@@ -42,8 +42,8 @@ from tests.support.law_mutants import Replaced, hide_token, row_before_of_q, sha
 from tests.support.table_model import TableModel
 
 CPU = torch.device("cpu")
-TORCH = get_backend("torch_cpu")
-BACKEND = TORCH if unavailable("native_cpu") else get_backend("native_cpu")
+TORCH = get_backend("torch")
+BACKEND = TORCH if unavailable("native") else get_backend("native")
 BLOCK = 16
 VOCABULARY = 5
 NUM_DRAFTS = 2

@@ -20,7 +20,7 @@ def make_drafter(shortest: int, longest: int) -> NGram:
         method="ngram", prompt_lookup_min=shortest, prompt_lookup_max=longest
     )
     config = EngineConfig(model="none", speculative_config=speculation)
-    setup = DrafterSetup(config, speculation, get_backend("torch_cpu"), CPU, 400, 4096)
+    setup = DrafterSetup(config, speculation, get_backend("torch"), CPU, 400, 4096)
     return NGram(setup)
 
 

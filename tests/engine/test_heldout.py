@@ -11,7 +11,7 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.lab.workloads import heldout
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 from foretoken.outputs import RequestOutput
 
 NUM_PROMPTS, LENGTH = 50, 40

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 from foretoken.outputs import RequestOutput
 
 # The native decoder's logits do not depend on what is verified with them, not by a bit.
-TOLERANCE = {"auto": 1e-4 if library.missing() else 0.0, "torch_cpu": 1e-4}
+TOLERANCE = {"auto": 1e-4 if library.missing() else 0.0, "torch": 1e-4}
 PROMPTS = ["def add(a, b):", "x", "import os\nimport sys\n" * 4, "for i in range(10): print(i)"]
 
 
@@ -64,9 +64,9 @@ EDITS = {
     ("kind", "edits", "backend"),
     [
         *product(["draft_model", "greedy", "ngram"], EDITS, ["auto"]),
-        *product(["draft_model"], EDITS, ["torch_cpu"]),
-        ("greedy", "plain", "torch_cpu"),
-        ("ngram", "penalties", "torch_cpu"),
+        *product(["draft_model"], EDITS, ["torch"]),
+        ("greedy", "plain", "torch"),
+        ("ngram", "penalties", "torch"),
     ],
 )
 def test_greedy_tokens_equal_plain_decoding(
@@ -97,7 +97,7 @@ def check_logprobs(fast: RequestOutput, slow: RequestOutput, tolerance: float) -
             assert entry.rank == want[token].rank
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch_cpu"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_the_same_seed_gives_the_same_tokens_in_any_batch(
     target: Path, draft: Path, backend: str
 ) -> None:
@@ -135,7 +135,7 @@ def test_samples_and_repeats_differ_and_each_is_reproduced_by_its_seed(target: P
     assert tokens(fresh) == tokens(outputs[:2]), "the engine's seed and the order of arrival decide"
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch_cpu"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_drafts_from_the_target_itself_are_all_accepted(target: Path, backend: str) -> None:
     speculation = {"model": str(target), "num_speculative_tokens": 3}
     for temperature in (0.0, 0.7, 1.5):
@@ -144,7 +144,7 @@ def test_drafts_from_the_target_itself_are_all_accepted(target: Path, backend: s
         assert llm.metrics.num_accepted_tokens == llm.metrics.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch_cpu"])
+@pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_k_zero_stretches_are_caught_up(target: Path, backend: str) -> None:
     """Requests of own K, 0 too, share a batch; a drafter equal to the target never errs."""
     speculation = {"model": str(target), "num_speculative_tokens": 4}

@@ -96,8 +96,8 @@ def check_equal(crowded: RequestOutput, alone: RequestOutput) -> None:
     ("kind", "caching", "backend"),
     [
         *product(["plain", "draft_model", "greedy", "ngram"], [True, False], ["auto"]),
-        ("plain", False, "torch_cpu"),
-        ("draft_model", True, "torch_cpu"),
+        ("plain", False, "torch"),
+        ("draft_model", True, "torch"),
     ],
 )
 def test_preemption_changes_no_token(
@@ -150,9 +150,7 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
     engine.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("caching", "backend"), [(True, "auto"), (False, "auto"), (True, "torch_cpu")]
-)
+@pytest.mark.parametrize(("caching", "backend"), [(True, "auto"), (False, "auto"), (True, "torch")])
 def test_a_request_may_be_preempted_at_any_moment(
     target: Path, draft: Path, caching: bool, backend: str
 ) -> None:

@@ -17,7 +17,7 @@ from foretoken.errors import NonFiniteLogitsError
 TEXT = list(b"class Shared:\n    def __init__(self, a, b):\n        self.a = a\n")
 
 
-@pytest.fixture(params=["auto", "torch_cpu"])
+@pytest.fixture(params=["auto", "torch"])
 def backend(request: pytest.FixtureRequest) -> str:
     """The native decoder, where there are kernels, and the Transformers module."""
     name: str = request.param

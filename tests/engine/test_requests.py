@@ -21,7 +21,7 @@ from foretoken.errors import (
 from tests.support.checkpoints import END, ids_of, save_checkpoint
 
 
-@pytest.fixture(scope="module", params=["auto", "torch_cpu"])
+@pytest.fixture(scope="module", params=["auto", "torch"])
 def llm(target: Path, request: pytest.FixtureRequest) -> LLM:
     """The target drafting for itself: blocks of five tokens, so that stops fall inside them.
 
@@ -358,9 +358,9 @@ def test_bad_speculative_options_are_named(target: Path, speculation: Any, messa
         ({"dtype": "int8"}, "float32"),
         ({"dtype": ""}, "auto, float32"),
         ({"device": ""}, "auto, cpu"),
-        ({"backend": ""}, "reference, torch_cpu"),
+        ({"backend": ""}, "reference, torch"),
         ({"load_format": ""}, "auto, dummy"),
-        ({"backend": "triton9"}, "torch_cpu"),
+        ({"backend": "triton9"}, "torch"),
         ({"max_num_batched_tokens": 2, "max_num_seqs": 4}, "at least max_num_seqs x"),
         ({"kv_cache_gib": 1e-9}, "one block"),
         ({"kv_cache_gib": "1"}, "finite number"),

@@ -19,7 +19,7 @@ from foretoken.outputs import RequestOutput
 from foretoken.sampling.synthetic import joint_rates, rates_of
 
 PROMPTS = ["def add(a, b):", "x", "import os\nimport sys\n" * 3, "for i in range(10): print(i)"]
-BACKENDS = ["auto", "torch_cpu"]
+BACKENDS = ["auto", "torch"]
 
 
 def build(target: Path, speculation: dict[str, Any] | None = None, **options: Any) -> LLM:
@@ -56,9 +56,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "backend"), [*product(FILTERS, ["auto"]), ("filters", "torch_cpu")]
-)
+@pytest.mark.parametrize(("kind", "backend"), [*product(FILTERS, ["auto"]), ("filters", "torch")])
 def test_coupled_text_does_not_depend_on_drafter_or_number_of_drafts(
     target: Path, draft: Path, kind: str, backend: str
 ) -> None:

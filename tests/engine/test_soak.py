@@ -22,7 +22,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import Request, RequestGroup
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 
 NUM_REQUESTS = 2000  # per drafter
 NUM_DISTINCT = 1000  # what each request alone gives is computed once

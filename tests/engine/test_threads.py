@@ -15,10 +15,10 @@ from foretoken.engine import threads
 from foretoken.engine.scheduler import Share
 from foretoken.engine.threads import StepThreads, usable_cores
 from foretoken.errors import ConfigError
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 from tests.support.kernels import needs_kernels
 
-REASON = "they were not built: run `python -m foretoken.native.build` (needs g++)"
+REASON = "they were not built: run `python -m foretoken.ops.backends.native.build` (needs g++)"
 
 
 @pytest.fixture
@@ -236,7 +236,7 @@ def test_the_option_reaches_them_is_logged_and_changes_no_token(
     caplog.set_level(logging.INFO, "foretoken")
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
     texts = []
-    for count, backend, openmp in ((1, "auto", 1), (2, "native_cpu", 1), (2, "torch_cpu", 2)):
+    for count, backend, openmp in ((1, "auto", 1), (2, "native", 1), (2, "torch", 2)):
         llm = LLM(str(target), threads=count, backend=backend, num_blocks=64)
         assert (native[-1], torch.get_num_threads()) == (count, openmp)
         assert f"Threads: {count}, PyTorch's: {openmp}; for the whole process." in caplog.messages
@@ -262,7 +262,7 @@ def test_without_kernels_the_engine_says_so_and_runs_on(
     with caplog.at_level(logging.WARNING, "foretoken"):
         llm = LLM(str(target), speculation, num_blocks=64)
     (record,) = caplog.records
-    said = f"Backend `torch_cpu`, without native kernels: {REASON}."
+    said = f"Backend `torch`, without native kernels: {REASON}."
     assert (record.levelname, record.getMessage()) == ("WARNING", said)
     assert llm.engine.runner.model.fused is None
     assert llm.generate("abc", params)[0].outputs[0].token_ids == expected
@@ -273,6 +273,6 @@ def test_kernels_that_are_asked_for_and_missing_are_an_error(
 ) -> None:
     monkeypatch.setattr(library, "missing", lambda: REASON)
     with pytest.raises(ConfigError) as caught:
-        LLM(str(target), backend="native_cpu")
+        LLM(str(target), backend="native")
     assert caught.value.field == "backend"
     assert REASON in str(caught.value)

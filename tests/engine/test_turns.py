@@ -167,11 +167,11 @@ def llm(target: Path) -> Iterator[LLM]:
         yield llm
 
 
-@pytest.mark.parametrize("backend", ["native_cpu", "torch_cpu"])
+@pytest.mark.parametrize("backend", ["native", "torch"])
 def test_many_threads_get_what_one_gets(
     target: Path, draft: Path, backend: str, crew: Crew, request: pytest.FixtureRequest
 ) -> None:
-    if backend == "native_cpu":
+    if backend == "native":
         request.getfixturevalue("kernels")
     speculation = {"model": str(draft), "num_speculative_tokens": 3}
     llm = LLM(str(target), speculation, backend=backend, max_num_seqs=4, block_size=4)

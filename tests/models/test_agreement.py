@@ -22,7 +22,7 @@ LENGTH = 22
 
 def check_family(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     families.save_model(folder, family, overrides)
-    model = load_model(folder, device="cpu", backend="torch_cpu")
+    model = load_model(folder, device="cpu", backend="torch")
     plain = families.plain_model(folder)
     rng = random.Random(1)
     texts = [[rng.randrange(families.VOCABULARY) for _ in range(LENGTH)] for _ in range(4)]
@@ -47,7 +47,7 @@ def test_forward_equals_transformers(tmp_path: Path, family: str) -> None:
 @pytest.mark.parametrize("family", families.MULTIMODAL)
 def test_the_text_part_of_a_multimodal_model(tmp_path: Path, family: str) -> None:
     check_family(tmp_path, family, families.MULTIMODAL[family])
-    model = load_model(tmp_path, device="cpu", backend="torch_cpu")
+    model = load_model(tmp_path, device="cpu", backend="torch")
     text = model.module.get_decoder()
     rest = [part for part in model.module.base_model.children() if part is not text]
     assert not any(type(m) is torch.nn.Linear for part in rest for m in part.modules())
@@ -74,7 +74,7 @@ def test_odd_shapes(tmp_path: Path, shape: str) -> None:
     check_family(tmp_path, *SHAPES[shape])
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch_cpu"])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path, backend: str) -> None:
     folder = families.save_model(tmp_path, "llama", {})
     model = load_model(folder, device="cpu", backend=backend)
@@ -89,7 +89,7 @@ def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path, backend: str) -> N
 def test_description(tmp_path: Path) -> None:
     overrides = families.SUPPORTED["deepseek_v3"]
     folder = families.save_model(tmp_path, "deepseek_v3", overrides)
-    model = load_model(folder, device="cpu", backend="torch_cpu", max_model_len=20)
+    model = load_model(folder, device="cpu", backend="torch", max_model_len=20)
     assert model.layer_shapes == [(4, 16, 12), (4, 16, 12)]
     assert model.config.model_type == "deepseek_v3"
     assert (model.vocab_size, model.max_model_len) == (families.VOCABULARY, 20)

@@ -30,7 +30,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(folder: Path | str, **kwargs: object) -> CausalLM:
-    return load_model(folder, device="cpu", backend="torch_cpu", **kwargs)  # type: ignore[arg-type]
+    return load_model(folder, device="cpu", backend="torch", **kwargs)  # type: ignore[arg-type]
 
 
 def edit_config(folder: Path, **changes: object) -> None:

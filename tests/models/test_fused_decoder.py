@@ -20,8 +20,8 @@ from foretoken.models import CausalLM, fused_decoder, load_model
 from foretoken.models.attention import ATTENTION_NAME, register_attention
 from foretoken.models.fused_decoder import FAMILIES, FusedDecoder, UnfitError
 from foretoken.models.guards import probe
-from foretoken.native import library
 from foretoken.ops import get_backend
+from foretoken.ops.backends.native import library
 from tests.models import families
 from tests.models.walk import CPU, new_pool, walk
 from tests.support.kernels import needs_kernels
@@ -116,7 +116,7 @@ def save(folder: Path, family: str, overrides: dict[str, Any]) -> Path:
 
 
 def load(folder: Path) -> CausalLM:
-    model = load_model(folder, device="cpu", backend="native_cpu")
+    model = load_model(folder, device="cpu", backend="native")
     assert model.fused is not None
     return model
 
@@ -291,7 +291,7 @@ def test_what_it_does_not_cover_runs_through_its_module(
     family, overrides, message = UNFIT[case]
     folder = save(tmp_path, family, overrides)
     with caplog.at_level(logging.INFO, "foretoken"):
-        model = load_model(folder, device="cpu", backend="native_cpu", max_model_len=64)
+        model = load_model(folder, device="cpu", backend="native", max_model_len=64)
     assert model.fused is None
     assert model.multiplies_masked_keys
     (record,) = caplog.records
@@ -309,7 +309,7 @@ def test_half_precision_runs_through_its_module(
 ) -> None:
     folder = families.save_model(tmp_path, "llama", HEADS)
     with caplog.at_level(logging.INFO, "foretoken"):
-        model = load_model(folder, device="cpu", backend="native_cpu", dtype="bfloat16")
+        model = load_model(folder, device="cpu", backend="native", dtype="bfloat16")
     assert model.fused is None
     assert "weights are torch.bfloat16, not float32" in caplog.text
     kv = KVPool(model.layer_shapes, 1, 4, dtype=model.dtype, device=CPU)
@@ -319,7 +319,7 @@ def test_half_precision_runs_through_its_module(
 
 def test_other_backends_do_not_fuse(tmp_path: Path) -> None:
     folder = families.save_model(tmp_path, "llama", HEADS)
-    assert load_model(folder, device="cpu", backend="torch_cpu").fused is None
+    assert load_model(folder, device="cpu", backend="torch").fused is None
 
 
 def loose_module() -> Any:
@@ -332,7 +332,7 @@ def loose_module() -> Any:
 
 
 def fuse(module: Any) -> FusedDecoder:
-    calls, _ = probe(module, get_backend("native_cpu"), CPU)
+    calls, _ = probe(module, get_backend("native"), CPU)
     return FusedDecoder(module, calls)
 
 
@@ -369,7 +369,7 @@ def test_odd_modules_do_not_fit(change: Any, message: str) -> None:
 
 def test_without_kernels_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     module = loose_module()
-    calls, _ = probe(module, get_backend("torch_cpu"), CPU)
+    calls, _ = probe(module, get_backend("torch"), CPU)
     monkeypatch.setattr(fused_decoder.library, "missing", lambda: "of a test")
     with pytest.raises(UnfitError, match="there are no native kernels: of a test"):
         FusedDecoder(module, calls)

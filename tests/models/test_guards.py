@@ -14,13 +14,13 @@ import torch
 
 from foretoken.errors import UnsupportedModelError
 from foretoken.models import CausalLM, guards, load_model
-from foretoken.ops.backends.torch_cpu.attention import attention
+from foretoken.ops.backends.torch.attention import attention
 from tests.models import families
 from tests.project.source import ROOT
 
 
 def load(folder: Path, **options: Any) -> CausalLM:
-    return load_model(folder, device="cpu", **{"backend": "torch_cpu", **options})
+    return load_model(folder, device="cpu", **{"backend": "torch", **options})
 
 
 @pytest.mark.parametrize("family", families.REFUSED)
@@ -157,7 +157,7 @@ MUTANTS = {
 def test_self_check_rejects_wrong_attention(tmp_path: Path, mutant: str) -> None:
     family, function = MUTANTS[mutant]
     families.save_model(tmp_path, family, families.SUPPORTED[family])
-    load_model(tmp_path, device="cpu", backend="torch_cpu")
+    load_model(tmp_path, device="cpu", backend="torch")
     mutant: Any = SimpleNamespace(attention=function, FUSES_DECODERS=False)
     with pytest.raises(UnsupportedModelError, match="eager attention"):
         load_model(tmp_path, device="cpu", backend=mutant)

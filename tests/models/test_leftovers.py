@@ -22,7 +22,7 @@ def load_with(folder: Path, family: str, *names: str) -> CausalLM:
     path = folder / "model.safetensors"
     more = {name: torch.zeros(32) for name in names}
     save_file(load_file(path) | more, path, metadata={"format": "pt"})
-    return load_model(folder, device="cpu", backend="torch_cpu")
+    return load_model(folder, device="cpu", backend="torch")
 
 
 HARMLESS = {
@@ -51,7 +51,7 @@ def test_harmless_ones_are_a_warning(
     assert f"{len(names)} tensors that the model does not use" in text
     assert all(f"`{name}`" in text for name in names)
     families.save_model(tmp_path / "plain", family, families.SUPPORTED[family])
-    plain = load_model(tmp_path / "plain", device="cpu", backend="torch_cpu")
+    plain = load_model(tmp_path / "plain", device="cpu", backend="torch")
     mine, theirs = model.module.state_dict(), plain.module.state_dict()
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)

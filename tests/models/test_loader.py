@@ -29,7 +29,7 @@ def logits_of(model: CausalLM) -> torch.Tensor:
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 def test_auto_dtype_on_a_cpu_is_float32(tmp_path: Path, stored: torch.dtype) -> None:
     folder = families.save_model(tmp_path, "llama", {}, dtype=stored)
-    model = load_model(folder, device="cpu", backend="torch_cpu")
+    model = load_model(folder, device="cpu", backend="torch")
     assert model.dtype == torch.float32
     expected = families.plain_logits(families.plain_model(folder), list(range(3, 15)))
     torch.testing.assert_close(logits_of(model), expected, atol=2e-5, rtol=1e-4)
@@ -38,7 +38,7 @@ def test_auto_dtype_on_a_cpu_is_float32(tmp_path: Path, stored: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
 def test_explicit_dtype(tmp_path: Path, dtype: str | torch.dtype) -> None:
     folder = families.save_model(tmp_path, "llama", {})
-    model = load_model(folder, device="cpu", dtype=dtype, backend="torch_cpu")
+    model = load_model(folder, device="cpu", dtype=dtype, backend="torch")
     assert str(model.dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
     assert logits_of(model).dtype == model.dtype
 
@@ -50,7 +50,7 @@ def test_dummy_weights(tmp_path: Path, family: str) -> None:
 
     def load(seed: int) -> torch.Tensor:
         return logits_of(
-            load_model(tmp_path, device="cpu", backend="torch_cpu", load_format="dummy", seed=seed)
+            load_model(tmp_path, device="cpu", backend="torch", load_format="dummy", seed=seed)
         )
 
     first, same, other = load(0), load(0), load(1)
@@ -72,9 +72,9 @@ def test_a_native_decoder_that_differs_is_named_with_the_remedy(
 
     monkeypatch.setattr(FusedDecoder, "forward", wrong)
     with pytest.raises(UnsupportedModelError, match="`llama` differs from its own") as caught:
-        load_model(folder, device="cpu", backend="native_cpu")
-    assert 'native decoder; `backend="torch_cpu"` runs it through' in str(caught.value)
-    assert load_model(folder, device="cpu", backend="torch_cpu").fused is None
+        load_model(folder, device="cpu", backend="native")
+    assert 'native decoder; `backend="torch"` runs it through' in str(caught.value)
+    assert load_model(folder, device="cpu", backend="torch").fused is None
 
 
 class Siblings(torch.nn.Module):

@@ -53,7 +53,7 @@ PINNED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def load(folder: Path, **options: Any) -> CausalLM:
-    return load_model(folder, device="cpu", backend="torch_cpu", **options)
+    return load_model(folder, device="cpu", backend="torch", **options)
 
 
 def packed_logits(model: CausalLM, texts: list[list[int]]) -> list[torch.Tensor]:

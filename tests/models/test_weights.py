@@ -24,7 +24,7 @@ QUERY = "model.layers.0.self_attn.q_proj.weight"
 
 
 def our_logits(folder: Path, dtype: str = "auto") -> Tensor:
-    model = load_model(folder, device="cpu", backend="torch_cpu", dtype=dtype)
+    model = load_model(folder, device="cpu", backend="torch", dtype=dtype)
     kv = KVPool(model.layer_shapes, 5, 8, dtype=model.dtype, device=model.device)
     span = Span([1, 2, 3], 0, TOKENS, len(TOKENS))
     return model.forward(build_batch([span], 8, model.device), kv)
@@ -63,7 +63,7 @@ def test_untied_weights_without_a_head(tmp_path: Path) -> None:
     families.save_model(tmp_path, "llama", {"tie_word_embeddings": False})
     change(tmp_path, without_head)
     with pytest.raises(CheckpointError, match=r"1 missing tensors, for example `lm_head\.weight`"):
-        load_model(tmp_path, device="cpu", backend="torch_cpu")
+        load_model(tmp_path, device="cpu", backend="torch")
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -99,14 +99,14 @@ def test_quantised_weights_that_do_not_say_so(tmp_path: Path, dtype: torch.dtype
     families.save_model(tmp_path, "llama", {})
     change(tmp_path, lambda w: {**w, QUERY: w[QUERY].to(dtype)})
     with pytest.raises(UnsupportedModelError, match=rf"stores `{QUERY}` as [IUF]8"):
-        load_model(tmp_path, device="cpu", backend="torch_cpu")
+        load_model(tmp_path, device="cpu", backend="torch")
 
 
 def test_a_weight_of_another_shape(tmp_path: Path) -> None:
     families.save_model(tmp_path, "llama", {})
     change(tmp_path, lambda w: {**w, "model.norm.weight": torch.ones(31)})
     with pytest.raises(CheckpointError, match=r"1 mismatched tensors.*`model\.norm\.weight`"):
-        load_model(tmp_path, device="cpu", backend="torch_cpu")
+        load_model(tmp_path, device="cpu", backend="torch")
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [("float32", float("nan")), ("float16", 1e6)])
@@ -114,6 +114,6 @@ def test_logits_that_are_not_finite(tmp_path: Path, dtype: str, scale: float) ->
     families.save_model(tmp_path, "llama", {})
     change(tmp_path, lambda w: {**w, "model.norm.weight": torch.full((32,), scale)})
     with pytest.raises(UnsupportedModelError, match=rf"not finite in torch\.{dtype}"):
-        load_model(tmp_path, device="cpu", backend="torch_cpu", dtype=dtype)
+        load_model(tmp_path, device="cpu", backend="torch", dtype=dtype)
     if dtype == "float16":
-        load_model(tmp_path, device="cpu", backend="torch_cpu", dtype="float32")
+        load_model(tmp_path, device="cpu", backend="torch", dtype="float32")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.native import build
+from foretoken.ops.backends.native import build
 
 # A compiler that leaves a note of what it was asked for, or fails.
 FAKE = """#!/bin/sh

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foretoken.models import load_model
-from foretoken.native import build, library
 from foretoken.ops import (
     DraftBlock,
     DraftCache,
@@ -26,6 +25,7 @@ from foretoken.ops import (
     checks,
     get_backend,
 )
+from foretoken.ops.backends.native import build, library
 from foretoken.ops.backends.reference import noise as reference
 from tests.models import families
 from tests.models.walk import walk
@@ -79,7 +79,7 @@ def test_other_architectures_need_no_features(
         (
             "x86_64",
             library._NEEDS[V3],
-            "they were not built: run `python -m foretoken.native.build` (needs g++)",
+            "they were not built: run `python -m foretoken.ops.backends.native.build` (needs g++)",
         ),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_damaged_library_is_found_before_it_is_mapped(
     reason = library.missing()
     assert reason is not None
     assert reason.startswith(f"they cannot be loaded ({path} is damaged: ")
-    assert reason.endswith("run `python -m foretoken.native.build` (needs g++)")
+    assert reason.endswith("run `python -m foretoken.ops.backends.native.build` (needs g++)")
     path.write_bytes(content)
     assert library.missing() is None
 
@@ -136,12 +136,27 @@ def test_a_library_of_another_system_is_none(
     assert f"they cannot be loaded ({path}: " in str(library.missing())
 
 
+NOT_BUILT = "they were not built: run `python -m foretoken.ops.backends.native.build`"
+
+
 @pytest.mark.parametrize(
     ("reason", "compiler", "outcome"),
     [
-        ("they were not built: run `python -m foretoken.native.build`", "g++", pytest.fail),
-        ("they were not built: run `python -m foretoken.native.build`", "clang++", pytest.fail),
-        ("they were not built: run `python -m foretoken.native.build`", None, pytest.skip),
+        (
+            "they were not built: run `python -m foretoken.ops.backends.native.build`",
+            "g++",
+            pytest.fail,
+        ),
+        (
+            "they were not built: run `python -m foretoken.ops.backends.native.build`",
+            "clang++",
+            pytest.fail,
+        ),
+        (
+            "they were not built: run `python -m foretoken.ops.backends.native.build`",
+            None,
+            pytest.skip,
+        ),
         ("this processor is older than x86-64-v3 (AVX2)", "g++", pytest.skip),
     ],
 )
@@ -167,7 +182,7 @@ def test_memory_that_runs_out_is_an_exception() -> None:
 def results(folder: Path, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Logits, tokens and verdicts by one library."""
     monkeypatch.setattr(library, "load", lambda: kernels)
-    model, ops = load_model(folder, device="cpu", backend="native_cpu"), get_backend("native_cpu")
+    model, ops = load_model(folder, device="cpu", backend="native"), get_backend("native")
     assert model.fused is not None
     text = list(range(3, 25))
     seen = walk(model, [text, text[::-1]], 1, 16, fill=torch.nan)
@@ -222,7 +237,7 @@ def accepted(key: int, position: int, rates: list[float], fp64: bool) -> int:
     """Drafts that SYNTHETIC accepts, of as many as there are rates."""
     params = replace(make_params(1, rule=Rule.SYNTHETIC), key_S=torch.tensor([key]))
     drafts, zero = drafts_of([[0] * len(rates)]), torch.zeros(1, dtype=torch.int64)
-    verdict = get_backend("native_cpu").verify(
+    verdict = get_backend("native").verify(
         torch.zeros(len(rates) + 1, 3), params, zero, zero + position, drafts,
         synthetic_rate_K=torch.tensor(rates, dtype=torch.float64), fp64_noise=fp64,
     )  # fmt: skip
@@ -263,6 +278,4 @@ def test_a_rule_that_the_kernels_do_not_state_fails_loudly(
     params = replace(make_params(2, rule=[0, 9]), rules=frozenset({0, 9}))  # type: ignore[arg-type]
     slot_B = torch.arange(2)
     with pytest.raises(NotImplementedError, match="verify lacks a rule"):
-        get_backend("native_cpu").verify(
-            torch.zeros(2, 3), params, slot_B, slot_B, drafts_of([[], []])
-        )
+        get_backend("native").verify(torch.zeros(2, 3), params, slot_B, slot_B, drafts_of([[], []]))

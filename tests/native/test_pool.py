@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels
 
@@ -19,10 +19,10 @@ pytestmark = needs_kernels
 PRELUDE = """
 import os, sys, threading, time
 import torch
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 from foretoken.ops import get_backend
 from tests.support.cases import make_params
-ops, params, slot = get_backend("native_cpu"), make_params(8, 1.0), torch.arange(8)
+ops, params, slot = get_backend("native"), make_params(8, 1.0), torch.arange(8)
 logits = torch.randn(8, 20_000, generator=torch.Generator().manual_seed(0))
 def draw():
     return ops.sample(logits, params, slot, slot, slot, (4, 5)).tolist()
@@ -87,7 +87,7 @@ def test_engines_in_two_threads_give_what_each_gives_alone(tmp_path: Path) -> No
     def tokens(llm: LLM) -> list[list[int]]:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
-    options = {"max_num_seqs": 6, "num_blocks": 64, "backend": "native_cpu"}
+    options = {"max_num_seqs": 6, "num_blocks": 64, "backend": "native"}
     engines = [
         LLM(str(folder), {"model": str(folder), "num_speculative_tokens": 3}, threads=2, **options),
         LLM(str(folder), threads=2, **options),

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.native import library
 from foretoken.ops import (
     DraftBlock,
     DraftCache,
@@ -23,6 +22,7 @@ from foretoken.ops import (
     Verdict,
     get_backend,
 )
+from foretoken.ops.backends.native import library
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
 
@@ -56,7 +56,7 @@ def test_thresholds_are_exact_however_many_tokens_are_kept(
 ) -> None:
     raw = rows_of(4, 30_011, spread).to(dtype)
     params = make_params(4, 0.7, top_k, top_p)
-    kept = get_backend("native_cpu").process_logits(raw, params, torch.arange(4), None) > -INF
+    kept = get_backend("native").process_logits(raw, params, torch.arange(4), None) > -INF
     for row, keeps in zip(raw, kept, strict=True):
         least = brute_threshold(row, 0.7, top_k, float(params.top_p_S[0]))
         near = int(((row.double() - least).abs() < 1e-4 * spread).sum())  # sums differ in rounding
@@ -72,7 +72,7 @@ def test_a_list_and_the_whole_row_give_one_token(fp64: bool, top_k: int) -> None
     raw = rows_of(60, 700, 2.0)
     wide = torch.full((60, 3000), -80.0)
     wide[:, :700] = raw
-    ops = get_backend("native_cpu")
+    ops = get_backend("native")
     flat = replace(params, rule_S=torch.full((60,), int(Rule.COUPLED)))
     narrow_N = ops.sample(raw, flat, slot, slot, zero, TARGET, fp64_noise=fp64)
     wide_N = ops.sample(wide, flat, slot, slot, zero, TARGET, fp64_noise=fp64)
@@ -89,7 +89,7 @@ def test_sixteen_bit_floats_are_read_exactly(dtype: torch.dtype) -> None:
     """All of their values: subnormal ones, infinities and NaN, too."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(dtype)
     params, slot = make_params(1, 0.0), torch.zeros(1).long()
-    out = get_backend("native_cpu").process_logits(values[None], params, slot, None)
+    out = get_backend("native").process_logits(values[None], params, slot, None)
     torch.testing.assert_close(out[0], values.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -116,7 +116,7 @@ def test_rows_may_be_apart_and_edits_are_of_their_row() -> None:
             x = x / edits.repetition_M[m] if x > 0 else x * edits.repetition_M[m]
             expected[n, token[m]] = x - edits.subtract_M[m]
     params, slot = make_params(3, 0.0), torch.arange(3)
-    out = get_backend("native_cpu").process_logits(raw, params, slot, edits)
+    out = get_backend("native").process_logits(raw, params, slot, edits)
     torch.testing.assert_close(out, expected)
 
 
@@ -128,7 +128,7 @@ def cached(
     cache = DraftCache.empty(num, most, vocabulary, raw_BKV.dtype, CPU)
     slot_B = torch.arange(num)
     drafts = [
-        get_backend("native_cpu").draft(
+        get_backend("native").draft(
             raw_BKV[:, i], params, slot_B, position_B + i, slot_B * 0 + i, cache, fp64_noise=fp64
         )
         for i in range(most)
@@ -158,7 +158,7 @@ def test_a_request_is_decided_as_if_it_were_alone(rules: Sequence[Rule], fp64: b
 
     def verified(b: slice, row: slice) -> Verdict:
         drafts = DraftBlock(token_BK[b], num_B[b], cache, torch.arange(num)[b] % 5 > 0)
-        return get_backend("native_cpu").verify(
+        return get_backend("native").verify(
             logits[row], params, slot_B[b], slot_B[b], drafts, fp64_noise=fp64,
             synthetic_rate_K=torch.tensor([0.9, 0.8, 0.3], dtype=torch.float64),
         )  # fmt: skip
@@ -189,7 +189,7 @@ slot_B, rate_K = torch.arange(2), torch.zeros(4, dtype=torch.float64)
 for temperature, *rules in itertools.product((0.0, 1.0), Rule, Rule):
     if rules[1] == Rule.BLOCK and temperature:
         continue  # looks at all of its rows
-    verdict = get_backend("native_cpu").verify(
+    verdict = get_backend("native").verify(
         logits_NV, make_params(2, temperature, rule=rules), slot_B, slot_B,
         drafts_of([[5] * 4] * 2), synthetic_rate_K=rate_K,
     )
@@ -219,7 +219,7 @@ def test_a_draft_equal_to_the_target_is_always_accepted(rule: Rule, dtype: torch
     rows = (rows_of(num, 2049, 3.0) * 7).to(dtype)
     token_BK, cache = cached(rows[:, None].expand(-1, most, -1), params, torch.arange(num))
     drafts = DraftBlock(token_BK, torch.full((num,), most), cache, torch.ones(num).bool())
-    verdict = get_backend("native_cpu").verify(
+    verdict = get_backend("native").verify(
         rows.repeat_interleave(most + 1, dim=0),
         params,
         torch.arange(num),
@@ -236,7 +236,7 @@ def test_threads_change_nothing() -> None:
         num, [0.0, 1.0, 0.6] * 4, [0, 20, 0, 0] * 3, [1.0, 0.95] * 6, rule=[0, 1, 2] * 4
     )
     raw, slot = rows_of(num, vocabulary, 3.0), torch.arange(num)
-    ops = get_backend("native_cpu")
+    ops = get_backend("native")
 
     def results() -> list[Tensor]:
         token_BK, cache = cached(raw[:, None], params, slot)

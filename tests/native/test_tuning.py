@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from foretoken.models import CausalLM, load_model
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 from tests.models import families
 from tests.models.walk import walk
 from tests.support.kernels import needs_kernels
@@ -23,9 +23,7 @@ SIZES = {"head_dim": 16, "hidden_size": 36, "intermediate_size": 53, "vocab_size
 
 
 def load(folder: Path) -> CausalLM:
-    model = load_model(
-        families.save_model(folder, "llama", SIZES), device="cpu", backend="native_cpu"
-    )
+    model = load_model(families.save_model(folder, "llama", SIZES), device="cpu", backend="native")
     assert model.fused is not None
     return model
 

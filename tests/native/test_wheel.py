@@ -14,7 +14,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from foretoken.native import build
+from foretoken.ops.backends.native import build
 from tests.project.source import ROOT
 
 pytestmark = pytest.mark.soak
@@ -52,10 +52,11 @@ def test_with_a_compiler_it_brings_the_kernels(tmp_path: Path) -> None:
     assert tag.startswith("py3-none-linux_")
     variants = build.VARIANTS[build.platform.machine()]
     names = sorted(build.library_path(variant).name for variant in variants)
-    assert libraries == [f"foretoken/native/lib/{name}" for name in names]
+    assert libraries == [f"foretoken/ops/backends/native/lib/{name}" for name in names]
 
 
 def test_without_a_compiler_it_is_pure_python(tmp_path: Path) -> None:
     wheel = build_wheel(tmp_path, str(tmp_path))
     assert tag_and_libraries(wheel) == ("py3-none-any", [])
-    assert "foretoken/native/csrc/api.cpp" in wheel.namelist()  # can be built where it lands
+    # They can be built where the wheel lands.
+    assert "foretoken/ops/backends/native/csrc/api.cpp" in wheel.namelist()

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from foretoken.ops import Stream
 from foretoken.ops.backends.reference import noise as reference
-from foretoken.ops.backends.torch_cpu import noise as torch_cpu
+from foretoken.ops.backends.torch import noise as stock
 
-BOTH = pytest.mark.parametrize("noise", [reference, torch_cpu], ids=["reference", "torch_cpu"])
+BOTH = pytest.mark.parametrize("noise", [reference, stock], ids=["reference", "torch"])
 ONES = 0xFFFFFFFF
 KNOWN = [  # Random123: counter, key, words
     ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -42,7 +42,7 @@ word = st.integers(0, ONES)
 def test_words_are_equal_on_both_backends(rows: list[tuple[int, ...]]) -> None:
     table = torch.tensor(rows)
     counter, key = table[:, :4], table[:, 4:]
-    assert torch.equal(reference.philox(counter, key), torch_cpu.philox(counter, key))
+    assert torch.equal(reference.philox(counter, key), stock.philox(counter, key))
 
 
 @given(
@@ -63,7 +63,7 @@ def test_uniforms_are_equal_on_both_backends(
     rows: list[tuple[int, ...]], stream: Stream, fp64: bool
 ) -> None:
     index, key, position, draft = torch.tensor(rows).unbind(1)
-    ours = torch_cpu.uniform(index, key, position, draft, stream, fp64)
+    ours = stock.uniform(index, key, position, draft, stream, fp64)
     theirs = reference.uniform(index, key, position, draft, stream, fp64)
     assert ours.dtype == theirs.dtype == (torch.float64 if fp64 else torch.float32)
     assert torch.equal(ours, theirs)
@@ -96,25 +96,25 @@ def as_words(*values: int) -> np.ndarray:
 
 
 def test_the_interval_is_open_at_both_ends() -> None:
-    u = torch_cpu.to_uniform(as_words(0, 1, ONES - 1, ONES), fp64=False)[0]
+    u = stock.to_uniform(as_words(0, 1, ONES - 1, ONES), fp64=False)[0]
     assert u.dtype == np.float32
     assert u[0] == 2.0**-33
     assert u[2] == u[3] == np.float32(1 - 2.0**-24)
-    u = torch_cpu.to_uniform(as_words(0, 0, ONES, ONES), fp64=True)[0]
+    u = stock.to_uniform(as_words(0, 0, ONES, ONES), fp64=True)[0]
     assert u.tolist() == [2.0**-54, 1 - 2.0**-53]
 
 
 @pytest.mark.parametrize("fp64", [False, True])
 def test_gumbel_noise_reaches_far_and_is_finite(fp64: bool) -> None:
     """-log(-log u) would stop at 16.6 in FP32; a token 20 logits down could never be drawn."""
-    g = torch_cpu.to_gumbel(torch_cpu.to_uniform(as_words(0, 0, ONES, ONES), fp64))
+    g = stock.to_gumbel(stock.to_uniform(as_words(0, 0, ONES, ONES), fp64))
     assert np.isfinite(g).all()
     assert g.max() > (37 if fp64 else 22)
 
 
 def test_gumbel_tail_has_its_probability() -> None:
     """P(G > 18) = 1 - exp(-exp(-18)) = 65.4 * 2^-32: exactly the 65 smallest words pass 18."""
-    few = torch_cpu.to_gumbel(torch_cpu.to_uniform(as_words(*range(128)), fp64=False))[0]
+    few = stock.to_gumbel(stock.to_uniform(as_words(*range(128)), fp64=False))[0]
     assert int((few > 18).sum()) == round(-math.expm1(-math.exp(-18)) * 2**32)
     assert (np.diff(few) < 0).all()
 
@@ -123,5 +123,5 @@ def test_position_key_draft_index_and_stream_each_change_the_draw() -> None:
     base = [0, 11, 7, 0]
     rows = [base, [1, 11, 7, 0], [0, 12, 7, 0], [0, 11 + 2**32, 7, 0], [0, 11, 8, 0], [0, 11, 7, 1]]
     index, key, position, draft = torch.tensor(rows).unbind(1)
-    draws = [torch_cpu.uniform(index, key, position, draft, stream) for stream in Stream]
+    draws = [stock.uniform(index, key, position, draft, stream) for stream in Stream]
     assert len(set(torch.cat(draws).tolist())) == len(rows) * len(Stream)

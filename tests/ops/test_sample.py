@@ -84,10 +84,10 @@ def test_blocks_without_a_finite_logit_have_no_mass(
     assert torch.equal(kept, oracle.process_logits(rows, params, slot, None) > -INF)
 
 
-@pytest.mark.skipif("native_cpu" not in host_backends(), reason="no native kernels")
+@pytest.mark.skipif("native" not in host_backends(), reason="no native kernels")
 def test_a_sample_and_a_draft_agree_in_near_ties() -> None:
     """A draft sums every block, a sample few: the sums must be equal to the last bit."""
-    native, params, slot = get_backend("native_cpu"), make_params(1, 0.7, seed=3), torch.tensor([0])
+    native, params, slot = get_backend("native"), make_params(1, 0.7, seed=3), torch.tensor([0])
 
     def tokens(row: torch.Tensor, position: int) -> tuple[int, int]:
         at = (row, params, slot, torch.tensor([position]), slot)
@@ -144,7 +144,7 @@ def test_screening_blocks_draws_what_all_masses_draw(
     fp64_noise: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`torch_cpu` takes few masses where calls are large, all of them elsewhere: equal tokens."""
+    """`torch` takes few masses where calls are large, all of them elsewhere: equal tokens."""
     rows = randn(60, vocabulary, seed=vocabulary) * spread
     rows[0, :1024] = -INF  # a block without mass
     rows[1, 1024:] -= 80.0  # masses far below
@@ -152,7 +152,7 @@ def test_screening_blocks_draws_what_all_masses_draw(
     rows[3, 7], rows[4, 7], rows[5] = math.nan, INF, -INF
     rows = torch.nn.functional.pad(rows, (0, 3), value=99.0).to(dtype)[:, :vocabulary]  # apart
     params, slot = make_params(60, 0.7, seed=3), torch.arange(60)
-    module = importlib.import_module("foretoken.ops.backends.torch_cpu.sample")
+    module = importlib.import_module("foretoken.ops.backends.torch.sample")
 
     def drawn(screened: int) -> list[int]:
         monkeypatch.setattr(module, "SCREENED", screened)

@@ -35,7 +35,7 @@ def test_file_length(name: str) -> None:
 
 
 def test_length_of_native_sources() -> None:
-    sources = list((PACKAGE / "native" / "csrc").iterdir())
+    sources = list((PACKAGE / "ops" / "backends" / "native" / "csrc").iterdir())
     assert sources
     lines = {path.name: path.read_text(encoding="utf-8").count("\n") for path in sources}
     assert {name: n for name, n in lines.items() if n > MAX_FILE_LINES} == {}
@@ -121,6 +121,6 @@ def test_no_unsafe_loading() -> None:
 def test_an_op_has_one_file_name_in_every_backend() -> None:
     """`diff` of two folders shows what differs; a backend may have further modules of its own."""
     folders = [p for p in BACKENDS.iterdir() if (p / "__init__.py").exists()]
-    assert {"reference", "torch_cpu", "native_cpu"} <= {folder.name for folder in folders}
+    assert {"reference", "torch", "native"} <= {folder.name for folder in folders}
     missing = {f"{p.name}/{op}.py" for p in folders for op in OPS if not (p / f"{op}.py").exists()}
     assert not missing

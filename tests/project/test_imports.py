@@ -12,7 +12,6 @@ from tests.project.source import Module, imports, modules
 # Low to high. A module may import from its own component and from lower ones.
 LAYERS = [
     {"config", "errors", "foreign", "interrupts", "outputs", "progress"},
-    {"native"},
     {"ops"},
     {"sampling"},
     {"cache"},

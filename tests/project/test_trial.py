@@ -13,7 +13,7 @@ from benchmarks import trial, trial_child
 from benchmarks.trial import Child, collapse
 from benchmarks.trial_child import SHORT
 from foretoken.engine.turns import Turns
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 
 
 @pytest.fixture
@@ -24,10 +24,8 @@ def _threads_come_back() -> Iterator[None]:
 
 
 BACKENDS = [
-    pytest.param(
-        "native_cpu", marks=pytest.mark.skipif(bool(library.missing()), reason="no kernels")
-    ),
-    "torch_cpu",
+    pytest.param("native", marks=pytest.mark.skipif(bool(library.missing()), reason="no kernels")),
+    "torch",
 ]
 
 
@@ -45,7 +43,7 @@ def test_two_threads_without_turns_fail(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Turns, "__enter__", lambda self: None)
     monkeypatch.setattr(Turns, "__exit__", lambda self, *raised: None)
     monkeypatch.setattr(trial_child, "SHORT", SHORT[:1])
-    assert trial_child.threads("torch_cpu", 0.5)["failures"]
+    assert trial_child.threads("torch", 0.5)["failures"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS[:1])
@@ -56,17 +54,17 @@ def test_signals(backend: str) -> None:
 
 
 def test_one_signal_ends_a_loop_of_calls() -> None:
-    assert trial.loops("torch_cpu", 2)[1] == []
+    assert trial.loops("torch", 2)[1] == []
 
 
 def test_forks() -> None:
-    assert trial.forks("torch_cpu", 1)[1] == []
+    assert trial.forks("torch", 1)[1] == []
 
 
 @pytest.mark.usefixtures("_threads_come_back")
 def test_a_busy_neighbour() -> None:
     with trial.busy(True):
-        report = trial_child.speed("torch_cpu", 0.1, 1)
+        report = trial_child.speed("torch", 0.1, 1)
     assert report["tokens_per_s"].keys() == {"default", "one"}
     assert min(*report["tokens_per_s"].values())[0] > 0
 
@@ -86,6 +84,6 @@ def test_what_ends_badly_is_told(code: str, said: str, monkeypatch: pytest.Monke
         subprocess, "Popen", lambda args, **options: popen([sys.executable, "-c", code], **options)
     )
     failures: list[str] = []
-    with Child("threads", "torch_cpu") as child:
+    with Child("threads", "torch") as child:
         child.report(failures)
     assert said in failures[0]

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 
-COMMAND = "python -m foretoken.native.build"
+COMMAND = "python -m foretoken.ops.backends.native.build"
 
 needs_kernels = pytest.mark.usefixtures("kernels")
 """For tests that have nothing to run without kernels; the fixture is in `tests/conftest.py`."""

@@ -33,7 +33,7 @@ from tests.support.law_mutants import (
 
 TRIALS = 20_000
 TRIALS_OF_SUBTLE = 200_000  # what differs only once several drafts were accepted
-READ_RULES = ("torch_cpu",)  # backends that take their rules from `ops/rules.py`
+READ_RULES = ("torch",)  # backends that take their rules from `ops/rules.py`
 
 
 @dataclass(frozen=True)

@@ -142,10 +142,10 @@ def _choose_backend(config: EngineConfig) -> Backend:
     """The backend asked for, or the fastest that this machine has; says which one runs."""
     name = config.backend
     if name == "auto":
-        reason = unavailable("native_cpu")
+        reason = unavailable("native")
         if reason is not None:
-            _log.warning("Backend `torch_cpu`, without native kernels: %s.", reason)
-        name = "torch_cpu" if reason else "native_cpu"
+            _log.warning("Backend `torch`, without native kernels: %s.", reason)
+        name = "torch" if reason else "native"
     _log.info("Backend `%s`.", name)
     return get_backend(name)
 

@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 from foretoken.engine.scheduler import Share
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 
 _CPUS = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")

@@ -35,7 +35,7 @@ from typing import Any
 
 from foretoken import __version__
 from foretoken.errors import ConfigError
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 
 SCHEMA = 1
 _HARDWARE = {"cpu", "cores", "threads", "memory_gib", "accelerator"}

@@ -26,9 +26,9 @@ from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import IntegrityError
 from foretoken.models.attention import AttentionCall
-from foretoken.native import library
 from foretoken.ops import DraftCache, SlotParams
-from foretoken.ops.backends.native_cpu.arguments import native_cache, native_params
+from foretoken.ops.backends.native import library
+from foretoken.ops.backends.native.arguments import native_cache, native_params
 
 __all__ = ["FAMILIES", "FusedDecoder", "UnfitError"]
 

@@ -114,7 +114,7 @@ def _checked(
         except UnsupportedModelError as error:
             raise UnsupportedModelError(
                 f"{error} It ran in the native decoder; "
-                '`backend="torch_cpu"` runs it through its Transformers module.'
+                '`backend="torch"` runs it through its Transformers module.'
             ) from error
         model.fused.drop_module_weights()
         return model

@@ -308,16 +308,16 @@ def draft_cache(
 
 BACKENDS = {
     "reference": "foretoken.ops.backends.reference",
-    "torch_cpu": "foretoken.ops.backends.torch_cpu",
-    "native_cpu": "foretoken.ops.backends.native_cpu",
+    "torch": "foretoken.ops.backends.torch",
+    "native": "foretoken.ops.backends.native",
     "triton": "foretoken.ops.backends.triton",
 }
 
 
 def unavailable(name: str) -> str | None:
     """Why the backend of this name cannot run on this machine, or None if it can."""
-    if name == "native_cpu":
-        from foretoken.native import library
+    if name == "native":
+        from foretoken.ops.backends.native import library
 
         return library.missing()
     if name == "triton":

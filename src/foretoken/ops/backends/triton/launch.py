@@ -137,7 +137,7 @@ def check_device(logits: Tensor) -> None:
             "logits.device",
             logits.device,
             "a GPU's",
-            "Without one, choose the backend `native_cpu` or `torch_cpu`.",
+            "Without one, choose the backend `native` or `torch`.",
         )
 
 

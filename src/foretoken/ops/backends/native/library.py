@@ -1,7 +1,7 @@
 """The compiled kernels as Python functions, and the structures they take.
 
 Belongs here: choosing and loading a library, the C signatures. Does not: what the numbers mean
-(the backend `native_cpu` and `models/fused_decoder.py`).
+(the backend `native` and `models/fused_decoder.py`).
 
 Structures mirror those in `csrc/*.h` field for field. Pointers are addresses of contiguous arrays
 that the caller keeps alive during the call; nothing is checked on the C side. Every call releases
@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from foretoken.native import build
+from foretoken.ops.backends.native import build
 
 __all__ = [
     "FETCHES",
@@ -46,6 +46,7 @@ __all__ = [
 FETCHES = ("no hint", "cached", "past the caches")
 """`foretoken::Fetch` by number: how weights are fetched ahead of their use."""
 
+_REMEDY = "run `python -m foretoken.ops.backends.native.build` (needs g++)"
 _CPUINFO = Path("/proc/cpuinfo")
 _NEEDS = {
     "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
@@ -227,7 +228,10 @@ def _variant() -> tuple[str | None, str]:
         return None, "this processor is older than x86-64-v3 (AVX2)"
     built = [v for v in fitting if build.library_path(v).exists()]
     if not built:
-        return None, "they were not built: run `python -m foretoken.native.build` (needs g++)"
+        return (
+            None,
+            "they were not built: run `python -m foretoken.ops.backends.native.build` (needs g++)",
+        )
     return built[0], ""
 
 
@@ -247,9 +251,7 @@ def missing() -> str | None:
     try:
         load()
     except OSError as error:  # damaged, or built elsewhere, against newer system libraries
-        return (
-            f"they cannot be loaded ({error}): run `python -m foretoken.native.build` (needs g++)"
-        )
+        return f"they cannot be loaded ({error}): {_REMEDY}"
     return None
 
 

@@ -18,16 +18,16 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, from_numpy
 
-from foretoken.ops.backends.torch_cpu._reduce import (
+from foretoken.ops.backends.torch._reduce import (
     Survivors,
     block_sums,
     dense_weights,
     sum_by_row,
     survivors,
 )
-from foretoken.ops.backends.torch_cpu.noise import Array
-from foretoken.ops.backends.torch_cpu.process import Rows, chunks, load
-from foretoken.ops.backends.torch_cpu.sample import Noise, draw_survivors, draw_weights
+from foretoken.ops.backends.torch.noise import Array
+from foretoken.ops.backends.torch.process import Rows, chunks, load
+from foretoken.ops.backends.torch.sample import Noise, draw_survivors, draw_weights
 from foretoken.ops.types import DraftCache, Rule
 
 Index = tuple[Array, Array]

@@ -18,11 +18,11 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor, from_numpy
 
-from foretoken.ops.backends.torch_cpu._reduce import measure
-from foretoken.ops.backends.torch_cpu._residual import Batch, Reduced, draw_residual, residual_mass
-from foretoken.ops.backends.torch_cpu.noise import Array, address, uniform_at
-from foretoken.ops.backends.torch_cpu.process import chunks, load, rows_of
-from foretoken.ops.backends.torch_cpu.sample import Noise, draw
+from foretoken.ops.backends.torch._reduce import measure
+from foretoken.ops.backends.torch._residual import Batch, Reduced, draw_residual, residual_mass
+from foretoken.ops.backends.torch.noise import Array, address, uniform_at
+from foretoken.ops.backends.torch.process import chunks, load, rows_of
+from foretoken.ops.backends.torch.sample import Noise, draw
 from foretoken.ops.checks import check_verify
 from foretoken.ops.rules import RuleInputs, accept, weights
 from foretoken.ops.types import DraftBlock, Edits, Rule, SlotParams, Stream, Verdict

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor, from_numpy
 
-from foretoken.ops.backends.torch_cpu.noise import address
-from foretoken.ops.backends.torch_cpu.process import rows_of
-from foretoken.ops.backends.torch_cpu.sample import Noise, draw
+from foretoken.ops.backends.torch.noise import address
+from foretoken.ops.backends.torch.process import rows_of
+from foretoken.ops.backends.torch.sample import Noise, draw
 from foretoken.ops.checks import check_draft
 from foretoken.ops.types import DraftCache, Rule, SlotParams, Stream
 

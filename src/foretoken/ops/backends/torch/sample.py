@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, from_numpy
 
-from foretoken.ops.backends.torch_cpu._reduce import (
+from foretoken.ops.backends.torch._reduce import (
     BLOCK,
     Survivors,
     block_sums,
@@ -23,8 +23,8 @@ from foretoken.ops.backends.torch_cpu._reduce import (
     sum_by_row,
     survivors,
 )
-from foretoken.ops.backends.torch_cpu._screen import draw_block, take
-from foretoken.ops.backends.torch_cpu.noise import (
+from foretoken.ops.backends.torch._screen import draw_block, take
+from foretoken.ops.backends.torch.noise import (
     Address,
     Array,
     address,
@@ -32,7 +32,7 @@ from foretoken.ops.backends.torch_cpu.noise import (
     uniform_at,
     uniform_span,
 )
-from foretoken.ops.backends.torch_cpu.process import (
+from foretoken.ops.backends.torch.process import (
     Rows,
     chunks,
     cut,

@@ -1,7 +1,7 @@
-"""Compiles the native kernels: `python -m foretoken.native.build`, also run when installing.
+"""Compiles the native kernels: `python -m foretoken.ops.backends.native.build`.
 
 Belongs here: compiler, flags, file names. Standard library only, and no import of this package: the
-build hook loads this file by its path before anything is installed.
+hook that builds a wheel loads this file by its path before anything is installed.
 
 There is one library per instruction set, chosen when it is loaded, so that a wheel built anywhere
 runs anywhere. A file's name holds a digest of the sources: a library of other sources is never

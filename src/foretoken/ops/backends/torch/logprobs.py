@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from foretoken.ops.backends.torch_cpu._reduce import block_sums, dense_lse, dense_weights
-from foretoken.ops.backends.torch_cpu.noise import Array
-from foretoken.ops.backends.torch_cpu.process import chunks, process_logits, select
+from foretoken.ops.backends.torch._reduce import block_sums, dense_lse, dense_weights
+from foretoken.ops.backends.torch.noise import Array
+from foretoken.ops.backends.torch.process import chunks, process_logits, select
 from foretoken.ops.checks import check_logprobs
 from foretoken.ops.types import Edits, Logprobs, SlotParams
 

@@ -10,8 +10,8 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from foretoken.native import library
-from foretoken.ops.backends.native_cpu.arguments import (
+from foretoken.ops.backends.native import library
+from foretoken.ops.backends.native.arguments import (
     native_cache,
     native_params,
     native_places,

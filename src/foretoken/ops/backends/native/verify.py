@@ -13,8 +13,8 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from foretoken.native import library
-from foretoken.ops.backends.native_cpu.arguments import native_batch, native_params
+from foretoken.ops.backends.native import library
+from foretoken.ops.backends.native.arguments import native_batch, native_params
 from foretoken.ops.checks import check_verify
 from foretoken.ops.types import DraftBlock, Edits, SlotParams, Verdict
 

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, from_numpy
 
-from foretoken.ops.backends.torch_cpu._reduce import (
+from foretoken.ops.backends.torch._reduce import (
     BLOCK,
     block_sums,
     dense_weights,
     exponent_scale,
     scratch,
 )
-from foretoken.ops.backends.torch_cpu.noise import Array
+from foretoken.ops.backends.torch.noise import Array
 
 GROUP = 16  # logits of a group, 64 apart
 _GROUPS = BLOCK // GROUP

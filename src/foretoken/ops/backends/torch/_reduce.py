@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops.backends.torch_cpu.noise import Array
-from foretoken.ops.backends.torch_cpu.process import Rows, cut
+from foretoken.ops.backends.torch.noise import Array
+from foretoken.ops.backends.torch.process import Rows, cut
 
 BLOCK = 1024
 _GRAIN = 32768  # torch gives a thread at least so many values

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from foretoken.native import library
+from foretoken.ops.backends.native import library
 from foretoken.ops.types import DraftBlock, DraftCache, Edits, SlotParams
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `csrc/rows.h: Dtype`

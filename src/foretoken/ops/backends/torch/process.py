@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, from_numpy
 
-from foretoken.ops.backends.torch_cpu.noise import Array
+from foretoken.ops.backends.torch.noise import Array
 from foretoken.ops.checks import check_rows
 from foretoken.ops.types import Edits, Rule, SlotParams
 

@@ -10,8 +10,8 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from foretoken.native import library
-from foretoken.ops.backends.native_cpu.arguments import native_params, native_rows
+from foretoken.ops.backends.native import library
+from foretoken.ops.backends.native.arguments import native_params, native_rows
 from foretoken.ops.checks import check_rows
 from foretoken.ops.types import Edits, SlotParams
 

@@ -1,1 +1,0 @@
-"""C++ kernels for CPUs (`csrc`), their compilation (`build`) and their functions (`library`)."""

@@ -1,0 +1,20 @@
+"""The fast CPU backend that needs no compiler. See `foretoken.ops.Backend` for the contract."""
+
+from foretoken.ops.backends.torch.attention import attention
+from foretoken.ops.backends.torch.draft import draft
+from foretoken.ops.backends.torch.logprobs import logprobs
+from foretoken.ops.backends.torch.process import process_logits
+from foretoken.ops.backends.torch.sample import sample
+from foretoken.ops.backends.torch.verify import verify
+
+FUSES_DECODERS = False
+
+__all__ = [
+    "FUSES_DECODERS",
+    "attention",
+    "draft",
+    "logprobs",
+    "process_logits",
+    "sample",
+    "verify",
+]

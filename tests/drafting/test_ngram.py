@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from foretoken.sampling.slots import SlotTable
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +11,6 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DraftContext, DrafterSetup, DraftRequest
 from foretoken.drafting.ngram import NGram
 from foretoken.ops import Rule, get_backend
-from foretoken.sampling.slots import SlotTable
 
 CPU = torch.device("cpu")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from foretoken.drafting.state import DraftState
+
 from foretoken.ops import DraftBlock, DraftCache
 
 CPU = torch.device("cpu")

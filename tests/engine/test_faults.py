@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.sampling.history import SlotHistory
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine import build, memory
@@ -20,7 +21,6 @@ from foretoken.errors import (
     ProcessingError,
     StepError,
 )
-from foretoken.sampling.history import SlotHistory
 
 FAULTY = "bad prompt"
 PROMPTS = ["abc", FAULTY, "def f(x):"]

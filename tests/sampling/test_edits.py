@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.sampling.edits import EditFault, build_edits
+from foretoken.sampling.history import SlotHistory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.ops import Edits
-from foretoken.sampling.edits import EditFault, build_edits
-from foretoken.sampling.history import SlotHistory
 from foretoken.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")

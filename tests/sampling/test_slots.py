@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
+from foretoken.sampling.slots import SlotTable
 
 from foretoken.ops import Rule
 from foretoken.sampling.params import SamplingParams
-from foretoken.sampling.slots import SlotTable
 
 CPU = torch.device("cpu")
 

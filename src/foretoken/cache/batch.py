@@ -19,8 +19,9 @@ from torch import Tensor
 
 from foretoken.errors import IntegrityError
 from foretoken.ops import AttentionBatch, AttentionGroup
+from foretoken.slots.table import Array, SlotTable
 
-__all__ = ["ForwardBatch", "Span", "build_batch"]
+__all__ = ["ForwardBatch", "Span", "build_batch", "gather_batch"]
 
 
 class Span(NamedTuple):
@@ -99,6 +100,30 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
         for i, (count, group) in enumerate(members.items())
     )
     return ForwardBatch(token_T, position_T, row_N, AttentionBatch(slot_T, block_size, groups))
+
+
+def gather_batch(
+    table: SlotTable,
+    slot_B: Array,
+    start_B: Array,
+    count_B: Array,
+    num_logits_B: Array,
+    block_size: int,
+) -> ForwardBatch:
+    """The pass over `count_B` tokens of each slot from position `start_B` on.
+
+    Raises:
+        IntegrityError: a token or a block of the slot's was never written.
+    """
+    spans = []
+    numbers = (a.tolist() for a in (slot_B, start_B, count_B, num_logits_B))
+    for slot, start, count, rows in zip(*numbers, strict=True):
+        tokens = table.token_SL[slot, start : start + count].tolist()
+        if min(tokens) < 0:
+            raise IntegrityError(f"slot {slot}: a placeholder among tokens {start}+{count}")
+        blocks = table.block_SL[slot, : -(-(start + count) // block_size)].tolist()
+        spans.append(Span(blocks, start, tokens, rows))
+    return build_batch(spans, block_size, table.device)
 
 
 def _check(span: Span, count: int, block_size: int) -> None:

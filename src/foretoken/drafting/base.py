@@ -1,9 +1,10 @@
-"""The drafter contract: needs declared as data, propose, observe the outcome.
+"""The drafter contract: wants declared as data, propose, observe what became of it.
 
 Charter: what every drafter is given and must give back. A drafter proposes up to K tokens for each
-request in one call and later learns how many were accepted. It never sees the token that the
-target will draw, and never decides a draft's length from the token drafted there (that would bias
-the rejection rules): the length may depend on the tokens before it and on q alone.
+request in one call, at the beginning of the step that verifies them, and sees every step's outcome,
+prefill too. It never sees the token that the target will draw, and never decides a draft's length
+from the token drafted there (that would bias the rejection rules): the length may depend on the
+tokens before it and on q alone.
 
 Shape suffixes: B requests of the call, K most drafts, S slots, V vocabulary.
 """
@@ -11,15 +12,18 @@ Shape suffixes: B requests of the call, K most drafts, S slots, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.ops import Backend, DraftBlock, Rule, SlotParams
+from foretoken.ops import Backend, DraftBlock
+from foretoken.slots.step import StepInput, StepResult
+from foretoken.slots.table import Array, SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,40 +41,17 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftRequest:
-    """What a drafter may know of one request.
+class Wants:
+    """What a drafter wants of the target, known before anything is loaded.
 
     Attributes:
-        slot: permanent index of the request's state.
-        token_ids: every known token, prompt and output; the first draft is for position
-            len(token_ids).
-        block_ids: cache blocks covering len(token_ids) + num_drafts tokens. Leading ones may be
-            shared with requests that begin with the same tokens, and may have been filled by one
-            that was never drafted for.
-        num_drafts: most tokens to draft, >= 1.
-        temperature, rule: those of its slot, known to the host. Drafts are drawn from q if the
-            temperature is not 0, and the rule asks for that q unless it is COUPLED.
+        aux_layers: layers whose input `observe` is given (`StepResult.hidden`).
+        embedding, head: whether it uses the target's own weights (`DrafterSetup`).
     """
 
-    slot: int
-    token_ids: Sequence[int]
-    block_ids: Sequence[int]
-    num_drafts: int
-    temperature: float
-    rule: Rule
-
-    @property
-    def keeps_q(self) -> bool:
-        """Whether verification will ask for the q of its drafts, if they are drawn from one."""
-        return self.temperature > 0 and self.rule is not Rule.COUPLED
-
-
-@dataclass(frozen=True, slots=True)
-class DraftContext:
-    """One call's input: the requests in batch order, and every slot's sampling state."""
-
-    requests: Sequence[DraftRequest]
-    params: SlotParams
+    aux_layers: tuple[int, ...] = ()
+    embedding: bool = False
+    head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +62,7 @@ class DrafterSetup:
         config: the engine's options; `speculation` are those of this drafter.
         vocab_size, max_model_len: the target's.
         target_tokens: token text -> id of the target's tokenizer, or None without a tokenizer.
+        embedding, head: weights [V, H] of the target, not copied, if they are among its `wants`.
     """
 
     config: EngineConfig
@@ -90,6 +72,8 @@ class DrafterSetup:
     vocab_size: int
     max_model_len: int
     target_tokens: dict[str, int] | None = None
+    embedding: Tensor | None = None
+    head: Tensor | None = None
 
 
 class Drafter(ABC):
@@ -97,31 +81,47 @@ class Drafter(ABC):
 
     options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
     needs: set by the instance if it needs anything.
+    target_ids: int64 [V'], the target's id of each of its own; None if they are the same. Drafts
+        are proposed in the target's ids either way; a q that is not one-hot needs the same ids.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
     needs: Needs = Needs()
+    target_ids: Tensor | None = None
+
+    @classmethod
+    def wants(cls, config: EngineConfig) -> Wants:
+        """What it will want of the target; asked before the target is loaded."""
+        return Wants()
 
     @abstractmethod
     def __init__(self, setup: DrafterSetup) -> None:
-        """Load what it drafts with; per-block memory comes with `allocate`."""
-
-    def allocate(self, num_blocks: int) -> None:  # noqa: B027 (optional hook)
-        """Allocate per-block memory; called once, when the engine has sized its pool."""
+        """Load what it drafts with; memory by slot and block comes with `allocate`."""
 
     @abstractmethod
-    def propose(self, context: DraftContext) -> DraftBlock:
-        """Draft up to `num_drafts` tokens per request, in the order given.
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
+        """Remember the slots, allocate memory; called once, when the engine has sized its pool."""
 
-        Token i of a request is drawn by `Backend.draft` at (position len(token_ids) + i, draft
-        index i), from q at the request's temperature and filters: with DRAFT noise, or with the
-        target's own under COUPLED. Where q is real, the block's cache states it at [slot, i] and
-        stays so until the next call. Drafts see temperature and filters, not penalties, bias or
-        bans: q says what they saw. A drawn token is never replaced by -1 for what it is.
+    @abstractmethod
+    def propose(self, slot_B: Array, num_drafts_B: Array) -> DraftBlock:
+        """Draft up to so many tokens (0 allowed) behind the known ones of each slot, in this order.
+
+        Token i of a request is drawn by `Backend.draft` at (position length + i, draft index i),
+        from q at the request's temperature and filters: with DRAFT noise, or with the target's own
+        under COUPLED. Where q is real, the block's cache states it at [slot, i] and stays so until
+        the next call. Drafts see temperature and filters, not penalties, bias or bans: q says what
+        they saw. A drawn token is never replaced by -1 for what it is.
+
+        The slots' block tables cover length + num_drafts tokens. Leading blocks may be shared with
+        requests that begin with the same tokens, and may have been filled by one that was never
+        drafted for.
         """
 
-    def observe(self, slot: int, num_drafted: int, num_accepted: int) -> None:  # noqa: B027
-        """Learn what became of this slot's last proposal: how many of its drafts were accepted."""
+    def observe(self, step: StepInput, result: StepResult) -> None:  # noqa: B027 (optional hook)
+        """See what the target computed, prompts too, and what became of the drafts.
+
+        The slots hold the outcome already: lengths count the tokens that were drawn.
+        """
 
     def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027
         """Forget what is kept for these blocks: they are handed out anew, for other tokens.
@@ -131,6 +131,10 @@ class Drafter(ABC):
 
     def release(self, slot: int) -> None:  # noqa: B027
         """Forget the request in this slot: it ended, or was preempted and will be new to a slot."""
+
+    def held_slots(self) -> Iterable[int]:
+        """Slots for which it keeps anything, to be found empty when no request has them."""
+        return ()
 
 
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:

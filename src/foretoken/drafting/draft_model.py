@@ -21,24 +21,20 @@ Shape suffixes: B requests, K drafts, S slots, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import Span, build_batch
+from foretoken.cache.batch import ForwardBatch, gather_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import (
-    DraftContext,
-    Drafter,
-    DrafterSetup,
-    DraftRequest,
-    Needs,
-)
-from foretoken.errors import ConfigError, IntegrityError
+from foretoken.drafting.base import Drafter, DrafterSetup, Needs, one_hot_block
+from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
-from foretoken.ops import DraftBlock, DraftCache, SlotParams
+from foretoken.ops import DraftBlock, DraftCache, Rule
+from foretoken.slots.step import StepInput, StepResult
+from foretoken.slots.table import Array, SlotTable
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
@@ -52,7 +48,6 @@ class DraftModel(Drafter):
         self.model = model or _load_checked(setup)
         self.config = setup.config
         self.backend = setup.backend
-        self.device = setup.device
         self.probabilistic = setup.speculation.draft_sample_method != "greedy"
         num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
         self._cache_shape = (setup.config.max_num_seqs, num_drafts, self.model.vocab_size)
@@ -62,222 +57,184 @@ class DraftModel(Drafter):
                 self.model.layer_shapes, setup.config.block_size, self.model.dtype
             ),
         )
-        self._num_computed_S = [0] * setup.config.max_num_seqs
-        self._num_proposed_S = [0] * setup.config.max_num_seqs
-        self._complete = bytearray()
-        self._kv: KVPool | None = None
-        self._cache: DraftCache | None = None
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """K/V tensors for as many blocks as the target has, and q for every slot."""
+        dtype, device = self.model.dtype, self.model.device
+        self.slots = slots
+        self._num_computed_S = np.zeros(slots.num_slots, dtype=np.int64)
+        self._complete = np.zeros(num_blocks, dtype=bool)
+        self._cache = None
         if self.probabilistic:
-            self._cache = DraftCache.empty(*self._cache_shape, self.model.dtype, self.device)
-        self._complete = bytearray(num_blocks)
-        self._kv = KVPool(
-            self.model.layer_shapes,
-            num_blocks,
-            self.config.block_size,
-            dtype=self.model.dtype,
-            device=self.device,
-        )
+            self._cache = DraftCache.empty(*self._cache_shape, dtype, device)
+        size = self.config.block_size
+        self._kv = KVPool(self.model.layer_shapes, num_blocks, size, dtype=dtype, device=device)
 
-    def propose(self, context: DraftContext) -> DraftBlock:
-        """One pass per draft index over the requests that still want one. See `Drafter.propose`."""
-        requests = context.requests
-        num_drafts = [_fit(r, self.model.max_model_len) for r in requests]
-        asked = [(r, k) for r, k in zip(requests, num_drafts, strict=True) if k]
-        for request, _ in asked:
-            self._skip_complete(request)
-        self._catch_up([request for request, _ in asked])
+    def propose(self, slot_B: Array, num_drafts_B: Array) -> DraftBlock:
+        """See `Drafter.propose`. Drafts end where the draft model's context does."""
+        # The last draft is drawn, but not computed.
+        room_B = self.model.max_model_len - self.slots.length_S[slot_B] + 1
+        num_B = np.minimum(num_drafts_B, room_B).clip(min=0)
+        asked = num_B.nonzero()[0]
+        if not len(asked):
+            return one_hot_block([[]] * len(slot_B), self.model.device)
+        slot_A, num_A = slot_B[asked], num_B[asked]
+        slots = slot_A.tolist()
+        for slot in slots:
+            self._skip_complete(slot)
+        self._catch_up(slots)
+        warm = any(self.slots.temperatures[slot] > 0 for slot in slots)
         # Coupled requests keep no q, but draw, too: with the target's own noise.
-        cache = self._cache if any(r.temperature > 0 for r, _ in asked) else None
+        cache = self._cache if warm else None
         draft = self._draft_by_passes if self.model.fused is None else self._draft_at_once
-        drafts = draft(asked, context.params, cache) if asked else torch.empty(0, 0).long()
-        for request, k in asked:
-            self._advance(request, len(request.token_ids))
-            self._num_proposed_S[request.slot] = k
-        if len(asked) < len(requests):
-            drafts = _spread(drafts, num_drafts)
-        real = [
-            cache is not None and k > 0 and r.keeps_q
-            for r, k in zip(requests, num_drafts, strict=True)
-        ]
+        token_BK = draft(slot_A, num_A, cache)
+        for slot in slots:
+            self._advance(slot, int(self.slots.length_S[slot]))
+        if len(asked) < len(slot_B):
+            token_AK = token_BK
+            token_BK = token_AK.new_full((len(slot_B), token_AK.shape[1]), -1)
+            token_BK[torch.from_numpy(asked)] = token_AK
+        real_q_B = np.array([self._keeps_q(slot) for slot in slot_B.tolist()])
+        real_q_B &= (num_B > 0) & (cache is not None)
         return DraftBlock(
-            token_BK=drafts,
-            num_B=torch.from_numpy(np.array(num_drafts, dtype=np.int64)).to(self.device),
-            cache=cache if any(real) else None,
-            real_q_B=torch.from_numpy(np.array(real, dtype=bool)).to(self.device),
+            token_BK=token_BK,
+            num_B=torch.from_numpy(num_B),
+            cache=cache if real_q_B.any() else None,
+            real_q_B=torch.from_numpy(real_q_B),
         )
 
-    def _draft_at_once(
-        self,
-        asked: Sequence[tuple[DraftRequest, int]],
-        params: SlotParams,
-        cache: DraftCache | None,
-    ) -> Tensor:
+    def _keeps_q(self, slot: int) -> bool:
+        """Whether verification will ask for the q of its drafts, if they are drawn from one."""
+        return self.slots.temperatures[slot] > 0 and self.slots.rules[slot] is not Rule.COUPLED
+
+    def _draft_at_once(self, slot_B: Array, num_B: Array, cache: DraftCache | None) -> Tensor:
         """All passes and draws in one native call; the drafts, -1 behind a request's last.
 
         With K = 5 the draft passes of the embedded pair took 3.7 to 4.6 ms a step through the
         modules, and the work beside them 1.5.
         """
-        fused, kv = self.model.fused, self._kv
-        if fused is None or kv is None:
-            raise IntegrityError("the drafter was asked to propose before `allocate`")
-        first = build_batch(
-            [self._next_span(request, []) for request, _ in asked], kv.block_size, self.device
-        )
-        last_computed = max(len(r.token_ids) + k - 1 for r, k in asked)
-        columns = -(-last_computed // kv.block_size)
-        blocks = [[*r.block_ids[:columns], *[0] * (columns - len(r.block_ids))] for r, _ in asked]
-        numbers = [
-            [r.slot for r, _ in asked],
-            [len(r.token_ids) for r, _ in asked],
-            [k for _, k in asked],
-        ]
-        return fused.draft(
+        slots, fused = self.slots, self.model.fused
+        length_B = slots.length_S[slot_B]
+        first = self._missing(slot_B)
+        columns = -(-int((length_B + num_B - 1).max()) // self._kv.block_size)
+        return fused.draft(  # type: ignore[union-attr]
             first,
-            kv,
-            params,
-            torch.from_numpy(np.array(blocks, dtype=np.int64)),
-            torch.from_numpy(np.array(numbers, dtype=np.int64)),
+            self._kv,
+            slots.params,
+            torch.from_numpy(slots.block_SL[slot_B, :columns]),
+            torch.from_numpy(np.stack([slot_B, length_B, num_B])),
             cache,
             self.config.use_fp64_gumbel,
         )
 
-    def _draft_by_passes(
-        self,
-        asked: Sequence[tuple[DraftRequest, int]],
-        params: SlotParams,
-        cache: DraftCache | None,
-    ) -> Tensor:
+    def _draft_by_passes(self, slot_B: Array, num_B: Array, cache: DraftCache | None) -> Tensor:
         """One pass per draft index over the requests that still want one."""
-        drafts: list[list[int]] = [[] for _ in asked]
-        most = max(k for _, k in asked)
+        most = int(num_B.max())
+        token_BK = np.full((len(slot_B), most), -1, dtype=np.int64)
         for i in range(most):
-            live = [(r, own) for (r, k), own in zip(asked, drafts, strict=True) if k > i]
-            logits_BV = self._forward([self._next_span(r, own) for r, own in live])
-            if cache is not None:
-                token_B = self._draw(logits_BV, params, [r for r, _ in live], i, cache)
+            live = (num_B > i).nonzero()[0]
+            slot_A = slot_B[live]
+            if i:
+                self.slots.put_drafts(slot_A, token_BK[live, :i])
+                start_A, one_A = self.slots.length_S[slot_A] + i - 1, np.ones_like(slot_A)
+                batch = self._gather(slot_A, start_A, one_A, one_A)
             else:
-                token_B = logits_BV.argmax(dim=-1)
-            for (_, own), token in zip(live, token_B.tolist(), strict=True):
-                own.append(token)
-        padded = [own + [-1] * (most - len(own)) for own in drafts]
-        return torch.tensor(padded, dtype=torch.int64, device=self.device)
+                batch = self._missing(slot_A)
+            logits_AV = self.model.forward(batch, self._kv)
+            if cache is None:
+                token_A = logits_AV.argmax(dim=-1)
+            else:
+                token_A = self._draw(logits_AV, slot_A, i, cache)
+            token_BK[live, i] = token_A.numpy()
+        return torch.from_numpy(token_BK)
 
-    def observe(self, slot: int, num_drafted: int, num_accepted: int) -> None:
+    def observe(self, step: StepInput, result: StepResult) -> None:
         """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
-        self._num_computed_S[slot] += min(num_accepted, self._num_proposed_S[slot] - 1)
+        num_D, n_accept_D = result.drafts.num_B.numpy(), result.verdict.n_accept_B.numpy()
+        slot_D = step.slot_B[result.deciding]
+        self._num_computed_S[slot_D] += np.minimum(n_accept_D, (num_D - 1).clip(min=0))
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Remove these blocks' marks; zero their K/V if the model multiplies masked keys."""
-        if self._kv is not None:
-            if self.model.multiplies_masked_keys:
-                self._kv.clear(block_ids)
-            for block in block_ids:
-                self._complete[block] = False
+        if self.model.multiplies_masked_keys:
+            self._kv.clear(block_ids)
+        self._complete[block_ids] = False
 
     def release(self, slot: int) -> None:
         """Forget the request in this slot."""
         self._num_computed_S[slot] = 0
 
-    def _skip_complete(self, request: DraftRequest) -> None:
+    def held_slots(self) -> Iterable[int]:
+        """Slots whose tokens it has computed."""
+        return self._num_computed_S.nonzero()[0].tolist()  # type: ignore[no-any-return]
+
+    def _skip_complete(self, slot: int) -> None:
         """Start a request that is new to its slot behind the leading blocks that are complete."""
-        if self._num_computed_S[request.slot]:
+        if self._num_computed_S[slot]:
             return
-        size, last = self.config.block_size, len(request.token_ids) - 1
-        for block in request.block_ids[: last // size]:
+        last = int(self.slots.length_S[slot]) - 1
+        for block in self.slots.block_SL[slot, : last // self.config.block_size].tolist():
             if not self._complete[block]:
                 break
-            self._num_computed_S[request.slot] += size
+            self._num_computed_S[slot] += self.config.block_size
 
-    def _advance(self, request: DraftRequest, num_computed: int) -> None:
+    def _advance(self, slot: int, num_computed: int) -> None:
         """Count a request's leading known tokens that were computed, and mark blocks they fill."""
-        self._num_computed_S[request.slot] = num_computed
+        self._num_computed_S[slot] = num_computed
         for i in reversed(range(num_computed // self.config.block_size)):
-            block = request.block_ids[i]
+            block = self.slots.block_SL[slot, i]
             if self._complete[block]:
                 return  # and so are those before it
             self._complete[block] = True
 
-    def _next_span(self, request: DraftRequest, drafts: Sequence[int]) -> Span:
-        """All tokens the cache lacks before the first draft, then the last draft alone."""
-        known = len(request.token_ids)
-        if drafts:
-            return Span(request.block_ids, known + len(drafts) - 1, drafts[-1:], 1)
-        start = self._num_computed_S[request.slot]
-        return Span(request.block_ids, start, request.token_ids[start:], 1)
+    def _missing(self, slot_B: Array) -> ForwardBatch:
+        """All known tokens that the cache lacks, and the logits of the last one."""
+        start_B = self._num_computed_S[slot_B]
+        count_B = self.slots.length_S[slot_B] - start_B
+        return self._gather(slot_B, start_B, count_B, np.ones_like(slot_B))
 
-    def _catch_up(self, requests: Sequence[DraftRequest]) -> None:
+    def _gather(
+        self, slot_B: Array, start_B: Array, count_B: Array, num_logits_B: Array
+    ) -> ForwardBatch:
+        size = self.config.block_size
+        return gather_batch(self.slots, slot_B, start_B, count_B, num_logits_B, size)
+
+    def _catch_up(self, slots: Sequence[int]) -> None:
         """Compute missing tokens until those left fit one pass of the engine's token budget."""
-        if not requests:
-            return
         budget = self.config.max_num_batched_tokens
-        share = max(budget // len(requests), 1)
+        share = max(budget // len(slots), 1)
         while True:
-            spans, ends, room = [], [], budget
-            for request in requests:
-                start = self._num_computed_S[request.slot]
-                size = min(len(request.token_ids) - start - share, room)
+            parts, room = [], budget
+            for slot in slots:
+                start = int(self._num_computed_S[slot])
+                size = min(int(self.slots.length_S[slot]) - start - share, room)
                 if size > 0:
-                    tokens = request.token_ids[start : start + size]
-                    spans.append(Span(request.block_ids, start, tokens, 0))
-                    ends.append((request, start + size))
+                    parts.append((slot, start, size, 0))
                     room -= size
-            if not spans:
+            if not parts:
                 return
-            self._forward(spans)
-            for request, end in ends:
-                self._advance(request, end)
+            self.model.forward(self._gather(*np.array(parts, dtype=np.int64).T), self._kv)
+            for slot, start, size, _ in parts:
+                self._advance(slot, start + size)
 
-    def _forward(self, spans: Sequence[Span]) -> Tensor:
-        if self._kv is None:
-            raise IntegrityError("the drafter was asked to propose before `allocate`")
-        batch = build_batch(spans, self.config.block_size, self.device)
-        return self.model.forward(batch, self._kv)
-
-    def _draw(
-        self,
-        logits_BV: Tensor,
-        params: SlotParams,
-        requests: Sequence[DraftRequest],
-        i: int,
-        cache: DraftCache,
-    ) -> Tensor:
+    def _draw(self, logits_BV: Tensor, slot_B: Array, i: int, cache: DraftCache) -> Tensor:
         """Sample draft i of each request and keep the q it came from, by slot."""
-        numbers = [
-            [r.slot for r in requests],
-            [len(r.token_ids) + i for r in requests],
-            [i] * len(requests),
-        ]
-        numbers_3B = torch.from_numpy(np.array(numbers, dtype=np.int64)).to(self.device)
+        keeps_q = any(self._keeps_q(slot) for slot in slot_B.tolist())
         return self.backend.draft(
             logits_BV,
-            params,
-            numbers_3B[0],
-            numbers_3B[1],
-            numbers_3B[2],
-            cache if any(r.keeps_q for r in requests) else None,
+            self.slots.params,
+            torch.from_numpy(slot_B),
+            torch.from_numpy(self.slots.length_S[slot_B] + i),
+            torch.full((len(slot_B),), i),
+            cache if keeps_q else None,
             fp64_noise=self.config.use_fp64_gumbel,
         )
-
-
-def _spread(drafts: Tensor, num_drafts: Sequence[int]) -> Tensor:
-    """Drafts of the requests that have some, as rows of a batch in which others have none."""
-    all_BK = drafts.new_full((len(num_drafts), drafts.shape[1]), -1)
-    all_BK[torch.tensor([k > 0 for k in num_drafts], device=drafts.device)] = drafts
-    return all_BK
 
 
 def _cache_bytes(num_drafts: int, vocab_size: int, dtype: torch.dtype) -> int:
     """Bytes of a `DraftCache` for one slot."""
     one = DraftCache.empty(1, num_drafts, vocab_size, dtype, torch.device("meta"))
     return sum(t.numel() * t.element_size() for t in (one.logits_SKV, one.threshold_SK, one.lse_SK))
-
-
-def _fit(request: DraftRequest, max_model_len: int) -> int:
-    """Drafts that the draft model's context still allows: draft K is drawn but not computed."""
-    return max(0, min(request.num_drafts, max_model_len - len(request.token_ids) + 1))
 
 
 def _load_checked(setup: DrafterSetup) -> CausalLM:

@@ -7,10 +7,11 @@ has K tokens after it, else the one that has most (Saxena 2023, "Prompt Lookup D
 
 from __future__ import annotations
 
-from array import array
+import numpy as np
 
-from foretoken.drafting.base import DraftContext, Drafter, DrafterSetup, DraftRequest, one_hot_block
+from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.ops import DraftBlock
+from foretoken.slots.table import Array, SlotTable
 
 _BYTES = 4  # token ids are searched as 4-byte words: bytes.rfind runs at C speed
 
@@ -22,34 +23,33 @@ class NGram(Drafter):
 
     def __init__(self, setup: DrafterSetup) -> None:
         self.shortest, self.longest = setup.speculation.lookup_sizes
-        self.device = setup.device
-        self._texts: dict[int, bytearray] = {}
 
-    def propose(self, context: DraftContext) -> DraftBlock:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
+        """Remember where the tokens are."""
+        self.slots = slots
+
+    def propose(self, slot_B: Array, num_drafts_B: Array) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
-        return one_hot_block([self._lookup(r) for r in context.requests], self.device)
+        asked = zip(slot_B.tolist(), num_drafts_B.tolist(), strict=True)
+        return one_hot_block([self._lookup(*one) for one in asked], self.slots.device)
 
-    def release(self, slot: int) -> None:
-        """Forget the request in this slot."""
-        self._texts.pop(slot, None)
-
-    def _lookup(self, request: DraftRequest) -> list[int]:
-        text = self._texts.setdefault(request.slot, bytearray())
-        text += array("i", request.token_ids[len(text) // _BYTES :]).tobytes()
-        for size in range(min(self.longest, len(request.token_ids) - 1), self.shortest - 1, -1):
-            end = _best_match(text, size, request.num_drafts * _BYTES)
+    def _lookup(self, slot: int, num_drafts: int) -> list[int]:
+        length = int(self.slots.length_S[slot])
+        text = self.slots.token_SL[slot, :length].tobytes() if num_drafts else b""
+        for size in range(min(self.longest, len(text) // _BYTES - 1), self.shortest - 1, -1):
+            end = _best_match(text, size, num_drafts * _BYTES)
             if end >= 0:
-                found = array("i", bytes(text[end : end + request.num_drafts * _BYTES]))
-                return found.tolist()
+                found = text[end : end + num_drafts * _BYTES]
+                return np.frombuffer(found, dtype=np.int32).tolist()
         return []
 
 
-def _best_match(text: bytearray, size: int, wanted: int) -> int:
+def _best_match(text: bytes, size: int, wanted: int) -> int:
     """Byte offset after an earlier occurrence of the last `size` tokens, or -1.
 
     The latest one with `wanted` bytes after it; the earliest, which has most, if none has as many.
     """
-    suffix = bytes(text[-size * _BYTES :])
+    suffix = text[-size * _BYTES :]
     best, stop = -1, len(text) - _BYTES
     while True:
         at = text.rfind(suffix, 0, stop)

@@ -12,21 +12,20 @@ import torch
 from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import EngineConfig
-from foretoken.drafting.base import Drafter, DrafterSetup
+from foretoken.drafting.base import Drafter, DrafterSetup, Needs
 from foretoken.drafting.registry import build_drafter, find_drafter
-from foretoken.drafting.state import DraftState
 from foretoken.engine.engine import Engine
 from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
 from foretoken.engine.runner import Runner
+from foretoken.engine.sampler import Sampler
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import Backend, get_backend, unavailable
 from foretoken.sampling.params import SamplingParams
-from foretoken.sampling.sampler import Sampler
-from foretoken.sampling.slots import SlotTable
 from foretoken.sampling.synthetic import joint_rates, rates_of
+from foretoken.slots.table import SlotTable
 
 _log = logging.getLogger(__name__)
 
@@ -87,14 +86,22 @@ def _build(config: EngineConfig) -> Engine:
     num_blocks = _num_blocks(config, model, drafter)
     per_block, per_slot = _sizes(config, model, drafter)
     check_fits(num_blocks * per_block + config.max_num_seqs * per_slot)
+    most_tokens = min(model.max_model_len, num_blocks * config.block_size)
+    speculation = config.speculative_config
+    slots = SlotTable(
+        config.max_num_seqs,
+        device,
+        max_tokens=most_tokens,
+        num_drafts=speculation.num_speculative_tokens if speculation else 0,
+        blocks=-(-most_tokens // config.block_size),
+    )
     if drafter is not None:
-        drafter.allocate(num_blocks)
+        drafter.allocate(slots, num_blocks)
+        slots.register("drafts", drafter)
     kv = KVPool(model.layer_shapes, num_blocks, config.block_size, dtype=model.dtype, device=device)
-    slots = SlotTable(config.max_num_seqs, device)
     sampler = Sampler(
         backend,
         slots,
-        device=device,
         synthetic_rates=_synthetic_rates(config),
         fp64_noise=config.use_fp64_gumbel,
         decode=None if tokenizer is None else cache(lambda token: str(tokenizer.decode([token]))),
@@ -105,9 +112,9 @@ def _build(config: EngineConfig) -> Engine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    runner = Runner(model, kv, sampler, DraftState(device))
+    runner = Runner(model, kv, sampler, drafter)
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
-    return Engine(config, runner, scheduler, drafter, tokenizer, eos_ids, defaults, threads)
+    return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads)
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
@@ -207,9 +214,9 @@ def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) 
 def _sizes(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> tuple[int, int]:
     """Bytes of one block over target and drafter, and of one slot."""
     per_block = KVPool.bytes_per_block(model.layer_shapes, config.block_size, model.dtype)
-    if drafter is None:
-        return per_block, 0
-    return per_block + drafter.needs.kv_bytes_per_block, drafter.needs.bytes_per_slot
+    per_slot = SlotTable.bytes_per_slot(model.max_model_len, config.block_size)
+    needs = Needs() if drafter is None else drafter.needs
+    return per_block + needs.kv_bytes_per_block, per_slot + needs.bytes_per_slot
 
 
 def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:

@@ -1,12 +1,16 @@
-"""The engine: `step()` serves every request once, from schedule to new drafts.
+"""The engine: `step()` serves every request once, from schedule to committed tokens.
 
 Charter: the order of things and the life of requests (admission, committing tokens, stopping,
-ending, failing). Batching policy is the scheduler's, tensors are the runner's, text is the
-detokenizer's.
+ending, failing). Batching policy is the scheduler's, what runs on the device is the runner's, text
+is the detokenizer's.
+
+A step is launched and committed. `step()` does one after the other; who launches the next step
+before committing the last gets the same tokens, with the device never waiting for the host.
 
 Faults: an exception in the work for one request ends that request (`_alone`); one in the work for
-the batch, its forward pass or its drafting, ends every running request, because their caches and
-drafts are then unknown. Neither leaves `step`, and slots and blocks come back. An exception in the
+the batch, its drafting or its forward pass, ends every running request, because their caches are
+then unknown. Neither leaves `step`, and slots and blocks come back. What can fail for one request
+alone is done before the pass or at its commit, so that no pass runs twice. An exception in the
 schedule is a bug of ours that no request can be blamed for: it is raised, and so is what
 `check_integrity` finds when the last request has ended.
 """
@@ -16,24 +20,36 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from foretoken.config import EngineConfig
-from foretoken.drafting.base import DraftContext, Drafter, DraftRequest
 from foretoken.engine.admission import Limits, bad_word_ids, check_request, choose_rule
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.faults import no_token, overloaded, processing_error, step_failure
-from foretoken.engine.request import Request, RequestGroup, Status
-from foretoken.engine.runner import Outcome, Runner, ShareFault
-from foretoken.engine.scheduler import Scheduler, Share
+from foretoken.engine.request import Request, RequestGroup, Share, Status
+from foretoken.engine.runner import Runner
+from foretoken.engine.scheduler import Plan, Scheduler
+from foretoken.engine.step import OnStep, StepTrace, step_input
 from foretoken.engine.threads import StepThreads
 from foretoken.errors import IntegrityError
 from foretoken.ops import Rule
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
+from foretoken.slots.step import Outcome, StepResult
+from foretoken.slots.table import SlotRequest
 
 _RULES = {rule.name.lower(): rule for rule in Rule}
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step on its way: whose it is, and its result."""
+
+    shares: Sequence[Share]
+    groups: list[RequestGroup]
+    result: StepResult
 
 
 class Engine:
@@ -44,7 +60,6 @@ class Engine:
         config: EngineConfig,
         runner: Runner,
         scheduler: Scheduler,
-        drafter: Drafter | None,
         tokenizer: Any | None,
         eos_ids: frozenset[int],
         default_params: SamplingParams,
@@ -53,13 +68,13 @@ class Engine:
         self.config = config
         self.runner = runner
         self.scheduler = scheduler
-        self.drafter = drafter
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.default_params = default_params
         self.threads = threads
         self.metrics = SpeculationMetrics()
-        self._slots = runner.sampler.slots
+        self.on_step: OnStep | None = None
+        self._slots = runner.slots
         self._detokenizers: dict[Request, Detokenizer] = {}
         self._num_admitted = 0
         speculation = config.speculative_config
@@ -81,7 +96,7 @@ class Engine:
     def num_speculative_tokens(self) -> int:
         """The engine's K; 0 without speculation."""
         speculation = self.config.speculative_config
-        return speculation.num_speculative_tokens if speculation and self.drafter else 0
+        return speculation.num_speculative_tokens if speculation and self.runner.drafter else 0
 
     @property
     def has_work(self) -> bool:
@@ -100,23 +115,55 @@ class Engine:
         Raises:
             IntegrityError: nothing is left to do, and yet something is held: a bug of ours.
         """
+        clock = self.runner.clock
+        clock.start(StepTrace() if self.on_step else None)
         plan = self.scheduler.schedule()
-        changed = list(dict.fromkeys(request.group for request in self.scheduler.running))
-        with self.threads.during(plan.shares), self._together():
-            self._release_slots()
-            for request in plan.admitted:
-                with self._alone(request):
-                    self._admit(request)
-            self._clear_fresh_blocks()
-            for share, outcome in self._run(plan.shares):
-                try:
-                    self._commit(share, outcome)
-                except Exception as error:
-                    self._fail(share.request, error)
-            self._draft()
+        clock.mark("schedule")
+        launched = self.launch(plan)
+        changed = self.commit(launched)
+        clock.mark("commit")
+        trace = clock.stop()
+        if self.on_step and trace:
+            self.on_step(trace.of(launched.result))
         if not self.has_work:
             self.check_integrity()
         return changed
+
+    def launch(self, plan: Plan) -> Launched:
+        """Run a step: its tokens are in the slots then, and the requests know nothing of it yet."""
+        groups = list(dict.fromkeys(request.group for request in self.scheduler.running))
+        launched = Launched([], groups, StepResult.empty())
+        with self._together():
+            for slot in plan.left_slots:
+                self._slots.release(slot)
+            for request in plan.admitted:
+                with self._alone(request):
+                    self._admit(request)
+            self._slots.write_blocks(plan.new_blocks)
+            if plan.fresh_blocks:
+                self.runner.clear(plan.fresh_blocks)
+            shares = [s for s in plan.shares if s.request.status is Status.RUNNING]
+            for share in shares:
+                share.request.launched = share
+            self.runner.clock.mark("admit")
+            with self.threads.during(shares):
+                launched = Launched(shares, groups, self.runner.run(step_input(shares)))
+        return launched
+
+    def commit(self, launched: Launched) -> list[RequestGroup]:
+        """Let the requests have what a step computed; returns the groups of those that ran."""
+        outcomes: dict[int, Outcome] = {}
+        with self._together():
+            outcomes = launched.result.read()
+        for index, share in enumerate(launched.shares):
+            request = share.request
+            request.launched = None
+            if request.status is not Status.FINISHED:  # since it was launched
+                try:
+                    self._commit(share, outcomes[index])
+                except Exception as error:
+                    self._fail(request, error)
+        return launched.groups
 
     def add(
         self,
@@ -144,9 +191,12 @@ class Engine:
         bad_words = bad_word_ids(params, self.tokenizer, self.runner.model.vocab_size)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
-        rule = choose_rule(params, self._rule, self._most_drafts(params))
+        own, engines = params.num_speculative_tokens, self.num_speculative_tokens
+        most = engines if own is None else own
+        rule = choose_rule(params, self._rule, most)
         for j in range(params.n):
-            request = Request(group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words, rule)
+            tokens = list(prompt_ids)
+            request = Request(group, j, mix(seed, j), tokens, stop_ids, bad_words, rule, most)
             self.scheduler.add(request)
             group.samples.append(request)
         self._num_admitted = admission
@@ -173,16 +223,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if any block, slot or per-request state is leaked."""
         self.scheduler.check_integrity()
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        slots = {request.slot for request in running}
-        kept = {
-            "detokenizers": self._detokenizers.keys() - {*running, *waiting},
-            "histories": self._slots.histories.keys() - slots,
-            "draft probabilities": self.runner.drafts.slots - slots,
-        }
-        for what, leaked in kept.items():
-            if leaked:
-                raise IntegrityError(f"{what} of requests that ended: {leaked}")
+        self._slots.check_integrity({request.slot for request in self.scheduler.running})
+        live = {*self.scheduler.running, *self.scheduler.waiting}
+        if leaked := self._detokenizers.keys() - live:
+            raise IntegrityError(f"detokenizers of requests that ended: {leaked}")
 
     @contextmanager
     def _alone(self, request: Request) -> Iterator[None]:
@@ -214,29 +258,20 @@ class Engine:
     def _blame(request: Request, cause: Exception) -> None:
         request.group.error = request.group.error or processing_error(request, cause)
 
-    def _run(self, shares: Sequence[Share]) -> Iterator[tuple[Share, Outcome]]:
-        """The shares' outcomes; computed again without a request whose own part of it raised."""
-        while live := [s for s in shares if s.request.status is Status.RUNNING]:
-            try:
-                outcomes = self.runner.run(live)
-            except ShareFault as fault:
-                self._fail(fault.request, fault.cause)
-            else:
-                return zip(live, outcomes, strict=True)
-        return iter(())
-
     def _admit(self, request: Request) -> None:
         """Set up the slot of a request that the scheduler just gave one, perhaps once more."""
-        self._slots.admit(
-            request.slot,
+        state = SlotRequest(
             request.key,
             request.params,
+            _RULES[request.rule],
             request.group.prompt_ids,
-            rule=_RULES[request.rule],
+            request.output_ids,
+            limit=request.num_prompt + request.params.token_limit,
+            num_computed=request.num_computed,
             stop_ids=tuple(request.stop_ids),
             bad_word_ids=request.bad_word_ids,
         )
-        self._slots.append(request.slot, request.output_ids)
+        self._slots.admit(request.slot, state)
         if request.index == 0 and not request.num_preemptions:
             request.group.metrics.num_cached_tokens = request.num_computed
         if self.tokenizer is not None and request not in self._detokenizers:
@@ -250,42 +285,45 @@ class Engine:
     def _commit(self, share: Share, outcome: Outcome) -> None:
         """Take over what a step computed for one request."""
         request, group = share.request, share.request.group
-        if group.prompt_logprobs is not None and outcome.prompt_logprobs is not None:
+        if outcome.prompt_logprobs is not None and group.prompt_logprobs is not None:
+            following = group.prompt_ids[share.start + 1 :][: len(outcome.prompt_logprobs)]
+            most = request.params.prompt_logprobs or 0
+            rows = self.runner.sampler.describe(outcome.prompt_logprobs, following, most)
             # After a preemption, some of these were there already.
-            num_known = len(group.prompt_logprobs) - (request.num_computed + 1)
-            group.prompt_logprobs += outcome.prompt_logprobs[num_known:]
-        request.draft_ids = []
-        request.num_computed += share.num_tokens + outcome.num_accepted
+            group.prompt_logprobs += rows[len(group.prompt_logprobs) - share.start - 1 :]
+        if share.life == request.num_preemptions:  # else its K/V are gone
+            request.num_computed += share.num_tokens + outcome.num_accepted
         if not share.decides:
             return
-        if outcome.failure is not None:
-            group.error = no_token(request, outcome.failure)
+        if outcome.fault is not None:
+            raise outcome.fault
+        if not outcome.is_finite:
+            group.error = no_token(request, outcome.bans_all)
             self._finish(request, "error")
             return
         if group.metrics.time_to_first_token is None:
             group.metrics.time_to_first_token = time.perf_counter() - group.arrival
-        num_drafts, num_accepted = len(share.drafts), outcome.num_accepted
         synthetic = request.rule == "synthetic"
-        group.metrics.observe(num_drafts, num_accepted, synthetic=synthetic)
-        self.metrics.observe(num_drafts, num_accepted, synthetic=synthetic)
-        if self.drafter is not None and num_drafts:
-            self.drafter.observe(request.slot, num_drafts, num_accepted)
-        self._take_tokens(request, outcome, num_drafts)
+        for metrics in (group.metrics, self.metrics):
+            metrics.observe(outcome.num_drafts, outcome.num_accepted, synthetic=synthetic)
+        self._take_tokens(request, outcome)
 
-    def _take_tokens(self, request: Request, outcome: Outcome, num_drafts: int) -> None:
+    def _take_tokens(self, request: Request, outcome: Outcome) -> None:
         """Append tokens until one ends the request; what follows it is dropped."""
-        num_accepted = outcome.num_accepted
-        last = "plain" if not num_drafts else "bonus" if num_accepted == num_drafts else "resampled"
-        taken = 0
-        for i, token in enumerate(outcome.token_ids):
+        tokens, num_accepted = outcome.token_ids, outcome.num_accepted
+        last = "bonus" if num_accepted == outcome.num_drafts else "resampled"
+        origins = ["accepted"] * num_accepted + [last if outcome.num_drafts else "plain"]
+        logprobs = None
+        if outcome.logprobs is not None and request.params.logprobs is not None:
+            describe = self.runner.sampler.describe
+            logprobs = describe(outcome.logprobs, tokens, request.params.logprobs)
+        for i, token in enumerate(tokens):
             request.token_ids.append(token)
-            request.origins.append("accepted" if i < num_accepted else last)
-            if outcome.logprobs is not None:
-                request.logprobs.append(outcome.logprobs[i])
-            taken += 1
+            request.origins.append(origins[i])
+            if logprobs is not None:
+                request.logprobs.append(logprobs[i])
             if self._stops(request, token):
                 break
-        self._slots.append(request.slot, outcome.token_ids[:taken])
         if request.finish_reason is not None:
             self._finish(request, request.finish_reason)
 
@@ -310,69 +348,16 @@ class Engine:
             request.finish_reason = "length"
         return request.finish_reason is not None
 
-    def _draft(self) -> None:
-        """Ask the drafter for the next step's drafts of every request that decodes."""
-        if self.drafter is None:
-            return
-        # Oldest first: only requests still to come can be preempted for the one that grows.
-        wanted = [
-            (request, k)
-            for request in [*self.scheduler.running]
-            if request.decodes
-            and (k := self._num_drafts(request)) > 0
-            and self.scheduler.grow(request, len(request.token_ids) + k)
-        ]
-        self._release_slots()
-        if not wanted:
-            return
-        self._clear_fresh_blocks()
-        asked = [
-            DraftRequest(r.slot, r.token_ids, r.block_ids, k, r.params.temperature, _RULES[r.rule])
-            for r, k in wanted
-        ]
-        block = self.drafter.propose(DraftContext(asked, self._slots.params))
-        drafts = self.runner.drafts.put([r.slot for r in asked], block)
-        for (request, _), tokens in zip(wanted, drafts, strict=True):
-            request.draft_ids = tokens
-
-    def _clear_fresh_blocks(self) -> None:
-        """Tell who keeps something by block that these changed hands.
-
-        If a model multiplies masked keys, theirs are zeroed: a NaN would poison the new owner.
-        """
-        fresh = self.scheduler.take_fresh_blocks()
-        if fresh:
-            self.runner.clear(fresh)
-            if self.drafter is not None:
-                self.drafter.clear(fresh)
-
-    def _release_slots(self) -> None:
-        """Forget what is kept by slot of requests that ended or were preempted."""
-        left = self.scheduler.take_left_slots()
-        for slot in left:
-            self._slots.release(slot)
-            self.runner.drafts.drop(slot)
-        if self.drafter is not None:
-            for slot in left:
-                self.drafter.release(slot)
-
-    def _num_drafts(self, request: Request) -> int:
-        """K_b of a request: its own or the engine's, and no more than it can still emit."""
-        return min(self._most_drafts(request.params), request.num_remaining - 1)
-
-    def _most_drafts(self, params: SamplingParams) -> int:
-        own = params.num_speculative_tokens
-        return self.num_speculative_tokens if own is None else own
-
     def _finish(self, request: Request, reason: str) -> None:
         """Give back what a request holds, whatever raises on the way; its text is final."""
         request.finish_reason = reason
-        group = request.group
+        group, slot = request.group, request.slot
         keep_blocks = reason != "error"  # what a fault left in them is not to be trusted
         self.scheduler.finish(request, keep_blocks=keep_blocks)
         detokenizer = self._detokenizers.pop(request, None)
         try:
-            self._release_slots()
+            if slot >= 0:
+                self._slots.release(slot)
             if detokenizer is not None and not isinstance(request.stop_reason, str):
                 self._flush(request, detokenizer)
         except Exception as error:

@@ -43,10 +43,10 @@ def step_failure(cause: BaseException) -> ForetokenError:
     return error
 
 
-def no_token(request: Request, failure: str) -> ForetokenError:
-    """Why nothing could be drawn at the request's next position."""
+def no_token(request: Request, bans_all: bool) -> ForetokenError:
+    """Why nothing could be drawn at the request's next position: its own bans, or the target."""
     position, params = len(request.token_ids), request.params
-    if failure == "parameters":
+    if bans_all:
         given = {
             "allowed_token_ids": params.allowed_token_ids is not None,
             "bad_words": params.bad_words,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from foretoken.errors import ForetokenError
 from foretoken.outputs import Logprob, RequestMetrics
@@ -22,6 +23,30 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class Share(NamedTuple):  # made for every request in every step: a dataclass takes 3 times as long
+    """One request's share of a step.
+
+    Attributes:
+        start: known tokens that are computed before it, at least.
+        num_tokens: known tokens to compute.
+        num_drafts: most drafts to verify after them, in a decode step.
+        decides: whether new tokens are drawn: at the end of a prompt and in every decode step.
+        life: how often the request had been preempted when it was made.
+    """
+
+    request: Request
+    start: int
+    num_tokens: int
+    num_drafts: int
+    decides: bool
+    life: int
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether the logits of every token that it computes are wanted."""
+        return self.start < self.request.num_prompt and self.request.needs_prompt_logits
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """State of one sample.
@@ -33,7 +58,8 @@ class Request:
         stop_ids: token ids that end it: end-of-text unless ignored, and `stop_token_ids`.
         bad_word_ids: tokenised `bad_words`.
         rule: name of the verification rule that decides it.
-        draft_ids: drafts awaiting verification in the next step.
+        max_drafts: its K.
+        launched: its share of a step whose result is not known yet.
         num_computed: leading tokens of `token_ids` whose K/V are in the target's cache.
         slot: permanent index into per-request device state while it runs.
         block_ids: cache blocks in order of position.
@@ -51,7 +77,8 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     rule: str = "standard"
     status: Status = Status.WAITING
-    draft_ids: list[int] = field(default_factory=list)
+    max_drafts: int = 0
+    launched: Share | None = None
     num_computed: int = 0
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
@@ -85,6 +112,11 @@ class Request:
         return self.params.token_limit - self.num_output
 
     @property
+    def num_drafts(self) -> int:
+        """Most drafts of its next decode step: its K, and no more than it can still emit."""
+        return min(self.max_drafts, self.most_remaining - 1)
+
+    @property
     def output_ids(self) -> list[int]:
         """Generated token ids (a copy)."""
         return self.token_ids[self.num_prompt :]
@@ -99,8 +131,27 @@ class Request:
         until it has been drafted for: where its drafts stand, and with them the noise that decides
         each token, does not depend on preemption.
         """
+        if self.launched is not None and self.launched.decides:
+            return 0
         known = len(self.token_ids)
-        return known - self.num_computed - (known > len(self.group.prompt_ids))
+        return known - self.num_scheduled - (known > len(self.group.prompt_ids))
+
+    @property
+    def num_scheduled(self) -> int:
+        """Leading tokens whose K/V are computed once the launched step is; drafts not counted."""
+        return self.num_computed + (0 if self.launched is None else self.launched.num_tokens)
+
+    @property
+    def most_known(self) -> int:
+        """Known tokens once the launched step is done, if all its drafts are accepted."""
+        share = self.launched
+        return len(self.token_ids) + (share.num_drafts + 1 if share and share.decides else 0)
+
+    @property
+    def most_remaining(self) -> int:
+        """Tokens that it may still emit after the launched step; 0 if it has surely ended then."""
+        share = self.launched
+        return self.num_remaining - (1 if share and share.decides else 0)
 
     @property
     def decodes(self) -> bool:

@@ -1,177 +1,153 @@
-"""One pass of the target over a step's shares, verified: the only place where the model runs.
+"""One step on the device: draft, one pass of the target, verify; the only place where models run.
 
-Charter: turns a plan's shares into tensors, runs model and sampler, and turns the verdict back
-into plain lists. It decides nothing: not who runs (scheduler), not when a request ends (engine).
+Charter: everything between a `StepInput` and its `StepResult`. What a step needs of a request it
+reads from the slots, and what it finds it writes there, so that the next step can begin before the
+host has seen this one's tokens. It decides nothing: not who runs (scheduler), not when a request
+ends (engine).
 
-Shape suffixes: B deciding requests, N logit rows, V vocabulary.
+Drafts are proposed at the beginning of the step that verifies them: nothing of a proposal outlives
+a step, and no block is reserved for drafts that are not verified (decision 016).
+
+Shape suffixes: B requests of the step, D those that decide, K drafts, N rows of logits, M rows with
+log-probabilities, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import Span, build_batch
+from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.state import DraftState
-from foretoken.engine.request import Request
-from foretoken.engine.scheduler import Share
+from foretoken.drafting.base import Drafter, one_hot_block
+from foretoken.engine.sampler import Sampler
+from foretoken.engine.step import PhaseClock
 from foretoken.models import CausalLM
-from foretoken.outputs import Logprob
-from foretoken.sampling.edits import EditFault
-from foretoken.sampling.sampler import Sampler, SampleRequest
-
-
-class Outcome(NamedTuple):
-    """What a step gave one request.
-
-    Attributes:
-        token_ids: accepted drafts and the one token after them; empty in the midst of a prefill.
-        num_accepted: how many of them were drafts.
-        failure: why the tokens must not be used: `target` if its logits were not finite,
-            `parameters` if the request's own parameters left no token; None if all is well.
-        logprobs: one entry per token, if asked for.
-        prompt_logprobs: entries for the prompt tokens after those computed here, if asked for.
-    """
-
-    token_ids: list[int]
-    num_accepted: int = 0
-    failure: str | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
-    prompt_logprobs: list[dict[int, Logprob]] | None = None
-
-
-class ShareFault(Exception):
-    """The part of a pass that is one request's own raised `cause`; the pass gave nothing."""
-
-    def __init__(self, request: Request, cause: Exception) -> None:
-        super().__init__(request, cause)
-        self.request, self.cause = request, cause
+from foretoken.ops import DraftBlock
+from foretoken.slots.step import NONE, LogprobRows, StepInput, StepResult
+from foretoken.slots.table import Array, SlotTable
 
 
 class Runner:
-    """Owns the target, its K/V pool and the sampler."""
+    """Owns the target, its K/V pool, the drafter and the sampler; all of them share the slots."""
 
-    def __init__(self, model: CausalLM, kv: KVPool, sampler: Sampler, drafts: DraftState) -> None:
+    def __init__(
+        self, model: CausalLM, kv: KVPool, sampler: Sampler, drafter: Drafter | None
+    ) -> None:
         self.model = model
         self.kv = kv
         self.sampler = sampler
-        self.drafts = drafts
+        self.drafter = drafter
+        self.slots: SlotTable = sampler.slots
+        self.clock = PhaseClock()
+        self._no_drafts: dict[int, DraftBlock] = {}
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks that change hands, if the model would let what stands there spread."""
+        """Tell who keeps something by block that these changed hands.
+
+        If a model multiplies masked keys, theirs are zeroed: a NaN would poison the new owner.
+        """
         if self.model.multiplies_masked_keys:
             self.kv.clear(block_ids)
+        if self.drafter is not None:
+            self.drafter.clear(block_ids)
 
-    def run(self, shares: Sequence[Share]) -> list[Outcome]:
-        """Compute a step's tokens and draw the next ones; outcomes in the plan's order.
-
-        Raises:
-            ShareFault: running the shares again without that request's gives the others the same.
-        """
-        num_logits = [_num_logits(share) for share in shares]
-        spans = [_span(share, rows) for share, rows in zip(shares, num_logits, strict=True)]
-        batch = build_batch(spans, self.kv.block_size, self.model.device)
+    def run(self, step: StepInput) -> StepResult:
+        """Compute a step's tokens and draw the next ones."""
+        slots, mark = self.slots, self.clock.mark
+        index_B = slots.unfinished(step.slot_B)
+        if not len(index_B):
+            return StepResult.empty()
+        if len(index_B) < len(step.slot_B):
+            step = step.at(index_B)
+        deciding = step.decides_B.nonzero()[0]
+        slot_D = step.slot_B[deciding]
+        drafts = self._propose(slot_D, step.num_drafts_B[deciding])
+        num_drafts_B = np.zeros_like(step.slot_B)
+        num_drafts_B[deciding] = drafts.num_B.numpy()
+        mark("draft")
+        edits, faults = self.sampler.edits(slot_D, drafts, self.model.vocab_size)
+        start_B = slots.computed_S[step.slot_B]
+        count_B = step.num_tokens_B + num_drafts_B
+        num_logits_B = step.num_logits(num_drafts_B)
+        batch = gather_batch(slots, step.slot_B, start_B, count_B, num_logits_B, self.kv.block_size)
+        mark("batch")
         logits_NV = self.model.forward(batch, self.kv)
-        deciding = [share for share in shares if share.decides]
-        decisions = self._decide(_deciding_rows(shares, num_logits, logits_NV), deciding)
-        outcomes, first_row = [], 0
-        for share, rows in zip(shares, num_logits, strict=True):
-            tokens, accepted, finite = next(decisions) if share.decides else ([], 0, True)
-            outcome = Outcome(tokens, accepted)
-            if not finite or share.request.params.wants_logprobs:
-                own_logits = logits_NV[first_row : first_row + rows]
-                outcome = self._with_logits(share, own_logits, outcome, finite)
-            outcomes.append(outcome)
-            first_row += rows
-        return outcomes
+        mark("forward")
+        rows_NV = _decision_rows(logits_NV, num_logits_B, num_drafts_B, deciding)
+        verdict = self.sampler.verify(rows_NV, slot_D, drafts, edits)
+        result = StepResult(index_B, deciding, start_B, count_B, drafts, verdict, faults)
+        if not verdict.finite_B.all():
+            result.blame(rows_NV)
+        mark("verify")
+        if step.wants_logprobs:
+            self._take_logprobs(result, step, num_logits_B, logits_NV)
+            mark("log-probabilities")
+        self._advance(step, result)
+        mark("advance")
+        return result
 
-    def _decide(
-        self, logits_NV: Tensor, items: Sequence[Share]
-    ) -> Iterator[tuple[list[int], int, bool]]:
-        if not items:
-            return iter(())
-        block = self.drafts.take([i.request.slot for i in items], [i.drafts for i in items])
-        requests = [
-            SampleRequest(i.request.slot, len(i.request.token_ids), i.drafts) for i in items
-        ]
-        try:
-            verdict = self.sampler.verify(logits_NV, requests, block)
-        except EditFault as fault:
-            raise ShareFault(items[fault.index].request, fault.cause) from fault.cause
-        accepted = verdict.n_accept_B.tolist()
-        tokens = [row[: n + 1] for row, n in zip(verdict.token_BK1.tolist(), accepted, strict=True)]
-        return zip(tokens, accepted, verdict.finite_B.tolist(), strict=True)
+    def _propose(self, slot_D: Array, most_D: Array) -> DraftBlock:
+        """Drafts of the requests that decide, written behind their known tokens."""
+        num_D = self.slots.num_drafts(slot_D, most_D)
+        if self.drafter is None or not num_D.any():
+            size = len(slot_D)
+            if size not in self._no_drafts:
+                self._no_drafts[size] = one_hot_block([[]] * size, self.slots.device)
+            return self._no_drafts[size]
+        drafts = self.drafter.propose(slot_D, num_D)
+        self.slots.put_drafts(slot_D, drafts.token_BK.numpy())
+        return drafts
 
-    def _with_logits(
-        self, share: Share, logits_NV: Tensor, outcome: Outcome, finite: bool
-    ) -> Outcome:
-        """The outcome with what only the request's own logits tell."""
-        if not finite:
-            return Outcome([], failure=_failure(share, logits_NV, outcome.num_accepted))
-        try:
-            return outcome._replace(
-                logprobs=self._token_logprobs(share, logits_NV, outcome.token_ids),
-                prompt_logprobs=self._prompt_logprobs(share, logits_NV),
-            )
-        except Exception as error:
-            raise ShareFault(share.request, error) from error
+    def _advance(self, step: StepInput, result: StepResult) -> None:
+        """Let slots and drafter have the outcome; a request that has failed does not go on."""
+        slot_D = step.slot_B[result.deciding]
+        self.slots.computed_S[step.slot_B] += step.num_tokens_B
+        result.faults |= self.slots.advance(slot_D, result.verdict)
+        for i in result.faults:
+            self.slots.stop(slot_D[i])
+        if self.drafter is not None:
+            self.drafter.observe(step, result)
 
-    def _token_logprobs(
-        self, share: Share, logits_NV: Tensor, tokens: Sequence[int]
-    ) -> list[dict[int, Logprob]] | None:
-        num_top = share.request.params.logprobs
-        if num_top is None or not tokens:
-            return None
-        first = len(logits_NV) - 1 - len(share.drafts)
-        return self.sampler.logprobs(logits_NV[first : first + len(tokens)], tokens, num_top)
-
-    def _prompt_logprobs(self, share: Share, logits_NV: Tensor) -> list[dict[int, Logprob]] | None:
-        """Row j of a prefill chunk is about the prompt token after the one computed there."""
-        if not _wants_prompt_logprobs(share):
-            return None
-        start = share.request.num_computed + 1
-        following = share.request.group.prompt_ids[start : start + share.num_tokens]
-        num_top = share.request.params.prompt_logprobs or 0
-        return self.sampler.logprobs(logits_NV[: len(following)], following, num_top)
-
-
-def _wants_prompt_logprobs(share: Share) -> bool:
-    request = share.request
-    return request.needs_prompt_logits and request.num_computed < request.num_prompt
+    def _take_logprobs(
+        self, result: StepResult, step: StepInput, num_logits_B: Array, logits_NV: Tensor
+    ) -> None:
+        """Log-probabilities of prompts and of decisions, before the next pass takes the logits."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        token_DK1, end_B = result.verdict.token_BK1.clamp(min=0).tolist(), np.cumsum(num_logits_B)
+        decision = {int(b): d for d, b in enumerate(result.deciding)}
+        for b in ((step.top_B != NONE) | (step.prompt_top_B != NONE)).nonzero()[0].tolist():
+            begin, end = len(rows), int(end_B[b])
+            if step.prompt_top_B[b] != NONE:
+                following = self.slots.following(step.slot_B[b], step.num_tokens_B[b])
+                first = end - int(num_logits_B[b])
+                rows += range(first, first + len(following))
+                tokens += following
+            middle = len(rows)
+            if step.top_B[b] != NONE:
+                d = decision[b]
+                num = int(result.drafts.num_B[d]) + 1
+                rows += range(end - num, end)
+                tokens += token_DK1[d][:num]
+            result.logprob_rows[int(result.index_B[b])] = LogprobRows(begin, middle, len(rows))
+        result.logprobs = self.sampler.logprobs(
+            logits_NV[torch.tensor(rows)],
+            torch.tensor(tokens),
+            int(max(step.top_B.max(), step.prompt_top_B.max())),
+        )
 
 
-def _num_logits(share: Share) -> int:
-    if _wants_prompt_logprobs(share):
-        return share.num_tokens + len(share.drafts)
-    return 1 + len(share.drafts) if share.decides else 0
-
-
-def _span(share: Share, num_logits: int) -> Span:
-    request = share.request
-    start = request.num_computed
-    tokens = request.token_ids[start : start + share.num_tokens] + share.drafts
-    return Span(request.block_ids, start, tokens, num_logits)
-
-
-def _failure(share: Share, logits_NV: Tensor, num_accepted: int) -> str:
-    """Whose fault it is that the rows up to the one after the accepted drafts give no token."""
-    first = len(logits_NV) - 1 - len(share.drafts)
-    highest_N = logits_NV[first : first + num_accepted + 1].amax(dim=1)
-    return "parameters" if bool(torch.isfinite(highest_N).all()) else "target"
-
-
-def _deciding_rows(shares: Sequence[Share], num_logits: Sequence[int], logits_NV: Tensor) -> Tensor:
+def _decision_rows(
+    logits_NV: Tensor, num_logits_B: Array, num_drafts_B: Array, deciding: Array
+) -> Tensor:
     """The last K_b + 1 rows of every deciding request; the same tensor if those are all."""
-    keep: list[int] = []
-    first_row = 0
-    for share, rows in zip(shares, num_logits, strict=True):
-        first_row += rows
-        if share.decides:
-            keep.extend(range(first_row - 1 - len(share.drafts), first_row))
-    if len(keep) == len(logits_NV):
+    num_D = num_drafts_B[deciding] + 1
+    if len(logits_NV) == num_D.sum():
         return logits_NV
+    ends = zip(np.cumsum(num_logits_B)[deciding].tolist(), num_D.tolist(), strict=True)
+    keep = [row for end, num in ends for row in range(end - num, end)]
     return logits_NV[torch.tensor(keep, dtype=torch.int64, device=logits_NV.device)]

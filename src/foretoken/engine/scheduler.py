@@ -5,6 +5,10 @@ out. A running request prefills (known tokens whose K/V are missing) or decodes 
 the drafts to verify after it). Age decides everything: requests are admitted in order of arrival,
 and the youngest running one is preempted when an older one needs a block. The oldest is never
 preempted for another, and alone it fits the pool, so every request comes to its end.
+
+A step may be scheduled while the result of the one before is not known. Then every draft of that
+one is taken to be accepted, for blocks; its tokens count as computed, for what comes next; and the
+prefix index gets blocks of committed tokens only.
 """
 
 from __future__ import annotations
@@ -13,37 +17,33 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.prefix_index import ROOT
-from foretoken.engine.request import Request, Status
+from foretoken.engine.request import Request, Share, Status
 from foretoken.errors import IntegrityError
 
 _BY_ARRIVAL = attrgetter("arrival")
 
 
-class Share(NamedTuple):  # made for every request in every step: a dataclass takes 3 times as long
-    """One request's share of a step.
-
-    Attributes:
-        num_tokens: known tokens to compute, from `request.num_computed` on.
-        drafts: tokens to verify after them, in a decode step.
-        decides: whether new tokens are drawn: at the end of a prompt and in every decode step.
-    """
-
-    request: Request
-    num_tokens: int
-    drafts: list[int]
-    decides: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A step: the running requests' shares of it, and the requests it admitted."""
+    """A step: who computes what, and what changed hands for it.
+
+    Attributes:
+        shares: of the running requests, in order of arrival.
+        admitted: requests that have a slot anew.
+        new_blocks: (slot, first column, block ids): what block tables have become longer by, in
+            the order in which it is to be written.
+        fresh_blocks: blocks handed out, which hold what their last owner left there.
+        left_slots: slots of requests that were preempted.
+    """
 
     shares: list[Share]
     admitted: list[Request]
+    new_blocks: list[tuple[int, int, list[int]]]
+    fresh_blocks: list[int]
+    left_slots: list[int]
 
 
 class Scheduler:
@@ -68,8 +68,9 @@ class Scheduler:
         self.running: list[Request] = []
         self._num_arrived = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._left_slots: list[int] = []
+        self._new_blocks: list[tuple[int, int, list[int]]] = []
         self._fresh_blocks: list[int] = []
+        self._left_slots: list[int] = []
 
     @property
     def has_work(self) -> bool:
@@ -89,39 +90,17 @@ class Scheduler:
         a long prefill cannot stall the others, and no draft is ever dropped for what else is in
         the batch, which would make sampled tokens depend on it.
         """
+        self._new_blocks, self._fresh_blocks, self._left_slots = [], [], []
         for request in self.running:
             self._enter_blocks(request)
-        decoding = [request for request in self.running if request.decodes]
-        for request in decoding:
-            self.grow(request, len(request.token_ids) + len(request.draft_ids))
+        for request in [r for r in self.running if r.decodes and r.most_remaining]:
+            self._grow(request, request.most_known + request.num_drafts)
         admitted = self._admit()
-        return Plan(self._shares(), admitted)
-
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Give a running request the blocks for its first `num_tokens` tokens.
-
-        Younger requests are preempted while too few blocks are left; if there is none younger, the
-        request itself is, and the answer is False, as it is for one preempted before.
-        """
-        while request.status is Status.RUNNING:
-            missing = self.pool.blocks_for(num_tokens) - len(request.block_ids)
-            if missing <= 0:
-                return True
-            if missing <= self.pool.num_free:
-                self._hand_out(request, missing)
-                return True
-            self._preempt(self.running[-1])
-        return False
-
-    def take_fresh_blocks(self) -> list[int]:
-        """Blocks handed out since the last call: they hold what their last owner left there."""
-        fresh, self._fresh_blocks = self._fresh_blocks, []
-        return fresh
-
-    def take_left_slots(self) -> list[int]:
-        """Slots that ended or preempted requests left since the last call, to be cleaned up."""
-        left, self._left_slots = self._left_slots, []
-        return left
+        for request in admitted:
+            self._new_blocks.append((request.slot, 0, request.block_ids))
+        return Plan(
+            self._shares(), admitted, self._new_blocks, self._fresh_blocks, self._left_slots
+        )
 
     def finish(self, request: Request, *, keep_blocks: bool = True) -> None:
         """Take back the slot and blocks of a request that ended; also ends a waiting one.
@@ -140,12 +119,32 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = Status.FINISHED
 
+    def _grow(self, request: Request, num_tokens: int) -> None:
+        """Give a running request the blocks for its first `num_tokens` tokens.
+
+        Younger requests are preempted while too few blocks are left; if there is none younger, the
+        request itself is.
+        """
+        while request.status is Status.RUNNING:
+            first = len(request.block_ids)
+            missing = self.pool.blocks_for(num_tokens) - first
+            if missing <= self.pool.num_free:
+                if missing > 0:
+                    self._hand_out(request, missing)
+                    self._new_blocks.append((request.slot, first, request.block_ids[first:]))
+                return
+            self._preempt(self.running[-1])
+
     def _admit(self) -> list[Request]:
         """Give slots and blocks to waiting requests, in order of arrival, while they fit."""
         admitted: list[Request] = []
         for request in [*self.waiting]:
             if self._waits_for_leader(request):
                 continue
+            if (
+                request.launched is not None
+            ):  # preempted with a step on its way: its tokens come yet
+                break
             if not self._free_slots or not self._take_blocks(request):
                 break
             self.waiting.remove(request)
@@ -213,10 +212,9 @@ class Scheduler:
 
         So every prefill advances in every step, and a short prompt does not wait for a long one.
         """
-        prefilling = [request for request in self.running if not request.decodes]
-        num_decoding = len(self.running) - len(prefilling)
-        num_drafts = sum(len(request.draft_ids) for request in self.running)
-        room = max(self.max_num_batched_tokens - num_decoding - num_drafts, 0)
+        prefilling = [r for r in self.running if not r.decodes]
+        decoding = {r: r.num_drafts for r in self.running if r.decodes and r.most_remaining}
+        room = max(self.max_num_batched_tokens - len(decoding) - sum(decoding.values()), 0)
         even = room // max(len(prefilling), 1)
         chunks = {request: min(request.num_prefill, even) for request in prefilling}
         room -= sum(chunks.values())
@@ -226,11 +224,12 @@ class Scheduler:
             room -= more
         shares: list[Share] = []
         for request in self.running:
-            if request not in chunks:
-                shares.append(Share(request, 1, request.draft_ids, True))
-            elif chunk := chunks[request]:
+            start, life = request.num_scheduled, request.num_preemptions
+            if request in decoding:
+                shares.append(Share(request, start, 1, decoding[request], True, life))
+            elif chunk := chunks.get(request, 0):
                 ends_prompt = chunk == request.num_prefill and not request.num_output
-                shares.append(Share(request, chunk, [], ends_prompt))
+                shares.append(Share(request, start, chunk, 0, ends_prompt, life))
         return shares
 
     def _preempt(self, request: Request) -> None:
@@ -251,7 +250,6 @@ class Scheduler:
         request.slot = -1
         request.block_ids = []
         request.block_serials = []
-        request.draft_ids = []
 
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if a block or slot is leaked or doubly owned, or order is lost."""

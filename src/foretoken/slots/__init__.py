@@ -1,0 +1,1 @@
+"""What is kept by request slot: the table and its owners, histories of edited requests."""

@@ -1,0 +1,241 @@
+"""Everything that is kept by request slot: parameters, tokens, lengths, blocks, histories.
+
+A slot is a request's permanent index from admission to release. Nothing is ever reordered: a batch
+gathers the rows it needs.
+
+Charter: the one owner of request state that a step reads and writes. The scheduler's view of a
+request may be a step late; lengths here are the truth. What others keep by slot (a drafter, above
+all) they register, so that one `release` reaches all of it and one check finds what is left behind.
+
+Shape suffixes: S slots, L tokens or blocks of a slot, B requests, D deciding requests, K drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from foretoken.errors import IntegrityError
+from foretoken.ops import Rule, SlotParams, Verdict
+from foretoken.sampling.noise_key import to_int64
+from foretoken.sampling.params import SamplingParams
+from foretoken.slots.history import SlotHistory
+
+Array = NDArray[Any]
+
+LEAST_TOP_P = 2.0**-149
+"""Less is 0 in float32, which no nucleus has. The likeliest token alone reaches both."""
+
+NO_TOKEN = -1
+"""What stands behind a slot's last known token and its drafts: no gather may read it."""
+
+
+class SlotRequest(NamedTuple):
+    """What a request brings into its slot.
+
+    Attributes:
+        prompt_ids, output_ids: its known tokens.
+        limit: most tokens that it may have, prompt included.
+        num_computed: leading tokens whose K/V are in the cache already.
+        stop_ids: banned while it has fewer than `min_tokens`.
+        bad_word_ids: tokenised `bad_words`.
+    """
+
+    key: int
+    params: SamplingParams
+    rule: Rule
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int] = ()
+    limit: int = 0
+    num_computed: int = 0
+    stop_ids: Sequence[int] = ()
+    bad_word_ids: Sequence[Sequence[int]] = ()
+
+
+class BlockRange(NamedTuple):
+    """Cache blocks that a slot's table has from column `first` on."""
+
+    slot: int
+    first: int
+    block_ids: Sequence[int]
+
+
+class SlotOwner(Protocol):
+    """Whoever keeps something by slot outside of the table."""
+
+    def release(self, slot: int) -> None:
+        """Forget the request in this slot: it ended, or was preempted and will be admitted anew."""
+
+    def held_slots(self) -> Iterable[int]:
+        """Slots for which something is kept."""
+
+
+class SlotTable:
+    """A structure of arrays, indexed by slot.
+
+    Attributes:
+        token_SL: int32, known tokens, then drafts, then `NO_TOKEN`.
+        prompt_S: int64, tokens of the prompt.
+        length_S: int64, known tokens, those of the latest step included.
+        computed_S: int64, leading tokens whose K/V are in the target's cache.
+        limit_S: int64, most tokens the request may have; its length, once nothing may be added.
+        block_SL: int64, cache blocks by position.
+        histories: of slots whose requests edit logits.
+        rules, temperatures: of slots in use, as the host knows them.
+    """
+
+    def __init__(
+        self, num_slots: int, device: torch.device, *, max_tokens: int, num_drafts: int, blocks: int
+    ) -> None:
+        self._table = SlotParams(
+            key_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            temperature_S=torch.ones(num_slots, dtype=torch.float32, device=device),
+            top_k_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            top_p_S=torch.ones(num_slots, dtype=torch.float32, device=device),
+            min_p_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
+            rule_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
+        )
+        self.device = device
+        self.num_slots = num_slots
+        width = max_tokens + num_drafts + 1  # a verdict is written with all its columns
+        self.token_SL: Array = np.full((num_slots, width), NO_TOKEN, dtype=np.int32)
+        zeros = np.zeros((4, num_slots), dtype=np.int64)
+        self.prompt_S, self.length_S, self.computed_S, self.limit_S = zeros
+        self.block_SL: Array = np.zeros((num_slots, blocks), dtype=np.int64)
+        self.histories: dict[int, SlotHistory] = {}
+        self.rules: dict[int, Rule] = {}
+        self.temperatures: dict[int, float] = {}
+        self._slots_with_filters: set[int] = set()
+        self._changed = True
+        self._owners: dict[str, SlotOwner] = {}
+
+    @staticmethod
+    def bytes_per_slot(max_tokens: int, block_size: int) -> int:
+        """Memory of one slot, beside a few numbers."""
+        return 4 * max_tokens + 8 * -(-max_tokens // block_size)
+
+    @property
+    def params(self) -> SlotParams:
+        """The slots' parameters, always in the same tensors.
+
+        `has_filters` and `rules` are those of the slots in use, known without looking at the
+        device, and stated anew only once a request has come or gone.
+        """
+        if self._changed:
+            has_filters, rules = bool(self._slots_with_filters), frozenset(self.rules.values())
+            self._table = replace(self._table, has_filters=has_filters, rules=rules)
+            self._changed = False
+        return self._table
+
+    def register(self, name: str, owner: SlotOwner) -> None:
+        """Have what `owner` keeps by slot released and checked with the table's own."""
+        self._owners[name] = owner
+
+    def admit(self, slot: int, request: SlotRequest) -> None:
+        """Write a request's state into its slot; its blocks come with `write_blocks`."""
+        self.release(slot)
+        params, table = request.params, self._table
+        table.key_S[slot] = to_int64(request.key)
+        table.temperature_S[slot] = params.temperature
+        table.top_k_S[slot] = min(max(params.top_k, 0), 2**31)  # past any vocabulary: off
+        table.top_p_S[slot] = max(params.top_p, LEAST_TOP_P)
+        table.min_p_S[slot] = params.min_p
+        table.rule_S[slot] = request.rule
+        known = [*request.prompt_ids, *request.output_ids]
+        self.token_SL[slot, : len(known)] = known
+        self.token_SL[slot, len(known) :] = NO_TOKEN
+        self.length_S[slot], self.limit_S[slot] = len(known), request.limit
+        self.prompt_S[slot] = len(request.prompt_ids)
+        self.computed_S[slot] = request.num_computed
+        self.rules[slot], self.temperatures[slot] = request.rule, params.temperature
+        if params.filters_logits:
+            self._slots_with_filters.add(slot)
+        if params.edits_logits:
+            history = SlotHistory(
+                params, request.prompt_ids, request.stop_ids, request.bad_word_ids
+            )
+            history.append(request.output_ids)
+            self.histories[slot] = history
+
+    def write_blocks(self, ranges: Iterable[BlockRange]) -> None:
+        """Write a step's new blocks, in the order in which they were given to the slots."""
+        for slot, first, block_ids in ranges:
+            self.block_SL[slot, first : first + len(block_ids)] = block_ids
+
+    def release(self, slot: int) -> None:
+        """Forget a request that ended; its numbers stay until the slot's next request."""
+        self.histories.pop(slot, None)
+        self._slots_with_filters.discard(slot)
+        self.rules.pop(slot, None)
+        self.temperatures.pop(slot, None)
+        self._changed = True
+        for owner in self._owners.values():
+            owner.release(slot)
+
+    def unfinished(self, slot_B: Array) -> Array:
+        """Which of these requests may have more tokens."""
+        return (self.length_S[slot_B] < self.limit_S[slot_B]).nonzero()[0]
+
+    def following(self, slot: int, count: int) -> list[int]:
+        """Tokens of the prompt behind each of the next `count` that are to be computed."""
+        first = self.computed_S[slot] + 1
+        return self.token_SL[slot, first : min(first + count, self.prompt_S[slot])].tolist()
+
+    def num_drafts(self, slot_B: Array, most_B: Array) -> Array:
+        """K_b: as many drafts as were asked for, and none that could not be emitted."""
+        room_B = self.limit_S[slot_B] - self.length_S[slot_B] - 1
+        return np.minimum(most_B, room_B).clip(min=0)  # type: ignore[no-any-return]
+
+    def put_drafts(self, slot_B: Array, token_BK: Array) -> None:
+        """Write drafts behind the known tokens; the padding behind a request's last is NO_TOKEN."""
+        if token_BK.shape[1]:
+            self.token_SL[self._behind(slot_B, token_BK.shape[1])] = token_BK
+
+    def advance(self, slot_D: Array, verdict: Verdict) -> dict[int, Exception]:
+        """Take over a verdict: accepted drafts, the token after them, NO_TOKEN for the rest.
+
+        Returns:
+            What the history of a request raised, by its row: it must not go on.
+        """
+        token_DK1, n_accept_D = verdict.token_BK1.numpy(), verdict.n_accept_B.numpy()
+        finite_D = verdict.finite_B.numpy()
+        self.token_SL[self._behind(slot_D, token_DK1.shape[1])] = token_DK1
+        self.computed_S[slot_D] += n_accept_D
+        self.length_S[slot_D] += n_accept_D + finite_D
+        if not finite_D.all():
+            self.stop(slot_D[~finite_D])
+        faults: dict[int, Exception] = {}
+        if self.histories:
+            num_D = (n_accept_D + finite_D).tolist()
+            for i, (slot, num) in enumerate(zip(slot_D.tolist(), num_D, strict=True)):
+                try:
+                    if history := self.histories.get(slot):
+                        history.append(token_DK1[i, :num].tolist())
+                except Exception as error:
+                    faults[i] = error
+        return faults
+
+    def stop(self, slot_B: Array | int) -> None:
+        """Nothing is drawn for these slots any more."""
+        self.limit_S[slot_B] = self.length_S[slot_B]
+
+    def check_integrity(self, live: set[int]) -> None:
+        """Raise `IntegrityError` if anything is kept for a slot that no request has."""
+        own = {
+            "parameters": self.rules.keys(),
+            "filters": self._slots_with_filters,
+            "histories": self.histories.keys(),
+        }
+        others = {name: owner.held_slots() for name, owner in self._owners.items()}
+        for name, held in (own | others).items():
+            if leaked := set(held) - live:
+                raise IntegrityError(f"{name} of slots that no request has: {sorted(leaked)}")
+
+    def _behind(self, slot_B: Array, count: int) -> tuple[Array, Array]:
+        """Indices of the first `count` tokens behind the known ones of each slot."""
+        return slot_B[:, None], self.length_S[slot_B][:, None] + np.arange(count)

@@ -166,7 +166,7 @@ class DraftModel(Drafter):
 
     def held_slots(self) -> Iterable[int]:
         """Slots whose tokens it has computed."""
-        return self._num_computed_S.nonzero()[0].tolist()  # type: ignore[no-any-return]
+        return self._num_computed_S.nonzero()[0].tolist()
 
     def _skip_complete(self, slot: int) -> None:
         """Start a request that is new to its slot behind the leading blocks that are complete."""

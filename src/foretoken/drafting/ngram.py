@@ -40,7 +40,7 @@ class NGram(Drafter):
             end = _best_match(text, size, num_drafts * _BYTES)
             if end >= 0:
                 found = text[end : end + num_drafts * _BYTES]
-                return np.frombuffer(found, dtype=np.int32).tolist()
+                return np.frombuffer(found, dtype=np.int32).tolist()  # type: ignore[no-any-return]
         return []
 
 

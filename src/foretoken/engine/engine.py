@@ -124,7 +124,8 @@ class Engine:
         clock.mark("commit")
         trace = clock.stop()
         if self.on_step and trace:
-            self.on_step(trace.of(launched.result))
+            trace.count(launched.result)
+            self.on_step(trace)
         if not self.has_work:
             self.check_integrity()
         return changed
@@ -196,7 +197,8 @@ class Engine:
         rule = choose_rule(params, self._rule, most)
         for j in range(params.n):
             tokens = list(prompt_ids)
-            request = Request(group, j, mix(seed, j), tokens, stop_ids, bad_words, rule, most)
+            request = Request(group, j, mix(seed, j), tokens, stop_ids, bad_words, rule)
+            request.max_drafts = most
             self.scheduler.add(request)
             group.samples.append(request)
         self._num_admitted = admission
@@ -286,7 +288,7 @@ class Engine:
         """Take over what a step computed for one request."""
         request, group = share.request, share.request.group
         if outcome.prompt_logprobs is not None and group.prompt_logprobs is not None:
-            following = group.prompt_ids[share.start + 1 :][: len(outcome.prompt_logprobs)]
+            following = group.prompt_ids[share.start + 1 :][: share.num_tokens]
             most = request.params.prompt_logprobs or 0
             rows = self.runner.sampler.describe(outcome.prompt_logprobs, following, most)
             # After a preemption, some of these were there already.

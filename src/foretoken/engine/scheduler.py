@@ -141,9 +141,7 @@ class Scheduler:
         for request in [*self.waiting]:
             if self._waits_for_leader(request):
                 continue
-            if (
-                request.launched is not None
-            ):  # preempted with a step on its way: its tokens come yet
+            if request.launched is not None:  # preempted, and its last step's tokens are to come
                 break
             if not self._free_slots or not self._take_blocks(request):
                 break

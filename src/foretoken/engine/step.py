@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from foretoken.engine.request import Share
-from foretoken.slots.step import NONE, StepInput
+from foretoken.slots.step import NONE, StepInput, StepResult
 
 
 def step_input(shares: Sequence[Share]) -> StepInput:
@@ -44,7 +44,7 @@ class StepTrace:
         seconds: by phase, in this order: schedule, admit, draft, batch, forward, verify,
             log-probabilities (if any are wanted), advance, commit.
         total: their sum.
-        num_requests: requests in it; num_decoding: those among them that did not compute a prompt.
+        num_requests: requests in it; num_decoding: those that computed one known token and drafts.
         num_rows: tokens that the target computed.
         num_drafts, num_accepted: summed over its requests.
     """
@@ -56,6 +56,15 @@ class StepTrace:
     num_rows: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+
+    def count(self, result: StepResult) -> None:
+        """Take over the numbers of its result."""
+        self.num_requests = len(result.index_B)
+        self.num_rows = int(result.count_B.sum())
+        self.num_drafts = int(result.drafts.num_B.sum())
+        self.num_accepted = int(result.verdict.n_accept_B.sum())
+        is_decode_D = result.count_B[result.deciding] == 1 + result.drafts.num_B.numpy()
+        self.num_decoding = int(is_decode_D.sum())
 
 
 OnStep = Callable[[StepTrace], None]

@@ -140,9 +140,8 @@ class StepResult:
         nothing = np.zeros(0, dtype=np.int64)
         none, flags = torch.from_numpy(nothing), torch.zeros(0, dtype=torch.bool)
         drafts = DraftBlock(token_BK=none.view(0, 0), num_B=none, cache=None, real_q_B=flags)
-        return cls(
-            nothing, nothing, nothing, nothing, drafts, Verdict(none.view(0, 1), none, flags), {}
-        )
+        verdict = Verdict(none.view(0, 1), none, flags)
+        return cls(nothing, nothing, nothing, nothing, drafts, verdict, {})
 
     def read(self) -> dict[int, Outcome]:
         """The outcome of every request that ran, by its index in the step."""
@@ -167,11 +166,10 @@ class StepResult:
         if self.logprobs is not None:
             for index, (begin, decision, end) in self.logprob_rows.items():
                 own = outcomes[index]
+                drawn = min(end, decision + len(own.token_ids))
                 outcomes[index] = own._replace(
                     prompt_logprobs=_some(self.logprobs, begin, decision),
-                    logprobs=_some(
-                        self.logprobs, decision, min(end, decision + len(own.token_ids))
-                    ),
+                    logprobs=_some(self.logprobs, decision, drawn),
                 )
         return outcomes
 
@@ -191,8 +189,10 @@ class StepResult:
             first += num_drafts + 1
 
 
-def _some(logprobs: Logprobs, begin: int, end: int) -> Logprobs:
-    """Some of the rows."""
+def _some(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:
+    """Some of the rows, None if there are none."""
+    if begin == end:
+        return None
     return Logprobs(
         logprobs.logprob_N[begin:end],
         logprobs.rank_N[begin:end],

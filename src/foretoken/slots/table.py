@@ -57,14 +57,6 @@ class SlotRequest(NamedTuple):
     bad_word_ids: Sequence[Sequence[int]] = ()
 
 
-class BlockRange(NamedTuple):
-    """Cache blocks that a slot's table has from column `first` on."""
-
-    slot: int
-    first: int
-    block_ids: Sequence[int]
-
-
 class SlotOwner(Protocol):
     """Whoever keeps something by slot outside of the table."""
 
@@ -162,8 +154,8 @@ class SlotTable:
             history.append(request.output_ids)
             self.histories[slot] = history
 
-    def write_blocks(self, ranges: Iterable[BlockRange]) -> None:
-        """Write a step's new blocks, in the order in which they were given to the slots."""
+    def write_blocks(self, ranges: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+        """Write a step's new blocks, as (slot, first column, block ids), in this order."""
         for slot, first, block_ids in ranges:
             self.block_SL[slot, first : first + len(block_ids)] = block_ids
 
@@ -184,7 +176,8 @@ class SlotTable:
     def following(self, slot: int, count: int) -> list[int]:
         """Tokens of the prompt behind each of the next `count` that are to be computed."""
         first = self.computed_S[slot] + 1
-        return self.token_SL[slot, first : min(first + count, self.prompt_S[slot])].tolist()
+        following = self.token_SL[slot, first : min(first + count, self.prompt_S[slot])]
+        return following.tolist()  # type: ignore[no-any-return]
 
     def num_drafts(self, slot_B: Array, most_B: Array) -> Array:
         """K_b: as many drafts as were asked for, and none that could not be emitted."""

@@ -1,4 +1,4 @@
-"""Record what some 400 requests return, and compare two recordings byte for byte.
+"""Record what some 600 requests return, and compare two recordings byte for byte.
 
     python -m benchmarks.record run --backend native --out before.jsonl
     python -m benchmarks.record compare before.jsonl after.jsonl

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretoken.errors import ConfigError
-from foretoken.lab.results import Row, Spread, collect, read, validate, write
+from foretoken.lab.results import Results, Row, Spread, as_text, collect, read, validate, write
 from tests.project.source import ROOT
 
 
@@ -27,6 +27,15 @@ def test_round_trip(tmp_path: Path) -> None:
     assert path.name == "example.json"
     assert read(path) == results
     assert read(path).row("draft").labels == {"k": 4}
+
+
+def test_a_row_is_a_line(tmp_path: Path) -> None:
+    lines = write(sample(), tmp_path).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line.strip().rstrip(",")) for line in lines if '"case"' in line]
+    assert [row["case"] for row in rows] == ["plain", "draft"]
+    assert '  "a note"' in lines
+    braces, ends_of_lists, notes = 2, 2, 1
+    assert len(lines) == len(Results.__slots__) + len(rows) + notes + braces + ends_of_lists
 
 
 def test_spread() -> None:
@@ -68,7 +77,9 @@ def test_a_spread_out_of_order_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=str)
-def test_recorded_results_are_valid(path: Path) -> None:
+def test_recorded_results_are_valid_and_as_written_today(path: Path) -> None:
     results = read(path)
+    text = path.read_text(encoding="utf-8")
+    assert text == as_text(json.loads(text))
     assert results.name == path.stem
     assert results.commit != "unknown"

@@ -1,6 +1,6 @@
 """The file format that every measurement shares: what was run, where, and how it spread.
 
-A results file is one JSON object:
+A results file is one JSON object, with one line per field, row and note:
 
     schema    the version of this format
     name      which benchmark: also the stem of the file's name
@@ -139,8 +139,21 @@ def write(results: Results, folder: Path) -> Path:
     validate(data)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{results.name}.json"
-    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(as_text(data), encoding="utf-8")
     return path
+
+
+def as_text(data: Mapping[str, Any]) -> str:
+    """A JSON object with one line per field, and one per row and note: a change shows as lines."""
+
+    def shown(value: Any) -> str:
+        if not isinstance(value, list):
+            return json.dumps(value, ensure_ascii=False)
+        items = ",".join(f"\n  {json.dumps(item, ensure_ascii=False)}" for item in value)
+        return f"[{items}\n ]"
+
+    fields = ",".join(f"\n {json.dumps(name)}: {shown(value)}" for name, value in data.items())
+    return f"{{{fields}\n}}\n"
 
 
 def read(path: Path) -> Results:

@@ -38,7 +38,7 @@ from foretoken.drafting.base import (
 )
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
-from foretoken.ops import DraftBlock, DraftCache, SlotParams
+from foretoken.ops import DraftBlock, DraftCache, DraftRound, SlotParams
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
@@ -123,26 +123,14 @@ class DraftModel(Drafter):
         fused, kv = self.model.fused, self._kv
         if fused is None or kv is None:
             raise IntegrityError("the drafter was asked to propose before `allocate`")
-        first = build_batch(
-            [self._next_span(request, []) for request, _ in asked], kv.block_size, self.device
-        )
-        last_computed = max(len(r.token_ids) + k - 1 for r, k in asked)
-        columns = -(-last_computed // kv.block_size)
-        blocks = [[*r.block_ids[:columns], *[0] * (columns - len(r.block_ids))] for r, _ in asked]
-        numbers = [
-            [r.slot for r, _ in asked],
-            [len(r.token_ids) for r, _ in asked],
-            [k for _, k in asked],
-        ]
-        return fused.draft(
-            first,
-            kv,
-            params,
-            torch.from_numpy(np.array(blocks, dtype=np.int64)),
-            torch.from_numpy(np.array(numbers, dtype=np.int64)),
-            cache,
-            self.config.use_fp64_gumbel,
-        )
+        spans = [self._next_span(request, []) for request, _ in asked]
+        ahead = max(k for _, k in asked) - 1
+        first = build_batch(spans, kv.block_size, self.device, ahead=ahead)
+        slots, num_drafts = [r.slot for r, _ in asked], [k for _, k in asked]
+        slot_B, num_B = torch.from_numpy(np.array([slots, num_drafts], dtype=np.int64))
+        fp64_noise = self.config.use_fp64_gumbel
+        drafting = DraftRound(params, slot_B, num_B, cache, fp64_noise)
+        return fused.draft(first.token_T, first.attention, kv.keys, kv.values, drafting)
 
     def _draft_by_passes(
         self,
@@ -234,7 +222,7 @@ class DraftModel(Drafter):
         if self._kv is None:
             raise IntegrityError("the drafter was asked to propose before `allocate`")
         batch = build_batch(spans, self.config.block_size, self.device)
-        return self.model.forward(batch, self._kv)
+        return self.model.forward(batch, self._kv).logits_NV
 
     def _draw(
         self,
@@ -305,10 +293,9 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
         device=setup.device,
         dtype=config.dtype,
         backend=setup.backend,
-        load_format=config.load_format,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
         max_model_len=setup.max_model_len,
         shorten=True,
-        seed=config.seed,
     )
     if model.vocab_size != setup.vocab_size:
         raise _other_vocabulary(

@@ -72,9 +72,8 @@ def _build(config: EngineConfig) -> Engine:
         device=device,
         dtype=config.dtype,
         backend=backend,
-        load_format=config.load_format,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
         max_model_len=config.max_model_len,
-        seed=config.seed,
     )
     threads = StepThreads(config.threads, native_target=model.fused is not None)
     _log.info(

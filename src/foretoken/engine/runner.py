@@ -75,7 +75,7 @@ class Runner:
         num_logits = [_num_logits(share) for share in shares]
         spans = [_span(share, rows) for share, rows in zip(shares, num_logits, strict=True)]
         batch = build_batch(spans, self.kv.block_size, self.model.device)
-        logits_NV = self.model.forward(batch, self.kv)
+        logits_NV = self.model.forward(batch, self.kv).logits_NV
         deciding = [share for share in shares if share.decides]
         decisions = self._decide(_deciding_rows(shares, num_logits, logits_NV), deciding)
         outcomes, first_row = [], 0

@@ -1,4 +1,4 @@
-"""Packing: groups partition the tokens, slots follow the block tables, rows are the last ones."""
+"""Packing: block tables and lengths are the spans', writes follow them, rows are the last ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.cache.batch import ForwardBatch, Span, build_batch
+from foretoken.cache.kv_pool import write_index
 from foretoken.errors import IntegrityError
+from foretoken.ops.pass_checks import check_attention_batch
 
 CPU = torch.device("cpu")
 
@@ -43,41 +45,24 @@ def test_batch_says_what_the_spans_say(case: tuple[list[Span], int]) -> None:
     assert batch.token_T.tolist() == tokens
     assert batch.position_T.tolist() == positions
     assert batch.logit_row_N.tolist() == rows
-    assert batch.attention.slot_T.tolist() == slots
+    assert write_index(batch.attention, batch.position_T).tolist() == slots
     assert {t.dtype for t in (batch.token_T, batch.position_T, batch.logit_row_N)} == {torch.int64}
 
 
-@given(span_lists())
-def test_groups_partition_the_tokens(case: tuple[list[Span], int]) -> None:
+@given(span_lists(), st.integers(0, 9))
+def test_attention_reads_the_requests_blocks(case: tuple[list[Span], int], ahead: int) -> None:
     spans, block_size = case
-    batch = build_batch(spans, block_size, CPU)
-    everything = torch.arange(len(batch.token_T))
-    seen = [everything[g.token_index] for g in batch.attention.groups]
-    assert sorted(torch.cat(seen).tolist()) == everything.tolist()
-    lengths = [g.num_queries for g in batch.attention.groups]
-    assert len(set(lengths)) == len(lengths)
-    first = {}
-    for span, last in zip(
-        spans, torch.tensor([len(s.tokens) for s in spans]).cumsum(0), strict=True
-    ):
-        first[int(last) - len(span.tokens)] = span
-    for group, index in zip(batch.attention.groups, seen, strict=True):
-        longest = int(group.length_b.max())
-        assert group.block_bL.shape == (group.num_requests, -(-longest // block_size))
-        for b, request in enumerate(index.view(group.num_requests, group.num_queries)):
-            span = first[int(request[0])]
-            assert torch.equal(request, request[0] + torch.arange(group.num_queries))
-            assert torch.equal(group.position_bQ[b], batch.position_T[request])
-            assert int(group.length_b[b]) == span.start + len(span.tokens)
-            needed = -(-int(group.length_b[b]) // block_size)
-            assert group.block_bL[b, :needed].tolist() == list(span.block_ids[:needed])
-            assert not group.block_bL[b, needed:].any()
-
-
-def test_adjacent_requests_of_one_length_are_a_slice() -> None:
-    spans = [Span([i], 2, [7], 1) for i in range(3)] + [Span([9], 0, [1, 2], 0)]
-    one, two = build_batch(spans, 4, CPU).attention.groups
-    assert (one.token_index, two.token_index) == (slice(0, 3), slice(3, 5))
+    batch = build_batch(spans, block_size, CPU, ahead=ahead).attention
+    counts = [len(span.tokens) for span in spans]
+    assert batch.query_start_B1.tolist() == [sum(counts[:b]) for b in range(len(spans) + 1)]
+    lengths = [span.start + count for span, count in zip(spans, counts, strict=True)]
+    assert batch.length_B.tolist() == lengths
+    columns = -(-(max(lengths) + ahead) // block_size)
+    assert batch.block_BL.shape == (len(spans), columns)
+    for row, span in zip(batch.block_BL.tolist(), spans, strict=True):
+        known = list(span.block_ids)[:columns]
+        assert row == known + [0] * (columns - len(known))
+    check_attention_batch(batch, sum(counts), 1000, CPU)
 
 
 def test_no_logits_wanted() -> None:

@@ -79,9 +79,11 @@ def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path, backend: str) -> N
     folder = families.save_model(tmp_path, "llama", {})
     model = load_model(folder, device="cpu", backend=backend)
     kv = KVPool(model.layer_shapes, 4, BLOCK, dtype=model.dtype, device=CPU)
-    empty = model.forward(build_batch([Span([1, 2], 0, [5, 6, 7, 8, 9], 0)], BLOCK, CPU), kv)
+    empty = model.forward(
+        build_batch([Span([1, 2], 0, [5, 6, 7, 8, 9], 0)], BLOCK, CPU), kv
+    ).logits_NV
     assert empty.shape == (0, families.VOCABULARY)
-    logits = model.forward(build_batch([Span([1, 2], 5, [10], 1)], BLOCK, CPU), kv)
+    logits = model.forward(build_batch([Span([1, 2], 5, [10], 1)], BLOCK, CPU), kv).logits_NV
     expected = families.plain_logits(families.plain_model(folder), [5, 6, 7, 8, 9, 10])[-1:]
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 

@@ -314,7 +314,6 @@ def test_hub_cache_is_read_without_network(
         ("dtype", "float64"),
         ("dtype", torch.float64),
         ("dtype", torch.int8),
-        ("load_format", "pickle"),
         ("max_model_len", 0),
         ("max_model_len", 65),
     ],

@@ -15,6 +15,7 @@ import torch
 from foretoken.errors import UnsupportedModelError
 from foretoken.models import CausalLM, guards, load_model
 from foretoken.ops.backends.torch.attention import attention
+from foretoken.ops.decoder import no_decoder
 from tests.models import families
 from tests.project.source import ROOT
 
@@ -113,34 +114,38 @@ def test_windows_that_are_not_the_configurations() -> None:
             check(windows, sliding_window=5, max_position_embeddings=64)
 
 
-def _no_window(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> torch.Tensor:
-    return attention(*args, **kwargs)
+def _no_window(*args: Any) -> torch.Tensor:
+    *tensors, options = args
+    return attention(*tensors, options._replace(sliding_window=None))
 
 
-def _window_off_by_one(*args: Any, sliding_window: int | None = None, **kwargs: Any) -> Any:
-    window = None if sliding_window is None else sliding_window + 1
-    return attention(*args, sliding_window=window, **kwargs)
+def _window_off_by_one(*args: Any) -> torch.Tensor:
+    *tensors, options = args
+    window = None if options.sliding_window is None else options.sliding_window + 1
+    return attention(*tensors, options._replace(sliding_window=window))
 
 
-def _no_softcap(*args: Any, softcap: float | None = None, **kwargs: Any) -> torch.Tensor:
-    return attention(*args, **kwargs)
+def _no_softcap(*args: Any) -> torch.Tensor:
+    *tensors, options = args
+    return attention(*tensors, options._replace(softcap=None))
 
 
-def _no_sinks(*args: Any, sinks_H: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-    return attention(*args, **kwargs)
+def _no_sinks(*args: Any) -> torch.Tensor:
+    *tensors, options = args
+    return attention(*tensors, options._replace(sinks_H=None))
 
 
-def _late_by_one(query: Any, key: Any, value: Any, batch: Any, **kwargs: Any) -> torch.Tensor:
-    """Every query sees one key too few, where it has more than one."""
-    groups = tuple(replace(g, position_bQ=(g.position_bQ - 1).clamp(min=0)) for g in batch.groups)
-    masked = {**kwargs, "sliding_window": None}
-    return attention(query, key, value, replace(batch, groups=groups), **masked)
+def _late_by_one(query: Any, key: Any, value: Any, batch: Any, options: Any) -> torch.Tensor:
+    """Every query sees one key too few, where each has more than one."""
+    queries_B = batch.query_start_B1.diff()
+    length_B = torch.where(batch.length_B > queries_B, batch.length_B - 1, batch.length_B)
+    return attention(query, key, value, replace(batch, length_B=length_B), options)
 
 
-def _wrong_request(query: Any, key: Any, value: Any, batch: Any, **kwargs: Any) -> torch.Tensor:
-    """Requests of a group read each other's blocks."""
-    groups = tuple(replace(g, block_bL=g.block_bL.flip(0)) for g in batch.groups)
-    return attention(query, key, value, replace(batch, groups=groups), **kwargs)
+def _wrong_request(query: Any, key: Any, value: Any, batch: Any, options: Any) -> torch.Tensor:
+    """Requests read each other's blocks."""
+    swapped = replace(batch, block_BL=batch.block_BL.flip(0).contiguous())
+    return attention(query, key, value, swapped, options)
 
 
 MUTANTS = {
@@ -158,7 +163,7 @@ def test_self_check_rejects_wrong_attention(tmp_path: Path, mutant: str) -> None
     family, function = MUTANTS[mutant]
     families.save_model(tmp_path, family, families.SUPPORTED[family])
     load_model(tmp_path, device="cpu", backend="torch")
-    mutant: Any = SimpleNamespace(attention=function, FUSES_DECODERS=False)
+    mutant: Any = SimpleNamespace(attention=function, decoder=no_decoder)
     with pytest.raises(UnsupportedModelError, match="eager attention"):
         load_model(tmp_path, device="cpu", backend=mutant)
 
@@ -169,14 +174,14 @@ def test_a_multimodal_model_whose_text_part_attends_to_an_encoder(tmp_path: Path
     with pytest.raises(
         UnsupportedModelError, match=r"`florence2` is multimodal, and its text part"
     ):
-        load(tmp_path, load_format="dummy")
+        load(tmp_path, dummy_seed=0)
 
 
 def test_a_rope_type_that_transformers_does_not_have(tmp_path: Path) -> None:
     unknown = {"rope_type": "spiral", "rope_theta": 1e4, "factor": 2.0}
     families.make_config("llama", {"rope_parameters": unknown}).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"RoPE of type `spiral`; .*`llama3`.*`yarn`"):
-        load(tmp_path, load_format="dummy")
+        load(tmp_path, dummy_seed=0)
 
 
 @pytest.mark.parametrize("family", families.SUPPORTED)
@@ -190,6 +195,6 @@ def test_every_family_passes_in_half_precision(tmp_path: Path, family: str) -> N
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_half_precision_still_catches_gross_errors(tmp_path: Path, family: str, dtype: str) -> None:
     families.save_model(tmp_path, family, families.SUPPORTED[family])
-    wrong: Any = SimpleNamespace(attention=_wrong_request, FUSES_DECODERS=False)
+    wrong: Any = SimpleNamespace(attention=_wrong_request, decoder=no_decoder)
     with pytest.raises(UnsupportedModelError, match="eager attention"):
         load(tmp_path, dtype=dtype, backend=wrong)

@@ -13,8 +13,9 @@ from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.models import CausalLM, load_model, packing
-from foretoken.models.fused_decoder import FusedDecoder
 from foretoken.models.packing import PackedLinear, can_pack, observe_linears, pack_linears
+from foretoken.ops import ForwardOutput
+from foretoken.ops.backends.native.decoder import FusedDecoder
 from tests.models import families
 from tests.support.kernels import needs_kernels
 
@@ -23,7 +24,9 @@ CPU = torch.device("cpu")
 
 def logits_of(model: CausalLM) -> torch.Tensor:
     kv = KVPool(model.layer_shapes, 4, 8, dtype=model.dtype, device=CPU)
-    return model.forward(build_batch([Span([1, 2], 0, list(range(3, 15)), 12)], 8, CPU), kv)
+    return model.forward(
+        build_batch([Span([1, 2], 0, list(range(3, 15)), 12)], 8, CPU), kv
+    ).logits_NV
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
@@ -49,9 +52,7 @@ def test_dummy_weights(tmp_path: Path, family: str) -> None:
     state = torch.random.get_rng_state()
 
     def load(seed: int) -> torch.Tensor:
-        return logits_of(
-            load_model(tmp_path, device="cpu", backend="torch", load_format="dummy", seed=seed)
-        )
+        return logits_of(load_model(tmp_path, device="cpu", backend="torch", dummy_seed=seed))
 
     first, same, other = load(0), load(0), load(1)
     assert torch.equal(first, same)
@@ -67,8 +68,8 @@ def test_a_native_decoder_that_differs_is_named_with_the_remedy(
 ) -> None:
     folder, forward = families.save_model(tmp_path, "llama", {"head_dim": 16}), FusedDecoder.forward
 
-    def wrong(self: FusedDecoder, *args: Any) -> torch.Tensor:
-        return 1.01 * forward(self, *args)
+    def wrong(self: FusedDecoder, *args: Any) -> ForwardOutput:
+        return ForwardOutput(1.01 * forward(self, *args).logits_NV)
 
     monkeypatch.setattr(FusedDecoder, "forward", wrong)
     with pytest.raises(UnsupportedModelError, match="`llama` differs from its own") as caught:

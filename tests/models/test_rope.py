@@ -64,7 +64,7 @@ def packed_logits(model: CausalLM, texts: list[list[int]]) -> list[torch.Tensor]
     for text, count in zip(texts, blocks, strict=True):
         spans.append(Span(list(range(first, first + count)), 0, text, len(text)))
         first += count
-    logits = model.forward(build_batch(spans, 8, model.device), kv)
+    logits = model.forward(build_batch(spans, 8, model.device), kv).logits_NV
     return list(logits.split([len(text) for text in texts]))
 
 

@@ -44,7 +44,7 @@ def walk(
             parts.append((i, good, len(tokens), wanted))
         if not spans:
             continue
-        logits = model.forward(build_batch(spans, block_size, CPU), kv)
+        logits = model.forward(build_batch(spans, block_size, CPU), kv).logits_NV
         row = 0
         for i, good, count, wanted in parts:
             for k in range(count - wanted, good):

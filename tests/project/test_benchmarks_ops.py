@@ -30,8 +30,6 @@ V = 1200
 class StandIn:
     """Counts calls; accepts each draft by a coin of its position, as often as it is told to."""
 
-    FUSES_DECODERS = False
-
     def __init__(self, rate: float = 0.6) -> None:
         self.rate, self.calls = rate, 0
         self.rules: list[list[int]] = []  # of the requests of each batch that was verified

@@ -7,10 +7,10 @@ its context back through the block tables: a drafter that feeds it wrongly gets 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
-from foretoken.cache.kv_pool import KVPool, LayerShape
+from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
+from foretoken.ops import ForwardOutput
 from tests.support.law import Chain
 
 
@@ -31,15 +31,13 @@ class TableModel:
         self.memory = torch.full((num_positions,), -1)
         self.num_tokens_computed = 0
 
-    def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
-        self.memory[batch.attention.slot_T] = batch.token_T
+    def forward(self, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
+        self.memory[write_index(batch.attention, batch.position_T)] = batch.token_T
         self.num_tokens_computed += len(batch.token_T)
-        previous_T = torch.full_like(batch.token_T, self.bos)
-        for group in batch.attention.groups:
-            before_bQ = group.position_bQ - 1
-            block_bQ = group.block_bL.gather(1, before_bQ.clamp(min=0) // kv.block_size)
-            held = self.memory[block_bQ * kv.block_size + before_bQ.clamp(min=0) % kv.block_size]
-            assert not bool((held[before_bQ >= 0] < 0).any()), "read a position never computed"
-            previous_T[group.token_index] = torch.where(before_bQ >= 0, held, self.bos).flatten()
+        before = write_index(batch.attention, (batch.position_T - 1).clamp(min=0))
+        first_T = batch.position_T == 0
+        held_T = self.memory[before]
+        assert not bool((held_T[~first_T] < 0).any()), "read a position never computed"
+        previous_T = torch.where(first_T, self.bos, held_T)
         context_T = previous_T * (self.vocab_size + 1) + batch.token_T
-        return self.chain.logits_CV[context_T[batch.logit_row_N]]
+        return ForwardOutput(self.chain.logits_CV[context_T[batch.logit_row_N]])

@@ -2,7 +2,7 @@
 
 Belongs here: tensors and their size. Does not: which request owns a block (block pool).
 
-Shape suffixes: D head size; shapes are [num_blocks, block_size, H_kv, D].
+Shape suffixes: T packed tokens, H heads, D head size; shapes are [num_blocks, block_size, H_kv, D].
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-__all__ = ["KVPool", "LayerShape"]
+from foretoken.ops import AttentionBatch
+
+__all__ = ["KVPool", "LayerShape", "write_index"]
 
 _BEHIND = 16
 
@@ -43,12 +45,12 @@ class KVPool:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
+        keys, values = [], []
         for heads, key_size, value_size in self.layer_shapes:
             shape = (num_blocks, block_size, heads)
-            self.keys.append(_zeros((*shape, key_size), dtype, device))
-            self.values.append(_zeros((*shape, value_size), dtype, device))
+            keys.append(_zeros((*shape, key_size), dtype, device))
+            values.append(_zeros((*shape, value_size), dtype, device))
+        self.keys, self.values = tuple(keys), tuple(values)
         self._flat_keys = [keys.flatten(0, 1) for keys in self.keys]
         self._flat_values = [values.flatten(0, 1) for values in self.values]
 
@@ -68,7 +70,7 @@ class KVPool:
         )
 
     def write(self, layer: int, slot_T: Tensor, key_THD: Tensor, value_THD: Tensor) -> None:
-        """Store new tokens' keys and values at flat indices block * block_size + offset."""
+        """Store new tokens' keys and values at the flat indices of `write_index`."""
         self._flat_keys[layer].index_copy_(0, slot_T, key_THD)
         self._flat_values[layer].index_copy_(0, slot_T, value_THD)
 
@@ -81,6 +83,13 @@ class KVPool:
         index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
         for cache in (*self.keys, *self.values):
             cache.index_fill_(0, index, 0)
+
+
+def write_index(batch: AttentionBatch, position_T: Tensor) -> Tensor:
+    """Where each layer writes new tokens: int64 [T], block * block_size + offset."""
+    request_T = torch.repeat_interleave(batch.query_start_B1.diff(), output_size=len(position_T))
+    block_T = batch.block_BL[request_T, position_T // batch.block_size]
+    return block_T * batch.block_size + position_T % batch.block_size
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

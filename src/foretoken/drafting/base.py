@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 
 from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.errors import IntegrityError
+from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
 from foretoken.slots.step import StepInput, StepResult
 from foretoken.slots.table import Array, SlotTable
@@ -41,20 +43,6 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Wants:
-    """What a drafter wants of the target, known before anything is loaded.
-
-    Attributes:
-        aux_layers: layers whose input `observe` is given (`StepResult.hidden`).
-        embedding, head: whether it uses the target's own weights (`DrafterSetup`).
-    """
-
-    aux_layers: tuple[int, ...] = ()
-    embedding: bool = False
-    head: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class DrafterSetup:
     """What a drafter is built from; the pool's size comes later, with `allocate`.
 
@@ -62,7 +50,7 @@ class DrafterSetup:
         config: the engine's options; `speculation` are those of this drafter.
         vocab_size, max_model_len: the target's.
         target_tokens: token text -> id of the target's tokenizer, or None without a tokenizer.
-        embedding, head: weights [V, H] of the target, not copied, if they are among its `wants`.
+        embedding, head: weights [V, H] of the target itself; the head if its `wants` name it.
     """
 
     config: EngineConfig
@@ -81,8 +69,8 @@ class Drafter(ABC):
 
     options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
     needs: set by the instance if it needs anything.
-    target_ids: int64 [V'], the target's id of each of its own; None if they are the same. Drafts
-        are proposed in the target's ids either way; a q that is not one-hot needs the same ids.
+    target_ids: int64 [V'], the target's id of each id that it proposes; None if they are the same.
+        With such a map q is one-hot: verification has no q over other ids.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
@@ -90,9 +78,9 @@ class Drafter(ABC):
     target_ids: Tensor | None = None
 
     @classmethod
-    def wants(cls, config: EngineConfig) -> Wants:
-        """What it will want of the target; asked before the target is loaded."""
-        return Wants()
+    def wants(cls, config: EngineConfig) -> TargetView:
+        """What it will see of the target beyond tokens; asked before the target is loaded."""
+        return TargetView()
 
     @abstractmethod
     def __init__(self, setup: DrafterSetup) -> None:
@@ -150,3 +138,16 @@ def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> Draf
         cache=None,
         real_q_B=torch.zeros(len(drafts), dtype=torch.bool, device=device),
     )
+
+
+def in_target_ids(drafts: DraftBlock, target_ids: Tensor) -> DraftBlock:
+    """One-hot drafts, each by the target's id of it; -1 stays.
+
+    Raises:
+        IntegrityError: they have a q over other ids than the target's, which nobody can verify.
+    """
+    if drafts.cache is not None:
+        raise IntegrityError("a drafter with `target_ids` proposed drafts with a q")
+    own_BK = drafts.token_BK
+    token_BK = torch.where(own_BK < 0, own_BK, target_ids[own_BK.clamp(min=0)])
+    return replace(drafts, token_BK=token_BK)

@@ -32,7 +32,7 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, DrafterSetup, Needs, one_hot_block
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
-from foretoken.ops import DraftBlock, DraftCache, Rule
+from foretoken.ops import DraftBlock, DraftCache, DraftRound, Rule
 from foretoken.slots.step import StepInput, StepResult
 from foretoken.slots.table import Array, SlotTable
 
@@ -113,18 +113,16 @@ class DraftModel(Drafter):
         With K = 5 the draft passes of the embedded pair took 3.7 to 4.6 ms a step through the
         modules, and the work beside them 1.5.
         """
-        slots, fused = self.slots, self.model.fused
-        length_B = slots.length_S[slot_B]
-        first = self._missing(slot_B)
-        columns = -(-int((length_B + num_B - 1).max()) // self._kv.block_size)
-        return fused.draft(  # type: ignore[union-attr]
-            first,
-            self._kv,
-            slots.params,
-            torch.from_numpy(slots.block_SL[slot_B, :columns]),
-            torch.from_numpy(np.stack([slot_B, length_B, num_B])),
+        first = self._missing(slot_B, ahead=int(num_B.max()) - 1)
+        drafting = DraftRound(
+            self.slots.params,
+            torch.from_numpy(slot_B),
+            torch.from_numpy(num_B),
             cache,
             self.config.use_fp64_gumbel,
+        )
+        return self.model.fused.draft(  # type: ignore[union-attr]
+            first.token_T, first.attention, self._kv.keys, self._kv.values, drafting
         )
 
     def _draft_by_passes(self, slot_B: Array, num_B: Array, cache: DraftCache | None) -> Tensor:
@@ -137,10 +135,11 @@ class DraftModel(Drafter):
             if i:
                 self.slots.put_drafts(slot_A, token_BK[live, :i])
                 start_A, one_A = self.slots.length_S[slot_A] + i - 1, np.ones_like(slot_A)
-                batch = self._gather(slot_A, start_A, one_A, one_A)
+                size = self.config.block_size
+                batch = gather_batch(self.slots, slot_A, start_A, one_A, one_A, size)
             else:
                 batch = self._missing(slot_A)
-            logits_AV = self.model.forward(batch, self._kv)
+            logits_AV = self.model.forward(batch, self._kv).logits_NV
             if cache is None:
                 token_A = logits_AV.argmax(dim=-1)
             else:
@@ -187,17 +186,12 @@ class DraftModel(Drafter):
                 return  # and so are those before it
             self._complete[block] = True
 
-    def _missing(self, slot_B: Array) -> ForwardBatch:
+    def _missing(self, slot_B: Array, ahead: int = 0) -> ForwardBatch:
         """All known tokens that the cache lacks, and the logits of the last one."""
         start_B = self._num_computed_S[slot_B]
         count_B = self.slots.length_S[slot_B] - start_B
-        return self._gather(slot_B, start_B, count_B, np.ones_like(slot_B))
-
-    def _gather(
-        self, slot_B: Array, start_B: Array, count_B: Array, num_logits_B: Array
-    ) -> ForwardBatch:
-        size = self.config.block_size
-        return gather_batch(self.slots, slot_B, start_B, count_B, num_logits_B, size)
+        one_B, size = np.ones_like(slot_B), self.config.block_size
+        return gather_batch(self.slots, slot_B, start_B, count_B, one_B, size, ahead=ahead)
 
     def _catch_up(self, slots: Sequence[int]) -> None:
         """Compute missing tokens until those left fit one pass of the engine's token budget."""
@@ -213,7 +207,10 @@ class DraftModel(Drafter):
                     room -= size
             if not parts:
                 return
-            self.model.forward(self._gather(*np.array(parts, dtype=np.int64).T), self._kv)
+            slot_B, start_B, count_B, none_B = np.array(parts, dtype=np.int64).T
+            size = self.config.block_size
+            batch = gather_batch(self.slots, slot_B, start_B, count_B, none_B, size)
+            self.model.forward(batch, self._kv)
             for slot, start, size, _ in parts:
                 self._advance(slot, start + size)
 
@@ -262,10 +259,9 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
         device=setup.device,
         dtype=config.dtype,
         backend=setup.backend,
-        load_format=config.load_format,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
         max_model_len=setup.max_model_len,
         shorten=True,
-        seed=config.seed,
     )
     if model.vocab_size != setup.vocab_size:
         raise _other_vocabulary(

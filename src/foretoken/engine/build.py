@@ -21,7 +21,7 @@ from foretoken.engine.sampler import Sampler
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
-from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
+from foretoken.models import CausalLM, TargetView, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import Backend, get_backend, unavailable
 from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.synthetic import joint_rates, rates_of
@@ -56,8 +56,9 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def _build(config: EngineConfig) -> Engine:
     _check_token_budget(config)
-    if config.speculative_config is not None:
-        find_drafter(config.speculative_config)  # a wrong name is told before anything is loaded
+    view = None
+    if config.speculative_config is not None:  # a wrong name is refused before anything is loaded
+        view = find_drafter(config.speculative_config).wants(config)
     device = torch.device("cpu")
     backend = _choose_backend(config)
     folder = resolve_checkpoint(
@@ -71,9 +72,9 @@ def _build(config: EngineConfig) -> Engine:
         device=device,
         dtype=config.dtype,
         backend=backend,
-        load_format=config.load_format,
+        dummy_seed=config.seed if config.load_format == "dummy" else None,
         max_model_len=config.max_model_len,
-        seed=config.seed,
+        view=view,
     )
     threads = StepThreads(config.threads, native_target=model.fused is not None)
     _log.info(
@@ -82,7 +83,7 @@ def _build(config: EngineConfig) -> Engine:
         torch.get_num_threads(),
     )
     tokenizer = _tokenizer(config, folder)
-    drafter = _build_drafter(config, backend, device, model, tokenizer)
+    drafter = _build_drafter(config, backend, model, view, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
     per_block, per_slot = _sizes(config, model, drafter)
     check_fits(num_blocks * per_block + config.max_num_seqs * per_slot)
@@ -174,21 +175,23 @@ def _check_token_budget(config: EngineConfig) -> None:
 def _build_drafter(
     config: EngineConfig,
     backend: Backend,
-    device: torch.device,
     model: CausalLM,
+    view: TargetView | None,
     tokenizer: Any | None,
 ) -> Drafter | None:
-    if config.speculative_config is None:
+    if config.speculative_config is None or view is None:
         return None
     return build_drafter(
         DrafterSetup(
             config=config,
             speculation=config.speculative_config,
             backend=backend,
-            device=device,
+            device=model.device,
             vocab_size=model.vocab_size,
             max_model_len=model.max_model_len,
             target_tokens=tokenizer.get_vocab() if tokenizer is not None else None,
+            embedding=model.embedding,
+            head=model.head if view.head else None,
         )
     )
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import Drafter, one_hot_block
+from foretoken.drafting.base import Drafter, in_target_ids, one_hot_block
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.step import PhaseClock
 from foretoken.models import CausalLM
@@ -75,11 +75,13 @@ class Runner:
         num_logits_B = step.num_logits(num_drafts_B)
         batch = gather_batch(slots, step.slot_B, start_B, count_B, num_logits_B, self.kv.block_size)
         mark("batch")
-        logits_NV = self.model.forward(batch, self.kv)
+        output = self.model.forward(batch, self.kv)
+        logits_NV = output.logits_NV
         mark("forward")
         rows_NV = _decision_rows(logits_NV, num_logits_B, num_drafts_B, deciding)
         verdict = self.sampler.verify(rows_NV, slot_D, drafts, edits)
         result = StepResult(index_B, deciding, start_B, count_B, drafts, verdict, faults)
+        result.hidden = output.aux
         if not verdict.finite_B.all():
             result.blame(rows_NV)
         mark("verify")
@@ -99,6 +101,8 @@ class Runner:
                 self._no_drafts[size] = one_hot_block([[]] * size, self.slots.device)
             return self._no_drafts[size]
         drafts = self.drafter.propose(slot_D, num_D)
+        if self.drafter.target_ids is not None:
+            drafts = in_target_ids(drafts, self.drafter.target_ids)
         self.slots.put_drafts(slot_D, drafts.token_BK.numpy())
         return drafts
 

@@ -1,8 +1,8 @@
 """Models: Hugging Face checkpoints, loaded and checked, behind one forward function."""
 
-from foretoken.models.causal_lm import CausalLM
+from foretoken.models.causal_lm import CausalLM, TargetView
 from foretoken.models.loader import load_model
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.tokenizer import load_tokenizer
 
-__all__ = ["CausalLM", "load_model", "load_tokenizer", "resolve_checkpoint"]
+__all__ = ["CausalLM", "TargetView", "load_model", "load_tokenizer", "resolve_checkpoint"]

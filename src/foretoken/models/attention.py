@@ -12,18 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
-from foretoken.cache.kv_pool import KVPool, LayerShape
+from foretoken.cache.batch import ForwardBatch
+from foretoken.cache.kv_pool import KVPool, write_index
 from foretoken.errors import UnsupportedModelError
-from foretoken.ops import AttentionBatch, Backend
+from foretoken.ops import AttentionCall, AttentionOptions, Backend
 
 __all__ = [
     "ATTENTION_NAME",
-    "AttentionCall",
     "AttentionPass",
     "attention_context",
     "register_attention",
@@ -38,27 +37,24 @@ _HARMLESS = frozenset(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
-    """What one layer asked for."""
-
-    layer: int
-    shape: LayerShape
-    sliding_window: int | None
-
-
-@dataclass(slots=True)
 class AttentionPass:
     """One forward pass: its batch, where K/V lives, and who computes.
 
-    calls: in call order, recorded if not None. Recording also refuses keyword arguments that would
-           change attention in a way we do not implement.
+    Args:
+        kv: None probes shapes: nothing is attended to.
+        calls: gets what each layer asks for, in call order, if not None. Recording also refuses
+            keyword arguments that would change attention in a way we do not implement.
     """
 
-    batch: AttentionBatch
-    kv: KVPool | None
-    backend: Backend
-    calls: list[AttentionCall] | None = None
+    def __init__(
+        self,
+        batch: ForwardBatch,
+        kv: KVPool | None,
+        backend: Backend,
+        calls: list[AttentionCall] | None = None,
+    ) -> None:
+        self.batch, self.kv, self.backend, self.calls = batch.attention, kv, backend, calls
+        self.write_index_T = write_index(batch.attention, batch.position_T)
 
 
 _current: ContextVar[AttentionPass | None] = ContextVar("foretoken_attention", default=None)
@@ -104,7 +100,7 @@ def paged_attention(
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     run.kv.write(
         layer,
-        run.batch.slot_T,
+        run.write_index_T,
         key.squeeze(0).transpose(0, 1),
         value.squeeze(0).transpose(0, 1),
     )
@@ -113,10 +109,7 @@ def paged_attention(
         run.kv.keys[layer],
         run.kv.values[layer],
         run.batch,
-        scale=scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks_H=s_aux,
+        AttentionOptions(scale, sliding_window, softcap, s_aux),
     )
     return out_THD.unsqueeze(0), None
 

@@ -8,18 +8,31 @@ Shape suffixes: T packed tokens, N rows whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape
+from foretoken.errors import IntegrityError, UnsupportedModelError
 from foretoken.models.attention import AttentionPass, attention_context
-from foretoken.models.fused_decoder import FusedDecoder
-from foretoken.ops import Backend
+from foretoken.ops import Backend, Decoder, ForwardOutput
 
-__all__ = ["CausalLM"]
+__all__ = ["CausalLM", "TargetView"]
+
+
+class TargetView(NamedTuple):
+    """What a drafter wants to see of its target, beyond tokens.
+
+    aux_layers: hidden states that every pass shall give, numbered as in `ForwardOutput.aux`
+    head:       whether `CausalLM.head` is wanted: a target that keeps its weights in a layout of
+                its own then holds the head twice
+    """
+
+    aux_layers: tuple[int, ...] = ()
+    head: bool = False
 
 
 class CausalLM:
@@ -30,6 +43,7 @@ class CausalLM:
     max_model_len: most positions a request may use
     layer_shapes:  (H_kv, D, D_v) per layer: what a `KVPool` for this model needs
     num_parameters: tied ones once
+    aux_layers:    hidden states that `forward` gives
     fused:         runs in the module's stead, if given
     """
 
@@ -41,9 +55,9 @@ class CausalLM:
         layer_shapes: list[LayerShape],
         max_model_len: int,
         num_parameters: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        fused: FusedDecoder | None = None,
+        aux_layers: Sequence[int] = (),
+        head: Tensor | None = None,
+        fused: Decoder | None = None,
     ) -> None:
         self.module = module
         self.fused = fused
@@ -53,34 +67,68 @@ class CausalLM:
         self.max_model_len = max_model_len
         self.num_parameters = num_parameters
         self.layer_shapes = layer_shapes
-        self.dtype = dtype
-        self.device = device
+        self.aux_layers = tuple(aux_layers)
+        self.dtype: torch.dtype = self.embedding.dtype
+        self.device: torch.device = self.embedding.device
+        self._head = head
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, hidden], the model's own tensor: the vectors of tokens."""
+        weight: Tensor = self.module.get_input_embeddings().weight
+        return weight
+
+    @property
+    def head(self) -> Tensor:
+        """[V, hidden], the model's own tensor: the output layer's weight, without its bias.
+
+        Raises:
+            IntegrityError: the model was loaded without `TargetView.head`.
+        """
+        if self._head is None:
+            raise IntegrityError("The head was not kept: load the model with `TargetView.head`.")
+        return self._head
 
     @property
     def multiplies_masked_keys(self) -> bool:
         """Whether a NaN in an unused part of a block would spread: such blocks must be cleared."""
         return self.fused is None
 
-    def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
-        """Run the packed tokens, write their K/V into `kv`, and return raw logits.
+    def forward(self, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
+        """Run the packed tokens and write their K/V into `kv`.
 
         Returns:
-            [N, V] in the model's dtype, one row per `batch.logit_row_N` in its order; N may be 0.
+            Raw logits [N, V] in the model's dtype, one row per `batch.logit_row_N` in its order; N
+            may be 0. And the hidden states of `aux_layers`, of all tokens.
         """
         if self.fused is not None:
-            return self.fused.forward(batch, kv)
-        run = AttentionPass(batch.attention, kv, self.backend)
-        return self._run(batch, run)
-
-    def _run(self, batch: ForwardBatch, run: AttentionPass) -> Tensor:
+            return self.fused.forward(
+                batch.token_T,
+                batch.logit_row_N,
+                batch.attention,
+                kv.keys,
+                kv.values,
+                self.aux_layers,
+            )
         rows = batch.logit_row_N
-        with torch.inference_mode(), attention_context(run):
+        with torch.inference_mode(), attention_context(AttentionPass(batch, kv, self.backend)):
             output = self.module(
                 input_ids=batch.token_T.unsqueeze(0),
                 position_ids=batch.position_T.unsqueeze(0),
                 use_cache=False,
                 # 0 keeps all rows and saves the gather (decode and verify steps).
                 logits_to_keep=0 if len(rows) == len(batch.token_T) else rows,
+                **({"output_hidden_states": True} if self.aux_layers else {}),
             )
-        logits: Tensor = output.logits
-        return logits.squeeze(0)
+        return ForwardOutput(output.logits.squeeze(0), self._aux(output))
+
+    def _aux(self, output: Any) -> tuple[Tensor, ...]:
+        if not self.aux_layers:
+            return ()
+        states = getattr(output, "hidden_states", None) or ()
+        if len(states) != len(self.layer_shapes) + 1:
+            raise UnsupportedModelError(
+                f"`{self.config.model_type}` gives {len(states)} hidden states for "
+                f"{len(self.layer_shapes)} layers: a drafter that reads them cannot draft for it."
+            )
+        return tuple(states[i].squeeze(0) for i in self.aux_layers)

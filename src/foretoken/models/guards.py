@@ -19,14 +19,9 @@ from torch import Tensor
 from foretoken.cache.batch import ForwardBatch, Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
-from foretoken.models.attention import (
-    ATTENTION_NAME,
-    AttentionCall,
-    AttentionPass,
-    attention_context,
-)
+from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_context
 from foretoken.models.causal_lm import CausalLM
-from foretoken.ops import Backend
+from foretoken.ops import AttentionCall, Backend
 
 __all__ = [
     "check_class",
@@ -207,7 +202,7 @@ def probe(
     text = module.config.get_text_config()
     batch = build_batch([Span([0], 0, _random_tokens(text.vocab_size, 4), 4)], _BLOCK, device)
     calls: list[AttentionCall] = []
-    run = AttentionPass(batch.attention, None, backend, calls)
+    run = AttentionPass(batch, None, backend, calls)
     logits = _forward(module, batch, run)
     layers = text.num_hidden_layers
     if [call.layer for call in calls] != list(range(layers)):
@@ -291,7 +286,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
         for i, start, count, drafts in step:
             new = tokens[i][start : start + count] + wrong[:drafts]
             spans.append(Span(tables[i], start, new, len(new)))
-        logits = model.forward(build_batch(spans, _BLOCK, model.device), kv)
+        logits = model.forward(build_batch(spans, _BLOCK, model.device), kv).logits_NV
         row = 0
         for i, start, count, drafts in step:
             ours, eager = logits[row : row + count], expected[i, start : start + count]

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
-from foretoken.models.attention import ATTENTION_NAME, AttentionCall, register_attention
-from foretoken.models.causal_lm import CausalLM
+from foretoken.models.attention import ATTENTION_NAME, register_attention
+from foretoken.models.causal_lm import CausalLM, TargetView
 from foretoken.models.checkpoint import (
     check_generation_config,
     check_weights,
@@ -22,16 +22,13 @@ from foretoken.models.checkpoint import (
     parse_config,
     read_config,
 )
-from foretoken.models.fused_decoder import FusedDecoder, UnfitError
 from foretoken.models.leftovers import check_leftovers, some_names
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import can_pack, observe_linears, pack_linears
 from foretoken.models.quiet import quiet_transformers
-from foretoken.ops import Backend, get_backend
+from foretoken.ops import AttentionCall, Backend, Decoder, UnfitError, get_backend
 
 __all__ = ["load_model"]
-
-LoadFormat = Literal["auto", "dummy"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,10 +42,10 @@ def load_model(
     device: str | torch.device,
     dtype: str | torch.dtype = "auto",
     backend: Backend | str,
-    load_format: LoadFormat = "auto",
+    dummy_seed: int | None = None,
     max_model_len: int | None = None,
     shorten: bool = False,
-    seed: int = 0,
+    view: TargetView | None = None,
 ) -> CausalLM:
     """Load a checkpoint into a Transformers module with paged attention, and check it.
 
@@ -56,24 +53,23 @@ def load_model(
         path_or_name: what `resolve_checkpoint` takes.
         dtype: "auto" is float32 on a CPU, whatever the checkpoint holds (bfloat16 was slower there
             at the sizes a CPU serves), and the checkpoint's own dtype elsewhere.
-        load_format: "dummy" fills in random weights and needs `config.json` only.
+        dummy_seed: if given, weights are random numbers of this seed, and `config.json` is all
+            that the folder must have.
         max_model_len: most positions of a request; the checkpoint's limit if None.
         shorten: take the checkpoint's limit where `max_model_len` is beyond it, instead of
             refusing: for a draft model, which just stops drafting there.
-        seed: of dummy weights.
+        view: what a drafter will ask of the model; None: its tokens alone.
 
     Raises:
         CheckpointError: the folder cannot be read.
         UnsupportedModelError: it can, but we would not run it exactly.
-        ConfigError: `dtype`, `load_format` or `max_model_len` out of bounds.
+        ConfigError: `dtype`, `max_model_len` or `aux_layers` out of bounds.
     """
-    device = torch.device(device)
+    view, device = view or TargetView(), torch.device(device)
     backend = get_backend(backend) if isinstance(backend, str) else backend
-    if load_format not in ("auto", "dummy"):
-        raise ConfigError("load_format", load_format, "one of auto, dummy")
     folder = resolve_checkpoint(path_or_name)
     raw = read_config(folder)
-    if load_format == "auto":
+    if dummy_seed is None:
         check_weights(folder)
     with quiet_transformers():
         check_generation_config(folder)
@@ -81,19 +77,19 @@ def load_model(
         torch_dtype = _choose_dtype(dtype, config, device)
         limit = _choose_max_len(max_model_len, config, shorten)
         register_attention()
-        if load_format == "dummy":
-            module = _dummy_module(model_class, config, torch_dtype, device, seed, backend)
-        else:
+        _check_layers(view.aux_layers, config)
+        if dummy_seed is None:
             module = _weighted_module(model_class, config, folder, torch_dtype, device)
-        return _checked(module, backend, limit, torch_dtype, device)
+        else:
+            module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed, backend)
+        return _checked(module, backend, limit, view)
 
 
-def _checked(
-    module: Any, backend: Backend, max_model_len: int, dtype: torch.dtype, device: torch.device
-) -> CausalLM:
+def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView) -> CausalLM:
     """The module made fast as far as it can be, after the self-check."""
     from foretoken.models import guards
 
+    device = module.get_input_embeddings().weight.device
     with observe_linears(module) as linears:
         calls, _ = guards.probe(module, backend, device)
     _drop_towers(module, {id(linear) for linear, _ in linears})
@@ -104,9 +100,9 @@ def _checked(
         layer_shapes=[call.shape for call in calls],
         max_model_len=max_model_len,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        dtype=dtype,
-        device=device,
-        fused=_fused(module, calls) if backend.FUSES_DECODERS else None,
+        aux_layers=view.aux_layers,
+        head=module.get_output_embeddings().weight if view.head else None,
+        fused=_fused(module, backend, calls),
     )
     if model.fused is not None:
         try:
@@ -118,7 +114,7 @@ def _checked(
             ) from error
         model.fused.drop_module_weights()
         return model
-    if can_pack(dtype, device):
+    if can_pack(model.dtype, device):
         pack_linears(module, linears)
     guards.self_check(model, expected)
     return model
@@ -139,10 +135,10 @@ def _drop_towers(module: Any, ran: set[int]) -> None:
             _log.info("`%s`: `%s` is left out, prompts are text.", module.config.model_type, name)
 
 
-def _fused(module: Any, calls: list[AttentionCall]) -> FusedDecoder | None:
-    """The native decoder in the module's stead, if it implements all that the module has."""
+def _fused(module: Any, backend: Backend, calls: list[AttentionCall]) -> Decoder | None:
+    """The backend's decoder in the module's stead, if it implements all that the module has."""
     try:
-        return FusedDecoder(module, calls)
+        return backend.decoder(module, calls)
     except UnfitError as reason:
         _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
         return None
@@ -235,6 +231,13 @@ def _choose_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -
     if dtype not in _DTYPES:
         raise ConfigError("dtype", dtype, f"one of auto, {', '.join(_DTYPES)}")
     return _DTYPES[dtype]
+
+
+def _check_layers(aux_layers: tuple[int, ...], config: Any) -> None:
+    layers = config.get_text_config().num_hidden_layers
+    if not all(0 <= layer <= layers for layer in aux_layers):
+        wanted = f"in 0..{layers}: what enters layer i is i, and {layers} is behind the last"
+        raise ConfigError("aux_layers", aux_layers, wanted)
 
 
 def _choose_max_len(wanted: int | None, config: Any, shorten: bool) -> int:

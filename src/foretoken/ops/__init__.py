@@ -12,16 +12,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.ops.checks import INT64, check_logits, check_params, check_tensor
+from foretoken.ops.decoder import (
+    AttentionCall,
+    Decoder,
+    DraftRound,
+    ForwardOutput,
+    UnfitError,
+)
 from foretoken.ops.types import (
     AttentionBatch,
-    AttentionGroup,
+    AttentionOptions,
     DraftBlock,
     DraftCache,
     Edits,
@@ -35,15 +43,20 @@ from foretoken.ops.types import (
 __all__ = [
     "BACKENDS",
     "AttentionBatch",
-    "AttentionGroup",
+    "AttentionCall",
+    "AttentionOptions",
     "Backend",
+    "Decoder",
     "DraftBlock",
     "DraftCache",
+    "DraftRound",
     "Edits",
+    "ForwardOutput",
     "Logprobs",
     "Rule",
     "SlotParams",
     "Stream",
+    "UnfitError",
     "Verdict",
     "draft_cache",
     "get_backend",
@@ -59,12 +72,7 @@ class Backend(Protocol):
     maximum is finite: -inf is a token that was dropped. An argument that does not fit raises
     `ConfigError` before any work; of tensors on a device shapes, dtypes, devices and strides are
     checked, of those on the host also what they hold.
-
-    FUSES_DECODERS: whether models may run as one native call (`models/fused_decoder.py`), whose
-        K/V layout no `attention` reads.
     """
-
-    FUSES_DECODERS: bool
 
     def process_logits(
         self, logits_NV: Tensor, params: SlotParams, slot_N: Tensor, edits: Edits | None
@@ -142,7 +150,7 @@ class Backend(Protocol):
                 does, and at T > 0 an lse that is not finite: `verify` then takes it for no draft.
             cache: written at [slot, draft index]; its dtype and width are those of the logits. A
                 row at T=0 leaves a threshold of -inf and an lse of 0. None if no q will be asked
-                for; tokens are then drawn all the same (`FusedDecoder.draft` takes None for
+                for; tokens are then drawn all the same (`Decoder.draft` takes None for
                 greedy drafts, the argmax).
 
         Returns:
@@ -223,23 +231,31 @@ class Backend(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         batch: AttentionBatch,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        sinks_H: Tensor | None = None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Causal attention of ragged queries over paged K/V (the new tokens already written).
 
         Args:
             query_THD: [T, H, D].
-            key_cache, value_cache: [num_blocks, block_size, H_kv, D] and [..., D_v]; H % H_kv == 0.
-            sliding_window: w keeps keys j with i - w < j <= i.
-            softcap: c replaces scores s by c * tanh(s / c).
-            sinks_H: one extra logit per head that takes probability and gives nothing.
+            key_cache, value_cache: [num_blocks, block_size, H_kv, D] and [..., D_v], contiguous,
+                in the dtype of the query; H % H_kv == 0.
+            batch: which queries are whose. Backends keep what they derive from it for the next
+                layer: it must not be written to afterwards.
 
         Returns:
             [T, H, D_v].
+        """
+        ...
+
+    def decoder(self, module: Any, calls: Sequence[AttentionCall]) -> Decoder | None:
+        """An implementation of a whole model, or None if this backend has none of any model.
+
+        Args:
+            module: a Transformers causal language model in eval mode.
+            calls: what each of its layers asks of attention, in order.
+
+        Raises:
+            UnfitError: this module has something that the decoder does not implement; it says what.
         """
         ...
 

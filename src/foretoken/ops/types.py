@@ -1,16 +1,16 @@
 """Data that crosses the boundary of `ops`. Plain tensors in named fields, no behaviour.
 
 Shape suffixes: B requests in the batch, K most drafts of a request, N rows (= sum of K_b + 1),
-V vocabulary, S request slots, T packed tokens, M entries of edits, R masks, W mask words, Q queries
-of one request, L block-table columns. A *row* is one position of the target whose next-token
-distribution is needed; a *slot* is a request's permanent index into per-request state, not its
-batch order.
+V vocabulary, S request slots, T packed tokens, M entries of edits, R masks, W mask words, H heads,
+L block-table columns. A *row* is one position of the target whose next-token distribution is
+needed; a *slot* is a request's permanent index into per-request state, not its batch order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -177,36 +177,39 @@ class Verdict:
     finite_B: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionGroup:
-    """Requests of one batch that have the same number of new tokens Q, attended in one call.
-
-    token_index: positions of their b*Q new tokens in the packed axis T, request by request:
-                 a slice where they are adjacent, else an int64 tensor [b*Q]
-    num_requests: b
-    num_queries: Q
-    block_bL:    int64 [b, L] block ids, padded with block 0
-    length_b:    int64 [b] tokens in the cache after this pass, the new ones included
-    position_bQ: int64 [b, Q] absolute positions of the new tokens
-    """
-
-    token_index: Tensor | slice
-    num_requests: int
-    num_queries: int
-    block_bL: Tensor
-    length_b: Tensor
-    position_bQ: Tensor
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AttentionBatch:
-    """Ragged queries over paged K/V.
+    """Ragged queries of B requests over paged keys and values.
 
-    slot_T:     int64 [T] flat cache index (block * block_size + offset) where a token is written
-    block_size: tokens per block
-    groups:     a partition of the packed tokens
+    The T new tokens lie packed, request by request. Token t of request b is at position
+    length_B[b] - (query_start_B1[b + 1] - t); the key and value of position i are in block
+    block_BL[b, i // block_size], at offset i % block_size. All layers of a pass share one batch:
+    what depends on it alone is checked and planned once.
+
+    query_start_B1: int64 [B + 1], the first token of each request, rising from 0 to T; no request
+                    is without a token
+    length_B:       int64 [B], tokens in the cache after this pass, the new ones included
+    block_BL:       int64 [B, L] block ids, contiguous; behind a request's last block anything that
+                    is a block, 0 by convention
+    block_size:     tokens per block
     """
 
-    slot_T: Tensor
+    query_start_B1: Tensor
+    length_B: Tensor
+    block_BL: Tensor
     block_size: int
-    groups: tuple[AttentionGroup, ...]
+
+
+class AttentionOptions(NamedTuple):
+    """How a layer attends.
+
+    scale:          scores are multiplied by it
+    sliding_window: w keeps keys j with i - w < j <= i
+    softcap:        c replaces scores s by c * tanh(s / c)
+    sinks_H:        float, one extra logit per head that takes probability and gives nothing
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    sinks_H: Tensor | None = None

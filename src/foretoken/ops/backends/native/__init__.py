@@ -4,16 +4,15 @@ Attention of models that run through their Transformers modules is that of `torc
 """
 
 from foretoken.ops.backends.native.attention import attention
+from foretoken.ops.backends.native.decoder import decoder
 from foretoken.ops.backends.native.logprobs import logprobs
 from foretoken.ops.backends.native.process import process_logits
 from foretoken.ops.backends.native.sample import draft, sample
 from foretoken.ops.backends.native.verify import verify
 
-FUSES_DECODERS = True
-
 __all__ = [
-    "FUSES_DECODERS",
     "attention",
+    "decoder",
     "draft",
     "logprobs",
     "process_logits",

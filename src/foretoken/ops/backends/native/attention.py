@@ -1,6 +1,6 @@
 """Attention of models that run through their Transformers modules: that of `torch`.
 
-Models that the native decoder runs attend inside it (`native/csrc/attention.cpp`).
+Models that the native decoder runs attend inside it (`csrc/attention.cpp`).
 """
 
 from foretoken.ops.backends.torch.attention import attention

@@ -1,7 +1,7 @@
 """The compiled kernels as Python functions, and the structures they take.
 
 Belongs here: choosing and loading a library, the C signatures. Does not: what the numbers mean
-(the backend `native` and `models/fused_decoder.py`).
+(the backend's other files).
 
 Structures mirror those in `csrc/*.h` field for field. Pointers are addresses of contiguous arrays
 that the caller keeps alive during the call; nothing is checked on the C side. Every call releases
@@ -21,12 +21,12 @@ from foretoken.ops.backends.native import build
 
 __all__ = [
     "FETCHES",
+    "AttentionBatch",
     "Batch",
     "Cache",
     "DecoderShape",
     "DraftRound",
     "Edits",
-    "Group",
     "LayerWeights",
     "Logits",
     "Outcome",
@@ -80,22 +80,20 @@ class LayerWeights(Structure):
     )
 
 
-class Group(Structure):
-    """`foretoken::Group`: an `ops.AttentionGroup`."""
+class AttentionBatch(Structure):
+    """`foretoken::AttentionBatch`: an `ops.AttentionBatch`."""
 
-    _fields_: ClassVar[_Fields] = [
-        *_fields("token_index", "first requests queries"),
-        *_fields("block_bL", "columns"),
-        *_fields("length_b"),
-    ]
+    _fields_: ClassVar[_Fields] = _fields(
+        "query_start_B1 length_B block_BL", "requests columns block_size"
+    )
 
 
 class Batch(Structure):
-    """`foretoken::Batch`: a `cache.batch.ForwardBatch`."""
+    """`foretoken::Batch`: the packed tokens of a pass."""
 
     _fields_: ClassVar[_Fields] = [
-        *_fields("token_T position_T slot_T row_N", "num_tokens num_rows block_size"),
-        *_fields("groups", "num_groups"),
+        *_fields("token_T row_N", "num_tokens num_rows"),
+        ("attention", AttentionBatch),
     ]
 
 
@@ -111,7 +109,7 @@ class DraftRound(Structure):
     """`foretoken::DraftRound`."""
 
     _fields_: ClassVar[_Fields] = [
-        *_fields("slot_B position_B num_drafts_B block_BL", "requests columns most"),
+        *_fields("slot_B num_drafts_B", "most"),
         ("cache", POINTER(Cache)),
         *_fields(ints="fp64_noise"),
         *_fields("token_BK"),
@@ -283,7 +281,7 @@ _SIGNATURES = {
     "decoder_free": [c_void_p],
     "decoder_tune": [c_void_p, POINTER(Tuning)],
     "decoder_set_fetches": [c_void_p, c_int64, c_int64],
-    "decoder_forward": [c_void_p, POINTER(Batch), *_ADDRESSES[:3]],
+    "decoder_forward": [c_void_p, POINTER(Batch), *_ADDRESSES[:4]],
     "decoder_draft": [c_void_p, POINTER(Batch), *_ADDRESSES[:2], _PARAMS, POINTER(DraftRound)],
     "process": [_PARAMS, _ROWS, c_void_p],
     "sample": [_PARAMS, _ROWS, _PLACES, c_void_p],

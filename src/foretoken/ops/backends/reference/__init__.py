@@ -10,12 +10,11 @@ from foretoken.ops.backends.reference.logprobs import logprobs
 from foretoken.ops.backends.reference.process import process_logits
 from foretoken.ops.backends.reference.sample import sample
 from foretoken.ops.backends.reference.verify import verify
-
-FUSES_DECODERS = False
+from foretoken.ops.decoder import no_decoder as decoder
 
 __all__ = [
-    "FUSES_DECODERS",
     "attention",
+    "decoder",
     "draft",
     "logprobs",
     "process_logits",

@@ -6,12 +6,11 @@ from foretoken.ops.backends.torch.logprobs import logprobs
 from foretoken.ops.backends.torch.process import process_logits
 from foretoken.ops.backends.torch.sample import sample
 from foretoken.ops.backends.torch.verify import verify
-
-FUSES_DECODERS = False
+from foretoken.ops.decoder import no_decoder as decoder
 
 __all__ = [
-    "FUSES_DECODERS",
     "attention",
+    "decoder",
     "draft",
     "logprobs",
     "process_logits",

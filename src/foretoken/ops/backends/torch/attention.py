@@ -12,22 +12,39 @@ L keys of each.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.ops.types import AttentionBatch, AttentionGroup
+from foretoken.ops.pass_checks import check_attention
+from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 __all__ = ["attention"]
+
+
+class _Group(NamedTuple):
+    """Requests of one batch with equally many new tokens, attended in one call.
+
+    tokens:      their b*Q tokens in the packed axis T: a slice if adjacent, else int64 indices
+    block_bL:    int64, their rows of the block table
+    length_b:    tokens in the cache after this pass, on the host
+    num_queries: Q
+    """
+
+    tokens: Tensor | slice
+    block_bL: Tensor
+    length_b: list[int]
+    num_queries: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One SDPA call: b requests of Q queries over L keys each.
 
-    tokens:    packed tokens of the call
-    whole:     these are all tokens of the batch, in order: no need to gather or scatter
+    tokens:    packed tokens of the call; all of them if it is the only one
     first:     flat cache index of the first key if the keys are contiguous in the pool, else None
     block_ids: int64 [b * columns], read if `first` is None
     skip:      keys to drop at the front of the gathered blocks (sliding window)
@@ -37,7 +54,6 @@ class _Call:
     """
 
     tokens: Tensor | slice
-    whole: bool
     num_requests: int
     num_queries: int
     first: int | None
@@ -60,21 +76,17 @@ def attention(
     key_cache: Tensor,
     value_cache: Tensor,
     batch: AttentionBatch,
-    *,
-    scale: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks_H: Tensor | None = None,
+    options: AttentionOptions,
 ) -> Tensor:
     """See `Backend.attention`: causal attention of ragged queries over paged K/V, [T, H, D_v]."""
-    calls = _plan(batch, sliding_window, query_THD.dtype)
-    if calls[0].whole:
-        return _run(calls[0], query_THD, key_cache, value_cache, scale, softcap, sinks_H)
+    check_attention(query_THD, key_cache, value_cache, batch, options)
+    calls = _plan(batch, options.sliding_window, query_THD.dtype)
+    if len(calls) == 1:
+        return _run(calls[0], query_THD, key_cache, value_cache, options)
     out_THD = query_THD.new_empty(*query_THD.shape[:2], value_cache.shape[-1])
     for call in calls:
-        out_THD[call.tokens] = _run(
-            call, query_THD[call.tokens], key_cache, value_cache, scale, softcap, sinks_H
-        )
+        query = query_THD[call.tokens]
+        out_THD[call.tokens] = _run(call, query, key_cache, value_cache, options)
     return out_THD
 
 
@@ -83,14 +95,12 @@ def _run(
     query_THD: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
+    options: AttentionOptions,
 ) -> Tensor:
     tokens, heads, size = query_THD.shape
     query = query_THD.view(call.num_requests, call.num_queries, heads, size).transpose(1, 2)
     key, value = _read(call, key_cache), _read(call, value_cache)
-    if softcap is None and sinks_H is None:
+    if options.softcap is None and options.sinks_H is None:
         # enable_gqa: 3.5x faster than repeating the K/V heads on a CPU.
         out = F.scaled_dot_product_attention(
             query,
@@ -98,11 +108,11 @@ def _run(
             value,
             attn_mask=call.mask,
             is_causal=call.causal,
-            scale=scale,
+            scale=options.scale,
             enable_gqa=True,
         )
     else:
-        out = _explicit(call, query, key, value, scale, softcap, sinks_H)
+        out = _explicit(call, query, key, value, options)
     return out.transpose(1, 2).reshape(tokens, heads, -1)
 
 
@@ -118,30 +128,24 @@ def _read(call: _Call, cache: Tensor) -> Tensor:
 
 
 def _explicit(
-    call: _Call,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks_H: Tensor | None,
+    call: _Call, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
 ) -> Tensor:
     """Softmax written out, in float32: SDPA has neither soft cap nor sinks. [b, H, Q, D_v]."""
     b, heads, queries, size = query.shape
     kv_heads, per_kv = key.shape[1], heads // key.shape[1]
     grouped = query.reshape(b, kv_heads, per_kv * queries, size)
-    score = (grouped @ key.transpose(2, 3)).float() * scale
-    if softcap is not None:
-        score = torch.tanh(score / softcap) * softcap
+    score = (grouped @ key.transpose(2, 3)).float() * options.scale
+    if options.softcap is not None:
+        score = torch.tanh(score / options.softcap) * options.softcap
     score = score.view(b, heads, queries, -1)
     if call.mask is not None:
         score = score + call.mask
     elif call.causal:
         score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
-    if sinks_H is None:
+    if options.sinks_H is None:
         weight = score.softmax(-1)
     else:
-        sink = sinks_H.float().view(1, heads, 1, 1).expand(b, heads, queries, 1)
+        sink = options.sinks_H.float().view(1, heads, 1, 1).expand(b, heads, queries, 1)
         weight = torch.cat([score, sink], -1).softmax(-1)[..., :-1]
     weight = weight.to(value.dtype).reshape(b, kv_heads, per_kv * queries, -1)
     return (weight @ value).view(b, heads, queries, -1)
@@ -155,86 +159,90 @@ def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list
         _last = (batch, plans)
     calls = plans.get((window, dtype))
     if calls is None:
-        parts = [part for group in batch.groups for part in _split(group)]
-        whole = len(parts) == 1 and isinstance(parts[0].token_index, slice)
-        calls = [_plan_call(part, batch.block_size, window, dtype, whole) for part in parts]
+        calls = [_plan_call(g, batch.block_size, window, dtype) for g in _groups(batch)]
         plans[window, dtype] = calls
     return calls
 
 
-def _split(group: AttentionGroup) -> list[AttentionGroup]:
-    """Cut a group whose padding would cost more than its keys, so that in each part the longest
-    request is at most twice the shortest (or short anyway)."""
-    lengths = group.length_b.tolist()
-    if len(lengths) * max(lengths) <= 2 * sum(lengths):
-        return [group]
-    members: dict[int, list[int]] = {}
-    for b, length in enumerate(lengths):
-        members.setdefault((length // 128).bit_length(), []).append(b)
-    if len(members) == 1:
-        return [group]
-    tokens: Tensor | slice = group.token_index
-    if isinstance(tokens, slice):
-        tokens = torch.arange(tokens.start, tokens.stop, device=group.length_b.device)
-    token_bQ = tokens.view(group.num_requests, group.num_queries)
-    return [
-        AttentionGroup(
-            token_index=token_bQ[part].flatten(),
-            num_requests=len(part),
-            num_queries=group.num_queries,
-            block_bL=group.block_bL[part],
-            length_b=group.length_b[part],
-            position_bQ=group.position_bQ[part],
-        )
-        for part in members.values()
-    ]
+def _groups(batch: AttentionBatch) -> list[_Group]:
+    """The requests by query length, cut where padding would cost more than the keys: in each
+    group the longest request is at most twice the shortest, or short anyway."""
+    start_B1, length_B = batch.query_start_B1.tolist(), batch.length_B.tolist()
+    by_queries: dict[int, list[int]] = {}
+    for b, (start, end) in enumerate(pairwise(start_B1)):
+        by_queries.setdefault(end - start, []).append(b)
+    groups = []
+    for queries, members in by_queries.items():
+        lengths = [length_B[b] for b in members]
+        parts = {0: members}
+        if len(members) * max(lengths) > 2 * sum(lengths):
+            parts = {}
+            for b, length in zip(members, lengths, strict=True):
+                parts.setdefault((length // 128).bit_length(), []).append(b)
+        for part in parts.values():
+            lengths = [length_B[b] for b in part]
+            groups.append(_group(batch, part, [start_B1[b] for b in part], lengths, queries))
+    return groups
 
 
-def _plan_call(
-    group: AttentionGroup, block_size: int, window: int | None, dtype: torch.dtype, whole: bool
-) -> _Call:
+def _group(
+    batch: AttentionBatch, members: list[int], starts: list[int], lengths: list[int], queries: int
+) -> _Group:
+    first, count = members[0], len(members)
+    if members[-1] - first == count - 1:  # neighbours: views will do
+        tokens: Tensor | slice = slice(starts[0], starts[0] + count * queries)
+        return _Group(tokens, batch.block_BL[first : first + count], lengths, queries)
+    device = batch.block_BL.device
+    start_b1 = torch.tensor(starts, device=device).unsqueeze(1)
+    tokens = (start_b1 + torch.arange(queries, device=device)).flatten()
+    return _Group(tokens, batch.block_BL[members], lengths, queries)
+
+
+def _plan_call(group: _Group, block_size: int, window: int | None, dtype: torch.dtype) -> _Call:
     """Decide what keys to read, as a view if possible, and the smallest mask that is right."""
-    queries, lengths = group.num_queries, group.length_b.tolist()
-    shortest, longest = min(lengths), max(lengths)
+    requests, queries = len(group.length_b), group.num_queries
+    shortest, longest = min(group.length_b), max(group.length_b)
     # The earliest key that the earliest query of any request still sees.
     skip = 0 if window is None else max(0, shortest - queries - window + 1)
     first_column, columns = skip // block_size, -(-longest // block_size)
+    device = group.block_bL.device
+    length_b1 = torch.tensor(group.length_b, device=device).unsqueeze(1)
     block_bL = group.block_bL[:, first_column:columns]
     if shortest < longest:
         # Read the request's own first block instead of the padding's: a masked key that another
         # request left as NaN would still make this one NaN.
-        used_b1 = (group.length_b.unsqueeze(1) + block_size - 1) // block_size
-        column_L = torch.arange(first_column, columns, device=block_bL.device)
+        used_b1 = (length_b1 + block_size - 1) // block_size
+        column_L = torch.arange(first_column, columns, device=device)
         block_bL = torch.where(column_L < used_b1, block_bL, group.block_bL[:, :1])
     first = None
-    if group.num_requests == 1:
+    if requests == 1:
         ids = block_bL[0].tolist()
         if ids == list(range(ids[0], ids[0] + len(ids))):
             first = ids[0] * block_size + skip % block_size
     windowed = window is not None and window < longest
-    causal = group.num_requests == 1 and queries == longest > 1 and not windowed
+    causal = requests == 1 and queries == longest > 1 and not windowed
     visible = queries == 1 and shortest == longest and (window is None or longest - skip <= window)
+    mask = None
+    if not (causal or visible):
+        query_bQ = length_b1 - torch.arange(queries, 0, -1, device=device)
+        mask = _mask(query_bQ, torch.arange(skip, longest, device=device), window, dtype)
     return _Call(
-        tokens=group.token_index,
-        whole=whole,
-        num_requests=group.num_requests,
+        tokens=group.tokens,
+        num_requests=requests,
         num_queries=queries,
         first=first,
         block_ids=block_bL.reshape(-1),
         skip=skip % block_size,
         length=longest - skip,
-        mask=None if causal or visible else _mask(group, skip, longest, window, dtype),
+        mask=mask,
         causal=causal,
     )
 
 
-def _mask(
-    group: AttentionGroup, skip: int, longest: int, window: int | None, dtype: torch.dtype
-) -> Tensor:
-    """Additive mask [b, 1, Q, L]. Floats: SDPA converts a boolean mask in every call, once per
-    layer."""
-    key_L = torch.arange(skip, longest, device=group.length_b.device)
-    query_bQ1 = group.position_bQ.unsqueeze(2)
+def _mask(query_bQ: Tensor, key_L: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive mask [b, 1, Q, L] by positions. Floats: SDPA converts a boolean mask in every call,
+    once per layer."""
+    query_bQ1 = query_bQ.unsqueeze(2)
     hidden = key_L > query_bQ1
     if window is not None:
         hidden |= key_L <= query_bQ1 - window

@@ -11,7 +11,6 @@ from foretoken.ops.backends.triton.logprobs import logprobs
 from foretoken.ops.backends.triton.process import process_logits
 from foretoken.ops.backends.triton.sample import draft, sample
 from foretoken.ops.backends.triton.verify import verify
+from foretoken.ops.decoder import no_decoder as decoder
 
-FUSES_DECODERS = False
-
-__all__ = ["FUSES_DECODERS", "attention", "draft", "logprobs", "process_logits", "sample", "verify"]
+__all__ = ["attention", "decoder", "draft", "logprobs", "process_logits", "sample", "verify"]

@@ -54,8 +54,8 @@ int foretoken_decoder_set_fetches(Decoder* decoder, int64_t one, int64_t few) {
 }
 
 int foretoken_decoder_forward(Decoder* decoder, const Batch* batch, float* const* keys,
-                              float* const* values, float* logits) {
-  return guarded([&] { decoder->forward(*batch, keys, values, logits); });
+                              float* const* values, float* logits, float* const* aux) {
+  return guarded([&] { decoder->forward(*batch, keys, values, logits, aux); });
 }
 
 int foretoken_decoder_draft(Decoder* decoder, const Batch* first, float* const* keys,

@@ -170,6 +170,11 @@ void mix(const QueryTile& t) {
   }
 }
 
+// Tokens of a tile: as many as fill its rows.
+int64_t tile_tokens(int64_t heads_per_kv) {
+  return heads_per_kv < kMostRows ? kMostRows / heads_per_kv : 1;
+}
+
 float* scratch(int64_t size) {
   thread_local std::vector<float> memory;
   if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
@@ -178,50 +183,55 @@ float* scratch(int64_t size) {
 
 }  // namespace
 
-void attend(const float* query, const float* keys, const float* values, const Group* groups,
-            int64_t num_groups, const AttentionShape& s, float* out) {
-  const int64_t per_kv = s.heads / s.kv_heads;
-  const int64_t most = per_kv < kMostRows ? kMostRows / per_kv : 1;  // queries of a tile
-  for (const Group* g = groups; g < groups + num_groups; g++) {
-    const int64_t cuts = (g->queries + most - 1) / most;
-    int64_t keys_read = 0;
-    for (int64_t b = 0; b < g->requests; b++) keys_read += g->length_b[b] * g->queries;
-    parallel_for(
-        g->requests * s.kv_heads * cuts, keys_read * s.heads * s.key_size > 60000,
-        [&](int64_t index) {
-          const int64_t cut = index % cuts, head = index / cuts % s.kv_heads;
-          const int64_t b = index / cuts / s.kv_heads, q0 = cut * most;
-          const int64_t count = g->queries - q0 < most ? g->queries - q0 : most;
-          const int64_t start = g->length_b[b] - g->queries;
-          for (int64_t h0 = 0; h0 < per_kv; h0 += kMostRows) {  // more heads than a tile has rows
-            const int64_t h1 = per_kv < h0 + kMostRows ? per_kv : h0 + kMostRows;
-            QueryTile t{s, g->block_bL + b * g->columns,
-                   keys + head * s.key_size * s.block_size,
-                   values + head * s.value_size * s.block_size, 0, {}, {}, {}, {}, 0, 0, nullptr, 0};
-            for (int64_t q = q0; q < q0 + count; q++) {
-              const int64_t token =
-                  g->token_index ? g->token_index[b * g->queries + q] : g->first + b * g->queries + q;
-              for (int64_t h = h0; h < h1; h++) {
-                const int r = t.rows++;
-                const int64_t row = token * s.heads + head * per_kv + h;
-                t.query[r] = query + row * s.key_size;
-                t.out[r] = out + row * s.value_size;
-                t.end[r] = start + q + 1;
-                t.begin[r] = s.window && t.end[r] > s.window ? t.end[r] - s.window : 0;
-              }
-            }
-            t.first_block = t.begin[0] / s.block_size;
-            t.last_block = (t.end[t.rows - 1] - 1) / s.block_size;
-            // Whole vectors, and one more: the last block may end within one.
-            t.stride = (t.last_block - t.first_block + 1) * s.block_size / kWidth * kWidth + 2 * kWidth;
-            t.score = scratch(t.rows * t.stride);
-            score_keys(t);
-            for (int r = 0; r < t.rows; r++)
-              softmax(t.scores_of(r), t.stride, t.begin[r] - t.origin(), t.end[r] - t.origin());
-            mix(t);
-          }
-        });
+void plan_attention(const AttentionBatch& batch, int64_t heads, int64_t kv_heads,
+                    AttentionPlan* plan) {
+  const int64_t most = tile_tokens(heads / kv_heads);
+  plan->tiles.clear();
+  plan->num_scores = 0;
+  for (int64_t b = 0; b < batch.requests; b++) {
+    const int64_t end = batch.query_start_B1[b + 1];
+    plan->num_scores += batch.length_B[b] * batch.queries(b);
+    for (int64_t head = 0; head < kv_heads; head++)
+      for (int64_t t = batch.query_start_B1[b]; t < end; t += most)
+        plan->tiles.push_back({b, head, t, end - t < most ? end - t : most});
   }
+}
+
+void attend(const float* query, const float* keys, const float* values,
+            const AttentionBatch& batch, const AttentionPlan& plan, const AttentionShape& s,
+            float* out) {
+  const int64_t per_kv = s.heads / s.kv_heads;
+  parallel_for(
+      plan.tiles.size(), plan.num_scores * s.heads * s.key_size > 60000, [&](int64_t index) {
+        const TileRange& tile = plan.tiles[index];
+        const int64_t b = tile.request, head = tile.kv_head;
+        const int64_t origin = batch.length_B[b] - batch.query_start_B1[b + 1];  // of positions
+        for (int64_t h0 = 0; h0 < per_kv; h0 += kMostRows) {  // more heads than a tile has rows
+          const int64_t h1 = per_kv < h0 + kMostRows ? per_kv : h0 + kMostRows;
+          QueryTile t{s, batch.blocks(b), keys + head * s.key_size * s.block_size,
+                      values + head * s.value_size * s.block_size, 0, {}, {}, {}, {}, 0, 0,
+                      nullptr, 0};
+          for (int64_t token = tile.first_token; token < tile.first_token + tile.tokens; token++) {
+            for (int64_t h = h0; h < h1; h++) {
+              const int r = t.rows++;
+              const int64_t row = token * s.heads + head * per_kv + h;
+              t.query[r] = query + row * s.key_size;
+              t.out[r] = out + row * s.value_size;
+              t.end[r] = origin + token + 1;
+              t.begin[r] = s.window && t.end[r] > s.window ? t.end[r] - s.window : 0;
+            }
+          }
+          t.first_block = t.begin[0] / s.block_size;
+          t.last_block = (t.end[t.rows - 1] - 1) / s.block_size;
+          // Whole vectors, and one more: the last block may end within one.
+          t.stride = (t.last_block - t.first_block + 1) * s.block_size / kWidth * kWidth + 2 * kWidth;
+          t.score = scratch(t.rows * t.stride);
+          score_keys(t);
+          for (int r = 0; r < t.rows; r++)
+            softmax(t.scores_of(r), t.stride, t.begin[r] - t.origin(), t.end[r] - t.origin());
+          mix(t);
+        }
+      });
 }
 
 void write_kv(float* keys, float* values, int64_t slot, const float* key, const float* value,

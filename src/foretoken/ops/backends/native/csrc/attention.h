@@ -6,17 +6,19 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace foretoken {
 
-// Requests of one batch with equally many new tokens. Field for field `ops.AttentionGroup`.
-struct Group {
-  const int64_t* token_index;  // [requests * queries] packed token numbers, or null: from `first` on
-  int64_t first;
-  int64_t requests, queries;
-  const int64_t* block_bL;  // [requests, columns] block ids
-  int64_t columns;
-  const int64_t* length_b;  // [requests] tokens in the cache, the new ones included
+// Field for field `ops.AttentionBatch`.
+struct AttentionBatch {
+  const int64_t* query_start_B1;  // first new token of each request, and behind the last
+  const int64_t* length_B;        // tokens in the cache, the new ones included
+  const int64_t* block_BL;        // [requests, columns] block ids
+  int64_t requests, columns, block_size;
+
+  int64_t queries(int64_t b) const { return query_start_B1[b + 1] - query_start_B1[b]; }
+  const int64_t* blocks(int64_t b) const { return block_BL + b * columns; }
 };
 
 // Layout of the cache within one layer: keys [block][kv head][key_size][block_size], so that one
@@ -28,9 +30,24 @@ struct AttentionShape {
   int64_t window;  // keys seen, the query's own included; 0: all
 };
 
+// What one thread does at once: new tokens of a request times the heads that share one K/V head.
+struct TileRange {
+  int64_t request, kv_head, first_token, tokens;
+};
+
+// A batch cut in tiles, the same for all layers.
+struct AttentionPlan {
+  std::vector<TileRange> tiles;
+  int64_t num_scores;  // at most: of one head, if every query saw all keys of its request
+};
+
+void plan_attention(const AttentionBatch& batch, int64_t heads, int64_t kv_heads,
+                    AttentionPlan* plan);
+
 // query [T, heads, key_size] to out [T, heads, value_size].
-void attend(const float* query, const float* keys, const float* values, const Group* groups,
-            int64_t num_groups, const AttentionShape& shape, float* out);
+void attend(const float* query, const float* keys, const float* values,
+            const AttentionBatch& batch, const AttentionPlan& plan, const AttentionShape& shape,
+            float* out);
 
 // Store one token's keys [kv_heads, key_size] and values [kv_heads, value_size].
 void write_kv(float* keys, float* values, int64_t slot, const float* key, const float* value,

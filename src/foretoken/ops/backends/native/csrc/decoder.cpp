@@ -134,15 +134,27 @@ void Decoder::norm(const float* x, const std::vector<float>& weight, int64_t row
   });
 }
 
-void Decoder::rotary_tables(const Batch& batch) {
-  const int64_t half = shape_.rotary_size / 2;
-  parallel_for(batch.num_tokens, batch.num_tokens > 64, [&](int64_t t) {
+// Where each token stands in its request and in the cache.
+void Decoder::locate(const AttentionBatch& batch) {
+  const int64_t half = shape_.rotary_size / 2, width = batch.block_size;
+  const int64_t tokens = batch.query_start_B1[batch.requests];
+  slots_.resize(tokens);
+  positions_.resize(tokens);
+  for (int64_t b = 0; b < batch.requests; b++) {
+    const int64_t end = batch.query_start_B1[b + 1];
+    for (int64_t t = batch.query_start_B1[b]; t < end; t++) {
+      const int64_t position = positions_[t] = batch.length_B[b] - (end - t);
+      slots_[t] = batch.blocks(b)[position / width] * width + position % width;
+    }
+  }
+  parallel_for(tokens, tokens > 64, [&](int64_t t) {
     for (int64_t i = 0; i < half; i++) {
-      const float angle = static_cast<float>(batch.position_T[t]) * frequencies_[i];
+      const float angle = static_cast<float>(positions_[t]) * frequencies_[i];
       cos_[t * half + i] = std::cos(angle) * shape_.rotary_scale;
       sin_[t * half + i] = std::sin(angle) * shape_.rotary_scale;
     }
   });
+  plan_attention(batch, shape_.heads, shape_.kv_heads, &plan_);
 }
 
 void Decoder::rotate(float* head, int64_t token) const {
@@ -158,7 +170,7 @@ void Decoder::rotate(float* head, int64_t token) const {
 void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, float* values) {
   const int64_t d = shape_.head_size, q = shape_.heads * d, kv = shape_.kv_heads * d;
   const int64_t all = q + 2 * kv, tokens = batch.num_tokens;
-  const AttentionShape s{shape_.heads, shape_.kv_heads, d, d, batch.block_size,
+  const AttentionShape s{shape_.heads, shape_.kv_heads, d, d, batch.attention.block_size,
                          shape_.attention_scale, layer.window};
   norm(x_, layer.input_norm, tokens, normed_);
   product(normed_, tokens, layer.qkv, fetches_, [&](auto row, auto first, auto count, auto y) {
@@ -173,9 +185,9 @@ void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, flo
       rotate(head, t);
     }
     std::memcpy(query_ + t * q, row, q * sizeof(float));
-    write_kv(keys, values, batch.slot_T[t], row + q, row + q + kv, s);
+    write_kv(keys, values, slots_[t], row + q, row + q + kv, s);
   });
-  attend(query_, keys, values, batch.groups, batch.num_groups, s, mixed_);
+  attend(query_, keys, values, batch.attention, plan_, s, mixed_);
   add_product(mixed_, tokens, layer.o);
 }
 
@@ -197,16 +209,19 @@ void Decoder::add_product(const float* input, int64_t tokens, const Packed& w) {
 }
 
 void Decoder::forward(const Batch& batch, float* const* keys, float* const* values,
-                      float* logits) {
+                      float* logits, float* const* aux) {
   const int64_t h = shape_.hidden, tokens = batch.num_tokens, rows = batch.num_rows;
+  const size_t layers = layers_.size();
   place(tokens);
   for (int64_t t = 0; t < tokens; t++)
     std::memcpy(x_ + t * h, embedding_ + batch.token_T[t] * h, h * sizeof(float));
-  rotary_tables(batch);
-  for (size_t i = 0; i < layers_.size(); i++) {
+  locate(batch.attention);
+  for (size_t i = 0; i < layers; i++) {
+    if (aux && aux[i]) std::memcpy(aux[i], x_, tokens * h * sizeof(float));
     attention(layers_[i], batch, keys[i], values[i]);
     mlp(layers_[i], tokens);
   }
+  if (aux && aux[layers]) norm(x_, final_norm_, tokens, aux[layers]);
   for (int64_t n = 0; n < rows; n++)
     norm_row(x_ + batch.row_N[n] * h, final_norm_.data(), h, shape_.norm_epsilon, normed_ + n * h);
   product(normed_, rows, head_, fetches_, [&](auto row, auto first, auto count, auto y) {
@@ -215,13 +230,14 @@ void Decoder::forward(const Batch& batch, float* const* keys, float* const* valu
 }
 
 // Draft i of every request that still drafts, from its row of `draft_logits_`.
-void Decoder::draw_drafts(const Params& params, const DraftRound& r, int64_t i) const {
+void Decoder::draw_drafts(const Params& params, const Batch& first, const DraftRound& r,
+                          int64_t i) const {
   const int64_t size = shape_.vocabulary;
   int64_t row = 0;
-  for (int64_t b = 0; b < r.requests; b++) {
+  for (int64_t b = 0; b < first.attention.requests; b++) {
     if (r.num_drafts_B[b] <= i) continue;
     const Row logits{draft_logits_.data() + size * row++, kFloat32, size};
-    const Place place{r.slot_B[b], r.position_B[b] + i, i, size, r.fp64_noise != 0};
+    const Place place{r.slot_B[b], first.attention.length_B[b] + i, i, size, r.fp64_noise != 0};
     int64_t* token = r.token_BK + b * r.most + i;
     *token = r.cache ? draft_row(params, logits, place, r.cache) : largest(logits).id;
   }
@@ -229,29 +245,27 @@ void Decoder::draw_drafts(const Params& params, const DraftRound& r, int64_t i) 
 
 void Decoder::draft(const Batch& first, float* const* keys, float* const* values,
                     const Params& params, const DraftRound& r) {
-  const int64_t width = first.block_size;
-  draft_logits_.resize(r.requests * shape_.vocabulary);
+  const AttentionBatch& known = first.attention;
+  draft_logits_.resize(known.requests * shape_.vocabulary);
   forward(first, keys, values, draft_logits_.data());
-  draw_drafts(params, r, 0);
-  std::vector<int64_t> tokens, positions, slots, rows, lengths, blocks;
+  draw_drafts(params, first, r, 0);
+  std::vector<int64_t> tokens, starts, lengths, blocks;
   for (int64_t i = 1; i < r.most; i++) {
-    for (auto* list : {&tokens, &positions, &slots, &rows, &lengths, &blocks}) list->clear();
-    for (int64_t b = 0; b < r.requests; b++) {
+    for (auto* list : {&tokens, &starts, &lengths, &blocks}) list->clear();
+    for (int64_t b = 0; b < known.requests; b++) {
       if (r.num_drafts_B[b] <= i) continue;
-      const int64_t position = r.position_B[b] + i - 1, *table = r.block_BL + b * r.columns;
-      rows.push_back(static_cast<int64_t>(tokens.size()));
+      starts.push_back(static_cast<int64_t>(tokens.size()));
       tokens.push_back(r.token_BK[b * r.most + i - 1]);
-      positions.push_back(position);
-      slots.push_back(table[position / width] * width + position % width);
-      lengths.push_back(position + 1);
-      blocks.insert(blocks.end(), table, table + r.columns);
+      lengths.push_back(known.length_B[b] + i);
+      blocks.insert(blocks.end(), known.blocks(b), known.blocks(b) + known.columns);
     }
     const auto live = static_cast<int64_t>(tokens.size());
-    const Group group{nullptr, 0, live, 1, blocks.data(), r.columns, lengths.data()};
-    const Batch next{tokens.data(), positions.data(), slots.data(), rows.data(), live, live, width,
-                     &group, 1};
+    starts.push_back(live);
+    const Batch next{tokens.data(), starts.data(), live, live,  // every token's logits are wanted
+                     {starts.data(), lengths.data(), blocks.data(), live, known.columns,
+                      known.block_size}};
     forward(next, keys, values, draft_logits_.data());
-    draw_drafts(params, r, i);
+    draw_drafts(params, first, r, i);
   }
 }
 

@@ -27,20 +27,18 @@ struct LayerWeights {
   int64_t window;
 };
 
-// The packed tokens of one pass. Field for field `cache.batch.ForwardBatch`.
+// The packed tokens of one pass. Mirrored by `native/library.py`.
 struct Batch {
-  const int64_t *token_T, *position_T, *slot_T, *row_N;
-  int64_t num_tokens, num_rows, block_size;
-  const Group* groups;
-  int64_t num_groups;
+  const int64_t *token_T, *row_N;  // row_N: tokens whose logits are wanted
+  int64_t num_tokens, num_rows;
+  AttentionBatch attention;
 };
 
-// A round of drafting for B requests, each drafting num_drafts_B[b] >= 1 tokens from the row that
-// the first pass gives it on. Mirrored by `native/library.py`.
+// A round of drafting, each request drafting num_drafts_B[b] >= 1 tokens from the row that the first
+// pass gives it on. Mirrored by `native/library.py`.
 struct DraftRound {
-  const int64_t *slot_B, *position_B, *num_drafts_B;  // position: of the first draft
-  const int64_t* block_BL;                            // [B, columns] block ids
-  int64_t requests, columns, most;
+  const int64_t *slot_B, *num_drafts_B;
+  int64_t most;
   const Cache* cache;  // gets the q of every draft; null: drafts are the argmax of the logits
   int64_t fp64_noise;
   int64_t* token_BK;  // [B, most]: the drafts; entries past num_drafts_B are left alone
@@ -50,9 +48,13 @@ class Decoder {
  public:
   Decoder(const DecoderShape& shape, const LayerWeights* layers, const float* embedding,
           const float* final_norm, const float* head, const float* frequencies);
-  // keys, values: one pointer per layer. logits [num_rows, vocabulary].
-  void forward(const Batch& batch, float* const* keys, float* const* values, float* logits);
-  // Draft autoregressively: `first` computes what the cache lacks, with one row per request.
+  // keys, values: one pointer per layer. logits [num_rows, vocabulary]. aux: null, or layers + 1
+  // pointers to [num_tokens, hidden] or null, for the hidden states that enter each layer and, normed,
+  // the output layer.
+  void forward(const Batch& batch, float* const* keys, float* const* values, float* logits,
+               float* const* aux = nullptr);
+  // Draft autoregressively: `first` computes what the cache lacks, with one row per request; its
+  // block table reaches over the drafts.
   void draft(const Batch& first, float* const* keys, float* const* values, const Params& params,
              const DraftRound& round);
   // Measures which fetches of weights are fastest here, and takes them.
@@ -68,12 +70,13 @@ class Decoder {
   void attention(const Layer& layer, const Batch& batch, float* keys, float* values);
   void mlp(const Layer& layer, int64_t tokens);
   void add_product(const float* input, int64_t tokens, const Packed& w);  // to x_
-  void rotary_tables(const Batch& batch);
+  void locate(const AttentionBatch& batch);
   void rotate(float* head, int64_t token) const;
   void norm(const float* x, const std::vector<float>& weight, int64_t rows, float* out) const;
   void place(int64_t tokens);
   std::vector<const Packed*> weights() const;  // in the order of a pass
-  void draw_drafts(const Params& params, const DraftRound& round, int64_t i) const;
+  void draw_drafts(const Params& params, const Batch& first, const DraftRound& round,
+                   int64_t i) const;
 
   DecoderShape shape_;
   Fetches fetches_;
@@ -82,6 +85,8 @@ class Decoder {
   const float* embedding_;
   std::vector<float> final_norm_, frequencies_;
   Packed head_;
+  AttentionPlan plan_;
+  std::vector<int64_t> positions_, slots_;  // of each token: in its request, flat in the cache
   // One allocation for the intermediate results of a pass, kept between passes.
   std::vector<float> memory_, draft_logits_;
   float *x_ = nullptr, *normed_ = nullptr, *qkv_ = nullptr, *query_ = nullptr, *mixed_ = nullptr,

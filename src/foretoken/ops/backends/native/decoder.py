@@ -1,13 +1,13 @@
 """A whole forward pass of a Llama-like model in one native call.
 
 Belongs here: which modules the native decoder can stand in for, and handing it weights and
-batches. Does not: the arithmetic (`native/csrc/decoder.cpp`), deciding whether it is right (the
-self-check in `guards.py` compares it with the module's own eager attention, like every model).
+batches. Does not: the arithmetic (`csrc/decoder.cpp`), deciding whether it is right (the self-check
+in `models/guards.py` compares it with the module's own eager attention, like every model).
 
 Why: at batch 1 a forward through the modules of the embedded target is mostly the overhead of some
 4 600 operator calls.
 
-Shape suffixes: T packed tokens, N rows whose logits are wanted, V vocabulary.
+Shape suffixes: as in `ops/types.py`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.cache.batch import ForwardBatch
-from foretoken.cache.kv_pool import KVPool
-from foretoken.errors import IntegrityError
-from foretoken.models.attention import AttentionCall
-from foretoken.ops import DraftCache, SlotParams
+from foretoken.errors import ConfigError
 from foretoken.ops.backends.native import library
 from foretoken.ops.backends.native.arguments import native_cache, native_params
+from foretoken.ops.decoder import AttentionCall, DraftRound, ForwardOutput, UnfitError
+from foretoken.ops.pass_checks import check_attention_batch, check_draft_round
+from foretoken.ops.types import AttentionBatch
 
-__all__ = ["FAMILIES", "FusedDecoder", "UnfitError"]
+__all__ = ["FAMILIES", "FusedDecoder", "decoder"]
 
 FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
 """Model types built of RMSNorm, rotary attention and a gated SiLU layer, in that order."""
@@ -42,15 +41,15 @@ _HEAD_MULTIPLE = 16  # the widest vector: values are read by whole vectors
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
-class UnfitError(Exception):
-    """The native decoder cannot stand in for a module; the message says why."""
+def decoder(module: Any, calls: Sequence[AttentionCall]) -> FusedDecoder:
+    """See `Backend.decoder`."""
+    return FusedDecoder(module, calls)
 
 
 class FusedDecoder:
-    """The native stand-in for one module. Keeps its own copy of all weights but the embedding.
+    """The native `Decoder`. Keeps its own copy of all weights but the embedding.
 
-    Keys and values in a `KVPool` that it filled are laid out in its own way within each block
-    (`csrc/attention.h`): no other model code can read them.
+    Keys and values are laid out as `csrc/attention.h` says.
 
     Raises:
         UnfitError: the module has something that the native decoder does not implement.
@@ -60,7 +59,9 @@ class FusedDecoder:
         _check_fit(module, calls)
         self._library = library.load()
         self._module = module
-        self.vocab_size: int = module.lm_head.out_features
+        self._vocab_size: int = module.lm_head.out_features
+        self._hidden_size: int = module.config.hidden_size
+        self._num_layers = len(calls)
         shape, layers = _shape(module), (library.LayerWeights * len(calls))()
         for weights, layer, call in zip(layers, module.model.layers, calls, strict=True):
             _fill_layer(weights, layer, call)
@@ -77,9 +78,7 @@ class FusedDecoder:
         # Not at exit: a daemon thread may still compute then.
         weakref.finalize(self, self._library.foretoken_decoder_free, self._handle).atexit = False
         self._tune()
-        self._kv: KVPool | None = None
-        self._key_addresses: Any = None
-        self._value_addresses: Any = None
+        self._cache: tuple[Any, ...] = (None,) * 4  # keys, values, their addresses
 
     def _tune(self) -> None:
         """Measure how weights are fetched fastest on this machine, and say what was taken."""
@@ -96,113 +95,105 @@ class FusedDecoder:
         self._library.foretoken_decoder_set_fetches(self._handle, one_row, few_rows)
 
     def drop_module_weights(self) -> None:
-        """Free the module's copies of the linear weights; it cannot be run any more."""
+        """See `Decoder.drop_module_weights`: all but the embedding's."""
         for child in self._module.modules():
             if isinstance(child, nn.Linear):
                 meta = torch.empty_like(child.weight, device="meta")
                 child.weight = nn.Parameter(meta, requires_grad=False)
 
-    def forward(self, batch: ForwardBatch, kv: KVPool) -> Tensor:
-        """See `CausalLM.forward`: float32 [N, V], one row per `batch.logit_row_N`."""
-        self._adopt(kv)
-        logits_NV = torch.empty(len(batch.logit_row_N), self.vocab_size)
-        groups = _native_groups(batch)
+    def forward(
+        self,
+        token_T: Tensor,
+        logit_row_N: Tensor,
+        batch: AttentionBatch,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        aux_layers: Sequence[int] = (),
+    ) -> ForwardOutput:
+        """See `Decoder.forward`: float32."""
+        logits_NV = torch.empty(len(logit_row_N), self._vocab_size)
+        aux = {i: torch.empty(len(token_T), self._hidden_size) for i in aux_layers}
+        wanted = None
+        if aux:
+            wanted = (c_void_p * (self._num_layers + 1))()
+            for i, hidden in aux.items():
+                wanted[i] = hidden.data_ptr()
+        key_addresses, value_addresses = self._addresses(keys, values)
         self._library.foretoken_decoder_forward(
             self._handle,
-            byref(_native_batch(batch, groups)),
-            self._key_addresses,
-            self._value_addresses,
+            byref(_native_batch(token_T, logit_row_N, batch, len(keys[0]))),
+            key_addresses,
+            value_addresses,
             logits_NV.data_ptr(),
+            wanted,
         )
-        return logits_NV
+        return ForwardOutput(logits_NV, tuple(aux[i] for i in aux_layers))
 
     def draft(
         self,
-        first: ForwardBatch,
-        kv: KVPool,
-        params: SlotParams,
-        block_BL: Tensor,
-        numbers_3B: Tensor,
-        cache: DraftCache | None,
-        fp64_noise: bool = False,
+        token_T: Tensor,
+        batch: AttentionBatch,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        drafting: DraftRound,
     ) -> Tensor:
-        """A whole round of autoregressive drafting; each draft as `Backend.draft` has it.
-
-        Args:
-            first: what the cache lacks, with one logit row per request.
-            block_BL: int64, each request's blocks up to the last token that is computed.
-            numbers_3B: int64, slots, positions of the first drafts, numbers of drafts >= 1.
-            cache: float32; gets the q that each draft is drawn from. None: each draft is the argmax
-                of the logits, whatever the temperature.
-
-        Returns:
-            int64 [B, K], -1 behind a request's last draft.
-        """
-        self._adopt(kv)
-        slot_B, position_B, num_B = numbers_3B
-        most = int(num_B.max())
-        token_BK = torch.full((len(num_B), most), -1, dtype=torch.int64)
-        drafting = library.DraftRound(
-            slot_B.data_ptr(),
-            position_B.data_ptr(),
-            num_B.data_ptr(),
-            block_BL.data_ptr(),
-            len(num_B),
-            block_BL.shape[1],
-            most,
-            native_cache(cache),
-            fp64_noise,
+        """See `Decoder.draft`."""
+        nums = check_draft_round(drafting, batch)
+        token_BK = torch.full((len(nums), max(nums)), -1, dtype=torch.int64)
+        drawn = library.DraftRound(
+            drafting.slot_B.data_ptr(),
+            drafting.num_B.data_ptr(),
+            max(nums),
+            native_cache(drafting.cache),
+            drafting.fp64_noise,
             token_BK.data_ptr(),
         )
-        groups = _native_groups(first)
+        key_addresses, value_addresses = self._addresses(keys, values)
+        last_B = batch.query_start_B1[1:] - 1
         self._library.foretoken_decoder_draft(
             self._handle,
-            byref(_native_batch(first, groups)),
-            self._key_addresses,
-            self._value_addresses,
-            byref(native_params(params)),
-            byref(drafting),
+            byref(_native_batch(token_T, last_B, batch, len(keys[0]))),
+            key_addresses,
+            value_addresses,
+            byref(native_params(drafting.params)),
+            byref(drawn),
         )
         return token_BK
 
-    def _adopt(self, kv: KVPool) -> None:
-        """Remember where this pool's tensors are."""
-        if kv is self._kv:
-            return
-        if kv.dtype is not torch.float32:
-            raise IntegrityError(f"the native decoder was given a pool of {kv.dtype}, not float32")
-        self._kv = kv
-        array = c_void_p * len(kv.keys)
-        self._key_addresses = array(*[key.data_ptr() for key in kv.keys])
-        self._value_addresses = array(*[value.data_ptr() for value in kv.values])
+    def _addresses(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]]:
+        """Where the tensors are; looked up once for a pool that is used again and again."""
+        known_keys, known_values, *addresses = self._cache
+        if keys is not known_keys or values is not known_values:
+            if keys[0].dtype is not torch.float32:
+                raise ConfigError("keys.dtype", keys[0].dtype, "torch.float32")
+            layers = c_void_p * len(keys)
+            addresses = [layers(*[t.data_ptr() for t in side]) for side in (keys, values)]
+            self._cache = (keys, values, *addresses)
+        key_addresses, value_addresses = addresses
+        return key_addresses, value_addresses
 
 
-def _native_groups(batch: ForwardBatch) -> ctypes.Array[library.Group]:
-    groups = batch.attention.groups
-    given = (library.Group * len(groups))()
-    for to, group in zip(given, groups, strict=True):
-        if isinstance(group.token_index, slice):
-            to.first = group.token_index.start
-        else:
-            to.token_index = group.token_index.data_ptr()
-        to.requests, to.queries = group.num_requests, group.num_queries
-        to.block_bL, to.columns = group.block_bL.data_ptr(), group.block_bL.shape[1]
-        to.length_b = group.length_b.data_ptr()
-    return given
-
-
-def _native_batch(batch: ForwardBatch, groups: ctypes.Array[library.Group]) -> library.Batch:
-    """Addresses within `batch` and `groups`, which the caller keeps alive."""
+def _native_batch(
+    token_T: Tensor, row_N: Tensor, batch: AttentionBatch, num_blocks: int
+) -> library.Batch:
+    """Addresses within the tensors, which the caller keeps alive."""
+    check_attention_batch(batch, len(token_T), num_blocks, token_T.device)
+    requests, columns = batch.block_BL.shape
     return library.Batch(
-        batch.token_T.data_ptr(),
-        batch.position_T.data_ptr(),
-        batch.attention.slot_T.data_ptr(),
-        batch.logit_row_N.data_ptr(),
-        len(batch.token_T),
-        len(batch.logit_row_N),
-        batch.attention.block_size,
-        ctypes.addressof(groups),
-        len(groups),
+        token_T.data_ptr(),
+        row_N.data_ptr(),
+        len(token_T),
+        len(row_N),
+        library.AttentionBatch(
+            batch.query_start_B1.data_ptr(),
+            batch.length_B.data_ptr(),
+            batch.block_BL.data_ptr(),
+            requests,
+            columns,
+            batch.block_size,
+        ),
     )
 
 

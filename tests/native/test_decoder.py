@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.errors import IntegrityError
-from foretoken.models import CausalLM, fused_decoder, load_model
+from foretoken.errors import ConfigError
+from foretoken.models import CausalLM, load_model
 from foretoken.models.attention import ATTENTION_NAME, register_attention
-from foretoken.models.fused_decoder import FAMILIES, FusedDecoder, UnfitError
 from foretoken.models.guards import probe
-from foretoken.ops import get_backend
+from foretoken.ops import Decoder, UnfitError, get_backend
 from foretoken.ops.backends.native import library
+from foretoken.ops.backends.native.decoder import FAMILIES
 from tests.models import families
 from tests.models.walk import CPU, new_pool, walk
 from tests.support.kernels import needs_kernels
@@ -167,7 +167,7 @@ def run(
         if others:  # one before and one behind; the first of as many tokens, the other ragged
             spans.insert(number % 2, Span(tables[1], done, new[::-1], 1))
             spans.append(Span(tables[2], 0, text[: 1 + number % 5], 1))
-        logits = model.forward(build_batch(spans, block_size, CPU), kv)
+        logits = model.forward(build_batch(spans, block_size, CPU), kv).logits_NV
         first = 1 if spans[0].block_ids is tables[1] else 0
         rows.append(logits[first : first + size])
         done += size
@@ -226,13 +226,16 @@ def test_nan_of_another_request_does_not_spread(tmp_path: Path) -> None:
     kv, text = new_pool(model, 12, block), random_text(14, 4)
     ours, theirs, alone = [1, 5, 3, 7], [2, 6, 4, 8], run(model, text, [14], block_size=block)
     spans = [Span(ours, 0, text[:9], 0), Span(theirs, 0, text[:9], 0)]
-    assert model.forward(build_batch(spans, block, CPU), kv).shape == (0, model.vocab_size)
+    assert model.forward(build_batch(spans, block, CPU), kv).logits_NV.shape == (
+        0,
+        model.vocab_size,
+    )
     for cache in (*kv.keys, *kv.values):
         cache[theirs] = torch.nan
         assert bool(cache[ours[-1]].eq(0).all())  # not yet used
         cache[ours[-1]] = torch.nan
     spans = [Span(theirs, 9, text[9:], 5), Span(ours, 9, text[9:], 5)]
-    logits = model.forward(build_batch(spans, block, CPU), kv)
+    logits = model.forward(build_batch(spans, block, CPU), kv).logits_NV
     assert bool(logits[:5].isnan().all())
     assert torch.equal(logits[5:], alone[9:])
 
@@ -240,9 +243,9 @@ def test_nan_of_another_request_does_not_spread(tmp_path: Path) -> None:
 def test_no_rows_wanted_still_fills_the_cache(tmp_path: Path) -> None:
     model, text = load(save(tmp_path, "qwen2", {"hidden_size": 64})), random_text(6, 5)
     kv = new_pool(model, 4, 4)
-    first = model.forward(build_batch([Span([1, 2], 0, text[:5], 0)], 4, CPU), kv)
+    first = model.forward(build_batch([Span([1, 2], 0, text[:5], 0)], 4, CPU), kv).logits_NV
     assert first.shape == (0, model.vocab_size)
-    last = model.forward(build_batch([Span([1, 2], 5, text[5:], 1)], 4, CPU), kv)
+    last = model.forward(build_batch([Span([1, 2], 5, text[5:], 1)], 4, CPU), kv).logits_NV
     assert torch.equal(last[0], run(model, text, [6], block_size=4)[5])
 
 
@@ -252,14 +255,14 @@ def test_pools_may_change_between_passes(tmp_path: Path) -> None:
     for start in (0, 5):
         for kv in pools:
             batch = build_batch([Span([0, 1], start, text[start : start + 5], 1)], 4, CPU)
-            logits = model.forward(batch, kv)
+            logits = model.forward(batch, kv).logits_NV
     torch.testing.assert_close(logits[0], expected[7], atol=2e-5, rtol=1e-4)
 
 
 def test_a_pool_of_another_dtype_is_refused(tmp_path: Path) -> None:
     model = load(save(tmp_path, "llama", HEADS))
     kv = KVPool(model.layer_shapes, 2, 4, dtype=torch.bfloat16, device=CPU)
-    with pytest.raises(IntegrityError, match=r"pool of torch\.bfloat16, not float32"):
+    with pytest.raises(ConfigError, match=r"`keys.dtype` is torch.bfloat16: must be torch.float32"):
         model.forward(build_batch([Span([0], 0, [1], 1)], 4, CPU), kv)
 
 
@@ -300,7 +303,7 @@ def test_what_it_does_not_cover_runs_through_its_module(
     text = random_text(20, 7)
     expected = families.plain_logits(families.plain_model(folder), text)
     kv = KVPool(model.layer_shapes, 3, 8, dtype=model.dtype, device=CPU)
-    logits = model.forward(build_batch([Span([0, 1, 2], 0, text, 20)], 8, CPU), kv)
+    logits = model.forward(build_batch([Span([0, 1, 2], 0, text, 20)], 8, CPU), kv).logits_NV
     torch.testing.assert_close(logits, expected, atol=2e-5, rtol=1e-4)
 
 
@@ -313,7 +316,7 @@ def test_half_precision_runs_through_its_module(
     assert model.fused is None
     assert "weights are torch.bfloat16, not float32" in caplog.text
     kv = KVPool(model.layer_shapes, 1, 4, dtype=model.dtype, device=CPU)
-    logits = model.forward(build_batch([Span([0], 0, [1, 2], 2)], 4, CPU), kv)
+    logits = model.forward(build_batch([Span([0], 0, [1, 2], 2)], 4, CPU), kv).logits_NV
     assert bool(logits.isfinite().all())
 
 
@@ -331,9 +334,10 @@ def loose_module() -> Any:
     return module.eval().requires_grad_(False)
 
 
-def fuse(module: Any) -> FusedDecoder:
-    calls, _ = probe(module, get_backend("native"), CPU)
-    return FusedDecoder(module, calls)
+def fuse(module: Any) -> Decoder | None:
+    backend = get_backend("native")
+    calls, _ = probe(module, backend, CPU)
+    return backend.decoder(module, calls)
 
 
 def biased_head(module: Any) -> None:
@@ -369,10 +373,11 @@ def test_odd_modules_do_not_fit(change: Any, message: str) -> None:
 
 def test_without_kernels_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     module = loose_module()
-    calls, _ = probe(module, get_backend("torch"), CPU)
-    monkeypatch.setattr(fused_decoder.library, "missing", lambda: "of a test")
+    native = get_backend("native")
+    calls, _ = probe(module, native, CPU)
+    monkeypatch.setattr(library, "missing", lambda: "of a test")
     with pytest.raises(UnfitError, match="there are no native kernels: of a test"):
-        FusedDecoder(module, calls)
+        native.decoder(module, calls)
 
 
 @pytest.mark.parametrize("tied", [False, True])

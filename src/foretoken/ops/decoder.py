@@ -1,0 +1,128 @@
+"""A backend's own implementation of a whole model: its contract.
+
+Belongs here: what models and drafters may ask of a decoder, and the data of it. Does not: how one
+computes (`backends/native/decoder.py`), when one is used (`models/loader.py`).
+
+Shape suffixes: as in `ops/types.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from foretoken.ops.types import AttentionBatch, DraftCache, SlotParams
+
+__all__ = [
+    "AttentionCall",
+    "Decoder",
+    "DraftRound",
+    "ForwardOutput",
+    "UnfitError",
+    "no_decoder",
+]
+
+
+class UnfitError(Exception):
+    """A decoder cannot stand in for a module; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer of a module asked of attention: heads of K/V, sizes of a key, of a value."""
+
+    layer: int
+    shape: tuple[int, int, int]
+    sliding_window: int | None
+
+
+class ForwardOutput(NamedTuple):
+    """What one forward pass gives.
+
+    logits_NV: raw logits, one row per wanted token, in the order in which they were named
+    aux:       [T, hidden], the hidden states of all tokens that were asked for, numbered as in
+               Transformers' `hidden_states`: i is the input of layer i, and behind the last layer
+               follows the input of the output layer, normed
+    """
+
+    logits_NV: Tensor
+    aux: tuple[Tensor, ...] = ()
+
+
+class DraftRound(NamedTuple):
+    """Whose drafts a round makes, and how they are drawn.
+
+    params:     the parameters of all slots
+    slot_B:     int64, no two alike
+    num_B:      int64, numbers of drafts >= 1
+    cache:      float32; gets the q that each draft is drawn from. None: each draft is the argmax of
+                the logits, whatever the temperature
+    fp64_noise: as in `Backend.draft`
+    """
+
+    params: SlotParams
+    slot_B: Tensor
+    num_B: Tensor
+    cache: DraftCache | None
+    fp64_noise: bool = False
+
+
+class Decoder(Protocol):
+    """A stand-in for one module, on the same weights, with the same logits up to rounding.
+
+    Keys and values that it wrote are laid out in its own way within each block: neither `attention`
+    nor another decoder can read them. Keys that a query may not see are not multiplied in, so
+    blocks that change hands need not be cleared. `keys` and `values` are the tensors of a
+    `cache.KVPool`, one per layer; the same sequence always holds the same tensors.
+    """
+
+    def forward(
+        self,
+        token_T: Tensor,
+        logit_row_N: Tensor,
+        batch: AttentionBatch,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        aux_layers: Sequence[int] = (),
+    ) -> ForwardOutput:
+        """Run packed tokens and write their K/V.
+
+        Args:
+            token_T: int64 ids.
+            logit_row_N: int64 indices into T of the tokens whose logits are wanted; N may be 0.
+            aux_layers: hidden states that are wanted, see `ForwardOutput`.
+        """
+        ...
+
+    def draft(
+        self,
+        token_T: Tensor,
+        batch: AttentionBatch,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        drafting: DraftRound,
+    ) -> Tensor:
+        """A whole round of autoregressive drafting; each draft as `Backend.draft` has it.
+
+        Args:
+            token_T: int64 ids: of each request what the cache lacks, up to its last known token.
+                The first draft is at position `batch.length_B`, draft index 0.
+            batch: of these tokens; a row of its block table also reaches over all drafts of the
+                request but the last, whose K/V are not computed.
+
+        Returns:
+            int64 [B, K], -1 behind a request's last draft.
+        """
+        ...
+
+    def drop_module_weights(self) -> None:
+        """Free the module's copies of weights that the decoder keeps itself; the module cannot be
+        run any more."""
+        ...
+
+
+def no_decoder(module: Any, calls: Sequence[AttentionCall]) -> None:
+    """The `decoder` of backends that have none: all models run through their modules."""

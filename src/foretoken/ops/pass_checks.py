@@ -1,0 +1,151 @@
+"""Checks of what a forward pass reads, in the manner of `ops/checks.py`: attention, a decoder.
+
+Shapes as in `ops/types.py`.
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.ops.checks import (
+    FLOATS,
+    INT64,
+    check_cache,
+    check_kind,
+    check_params,
+    check_tensor,
+)
+from foretoken.ops.decoder import DraftRound
+from foretoken.ops.types import AttentionBatch, AttentionOptions
+
+__all__ = ["check_attention", "check_attention_batch", "check_draft_round"]
+
+_FITTING: WeakKeyDictionary[AttentionBatch, tuple[int, int, torch.device]] = WeakKeyDictionary()
+"""Batches already validated, and for what: all layers of a pass attend with the same."""
+
+
+def check_attention(
+    query_THD: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    batch: AttentionBatch,
+    options: AttentionOptions,
+) -> None:
+    """All arguments of `Backend.attention`."""
+    check_tensor("query_THD", query_THD, 3, FLOATS)
+    tokens, heads, size = query_THD.shape
+    dtype = (query_THD.dtype,)
+    check_tensor("key_cache", key_cache, 4, dtype)
+    blocks, block_size, kv_heads, key_size = key_cache.shape
+    if key_size != size or kv_heads == 0 or heads % kv_heads:
+        wanted = f"[num_blocks, block_size, H_kv, {size}], H_kv a divisor of {heads}"
+        raise ConfigError("key_cache.shape", tuple(key_cache.shape), wanted)
+    check_tensor("value_cache", value_cache, 4, dtype)
+    if value_cache.shape[:3] != key_cache.shape[:3]:
+        wanted = f"[{blocks}, {block_size}, {kv_heads}, D_v]"
+        raise ConfigError("value_cache.shape", tuple(value_cache.shape), wanted)
+    device = query_THD.device
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.device != device:
+            raise ConfigError(f"{name}.device", cache.device, f"{device}, as `query_THD`")
+        if not cache.is_contiguous():
+            raise ConfigError(f"{name}.stride", cache.stride(), "contiguous")
+    check_attention_batch(batch, tokens, blocks, device)
+    if batch.block_size != block_size:
+        wanted = f"{block_size}, that of `key_cache`"
+        raise ConfigError("batch.block_size", batch.block_size, wanted)
+    _check_options(options, heads, device)
+
+
+def check_attention_batch(
+    batch: AttentionBatch, tokens: int, blocks: int, device: torch.device
+) -> None:
+    """The batch is about so many tokens and blocks, on this device; checked once for each batch.
+
+    On the host also that requests have tokens, lengths cover them, and blocks exist.
+    """
+    check_kind("batch", batch, AttentionBatch)
+    if _FITTING.get(batch) == (tokens, blocks, device):
+        return
+    start_B1, length_B, block_BL = batch.query_start_B1, batch.length_B, batch.block_BL
+    check_tensor("batch.length_B", length_B, 1, INT64)
+    requests = length_B.shape[0]
+    check_tensor("batch.query_start_B1", start_B1, (requests + 1,), INT64)
+    check_tensor("batch.block_BL", block_BL, 2, INT64)
+    if block_BL.shape[0] != requests:
+        raise ConfigError("batch.block_BL.shape", tuple(block_BL.shape), f"[{requests}, L]")
+    for field in ("query_start_B1", "length_B", "block_BL"):
+        value: Tensor = getattr(batch, field)
+        if value.device != device:
+            raise ConfigError(f"batch.{field}.device", value.device, f"{device}, as the tokens")
+        if not value.is_contiguous():
+            raise ConfigError(f"batch.{field}.stride", value.stride(), "contiguous")
+    if device.type == "cpu":
+        _check_values(batch, tokens, blocks)
+    _FITTING[batch] = (tokens, blocks, device)
+
+
+def check_draft_round(drafting: DraftRound, batch: AttentionBatch) -> list[int]:
+    """Slots exist, and the block table reaches over the drafts; returns their numbers.
+
+    All tensors are on the host.
+    """
+    slot_B, num_B, cache = drafting.slot_B, drafting.num_B, drafting.cache
+    check_tensor("drafting.slot_B", slot_B, batch.length_B.shape, INT64)
+    check_tensor("drafting.num_B", num_B, batch.length_B.shape, INT64)
+    for field, value in (("slot_B", slot_B), ("num_B", num_B)):
+        if not value.is_contiguous():
+            raise ConfigError(f"drafting.{field}.stride", value.stride(), "contiguous")
+    check_params(drafting.params, slot_B.device)
+    last, nums = drafting.params.key_S.shape[0] - 1, num_B.tolist()
+    for slot in slot_B.tolist():
+        if not 0 <= slot <= last:
+            raise ConfigError("drafting.slot_B", slot, f"in 0..{last}, the slots of `params`")
+    most = batch.block_BL.shape[1] * batch.block_size
+    for num, length in zip(nums, batch.length_B.tolist(), strict=True):
+        if not 1 <= num <= most - length + 1:
+            wanted = f"in 1..{most - length + 1}: `block_BL` reaches over all drafts but the last"
+            raise ConfigError("drafting.num_B", num, wanted)
+    if cache is not None:
+        check_cache("drafting.cache", cache, drafting.params, slot_B.device)
+        if cache.logits_SKV.dtype is not torch.float32 or cache.logits_SKV.shape[1] < max(nums):
+            shape = (cache.logits_SKV.dtype, *cache.logits_SKV.shape)
+            wanted = f"float32 [S, K >= {max(nums)}, V]"
+            raise ConfigError("drafting.cache.logits_SKV", shape, wanted)
+    return nums
+
+
+def _check_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
+    start_B1, length_B = batch.query_start_B1.tolist(), batch.length_B.tolist()
+    room = batch.block_BL.shape[1] * batch.block_size
+    if not length_B or start_B1[0] != 0 or start_B1[-1] != tokens:
+        wanted = f"from 0 to {tokens}, the number of tokens, with at least one request"
+        raise ConfigError("batch.query_start_B1", start_B1, wanted)
+    for start, end, length in zip(start_B1[:-1], start_B1[1:], length_B, strict=True):
+        if start >= end:
+            wanted = "rising: no request is without a token"
+            raise ConfigError("batch.query_start_B1", start_B1, wanted)
+        if not end - start <= length <= room:
+            wanted = f"in {end - start}..{room}: its new tokens, what its row of `block_BL` holds"
+            raise ConfigError("batch.length_B", length, wanted)
+    lowest, highest = (int(edge) for edge in torch.aminmax(batch.block_BL))
+    if lowest < 0 or highest >= blocks:
+        wrong = lowest if lowest < 0 else highest
+        raise ConfigError("batch.block_BL", wrong, f"in 0..{blocks - 1}, the blocks of the cache")
+
+
+def _check_options(options: AttentionOptions, heads: int, device: torch.device) -> None:
+    check_kind("options", options, AttentionOptions)
+    window, softcap, sinks_H = options.sliding_window, options.softcap, options.sinks_H
+    if window is not None and window < 1:
+        raise ConfigError("options.sliding_window", window, "None or >= 1")
+    if softcap is not None and not softcap > 0:
+        raise ConfigError("options.softcap", softcap, "None or > 0")
+    if sinks_H is not None:
+        check_tensor("options.sinks_H", sinks_H, (heads,), FLOATS, grad=True)
+        if sinks_H.device != device:
+            raise ConfigError("options.sinks_H.device", sinks_H.device, f"{device}")

@@ -131,8 +131,12 @@ def gather_batch(
         torch.from_numpy(table.block_SL[slot_B, :columns]),
         block_size,
     )
-    token_T, position_T, row_N = map(torch.from_numpy, (token_T, position_T, row_N))
-    return ForwardBatch(token_T, position_T, row_N, attention)
+    return ForwardBatch(
+        torch.from_numpy(token_T),
+        torch.from_numpy(position_T),
+        torch.from_numpy(row_N),
+        attention,
+    )
 
 
 def _check(span: Span, count: int, block_size: int) -> None:

@@ -68,7 +68,7 @@ class DraftModel(Drafter):
         if self.probabilistic:
             self._cache = DraftCache.empty(*self._cache_shape, dtype, device)
         size = self.config.block_size
-        self._kv = KVPool(self.model.layer_shapes, num_blocks, size, dtype=dtype, device=device)
+        self.kv = KVPool(self.model.layer_shapes, num_blocks, size, dtype=dtype, device=device)
 
     def propose(self, slot_B: Array, num_drafts_B: Array) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
@@ -122,7 +122,7 @@ class DraftModel(Drafter):
             self.config.use_fp64_gumbel,
         )
         return self.model.fused.draft(  # type: ignore[union-attr]
-            first.token_T, first.attention, self._kv.keys, self._kv.values, drafting
+            first.token_T, first.attention, self.kv.keys, self.kv.values, drafting
         )
 
     def _draft_by_passes(self, slot_B: Array, num_B: Array, cache: DraftCache | None) -> Tensor:
@@ -139,7 +139,7 @@ class DraftModel(Drafter):
                 batch = gather_batch(self.slots, slot_A, start_A, one_A, one_A, size)
             else:
                 batch = self._missing(slot_A)
-            logits_AV = self.model.forward(batch, self._kv).logits_NV
+            logits_AV = self.model.forward(batch, self.kv).logits_NV
             if cache is None:
                 token_A = logits_AV.argmax(dim=-1)
             else:
@@ -156,7 +156,7 @@ class DraftModel(Drafter):
     def clear(self, block_ids: Sequence[int]) -> None:
         """Remove these blocks' marks; zero their K/V if the model multiplies masked keys."""
         if self.model.multiplies_masked_keys:
-            self._kv.clear(block_ids)
+            self.kv.clear(block_ids)
         self._complete[block_ids] = False
 
     def release(self, slot: int) -> None:
@@ -210,7 +210,7 @@ class DraftModel(Drafter):
             slot_B, start_B, count_B, none_B = np.array(parts, dtype=np.int64).T
             size = self.config.block_size
             batch = gather_batch(self.slots, slot_B, start_B, count_B, none_B, size)
-            self.model.forward(batch, self._kv)
+            self.model.forward(batch, self.kv)
             for slot, start, size, _ in parts:
                 self._advance(slot, start + size)
 

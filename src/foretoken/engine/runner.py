@@ -138,6 +138,8 @@ class Runner:
                 rows += range(end - num, end)
                 tokens += token_DK1[d][:num]
             result.logprob_rows[int(result.index_B[b])] = LogprobRows(begin, middle, len(rows))
+        if not rows:  # of a prompt whose last token alone was computed
+            return
         result.logprobs = self.sampler.logprobs(
             logits_NV[torch.tensor(rows)],
             torch.tensor(tokens),

@@ -36,12 +36,13 @@ TEXT = [0, 0, 1, 0, 2, 0, 1, 1, 2, 0, 0, 1] * 3
 
 @dataclass(frozen=True)
 class Visit:
-    """A request that comes before one step, and may be aborted before another."""
+    """A request that comes before one step, and may be aborted before another, or within it."""
 
     comes: int
     leaves: int | None
     prompt: list[int]
     params: dict[str, Any]
+    leaves_within: bool = False
 
 
 @st.composite
@@ -63,7 +64,7 @@ def visits(draw: st.DrawFn) -> Visit:
     params["min_tokens"] = draw(st.integers(0, min(3, params["max_tokens"])))
     leaves = draw(st.one_of(st.none(), st.integers(comes + 1, comes + 15)))
     prompt = TEXT[: draw(st.integers(1, 30))] + draw(st.lists(st.integers(0, 3), max_size=3))
-    return Visit(comes, leaves, prompt, params)
+    return Visit(comes, leaves, prompt, params, draw(st.booleans()))
 
 
 @st.composite
@@ -83,15 +84,22 @@ def play(crowd: list[Visit], pool: dict[str, Any], **order: Any) -> list[Request
     """What each of them is given by a machine that checks itself at every step."""
     machine = PagedMachine(**pool, **order)
     groups: dict[int, RequestGroup] = {}
+
+    def leave(step: int, within: bool) -> None:
+        for i, group in groups.items():
+            if crowd[i].leaves == step and crowd[i].leaves_within == within:
+                machine.finish(*group.samples)
+
     last = max(visit.comes for visit in crowd)
     for step in range(2000):
         for i, visit in enumerate(crowd):
             if visit.comes == step:
                 groups[i] = machine.add(str(i), visit.prompt, **visit.params)
-            if i in groups and visit.leaves == step:
-                machine.finish(*groups[i].samples)
+        leave(step, within=False)
         if step > last and not machine.steps.has_work:
             break
+        if machine.late:
+            machine.steps.meanwhile = lambda step=step: leave(step, within=True)
         machine.step()
     assert not machine.steps.has_work, "requests are left over"
     free = machine.scheduler.pool.num_free
@@ -199,8 +207,8 @@ MUTANTS = [
     (Parts(slots=LeavesDrafts), "drafts that were not accepted stay"),
     (Parts(scheduler=AdmitsTheUncommitted), "more is computed than known"),
     (Parts(scheduler=EntersTheUncommitted), "entered before its step was committed"),
-    (Parts(engine=ForgetsTheLatest), "K/V of other tokens"),
-    (Parts(scheduler=ReservesForOneStep), "K/V of other tokens"),
+    (Parts(engine=ForgetsTheLatest), "a cached block is written|K/V of other tokens"),
+    (Parts(scheduler=ReservesForOneStep), "a cached block is written|K/V of other tokens"),
 ]
 
 

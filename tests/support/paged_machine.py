@@ -327,4 +327,5 @@ class PagedMachine:
         expected = truth.decisions(request.max_drafts, request.limit)
         assert made == expected[: len(made)], "drafts were dropped"
         needed = sum(known < len(request.token_ids) for known, _ in expected)
-        assert needed <= len(made) <= needed + self.late
+        most = needed + 2 * self.late  # when a request ends, two steps may wait for their commit
+        assert needed <= len(made) <= most

@@ -11,63 +11,48 @@ log-probabilities, N rows of logits, T packed tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, Logprobs, Verdict
-from foretoken.slots.table import Array
 
 NONE = -1
 """In the place of a number of log-probabilities: none are wanted."""
 
 
 class StepInput(NamedTuple):
-    """Requests of one step, in batch order; int64, on the host.
+    """Requests of one step, in batch order, as numbers on the host.
 
     Attributes:
         slot_B: where their state is.
         num_tokens_B: known tokens to compute.
         num_drafts_B: most drafts to verify after them; K_b is smaller where fewer tokens may
             follow, or where the drafter has fewer.
-        decides_B: 1 if new tokens are drawn: at the end of a prompt and in every decode step.
+        decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
         top_B: likeliest tokens to report beside each that is drawn; NONE: no log-probabilities.
         prompt_top_B: the same of the prompt's tokens; their logits are wanted in every row.
     """
 
-    slot_B: Array
-    num_tokens_B: Array
-    num_drafts_B: Array
-    decides_B: Array
-    top_B: Array
-    prompt_top_B: Array
+    slot_B: Sequence[int]
+    num_tokens_B: Sequence[int]
+    num_drafts_B: Sequence[int]
+    decides_B: Sequence[bool]
+    top_B: Sequence[int]
+    prompt_top_B: Sequence[int]
 
-    def at(self, index: Array) -> StepInput:
+    def at(self, index: Sequence[int]) -> StepInput:
         """Some of the requests."""
-        return StepInput(*(column[index] for column in self))
-
-    def num_logits(self, num_drafts_B: Array) -> Array:
-        """Rows whose logits are needed, the last of each request: all, K_b + 1, or none."""
-        deciding_B = self.decides_B * (num_drafts_B + 1)
-        return np.where(self.prompt_top_B == NONE, deciding_B, self.num_tokens_B + num_drafts_B)
+        columns: list[Any] = [[column[i] for i in index] for column in self]
+        return StepInput(*columns)
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether any request wants log-probabilities, of its prompt or of what is drawn."""
-        return bool((self.top_B != NONE).any() or (self.prompt_top_B != NONE).any())
-
-    @property
-    def num_rows(self) -> int:
-        """Most tokens that the target computes."""
-        return int(self.num_tokens_B.sum() + self.num_drafts_B.sum())
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether no request computes a prompt."""
-        return bool((self.num_tokens_B == 1).all())
+    def most_logprobs(self) -> int:
+        """Likeliest tokens that any row wants; NONE if no row wants log-probabilities."""
+        return max(*self.top_B, *self.prompt_top_B, NONE)
 
 
 class Outcome(NamedTuple):
@@ -122,10 +107,10 @@ class StepResult:
             is gone with the next pass.
     """
 
-    index_B: Array
-    deciding: Array
-    start_B: Array
-    count_B: Array
+    index_B: Sequence[int]
+    deciding: Sequence[int]
+    start_B: Sequence[int]
+    count_B: Sequence[int]
     drafts: DraftBlock
     verdict: Verdict
     faults: dict[int, Exception]
@@ -137,25 +122,24 @@ class StepResult:
     @classmethod
     def empty(cls) -> StepResult:
         """The result of a step whose requests had all ended already."""
-        nothing = np.zeros(0, dtype=np.int64)
-        none, flags = torch.from_numpy(nothing), torch.zeros(0, dtype=torch.bool)
+        none, flags = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
         drafts = DraftBlock(token_BK=none.view(0, 0), num_B=none, cache=None, real_q_B=flags)
         verdict = Verdict(none.view(0, 1), none, flags)
-        return cls(nothing, nothing, nothing, nothing, drafts, verdict, {})
+        return cls((), (), (), (), drafts, verdict, {})
 
     def read(self) -> dict[int, Outcome]:
         """The outcome of every request that ran, by its index in the step."""
-        outcomes = {int(index): Outcome([]) for index in self.index_B}
+        outcomes = {index: Outcome([]) for index in self.index_B}
         columns = zip(
-            self.index_B[self.deciding].tolist(),
+            self.deciding,
             self.verdict.token_BK1.tolist(),
             self.drafts.num_B.tolist(),
             self.verdict.n_accept_B.tolist(),
             self.verdict.finite_B.tolist(),
             strict=True,
         )
-        for row, (index, tokens, num_drafts, num_accepted, finite) in enumerate(columns):
-            outcomes[index] = Outcome(
+        for row, (b, tokens, num_drafts, num_accepted, finite) in enumerate(columns):
+            outcomes[self.index_B[b]] = Outcome(
                 tokens[: num_accepted + finite],
                 num_drafts,
                 num_accepted,
@@ -175,6 +159,8 @@ class StepResult:
 
     def blame(self, logits_NV: Tensor) -> None:
         """Find out whose fault it is that requests have no token, while their logits are there."""
+        if all(self.verdict.finite_B.tolist()):
+            return
         first = 0
         outcome = zip(
             self.drafts.num_B.tolist(),

@@ -35,8 +35,9 @@ ENGINE_CONFIG = (
     "tokenizer revision local_files_only load_format backend threads use_fp64_gumbel"
 ).split()
 OPS = (
-    "BACKENDS AttentionBatch AttentionGroup Backend DraftBlock DraftCache Edits Logprobs Rule "
-    "SlotParams Stream Verdict draft_cache get_backend unavailable"
+    "BACKENDS DRAFT RESIDUAL TARGET AttentionBatch AttentionGroup Backend DraftBlock DraftCache "
+    "Edits Logprobs Noise Rows Rule SlotParams Stream Verdict VerifyBatch draft_cache get_backend "
+    "unavailable"
 ).split()
 LLM_METHODS = {
     "get_tokenizer": "",

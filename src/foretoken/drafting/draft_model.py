@@ -38,7 +38,7 @@ from foretoken.drafting.base import (
 )
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
-from foretoken.ops import DraftBlock, DraftCache, SlotParams
+from foretoken.ops import DRAFT, DraftBlock, DraftCache, Noise, Rows, SlotParams
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
@@ -251,14 +251,11 @@ class DraftModel(Drafter):
             [i] * len(requests),
         ]
         numbers_3B = torch.from_numpy(np.array(numbers, dtype=np.int64)).to(self.device)
+        slot_B, position_B, index_B = numbers_3B
         return self.backend.draft(
-            logits_BV,
-            params,
-            numbers_3B[0],
-            numbers_3B[1],
-            numbers_3B[2],
+            Rows(logits_BV, params, slot_B),
+            Noise(position_B, index_B, DRAFT, self.config.use_fp64_gumbel),
             cache if any(r.keeps_q for r in requests) else None,
-            fp64_noise=self.config.use_fp64_gumbel,
         )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, Edits, Verdict
+from foretoken.ops import Backend, DraftBlock, Edits, Verdict, VerifyBatch
 from foretoken.outputs import Logprob
 from foretoken.sampling.edits import build_edits
 from foretoken.sampling.slots import SlotTable
@@ -64,7 +64,7 @@ class Sampler:
         """Verify drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
         numbers = [[r.slot for r in requests], [r.position for r in requests]]
         numbers_2B = torch.from_numpy(np.array(numbers, dtype=np.int64)).to(self.device)
-        return self.backend.verify(
+        batch = VerifyBatch(
             logits_NV,
             self.slots.params,
             numbers_2B[0],
@@ -74,6 +74,7 @@ class Sampler:
             synthetic_rate_K=self.synthetic_rate_K,
             fp64_noise=self.fp64_noise,
         )
+        return self.backend.verify(batch)
 
     def logprobs(
         self, logits_NV: Tensor, token_ids: Sequence[int], num_top: int

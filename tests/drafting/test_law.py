@@ -23,6 +23,7 @@ from foretoken.ops import (
     DraftBlock,
     Rule,
     SlotParams,
+    VerifyBatch,
     get_backend,
     unavailable,
 )
@@ -163,11 +164,8 @@ def test_every_drafter_is_lossless_in_stock_operators(
 def one_later(backend: Backend) -> Any:
     """Positions count the beginning-of-text token, as the drafter's do."""
 
-    def verify(
-        logits_NV: Tensor, params: SlotParams, slot_B: Tensor, position_B: Tensor, *rest: Any,
-        **options: Any,
-    ) -> Any:  # fmt: skip
-        return backend.verify(logits_NV, params, slot_B, position_B + 1, *rest, **options)
+    def verify(batch: VerifyBatch) -> Any:
+        return backend.verify(batch._replace(position_B=batch.position_B + 1))
 
     return Replaced(backend, verify=verify)
 

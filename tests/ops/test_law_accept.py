@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.ops import DraftBlock, Rule, SlotParams
+from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch
 from foretoken.ops.backends.reference import noise
 from foretoken.ops.types import Stream
 from tests.support.law import TRIALS
@@ -77,11 +77,9 @@ def test_acceptance_is_the_overlap(on: On) -> None:
 def verify_given(backend: Any, change: Change, **more: Any) -> Any:
     """Mutant: `verify` gets other parameters and drafts than it was given."""
 
-    def verify(
-        logits_NV: Any, params: Any, slot_B: Any, position_B: Any, drafts: Any, **options: Any
-    ) -> Any:
-        params, drafts = change(params, drafts)
-        return backend.verify(logits_NV, params, slot_B, position_B, drafts, **options, **more)
+    def verify(batch: VerifyBatch) -> Any:
+        params, drafts = change(batch.params, batch.drafts)
+        return backend.verify(batch._replace(params=params, drafts=drafts, **more))
 
     return Replaced(backend, verify=verify)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.ops import Rule, checks
+from foretoken.ops import Noise, Rows, Rule, VerifyBatch, checks
 from tests.support.law import MUTANT_P, p_value
 from tests.support.law_backends import CPU, On, each_backend, fastest
 from tests.support.law_cases import RULES, require
@@ -59,11 +59,11 @@ def test_masked_blocks_have_no_mass(on: On) -> None:
 def drawing_from(backend: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Mutant: `sample` and `verify` read other logits than they were given."""
 
-    def sample(logits_NV: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        return backend.sample(change(logits_NV), *rest, **options)
+    def sample(rows: Rows, noise: Noise) -> Any:
+        return backend.sample(rows._replace(logits_NV=change(rows.logits_NV)), noise)
 
-    def verify(logits_NV: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        return backend.verify(change(logits_NV), *rest, **options)
+    def verify(batch: VerifyBatch) -> Any:
+        return backend.verify(batch._replace(logits_NV=change(batch.logits_NV)))
 
     return Replaced(backend, sample=sample, verify=verify)
 

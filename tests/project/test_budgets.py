@@ -16,9 +16,6 @@ MAX_PARAMETERS = 8
 WIDE_CONTRACTS = {
     "foretoken.models.attention": 9,  # the signature that Transformers calls
 }
-BACKENDS = PACKAGE / "ops" / "backends"
-OPS = "noise process sample verify logprobs attention".split()
-"""Drafting is in `draft.py`, or in `sample.py` where one kernel does both."""
 
 
 def python_files() -> list[str]:
@@ -116,11 +113,3 @@ def test_no_unsafe_loading() -> None:
                 off = isinstance(node.value, ast.Constant) and node.value.value is False
                 bad.extend([] if off else [where(module, node.value)])
     assert not bad, "\n".join(bad)
-
-
-def test_an_op_has_one_file_name_in_every_backend() -> None:
-    """`diff` of two folders shows what differs; a backend may have further modules of its own."""
-    folders = [p for p in BACKENDS.iterdir() if (p / "__init__.py").exists()]
-    assert {"reference", "torch", "native"} <= {folder.name for folder in folders}
-    missing = {f"{p.name}/{op}.py" for p in folders for op in OPS if not (p / f"{op}.py").exists()}
-    assert not missing

@@ -21,7 +21,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, DraftCache, SlotParams
+from foretoken.ops import (
+    DRAFT,
+    Backend,
+    DraftBlock,
+    DraftCache,
+    Noise,
+    Rows,
+    SlotParams,
+    VerifyBatch,
+)
 from tests.support.law_model import Chain, Setting, random_chain, window_law
 
 __all__ = ["Chain", "Setting", "random_chain"]
@@ -67,9 +76,10 @@ class TableDrafter:
             context_B = self.chain.context(prefix_BL, position_B + i)
             if self.lookup is None:
                 token_BK[:, i] = self.backend.draft(
-                    logits_CV[context_B], self.params, slot_B, position_B + i,
-                    torch.full_like(slot_B, i), cache, fp64_noise=self.fp64_noise,
-                )  # fmt: skip
+                    Rows(logits_CV[context_B], self.params, slot_B),
+                    Noise(position_B + i, torch.full_like(slot_B, i), DRAFT, fp64=self.fp64_noise),
+                    cache,
+                )
             else:
                 token_BK[:, i] = self.lookup[context_B]
             prefix_BL[row_B, position_B + i] = token_BK[:, i]
@@ -187,10 +197,10 @@ class _Run:
         first_B = (drafts.num_B + 1).cumsum(0) - drafts.num_B - 1
         i_N = torch.arange(len(b_N), device=self.device) - first_B[b_N]
         context_N = self.target.context(wide_BL[b_N], position_B[b_N] + i_N)
-        verdict = self.backend.verify(
-            self.target.logits_CV[context_N], params, slot_B, position_B, drafts,
-            edits=None if self.edits is None else self.edits.of(context_N), **self.options,
-        )  # fmt: skip
+        logits_NV = self.target.logits_CV[context_N]
+        edits = None if self.edits is None else self.edits.of(context_N)
+        batch = VerifyBatch(logits_NV, params, slot_B, position_B, drafts, edits, **self.options)
+        verdict = self.backend.verify(batch)
         assert bool(verdict.finite_B.all())
         outcome.count(drafts.num_B, verdict.n_accept_B, width)
         wide_BL.scatter_(1, position_B[:, None] + index_K1, verdict.token_BK1)

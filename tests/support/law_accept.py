@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, DraftCache, Rule
+from foretoken.ops import DRAFT, Backend, DraftBlock, DraftCache, Noise, Rows, Rule, VerifyBatch
 from tests.support.law import TRIALS, WAVE, TableDrafter, emit, p_value
 from tests.support.law_cases import Finding, p_finding
 from tests.support.law_model import Chain, Setting, random_chain
@@ -143,13 +143,14 @@ def one_round(
         zero_B = torch.zeros_like(slot_B)
         cache = DraftCache.empty(num, 1, len(draft_V), draft_V.dtype, device)
         token_B = backend.draft(
-            draft_V.expand(num, -1).contiguous(), drafting, slot_B, zero_B, zero_B, cache,
-            fp64_noise=setting.fp64_noise,
-        )  # fmt: skip
+            Rows(draft_V.expand(num, -1).contiguous(), drafting, slot_B),
+            Noise(zero_B, zero_B, DRAFT, fp64=setting.fp64_noise),
+            cache,
+        )
         drafts = DraftBlock(token_B[:, None], zero_B + 1, cache, zero_B == 0)
         rows_NV = target_V.expand(2 * num, -1).contiguous()
         verdict = backend.verify(
-            rows_NV, params, slot_B, zero_B, drafts, fp64_noise=setting.fp64_noise
+            VerifyBatch(rows_NV, params, slot_B, zero_B, drafts, fp64_noise=setting.fp64_noise)
         )
         accepts.append(verdict.n_accept_B)
         firsts.append(verdict.token_BK1[:, 0])
@@ -251,10 +252,10 @@ def ends_of_u(backend: Backend, device: torch.device) -> list[Finding]:
             zero_B = torch.zeros(1, dtype=torch.int64, device=device)
             cache = DraftCache.empty(1, 1, 8, same_V.dtype, device)
             plain = Setting(rule=rule).params(1, 0, device)
-            backend.draft(same_V[None], plain, zero_B, zero_B, zero_B, cache)
+            backend.draft(Rows(same_V[None], plain, zero_B), Noise(zero_B, zero_B, DRAFT), cache)
             drafts = DraftBlock(zero_B[:, None] + 5, zero_B + 1, cache, zero_B == 0)
             verdict = backend.verify(
-                logits_V.repeat(2, 1), params, zero_B, zero_B, drafts, fp64_noise=fp64
+                VerifyBatch(logits_V.repeat(2, 1), params, zero_B, zero_B, drafts, fp64_noise=fp64)
             )
             end = "lowest" if key == LOWEST_U else "highest"
             case = f"u_{end}-{name}-{rule.name.lower()}-{'fp64' if fp64 else 'fp32'}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foretoken.ops import Edits, Rule, SlotParams, get_backend
+from foretoken.ops import Edits, Rows, Rule, SlotParams, get_backend
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Setting:
         edits = self.edits_of(chain, cpu)
         slot_C = torch.zeros(len(logits_CV), dtype=torch.int64)
         processed_CV = get_backend("reference").process_logits(
-            logits_CV, self.params(1, 0, cpu), slot_C, edits.every_context if edits else None
+            Rows(logits_CV, self.params(1, 0, cpu), slot_C, edits.every_context if edits else None)
         )
         if self.temperature == 0:
             hot = torch.nn.functional.one_hot(processed_CV.argmax(dim=1), chain.vocabulary)

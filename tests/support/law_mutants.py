@@ -17,10 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, Rule, SlotParams, Stream, Verdict, rules
+from foretoken.ops import (
+    RESIDUAL,
+    Backend,
+    DraftBlock,
+    Noise,
+    Rows,
+    Rule,
+    SlotParams,
+    Verdict,
+    VerifyBatch,
+    rules,
+)
 from tests.support.law import Propose
-
-RESIDUAL = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
 
 
 class Replaced:
@@ -103,18 +112,10 @@ def row_before_of_q(propose: Propose) -> Propose:
 def shared_stream(backend: Backend) -> Replaced:
     """Drafts are drawn with the residual's noise; the q that is kept is right."""
 
-    def draft(
-        logits_BV: Tensor,
-        params: SlotParams,
-        slot_B: Tensor,
-        position_B: Tensor,
-        index_B: Tensor,
-        cache: Any,
-        **options: Any,
-    ) -> Tensor:
-        backend.draft(logits_BV, params, slot_B, position_B, index_B, cache, **options)
-        zero_B = torch.zeros_like(index_B)
-        return backend.sample(logits_BV, params, slot_B, position_B, zero_B, RESIDUAL, **options)
+    def draft(rows: Rows, noise: Noise, cache: Any) -> Tensor:
+        backend.draft(rows, noise, cache)
+        zero_N = torch.zeros_like(noise.draft_index_N)
+        return backend.sample(rows, noise._replace(draft_index_N=zero_N, streams=RESIDUAL))
 
     return Replaced(backend, draft=draft)
 
@@ -122,11 +123,8 @@ def shared_stream(backend: Backend) -> Replaced:
 def same_noise_every_round(backend: Backend) -> Replaced:
     """Verification forgets where it is: uniforms and residual noise come again each round."""
 
-    def verify(logits_NV: Tensor, params: SlotParams, slot_B: Tensor, *rest: Any, **options: Any):
-        position_B, drafts = rest
-        return backend.verify(
-            logits_NV, params, slot_B, torch.zeros_like(position_B), drafts, **options
-        )
+    def verify(batch: VerifyBatch) -> Verdict:
+        return backend.verify(batch._replace(position_B=torch.zeros_like(batch.position_B)))
 
     return Replaced(backend, verify=verify)
 
@@ -134,16 +132,15 @@ def same_noise_every_round(backend: Backend) -> Replaced:
 def unfiltered(backend: Backend) -> Replaced:
     """Drafts are verified against the target without its filters and edits."""
 
-    def verify(
-        logits_NV: Tensor, params: SlotParams, *rest: Any, edits: Any = None, **options: Any
-    ):
+    def verify(batch: VerifyBatch) -> Verdict:
+        params = batch.params
         off = replace(
             params,
             top_k_S=torch.zeros_like(params.top_k_S),
             top_p_S=torch.ones_like(params.top_p_S),
             min_p_S=torch.zeros_like(params.min_p_S),
         )
-        return backend.verify(logits_NV, off, *rest, **options)
+        return backend.verify(batch._replace(params=off, edits=None))
 
     return Replaced(backend, verify=verify)
 
@@ -151,8 +148,9 @@ def unfiltered(backend: Backend) -> Replaced:
 def edits_of_the_row_before(backend: Backend) -> Replaced:
     """Off by one inside the draft: each row's edits are those of the row before it."""
 
-    def verify(*args: Any, edits: Any, **options: Any) -> Verdict:
-        logits_NV = args[0]
+    def verify(batch: VerifyBatch) -> Verdict:
+        logits_NV, edits = batch.logits_NV, batch.edits
+        assert edits is not None
         before_N = (torch.arange(len(logits_NV), device=logits_NV.device) - 1).clamp(min=0)
         count_N = edits.start_N1.diff()[before_N]
         start_N1 = torch.cat([count_N.new_zeros(1), count_N.cumsum(0)])
@@ -164,7 +162,7 @@ def edits_of_the_row_before(backend: Backend) -> Replaced:
             start_N1=start_N1,
             **{n: getattr(edits, n)[index_M] for n in _ENTRIES},
         )
-        return backend.verify(*args, edits=moved, **options)
+        return backend.verify(batch._replace(edits=moved))
 
     return Replaced(backend, verify=verify)
 
@@ -175,19 +173,19 @@ _ENTRIES = ("token_M", "bias_M", "repetition_M", "subtract_M")
 def mask_drops_drafts(backend: Backend) -> Replaced:
     """A sampled draft that the grammar forbids becomes a placeholder before it is verified."""
 
-    def verify(
-        logits_NV: Tensor, params: SlotParams, slot_B: Tensor, position_B: Tensor,
-        drafts: DraftBlock, *, edits: Any, **options: Any,
-    ) -> Verdict:  # fmt: skip
-        row_BK = _first_row(drafts)[:, None] + torch.arange(
-            drafts.token_BK.shape[1], device=slot_B.device
-        )
+    def verify(batch: VerifyBatch) -> Verdict:
+        drafts, edits = batch.drafts, batch.edits
+        assert edits is not None
+        assert edits.mask_N is not None
+        assert edits.mask_RW is not None
         token_BK = drafts.token_BK.clamp(min=0)
-        mask_BK = edits.mask_N[row_BK.clamp(max=len(logits_NV) - 1)]
+        index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
+        row_BK = _first_row(drafts)[:, None] + index_K
+        mask_BK = edits.mask_N[row_BK.clamp(max=len(batch.logits_NV) - 1)]
         word_BK = edits.mask_RW[mask_BK, (token_BK // 32).clamp(max=edits.mask_RW.shape[1] - 1)]
         forbidden_BK = (word_BK.long() >> (token_BK % 32)) & 1 == 0
         drafts = replace(drafts, token_BK=drafts.token_BK.masked_fill(forbidden_BK, -1))
-        return backend.verify(logits_NV, params, slot_B, position_B, drafts, edits=edits, **options)
+        return backend.verify(batch._replace(drafts=drafts))
 
     return Replaced(backend, verify=verify)
 
@@ -204,17 +202,14 @@ def residual(masses: Weights) -> Callable[[Backend], Replaced]:
     """Rejected requests draw their token from other masses, with the residual's noise."""
 
     def build(backend: Backend) -> Replaced:
-        def verify(
-            logits_NV: Tensor, params: SlotParams, slot_B: Tensor, position_B: Tensor,
-            drafts: DraftBlock, *, edits: Any = None, **options: Any,
-        ) -> Verdict:  # fmt: skip
-            verdict = backend.verify(
-                logits_NV, params, slot_B, position_B, drafts, edits=edits, **options
-            )
+        def verify(batch: VerifyBatch) -> Verdict:
+            verdict = backend.verify(batch)
+            logits_NV, params, slot_B, position_B, drafts, edits, *_ = batch
             b_R = torch.nonzero(verdict.n_accept_B < drafts.num_B).flatten()
             i_R = verdict.n_accept_B[b_R]
             slot_N = slot_B.repeat_interleave(drafts.num_B + 1)
-            p_NV = backend.process_logits(logits_NV, params, slot_N, edits).double().softmax(dim=1)
+            processed_NV = backend.process_logits(Rows(logits_NV, params, slot_N, edits))
+            p_NV = processed_NV.double().softmax(dim=1)
             p_RV = p_NV[_first_row(drafts)[b_R] + i_R]
             x_RV = torch.zeros_like(p_RV).scatter_(1, drafts.token_BK[b_R, i_R][:, None], 1.0)
             q_RV = _draft_law(backend, params, slot_B[b_R], drafts, i_R, x_RV)
@@ -224,9 +219,9 @@ def residual(masses: Weights) -> Callable[[Backend], Replaced]:
             ).clamp(min=0)
             mass_RV = torch.where(mass_RV.sum(dim=1, keepdim=True) > 0, mass_RV, p_RV)
             token_R = backend.sample(
-                mass_RV.log().float(), _plain(params), slot_B[b_R], position_B[b_R] + i_R,
-                torch.zeros_like(i_R), RESIDUAL,
-            )  # fmt: skip
+                Rows(mass_RV.log().float(), _plain(params), slot_B[b_R]),
+                Noise(position_B[b_R] + i_R, torch.zeros_like(i_R), RESIDUAL),
+            )
             token_BK1 = verdict.token_BK1.clone()
             token_BK1[b_R, i_R] = token_R.to(token_BK1.dtype)
             return replace(verdict, token_BK1=token_BK1)
@@ -258,7 +253,7 @@ def _draft_law(
     if drafts.cache is None:
         return x_RV
     rows = drafts.cache.logits_SKV[slot_R, i_R]
-    return backend.process_logits(rows, params, slot_R, None).double().softmax(dim=1)
+    return backend.process_logits(Rows(rows, params, slot_R)).double().softmax(dim=1)
 
 
 def _block_weights(

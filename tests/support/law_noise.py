@@ -13,13 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, DraftCache, Rule, SlotParams, Stream
+from foretoken.ops import (
+    TARGET,
+    Backend,
+    DraftBlock,
+    DraftCache,
+    Noise,
+    Rows,
+    Rule,
+    SlotParams,
+    Stream,
+    VerifyBatch,
+)
 from tests.support.law import TRIALS, TableDrafter, emit, law_p_value, p_value
 from tests.support.law_accept import one_round, z_finding
 from tests.support.law_cases import RULES, Finding, p_finding
 from tests.support.law_model import Chain, Setting, random_chain
 
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 ONE_STREAM = (Stream.TARGET_TOKEN, Stream.TARGET_TOKEN)  # a mutant: block and token noise shared
 VOCABULARIES = (1, 999, 1024, 1025, 4097, 8193, 151_936)
 CELLS = 64
@@ -45,13 +55,8 @@ def sampler(
         slot_N = torch.arange(num, device=device)
         zero_N = torch.zeros_like(slot_N)
         return backend.sample(
-            kept["rows"][:num],
-            params,
-            slot_N,
-            zero_N,
-            zero_N,
-            streams,
-            fp64_noise=setting.fp64_noise,
+            Rows(kept["rows"][:num], params, slot_N),
+            Noise(zero_N, zero_N, streams, fp64=setting.fp64_noise),
         )
 
     return draw
@@ -244,10 +249,12 @@ def far_rows(
     ) -> tuple[Tensor, Tensor]:
         num = len(own)
         block = DraftBlock(token_BK[-num:], num_B[-num:], own_cache, torch.ones_like(own).bool())
-        verdict = backend.verify(rows, own_params, own, torch.zeros_like(own), block)
+        verdict = backend.verify(VerifyBatch(rows, own_params, own, torch.zeros_like(own), block))
         slot_N = own.repeat_interleave(drafts + 1)
         zero_N = torch.zeros_like(slot_N)
-        return verdict.token_BK1, backend.sample(rows, own_params, slot_N, zero_N, zero_N, TARGET)
+        return verdict.token_BK1, backend.sample(
+            Rows(rows, own_params, slot_N), Noise(zero_N, zero_N, TARGET)
+        )
 
     verdicts, tokens = both(logits_NV, slot_B, params, cache)
     alone = DraftCache(*(x[-last:].clone() for x in astuple(cache)))  # in memory of its own

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.config import SpeculativeConfig
-from foretoken.ops import Backend, DraftBlock, Rule
+from foretoken.ops import Backend, DraftBlock, Rule, VerifyBatch
 from foretoken.sampling.synthetic import rates_of
 from tests.support.law import Propose, TableDrafter, emit
 from tests.support.law_cases import Finding
@@ -135,9 +135,15 @@ def greedy_rejections(
     slot_B = torch.arange(trials, device=device)
     drafts = DraftBlock(best_BK1[:, :2].contiguous(), torch.full_like(slot_B, 2), None, slot_B < 0)
     verdict = backend.verify(
-        logits_NV, setting.params(trials, 8, device), slot_B, torch.zeros_like(slot_B), drafts,
-        synthetic_rate_K=torch.tensor(rates, dtype=torch.float64, device=device),
-    )  # fmt: skip
+        VerifyBatch(
+            logits_NV,
+            setting.params(trials, 8, device),
+            slot_B,
+            torch.zeros_like(slot_B),
+            drafts,
+            synthetic_rate_K=torch.tensor(rates, dtype=torch.float64, device=device),
+        )
+    )
     index_K1 = torch.arange(3, device=device)
     expected_BK1 = best_BK1.masked_fill(index_K1 > verdict.n_accept_B[:, None], -1)
     wrong = int((verdict.token_BK1 != expected_BK1).any(dim=1).sum())

@@ -53,7 +53,7 @@ class ForwardBatch:
 
 
 class SlotSpan(NamedTuple):
-    """Tokens `start` to `start + num_tokens - 1` of a slot; logits are wanted for the last of them."""
+    """Tokens of a slot from position `start` on; logits are wanted for the last of them."""
 
     slot: int
     start: int

@@ -32,7 +32,7 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, DrafterSetup, Needs, one_hot_block
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
-from foretoken.ops import DraftBlock, DraftCache, DraftRound, Rule
+from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, Rows, Rule
 from foretoken.slots.step import StepInput, StepResult
 from foretoken.slots.table import SlotTable
 
@@ -221,13 +221,9 @@ class DraftModel(Drafter):
         numbers = [slots, [self.slots.length_S[slot] + i for slot in slots], [i] * len(slots)]
         slot_B, position_B, index_B = torch.from_numpy(np.array(numbers, dtype=np.int64))
         return self.backend.draft(
-            logits_BV,
-            self.slots.params,
-            slot_B,
-            position_B,
-            index_B,
+            Rows(logits_BV, self.slots.params, slot_B),
+            Noise(position_B, index_B, DRAFT, self.config.use_fp64_gumbel),
             cache if any(map(self._keeps_q, slots)) else None,
-            fp64_noise=self.config.use_fp64_gumbel,
         )
 
 

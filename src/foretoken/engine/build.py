@@ -76,7 +76,7 @@ def _build(config: EngineConfig) -> Engine:
         max_model_len=config.max_model_len,
         view=view,
     )
-    threads = StepThreads(config.threads, native_target=model.fused is not None)
+    threads = StepThreads(config.threads, backend, native_target=model.fused is not None)
     _log.info(
         "Threads: %s, PyTorch's: %d; for the whole process.",
         f"{threads.most} or 1 by speed" if threads.chooses else threads.most,

@@ -140,14 +140,10 @@ class Runner:
         """Log-probabilities of prompts and of decisions, before the next pass takes the logits."""
         rows: list[int] = []
         tokens: list[int] = []
-        decided = zip(
-            result.verdict.token_BK1.clamp(min=0).tolist(),
-            result.drafts.num_B.tolist(),
-            strict=True,
-        )
-        token_DK1 = {
-            b: row[: num + 1] for b, (row, num) in zip(result.deciding, decided, strict=True)
-        }
+        num_drafts_D = result.drafts.num_B.tolist()
+        token_DK1 = result.verdict.token_BK1.clamp(min=0).tolist()
+        decided = zip(result.deciding, token_DK1, num_drafts_D, strict=True)
+        decision = {b: token_K1[: num_drafts + 1] for b, token_K1, num_drafts in decided}
         end = 0
         for b, part in enumerate(parts):
             first, end, begin = end, end + part.num_logits, len(rows)

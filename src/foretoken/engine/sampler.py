@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, Edits, Logprobs, Verdict
+from foretoken.ops import Backend, DraftBlock, Edits, Logprobs, Verdict, VerifyBatch
 from foretoken.outputs import Logprob
 from foretoken.slots.edits import build_edits
 from foretoken.slots.table import SlotTable
@@ -66,7 +66,7 @@ class Sampler:
         """Verify drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
         numbers = [slot_D, [self.slots.length_S[slot] for slot in slot_D]]
         numbers_2D = torch.from_numpy(np.array(numbers, dtype=np.int64))
-        return self.backend.verify(
+        batch = VerifyBatch(
             logits_NV,
             self.slots.params,
             numbers_2D[0],
@@ -76,6 +76,7 @@ class Sampler:
             synthetic_rate_K=self.synthetic_rate_K,
             fp64_noise=self.fp64_noise,
         )
+        return self.backend.verify(batch)
 
     def logprobs(self, logits_NV: Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         """Log-probabilities of given tokens and of the likeliest; see `Backend.logprobs`."""

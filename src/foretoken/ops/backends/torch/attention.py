@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.ops.pass_checks import check_attention
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 __all__ = ["attention"]
@@ -79,7 +78,6 @@ def attention(
     options: AttentionOptions,
 ) -> Tensor:
     """See `Backend.attention`: causal attention of ragged queries over paged K/V, [T, H, D_v]."""
-    check_attention(query_THD, key_cache, value_cache, batch, options)
     calls = _plan(batch, options.sliding_window, query_THD.dtype)
     if len(calls) == 1:
         return _run(calls[0], query_THD, key_cache, value_cache, options)

@@ -146,13 +146,9 @@ class DraftModel(Drafter):
 
     def observe(self, step: StepInput, result: StepResult) -> None:
         """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
-        drafts = zip(
-            result.deciding,
-            result.drafts.num_B.tolist(),
-            result.verdict.n_accept_B.tolist(),
-            strict=True,
-        )
-        for b, num_drafts, num_accepted in drafts:
+        num_drafts_D, num_accepted_D, *_ = result.decisions
+        decided = zip(result.deciding, num_drafts_D, num_accepted_D, strict=True)
+        for b, num_drafts, num_accepted in decided:
             if num_drafts:
                 self._num_computed_S[step.slot_B[b]] += min(num_accepted, num_drafts - 1)
 

@@ -147,8 +147,9 @@ class Engine:
             for share in shares:
                 share.request.launched = share
             self.runner.clock.mark("admit")
-            with self.threads.during(shares):
-                launched = Launched(shares, groups, self.runner.run(step_input(shares)))
+            if shares:
+                with self.threads.during(shares):
+                    launched = Launched(shares, groups, self.runner.run(step_input(shares)))
         return launched
 
     def commit(self, launched: Launched) -> list[RequestGroup]:

@@ -90,7 +90,7 @@ class Runner:
         if step.most_logprobs != NONE:
             self._take_logprobs(result, step, parts, output.logits_NV)
             mark("log-probabilities")
-        self._advance(step, slot_D, result)
+        self._advance(step, result)
         mark("advance")
         return result
 
@@ -124,13 +124,21 @@ class Runner:
             parts.append(SlotSpan(slot, self.slots.computed_S[slot], count, num_logits))
         return parts
 
-    def _advance(self, step: StepInput, slot_D: Sequence[int], result: StepResult) -> None:
+    def _advance(self, step: StepInput, result: StepResult) -> None:
         """Let slots and drafter have the outcome; a request that has failed does not go on."""
+        slots = self.slots
         for slot, num_tokens in zip(step.slot_B, step.num_tokens_B, strict=True):
-            self.slots.computed_S[slot] += num_tokens
-        result.faults |= self.slots.advance(slot_D, result.verdict)
-        for row in result.faults:
-            self.slots.stop(slot_D[row])
+            slots.computed_S[slot] += num_tokens
+        num_drafts_D, num_accepted_D, finite_D, tokens_D = result.decisions
+        for row, b in enumerate(result.deciding):
+            slot = step.slot_B[b]
+            slots.computed_S[slot] += num_accepted_D[row]
+            try:
+                slots.advance(slot, tokens_D[row], num_drafts_D[row])
+            except Exception as error:
+                result.faults[row] = error
+            if not finite_D[row] or row in result.faults:
+                slots.stop(slot)
         if self.drafter is not None:
             self.drafter.observe(step, result)
 
@@ -140,10 +148,8 @@ class Runner:
         """Log-probabilities of prompts and of decisions, before the next pass takes the logits."""
         rows: list[int] = []
         tokens: list[int] = []
-        num_drafts_D = result.drafts.num_B.tolist()
-        token_DK1 = result.verdict.token_BK1.clamp(min=0).tolist()
-        decided = zip(result.deciding, token_DK1, num_drafts_D, strict=True)
-        decision = {b: token_K1[: num_drafts + 1] for b, token_K1, num_drafts in decided}
+        tokens_of = dict(zip(result.deciding, result.decisions.tokens, strict=True))
+        num_drafts_of = dict(zip(result.deciding, result.decisions.num_drafts, strict=True))
         end = 0
         for b, part in enumerate(parts):
             first, end, begin = end, end + part.num_logits, len(rows)
@@ -153,8 +159,9 @@ class Runner:
                 tokens += following
             middle = len(rows)
             if step.top_B[b] != NONE:
-                rows += range(end - len(decision[b]), end)
-                tokens += decision[b]
+                first = end - 1 - num_drafts_of[b]
+                rows += range(first, first + len(tokens_of[b]))
+                tokens += tokens_of[b]
             if len(rows) > begin:
                 result.logprob_rows[result.index_B[b]] = LogprobRows(begin, middle, len(rows))
         result.logprobs = self.sampler.logprobs(

@@ -56,11 +56,11 @@ class StepTrace:
 
     def count(self, result: StepResult) -> None:
         """Take over the numbers of its result."""
-        num_drafts_D = result.drafts.num_B.tolist()
+        num_drafts_D, num_accepted_D, *_ = result.decisions
         self.num_requests = len(result.index_B)
         self.num_rows = sum(result.count_B)
         self.num_drafts = sum(num_drafts_D)
-        self.num_accepted = int(result.verdict.n_accept_B.sum())
+        self.num_accepted = sum(num_accepted_D)
         rows = zip(result.deciding, num_drafts_D, strict=True)
         self.num_decoding = sum(result.count_B[b] == 1 + num_drafts for b, num_drafts in rows)
 

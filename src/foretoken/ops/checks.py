@@ -336,12 +336,16 @@ def _on_host(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def _check_slots(name: str, slot_N: Tensor, params: SlotParams, vocabulary: int) -> set[int]:
+def _check_slots(
+    name: str, slot_N: Tensor, params: SlotParams, vocabulary: int
+) -> AbstractSet[int]:
     """Of tensors on the host: slots exist, and what they hold is in range; returns their rules."""
     if not _on_host(slot_N) or slot_N.shape[0] == 0:
         return set()
     slot, last = slot_N.numpy(), params.key_S.shape[0] - 1
     _check_between(name, slot, 0, last, f"in 0..{last}, the slots of `params`")
+    if params.values_fit:
+        return params.rules
 
     def used(column_S: Tensor) -> list[float]:
         """The values of these slots, each once: mostly one."""

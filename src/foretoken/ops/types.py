@@ -61,6 +61,7 @@ class SlotParams:
     has_filters:   False promises that top-k, top-p and min-p are off in every slot that is used, so
                    that a backend on a device need not look; True promises nothing
     rules:         the rules that slots in use may be under, a promise likewise
+    values_fit:    True promises that the values of slots in use are in range: ops do not look
     """
 
     key_S: Tensor
@@ -71,6 +72,7 @@ class SlotParams:
     rule_S: Tensor
     has_filters: bool = True
     rules: frozenset[Rule] = frozenset(Rule)
+    values_fit: bool = False
 
 
 @dataclass(frozen=True, slots=True)

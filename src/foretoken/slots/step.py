@@ -78,6 +78,19 @@ class Outcome(NamedTuple):
     prompt_logprobs: Logprobs | None = None
 
 
+class Decisions(NamedTuple):
+    """The D rows of drafts and verdict as lists: each is moved to the host once.
+
+    Attributes:
+        tokens: accepted drafts and the token after them, if there is one.
+    """
+
+    num_drafts: list[int]
+    num_accepted: list[int]
+    finite: list[bool]
+    tokens: list[list[int]]
+
+
 class LogprobRows(NamedTuple):
     """Rows of `StepResult.logprobs` about one request: first its prompt, then its decision."""
 
@@ -101,8 +114,7 @@ class StepResult:
         faults: what the part of one request alone raised, by its row: its tokens are void.
         banned_all: rows whose logits were finite, but whose requests' parameters left no token.
         logprobs: of M rows; None if none are wanted.
-        logprob_rows: which rows are whose, by index in the step. Of the K_b + 1 rows of a decision
-            those behind the token that was drawn mean nothing.
+        logprob_rows: which rows are whose, by index in the step.
         hidden: [T, H] of each layer that the drafter wants, request by request; the one part that
             is gone with the next pass.
     """
@@ -118,6 +130,7 @@ class StepResult:
     logprobs: Logprobs | None = None
     logprob_rows: dict[int, LogprobRows] = field(default_factory=dict)
     hidden: tuple[Tensor, ...] = ()
+    _decisions: Decisions | None = None
 
     @classmethod
     def empty(cls) -> StepResult:
@@ -127,52 +140,51 @@ class StepResult:
         verdict = Verdict(none.view(0, 1), none, flags)
         return cls((), (), (), (), drafts, verdict, {})
 
+    @property
+    def decisions(self) -> Decisions:
+        """What was decided, on the host; waits for the device, once."""
+        if self._decisions is None:
+            verdict = self.verdict
+            num_accepted, finite = verdict.n_accept_B.tolist(), verdict.finite_B.tolist()
+            rows = zip(verdict.token_BK1.tolist(), num_accepted, finite, strict=True)
+            tokens = [row[: accepted + is_finite] for row, accepted, is_finite in rows]
+            num_drafts = self.drafts.num_B.tolist()
+            self._decisions = Decisions(num_drafts, num_accepted, finite, tokens)
+        return self._decisions
+
     def read(self) -> dict[int, Outcome]:
         """The outcome of every request that ran, by its index in the step."""
         outcomes = {index: Outcome([]) for index in self.index_B}
-        columns = zip(
-            self.deciding,
-            self.verdict.token_BK1.tolist(),
-            self.drafts.num_B.tolist(),
-            self.verdict.n_accept_B.tolist(),
-            self.verdict.finite_B.tolist(),
-            strict=True,
-        )
-        for row, (b, tokens, num_drafts, num_accepted, finite) in enumerate(columns):
+        num_drafts_D, num_accepted_D, finite_D, tokens_D = self.decisions
+        for row, b in enumerate(self.deciding):
             outcomes[self.index_B[b]] = Outcome(
-                tokens[: num_accepted + finite],
-                num_drafts,
-                num_accepted,
-                finite,
+                tokens_D[row],
+                num_drafts_D[row],
+                num_accepted_D[row],
+                finite_D[row],
                 row in self.banned_all,
                 self.faults.get(row),
             )
         if self.logprobs is not None:
             for index, (begin, decision, end) in self.logprob_rows.items():
                 own = outcomes[index]
-                drawn = min(end, decision + len(own.token_ids))
                 outcomes[index] = own._replace(
                     prompt_logprobs=_some(self.logprobs, begin, decision),
-                    logprobs=_some(self.logprobs, decision, drawn),
+                    logprobs=_some(self.logprobs, decision, end),
                 )
         return outcomes
 
     def blame(self, logits_NV: Tensor) -> None:
         """Find out whose fault it is that requests have no token, while their logits are there."""
-        if all(self.verdict.finite_B.tolist()):
-            return
         first = 0
-        outcome = zip(
-            self.drafts.num_B.tolist(),
-            self.verdict.n_accept_B.tolist(),
-            self.verdict.finite_B.tolist(),
-            strict=True,
-        )
-        for row, (num_drafts, num_accepted, finite) in enumerate(outcome):
-            highest_N = logits_NV[first : first + num_accepted + 1].amax(dim=1)
+        num_drafts_D, num_accepted_D, finite_D, _ = self.decisions
+        if all(finite_D):
+            return
+        for row, finite in enumerate(finite_D):
+            highest_N = logits_NV[first : first + num_accepted_D[row] + 1].amax(dim=1)
             if not finite and bool(torch.isfinite(highest_N).all()):
                 self.banned_all.add(row)
-            first += num_drafts + 1
+            first += num_drafts_D[row] + 1
 
 
 def _some(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from foretoken.errors import IntegrityError
-from foretoken.ops import Rule, SlotParams, Verdict
+from foretoken.ops import Rule, SlotParams
 from foretoken.sampling.noise_key import to_int64
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.history import SlotHistory
@@ -91,10 +91,11 @@ class SlotTable:
             top_p_S=torch.ones(num_slots, dtype=torch.float32, device=device),
             min_p_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
             rule_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            values_fit=True,  # `SamplingParams` saw to it
         )
         self.device = device
         self.num_slots = num_slots
-        width = max_tokens + num_drafts + 1  # a verdict is written with all its columns
+        width = max_tokens + num_drafts  # drafts are padded to those of the request with most
         self.token_SL: Array = np.full((num_slots, width), NO_TOKEN, dtype=np.int32)
         self.block_SL: Array = np.zeros((num_slots, blocks), dtype=np.int64)
         self.prompt_S = [0] * num_slots
@@ -201,27 +202,19 @@ class SlotTable:
             first = self.length_S[slot]
             self.token_SL[slot, first : first + len(token_K)] = token_K
 
-    def advance(self, slots: Sequence[int], verdict: Verdict) -> dict[int, Exception]:
-        """Take over a verdict: accepted drafts, the token after them, NO_TOKEN for the rest.
+    def advance(self, slot: int, token_ids: Sequence[int], num_drafts: int) -> None:
+        """Take over a decision: `token_ids` are known now, the rest of the drafts is taken back.
 
-        Returns:
-            What the history of a request raised, by its row: it must not go on.
+        A request without a token behind its accepted drafts does not go on, nor does one whose
+        history raises.
         """
-        self.put_drafts(slots, verdict.token_BK1.numpy())
-        outcome = zip(slots, verdict.n_accept_B.tolist(), verdict.finite_B.tolist(), strict=True)
-        faults: dict[int, Exception] = {}
-        for row, (slot, num_accepted, finite) in enumerate(outcome):
-            first, count = self.length_S[slot], num_accepted + finite
-            self.length_S[slot] += count
-            self.computed_S[slot] += num_accepted
-            if not finite:
-                self.stop(slot)
-            if history := self.histories.get(slot):
-                try:
-                    history.append(self.known(slot, first, count))
-                except Exception as error:
-                    faults[row] = error
-        return faults
+        first = self.length_S[slot]
+        last = first + len(token_ids)
+        self.token_SL[slot, first:last] = token_ids
+        self.token_SL[slot, last : first + num_drafts] = NO_TOKEN
+        self.length_S[slot] = last
+        if history := self.histories.get(slot):
+            history.append(token_ids)
 
     def stop(self, slot: int) -> None:
         """Nothing is drawn for this slot any more."""

@@ -86,7 +86,9 @@ def build_batch(
     packed = torch.from_numpy(flat)
     if device.type != "cpu":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    token_T, position_T, row_N, start_B1, length_B, block_ids = torch.split(packed, sizes)
+    token_T, position_T, row_N, start_B1, length_B, block_ids = torch.split_with_sizes(
+        packed, sizes
+    )
     batch = AttentionBatch(start_B1, length_B, block_ids.view(len(lengths), -1), block_size)
     return ForwardBatch(token_T, position_T, row_N, batch)
 

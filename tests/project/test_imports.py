@@ -94,6 +94,17 @@ def test_imports_go_one_way() -> None:
     assert not bad, "\n".join(bad)
 
 
+def test_models_and_drafters_reach_backends_through_their_contract() -> None:
+    bad = [
+        f"{module.name} imports {name}"
+        for module in modules().values()
+        if component(module.name) in ("sampling", "cache", "models", "drafting")
+        for name in imports(module, type_checking=True)
+        if name.startswith("foretoken.ops.backends.")
+    ]
+    assert not bad, "\n".join(bad)
+
+
 def test_no_import_cycle() -> None:
     facade = {"foretoken"}  # names the public classes, imports them only when asked
     graph = {

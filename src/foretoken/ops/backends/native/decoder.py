@@ -166,6 +166,8 @@ class FusedDecoder:
         """Where the tensors are; looked up once for a pool that is used again and again."""
         known_keys, known_values, *addresses = self._cache
         if keys is not known_keys or values is not known_values:
+            if not len(keys) == len(values) == self._num_layers:
+                raise ConfigError("keys", len(keys), f"tensors of {self._num_layers} layers")
             if keys[0].dtype is not torch.float32:
                 raise ConfigError("keys.dtype", keys[0].dtype, "torch.float32")
             layers = c_void_p * len(keys)

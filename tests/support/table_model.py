@@ -11,7 +11,7 @@ from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape
-from tests.support.law import Chain
+from foretoken.lab.laws.chain import Chain
 
 
 class TableModel:

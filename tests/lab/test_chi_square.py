@@ -86,7 +86,7 @@ def test_a_small_bias_is_found() -> None:
 
 
 def test_a_bias_in_the_order_alone_is_found() -> None:
-    """Equal marginals, another joint law: only the joint test sees it."""
+    """Equal marginals, another joint distribution: only the joint test sees it."""
     first = draws([0.5, 0.5], 3000, 1)
     second = [(a, a, a) for a, _, _ in draws([0.5, 0.5], 3000, 2)]
     assert homogeneity(first, second).p_value < 1e-6

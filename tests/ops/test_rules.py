@@ -1,4 +1,4 @@
-"""The rules as functions: their law and their mean by enumeration, and two statements of each.
+"""The rules as functions: their distribution and mean by enumeration, and both statements agree.
 
 Enumeration: a small chain p(x | prefix), q(x | prefix); every draft path has the probability
 prod q, and given it each tau has a probability that follows from h_i alone, since the uniforms are
@@ -296,7 +296,3 @@ def test_synthetic_reads_neither_p_nor_q() -> None:
         for log_p in (-INF, 0.0):
             x = inputs([log_p] * 3, [-1.0] * 3, u, synthetic_rate_K=torch.tensor(rates).double())
             assert rules.accept(x, torch.tensor([int(Rule.SYNTHETIC)])).tolist() == [accepted]
-
-
-def test_every_rule_is_stated_twice() -> None:
-    assert set(rules.RULES) == set(papers.RULES) == set(Rule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -12,10 +13,12 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 8
+MAX_SUPPORT_LINES = 2000  # of tests/support in all
 # Functions whose parameters are a published contract: the limit they have is the limit they keep.
 WIDE_CONTRACTS = {
     "foretoken.models.attention": 9,  # the signature that Transformers calls
 }
+SUPPORT = ROOT / "tests" / "support"
 
 
 def python_files() -> list[str]:
@@ -36,6 +39,35 @@ def test_length_of_native_sources() -> None:
     assert sources
     lines = {path.name: path.read_text(encoding="utf-8").count("\n") for path in sources}
     assert {name: n for name, n in lines.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_length_of_what_tests_share() -> None:
+    files = {path: path.read_text(encoding="utf-8") for path in SUPPORT.rglob("*.py")}
+    assert 0 < sum(text.count("\n") for text in files.values()) <= MAX_SUPPORT_LINES
+
+
+def test_no_test_helper_is_dead() -> None:
+    """A name that `tests/support` defines occurs elsewhere, too: in a test or in another helper."""
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in SUPPORT.parent.rglob("*.py"))
+    dead = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in SUPPORT.rglob("*.py")
+        for name in defined(ast.parse(path.read_text(encoding="utf-8")))
+        if len(re.findall(rf"\b{name}\b", tests)) < 2
+    ]
+    assert not dead, "\n".join(dead)
+
+
+def defined(tree: ast.Module) -> list[str]:
+    """Functions, classes and constants of a module."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [target.id for target in targets if isinstance(target, ast.Name)]
+    return found
 
 
 def test_function_length() -> None:

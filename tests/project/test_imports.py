@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
 import pytest
 
-from tests.project.source import Module, imports, modules
+from tests.project.source import ROOT, Module, imports, modules
 
 # Low to high. A module may import from its own component and from lower ones.
 LAYERS = [
@@ -119,6 +120,24 @@ def test_the_direction_test_can_fail() -> None:
     low = modules()["foretoken.config"]
     assert steps_upward(low, {"foretoken.cli"}) == ["foretoken.config imports foretoken.cli"]
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+
+
+def test_benchmarks_import_nothing_from_tests() -> None:
+    """What both need lies in the package, where users have it too."""
+    bad = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if imports_tests(node)
+    ]
+    assert not bad, "\n".join(bad)
+    assert imports_tests(ast.parse("from tests.support import laws").body[0])
+
+
+def imports_tests(node: ast.AST) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    return any(name.split(".")[0] in ("tests", "pytest") for name in names)
 
 
 def run_python(code: str) -> str:

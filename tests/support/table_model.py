@@ -12,8 +12,8 @@ import torch
 
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
+from foretoken.lab.laws.chain import Chain
 from foretoken.ops import ForwardOutput
-from tests.support.law import Chain
 
 
 class TableModel:

@@ -23,7 +23,7 @@ from foretoken.ops.backends.torch._residual import Batch, Reduced, draw_residual
 from foretoken.ops.backends.torch.noise import Array, address, uniform_at
 from foretoken.ops.backends.torch.process import chunks, load, rows_of
 from foretoken.ops.backends.torch.sample import Noise, draw
-from foretoken.ops.rules import RuleInputs, accept, weights
+from foretoken.ops.rules import RuleInputs, accept, rules_of, weights
 from foretoken.ops.types import Rule, Stream, Verdict, VerifyBatch
 
 
@@ -61,7 +61,8 @@ def _read(given: VerifyBatch) -> Batch:
     first_row_B = (num_B + 1).cumsum() - (num_B + 1)
     rule_B = params.rule_S.numpy()[slot]
     known_BK = (np.arange(token_BK.shape[1]) < num_B[:, None]) & (token_BK >= 0)
-    if (rule_B == Rule.SYNTHETIC).any():  # it would emit ids that the target does not have
+    if Rule.SYNTHETIC in rules_of(rule_B.tolist()):
+        # A rate does not make a token out of an id that the target lacks.
         known_BK &= (token_BK < logits_NV.shape[1]) | (rule_B != Rule.SYNTHETIC)[:, None]
     greedy_B = params.temperature_S.numpy()[slot] == 0
     return Batch(

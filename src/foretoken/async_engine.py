@@ -61,6 +61,20 @@ class AsyncEngine:
         weakref.finalize(self, self._worker.stop)
 
     @property
+    def engine(self) -> Engine:
+        """The engine; while it has work, its own thread alone may touch it.
+
+        Raises:
+            UsageError: after `close()`.
+        """
+        return self._worker.engine
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no iterator is open and nothing is left to do."""
+        return self._worker.is_idle
+
+    @property
     def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far (a copy)."""
         self._worker.home.check()
@@ -221,6 +235,20 @@ class _Worker:
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def engine(self) -> Engine:
+        """The engine, while there is one."""
+        try:
+            return self._engine
+        except AttributeError:
+            raise _closed() from None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the thread will sleep until somebody comes."""
+        with self._wake:
+            return not (self._commands or self._open or self._groups or self.engine.has_work)
+
     def enter(
         self,
         request_id: str | None,
@@ -234,7 +262,7 @@ class _Worker:
             if self._failure is not None:
                 raise _dead(self._failure)
             if self._is_closing:
-                raise UsageError("this AsyncEngine was closed: make a new one")
+                raise _closed()
             name = request_id
             while name is None or (request_id is None and name in self._open):
                 self._num_requests += 1
@@ -343,6 +371,10 @@ class _Worker:
             del self._groups[mailbox]
         elif not is_readable:
             self._abandon(mailbox)
+
+
+def _closed() -> UsageError:
+    return UsageError("this AsyncEngine was closed: make a new one")
 
 
 def _dead(cause: BaseException) -> StepError:

@@ -1,174 +1,329 @@
-"""The engine's loop around a scheduler, with a model so naive that every mistake shows.
+"""The real engine, around a model and a drafter so naive that every mistake shows.
 
-A cell of the cache holds the tokens up to its position, as a tuple. Reading a cell that holds
-anything else than the request's own tokens, or writing one that others may read, fails at once.
-Tokens and accepted drafts are functions of (key, position), so what a request is given alone is
-known without a scheduler.
+A cell of the cache holds the tokens up to its position, as a tuple. The model fails at once if it
+is to read a cell that holds anything else than the request's own tokens, or to write one that
+others may read. Slots, prefix entries and schedules are checked where they are made, and what a
+request is given in the end is what it is given alone (`naive.py`).
+
+Steps are committed at once, or one late: after the next one was launched.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import pytest
+import torch
+
+from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.block_pool import BlockPool
+from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.drafting.base import Drafter, one_hot_block
+from foretoken.engine.engine import Engine
 from foretoken.engine.request import Request, RequestGroup, Status
-from foretoken.engine.scheduler import Plan, Scheduler, Share
+from foretoken.engine.runner import Runner
+from foretoken.engine.sampler import Sampler
+from foretoken.engine.scheduler import Plan, Scheduler
+from foretoken.engine.threads import StepThreads
+from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
 from foretoken.sampling.params import SamplingParams
+from foretoken.slots.step import StepInput, StepResult
+from foretoken.slots.table import NO_TOKEN, Array, SlotTable
+from tests.support.naive import (
+    MOST_DRAFTS,
+    VOCABULARY,
+    NaiveTokenizer,
+    Truth,
+    ending,
+    logprob_of,
+    naive_logits,
+    truth_of,
+)
+from tests.support.steps import OneLate
 
-WRONG = 99  # a draft that is never accepted
-MOST_DRAFTS = 5
-
-
-def true_token(key: int, position: int) -> int:
-    """The token that the target draws; few keys and few tokens, so that requests share outputs."""
-    return (key * position + position // 3) % 3
-
-
-def true_drafts(key: int, known: int, remaining: int) -> list[int]:
-    """Drafts after `known` tokens: how many, and how many are right, the request alone decides."""
-    count = min((5 * key + known) % (MOST_DRAFTS + 1), remaining - 1)
-    right = (key + 2 * known) % (MOST_DRAFTS + 2)
-    return [true_token(key, known + i) if i < right else WRONG for i in range(count)]
-
-
-def alone(prompt: list[int], key: int, max_tokens: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """All tokens, and (known tokens, drafts) of every decision, of a request with no neighbours."""
-    tokens, decisions = [*prompt], [(len(prompt), 0)]
-    tokens.append(true_token(key, len(tokens)))
-    end = len(prompt) + max_tokens
-    while len(tokens) < end:
-        drafts = true_drafts(key, len(tokens), end - len(tokens))
-        decisions.append((len(tokens), len(drafts)))
-        taken = 1 + (drafts.index(WRONG) if WRONG in drafts else len(drafts))
-        tokens += [true_token(key, len(tokens) + i) for i in range(taken)]
-    return tokens, decisions
+CPU = torch.device("cpu")
 
 
-def make_group(name: str, prompt: list[int], max_tokens: int, n: int = 1, **params: Any) -> Any:
-    """A group whose samples have the keys key, key + 1, ..."""
-    key = params.pop("key", 0)
-    group = RequestGroup(name, None, prompt, SamplingParams(max_tokens=max_tokens, n=n, **params))
-    group.samples = [Request(group, j, key + j, list(prompt)) for j in range(n)]
-    if group.params.prompt_logprobs is not None:
-        group.prompt_logprobs = [None]
-    return group
+class Cells:
+    """The cache: what was computed for each position, by block and offset."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.held: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def at(self, blocks: Sequence[int], position: int) -> tuple[int, int]:
+        return blocks[position // self.block_size], position % self.block_size
+
+    def clear(self, block_ids: Iterable[int]) -> None:
+        for block in block_ids:
+            for offset in range(self.block_size):
+                self.held.pop((block, offset), None)
+
+
+class NaiveModel:
+    """Writes tokens where others write K/V, and reads what it needs from there."""
+
+    vocab_size, max_model_len, multiplies_masked_keys = VOCABULARY, 4096, True
+
+    def __init__(self, scheduler: Scheduler, slots: SlotTable) -> None:
+        self.scheduler, self.slots = scheduler, slots
+
+    def forward(self, batch: ForwardBatch, kv: Cells) -> ForwardOutput:
+        asked, attention = set(batch.logit_row_N.tolist()), batch.attention
+        first = attention.query_start_B1.tolist()
+        rows = []
+        for b, (length, blocks) in enumerate(
+            zip(attention.length_B.tolist(), attention.block_BL.tolist(), strict=True)
+        ):
+            tokens = batch.token_T[first[b] : first[b + 1]].tolist()
+            start = length - len(tokens)
+            positions = batch.position_T[first[b] : first[b + 1]].tolist()
+            assert positions == list(range(start, length))
+            for i, upto in enumerate(self.compute(kv, blocks, start, tokens)):
+                if first[b] + i in asked:
+                    rows.append(naive_logits(upto))
+        return ForwardOutput(torch.from_numpy(np.array(rows, np.float32).reshape(-1, VOCABULARY)))
+
+    def compute(
+        self, kv: Cells, blocks: list[int], start: int, tokens: list[int]
+    ) -> list[tuple[int, ...]]:
+        """The tokens up to each new position, as far as the cache knows."""
+        end = start + len(tokens)
+        owners = Counter(b for r in self.scheduler.running for b in r.block_ids)
+        (request,) = (r for r in self.scheduler.running if kv.at(blocks, end - 1)[0] in r.block_ids)
+        known = int(self.slots.length_S[request.slot])
+        text = truth_of(request).upto(known)
+        for position in range(start):
+            held = kv.held.get(kv.at(blocks, position))
+            assert held == text[: position + 1], "K/V of other tokens"
+        upto, computed = text[:start], []
+        for position, token in enumerate(tokens, start):
+            upto = (*upto, token)
+            assert position >= known or upto == text[: position + 1], "another request's token"
+            cell = kv.at(blocks, position)
+            assert owners[cell[0]] == 1, "a shared block is written"
+            assert not self.scheduler.pool.is_cached(cell[0]), "a cached block is written"
+            kv.held[cell] = upto
+            computed.append(upto)
+        return computed
+
+
+class NaiveDrafter(Drafter):
+    """Drafts some tokens that are right and some that are wrong; looks on as slots advance."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.decisions: dict[Request, list[tuple[int, int]]] = {}
+        self.seen: set[int] = set()
+
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
+        self.slots = slots
+
+    def of(self, slot: int) -> Request:
+        (request,) = (r for r in self.scheduler.running if r.slot == slot)
+        return request
+
+    def propose(self, slot_B: Array, num_drafts_B: Array) -> DraftBlock:
+        drafts = [
+            truth_of(self.of(slot)).drafts(int(self.slots.length_S[slot]), most) if most else []
+            for slot, most in zip(slot_B.tolist(), num_drafts_B.tolist(), strict=True)
+        ]
+        return one_hot_block(drafts, CPU)
+
+    def observe(self, step: StepInput, result: StepResult) -> None:
+        slots, num_drafts = self.slots, result.drafts.num_B.tolist()
+        emitted = (result.verdict.n_accept_B + result.verdict.finite_B).tolist()
+        for d, slot in enumerate(step.slot_B[result.deciding].tolist()):
+            known = int(slots.length_S[slot]) - emitted[d]
+            self.decisions.setdefault(self.of(slot), []).append((known, num_drafts[d]))
+        for b, slot in enumerate(step.slot_B.tolist()):
+            self.seen.add(slot)
+            length, text = int(slots.length_S[slot]), truth_of(self.of(slot))
+            assert tuple(slots.token_SL[slot, :length].tolist()) == text.upto(length)
+            assert (slots.token_SL[slot, length:] == NO_TOKEN).all(), "what was not accepted stays"
+            assert slots.computed_S[slot] < length
+            assert slots.computed_S[slot] >= result.start_B[b] + step.num_tokens_B[b]
+
+    def release(self, slot: int) -> None:
+        self.seen.discard(slot)
+
+    def held_slots(self) -> Iterable[int]:
+        return self.seen
+
+
+class WatchedPool(BlockPool):
+    """A pool that knows what its blocks hold, and whose tokens are known to the host."""
+
+    cells: Cells
+    scheduler: Scheduler
+
+    def enter(self, before: int, tokens: Sequence[int], block: int) -> int:
+        for request in self.scheduler.running:
+            if block in request.block_ids:
+                start = request.block_ids.index(block) * self.block_size
+                end = start + self.block_size
+                assert request.num_computed >= end, "entered before its step was committed"
+                assert request.token_ids[start:end] == [*tokens]
+                for position in range(start, end):
+                    held = self.cells.held[self.cells.at(request.block_ids, position)]
+                    assert list(held) == request.token_ids[: position + 1]
+        return super().enter(before, tokens, block)
+
+
+class WatchedScheduler(Scheduler):
+    """A scheduler whose plans are checked as they are made."""
+
+    latest: Plan | None = None
+    num_preempted = num_reused = 0
+
+    def schedule(self) -> Plan:
+        before = list(self.running)
+        preempted = {r: r.num_preemptions for r in [*before, *self.waiting]}
+        decoding = [r for r in before if r.decodes and r.most_remaining]
+        plan = self.latest = super().schedule()
+        if before:
+            assert before[0] in self.running, "the oldest gives way to nobody"
+        unfinished = [r for r in self.running if r.num_prefill or r.most_remaining]
+        assert [s.request for s in plan.shares] == unfinished, "all advance, in order of arrival"
+        stayed = set(self.running) - set(plan.admitted)  # one that gives way may come back at once
+        drafts = {s.request: s.num_drafts for s in plan.shares if s.decides}
+        for request in set(decoding) & stayed:
+            assert drafts[request] == request.num_drafts, "drafts were dropped"
+        last = max((request.arrival for request in plan.admitted), default=0)
+        for request in self.waiting:
+            leader = request.group.samples[0]
+            held = request is not leader and leader.status is Status.RUNNING
+            assert held or request.arrival > last, "admitted before one that came first"
+        for request in plan.admitted:
+            self.num_reused += request.num_computed
+            assert request.num_computed % self.pool.block_size == 0
+        self.num_preempted += sum(r.num_preemptions - n for r, n in preempted.items())
+        return plan
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a machine is made of, for mutants of it."""
+
+    engine: type[Engine] = Engine
+    scheduler: type[WatchedScheduler] = WatchedScheduler
+    slots: type[SlotTable] = SlotTable
 
 
 class PagedMachine:
-    """A scheduler, the naive cache, and what was decided for whom."""
+    """An engine of these parts, its steps committed at once or one late."""
 
-    def __init__(self, num_blocks: int, block_size: int = 4, **options: Any) -> None:
-        self.size = block_size
-        self.scheduler = Scheduler(BlockPool(num_blocks, block_size), **options)
-        self.cells: dict[tuple[int, int], tuple[int, ...]] = {}
-        self.decisions: dict[Request, list[tuple[int, int]]] = {}
-        self.num_preempted = 0
-        self.num_reused = 0
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 4,
+        *,
+        late: bool = False,
+        parts: Parts = Parts(),
+        **options: Any,
+    ) -> None:
+        self.late = late
+        pool, tokens = WatchedPool(num_blocks, block_size), num_blocks * block_size
+        self.scheduler = pool.scheduler = parts.scheduler(pool, **options)
+        kv: Any = Cells(block_size)
+        pool.cells = kv
+        slots = parts.slots(
+            self.scheduler.max_num_seqs,
+            CPU,
+            max_tokens=tokens,
+            num_drafts=MOST_DRAFTS,
+            blocks=num_blocks,
+        )
+        self.drafter = NaiveDrafter(self.scheduler)
+        self.drafter.allocate(slots, num_blocks)
+        slots.register("drafts", self.drafter)
+        model: Any = NaiveModel(self.scheduler, slots)
+        backend = get_backend("torch" if unavailable("native") else "native")
+        runner = Runner(model, kv, Sampler(backend, slots), self.drafter)
+        speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTS)
+        config = EngineConfig(model="naive", speculative_config=speculation)
+        threads = StepThreads(1, native_target=False)
+        given = (config, runner, self.scheduler, NaiveTokenizer(), frozenset[int]())
+        self.engine = parts.engine(*given, SamplingParams(), threads)
+        self.steps = OneLate(self.engine) if late else self.engine
+        self.unchecked: list[RequestGroup] = []
+        self.with_other_drafts: set[Request] = set()
 
-    def add(self, group: RequestGroup) -> RequestGroup:
-        for request in group.samples:
-            self.scheduler.add(request)
-            self.decisions[request] = []
+    def add(self, name: str, prompt: list[int], max_tokens: int | None, **params: Any) -> RequestGroup:
+        """Queue a prompt; `key` is the seed, and drawing takes the rule that drafts do not move."""
+        given = {"temperature": 1.0, "rejection_sample_method": "coupled", "ignore_eos": True}
+        given |= {"seed": params.pop("key", 0), "max_tokens": max_tokens, **params}
+        group = self.engine.add(name, prompt, SamplingParams(**given))
+        self.unchecked.append(group)
         return group
 
     def step(self) -> Plan:
-        """Schedule, compute, commit, draft: as `Engine.step` does."""
-        before = list(self.scheduler.running)
-        decoding = [request for request in before if request.decodes]
-        plan = self.scheduler.schedule()
-        running = self.scheduler.running
-        if before:
-            assert before[0] in running, "the oldest gives way to nobody"
-        served = [share.request for share in plan.shares]
-        assert served == running, "every running request advances, in order of arrival"
-        stayed = set(running) - set(plan.admitted)  # one that gives way may come back at once
-        assert set(decoding) & stayed <= {s.request for s in plan.shares if s.decides}
-        self._check_order(plan)
-        self._clear()
-        for request in plan.admitted:
-            self.num_reused += request.num_computed
-            assert request.num_computed % self.size == 0
-        for share in plan.shares:
-            self._compute(share)
-        for share in plan.shares:
-            self._commit(share)
-        self._draft()
-        return plan
+        """One step of the engine, in this machine's order."""
+        self.steps.step()
+        self.settle()
+        assert self.scheduler.latest is not None
+        return self.scheduler.latest
+
+    def settle(self) -> None:
+        """Check what there is, and what has ended."""
+        self.engine.check_integrity()
+        for group in [group for group in self.unchecked if group.finished]:
+            self.unchecked.remove(group)
+            self.check(group)
+
+    def finish(self, *requests: Request) -> None:
+        """Abort some samples of a group, at any moment."""
+        self.engine.abort(replace(requests[0].group, samples=[*requests]))
+        self.settle()
+
+    def draft(self, request: Request, most: int) -> None:
+        """Change a request's K."""
+        request.max_drafts = most
+        self.with_other_drafts.add(request)
 
     def run(self, most_steps: int = 3000) -> None:
         """Step until nothing is left."""
         for _ in range(most_steps):
-            if not self.scheduler.has_work:
+            if not self.steps.has_work:
                 return
             self.step()
-            self.scheduler.check_integrity()
         raise AssertionError("requests are left over")
 
-    def finish(self, request: Request) -> None:
-        """An abort, at any moment."""
-        self.scheduler.finish(request)
-        self._clear()
+    def check(self, group: RequestGroup) -> None:
+        """What a group was given is what it is given alone."""
+        if group.error is not None:
+            raise group.error
+        for request in group.samples:
+            self.check_sample(request)
+        rows = group.prompt_logprobs
+        if rows is not None and group.samples[0].finish_reason in ("length", "stop"):
+            assert rows[0] is None
+            found = [row[token].logprob for row, token in zip(rows[1:], group.prompt_ids[1:],
+                                                              strict=True) if row]  # fmt: skip
+            expected = [logprob_of(group.prompt_ids, i) for i in range(1, len(group.prompt_ids))]
+            assert found == pytest.approx(expected, abs=1e-5)
 
-    def _check_order(self, plan: Plan) -> None:
-        last = max((request.arrival for request in plan.admitted), default=0)
-        for request in self.scheduler.waiting:
-            leader = request.group.samples[0]
-            held = request is not leader and leader.status is Status.RUNNING
-            assert held or request.arrival > last, "admitted before one that came first"
+    def check_sample(self, request: Request) -> None:
+        output, truth = request.output_ids, truth_of(request)
+        given = (output, request.text, request.finish_reason, request.stop_reason)
+        assert request.token_ids == list(truth.upto(len(request.token_ids)))
+        assert request.finish_reason in ("abort", "error") or given == ending(request)
+        if request not in self.with_other_drafts:
+            self.check_decisions(request, truth)
+        if request.params.logprobs is not None:
+            at = range(request.num_prompt, len(request.token_ids))
+            expected_logprobs = [logprob_of(request.token_ids, i) for i in at]
+            found = [row[t].logprob for row, t in zip(request.logprobs, output, strict=True)]
+            assert found == pytest.approx(expected_logprobs, abs=1e-5)
 
-    def _clear(self) -> None:
-        for block in self.scheduler.take_fresh_blocks():
-            for offset in range(self.size):
-                self.cells.pop((block, offset), None)
-
-    def _compute(self, share: Share) -> None:
-        request = share.request
-        tokens = [*request.token_ids[: request.num_computed + share.num_tokens], *share.drafts]
-        owners = Counter(b for r in self.scheduler.running for b in r.block_ids)
-        for position in range(len(tokens)):
-            block = request.block_ids[position // self.size]
-            cell, upto = (block, position % self.size), tuple(tokens[: position + 1])
-            if position < request.num_computed:
-                assert self.cells.get(cell) == upto, "K/V of other tokens"
-            else:
-                assert owners[block] == 1, "a shared block is written"
-                assert block not in self.scheduler.pool._index, "a cached block is written"
-                self.cells[cell] = upto
-
-    def _commit(self, share: Share) -> None:
-        request = share.request
-        request.draft_ids = []
-        rows = request.group.prompt_logprobs
-        if rows is not None and request.needs_prompt_logits:
-            end = min(request.num_computed + share.num_tokens + 1, request.num_prompt)
-            rows += [{}] * (end - len(rows))
-        accepted = share.drafts.index(WRONG) if WRONG in share.drafts else len(share.drafts)
-        known = len(request.token_ids)
-        request.num_computed += share.num_tokens + accepted
-        if share.decides:
-            self.decisions[request].append((known, len(share.drafts)))
-            request.token_ids += [true_token(request.key, known + i) for i in range(accepted + 1)]
-            if not request.num_remaining:
-                self._check_result(request)
-                self.scheduler.finish(request)
-
-    def _draft(self) -> None:
-        preempted = sum(r.num_preemptions for r in self.decisions)
-        for request in [*self.scheduler.running]:
-            if request.decodes:
-                known = len(request.token_ids)
-                drafts = true_drafts(request.key, known, request.num_remaining)
-                if drafts and self.scheduler.grow(request, known + len(drafts)):
-                    request.draft_ids = drafts
-        for request in self.scheduler.waiting:
-            assert not request.draft_ids, "drafts of a request that gave way"
-        self._clear()
-        self.num_preempted = max(preempted, sum(r.num_preemptions for r in self.decisions))
-
-    def _check_result(self, request: Request) -> None:
-        group = request.group
-        expected = alone(group.prompt_ids, request.key, group.params.max_tokens)
-        assert (request.token_ids, self.decisions[request]) == expected
-        if request.index == 0 and group.prompt_logprobs is not None:
-            assert len(group.prompt_logprobs) == request.num_prompt
+    def check_decisions(self, request: Request, truth: Truth) -> None:
+        """As many drafts were verified at each position as without neighbours."""
+        made = self.drafter.decisions.get(request, [])
+        expected = truth.decisions(request.max_drafts, request.limit)
+        assert made == expected[: len(made)], "drafts were dropped"
+        needed = sum(known < len(request.token_ids) for known, _ in expected)
+        assert needed <= len(made) <= needed + self.late

@@ -1,4 +1,4 @@
-"""Something that happens in the midst of a call: within one of the engine's steps."""
+"""Steps of an engine: with something that happens in the midst of one, or committed one late."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from foretoken import LLM
+from foretoken.engine.engine import Engine, Launched
+from foretoken.engine.request import RequestGroup
 
 
 def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> Callable[[], Any]:
@@ -20,3 +22,22 @@ def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> Callable[[], Any]:
         return step()
 
     return counted
+
+
+class OneLate:
+    """The steps of an engine, each committed after the next one was launched."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.launched: Launched | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.engine.has_work or self.launched is not None
+
+    def step(self) -> list[RequestGroup]:
+        plan = self.engine.scheduler.schedule()
+        latest = self.engine.launch(plan)
+        changed = [] if self.launched is None else self.engine.commit(self.launched)
+        self.launched = latest if latest.shares else None
+        return changed

@@ -68,7 +68,7 @@ class DraftModel(Drafter):
         if self.probabilistic:
             self._cache = DraftCache.empty(*self._cache_shape, dtype, device)
         size = self.config.block_size
-        self._kv = KVPool(self.model.layer_shapes, num_blocks, size, dtype=dtype, device=device)
+        self.kv = KVPool(self.model.layer_shapes, num_blocks, size, dtype=dtype, device=device)
 
     def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
@@ -119,7 +119,7 @@ class DraftModel(Drafter):
         fp64_noise = self.config.use_fp64_gumbel
         drafting = DraftRound(self.slots.params, slot_B, num_B, cache, fp64_noise)
         return self.model.fused.draft(  # type: ignore[union-attr]
-            first.token_T, first.attention, self._kv.keys, self._kv.values, drafting
+            first.token_T, first.attention, self.kv.keys, self.kv.values, drafting
         )
 
     def _draft_by_passes(
@@ -136,7 +136,7 @@ class DraftModel(Drafter):
                 spans = [SlotSpan(slot, self.slots.length_S[slot] + i - 1, 1, 1) for slot in slots]
             else:
                 spans = [self._missing(slot) for slot in slots]
-            logits_AV = self.model.forward(self._gather(spans), self._kv).logits_NV
+            logits_AV = self.model.forward(self._gather(spans), self.kv).logits_NV
             if cache is None:
                 token_A = logits_AV.argmax(dim=-1)
             else:
@@ -155,7 +155,7 @@ class DraftModel(Drafter):
     def clear(self, block_ids: Sequence[int]) -> None:
         """Remove these blocks' marks; zero their K/V if the model multiplies masked keys."""
         if self.model.multiplies_masked_keys:
-            self._kv.clear(block_ids)
+            self.kv.clear(block_ids)
         for block in block_ids:
             self._complete[block] = False
 
@@ -208,7 +208,7 @@ class DraftModel(Drafter):
                     room -= size
             if not spans:
                 return
-            self.model.forward(self._gather(spans), self._kv)
+            self.model.forward(self._gather(spans), self.kv)
             for span in spans:
                 self._advance(span.slot, span.start + span.num_tokens)
 

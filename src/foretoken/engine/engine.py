@@ -159,7 +159,8 @@ class Engine:
             outcomes = launched.result.read()
         for index, share in enumerate(launched.shares):
             request = share.request
-            request.launched = None
+            if request.launched is share:  # and not one that was launched since
+                request.launched = None
             if request.status is not Status.FINISHED:  # since it was launched
                 try:
                     self._commit(share, outcomes[index])
@@ -269,7 +270,7 @@ class Engine:
             _RULES[request.rule],
             request.group.prompt_ids,
             request.output_ids,
-            limit=request.num_prompt + request.params.token_limit,
+            limit=request.limit,
             num_computed=request.num_computed,
             stop_ids=tuple(request.stop_ids),
             bad_word_ids=request.bad_word_ids,

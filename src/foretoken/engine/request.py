@@ -107,9 +107,14 @@ class Request:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def limit(self) -> int:
+        """Most tokens that it may have, prompt included."""
+        return self.num_prompt + self.params.token_limit
+
+    @property
     def num_remaining(self) -> int:
         """Tokens it may still generate."""
-        return self.params.token_limit - self.num_output
+        return self.limit - len(self.token_ids)
 
     @property
     def num_drafts(self) -> int:

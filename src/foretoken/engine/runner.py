@@ -164,6 +164,8 @@ class Runner:
                 tokens += tokens_of[b]
             if len(rows) > begin:
                 result.logprob_rows[result.index_B[b]] = LogprobRows(begin, middle, len(rows))
+        if not rows:  # of a prompt whose last token alone was computed
+            return
         result.logprobs = self.sampler.logprobs(
             logits_NV[torch.tensor(rows)], torch.tensor(tokens), step.most_logprobs
         )

@@ -94,7 +94,8 @@ class Scheduler:
         for request in self.running:
             self._enter_blocks(request)
         for request in [r for r in self.running if r.decodes and r.most_remaining]:
-            self._grow(request, request.most_known + request.num_drafts)
+            # Not all drafts of both steps can be accepted where that passes the request's limit.
+            self._grow(request, min(request.most_known + request.num_drafts, request.limit - 1))
         admitted = self._admit()
         for request in admitted:
             self._new_blocks.append((request.slot, 0, request.block_ids))
@@ -133,7 +134,7 @@ class Scheduler:
                     self._hand_out(request, missing)
                     self._new_blocks.append((request.slot, first, request.block_ids[first:]))
                 return
-            self._preempt(self.running[-1])
+            self.preempt(self.running[-1])
 
     def _admit(self) -> list[Request]:
         """Give slots and blocks to waiting requests, in order of arrival, while they fit."""
@@ -230,7 +231,7 @@ class Scheduler:
                 shares.append(Share(request, start, chunk, 0, ends_prompt, life))
         return shares
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Send a running request back to its place in the queue; its tokens stay known."""
         self._enter_blocks(request)
         self._leave(request)

@@ -23,9 +23,7 @@ import torch
 from foretoken.engine.request import Share
 from foretoken.ops import Backend
 
-_CPUS = Path("/sys/devices/system/cpu")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
-
+_OPENMP_THREADS = torch.get_num_threads()  # before we set it
 _STEPS = 3  # whose median stands for a count
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
 _CLEARLY = 0.95  # of the other's time: enough to change
@@ -33,16 +31,17 @@ _HOPELESS = 2.0  # times the other's: a trial ends at the first such step
 _PER_TRIAL = 20  # steps at least, in the time that one step of the slower count takes
 
 
-def usable_cores() -> int:
+def usable_cores(
+    cpus: Path = Path("/sys/devices/system/cpu"), quota: Path = Path("/sys/fs/cgroup/cpu.max")
+) -> int:
     """Physical cores that this process may use: hyper-threads once, within a container's quota."""
-    cpus = (
+    usable = (
         os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     )
-    cores = {_siblings(cpu) for cpu in cpus}
-    count = len(cores)
+    count = len({_siblings(cpus / f"cpu{cpu}") or str(cpu) for cpu in usable})
     with suppress(OSError, ValueError):
-        quota, period = _QUOTA.read_text(encoding="ascii").split()
-        count = min(count, int(int(quota) / int(period)))  # `max` is no number: no quota
+        time_used, period = quota.read_text(encoding="ascii").split()
+        count = min(count, int(int(time_used) / int(period)))  # `max` is no number: no quota
     return max(count, 1)
 
 
@@ -51,12 +50,13 @@ class StepThreads:
 
     Args:
         asked: None takes one thread, or all usable cores but no more than OpenMP had when this
-            module was imported (`OMP_NUM_THREADS`), by steps of the same size; what is set by
+            module was imported (`openmp_threads`), by steps of the same size; what is set by
             others, by `torch.set_num_threads` for example, does not count and is overwritten.
         backend: what it computes with is told, too.
         native_target: the target runs in the native decoder: PyTorch gets one thread. A draft model
             beside it that does not is small: one thread is as fast there.
         clock: seconds.
+        openmp_threads: `OMP_NUM_THREADS`, if that is set.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class StepThreads:
         backend: Backend,
         native_target: bool,
         clock: Callable[[], float] = time.perf_counter,
+        openmp_threads: int = _OPENMP_THREADS,
     ) -> None:
-        self.most = min(usable_cores(), _OPENMP_THREADS) if asked is None else asked
+        self.most = min(usable_cores(), openmp_threads) if asked is None else asked
         self.chooses = asked is None and self.most > 1
         self._backend = backend
         self._native_target = native_target
@@ -170,13 +171,10 @@ def _rounded(rows: int) -> int:
     return rows >> shift << shift
 
 
-def _siblings(cpu: int) -> str:
-    """What names the core of a logical processor."""
+def _siblings(cpu: Path) -> str:
+    """What names the core of a logical processor; "" if nothing does."""
     try:
-        path = _CPUS / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        return path.read_text(encoding="ascii").strip()
+        return (cpu / "topology" / "thread_siblings_list").read_text(encoding="ascii").strip()
     except OSError:
-        return str(cpu)
+        return ""
 
-
-_OPENMP_THREADS = torch.get_num_threads()  # before we set it

@@ -104,8 +104,7 @@ def test_a_crowd_in_a_small_pool_is_preempted_and_shares(late: bool) -> None:
     """The machine's own checks see every token; here, that the hard cases do happen."""
     crowd = machine(num_blocks=24, seqs=5, late=late)
     groups = [
-        crowd.add(str(i), PREFIX[: 4 + 5 * i % 30], 40, n=1 + i % 2, key=i % 3)
-        for i in range(12)
+        crowd.add(str(i), PREFIX[: 4 + 5 * i % 30], 40, n=1 + i % 2, key=i % 3) for i in range(12)
     ]
     crowd.run()
     assert all(group.finished for group in groups)

@@ -253,7 +253,9 @@ class PagedMachine:
         self.unchecked: list[RequestGroup] = []
         self.with_other_drafts: set[Request] = set()
 
-    def add(self, name: str, prompt: list[int], max_tokens: int | None, **params: Any) -> RequestGroup:
+    def add(
+        self, name: str, prompt: list[int], max_tokens: int | None, **params: Any
+    ) -> RequestGroup:
         """Queue a prompt; `key` is the seed, and drawing takes the rule that drafts do not move."""
         given = {"temperature": 1.0, "rejection_sample_method": "coupled", "ignore_eos": True}
         given |= {"seed": params.pop("key", 0), "max_tokens": max_tokens, **params}

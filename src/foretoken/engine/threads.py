@@ -177,4 +177,3 @@ def _siblings(cpu: Path) -> str:
         return (cpu / "topology" / "thread_siblings_list").read_text(encoding="ascii").strip()
     except OSError:
         return ""
-

@@ -15,6 +15,7 @@ LAYERS = [
     {"config", "errors", "foreign", "interrupts", "outputs", "progress"},
     {"ops"},
     {"sampling"},
+    {"slots"},
     {"cache"},
     {"models"},
     {"drafting"},

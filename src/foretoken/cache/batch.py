@@ -18,9 +18,10 @@ from torch import Tensor
 
 from foretoken.errors import IntegrityError
 from foretoken.ops import AttentionBatch
+from foretoken.slots.step import SlotSpan
 from foretoken.slots.table import SlotTable
 
-__all__ = ["ForwardBatch", "SlotSpan", "Span", "build_batch", "gather_batch"]
+__all__ = ["ForwardBatch", "Span", "build_batch", "gather_batch"]
 
 
 class Span(NamedTuple):
@@ -50,15 +51,6 @@ class ForwardBatch:
     position_T: Tensor
     logit_row_N: Tensor
     attention: AttentionBatch
-
-
-class SlotSpan(NamedTuple):
-    """Tokens of a slot from position `start` on; logits are wanted for the last of them."""
-
-    slot: int
-    start: int
-    num_tokens: int
-    num_logits: int
 
 
 def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) -> ForwardBatch:

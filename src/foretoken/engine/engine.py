@@ -157,13 +157,13 @@ class Engine:
         outcomes: dict[int, Outcome] = {}
         with self._together():
             outcomes = launched.result.read()
-        for index, share in enumerate(launched.shares):
+        for share in launched.shares:
             request = share.request
             if request.launched is share:  # and not one that was launched since
                 request.launched = None
             if request.status is not Status.FINISHED:  # since it was launched
                 try:
-                    self._commit(share, outcomes[index])
+                    self._commit(share, outcomes[share.slot])
                 except Exception as error:
                     self._fail(request, error)
         return launched.groups

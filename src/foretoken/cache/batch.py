@@ -57,7 +57,8 @@ def build_batch(
     """Pack spans in order.
 
     Every index of the batch is written into one host array, moved to the device once and cut
-    into views: @TIMES@
+    into views: 6 µs for one decode row (2-core CPU; 16 requests of 6 rows 23 µs, a prefill of 512
+    tokens 26 µs).
 
     Args:
         ahead: positions behind each span that the block table reaches over, too, as far as the

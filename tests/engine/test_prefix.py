@@ -13,6 +13,7 @@ from foretoken.cache.batch import build_batch
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import NonFiniteLogitsError
+from foretoken.ops import ForwardOutput
 
 TEXT = list(b"class Shared:\n    def __init__(self, a, b):\n        self.a = a\n")
 
@@ -132,11 +133,11 @@ def test_blocks_of_a_request_with_non_finite_logits_are_not_reused(
     llm = build(target, backend=backend)
     forward = llm.engine.runner.model.forward
 
-    def poisoned(batch: Any, kv: Any) -> torch.Tensor:
-        logits = forward(batch, kv)
+    def poisoned(batch: Any, kv: Any) -> ForwardOutput:
+        logits = forward(batch, kv).logits_NV
         for cache in (*kv.keys, *kv.values):
             cache.fill_(torch.nan)
-        return torch.full_like(logits, torch.nan)
+        return ForwardOutput(torch.full_like(logits, torch.nan))
 
     monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
     bad, _ = llm.generate([TEXT, [3]], params())
@@ -168,8 +169,8 @@ def draft_tokens_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Known tokens in each of the draft model's passes, as they come."""
     counts: list[int] = []
 
-    def counted(spans: Any, block_size: int, device: Any) -> Any:
-        batch = build_batch(spans, block_size, device)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        batch = build_batch(*args, **kwargs)
         counts.append(len(batch.token_T))
         return batch
 

@@ -18,6 +18,7 @@ from foretoken.errors import (
     RequestError,
     UsageError,
 )
+from foretoken.ops import ForwardOutput
 from tests.support.checkpoints import END, ids_of, save_checkpoint
 
 
@@ -165,10 +166,10 @@ def test_non_finite_logits_end_one_request_alone(
 ) -> None:
     forward = llm.engine.runner.model.forward
 
-    def poisoned(batch: Any, kv: Any) -> torch.Tensor:
-        logits = forward(batch, kv).clone()
+    def poisoned(batch: Any, kv: Any) -> ForwardOutput:
+        logits = forward(batch, kv).logits_NV.clone()
         logits[batch.token_T[batch.logit_row_N] == 251] = torch.nan
-        return logits
+        return ForwardOutput(logits)
 
     monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
     good, bad = llm.generate(["abc", [7, 251]], SamplingParams(temperature=0, max_tokens=40))

@@ -7,7 +7,6 @@ prefix entry, and that mutants of the engine fail; then on small checkpoints at 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -19,6 +19,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.lab.cycles import ending_cycle
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.lab.workloads import heldout
+from foretoken.ops import Verdict, VerifyBatch
 from foretoken.outputs import RequestOutput, SpeculationMetrics
 
 TEMPERATURES = (0.0, 0.8)
@@ -41,15 +42,15 @@ class OneHotShadow:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.backend, name)
 
-    def verify(self, logits: Any, params: Any, slots: Any, positions: Any, drafts: Any, **how: Any):
-        one_hot = replace(drafts, real_q_B=torch.zeros_like(drafts.real_q_B))
-        shadow = self.backend.verify(logits, params, slots, positions, one_hot, **how)
-        keys = params.key_S[slots].tolist()
+    def verify(self, batch: VerifyBatch) -> Verdict:
+        one_hot = replace(batch.drafts, real_q_B=torch.zeros_like(batch.drafts.real_q_B))
+        shadow = self.backend.verify(batch._replace(drafts=one_hot))
+        keys = batch.params.key_S[batch.slot_B].tolist()
         for key, count in zip(keys, shadow.n_accept_B.tolist(), strict=True):
             self.accepted[key & MASK] += count
         if self.decides:
             return shadow
-        return self.backend.verify(logits, params, slots, positions, drafts, **how)
+        return self.backend.verify(batch)
 
 
 @dataclass(frozen=True)

@@ -292,10 +292,8 @@ def prepare(options: argparse.Namespace) -> Session:
     if not gpu:
         use_cores(options.cores)
         torch.set_num_threads(options.cores)
-        if "native" in options.backend:
-            from foretoken.ops.backends.native import library
-
-            library.set_num_threads(options.cores)
+        for name in options.backend:
+            get_backend(name).set_num_threads(options.cores)
     elif device.index is not None:
         torch.cuda.set_device(device)
     modules: list[ModuleType] = [ops_baseline, *map(importlib.import_module, options.baseline)]

@@ -15,13 +15,25 @@ from torch import Tensor
 
 from benchmarks.ops_cases import SEEN, Case
 from benchmarks.ops_inputs import PRESENCE, REPETITION, Inputs
-from foretoken.ops import Backend, DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
+from foretoken.ops import (
+    DRAFT,
+    TARGET,
+    Backend,
+    DraftBlock,
+    DraftCache,
+    Edits,
+    Noise,
+    Rows,
+    Rule,
+    SlotParams,
+    Verdict,
+    VerifyBatch,
+)
 
 Call = Callable[[], Any]
 NUM_TOP = 5
 TRIES = 20_000  # noises among which is one that accepts like standard; the rarest count needs most
 RULES = {"one_hot": Rule.STANDARD} | {rule.name.lower(): rule for rule in Rule}
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,8 @@ class Ours:
 
         def call(logits_NV: Tensor, position_N: Tensor) -> Call:
             return lambda: self.backend.sample(
-                logits_NV, params, slot_N, position_N, zero_N, TARGET, fp64_noise=case.fp64_noise
+                Rows(logits_NV, params, slot_N),
+                Noise(position_N, zero_N, TARGET, fp64=case.fp64_noise),
             )
 
         return [call(x, positions(inputs, case.rows, i)) for i, x in enumerate(inputs.logits)]
@@ -69,7 +82,9 @@ class Ours:
         def call(logits_BV: Tensor, slot_B: Tensor, position_B: Tensor) -> Call:
             zero_B = torch.zeros_like(slot_B)
             return lambda: self.backend.draft(
-                logits_BV, params, slot_B, position_B, zero_B, cache, fp64_noise=case.fp64_noise
+                Rows(logits_BV, params, slot_B),
+                Noise(position_B, zero_B, DRAFT, fp64=case.fp64_noise),
+                cache,
             )
 
         slot_B = slot_S.split(case.rows)
@@ -103,14 +118,16 @@ class Ours:
             cache = None if case.rule == "one_hot" else drafted.cache
             block = DraftBlock(drafted.token_BK[i], num_B, cache, real_B)
             return lambda: self.backend.verify(
-                inputs.logits[i],
-                params,
-                drafted.slot_B[i],
-                drafted.position_B[i],
-                block,
-                edits=edits[i],
-                synthetic_rate_K=rate_K,
-                fp64_noise=case.fp64_noise,
+                VerifyBatch(
+                    inputs.logits[i],
+                    params,
+                    drafted.slot_B[i],
+                    drafted.position_B[i],
+                    block,
+                    edits=edits[i],
+                    synthetic_rate_K=rate_K,
+                    fp64_noise=case.fp64_noise,
+                )
             )
 
         return [call(i) for i in range(inputs.count)]
@@ -127,11 +144,8 @@ class Ours:
             for i, logits_BKV in enumerate(inputs.draft_logits):
                 drafts = [
                     self.backend.draft(
-                        logits_BKV[:, k].contiguous(),
-                        params,
-                        slot_B[i],
-                        at[i] + k,
-                        torch.full_like(at[i], k),
+                        Rows(logits_BKV[:, k].contiguous(), params, slot_B[i]),
+                        Noise(at[i] + k, torch.full_like(at[i], k), DRAFT),
                         cache,
                     )
                     for k in range(case.k)
@@ -161,14 +175,15 @@ class Ours:
         for number in range(TRIES):
             position_B = first_B + number * case.k
             verdict = self.backend.verify(
-                logits_NV,
-                params,
-                slot_B,
-                position_B,
-                block,
-                edits=None,
-                synthetic_rate_K=rate_K,
-                fp64_noise=case.fp64_noise,
+                VerifyBatch(
+                    logits_NV,
+                    params,
+                    slot_B,
+                    position_B,
+                    block,
+                    synthetic_rate_K=rate_K,
+                    fp64_noise=case.fp64_noise,
+                )
             )
             equal_B = verdict.n_accept_B == wanted_B.to(device)
             found_B = torch.where((found_B < 0) & equal_B, position_B, found_B)

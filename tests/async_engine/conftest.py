@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from foretoken import LLM, AsyncEngine
-from tests.support.asynchronous import OPTIONS, PARAMS, PROMPTS
+from tests.support.asynchronous import OPTIONS, PARAMS, PROMPTS, thread_of
 from tests.support.checkpoints import save_checkpoint
 
 
@@ -27,5 +28,5 @@ def expected(folder: Path) -> dict[str, list[int]]:
 def engine(folder: Path) -> Iterator[AsyncEngine]:
     engine = AsyncEngine(str(folder), {"method": "ngram"}, **OPTIONS)
     yield engine
-    engine._worker.stop()
-    assert not engine._worker._thread.is_alive()
+    asyncio.run(engine.close())
+    assert not thread_of(engine).is_alive()

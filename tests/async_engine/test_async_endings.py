@@ -10,10 +10,13 @@ import threading
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from foretoken import AsyncEngine
+from foretoken.engine.detokenizer import Detokenizer
+from foretoken.engine.engine import Engine
 from foretoken.errors import (
     CapacityError,
     ProcessingError,
@@ -21,7 +24,19 @@ from foretoken.errors import (
     StepError,
     UsageError,
 )
-from tests.support.asynchronous import LONG, OPTIONS, PARAMS, PROMPTS, Gate, idle, last, run
+from tests.support.asynchronous import (
+    LONG,
+    OPTIONS,
+    PARAMS,
+    PROMPTS,
+    Gate,
+    idle,
+    inner,
+    last,
+    num_requests,
+    run,
+    thread_of,
+)
 
 
 def test_leaving_an_iterator_ends_its_request_alone(
@@ -153,7 +168,7 @@ def test_close_while_requests_run(folder: Path) -> None:
             while gate.count < 5:
                 await asyncio.sleep(0.001)
             gate.open(1)
-        assert not engine._worker._thread.is_alive()
+        assert not thread_of(engine).is_alive()
         outputs = await asyncio.gather(*tasks)
         assert {o.outputs[0].finish_reason for o in outputs} == {"abort"}
         assert [bool(o.outputs[0].token_ids) for o in outputs] == [True] * 4 + [False] * 2
@@ -196,14 +211,13 @@ def test_what_was_finished_before_a_fault_can_still_be_read(
     async def main() -> None:
         slow = engine.generate("abc", PARAMS)
         await anext(slow)
-        inner = engine._worker._engine
-        while inner.has_work:
+        while inner(engine).has_work:
             await asyncio.sleep(0.001)
 
         def broken() -> None:
             raise ZeroDivisionError("injected")
 
-        inner.step = broken  # type: ignore[method-assign, assignment]
+        inner(engine).step = broken  # type: ignore[method-assign, assignment]
         with pytest.raises(StepError):
             await last(engine, "x")
         assert (await anext(slow)).outputs[0].token_ids == expected["abc"]
@@ -215,13 +229,15 @@ def test_what_was_finished_before_a_fault_can_still_be_read(
 def test_faults_that_end_requests_are_in_their_last_output(
     engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = engine._worker._engine
-    stops, encode = inner._stops, inner.tokenizer.encode  # type: ignore[union-attr]
+    tokenizer, model = inner(engine).tokenizer, inner(engine).runner.model
+    append, encode = Detokenizer.append, tokenizer.encode  # type: ignore[union-attr]
+    seen: WeakKeyDictionary[Detokenizer, list[int]] = WeakKeyDictionary()
 
-    def failing(request: Any, token: int) -> bool:
-        if request.group.prompt == "x" and request.num_output == 5:
+    def failing(self: Detokenizer, token: int) -> None:
+        seen.setdefault(self, []).append(token)
+        if seen[self] == expected["x"][:5]:
             raise ZeroDivisionError("injected")
-        return stops(request, token)
+        append(self, token)
 
     def failing_encode(text: str, **options: Any) -> Any:
         if text == "unreadable":
@@ -236,14 +252,14 @@ def test_faults_that_end_requests_are_in_their_last_output(
         with pytest.raises(ProcessingError, match="prompt was encoded"):
             await last(engine, "unreadable")
         with monkeypatch.context() as patch:
-            patch.setattr(inner.runner.model, "forward", None)
+            patch.setattr(model, "forward", None)
             both = await asyncio.gather(last(engine, "abc"), last(engine, "x"))
         assert [type(o.error) for o in both] == [StepError] * 2
         assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
         await idle(engine)
 
-    monkeypatch.setattr(inner, "_stops", failing)
-    monkeypatch.setattr(inner.tokenizer, "encode", failing_encode)
+    monkeypatch.setattr(Detokenizer, "append", failing)
+    monkeypatch.setattr(tokenizer, "encode", failing_encode)
     run(main())
 
 
@@ -260,7 +276,7 @@ def test_a_loop_that_was_closed_is_forgotten(
 
     async def main() -> None:
         assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
-        while engine._worker._groups:
+        while num_requests(engine):
             await asyncio.sleep(0.001)
 
     run(main())
@@ -282,18 +298,19 @@ def test_two_loops_share_one_engine(engine: AsyncEngine, expected: dict[str, lis
     }
 
 
-def test_an_idle_thread_sleeps(engine: AsyncEngine) -> None:
-    calls = []
-    obey = engine._worker._obey
-    engine._worker._obey = lambda: calls.append(1) or obey()  # type: ignore[method-assign]
+def test_an_idle_thread_sleeps(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks for work when it wakes up, and it does not."""
+    looks = []
+    has_work = Engine.has_work.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Engine, "has_work", property(lambda e: looks.append(1) or has_work(e)))
     run(last(engine, "abc", {"max_tokens": 2}))
     threading.Event().wait(0.2)
-    assert len(calls) < 10
+    assert 0 < len(looks) < 20
 
 
 def test_a_forgotten_engine_ends_its_thread_and_the_program(folder: Path) -> None:
     engine = AsyncEngine(str(folder), **OPTIONS)  # type: ignore[arg-type]
-    thread = engine._worker._thread
+    thread = thread_of(engine)
     del engine
     gc.collect()
     thread.join(30)

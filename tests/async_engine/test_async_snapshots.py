@@ -13,7 +13,17 @@ import pytest
 from foretoken import AsyncEngine
 from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput
-from tests.support.asynchronous import LONG, PARAMS, PROMPTS, Gate, idle, last, run
+from tests.support.asynchronous import (
+    LONG,
+    PARAMS,
+    PROMPTS,
+    Gate,
+    idle,
+    inner,
+    last,
+    num_requests,
+    run,
+)
 
 
 def test_tokens_are_those_of_llm_and_requests_share_steps(
@@ -22,7 +32,7 @@ def test_tokens_are_those_of_llm_and_requests_share_steps(
     async def main() -> None:
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(engine, prompt)) for prompt in PROMPTS[:4]]
-        while len(engine._worker._groups) + len(engine._worker._commands) < 4:
+        while num_requests(engine) < 4:
             await asyncio.sleep(0.001)
         gate.open()
         outputs = await asyncio.gather(*tasks)
@@ -87,7 +97,7 @@ def test_a_loop_that_is_busy_is_called_once(engine: AsyncEngine) -> None:
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         gate.open()
-        while engine._worker._engine.has_work or not gate.count:
+        while inner(engine).has_work or not gate.count:
             threading.Event().wait(0.01)  # the loop does not get round to anything
         loop.call_soon_threadsafe = real  # type: ignore[method-assign]
         assert len(calls) == 1

@@ -14,8 +14,7 @@ import torch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DraftContext, DrafterSetup, DraftRequest
 from foretoken.drafting.draft_model import DraftModel
-from foretoken.ops import DraftBlock, Rule, SlotParams, Stream, get_backend
-from foretoken.ops.backends.native import library
+from foretoken.ops import TARGET, DraftBlock, Noise, Rows, Rule, SlotParams, get_backend
 from tests.support.cases import make_params
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels
@@ -99,7 +98,7 @@ def make_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePai
         return pair
 
     yield make
-    library.set_num_threads(1)
+    get_backend("native").set_num_threads(1)
 
 
 def drive(pair: Pair, *, rounds: int = 12, seed: int = 0) -> int:
@@ -143,7 +142,7 @@ def with_rules(params: SlotParams) -> SlotParams:
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_mixed_requests(make_pair: MakePair, block_size: int, threads: int) -> None:
-    library.set_num_threads(threads)
+    get_backend("native").set_num_threads(threads)
     pair = make_pair(make_params(SLOTS, TEMPERATURES), block_size=block_size)
     assert drive(pair, seed=block_size) > 60
 
@@ -189,9 +188,9 @@ def test_coupled_requests_draw_the_targets_own_tokens(make_pair: MakePair) -> No
     assert cache is not None
     slot_N, position_N = torch.full((3,), 2), torch.arange(3, 6)
     drawn = backend.sample(
-        cache.logits_SKV[2, :3], coupled, slot_N, position_N, torch.zeros_like(slot_N),
-        (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK),
-    )  # fmt: skip
+        Rows(cache.logits_SKV[2, :3], coupled, slot_N),
+        Noise(position_N, torch.zeros_like(slot_N), TARGET),
+    )
     assert block.token_BK[0].tolist() == drawn.tolist()
 
 

@@ -1,7 +1,7 @@
 """Losslessness through the real drafters: propose, then verify, over thousands of slots per call.
 
-The joint law of three tokens on a prefix-dependent chain is the target's own, for each registered
-drafter; mutants of the same path are rejected.
+Three tokens on a prefix-dependent chain have the target's own joint distribution, for each
+registered drafter; mutants of the same path are rejected.
 """
 
 from __future__ import annotations
@@ -12,36 +12,31 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DraftContext, Drafter, DrafterSetup, DraftRequest
 from foretoken.drafting.registry import DRAFTERS, build_drafter
+from foretoken.lab.laws.chain import CPU, Chain, Setting, random_chain
+from foretoken.lab.laws.emission import TRIALS, MakePropose, Propose, emit, joint_p_value
+from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P
+from foretoken.lab.laws.mutants import (
+    asking,
+    hide_token,
+    row_before_of_q,
+    shared_stream,
+)
 from foretoken.ops import (
     Backend,
     DraftBlock,
     Rule,
     SlotParams,
+    VerifyBatch,
     get_backend,
     unavailable,
 )
-from tests.support.law import (
-    CORRECT_P,
-    MUTANT_P,
-    TRIALS,
-    Chain,
-    MakePropose,
-    Propose,
-    Setting,
-    emit,
-    law_p_value,
-    random_chain,
-)
-from tests.support.law_mutants import Replaced, hide_token, row_before_of_q, shared_stream
 from tests.support.table_model import TableModel
 
-CPU = torch.device("cpu")
 TORCH = get_backend("torch")
 BACKEND = TORCH if unavailable("native") else get_backend("native")
 BLOCK = 16
@@ -160,16 +155,10 @@ def test_every_drafter_is_lossless_in_stock_operators(
     check_lossless(chains, name, TORCH, Setting(0.7))
 
 
-def one_later(backend: Backend) -> Any:
+@asking
+def one_later(x: VerifyBatch) -> VerifyBatch:
     """Positions count the beginning-of-text token, as the drafter's do."""
-
-    def verify(
-        logits_NV: Tensor, params: SlotParams, slot_B: Tensor, position_B: Tensor, *rest: Any,
-        **options: Any,
-    ) -> Any:  # fmt: skip
-        return backend.verify(logits_NV, params, slot_B, position_B + 1, *rest, **options)
-
-    return Replaced(backend, verify=verify)
+    return x._replace(position_B=x.position_B + 1)
 
 
 def check_lossless(
@@ -182,9 +171,11 @@ def check_lossless(
 ) -> None:
     target, draft = chains
     make, length = drafter(name, draft, backend, **options), LENGTHS.get(name, 3)
-    outcome = emit(one_later(backend), target, make, setting, length=length, trials=trials, seed=11)
-    assert sum(outcome.accepted) > 0
-    assert law_p_value(outcome.token_SL, setting.next_law(target)) > CORRECT_P
+    emission = emit(
+        one_later(backend), target, make, setting, length=length, trials=trials, seed=11
+    )
+    assert sum(emission.accepted) > 0
+    assert joint_p_value(emission.token_SL, setting.next_token(target)) > CORRECT_P
 
 
 @pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.COUPLED])
@@ -202,14 +193,14 @@ def mutant_q_of_another_draft(make: MakePropose) -> MakePropose:
 
 def mutant_hidden_token(make: MakePropose) -> MakePropose:
     """A sampled draft becomes -1 because of what it is."""
-    return lambda params: hide_token(make(params), 2)
+    return lambda params: hide_token(make(params))
 
 
 def mutant_p_value(backend: Backend, chains: tuple[Chain, Chain], make: MakePropose) -> float:
     target, _ = chains
     setting = Setting(1.0)
-    outcome = emit(one_later(backend), target, make, setting, seed=14, trials=MUTANT_TRIALS)
-    return law_p_value(outcome.token_SL, setting.next_law(target))
+    emission = emit(one_later(backend), target, make, setting, seed=14, trials=MUTANT_TRIALS)
+    return joint_p_value(emission.token_SL, setting.next_token(target))
 
 
 @pytest.mark.parametrize("mutate", [mutant_q_of_another_draft, mutant_hidden_token])

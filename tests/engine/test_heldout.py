@@ -11,11 +11,11 @@ import pytest
 
 from foretoken import LLM, SamplingParams
 from foretoken.lab.workloads import heldout
-from foretoken.ops.backends.native import library
+from foretoken.ops import unavailable
 from foretoken.outputs import RequestOutput
 
 NUM_PROMPTS, LENGTH = 50, 40
-MOST_NEAR_TIES = 2 if library.missing() else 0
+MOST_NEAR_TIES = 2 if unavailable("native") else 0
 NEAR_TIE = 1e-4  # distance of the two best logits within which row counts may decide
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.ops.backends.native import library
+from foretoken.ops import unavailable
 from foretoken.outputs import RequestOutput
 
 # The native decoder's logits do not depend on what is verified with them, not by a bit.
-TOLERANCE = {"auto": 1e-4 if library.missing() else 0.0, "torch": 1e-4}
+TOLERANCE = {"auto": 1e-4 if unavailable("native") else 0.0, "torch": 1e-4}
 PROMPTS = ["def add(a, b):", "x", "import os\nimport sys\n" * 4, "for i in range(10): print(i)"]
 
 

@@ -135,10 +135,10 @@ def test_blocks_of_a_request_with_non_finite_logits_are_not_reused(
     forward = llm.engine.runner.model.forward
 
     def poisoned(batch: Any, kv: Any) -> ForwardOutput:
-        output = forward(batch, kv)
+        logits = forward(batch, kv).logits_NV
         for cache in (*kv.keys, *kv.values):
             cache.fill_(torch.nan)
-        return output._replace(logits_NV=torch.full_like(output.logits_NV, torch.nan))
+        return ForwardOutput(torch.full_like(logits, torch.nan))
 
     monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
     bad, _ = llm.generate([TEXT, [3]], params())

@@ -22,12 +22,12 @@ from foretoken import LLM, SamplingParams
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import Request, RequestGroup
-from foretoken.ops.backends.native import library
+from foretoken.ops import unavailable
 from tests.support.steps import OneLate
 
 NUM_REQUESTS = 2000  # per drafter
 NUM_DISTINCT = 1000  # what each request alone gives is computed once
-MOST_NEAR_TIES = NUM_REQUESTS // 1000 if library.missing() else 0
+MOST_NEAR_TIES = NUM_REQUESTS // 1000 if unavailable("native") else 0
 RSS_BOUND_MIB = 24  # growth between a quarter of the run and its end
 PREFIXES = [
     list(b"def f(x):\n    return x\n\n" * 2),

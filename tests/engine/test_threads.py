@@ -16,7 +16,8 @@ from foretoken.engine import build, threads
 from foretoken.engine.request import Share
 from foretoken.engine.threads import StepThreads, usable_cores
 from foretoken.errors import ConfigError
-from foretoken.ops.backends.native import library
+from foretoken.ops import Backend, get_backend, unavailable
+from foretoken.ops.backends import native
 from tests.support.kernels import needs_kernels
 
 REASON = "they were not built: run `python -m foretoken.ops.backends.native.build` (needs g++)"
@@ -72,47 +73,40 @@ def test_a_quota_bounds_them(machine: Path, quota: str, cores: int) -> None:
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """What the native pool is told; threads are as before afterwards."""
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """What the backend is told; threads are as before afterwards."""
     told: list[int] = []
-    before, real = torch.get_num_threads(), library.set_num_threads
+    before, real = torch.get_num_threads(), Backend.set_num_threads
 
-    def tell(count: int) -> None:
+    def tell(backend: Backend, count: int) -> None:
         told.append(count)
-        real(count)
+        real(backend, count)
 
-    monkeypatch.setattr(library, "set_num_threads", tell)
+    monkeypatch.setattr(Backend, "set_num_threads", tell)
     yield told
     torch.set_num_threads(before)
-    if library.missing() is None:
-        real(1)
+    if unavailable("native") is None:
+        real(get_backend("native"), 1)
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     ("asked", "openmp", "count"), [(1, 8, 1), (2, 1, 2), (5, 1, 5), (None, 8, 3), (None, 2, 2)]
 )
 def test_everyone_is_told(
     machine: Path,
-    native: list[int],
+    told: list[int],
     monkeypatch: pytest.MonkeyPatch,
     asked: int | None,
     openmp: int,
     count: int,
 ) -> None:
     monkeypatch.setattr(threads, "usable_cores", lambda: cores_of(machine))
-    assert StepThreads(asked, native_target=False, openmp_threads=openmp).most == count
-    assert (native, torch.get_num_threads()) == ([count], count)
-    assert StepThreads(asked, native_target=True, openmp_threads=openmp).most == count
-    assert (native, torch.get_num_threads()) == ([count, count], 1)
-
-
-def test_without_kernels_openmp_gets_them(
-    native: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(library, "missing", lambda: REASON)
-    assert StepThreads(2, native_target=False).most == 2
-    assert (native, torch.get_num_threads()) == ([], 2)
+    backend = get_backend("torch")
+    given: dict[str, Any] = {"openmp_threads": openmp}
+    assert StepThreads(asked, backend, native_target=False, **given).most == count
+    assert (told, torch.get_num_threads()) == ([count], count)
+    assert StepThreads(asked, backend, native_target=True, **given).most == count
+    assert (told, torch.get_num_threads()) == ([count, count], 1)
 
 
 class Machine:
@@ -120,7 +114,8 @@ class Machine:
 
     def __init__(self, asked: int | None = None) -> None:
         self.now, self.cost = 0.0, quiet
-        self.threads = StepThreads(asked, False, clock=lambda: self.now, openmp_threads=2)
+        given: dict[str, Any] = {"clock": lambda: self.now, "openmp_threads": 2}
+        self.threads = StepThreads(asked, get_backend("torch"), native_target=False, **given)
 
     def step(self, rows: int = 1, prompt: int = 0) -> int:
         """One step, of `rows` rows or of a prompt's tokens; the threads it ran with."""
@@ -149,7 +144,7 @@ def helpless(threads: int, rows: int) -> float:
 
 
 @pytest.fixture
-def two_threads(monkeypatch: pytest.MonkeyPatch, native: list[int]) -> None:
+def two_threads(monkeypatch: pytest.MonkeyPatch, told: list[int]) -> None:
     monkeypatch.setattr(threads, "usable_cores", lambda: 2)
     monkeypatch.setattr(build, "StepThreads", partial(StepThreads, openmp_threads=2))
 
@@ -221,28 +216,28 @@ def test_a_number_that_was_asked_for_is_kept(asked: int) -> None:
 
 @pytest.mark.usefixtures("two_threads")
 def test_without_a_number_the_engine_chooses_and_says_so(
-    target: Path, native: list[int], caplog: pytest.LogCaptureFixture
+    target: Path, told: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "foretoken")
     llm = LLM(str(target), num_blocks=64)
     assert "Threads: 2 or 1 by speed, PyTorch's: 1; for the whole process." in caplog.messages
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
-    told, alone = len(native), LLM(str(target), num_blocks=64, threads=1)
+    before, alone = len(told), LLM(str(target), num_blocks=64, threads=1)
     tokens = llm.generate("abc", params)[0].outputs[0].token_ids
-    assert {1, 2} == set(native[told + 1 :])
+    assert {1, 2} == set(told[before + 1 :])
     assert tokens == alone.generate("abc", params)[0].outputs[0].token_ids
 
 
 @needs_kernels
 def test_the_option_reaches_them_is_logged_and_changes_no_token(
-    target: Path, native: list[int], caplog: pytest.LogCaptureFixture
+    target: Path, told: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "foretoken")
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=20, ignore_eos=True)
     texts = []
     for count, backend, openmp in ((1, "auto", 1), (2, "native", 1), (2, "torch", 2)):
         llm = LLM(str(target), threads=count, backend=backend, num_blocks=64)
-        assert (native[-1], torch.get_num_threads()) == (count, openmp)
+        assert (told[-1], torch.get_num_threads()) == (count, openmp)
         assert f"Threads: {count}, PyTorch's: {openmp}; for the whole process." in caplog.messages
         caplog.clear()
         texts.append(llm.generate("abc " * 30, params)[0].outputs[0].token_ids)
@@ -261,7 +256,7 @@ def test_without_kernels_the_engine_says_so_and_runs_on(
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=12)
     expected = LLM(str(target), num_blocks=64).generate("abc", params)[0].outputs[0].token_ids
-    monkeypatch.setattr(library, "missing", lambda: REASON)
+    monkeypatch.setattr(native, "available", lambda: REASON)
     speculation = {"model": str(target), "num_speculative_tokens": 2}
     with caplog.at_level(logging.WARNING, "foretoken"):
         llm = LLM(str(target), speculation, num_blocks=64)
@@ -275,7 +270,7 @@ def test_without_kernels_the_engine_says_so_and_runs_on(
 def test_kernels_that_are_asked_for_and_missing_are_an_error(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "missing", lambda: REASON)
+    monkeypatch.setattr(native, "available", lambda: REASON)
     with pytest.raises(ConfigError) as caught:
         LLM(str(target), backend="native")
     assert caught.value.field == "backend"

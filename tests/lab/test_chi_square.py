@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from foretoken.lab.chi_square import homogeneity, pool_by_prefix, upper_tail
+from foretoken.lab.chi_square import (
+    ChiSquare,
+    goodness_of_fit,
+    homogeneity,
+    pool_by_prefix,
+    upper_tail,
+)
 
 
 @pytest.mark.parametrize(
@@ -26,6 +32,35 @@ def test_upper_tail(statistic: float, degrees: int, tail: float) -> None:
 
 def test_upper_tail_far_out() -> None:
     assert upper_tail(200.0, 2) == pytest.approx(3.720075976020836e-44, rel=1e-9)
+
+
+def test_goodness_of_fit() -> None:
+    fair = goodness_of_fit([30, 20, 25, 25], [0.25] * 4)
+    assert (fair.statistic, fair.degrees) == (2.0, 3)
+    assert fair.p_value == upper_tail(2.0, 3)
+    assert goodness_of_fit([50, 20, 20, 10], [0.25] * 4).p_value < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("counts", "percent", "statistic", "degrees"),
+    [
+        ([48, 46, 2, 4], [47, 47, 3, 3], 2 / 47, 2),  # two rare cells make one of 6
+        ([90, 7, 3], [90, 7, 3], 0.0, 1),  # a rare pool joins the last cell
+        ([3, 1], [50, 50], 0.0, 0),  # everything is rare
+        ([60, 40, 0], [60, 40, 0], 0.0, 1),
+    ],
+)
+def test_rare_cells_of_a_fit_are_pooled(
+    counts: list[int], percent: list[int], statistic: float, degrees: int
+) -> None:
+    found = goodness_of_fit(counts, [share / 100 for share in percent])
+    assert found.statistic == pytest.approx(statistic)
+    assert found.degrees == degrees
+    assert degrees or found.p_value == 1.0
+
+
+def test_what_cannot_occur_and_did_has_no_chance() -> None:
+    assert goodness_of_fit([60, 40, 1], [0.6, 0.4, 0.0]) == ChiSquare(float("inf"), 2, 0.0)
 
 
 def draws(weights: list[float], size: int, seed: int) -> list[tuple[int, ...]]:
@@ -51,7 +86,7 @@ def test_a_small_bias_is_found() -> None:
 
 
 def test_a_bias_in_the_order_alone_is_found() -> None:
-    """Equal marginals, another joint law: only the joint test sees it."""
+    """Equal marginals, another joint distribution: only the joint test sees it."""
     first = draws([0.5, 0.5], 3000, 1)
     second = [(a, a, a) for a, _, _ in draws([0.5, 0.5], 3000, 2)]
     assert homogeneity(first, second).p_value < 1e-6

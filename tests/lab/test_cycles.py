@@ -1,3 +1,5 @@
+"""A cycle at the end of an output is found by its shortest period, and runs are none."""
+
 from __future__ import annotations
 
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""The held-out prompts are enough, distinct, and taken in order."""
+
 from __future__ import annotations
 
 import pytest

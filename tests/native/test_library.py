@@ -18,10 +18,15 @@ from torch import Tensor
 
 from foretoken.models import load_model
 from foretoken.ops import (
+    DRAFT,
+    TARGET,
     DraftBlock,
     DraftCache,
+    Noise,
+    Rows,
     Rule,
     Stream,
+    VerifyBatch,
     checks,
     get_backend,
 )
@@ -34,7 +39,6 @@ from tests.support.kernels import needs_kernels, require_kernels
 
 V3, V4 = "x86-64-v3", "x86-64-v4"
 CPU = torch.device("cpu")
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 LOAD = library.load.__wrapped__  # afresh, whatever was loaded before
 Machine = Callable[[str, set[str], tuple[str, ...]], tuple[str | None, str]]
 
@@ -193,13 +197,13 @@ def results(folder: Path, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch)
         make_params(40, [0.0, 0.7, 1.0, 1.0, 1.3] * 8, top_p=[1.0, 0.9] * 20),
         torch.arange(40),
     )
-    processed = ops.process_logits(raw, params, slot, None)
+    processed = ops.process_logits(Rows(raw, params, slot))
     zero, cache = torch.zeros(40).long(), DraftCache.empty(40, 1, 3001, torch.float32, CPU)
-    tokens = ops.draft(raw, params, slot, slot, zero, cache)
+    tokens = ops.draft(Rows(raw, params, slot), Noise(slot, zero, DRAFT), cache)
     block = DraftBlock(tokens[:10, None], torch.ones(10).long(), cache, torch.ones(10).bool())
-    verdict = ops.verify(raw[:20].flip(0), params, slot[:10], slot[:10], block)
+    verdict = ops.verify(VerifyBatch(raw[:20].flip(0), params, slot[:10], slot[:10], block))
     halves = [
-        ops.sample(raw.to(dtype), params, slot, slot, zero, TARGET, fp64_noise=True)
+        ops.sample(Rows(raw.to(dtype), params, slot), Noise(slot, zero, TARGET, fp64=True))
         for dtype in (torch.bfloat16, torch.float16)
     ]
     found = [torch.stack(rows), processed, cache.lse_SK, cache.threshold_SK, tokens, *halves]
@@ -238,9 +242,16 @@ def accepted(key: int, position: int, rates: list[float], fp64: bool) -> int:
     params = replace(make_params(1, rule=Rule.SYNTHETIC), key_S=torch.tensor([key]))
     drafts, zero = drafts_of([[0] * len(rates)]), torch.zeros(1, dtype=torch.int64)
     verdict = get_backend("native").verify(
-        torch.zeros(len(rates) + 1, 3), params, zero, zero + position, drafts,
-        synthetic_rate_K=torch.tensor(rates, dtype=torch.float64), fp64_noise=fp64,
-    )  # fmt: skip
+        VerifyBatch(
+            torch.zeros(len(rates) + 1, 3),
+            params,
+            zero,
+            zero + position,
+            drafts,
+            synthetic_rate_K=torch.tensor(rates, dtype=torch.float64),
+            fp64_noise=fp64,
+        )
+    )
     return int(verdict.n_accept_B)
 
 
@@ -278,4 +289,6 @@ def test_a_rule_that_the_kernels_do_not_state_fails_loudly(
     params = replace(make_params(2, rule=[0, 9]), rules=frozenset({0, 9}))  # type: ignore[arg-type]
     slot_B = torch.arange(2)
     with pytest.raises(NotImplementedError, match="verify lacks a rule"):
-        get_backend("native").verify(torch.zeros(2, 3), params, slot_B, slot_B, drafts_of([[], []]))
+        get_backend("native").verify(
+            VerifyBatch(torch.zeros(2, 3), params, slot_B, slot_B, drafts_of([[], []]))
+        )

@@ -20,12 +20,12 @@ PRELUDE = """
 import os, sys, threading, time
 import torch
 from foretoken.ops.backends.native import library
-from foretoken.ops import get_backend
+from foretoken.ops import DRAFT, Noise, Rows, get_backend
 from tests.support.cases import make_params
 ops, params, slot = get_backend("native"), make_params(8, 1.0), torch.arange(8)
 logits = torch.randn(8, 20_000, generator=torch.Generator().manual_seed(0))
 def draw():
-    return ops.sample(logits, params, slot, slot, slot, (4, 5)).tolist()
+    return ops.sample(Rows(logits, params, slot), Noise(slot, slot, DRAFT)).tolist()
 alone = draw()
 """
 FORK = """

@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import (
+    DRAFT,
+    TARGET,
     DraftBlock,
     DraftCache,
     Edits,
+    Noise,
+    Rows,
     Rule,
     SlotParams,
-    Stream,
     Verdict,
+    VerifyBatch,
     get_backend,
 )
 from foretoken.ops.backends.native import library
@@ -29,7 +33,6 @@ from tests.support.kernels import needs_kernels
 pytestmark = needs_kernels
 
 CPU = torch.device("cpu")
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 INF = float("inf")
 
 
@@ -56,7 +59,7 @@ def test_thresholds_are_exact_however_many_tokens_are_kept(
 ) -> None:
     raw = rows_of(4, 30_011, spread).to(dtype)
     params = make_params(4, 0.7, top_k, top_p)
-    kept = get_backend("native").process_logits(raw, params, torch.arange(4), None) > -INF
+    kept = get_backend("native").process_logits(Rows(raw, params, torch.arange(4))) > -INF
     for row, keeps in zip(raw, kept, strict=True):
         least = brute_threshold(row, 0.7, top_k, float(params.top_p_S[0]))
         near = int(((row.double() - least).abs() < 1e-4 * spread).sum())  # sums differ in rounding
@@ -74,13 +77,13 @@ def test_a_list_and_the_whole_row_give_one_token(fp64: bool, top_k: int) -> None
     wide[:, :700] = raw
     ops = get_backend("native")
     flat = replace(params, rule_S=torch.full((60,), int(Rule.COUPLED)))
-    narrow_N = ops.sample(raw, flat, slot, slot, zero, TARGET, fp64_noise=fp64)
-    wide_N = ops.sample(wide, flat, slot, slot, zero, TARGET, fp64_noise=fp64)
+    narrow_N = ops.sample(Rows(raw, flat, slot), Noise(slot, zero, TARGET, fp64=fp64))
+    wide_N = ops.sample(Rows(wide, flat, slot), Noise(slot, zero, TARGET, fp64=fp64))
     assert torch.equal(narrow_N, wide_N)
     oracle_N = get_backend("reference").sample(
-        wide, params, slot, slot, zero, TARGET, fp64_noise=fp64
+        Rows(wide, params, slot), Noise(slot, zero, TARGET, fp64=fp64)
     )
-    drawn_N = ops.sample(wide, params, slot, slot, zero, TARGET, fp64_noise=fp64)
+    drawn_N = ops.sample(Rows(wide, params, slot), Noise(slot, zero, TARGET, fp64=fp64))
     assert torch.equal(drawn_N, oracle_N)
 
 
@@ -89,7 +92,7 @@ def test_sixteen_bit_floats_are_read_exactly(dtype: torch.dtype) -> None:
     """All of their values: subnormal ones, infinities and NaN, too."""
     values = torch.arange(-(2**15), 2**15, dtype=torch.int32).short().view(dtype)
     params, slot = make_params(1, 0.0), torch.zeros(1).long()
-    out = get_backend("native").process_logits(values[None], params, slot, None)
+    out = get_backend("native").process_logits(Rows(values[None], params, slot))
     torch.testing.assert_close(out[0], values.float(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -116,7 +119,7 @@ def test_rows_may_be_apart_and_edits_are_of_their_row() -> None:
             x = x / edits.repetition_M[m] if x > 0 else x * edits.repetition_M[m]
             expected[n, token[m]] = x - edits.subtract_M[m]
     params, slot = make_params(3, 0.0), torch.arange(3)
-    out = get_backend("native").process_logits(raw, params, slot, edits)
+    out = get_backend("native").process_logits(Rows(raw, params, slot, edits))
     torch.testing.assert_close(out, expected)
 
 
@@ -129,7 +132,9 @@ def cached(
     slot_B = torch.arange(num)
     drafts = [
         get_backend("native").draft(
-            raw_BKV[:, i], params, slot_B, position_B + i, slot_B * 0 + i, cache, fp64_noise=fp64
+            Rows(raw_BKV[:, i], params, slot_B),
+            Noise(position_B + i, slot_B * 0 + i, DRAFT, fp64=fp64),
+            cache,
         )
         for i in range(most)
     ]
@@ -159,9 +164,16 @@ def test_a_request_is_decided_as_if_it_were_alone(rules: Sequence[Rule], fp64: b
     def verified(b: slice, row: slice) -> Verdict:
         drafts = DraftBlock(token_BK[b], num_B[b], cache, torch.arange(num)[b] % 5 > 0)
         return get_backend("native").verify(
-            logits[row], params, slot_B[b], slot_B[b], drafts, fp64_noise=fp64,
-            synthetic_rate_K=torch.tensor([0.9, 0.8, 0.3], dtype=torch.float64),
-        )  # fmt: skip
+            VerifyBatch(
+                logits[row],
+                params,
+                slot_B[b],
+                slot_B[b],
+                drafts,
+                synthetic_rate_K=torch.tensor([0.9, 0.8, 0.3], dtype=torch.float64),
+                fp64_noise=fp64,
+            )
+        )
 
     whole = verified(slice(None), slice(None))
     first = 0
@@ -177,7 +189,7 @@ def test_a_request_is_decided_as_if_it_were_alone(rules: Sequence[Rule], fp64: b
 UNREADABLE = """
 import ctypes, itertools, mmap
 import torch
-from foretoken.ops import Rule, get_backend
+from foretoken.ops import Rule, VerifyBatch, get_backend
 from tests.support.cases import drafts_of, make_params
 
 ROW = 2 * mmap.PAGESIZE  # bytes
@@ -189,10 +201,9 @@ slot_B, rate_K = torch.arange(2), torch.zeros(4, dtype=torch.float64)
 for temperature, *rules in itertools.product((0.0, 1.0), Rule, Rule):
     if rules[1] == Rule.BLOCK and temperature:
         continue  # looks at all of its rows
-    verdict = get_backend("native").verify(
-        logits_NV, make_params(2, temperature, rule=rules), slot_B, slot_B,
-        drafts_of([[5] * 4] * 2), synthetic_rate_K=rate_K,
-    )
+    params, drafts = make_params(2, temperature, rule=rules), drafts_of([[5] * 4] * 2)
+    batch = VerifyBatch(logits_NV, params, slot_B, slot_B, drafts, synthetic_rate_K=rate_K)
+    verdict = get_backend("native").verify(batch)
     assert verdict.n_accept_B[1] == 0, (temperature, rules)
 print("done")
 """
@@ -220,11 +231,13 @@ def test_a_draft_equal_to_the_target_is_always_accepted(rule: Rule, dtype: torch
     token_BK, cache = cached(rows[:, None].expand(-1, most, -1), params, torch.arange(num))
     drafts = DraftBlock(token_BK, torch.full((num,), most), cache, torch.ones(num).bool())
     verdict = get_backend("native").verify(
-        rows.repeat_interleave(most + 1, dim=0),
-        params,
-        torch.arange(num),
-        torch.arange(num),
-        drafts,
+        VerifyBatch(
+            rows.repeat_interleave(most + 1, dim=0),
+            params,
+            torch.arange(num),
+            torch.arange(num),
+            drafts,
+        )
     )
     assert verdict.n_accept_B.tolist() == [most] * num
 
@@ -242,8 +255,8 @@ def test_threads_change_nothing() -> None:
         token_BK, cache = cached(raw[:, None], params, slot)
         drafts = DraftBlock(token_BK, torch.ones(num).long(), cache, torch.ones(num).bool())
         both = raw.flip(1).repeat_interleave(2, dim=0)
-        verdict = ops.verify(both, params, slot, slot, drafts)
-        top = ops.logprobs(raw, token_BK[:, 0], 5, params=params, slot_N=slot)
+        verdict = ops.verify(VerifyBatch(both, params, slot, slot, drafts))
+        top = ops.logprobs(Rows(raw, params, slot), token_BK[:, 0], 5)
         return [token_BK, cache.lse_SK, verdict.token_BK1, top.logprob_N, top.top_token_NT]
 
     alone = results()

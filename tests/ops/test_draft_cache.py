@@ -9,14 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import foretoken.ops
 from foretoken.errors import ConfigError
 from foretoken.ops import (
+    DRAFT,
     Backend,
     DraftBlock,
     DraftCache,
+    Noise,
+    Rows,
     Rule,
     SlotParams,
+    VerifyBatch,
+    dispatch,
     draft_cache,
     get_backend,
 )
@@ -73,7 +77,9 @@ def test_it_is_what_drafting_leaves(ops: Backend, dtype: torch.dtype, width: int
     cache = draft_cache(ops, raw_BKV, params, slot_B)
     other = DraftCache.empty(SLOTS, K, width, dtype, torch.device("cpu"))
     for i in range(K):  # other positions: the noise of the draws leaves nothing
-        ops.draft(raw_BKV[:, i], params, slot_B, slot_B + 9, slot_B * 0 + i, other)
+        ops.draft(
+            Rows(raw_BKV[:, i], params, slot_B), Noise(slot_B + 9, slot_B * 0 + i, DRAFT), other
+        )
     for name in ("logits_SKV", "threshold_SK", "lse_SK"):
         mine, theirs = getattr(cache, name), getattr(other, name)
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
@@ -99,7 +105,9 @@ def test_given_drafts_are_verified_as_the_oracle_does(
         )
         rate_K = torch.tensor(rates, dtype=torch.float64)
         verdicts.append(
-            ops.verify(logits_NV, params, slot_B, slot_B + 5, drafts, synthetic_rate_K=rate_K)
+            ops.verify(
+                VerifyBatch(logits_NV, params, slot_B, slot_B + 5, drafts, synthetic_rate_K=rate_K)
+            )
         )
     for field in ("token_BK1", "n_accept_B", "finite_B"):
         assert torch.equal(getattr(verdicts[0], field), getattr(verdicts[1], field)), field
@@ -114,9 +122,11 @@ def test_slots_without_a_request_have_no_q(ops: Backend) -> None:
     drafts = DraftBlock(torch.tensor([[3]]), zero + 1, cache, torch.tensor([True]))
     rows = torch.zeros(2, 8)
     for position in range(10):
-        verdict = ops.verify(rows, params, zero + 1, zero + position, drafts)
+        verdict = ops.verify(VerifyBatch(rows, params, zero + 1, zero + position, drafts))
         assert verdict.n_accept_B.tolist() == [0]
-    assert ops.verify(rows, params, zero, zero, drafts).n_accept_B.tolist() == [1]  # p = q
+    assert ops.verify(VerifyBatch(rows, params, zero, zero, drafts)).n_accept_B.tolist() == [
+        1
+    ]  # p = q
 
 
 def test_no_drafts_are_an_empty_cache(ops: Backend) -> None:
@@ -150,7 +160,7 @@ def test_a_backend_given_by_name_is_refused() -> None:
         draft_cache("native", torch.zeros(2, 1, 8), make_params(2), torch.tensor([0, 1]))
 
 
-@pytest.mark.parametrize("module", [foretoken.ops, synthetic])
+@pytest.mark.parametrize("module", [dispatch, synthetic])
 def test_examples_run_as_written(module: object) -> None:
     found = doctest.testmod(module, optionflags=doctest.FAIL_FAST)  # type: ignore[arg-type]
     assert found.attempted >= 4

@@ -1,8 +1,7 @@
-"""The joint law of emitted tokens is the target's, and each way to break it is noticed.
+"""The joint distribution of emitted tokens is the target's; each way to break it is noticed.
 
 These are a pairwise selection of the matrix, on every backend of this machine; `make law` checks
-and records all of it on the fastest one, by `benchmarks/law.py`. The cases are in
-`tests/support/law_cases.py`.
+and records all of it on the fastest one, by `benchmarks/law.py`.
 """
 
 from __future__ import annotations
@@ -12,22 +11,27 @@ from typing import Any
 
 import pytest
 
-from foretoken.ops import Rule
-from tests.support.law import emit
-from tests.support.law_backends import RUNNABLE, On, each_backend, fastest
-from tests.support.law_cases import (
+from foretoken.lab.laws.emission import emit
+from foretoken.lab.laws.findings import p_finding
+from foretoken.lab.laws.joint import (
     Case,
     check_case,
     extra_cases,
     matrix,
-    p_finding,
     pairwise,
-    require,
     run_case,
+    several_rounds,
 )
-from tests.support.law_mutant_cases import READ_RULES, Mutant, check_mutant, mutants, rule_mutants
-from tests.support.law_mutants import cut_by_prefix, without_drafts
-from tests.support.law_rounds import several_rounds
+from foretoken.lab.laws.mutant_cases import (
+    READ_RULES,
+    Mutant,
+    check_mutant,
+    mutants,
+    rule_mutants,
+)
+from foretoken.lab.laws.mutants import cut_by_prefix, without_drafts
+from foretoken.ops import Rule
+from tests.support.laws import RUNNABLE, On, each_backend, fastest, require
 
 SELECTED = pairwise(matrix())
 
@@ -38,13 +42,13 @@ def named(argument: str, values: Sequence[Any]) -> pytest.MarkDecorator:
 
 @each_backend
 @named("case", SELECTED)
-def test_joint_law(on: On, case: Case) -> None:
+def test_joint_distribution(on: On, case: Case) -> None:
     require(check_case(case, on.backend, on.device, on.quick))
 
 
 @fastest
 @named("case", extra_cases()[::2])
-def test_joint_law_of_longer_runs_and_other_vocabularies(on: On, case: Case) -> None:
+def test_joint_distribution_of_longer_runs_and_other_vocabularies(on: On, case: Case) -> None:
     require(check_case(case, on.backend, on.device, on.quick // 2))
 
 
@@ -63,8 +67,8 @@ def test_several_rounds_full(on: On) -> None:
 @pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK])
 def test_ragged_lengths_that_depend_on_the_prefix(on: On, rule: Rule) -> None:
     case = Case(rule, 3, "real", "no_filter", False, rounds=None)
-    outcome, p = run_case(case, on.backend, on.device, on.quick // 2, cut_by_prefix)
-    assert len(set(outcome.offered)) == 3  # not all had three drafts
+    emission, p = run_case(case, on.backend, on.device, on.quick // 2, cut_by_prefix)
+    assert len(set(emission.offered)) == 3  # not all had three drafts
     require([p_finding(case.name, p, on.quick // 2)])
 
 
@@ -113,7 +117,7 @@ def test_coupled_text_is_the_same_with_any_drafts(on: On) -> None:
     for num_drafts, q in ((1, "real"), (5, "one_hot"), (3, "lookup")):
         case = Case(Rule.COUPLED, num_drafts, q, "top_p", False, rounds=None)
         make, target = case.make_propose(on.backend, on.device), case.chains()[0].to(on.device)
-        outcome = emit(on.backend, target, make, case.setting, length=6, trials=5000)
-        assert outcome.acceptance > 0.01
-        texts.append(outcome.token_SL)
+        emission = emit(on.backend, target, make, case.setting, length=6, trials=5000)
+        assert emission.acceptance > 0.01
+        texts.append(emission.token_SL)
     assert all(bool((text == texts[0]).all()) for text in texts)

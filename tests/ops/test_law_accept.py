@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from foretoken.ops import DraftBlock, Rule, SlotParams
-from foretoken.ops.backends.reference import noise
-from foretoken.ops.types import Stream
-from tests.support.law import TRIALS
-from tests.support.law_accept import (
+from foretoken.lab.laws.acceptance import (
     HIGHEST_U,
     LOWEST_U,
     accepted_moments,
     always_and_never,
     ends_of_u,
     mean_accepted,
-    one_hot_of,
+    one_hot,
     outside_the_nucleus,
     overlap,
-    z_finding,
 )
-from tests.support.law_backends import On, each_backend, fastest
-from tests.support.law_cases import require
-from tests.support.law_model import Setting, random_chain
-from tests.support.law_mutants import Replaced
+from foretoken.lab.laws.chain import Setting, random_chain
+from foretoken.lab.laws.emission import TRIALS
+from foretoken.lab.laws.findings import z_finding
+from foretoken.lab.laws.mutants import asking, unfiltered
+from foretoken.ops import Rule, SlotParams, VerifyBatch
+from foretoken.ops.backends.reference import noise
+from foretoken.ops.types import Stream
+from tests.support.laws import On, each_backend, fastest, require
 
 FEWER = TRIALS // 8  # of laws with many cases, in `make test`
-
-Change = Callable[[SlotParams, DraftBlock], tuple[SlotParams, DraftBlock]]
 
 
 @each_backend
@@ -47,23 +43,23 @@ def test_mean_accepted_full(on: On, num_drafts: int) -> None:
     require(mean_accepted(on.backend, on.device, TRIALS, num_drafts))
 
 
-def moments(rule: Rule, num_drafts: int, one_hot: bool, seed: int) -> float:
+def moments(rule: Rule, num_drafts: int, certain: bool, seed: int) -> float:
     target, draft = random_chain(4, seed, 0.8)
-    q_CV = Setting().next_law(draft)
-    if one_hot:
-        q_CV = one_hot_of(target.logits_CV.argmax(dim=1), 4)
-    p_CV = Setting().next_law(target)
+    q_CV = Setting().next_token(draft)
+    if certain:
+        q_CV = one_hot(target.logits_CV.argmax(dim=1), 4)
+    p_CV = Setting().next_token(target)
     return accepted_moments(p_CV, q_CV, target, num_drafts, rule)[0]
 
 
-@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize("certain", [False, True])
 @pytest.mark.parametrize("num_drafts", [1, 2, 4])
-def test_blocks_accept_no_less_by_enumeration(num_drafts: int, one_hot: bool) -> None:
+def test_blocks_accept_no_less_by_enumeration(num_drafts: int, certain: bool) -> None:
     for seed in range(3):
         standard, block = (
-            moments(rule, num_drafts, one_hot, seed) for rule in (Rule.STANDARD, Rule.BLOCK)
+            moments(rule, num_drafts, certain, seed) for rule in (Rule.STANDARD, Rule.BLOCK)
         )
-        if num_drafts == 1 or one_hot:
+        if num_drafts == 1 or certain:
             assert block == pytest.approx(standard, abs=1e-12)
         else:
             assert block > standard + 1e-4
@@ -74,63 +70,34 @@ def test_acceptance_is_the_overlap(on: On) -> None:
     require(overlap(on.backend, on.device, FEWER))
 
 
-def verify_given(backend: Any, change: Change, **more: Any) -> Any:
-    """Mutant: `verify` gets other parameters and drafts than it was given."""
-
-    def verify(
-        logits_NV: Any, params: Any, slot_B: Any, position_B: Any, drafts: Any, **options: Any
-    ) -> Any:
-        params, drafts = change(params, drafts)
-        return backend.verify(logits_NV, params, slot_B, position_B, drafts, **options, **more)
-
-    return Replaced(backend, verify=verify)
+def under(rule: Rule, params: SlotParams) -> SlotParams:
+    return replace(params, rule_S=torch.full_like(params.rule_S, rule))
 
 
-def verify_as(rule: Rule, backend: Any, **more: Any) -> Any:
-    """Mutant: requests are verified by another rule than theirs."""
-
-    def change(params: SlotParams, drafts: DraftBlock) -> tuple[SlotParams, DraftBlock]:
-        return replace(params, rule_S=torch.full_like(params.rule_S, rule)), drafts
-
-    return verify_given(backend, change, **more)
+@asking
+def by_blocks(x: VerifyBatch) -> VerifyBatch:
+    """Requests are verified by another rule than theirs."""
+    return x._replace(params=under(Rule.BLOCK, x.params))
 
 
-def always(backend: Any) -> Any:
-    """Mutant: every draft is accepted."""
-    return verify_as(Rule.SYNTHETIC, backend, synthetic_rate_K=torch.ones(1, dtype=torch.float64))
+@asking
+def always(x: VerifyBatch) -> VerifyBatch:
+    """Every draft is accepted."""
+    rate_K = torch.ones(1, dtype=torch.float64, device=x.slot_B.device)
+    return x._replace(params=under(Rule.SYNTHETIC, x.params), synthetic_rate_K=rate_K)
 
 
-def without_q(backend: Any) -> Any:
-    """Mutant: drafts are verified as one-hot, whatever they were drawn from."""
-    return verify_given(
-        backend,
-        lambda params, drafts: (
-            params,
-            replace(drafts, real_q_B=torch.zeros_like(drafts.real_q_B)),
-        ),
-    )
-
-
-def unfiltered(backend: Any) -> Any:
-    """Mutant: the target's filters do not hold for drafts."""
-    return verify_given(
-        backend,
-        lambda params, drafts: (
-            replace(
-                params,
-                top_k_S=torch.zeros_like(params.top_k_S),
-                top_p_S=torch.ones_like(params.top_p_S),
-                min_p_S=torch.zeros_like(params.min_p_S),
-            ),
-            drafts,
-        ),
-    )
+@asking
+def without_q(x: VerifyBatch) -> VerifyBatch:
+    """Drafts are verified as one-hot, whatever they were drawn from."""
+    one_hot_B = torch.zeros_like(x.drafts.real_q_B)
+    return x._replace(drafts=replace(x.drafts, real_q_B=one_hot_B))
 
 
 @fastest
 def test_another_mean_is_noticed(on: On) -> None:
     """The block rule's drafts, counted as the standard rule's, miss the enumeration."""
-    found = mean_accepted(verify_as(Rule.BLOCK, on.backend), on.device, FEWER)
+    found = mean_accepted(by_blocks(on.backend), on.device, FEWER)
     wrong = next(f for f in found if f.case.startswith("mean_accepted-standard-real-fp32"))
     assert not wrong.passed
 

@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from foretoken.ops import Rule, checks
-from tests.support.law import MUTANT_P, p_value
-from tests.support.law_backends import CPU, On, each_backend, fastest
-from tests.support.law_cases import RULES, require
-from tests.support.law_model import Setting
-from tests.support.law_mutants import Replaced
-from tests.support.law_noise import (
-    ONE_STREAM,
-    TARGET,
+from foretoken.lab.laws.chain import CPU, Setting
+from foretoken.lab.laws.drawing import (
     VOCABULARIES,
-    capped_gumbel,
     far_rows,
     masked_blocks,
     near_uniform,
-    poisson_tail,
     sampler,
     tail,
     tied,
     ties,
     vocabulary_law,
 )
+from foretoken.lab.laws.findings import MUTANT_P, fit
+from foretoken.lab.laws.joint import RULES
+from foretoken.lab.laws.mutants import asking, replaced
+from foretoken.ops import TARGET, Backend, Noise, Rows, Rule, Stream, checks
+from tests.support.laws import On, each_backend, fastest, require
 
 FLAT = Setting(rule=Rule.COUPLED)
 FP64 = Setting(fp64_noise=True)
@@ -56,16 +51,14 @@ def test_masked_blocks_have_no_mass(on: On) -> None:
     require(masked_blocks(on.backend, on.device, 2000))
 
 
-def drawing_from(backend: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def drawing_from(backend: Backend, change: Callable[[torch.Tensor], torch.Tensor]) -> Backend:
     """Mutant: `sample` and `verify` read other logits than they were given."""
 
-    def sample(logits_NV: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        return backend.sample(change(logits_NV), *rest, **options)
+    def sample(rows: Rows, noise: Noise) -> torch.Tensor:
+        return backend.sample(rows._replace(logits_NV=change(rows.logits_NV)), noise)
 
-    def verify(logits_NV: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        return backend.verify(change(logits_NV), *rest, **options)
-
-    return Replaced(backend, sample=sample, verify=verify)
+    mutant = asking(lambda x: x._replace(logits_NV=change(x.logits_NV)))
+    return replaced(mutant(backend), sample=sample)
 
 
 @fastest
@@ -78,7 +71,7 @@ def test_mass_in_masked_blocks_is_noticed(on: On) -> None:
 
 @fastest
 @pytest.mark.parametrize("vocabulary", [1025, 8193])
-def test_another_law_of_a_vocabulary_is_noticed(on: On, vocabulary: int) -> None:
+def test_another_distribution_over_a_vocabulary_is_noticed(on: On, vocabulary: int) -> None:
     """A tilt, by which the last ids are e times likelier than they should be."""
 
     def change(logits_NV: torch.Tensor) -> torch.Tensor:
@@ -117,7 +110,7 @@ def test_ties_at_the_edge_of_a_filter_are_kept(on: On) -> None:
     require(ties(on.backend, on.device, on.quick // 2))
 
 
-def test_the_law_of_broken_ties_is_another() -> None:
+def test_broken_ties_have_another_distribution() -> None:
     """Keeping exactly k tokens, the lowest ids of those that tie, is noticed at 50 000 draws."""
     target, _, setting = tied(top_k=5)
     logits_CV = target.logits_CV.float()
@@ -125,7 +118,7 @@ def test_the_law_of_broken_ties_is_another() -> None:
     kept_CV = torch.zeros_like(logits_CV).scatter_(1, order_CV[:, :5], 1.0)
     broken_CV = logits_CV.masked_fill(kept_CV == 0, -torch.inf).double().softmax(1)
     counts = (broken_CV[-1] * 50_000).round().long()  # at the start of a text
-    assert p_value(counts, setting.next_law(target)[-1]) < MUTANT_P
+    assert fit(counts, setting.next_token(target)[-1]) < MUTANT_P
 
 
 @each_backend
@@ -155,14 +148,15 @@ def four_equal(on: On, streams: tuple, trials: int) -> float:
     drawn = sampler(on.backend, streams=streams)(logits_V, trials, 0)
     counts = (drawn[:, None] == token_4).sum(dim=0)
     assert int(counts.sum()) == trials
-    return p_value(counts, torch.full((4,), 0.25))
+    return fit(counts, torch.full((4,), 0.25))
 
 
 @each_backend
 def test_block_and_token_noise_are_independent(on: On, monkeypatch: pytest.MonkeyPatch) -> None:
     assert four_equal(on, TARGET, 10_000) > 1e-4
-    monkeypatch.setattr(checks, "STREAM_PAIRS", (ONE_STREAM,))  # which `sample` refuses
-    assert four_equal(on, ONE_STREAM, 1_000) < MUTANT_P
+    shared = (Stream.TARGET_TOKEN, Stream.TARGET_TOKEN)
+    monkeypatch.setattr(checks, "STREAM_PAIRS", (shared,))  # which `sample` refuses
+    assert four_equal(on, shared, 1_000) < MUTANT_P
 
 
 @fastest
@@ -187,10 +181,12 @@ def test_a_tail_cut_off_by_coarse_noise_is_noticed() -> None:
     expected = 14.0
     logits_V = torch.linspace(-18.0, -20.5, 1000)
     logits_V[500] = 0.0
-    assert not bool((capped_gumbel(logits_V, 20_000, 0) != 500).any())
+    u_NV = torch.rand(20_000, len(logits_V), generator=torch.Generator().manual_seed(0))
+    capped_NV = logits_V - (-u_NV.clamp(min=2.0**-32).log()).log()
+    assert bool((capped_NV.argmax(dim=1) == 500).all())
     largest = -math.log(-math.log(1 - 2.0**-24))
     assert largest < 17  # so no number of draws would bridge 18 logits
-    assert poisson_tail(0, expected) < MUTANT_P
+    assert math.exp(-expected) < MUTANT_P
     # A sampler that always draws the head, in the test above:
     found = tail(lambda logits_V, num, wave: torch.full((num,), 10_000), CPU, 20_000, 130_000)
     assert found[0].value > expected

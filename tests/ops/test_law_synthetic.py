@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.law_backends import On, each_backend
-from tests.support.law_cases import require
-from tests.support.law_synthetic import (
+from foretoken.lab.laws.synthetic import (
     DRAFTS,
     RATES,
-    SELECTED,
+    Combination,
     greedy_rejections,
     mean_rates,
     observed_rates,
     per_position,
     rate_findings,
 )
+from tests.support.laws import On, each_backend, require
+
+SELECTED: list[Combination] = [
+    (0.0, True, True),
+    (0.0, False, False),
+    (1.0, True, False),
+    (1.0, False, True),
+]
 
 
 @each_backend

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from foretoken.ops import Backend, get_backend
+from foretoken.ops import Backend, Rows, get_backend
 from tests.support.cases import host_backends, make_edits, make_params
 
 INF = math.inf
@@ -21,7 +21,7 @@ def ops(request: pytest.FixtureRequest) -> Backend:
 def kept(ops: Backend, row: list[float] | torch.Tensor, **params: float) -> list[int]:
     """Ids that survive the filters."""
     logits = torch.as_tensor(row)[None]
-    out = ops.process_logits(logits, make_params(1, **params), torch.tensor([0]), None)
+    out = ops.process_logits(Rows(logits, make_params(1, **params), torch.tensor([0])))
     return torch.nonzero(out[0] > -INF).flatten().tolist()
 
 
@@ -32,11 +32,11 @@ def log_of(*p: float) -> list[float]:
 def test_temperature_divides_and_input_is_untouched(ops: Backend) -> None:
     logits = torch.tensor([[1.0, 2.0, -INF]])
     before = logits.clone()
-    out = ops.process_logits(logits, make_params(1, 0.5), torch.tensor([0]), None)
+    out = ops.process_logits(Rows(logits, make_params(1, 0.5), torch.tensor([0])))
     assert out.tolist() == [[2.0, 4.0, -INF]]
-    assert out.dtype == (torch.float64 if "reference" in ops.__name__ else torch.float32)
+    assert out.dtype == (torch.float64 if ops.name == "reference" else torch.float32)
     out.zero_()
-    same = ops.process_logits(logits, make_params(1, 1.0), torch.tensor([0]), None)
+    same = ops.process_logits(Rows(logits, make_params(1, 1.0), torch.tensor([0])))
     same.zero_()
     assert torch.equal(logits, before)
 
@@ -44,7 +44,9 @@ def test_temperature_divides_and_input_is_untouched(ops: Backend) -> None:
 def test_greedy_rows_are_edited_but_not_filtered(ops: Backend) -> None:
     edits = make_edits(1, {(0, 1): (3.0, 1.0, 0.0)})
     params = make_params(1, 0.0, top_k=1, top_p=0.1, min_p=0.9)
-    out = ops.process_logits(torch.tensor([[1.0, 2.0, 0.5]]), params, torch.tensor([0]), edits)
+    out = ops.process_logits(
+        Rows(torch.tensor([[1.0, 2.0, 0.5]]), params, torch.tensor([0]), edits)
+    )
     assert out.tolist() == [[1.0, 5.0, 0.5]]
 
 
@@ -62,7 +64,7 @@ def test_ties_in_bf16_rows_are_kept_beyond_k(ops: Backend, vocabulary: int) -> N
     generator = torch.Generator().manual_seed(vocabulary)
     logits = (torch.randn(20, vocabulary, generator=generator) * 3).bfloat16()
     params = make_params(20, 0.8, top_k=40)
-    out = ops.process_logits(logits, params, torch.arange(20), None)
+    out = ops.process_logits(Rows(logits, params, torch.arange(20)))
     kth = logits.float().sort(dim=1, descending=True).values[:, 39:40]
     assert torch.equal(out > -INF, logits.float() >= kth)
     assert bool(((out > -INF).sum(dim=1) > 40).any())
@@ -120,7 +122,7 @@ def test_wide_nuclei(ops: Backend, vocabulary: int, top_p: float) -> None:
     logits = torch.randn(6, vocabulary, generator=generator) * torch.tensor(
         [[0.1], [1], [4]]
     ).repeat(2, 1)
-    out = ops.process_logits(logits, make_params(6, top_p=top_p), torch.arange(6), None)
+    out = ops.process_logits(Rows(logits, make_params(6, top_p=top_p), torch.arange(6)))
     for row, filtered in zip(logits.double(), out, strict=True):
         p = row.softmax(0).sort(descending=True).values
         count = int((p.cumsum(0) < top_p).sum()) + 1
@@ -138,7 +140,7 @@ def test_rows_that_are_not_finite_stay_so(
     rows[:, 3] = 2.0
     rows[0, 5], rows[1, 5], rows[2] = math.nan, INF, -INF
     rows[3, 5] = -INF
-    out = ops.process_logits(rows, make_params(5, **params, **rest), torch.arange(5), None)
+    out = ops.process_logits(Rows(rows, make_params(5, **params, **rest), torch.arange(5)))
     assert [math.isfinite(v) for v in out.max(dim=1).values.tolist()] == [
         False, False, False, True, True,
     ]  # fmt: skip
@@ -161,7 +163,7 @@ def test_edits_apply_in_order(ops: Backend) -> None:
         mask_of=[1, -1, -1, 0],
         vocabulary=5,
     )
-    out = ops.process_logits(logits, make_params(1), torch.zeros(4, dtype=torch.long), edits)
+    out = ops.process_logits(Rows(logits, make_params(1), torch.zeros(4, dtype=torch.long), edits))
     assert out.tolist() == [
         [1.0, -2.0, -INF, -INF, 6.0 / 2 - 0.625],
         [-2.0 * 1.5 - 0.5, -1.0, 4.0, 2.0, 0.5],
@@ -183,7 +185,7 @@ def test_masks_reach_every_token(ops: Backend, vocabulary: int) -> None:
         assert edits.mask_RW is not None
         edits.mask_RW[:, -1] |= -(1 << vocabulary % 32)
     slots = torch.zeros(4, dtype=torch.long)
-    out = ops.process_logits(torch.zeros(4, vocabulary), make_params(1), slots, edits)
+    out = ops.process_logits(Rows(torch.zeros(4, vocabulary), make_params(1), slots, edits))
     everything = torch.ones(vocabulary).bool()
     assert torch.equal(out > -INF, torch.stack([keep[2], keep[0], everything, keep[1]]))
 
@@ -194,18 +196,18 @@ def test_filters_see_edited_logits(ops: Backend) -> None:
     edits = make_edits(2, {(0, 0): (-INF, 1.0, 0.0)})
     slots = torch.zeros(2, dtype=torch.long)
     for params in (make_params(1, top_k=1), make_params(1, top_p=0.4), make_params(1, min_p=0.9)):
-        out = ops.process_logits(rows, params, slots, edits)
+        out = ops.process_logits(Rows(rows, params, slots, edits))
         assert [torch.nonzero(row > -INF).flatten().tolist() for row in out] == [[1], [0]]
 
 
 def test_rows_take_the_parameters_of_their_slot(ops: Backend) -> None:
     params = make_params(3, [1.0, 0.5, 0.0], [0, 1, 0], [0.6, 1.0, 1.0])
     logits = torch.tensor([log_of(0.5, 0.3, 0.2)] * 4)
-    out = ops.process_logits(logits, params, torch.tensor([2, 1, 0, 1]), None)
+    out = ops.process_logits(Rows(logits, params, torch.tensor([2, 1, 0, 1])))
     assert (out > -INF).sum(dim=1).tolist() == [3, 1, 2, 1]
 
 
 def test_no_rows(ops: Backend) -> None:
     empty = torch.zeros(0, dtype=torch.long)
     params = make_params(1, top_k=1)
-    assert ops.process_logits(torch.zeros(0, 7), params, empty, None).shape == (0, 7)
+    assert ops.process_logits(Rows(torch.zeros(0, 7), params, empty)).shape == (0, 7)

@@ -1,4 +1,4 @@
-"""The rules as functions: their law and their mean by enumeration, and two statements of each.
+"""The rules as functions: their distribution and mean by enumeration, and both statements agree.
 
 Enumeration: a small chain p(x | prefix), q(x | prefix); every draft path has the probability
 prod q, and given it each tau has a probability that follows from h_i alone, since the uniforms are
@@ -96,9 +96,9 @@ class Chain:
             for tau, share, _ in self.taus(rule, path)
         )
 
-    def law(self, rule: Rule) -> dict[Path, float]:
+    def joint(self, rule: Rule) -> dict[Path, float]:
         """P(first K + 1 tokens): what is emitted, then the target's own for what is missing."""
-        law: dict[Path, float] = dict.fromkeys(
+        joint: dict[Path, float] = dict.fromkeys(
             itertools.product(range(self.vocabulary), repeat=self.length + 1), 0.0
         )
         for path, chance in self.paths():
@@ -111,15 +111,15 @@ class Chain:
                         continue  # reached with probability 0, but for rounding
                     y = y / y.sum()
                 for x in range(self.vocabulary):
-                    self._spread(law, (*prefix, x), chance * share * float(y[x]))
-        return law
+                    self._spread(joint, (*prefix, x), chance * share * float(y[x]))
+        return joint
 
-    def _spread(self, law: dict[Path, float], prefix: Path, chance: float) -> None:
+    def _spread(self, joint: dict[Path, float], prefix: Path, chance: float) -> None:
         if len(prefix) == self.length + 1:
-            law[prefix] += chance
+            joint[prefix] += chance
             return
         for x in range(self.vocabulary):
-            self._spread(law, (*prefix, x), chance * float(self.p[prefix][x]))
+            self._spread(joint, (*prefix, x), chance * float(self.p[prefix][x]))
 
     def target(self, path: Path) -> float:
         return math.prod(float(self.p[path[:i]][x]) for i, x in enumerate(path))
@@ -128,15 +128,19 @@ class Chain:
 @pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK])
 @pytest.mark.parametrize(("vocabulary", "length"), [(2, 1), (3, 1), (2, 2), (3, 2), (2, 3)])
 @pytest.mark.parametrize("one_hot", [False, True])
-def test_the_law_is_the_targets(rule: Rule, vocabulary: int, length: int, one_hot: bool) -> None:
+def test_the_joint_distribution_is_the_targets(
+    rule: Rule, vocabulary: int, length: int, one_hot: bool
+) -> None:
     for seed in range(3):
         chain = Chain(vocabulary, length, seed, one_hot)
-        for path, chance in chain.law(rule).items():
+        for path, chance in chain.joint(rule).items():
             assert chance == pytest.approx(chain.target(path), abs=1e-9)
 
 
 @pytest.mark.parametrize("break_it", ["weight", "threshold"])
-def test_a_wrong_block_rule_changes_the_law(break_it: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_block_rule_changes_the_distribution(
+    break_it: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """w = 1 instead of p_tau, or an early stop: the enumeration sees either."""
 
     def mutant(
@@ -149,7 +153,9 @@ def test_a_wrong_block_rule_changes_the_law(break_it: str, monkeypatch: pytest.M
 
     monkeypatch.setitem(papers.RULES, Rule.BLOCK, mutant)
     chain = Chain(3, 2, seed=1)
-    error = max(abs(chance - chain.target(path)) for path, chance in chain.law(Rule.BLOCK).items())
+    error = max(
+        abs(chance - chain.target(path)) for path, chance in chain.joint(Rule.BLOCK).items()
+    )
     assert error > 1e-3
 
 
@@ -296,7 +302,3 @@ def test_synthetic_reads_neither_p_nor_q() -> None:
         for log_p in (-INF, 0.0):
             x = inputs([log_p] * 3, [-1.0] * 3, u, synthetic_rate_K=torch.tensor(rates).double())
             assert rules.accept(x, torch.tensor([int(Rule.SYNTHETIC)])).tolist() == [accepted]
-
-
-def test_every_rule_is_stated_twice() -> None:
-    assert set(rules.RULES) == set(papers.RULES) == set(Rule)

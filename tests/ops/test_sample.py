@@ -11,13 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.ops import Backend, DraftCache, Rule, SlotParams, Stream, get_backend
+from foretoken.ops import (
+    DRAFT,
+    TARGET,
+    Backend,
+    DraftCache,
+    Noise,
+    Rows,
+    Rule,
+    SlotParams,
+    get_backend,
+)
 from tests.support.cases import host_backends, make_edits, make_params
 
 INF = math.inf
 CPU = torch.device("cpu")
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
-DRAFT = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)
 
 
 @pytest.fixture(params=host_backends())
@@ -40,7 +48,7 @@ def test_which_noise_a_row_uses_follows_from_its_parameters(ops: Backend) -> Non
     params = one_key(make_params(4, 1.0, [0, 1500, 3, 0], rule=[0, 1, 0, Rule.COUPLED]))
     hierarchical, off, flat, coupled = (
         [
-            int(ops.sample(row, params, torch.tensor([s]), at, at * 0, TARGET))
+            int(ops.sample(Rows(row, params, torch.tensor([s])), Noise(at, at * 0, TARGET)))
             for at in torch.arange(8)[:, None]
         ]
         for s in range(4)
@@ -56,11 +64,11 @@ def test_logits_of_any_size_leave_room_for_noise(ops: Backend, rule: Rule) -> No
     zeros = torch.full((64, 1500), -INF)
     zeros[:, [3, 4, 1400]] = 0.0
     params, row_N = make_params(64, rule=rule), torch.arange(64)
-    drawn = ops.sample(zeros, params, row_N, row_N, row_N * 0, TARGET)
+    drawn = ops.sample(Rows(zeros, params, row_N), Noise(row_N, row_N * 0, TARGET))
     assert len(set(drawn.tolist())) == 3
     for largest in (1e30, -1e30):
         huge = torch.where(zeros == 0, largest, -INF)
-        assert ops.sample(huge, params, row_N, row_N, row_N * 0, TARGET).equal(drawn)
+        assert ops.sample(Rows(huge, params, row_N), Noise(row_N, row_N * 0, TARGET)).equal(drawn)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +85,12 @@ def test_blocks_without_a_finite_logit_have_no_mass(
     if first_masked == 300:
         rows[:, first_masked:] = -INF
     params, oracle = make_params(16, 1.0, seed=3, **filters), get_backend("reference")
-    at = (rows, params, slot, slot, slot * 0)
-    assert torch.equal(ops.sample(*at, TARGET), oracle.sample(*at, TARGET))
-    assert torch.equal(ops.draft(*at, None), oracle.draft(*at, None))
-    kept = ops.process_logits(rows, params, slot, None) > -INF
-    assert torch.equal(kept, oracle.process_logits(rows, params, slot, None) > -INF)
+    given, noise = Rows(rows, params, slot), Noise(slot, slot * 0, TARGET)
+    assert torch.equal(ops.sample(given, noise), oracle.sample(given, noise))
+    noise = noise._replace(streams=DRAFT)
+    assert torch.equal(ops.draft(given, noise, None), oracle.draft(given, noise, None))
+    kept = ops.process_logits(given) > -INF
+    assert torch.equal(kept, oracle.process_logits(given) > -INF)
 
 
 @pytest.mark.skipif("native" not in host_backends(), reason="no native kernels")
@@ -90,8 +99,8 @@ def test_a_sample_and_a_draft_agree_in_near_ties() -> None:
     native, params, slot = get_backend("native"), make_params(1, 0.7, seed=3), torch.tensor([0])
 
     def tokens(row: torch.Tensor, position: int) -> tuple[int, int]:
-        at = (row, params, slot, torch.tensor([position]), slot)
-        return int(native.sample(*at, DRAFT)), int(native.draft(*at, None))
+        rows, noise = Rows(row, params, slot), Noise(torch.tensor([position]), slot, DRAFT)
+        return int(native.sample(rows, noise)), int(native.draft(rows, noise, None))
 
     for position in range(100):
         row = randn(1, 2048, seed=position)
@@ -119,14 +128,16 @@ def test_batch_order_and_company_never_change_a_draw(ops: Backend) -> None:
     )
     rows = randn(6, 1300, seed=11)
     position, index = torch.arange(6) * 7, torch.arange(6) % 3
-    together = ops.sample(rows, params, torch.arange(6), position, index, DRAFT)
+    together = ops.sample(Rows(rows, params, torch.arange(6)), Noise(position, index, DRAFT))
     order = torch.tensor([3, 5, 0, 2, 4, 1])
-    shuffled = ops.sample(rows[order], params, order, position[order], index[order], DRAFT)
+    shuffled = ops.sample(
+        Rows(rows[order], params, order), Noise(position[order], index[order], DRAFT)
+    )
     assert torch.equal(shuffled, together[order])
     for s in range(6):
         one = slice(s, s + 1)
         alone = ops.sample(
-            rows[one], params, torch.arange(6)[one], position[one], index[one], DRAFT
+            Rows(rows[one], params, torch.arange(6)[one]), Noise(position[one], index[one], DRAFT)
         )
         assert alone.tolist() == together[one].tolist()
 
@@ -157,7 +168,9 @@ def test_screening_blocks_draws_what_all_masses_draw(
     def drawn(screened: int) -> list[int]:
         monkeypatch.setattr(module, "SCREENED", screened)
         tokens = [
-            module.sample(rows, params, slot, slot + at, slot * 0, TARGET, fp64_noise=fp64_noise)
+            module.sample(
+                Rows(rows, params, slot), Noise(slot + at, slot * 0, TARGET, fp64=fp64_noise)
+            )
             for at in range(0, 1000, 100)
         ]
         return torch.stack(tokens)[:, [0, 1, 2, *range(6, 60)]].flatten().tolist()
@@ -182,11 +195,11 @@ def test_raw_logits_are_processed_on_load(ops: Backend, dtype: torch.dtype) -> N
         count, [0.7, 1.0, 0.0] * 4, [0, 0, 0, 4] * 3, [1.0, 0.8] * 6, [0.0, 0.0, 0.0, 0.1] * 3
     )
     before = rows.clone()
-    ours = ops.sample(rows, params, slot, slot, slot * 0, TARGET, edits=edits)
-    processed = ops.process_logits(rows, params, slot, edits)
+    ours = ops.sample(Rows(rows, params, slot, edits), Noise(slot, slot * 0, TARGET))
+    processed = ops.process_logits(Rows(rows, params, slot, edits))
     # As they are: processed logits are divided and filtered already. Top-k stays, for its noise.
     plain = make_params(count, [1.0, 1.0, 0.0] * 4, [0, 0, 0, 4] * 3)
-    again = ops.sample(processed.float(), plain, slot, slot, slot * 0, TARGET)
+    again = ops.sample(Rows(processed.float(), plain, slot), Noise(slot, slot * 0, TARGET))
     assert ours.tolist() == again.tolist()
     assert torch.equal(rows, before)
 
@@ -203,10 +216,13 @@ def test_a_draft_leaves_its_q_in_its_slot(ops: Backend, dtype: torch.dtype) -> N
     cache = DraftCache.empty(5, 2, 300, dtype, CPU)
     for tensor in (cache.logits_SKV, cache.threshold_SK, cache.lse_SK):
         tensor.fill_(99.0)
-    token = ops.draft(rows, params, slot, position, index, cache)
-    assert token.tolist() == ops.sample(rows, params, slot, position, index, DRAFT).tolist()
+    token = ops.draft(Rows(rows, params, slot), Noise(position, index, DRAFT), cache)
+    assert (
+        token.tolist()
+        == ops.sample(Rows(rows, params, slot), Noise(position, index, DRAFT)).tolist()
+    )
     assert torch.equal(cache.logits_SKV[slot, index], rows)
-    law = ops.process_logits(rows, params, slot, None).double().softmax(dim=1)
+    law = ops.process_logits(Rows(rows, params, slot)).double().softmax(dim=1)
     temperature = params.temperature_S[slot].double()[:, None]
     q = (rows.double() / temperature - cache.lse_SK[slot, index][:, None]).exp()
     q = q.masked_fill(rows.float() < cache.threshold_SK[slot, index][:, None], 0)
@@ -222,8 +238,11 @@ def test_drafts_without_a_cache_are_the_same(ops: Backend) -> None:
     params, slot = make_params(4, [0.0, 1.0, 0.5, 1.0], rule=[0, 1, 2, 3]), torch.arange(4)
     rows = randn(4, 50, seed=1)
     cache = DraftCache.empty(4, 1, 50, rows.dtype, CPU)
-    alone = ops.draft(rows, params, slot, slot, slot * 0, None)
-    assert alone.tolist() == ops.draft(rows, params, slot, slot, slot * 0, cache).tolist()
+    alone = ops.draft(Rows(rows, params, slot), Noise(slot, slot * 0, DRAFT), None)
+    assert (
+        alone.tolist()
+        == ops.draft(Rows(rows, params, slot), Noise(slot, slot * 0, DRAFT), cache).tolist()
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -233,8 +252,8 @@ def test_a_coupled_drafter_that_is_the_target_drafts_its_draws(
     params = make_params(3, temperature, seed=4, rule=Rule.COUPLED)
     slot, position = torch.arange(3), torch.tensor([7, 8, 9])
     rows = randn(3, 2000, seed=3)
-    drafts = ops.draft(rows, params, slot, position, slot + 1, None)
-    target = ops.sample(rows, params, slot, position, slot * 0, TARGET)
+    drafts = ops.draft(Rows(rows, params, slot), Noise(position, slot + 1, DRAFT), None)
+    target = ops.sample(Rows(rows, params, slot), Noise(position, slot * 0, TARGET))
     assert drafts.tolist() == target.tolist()
 
 
@@ -246,7 +265,7 @@ def test_a_draft_row_that_is_not_finite_has_no_finite_lse(ops: Backend, junk: fl
         rows[0] = junk
     for params in (make_params(2), make_params(2, top_k=3), make_params(2, 0.5, top_p=0.5)):
         cache, slot = DraftCache.empty(2, 1, 30, rows.dtype, CPU), torch.arange(2)
-        token = ops.draft(rows, params, slot, slot, slot * 0, cache)
+        token = ops.draft(Rows(rows, params, slot), Noise(slot, slot * 0, DRAFT), cache)
         assert bool(((token >= 0) & (token < 30)).all())
         assert cache.lse_SK.isfinite().flatten().tolist() == [False, True]
 
@@ -265,7 +284,7 @@ def test_logprobs_of_raw_and_processed_logits(ops: Backend) -> None:
     ]  # fmt: skip
     params, slot = make_params(2, [1.0, 0.0], top_k=2), torch.arange(2)
     edits = make_edits(2, {(0, 0): (-INF, 1.0, 0.0), (1, 3): (-INF, 1.0, 0.0)})
-    ours = ops.logprobs(rows, torch.tensor([0, 2]), 2, params=params, slot_N=slot, edits=edits)
+    ours = ops.logprobs(Rows(rows, params, slot, edits), torch.tensor([0, 2]), 2)
     assert ours.logprob_N.exp().tolist() == pytest.approx([0.0, 0.5], abs=1e-6)
     assert ours.rank_N.tolist() == [4, 1]  # row 0 keeps 1, and 2 and 3, which tie at the k-th
     assert ours.top_token_NT.tolist() == [[1, 2], [2, 0]]  # row 1 at T=0 is not filtered
@@ -273,7 +292,7 @@ def test_logprobs_of_raw_and_processed_logits(ops: Backend) -> None:
         [0.5, 0.25, 0.5, 0.25], abs=1e-6
     )
     lowest = torch.tensor([[0.0, torch.finfo(torch.float32).min]])  # what some masks write for -inf
-    far = ops.logprobs(lowest, token[:1], 0, params=make_params(1, 0.7), slot_N=slot[:1])
+    far = ops.logprobs(Rows(lowest, make_params(1, 0.7), slot[:1]), token[:1], 0)
     assert far.logprob_N.tolist() == [-INF]
 
 
@@ -300,7 +319,9 @@ def test_no_top_and_no_rows(ops: Backend) -> None:
     empty = torch.zeros(0, dtype=torch.long)
     assert ops.logprobs(torch.zeros(0, 7), empty, 2).top_token_NT.shape == (0, 2)
     cache = DraftCache.empty(1, 1, 7, torch.float32, CPU)
-    drawn = ops.draft(torch.zeros(0, 7), make_params(1), empty, empty, empty, cache)
+    drawn = ops.draft(
+        Rows(torch.zeros(0, 7), make_params(1), empty), Noise(empty, empty, DRAFT), cache
+    )
     assert drawn.shape == (0,)
 
 
@@ -318,9 +339,9 @@ def test_a_row_that_is_not_finite_gives_an_unmarked_id(
     rows[3] = torch.nan
     rows[4] = torch.inf
     params, slot = make_params(5, temperature, **law), torch.arange(5)  # type: ignore[arg-type]
-    drawn_N = ops.sample(rows, params, slot, slot, slot * 0, TARGET)
+    drawn_N = ops.sample(Rows(rows, params, slot), Noise(slot, slot * 0, TARGET))
     cache = DraftCache.empty(5, 1, vocabulary, torch.float32, torch.device("cpu"))
-    draft_N = ops.draft(rows, params, slot, slot, slot * 0, cache)
+    draft_N = ops.draft(Rows(rows, params, slot), Noise(slot, slot * 0, DRAFT), cache)
     for token_N in (drawn_N, draft_N):
         assert bool(((token_N >= 0) & (token_N < vocabulary)).all())
     if temperature:

@@ -8,12 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretoken.ops import Backend, DraftBlock, Stream, get_backend
+from foretoken.ops import (
+    RESIDUAL,
+    TARGET,
+    Backend,
+    DraftBlock,
+    Noise,
+    Rows,
+    VerifyBatch,
+    get_backend,
+)
 from tests.support.cases import drafts_of, host_backends, make_params, no_drafts
-from tests.support.verdicts import TARGET, check, draw, only
+from tests.support.verdicts import check, draw, only
 
 INF = math.inf
-RESIDUAL = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
 
 
 @pytest.fixture(params=host_backends())
@@ -29,7 +37,7 @@ def test_ragged_batch_and_slots(ops: Backend, dtype: torch.dtype, temperature: f
     drafts = drafts_of([[1, 2], [7], [], [1, 7, 3]], dtype=dtype)
     slot = torch.tensor([5, 0, 3, 1])
     position = torch.tensor([10, 0, 99, 7])
-    verdict = ops.verify(rows, make_params(6, temperature), slot, position, drafts)
+    verdict = ops.verify(VerifyBatch(rows, make_params(6, temperature), slot, position, drafts))
     check(verdict, [[1, 2, 3], [4], [6], [1, 2]])
     assert verdict.token_BK1.dtype == dtype
 
@@ -43,16 +51,20 @@ def test_no_drafts_is_plain_sampling(ops: Backend, temperature: float, width: in
     block = no_drafts(5)
     if width:
         block = DraftBlock(torch.full((5, width), -1), block.num_B, None, block.real_q_B)
-    verdict = ops.verify(rows, params, slot, position, block)
-    plain = ops.sample(rows, params, slot, position, torch.zeros(5, dtype=torch.long), TARGET)
+    verdict = ops.verify(VerifyBatch(rows, params, slot, position, block))
+    plain = ops.sample(
+        Rows(rows, params, slot), Noise(position, torch.zeros(5, dtype=torch.long), TARGET)
+    )
     check(verdict, [[t] for t in plain.tolist()])
 
 
 def test_empty_batch(ops: Backend) -> None:
     empty = torch.zeros(0, dtype=torch.long)
-    verdict = ops.verify(torch.zeros(0, 8), make_params(1), empty, empty, no_drafts(0))
+    verdict = ops.verify(VerifyBatch(torch.zeros(0, 8), make_params(1), empty, empty, no_drafts(0)))
     assert verdict.token_BK1.shape == (0, 1)
-    assert ops.sample(torch.zeros(0, 8), make_params(1), empty, empty, empty, TARGET).shape == (0,)
+    assert ops.sample(
+        Rows(torch.zeros(0, 8), make_params(1), empty), Noise(empty, empty, TARGET)
+    ).shape == (0,)
 
 
 def test_placeholder_ends_the_prefix_and_draws_from_p_with_target_noise(ops: Backend) -> None:
@@ -60,7 +72,9 @@ def test_placeholder_ends_the_prefix_and_draws_from_p_with_target_noise(ops: Bac
     params = make_params(1, seed=3)
     for position in range(20):
         verdict = ops.verify(
-            rows, params, torch.tensor([0]), torch.tensor([position]), drafts_of([[1, -1, 3]])
+            VerifyBatch(
+                rows, params, torch.tensor([0]), torch.tensor([position]), drafts_of([[1, -1, 3]])
+            )
         )
         check(verdict, [[1, draw(ops, rows[1], params, position + 1, TARGET)]])
 
@@ -76,7 +90,9 @@ def test_draft_row_that_is_not_finite_counts_as_no_draft(ops: Backend, junk: flo
     flipped = replace(params, key_S=params.key_S.flip(0))
     for position in range(20):
         verdict = ops.verify(
-            rows, params, torch.tensor([1]), torch.tensor([position]), drafts_of([[5, 2]], q)
+            VerifyBatch(
+                rows, params, torch.tensor([1]), torch.tensor([position]), drafts_of([[5, 2]], q)
+            )
         )
         check(verdict, [[draw(ops, rows[0], flipped, position, TARGET)]])
 
@@ -92,7 +108,7 @@ def test_target_row_that_is_not_finite_is_reported(
     rows[6, 4] = junk  # third: the bonus row of no drafts
     drafts = drafts_of([[1, 2], [7, 2], [], []])
     slot = torch.arange(4)
-    verdict = ops.verify(rows, make_params(4, temperature), slot, slot, drafts)
+    verdict = ops.verify(VerifyBatch(rows, make_params(4, temperature), slot, slot, drafts))
     check(verdict, [[1, -1], [1], [-1], [1]], [False, True, False, True])
 
 
@@ -101,7 +117,9 @@ def test_rejected_one_hot_draft_is_never_emitted(ops: Backend) -> None:
     count = 300
     rows = torch.tensor([math.log(0.5), math.log(0.25), math.log(0.25)]).repeat(2 * count, 1)
     slot = torch.arange(count)
-    verdict = ops.verify(rows, make_params(count, seed=5), slot, slot * 0, drafts_of([[0]] * count))
+    verdict = ops.verify(
+        VerifyBatch(rows, make_params(count, seed=5), slot, slot * 0, drafts_of([[0]] * count))
+    )
     rejected = verdict.n_accept_B == 0
     assert 100 < int(rejected.sum()) < 200
     assert not bool((verdict.token_BK1[rejected, 0] == 0).any())
@@ -117,23 +135,29 @@ def test_residual_without_mass_falls_back_to_p_with_residual_noise(ops: Backend)
     rows = torch.stack([only(1), only(2)])
     one_hot_on_p = drafts_of([[1]])
     params = make_params(1, seed=9)
-    verdict = ops.verify(rows, params, torch.tensor([0]), torch.tensor([0]), one_hot_on_p)
+    verdict = ops.verify(
+        VerifyBatch(rows, params, torch.tensor([0]), torch.tensor([0]), one_hot_on_p)
+    )
     check(verdict, [[1, 2]])
     # x = 2 was "drafted" from q = {0, 1, 2, 3}; the residual is {7} alone.
     rows = torch.stack([p, only(2)])
     verdict = ops.verify(
-        rows, params, torch.tensor([0]), torch.tensor([0]), drafts_of([[2]], q[None, None])
+        VerifyBatch(
+            rows, params, torch.tensor([0]), torch.tensor([0]), drafts_of([[2]], q[None, None])
+        )
     )
     check(verdict, [[7]])
     # q covers p entirely (q = p but for an impossible draft): nothing is left of max(p - q, 0).
     wide = torch.cat([p, torch.tensor([-80.0])])
     for position in range(20):
         verdict = ops.verify(
-            rows,
-            params,
-            torch.tensor([0]),
-            torch.tensor([position]),
-            drafts_of([[8]], wide[None, None]),
+            VerifyBatch(
+                rows,
+                params,
+                torch.tensor([0]),
+                torch.tensor([position]),
+                drafts_of([[8]], wide[None, None]),
+            )
         )
         check(verdict, [[draw(ops, p, params, position, RESIDUAL)]])
 
@@ -146,7 +170,9 @@ def test_ids_beyond_the_vocabulary_are_never_accepted(ops: Backend, temperature:
     for token in (8, 11, 2**31 - 1):
         for logits in (None, q):
             verdict = ops.verify(
-                rows, params, torch.tensor([0]), torch.tensor([3]), drafts_of([[token]], logits)
+                VerifyBatch(
+                    rows, params, torch.tensor([0]), torch.tensor([3]), drafts_of([[token]], logits)
+                )
             )
             assert verdict.n_accept_B.tolist() == [0]
             assert 0 <= int(verdict.token_BK1[0, 0]) < 8
@@ -158,7 +184,13 @@ def test_wider_draft_vocabulary_leaves_its_share_to_the_residual(ops: Backend) -
     q = torch.zeros(1, 1, 12)
     for position in range(50):
         verdict = ops.verify(
-            rows, make_params(1), torch.tensor([0]), torch.tensor([position]), drafts_of([[1]], q)
+            VerifyBatch(
+                rows,
+                make_params(1),
+                torch.tensor([0]),
+                torch.tensor([position]),
+                drafts_of([[1]], q),
+            )
         )
         assert verdict.n_accept_B.tolist() == [1]
 
@@ -170,9 +202,14 @@ def test_narrower_draft_vocabulary_has_no_mass_beyond_it(ops: Backend) -> None:
     seen = set()
     for position in range(50):
         verdict = ops.verify(
-            torch.stack([p, p]), make_params(1), torch.tensor([0]), torch.tensor([position]),
-            drafts_of([[0]], q),
-        )  # fmt: skip
+            VerifyBatch(
+                torch.stack([p, p]),
+                make_params(1),
+                torch.tensor([0]),
+                torch.tensor([position]),
+                drafts_of([[0]], q),
+            )
+        )
         assert verdict.n_accept_B.tolist() == [0]
         seen.add(int(verdict.token_BK1[0, 0]))
     assert seen == {2, 3}
@@ -186,7 +223,9 @@ def test_draft_with_no_q_mass_counts_as_no_draft(ops: Backend) -> None:
     rows = torch.zeros(2, 8)
     for position in range(20):
         verdict = ops.verify(
-            rows, params, torch.tensor([0]), torch.tensor([position]), drafts_of([[5]], q)
+            VerifyBatch(
+                rows, params, torch.tensor([0]), torch.tensor([position]), drafts_of([[5]], q)
+            )
         )
         check(verdict, [[draw(ops, rows[0], params, position, TARGET)]])
 
@@ -200,11 +239,13 @@ def test_q_is_found_by_slot_and_missing_q_is_one_hot_for_that_request_alone(ops:
     accepted = 0
     for position in range(50):
         verdict = ops.verify(
-            rows,
-            make_params(3, seed=4),
-            torch.tensor([1, 2, 0]),
-            torch.full((3,), position),
-            drafts,
+            VerifyBatch(
+                rows,
+                make_params(3, seed=4),
+                torch.tensor([1, 2, 0]),
+                torch.full((3,), position),
+                drafts,
+            )
         )
         assert verdict.token_BK1[:2].tolist() == [[2, 3, 4], [5, -1, -1]]
         accepted += int(verdict.n_accept_B[2])
@@ -217,8 +258,8 @@ def test_greedy_ties_take_the_lowest_index(ops: Backend) -> None:
     params = make_params(1, 0.0)
     slot = torch.tensor([0])
     assert draw(ops, rows[0], params, 0, TARGET) == 7
-    check(ops.verify(rows, params, slot, slot, drafts_of([[2049]])), [[7]])
-    check(ops.verify(rows, params, slot, slot, drafts_of([[7]])), [[7, 7]])
+    check(ops.verify(VerifyBatch(rows, params, slot, slot, drafts_of([[2049]]))), [[7]])
+    check(ops.verify(VerifyBatch(rows, params, slot, slot, drafts_of([[7]]))), [[7, 7]])
 
 
 @pytest.mark.parametrize("vocabulary", [1025, 1030, 2047])
@@ -231,9 +272,11 @@ def test_ids_stay_below_v_in_the_last_block(ops: Backend, vocabulary: int, fp64:
     params, slot = make_params(count, seed=vocabulary), torch.arange(count)
     zero = torch.zeros(count, dtype=torch.long)
     rows = row.expand(count, -1)
-    drawn = ops.sample(rows, params, slot, zero, zero, TARGET, fp64_noise=fp64)
+    drawn = ops.sample(Rows(rows, params, slot), Noise(zero, zero, TARGET, fp64=fp64))
     verdict = ops.verify(
-        row.expand(2 * count, -1), params, slot, zero, drafts_of([[3]] * count), fp64_noise=fp64
+        VerifyBatch(
+            row.expand(2 * count, -1), params, slot, zero, drafts_of([[3]] * count), fp64_noise=fp64
+        )
     )
     for tokens in (drawn, verdict.token_BK1[:, 0]):
         assert bool(((tokens >= 1024) & (tokens < vocabulary)).all())
@@ -251,12 +294,14 @@ def test_bf16_logits_and_untouched_inputs(ops: Backend, rejecting: bool) -> None
     params, slot = make_params(2, seed=1), torch.tensor([0, 1])
     before = rows.clone(), q.clone(), best.clone()
     drafts = drafts_of(best.tolist(), q)
-    half = ops.verify(rows, params, slot, slot + 5, drafts)
-    full = ops.verify(rows.float(), params, slot, slot + 5, drafts_of(best.tolist(), q.float()))
+    half = ops.verify(VerifyBatch(rows, params, slot, slot + 5, drafts))
+    full = ops.verify(
+        VerifyBatch(rows.float(), params, slot, slot + 5, drafts_of(best.tolist(), q.float()))
+    )
     assert torch.equal(half.token_BK1, full.token_BK1)
     assert not rejecting or half.n_accept_B.tolist() == [0, 0]
     wide = rows.float()
-    ops.verify(wide, params, slot, slot + 5, drafts)
+    ops.verify(VerifyBatch(wide, params, slot, slot + 5, drafts))
     assert torch.equal(wide, before[0].float())
     assert torch.equal(rows, before[0])
     assert torch.equal(q, before[1])

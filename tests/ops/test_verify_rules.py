@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foretoken.ops import Backend, Rule, get_backend
+from foretoken.ops import TARGET, Backend, Rule, VerifyBatch, get_backend
 from tests.support.cases import drafts_of, host_backends, make_edits, make_params, no_drafts
-from tests.support.verdicts import TARGET, check, draw, only
+from tests.support.verdicts import check, draw, only
 
 INF = math.inf
 
@@ -35,7 +35,7 @@ def test_the_residual_weight_of_block_scales_p(ops: Backend) -> None:
     slot = torch.arange(count)
     params = make_params(count, seed=8, rule=Rule.BLOCK)
     drafts = drafts_of([[0, 2]] * count, q.repeat(count, 1, 1))
-    verdict = ops.verify(p.repeat(count, 1), params, slot, slot * 0, drafts)
+    verdict = ops.verify(VerifyBatch(p.repeat(count, 1), params, slot, slot * 0, drafts))
     share = torch.bincount(verdict.n_accept_B, minlength=3) / count
     assert share.tolist() == pytest.approx([0.625, 0.3125, 0.0625], abs=0.05)
     one = verdict.token_BK1[verdict.n_accept_B == 1, 1]
@@ -54,11 +54,14 @@ def test_coupled_emits_the_targets_own_draws_whatever_was_drafted(ops: Backend) 
         q = torch.randn(1, 3, 1100)
         q[0, 0] = math.nan  # nothing of q is read
         for drafts in (drafts_of([own[:3]]), drafts_of([own[:3]], q)):
-            check(ops.verify(rows, params, slot, at, drafts), [own])
+            check(ops.verify(VerifyBatch(rows, params, slot, at, drafts)), [own])
         wrong = [own[0], (own[1] + 1) % 1100, own[2]]
-        check(ops.verify(rows, params, slot, at, drafts_of([wrong])), [own[:2]])
-        check(ops.verify(rows[:1], params, slot, at, no_drafts(1)), [own[:1]])
-        check(ops.verify(rows, params, slot, at, drafts_of([[-1, own[1], own[2]]])), [own[:1]])
+        check(ops.verify(VerifyBatch(rows, params, slot, at, drafts_of([wrong]))), [own[:2]])
+        check(ops.verify(VerifyBatch(rows[:1], params, slot, at, no_drafts(1))), [own[:1]])
+        check(
+            ops.verify(VerifyBatch(rows, params, slot, at, drafts_of([[-1, own[1], own[2]]]))),
+            [own[:1]],
+        )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -70,9 +73,15 @@ def test_synthetic_accepts_by_rate_alone(ops: Backend, temperature: float, real_
     q = torch.stack([only(7), only(2)])[None] if real_q else None
     for position in range(20):
         verdict = ops.verify(
-            rows, params, torch.tensor([0]), torch.tensor([position]), drafts_of([[7, 2]], q),
-            synthetic_rate_K=torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64),
-        )  # fmt: skip
+            VerifyBatch(
+                rows,
+                params,
+                torch.tensor([0]),
+                torch.tensor([position]),
+                drafts_of([[7, 2]], q),
+                synthetic_rate_K=torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64),
+            )
+        )
         check(verdict, [[7, 2]])
 
 
@@ -85,12 +94,12 @@ def test_synthetic_rejections_are_drawn_as_standard_ones(ops: Backend) -> None:
     slot, drafts = torch.arange(count), drafts_of([[token]] * count, q)
     rates = torch.zeros(1, dtype=torch.float64)
     synthetic = make_params(count, seed=3, rule=Rule.SYNTHETIC)
-    ours = ops.verify(p, synthetic, slot, slot * 0, drafts, synthetic_rate_K=rates)
-    standard = ops.verify(p, make_params(count, seed=3), slot, slot * 0, drafts)
+    ours = ops.verify(VerifyBatch(p, synthetic, slot, slot * 0, drafts, synthetic_rate_K=rates))
+    standard = ops.verify(VerifyBatch(p, make_params(count, seed=3), slot, slot * 0, drafts))
     assert not bool((ours.n_accept_B + standard.n_accept_B).any())
     assert torch.equal(ours.token_BK1, standard.token_BK1)
     hidden = replace(drafts, token_BK=torch.full_like(drafts.token_BK, -1))
-    ours = ops.verify(p, synthetic, slot, slot * 0, hidden, synthetic_rate_K=rates + 1)
+    ours = ops.verify(VerifyBatch(p, synthetic, slot, slot * 0, hidden, synthetic_rate_K=rates + 1))
     assert not bool(ours.n_accept_B.any())
 
 
@@ -106,7 +115,7 @@ def test_synthetic_never_emits_an_id_that_the_target_lacks(
     drafts = drafts_of([[9]], torch.zeros(1, 1, 12) if real_q else None)
     for position in range(10):
         at = torch.tensor([position])
-        verdict = ops.verify(rows, params, slot, at, drafts, synthetic_rate_K=rates)
+        verdict = ops.verify(VerifyBatch(rows, params, slot, at, drafts, synthetic_rate_K=rates))
         check(verdict, [[draw(ops, rows[0], params, position, TARGET)]])
 
 
@@ -115,7 +124,7 @@ def test_synthetic_rates_are_probabilities(ops: Backend) -> None:
     slot, rows = torch.arange(count), torch.zeros(3 * count, 4)
     params = make_params(count, [0.0, 1.0] * (count // 2), seed=1, rule=Rule.SYNTHETIC)
     drafts = drafts_of([[1, 2]] * count)
-    verdict = ops.verify(rows, params, slot, slot * 0, drafts, synthetic_rate_K=rates)
+    verdict = ops.verify(VerifyBatch(rows, params, slot, slot * 0, drafts, synthetic_rate_K=rates))
     share = [float((verdict.n_accept_B >= i).double().mean()) for i in (1, 2)]
     assert share == pytest.approx([0.7, 0.28], abs=4 * 0.5 / math.sqrt(count))
 
@@ -132,12 +141,14 @@ def test_a_row_that_is_not_finite_ends_in_minus_one_by_every_rule(
     params, slot = make_params(1, temperature, rule=rule), torch.tensor([0])
     rates = torch.ones(2, dtype=torch.float64)
     drafts = drafts_of([[1, 2]])
-    verdict = ops.verify(rows, params, slot, slot, drafts, synthetic_rate_K=rates)
+    verdict = ops.verify(VerifyBatch(rows, params, slot, slot, drafts, synthetic_rate_K=rates))
     check(verdict, [[1, 2, -1] if rule == Rule.SYNTHETIC else [1, -1]], [False])
-    verdict = ops.verify(rows[1:2], params, slot, slot, no_drafts(1), synthetic_rate_K=rates)
+    verdict = ops.verify(
+        VerifyBatch(rows[1:2], params, slot, slot, no_drafts(1), synthetic_rate_K=rates)
+    )
     check(verdict, [[-1]], [False])
     drafts = drafts_of([[-1, 2]])  # a placeholder before it: the row decides nothing
-    verdict = ops.verify(rows, params, slot, slot, drafts, synthetic_rate_K=rates)
+    verdict = ops.verify(VerifyBatch(rows, params, slot, slot, drafts, synthetic_rate_K=rates))
     check(verdict, [[1]])
 
 
@@ -153,11 +164,11 @@ def test_filters_and_edits_are_applied_on_load(ops: Backend, rule: Rule) -> None
     for edits in (masked, banned):
         for seed in range(10):
             params = make_params(2, seed=seed, rule=rule)
-            verdict = ops.verify(rows, params, slot, position, drafts, edits=edits)
+            verdict = ops.verify(VerifyBatch(rows, params, slot, position, drafts, edits=edits))
             assert verdict.n_accept_B[0] == 0
             assert int(verdict.token_BK1[0, 0]) in ({0, 1} if edits is masked else {0, 1, 3, 4, 5})
     for seed in range(10):
         params = make_params(2, seed=seed, rule=rule, top_p=0.5)
         drafts = drafts_of([[3], [2]], torch.zeros(2, 1, 6))
-        verdict = ops.verify(rows, params, slot, position, drafts)
+        verdict = ops.verify(VerifyBatch(rows, params, slot, position, drafts))
         check(verdict, [[2], [2, 2]])

@@ -16,7 +16,7 @@ from benchmarks.profile import Stopwatch, split
 from benchmarks.reproducibility import compare, seeded
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread
-from foretoken.ops.backends.native import library
+from foretoken.ops import unavailable
 
 BLOCK = 16
 
@@ -96,7 +96,7 @@ def test_profile_counts_decode_steps_and_leaves_no_trace(llm: LLM) -> None:
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_in_float32_no_batch_changes_a_token(backend: str) -> None:
     """Of the embedded pair, in native kernels and in PyTorch's modules with packed layers."""
-    if backend == "native" and library.missing() is not None:
+    if backend == "native" and unavailable("native") is not None:
         pytest.skip("there are no native kernels")
     threads = torch.get_num_threads()
     speculation = {"method": "draft_model", "num_speculative_tokens": 4}

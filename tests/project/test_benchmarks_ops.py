@@ -21,7 +21,14 @@ from benchmarks.ops_cases import Case, Goal, chosen, cpu_cases, gpu_cases
 from benchmarks.ops_inputs import Pools, make, rows_of
 from benchmarks.ops_timing import enough, in_turns
 from foretoken.lab.results import Spread, read
-from foretoken.ops import DraftBlock, DraftCache, Rule, SlotParams, Verdict
+from foretoken.ops import (
+    DraftCache,
+    Noise,
+    Rows,
+    Rule,
+    Verdict,
+    VerifyBatch,
+)
 
 CPU = torch.device("cpu")
 V = 1200
@@ -34,36 +41,18 @@ class StandIn:
         self.rate, self.calls = rate, 0
         self.rules: list[list[int]] = []  # of the requests of each batch that was verified
 
-    def sample(self, logits_NV: Tensor, params: SlotParams, *args: Any, **kw: Any) -> Tensor:
+    def sample(self, rows: Rows, noise: Noise) -> Tensor:
         self.calls += 1
-        assert len(params.key_S) == len(logits_NV)
-        return logits_NV.argmax(1)
+        assert len(rows.params.key_S) == len(rows.logits_NV)
+        return rows.logits_NV.argmax(1)
 
-    def draft(
-        self,
-        logits_BV: Tensor,
-        params: SlotParams,
-        slot_B: Tensor,
-        position_B: Tensor,
-        index_B: Tensor,
-        cache: DraftCache,
-    ) -> Tensor:
-        assert logits_BV.is_contiguous()
-        cache.logits_SKV[slot_B, index_B] = logits_BV
-        return logits_BV.argmax(1)
+    def draft(self, rows: Rows, noise: Noise, cache: DraftCache) -> Tensor:
+        assert rows.logits_NV.is_contiguous()
+        cache.logits_SKV[rows.slot_N, noise.draft_index_N] = rows.logits_NV
+        return rows.logits_NV.argmax(1)
 
-    def verify(
-        self,
-        logits_NV: Tensor,
-        params: SlotParams,
-        slot_B: Tensor,
-        position_B: Tensor,
-        drafts: DraftBlock,
-        *,
-        edits: Any,
-        synthetic_rate_K: Tensor | None,
-        fp64_noise: bool,
-    ) -> Verdict:
+    def verify(self, batch: VerifyBatch) -> Verdict:
+        logits_NV, params, slot_B, position_B, drafts, _, synthetic_rate_K, _ = batch
         num_requests, k = drafts.token_BK.shape
         assert len(logits_NV) == num_requests * (k + 1)
         synthetic = bool((params.rule_S[slot_B] == Rule.SYNTHETIC).all())
@@ -303,8 +292,8 @@ def test_what_a_module_lacks_is_skipped_and_what_fails_is_named(session: ops.Ses
 
 def test_a_wrong_token_is_not_timed(session: ops.Session) -> None:
     class Wrong(StandIn):
-        def sample(self, logits_NV: Tensor, params: SlotParams, *args: Any, **kw: Any) -> Tensor:
-            return logits_NV.argmin(1)
+        def sample(self, rows: Rows, noise: Noise) -> Tensor:
+            return rows.logits_NV.argmin(1)
 
     session.ours = [Ours("wrong", Wrong())]  # type: ignore[arg-type]
     case = Case("sample", "sample", 4, vocabulary=V, top_k=20)

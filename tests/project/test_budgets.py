@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 
@@ -12,13 +13,12 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 8
+MAX_SUPPORT_LINES = 2000  # of tests/support in all
 # Functions whose parameters are a published contract: the limit they have is the limit they keep.
 WIDE_CONTRACTS = {
     "foretoken.models.attention": 9,  # the signature that Transformers calls
 }
-BACKENDS = PACKAGE / "ops" / "backends"
-OPS = "noise process sample verify logprobs attention".split()
-"""Drafting is in `draft.py`, or in `sample.py` where one kernel does both."""
+SUPPORT = ROOT / "tests" / "support"
 
 
 def python_files() -> list[str]:
@@ -39,6 +39,35 @@ def test_length_of_native_sources() -> None:
     assert sources
     lines = {path.name: path.read_text(encoding="utf-8").count("\n") for path in sources}
     assert {name: n for name, n in lines.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_length_of_what_tests_share() -> None:
+    files = {path: path.read_text(encoding="utf-8") for path in SUPPORT.rglob("*.py")}
+    assert 0 < sum(text.count("\n") for text in files.values()) <= MAX_SUPPORT_LINES
+
+
+def test_no_test_helper_is_dead() -> None:
+    """A name that `tests/support` defines occurs elsewhere, too: in a test or in another helper."""
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in SUPPORT.parent.rglob("*.py"))
+    dead = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in SUPPORT.rglob("*.py")
+        for name in defined(ast.parse(path.read_text(encoding="utf-8")))
+        if len(re.findall(rf"\b{name}\b", tests)) < 2
+    ]
+    assert not dead, "\n".join(dead)
+
+
+def defined(tree: ast.Module) -> list[str]:
+    """Functions, classes and constants of a module."""
+    found = []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found += [target.id for target in targets if isinstance(target, ast.Name)]
+    return found
 
 
 def test_function_length() -> None:
@@ -116,11 +145,3 @@ def test_no_unsafe_loading() -> None:
                 off = isinstance(node.value, ast.Constant) and node.value.value is False
                 bad.extend([] if off else [where(module, node.value)])
     assert not bad, "\n".join(bad)
-
-
-def test_an_op_has_one_file_name_in_every_backend() -> None:
-    """`diff` of two folders shows what differs; a backend may have further modules of its own."""
-    folders = [p for p in BACKENDS.iterdir() if (p / "__init__.py").exists()]
-    assert {"reference", "torch", "native"} <= {folder.name for folder in folders}
-    missing = {f"{p.name}/{op}.py" for p in folders for op in OPS if not (p / f"{op}.py").exists()}
-    assert not missing

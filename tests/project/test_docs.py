@@ -80,3 +80,27 @@ def test_links_between_documents_resolve() -> None:
             if not (path.parent / target).exists():
                 bad.append(f"{path.relative_to(ROOT)} -> {target}")
     assert not bad, "\n".join(bad)
+
+
+TESTS = ROOT / "tests"
+
+
+def unlisted(document: str, files: set[str]) -> tuple[set[str], set[str]]:
+    """(files that no row names, alone or by their folder; names of rows that name no file)."""
+    named = set(re.findall(r"\| `([\w/.]+)` \|$", document, flags=re.MULTILINE))
+    folders = tuple(name for name in named if name.endswith("/"))
+    left_out = {file for file in files - named if not file.startswith(folders)}
+    return left_out, {name for name in named if not any(f.startswith(name) for f in files)}
+
+
+def test_every_test_file_is_listed_by_what_it_shows() -> None:
+    files = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+    left_out, in_vain = unlisted((TESTS / "README.md").read_text(encoding="utf-8"), files)
+    assert left_out == set(), "in tests/, but not in tests/README.md"
+    assert in_vain == set(), "in tests/README.md, but not in tests/"
+
+
+def test_the_list_of_tests_can_be_wrong() -> None:
+    rows = "| what | `a/test_b.py` |\n| more | `c/` |\n| gone | `d/test_e.py` |\n"
+    found = unlisted(rows, {"a/test_b.py", "a/test_f.py", "c/test_g.py"})
+    assert found == ({"a/test_f.py"}, {"d/test_e.py"})

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
 import pytest
 
-from tests.project.source import Module, imports, modules
+from tests.project.source import ROOT, Module, imports, modules
 
 # Low to high. A module may import from its own component and from lower ones.
 LAYERS = [
     {"config", "errors", "foreign", "interrupts", "outputs", "progress"},
     {"ops"},
     {"sampling"},
+    {"slots"},
     {"cache"},
     {"models"},
     {"drafting"},
@@ -94,6 +96,17 @@ def test_imports_go_one_way() -> None:
     assert not bad, "\n".join(bad)
 
 
+def test_models_and_drafters_reach_backends_through_their_contract() -> None:
+    bad = [
+        f"{module.name} imports {name}"
+        for module in modules().values()
+        if component(module.name) in ("sampling", "cache", "models", "drafting")
+        for name in imports(module, type_checking=True)
+        if name.startswith("foretoken.ops.backends.")
+    ]
+    assert not bad, "\n".join(bad)
+
+
 def test_no_import_cycle() -> None:
     facade = {"foretoken"}  # names the public classes, imports them only when asked
     graph = {
@@ -108,6 +121,24 @@ def test_the_direction_test_can_fail() -> None:
     low = modules()["foretoken.config"]
     assert steps_upward(low, {"foretoken.cli"}) == ["foretoken.config imports foretoken.cli"]
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c", "a"]
+
+
+def test_benchmarks_import_nothing_from_tests() -> None:
+    """What both need lies in the package, where users have it too."""
+    bad = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "benchmarks").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if imports_tests(node)
+    ]
+    assert not bad, "\n".join(bad)
+    assert imports_tests(ast.parse("from tests.support import laws").body[0])
+
+
+def imports_tests(node: ast.AST) -> bool:
+    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+    return any(name.split(".")[0] in ("tests", "pytest") for name in names)
 
 
 def run_python(code: str) -> str:

@@ -35,9 +35,9 @@ ENGINE_CONFIG = (
     "tokenizer revision local_files_only load_format backend threads use_fp64_gumbel"
 ).split()
 OPS = (
-    "BACKENDS AttentionBatch AttentionCall AttentionOptions Backend Decoder DraftBlock DraftCache "
-    "DraftRound Edits ForwardOutput Logprobs Rule SlotParams Stream UnfitError Verdict "
-    "draft_cache get_backend unavailable"
+    "BACKENDS DRAFT RESIDUAL TARGET AttentionBatch AttentionCall AttentionOptions Backend Decoder "
+    "DraftBlock DraftCache DraftRound Edits ForwardOutput Logprobs Noise Rows Rule SlotParams "
+    "Stream UnfitError Verdict VerifyBatch draft_cache get_backend unavailable"
 ).split()
 LLM_METHODS = {
     "get_tokenizer": "",

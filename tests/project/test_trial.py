@@ -13,7 +13,7 @@ from benchmarks import trial, trial_child
 from benchmarks.trial import Child, collapse
 from benchmarks.trial_child import SHORT
 from foretoken.engine.turns import Turns
-from foretoken.ops.backends.native import library
+from foretoken.ops import unavailable
 
 
 @pytest.fixture
@@ -24,7 +24,9 @@ def _threads_come_back() -> Iterator[None]:
 
 
 BACKENDS = [
-    pytest.param("native", marks=pytest.mark.skipif(bool(library.missing()), reason="no kernels")),
+    pytest.param(
+        "native", marks=pytest.mark.skipif(bool(unavailable("native")), reason="no kernels")
+    ),
     "torch",
 ]
 

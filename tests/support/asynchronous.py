@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from foretoken import AsyncEngine, SamplingParams
+from foretoken.engine.engine import Engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -23,13 +24,29 @@ async def last(engine: AsyncEngine, prompt: Any, params: Any = PARAMS, **options
     return [output async for output in engine.generate(prompt, params, **options)][-1]
 
 
+# What follows looks inside; tests do not.
+
+
+def inner(engine: AsyncEngine) -> Engine:
+    """The engine that the thread owns."""
+    return engine._worker._engine
+
+
+def thread_of(engine: AsyncEngine) -> threading.Thread:
+    return engine._worker._thread
+
+
+def num_requests(engine: AsyncEngine) -> int:
+    """Requests that have not ended, and commands that the thread has not seen."""
+    return len(engine._worker._groups) + len(engine._worker._commands)
+
+
 async def idle(engine: AsyncEngine) -> None:
     """Wait until the thread has nothing to do; then nothing may be left."""
-    inner = engine._worker._engine
-    while inner.has_work or engine._worker._commands:
+    while inner(engine).has_work or engine._worker._commands:
         await asyncio.sleep(0.001)
-    inner.check_integrity()
-    assert not engine._worker._groups
+    inner(engine).check_integrity()
+    assert not num_requests(engine)
     assert not engine._worker._open
 
 
@@ -37,7 +54,7 @@ class Gate:
     """Lets the engine make a step only when it is told to."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = engine._worker._engine
+        self.engine = inner(engine)
         self.step = self.engine.step
         self.engine.step = self  # type: ignore[method-assign, assignment]
         self.allowed = threading.Semaphore(0)

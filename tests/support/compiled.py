@@ -15,9 +15,19 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from foretoken.ops import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream
+from foretoken.ops import (
+    DRAFT,
+    TARGET,
+    DraftBlock,
+    DraftCache,
+    Edits,
+    Noise,
+    Rows,
+    Rule,
+    SlotParams,
+    VerifyBatch,
+)
 
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 typed: set[str] = set()
 
 
@@ -75,11 +85,11 @@ def every_op(
     logits = torch.zeros(2, width, dtype=dtype)
     cache = DraftCache.empty(slots, drafts, width, dtype, logits.device)
     if not only:
-        ops.sample(logits, params, at, at, at * 0, TARGET, edits=edits(2), fp64_noise=fp64)
-        ops.process_logits(logits, params, at, edits(2))
+        ops.sample(Rows(logits, params, at, edits(2)), Noise(at, at * 0, TARGET, fp64=fp64))
+        ops.process_logits(Rows(logits, params, at, edits(2)))
         ops.logprobs(logits, at, 5 * full)
-        ops.logprobs(logits, at, 20, params=params, slot_N=at, edits=edits(2))
-        ops.draft(logits, params, at, at, at * 0, cache, fp64_noise=fp64)
+        ops.logprobs(Rows(logits, params, at, edits(2)), at, 20)
+        ops.draft(Rows(logits, params, at), Noise(at, at * 0, DRAFT, fp64=fp64), cache)
     for num, own in ((drafts, cache), (1, None), (1, cache), (0, None))[: 2 if only else 4]:
         rows = 2 * (num + 1)
         block = DraftBlock(
@@ -89,12 +99,19 @@ def every_op(
             torch.full((2,), own is not None),
         )
         ops.verify(
-            torch.zeros(rows, width, dtype=dtype), params, at, at, block, edits=edits(rows),
-            synthetic_rate_K=torch.ones(max(num, 1), dtype=torch.float64)
-            if Rule.SYNTHETIC in rules
-            else None,
-            fp64_noise=fp64,
-        )  # fmt: skip
+            VerifyBatch(
+                torch.zeros(rows, width, dtype=dtype),
+                params,
+                at,
+                at,
+                block,
+                edits=edits(rows),
+                synthetic_rate_K=torch.ones(max(num, 1), dtype=torch.float64)
+                if Rule.SYNTHETIC in rules
+                else None,
+                fp64_noise=fp64,
+            )
+        )
 
 
 def main() -> None:
@@ -102,7 +119,7 @@ def main() -> None:
     run = JITFunction.run
     JITFunction.run = lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)
     triton.compiler.compile = stop_at_ir
-    ops = importlib.import_module("foretoken.ops.backends.triton")
+    ops = importlib.import_module("foretoken.ops.backends.triton").load()
     launch = importlib.import_module("foretoken.ops.backends.triton.launch")
     launch.check_device = lambda logits: None  # type: ignore[attr-defined]
     launch.overlaps = lambda device: True  # type: ignore[attr-defined]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from foretoken.ops.backends.native import library
+from foretoken.ops import unavailable
 
 COMMAND = "python -m foretoken.ops.backends.native.build"
 
@@ -16,7 +16,7 @@ needs_kernels = pytest.mark.usefixtures("kernels")
 
 def require_kernels() -> None:
     """Skip without kernels; fail if only their compilation is missing, or is of older sources."""
-    reason = library.missing()
+    reason = unavailable("native")
     if reason is None:
         return
     if COMMAND in reason and (shutil.which("g++") or shutil.which("clang++")):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftCache, Edits, SlotParams
+from foretoken.ops import Backend, DraftCache, Edits, Noise, Rows, SlotParams, VerifyBatch
 from tests.support.oracle import CPU, Case, Tally, compare_batch, expect
 
 T = TypeVar("T")
@@ -68,12 +68,17 @@ class Elsewhere:
         def moving(value: Any) -> Any:
             return elsewhere(value, self.apart) if kind_of(value) in self.kinds else value
 
-        def call(*given: Any, **options: Any) -> Any:
-            moved = [moving(value) for value in given]
-            options = {key: moving(value) for key, value in options.items()}
-            if EMPTY in self.kinds and "edits" in options and options["edits"] is None:
-                options["edits"] = no_edits(given[0])
-            result = op(*moved, **options)
+        def moving_parts(value: Any) -> Any:
+            if not isinstance(value, Rows | Noise | VerifyBatch):
+                return moving(value)
+            moved = value._replace(**{k: moving(part) for k, part in value._asdict().items()})
+            if EMPTY in self.kinds and name != "draft" and getattr(value, "edits", 0) is None:
+                return moved._replace(edits=no_edits(moved.logits_NV))
+            return moved
+
+        def call(*given: Any) -> Any:
+            moved = [moving_parts(value) for value in given]
+            result = op(*moved)
             for old, new in zip(given, moved, strict=True):
                 if isinstance(old, DraftCache) and new is not old:  # what `draft` wrote
                     for field in fields(old):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, get_backend
+from foretoken.ops import Backend, Rows, get_backend
 from tests.support.cases import make_params, random_edits
 from tests.support.oracle import moved
 
@@ -61,16 +61,13 @@ def compare_likeliest(
     random = torch.Generator().manual_seed(turn)
     token_N = torch.randint(width, (rows,), generator=random)
     token_N[::2] = logits_NV[::2].argmax(dim=1)
-    given = {}
+    given: Rows | Tensor = logits_NV
     if processed:
         edits = random_edits(rows, width, random, 100)
-        given = {"params": make_params(rows, **LAWS), "slot_N": torch.arange(rows), "edits": edits}
-    want = get_backend("reference").logprobs(logits_NV, token_N, num_top, **given)
-    on = {name: moved(value, device) for name, value in given.items()}
-    ours = moved(
-        backend.logprobs(logits_NV.to(device), token_N.to(device), num_top, **on),
-        torch.device("cpu"),
-    )
+        given = Rows(logits_NV, make_params(rows, **LAWS), torch.arange(rows), edits)
+    want = get_backend("reference").logprobs(given, token_N, num_top)
+    ours = backend.logprobs(moved(given, device), token_N.to(device), num_top)
+    ours = moved(ours, torch.device("cpu"))
     assert ours.rank_N.tolist() == want.rank_N.tolist()
     assert ours.top_token_NT.tolist() == want.top_token_NT.tolist()
     torch.testing.assert_close(ours.logprob_N, want.logprob_N, rtol=1e-5, atol=2e-5)

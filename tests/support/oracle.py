@@ -20,20 +20,23 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import (
+    DRAFT,
+    TARGET,
     Backend,
     DraftBlock,
     DraftCache,
     Edits,
+    Noise,
+    Rows,
     Rule,
     SlotParams,
-    Stream,
+    VerifyBatch,
     get_backend,
 )
 from tests.support.cases import random_edits
 
 BOUND = 1e-5
 PERTURBATIONS = 4
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 CPU = torch.device("cpu")
 T = TypeVar("T")
 
@@ -184,6 +187,8 @@ def moved(value: T, device: torch.device) -> T:
     """The same with every tensor in it on a device."""
     if isinstance(value, Tensor):
         return value.to(device)
+    if isinstance(value, Rows):
+        return value._replace(**{k: moved(part, device) for k, part in value._asdict().items()})
     if is_dataclass(value) and not isinstance(value, type):
         parts = {field.name: moved(getattr(value, field.name), device) for field in fields(value)}
         return replace(value, **parts)
@@ -222,32 +227,32 @@ def outcome(
     on = moved(case, device)
     fp64 = case.fp64_noise
     slot_N, position_N = on.slot_N, moved(case.position_N, device)
-    logits_NV = backend.process_logits(on.raw_NV, on.params, slot_N, on.edits)
+    logits_NV = backend.process_logits(Rows(on.raw_NV, on.params, slot_N, on.edits))
     drawn_N = backend.sample(
-        on.raw_NV, on.params, slot_N, position_N, slot_N * 0, TARGET, edits=on.edits,
-        fp64_noise=fp64,
-    )  # fmt: skip
+        Rows(on.raw_NV, on.params, slot_N, on.edits),
+        Noise(position_N, slot_N * 0, TARGET, fp64=fp64),
+    )
     assert bool(((drawn_N >= 0) & (drawn_N < on.raw_NV.shape[1])).all())
     drafted_BK, cache = drafted(backend, on, device)
     token_BK = drafted_BK if given is None else given.token_BK.to(device)
     token_N = drawn_N if given is None else given.token_N.to(device)
     hidden_BK = token_BK.masked_fill(on.hidden_BK, -1).to(case.token_dtype)
     verdict = backend.verify(
-        on.raw_NV,
-        on.params,
-        on.slot_B,
-        on.position_B,
-        DraftBlock(hidden_BK, on.num_B, cache, on.real_q_B),
-        edits=on.edits,
-        synthetic_rate_K=on.rate_K,
-        fp64_noise=fp64,
+        VerifyBatch(
+            on.raw_NV,
+            on.params,
+            on.slot_B,
+            on.position_B,
+            DraftBlock(hidden_BK, on.num_B, cache, on.real_q_B),
+            edits=on.edits,
+            synthetic_rate_K=on.rate_K,
+            fp64_noise=fp64,
+        )
     )
     assert verdict.token_BK1.dtype == case.token_dtype
     top = min(3, case.raw_NV.shape[1])
     raw = backend.logprobs(on.raw_NV, token_N, top)
-    processed = backend.logprobs(
-        on.raw_NV, token_N, top, params=on.params, slot_N=slot_N, edits=on.edits
-    )
+    processed = backend.logprobs(Rows(on.raw_NV, on.params, slot_N, on.edits), token_N, top)
     kept_SKV = (cache.logits_SKV >= cache.threshold_SK[..., None])[on.slot_B]
     decisions = {
         "kept": logits_NV > -torch.inf,
@@ -298,13 +303,9 @@ def drafted(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, D
     token_BK = torch.empty(len(on.slot_B), most, dtype=torch.int64, device=device)
     for i in range(most):
         token_BK[:, i] = backend.draft(
-            on.raw_SKV[on.slot_B, i],
-            on.params,
-            on.slot_B,
-            on.position_B + i,
-            torch.full_like(on.slot_B, i),
+            Rows(on.raw_SKV[on.slot_B, i], on.params, on.slot_B),
+            Noise(on.position_B + i, torch.full_like(on.slot_B, i), DRAFT, fp64=on.fp64_noise),
             cache,
-            fp64_noise=on.fp64_noise,
         )
     kept, given = cache.logits_SKV[on.slot_B], on.raw_SKV[on.slot_B]
     assert torch.equal(kept.nan_to_num(7), given.nan_to_num(7)), (

@@ -10,7 +10,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, DraftCache, Edits, Rule, Verdict, draft_cache
+from foretoken.ops import (
+    Backend,
+    DraftBlock,
+    DraftCache,
+    Edits,
+    Rule,
+    Verdict,
+    VerifyBatch,
+    draft_cache,
+)
 from tests.support.oracle import CPU, Case, Tally, drafted, moved, promised
 
 MOST = 4  # requests of a piece
@@ -31,9 +40,17 @@ def compare_pieces(case: Case, backend: Backend, device: torch.device = CPU) -> 
         there, index_B = moved(part, device), index_B.to(device)
         drafts = DraftBlock(token_BK[index_B], there.num_B, cache, there.real_q_B)
         verdict = backend.verify(
-            there.raw_NV, there.params, there.slot_B, there.position_B, drafts, edits=there.edits,
-            synthetic_rate_K=there.rate_K, fp64_noise=case.fp64_noise,
-        )  # fmt: skip
+            VerifyBatch(
+                there.raw_NV,
+                there.params,
+                there.slot_B,
+                there.position_B,
+                drafts,
+                edits=there.edits,
+                synthetic_rate_K=there.rate_K,
+                fp64_noise=case.fp64_noise,
+            )
+        )
         return moved(verdict, CPU)
 
     every_B = torch.arange(len(case.slot_B))

@@ -6,12 +6,14 @@ its context back through the block tables: a drafter that feeds it wrongly gets 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
+from foretoken.lab.laws.chain import Chain
 from foretoken.ops import ForwardOutput
-from tests.support.law import Chain
 
 
 class TableModel:
@@ -32,11 +34,11 @@ class TableModel:
         self.num_tokens_computed = 0
 
     def forward(self, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
-        self.memory[write_index(batch.attention, batch.position_T)] = batch.token_T
+        attention = batch.attention
+        self.memory[write_index(attention)] = batch.token_T
         self.num_tokens_computed += len(batch.token_T)
-        before = write_index(batch.attention, (batch.position_T - 1).clamp(min=0))
         first_T = batch.position_T == 0
-        held_T = self.memory[before]
+        held_T = self.memory[write_index(replace(attention, length_B=attention.length_B - 1))]
         assert not bool((held_T[~first_T] < 0).any()), "read a position never computed"
         previous_T = torch.where(first_T, self.bos, held_T)
         context_T = previous_T * (self.vocab_size + 1) + batch.token_T

@@ -6,9 +6,7 @@ import math
 
 import torch
 
-from foretoken.ops import Backend, SlotParams, Stream, Verdict
-
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+from foretoken.ops import Backend, Noise, Rows, SlotParams, Stream, Verdict
 
 
 def only(token: int, vocabulary: int = 8) -> torch.Tensor:
@@ -26,7 +24,7 @@ def draw(
     streams: tuple[Stream, Stream],
 ) -> int:
     one = torch.tensor([position])
-    return int(ops.sample(row[None], params, one * 0, one, one * 0, streams))
+    return int(ops.sample(Rows(row[None], params, one * 0), Noise(one, one * 0, streams)))
 
 
 def check(verdict: Verdict, tokens: list[list[int]], finite: list[bool] | None = None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, Stream, get_backend
+from foretoken.ops import TARGET, Backend, Noise, Rows, get_backend
 from tests.support.cases import make_params
 from tests.support.oracle import moved
 
@@ -68,13 +68,12 @@ def compare_wide(turn: int, backend: Backend, width: int, device: torch.device) 
     columns["top_k"] = [k % width for k in columns["top_k"]]
     params = make_params(rows, **columns)
     slot_N = torch.arange(rows)
-    streams = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
     on, on_NV, on_N = moved(params, device), logits_NV.to(device), slot_N.to(device)
-    kept_NV = backend.process_logits(on_NV, on, on_N, None).cpu() > -INF
-    token_N = backend.sample(on_NV, on, on_N, on_N, on_N * 0, streams).cpu()
+    kept_NV = backend.process_logits(Rows(on_NV, on, on_N)).cpu() > -INF
+    token_N = backend.sample(Rows(on_NV, on, on_N), Noise(on_N, on_N * 0, TARGET)).cpu()
     oracle = get_backend("reference")
-    want_NV = oracle.process_logits(logits_NV, params, slot_N, None) > -INF
-    want_N = oracle.sample(logits_NV, params, slot_N, slot_N, slot_N * 0, streams)
+    want_NV = oracle.process_logits(Rows(logits_NV, params, slot_N)) > -INF
+    want_N = oracle.sample(Rows(logits_NV, params, slot_N), Noise(slot_N, slot_N * 0, TARGET))
     p_NV = (logits_NV.double() / params.temperature_S[:, None]).softmax(dim=1)
     near_N = (kept_NV != want_NV).any(dim=1)
     differ_N = (p_NV * (kept_NV != want_NV)).sum(dim=1) / (p_NV * want_NV).sum(dim=1)

@@ -25,7 +25,7 @@ from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
 from foretoken.slots.step import StepInput, StepResult
-from foretoken.slots.table import Array, SlotTable
+from foretoken.slots.table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Drafter(ABC):
         """Remember the slots, allocate memory; called once, when the engine has sized its pool."""
 
     @abstractmethod
-    def propose(self, slot_B: Array, num_drafts_B: Array) -> DraftBlock:
+    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
         """Draft up to so many tokens (0 allowed) behind the known ones of each slot, in this order.
 
         Token i of a request is drawn by `Backend.draft` at (position length + i, draft index i),

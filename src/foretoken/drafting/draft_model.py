@@ -32,9 +32,9 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, DrafterSetup, Needs, one_hot_block
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
-from foretoken.ops import DraftBlock, DraftCache, DraftRound, Rule
-from foretoken.slots.step import StepInput, StepResult
-from foretoken.slots.table import Array, SlotTable
+from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, Rows, Rule
+from foretoken.slots.step import SlotSpan, StepInput, StepResult
+from foretoken.slots.table import SlotTable
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
@@ -62,102 +62,101 @@ class DraftModel(Drafter):
         """K/V tensors for as many blocks as the target has, and q for every slot."""
         dtype, device = self.model.dtype, self.model.device
         self.slots = slots
-        self._num_computed_S = np.zeros(slots.num_slots, dtype=np.int64)
-        self._complete = np.zeros(num_blocks, dtype=bool)
+        self._num_computed_S = [0] * slots.num_slots
+        self._complete = bytearray(num_blocks)
         self._cache = None
         if self.probabilistic:
             self._cache = DraftCache.empty(*self._cache_shape, dtype, device)
         size = self.config.block_size
         self.kv = KVPool(self.model.layer_shapes, num_blocks, size, dtype=dtype, device=device)
 
-    def propose(self, slot_B: Array, num_drafts_B: Array) -> DraftBlock:
+    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
-        # The last draft is drawn, but not computed.
-        room_B = self.model.max_model_len - self.slots.length_S[slot_B] + 1
-        num_B = np.minimum(num_drafts_B, room_B).clip(min=0)
-        asked = num_B.nonzero()[0]
-        if not len(asked):
-            return one_hot_block([[]] * len(slot_B), self.model.device)
-        slot_A, num_A = slot_B[asked], num_B[asked]
-        slots = slot_A.tolist()
-        for slot in slots:
+        counts = [self._fit(*asked) for asked in zip(slots, num_drafts, strict=True)]
+        wanted = [(slot, count) for slot, count in zip(slots, counts, strict=True) if count]
+        if not wanted:
+            return one_hot_block([[]] * len(slots), self.model.device)
+        for slot, _ in wanted:
             self._skip_complete(slot)
-        self._catch_up(slots)
-        warm = any(self.slots.temperatures[slot] > 0 for slot in slots)
+        self._catch_up([slot for slot, _ in wanted])
         # Coupled requests keep no q, but draw, too: with the target's own noise.
+        warm = any(self.slots.temperatures[slot] > 0 for slot, _ in wanted)
         cache = self._cache if warm else None
         draft = self._draft_by_passes if self.model.fused is None else self._draft_at_once
-        token_BK = draft(slot_A, num_A, cache)
-        for slot in slots:
-            self._advance(slot, int(self.slots.length_S[slot]))
-        if len(asked) < len(slot_B):
-            token_AK = token_BK
-            token_BK = token_AK.new_full((len(slot_B), token_AK.shape[1]), -1)
-            token_BK[torch.from_numpy(asked)] = token_AK
-        real_q_B = np.array([self._keeps_q(slot) for slot in slot_B.tolist()])
-        real_q_B &= (num_B > 0) & (cache is not None)
+        token_BK = draft(wanted, cache)
+        for slot, _ in wanted:
+            self._advance(slot, self.slots.length_S[slot])
+        if len(wanted) < len(slots):
+            token_BK = _spread(token_BK, counts)
+        real = [
+            cache is not None and count > 0 and self._keeps_q(slot)
+            for slot, count in zip(slots, counts, strict=True)
+        ]
         return DraftBlock(
             token_BK=token_BK,
-            num_B=torch.from_numpy(num_B),
-            cache=cache if real_q_B.any() else None,
-            real_q_B=torch.from_numpy(real_q_B),
+            num_B=torch.from_numpy(np.array(counts, dtype=np.int64)),
+            cache=cache if any(real) else None,
+            real_q_B=torch.from_numpy(np.array(real, dtype=bool)),
         )
+
+    def _fit(self, slot: int, num_drafts: int) -> int:
+        """Drafts that the draft model's context still allows: the last is drawn, not computed."""
+        return max(0, min(num_drafts, self.model.max_model_len - self.slots.length_S[slot] + 1))
 
     def _keeps_q(self, slot: int) -> bool:
         """Whether verification will ask for the q of its drafts, if they are drawn from one."""
         return self.slots.temperatures[slot] > 0 and self.slots.rules[slot] is not Rule.COUPLED
 
-    def _draft_at_once(self, slot_B: Array, num_B: Array, cache: DraftCache | None) -> Tensor:
+    def _draft_at_once(self, wanted: Sequence[tuple[int, int]], cache: DraftCache | None) -> Tensor:
         """All passes and draws in one native call; the drafts, -1 behind a request's last.
 
         With K = 5 the draft passes of the embedded pair took 3.7 to 4.6 ms a step through the
         modules, and the work beside them 1.5.
         """
-        first = self._missing(slot_B, ahead=int(num_B.max()) - 1)
-        drafting = DraftRound(
-            self.slots.params,
-            torch.from_numpy(slot_B),
-            torch.from_numpy(num_B),
-            cache,
-            self.config.use_fp64_gumbel,
-        )
+        ahead = max(count for _, count in wanted) - 1
+        first = self._gather([self._missing(slot) for slot, _ in wanted], ahead)
+        slot_B, num_B = torch.from_numpy(np.array(wanted, dtype=np.int64).T.copy())
+        fp64_noise = self.config.use_fp64_gumbel
+        drafting = DraftRound(self.slots.params, slot_B, num_B, cache, fp64_noise)
         return self.model.fused.draft(  # type: ignore[union-attr]
             first.token_T, first.attention, self.kv.keys, self.kv.values, drafting
         )
 
-    def _draft_by_passes(self, slot_B: Array, num_B: Array, cache: DraftCache | None) -> Tensor:
+    def _draft_by_passes(
+        self, wanted: Sequence[tuple[int, int]], cache: DraftCache | None
+    ) -> Tensor:
         """One pass per draft index over the requests that still want one."""
-        most = int(num_B.max())
-        token_BK = np.full((len(slot_B), most), -1, dtype=np.int64)
+        most = max(count for _, count in wanted)
+        token_BK = np.full((len(wanted), most), -1, dtype=np.int64)
         for i in range(most):
-            live = (num_B > i).nonzero()[0]
-            slot_A = slot_B[live]
+            live = [row for row, (_, count) in enumerate(wanted) if count > i]
+            slots = [wanted[row][0] for row in live]
             if i:
-                self.slots.put_drafts(slot_A, token_BK[live, :i])
-                start_A, one_A = self.slots.length_S[slot_A] + i - 1, np.ones_like(slot_A)
-                size = self.config.block_size
-                batch = gather_batch(self.slots, slot_A, start_A, one_A, one_A, size)
+                self.slots.put_drafts(slots, token_BK[live, :i])
+                spans = [SlotSpan(slot, self.slots.length_S[slot] + i - 1, 1, 1) for slot in slots]
             else:
-                batch = self._missing(slot_A)
-            logits_AV = self.model.forward(batch, self.kv).logits_NV
+                spans = [self._missing(slot) for slot in slots]
+            logits_AV = self.model.forward(self._gather(spans), self.kv).logits_NV
             if cache is None:
                 token_A = logits_AV.argmax(dim=-1)
             else:
-                token_A = self._draw(logits_AV, slot_A, i, cache)
+                token_A = self._draw(logits_AV, slots, i, cache)
             token_BK[live, i] = token_A.numpy()
         return torch.from_numpy(token_BK)
 
     def observe(self, step: StepInput, result: StepResult) -> None:
         """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
-        num_D, n_accept_D = result.drafts.num_B.numpy(), result.verdict.n_accept_B.numpy()
-        slot_D = step.slot_B[result.deciding]
-        self._num_computed_S[slot_D] += np.minimum(n_accept_D, (num_D - 1).clip(min=0))
+        for slot, outcome in result.decisions.items():
+            if outcome.num_drafts:
+                kept = min(outcome.num_accepted, outcome.num_drafts - 1)
+                self._num_computed_S[slot] += kept
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Remove these blocks' marks; zero their K/V if the model multiplies masked keys."""
         if self.model.multiplies_masked_keys:
             self.kv.clear(block_ids)
-        self._complete[block_ids] = False
+        for block in block_ids:
+            self._complete[block] = False
 
     def release(self, slot: int) -> None:
         """Forget the request in this slot."""
@@ -165,17 +164,17 @@ class DraftModel(Drafter):
 
     def held_slots(self) -> Iterable[int]:
         """Slots whose tokens it has computed."""
-        return self._num_computed_S.nonzero()[0].tolist()
+        return [slot for slot, count in enumerate(self._num_computed_S) if count]
 
     def _skip_complete(self, slot: int) -> None:
         """Start a request that is new to its slot behind the leading blocks that are complete."""
         if self._num_computed_S[slot]:
             return
-        last = int(self.slots.length_S[slot]) - 1
-        for block in self.slots.block_SL[slot, : last // self.config.block_size].tolist():
+        size, last = self.config.block_size, self.slots.length_S[slot] - 1
+        for block in self.slots.block_SL[slot, : last // size].tolist():
             if not self._complete[block]:
                 break
-            self._num_computed_S[slot] += self.config.block_size
+            self._num_computed_S[slot] += size
 
     def _advance(self, slot: int, num_computed: int) -> None:
         """Count a request's leading known tokens that were computed, and mark blocks they fill."""
@@ -186,46 +185,48 @@ class DraftModel(Drafter):
                 return  # and so are those before it
             self._complete[block] = True
 
-    def _missing(self, slot_B: Array, ahead: int = 0) -> ForwardBatch:
+    def _missing(self, slot: int) -> SlotSpan:
         """All known tokens that the cache lacks, and the logits of the last one."""
-        start_B = self._num_computed_S[slot_B]
-        count_B = self.slots.length_S[slot_B] - start_B
-        one_B, size = np.ones_like(slot_B), self.config.block_size
-        return gather_batch(self.slots, slot_B, start_B, count_B, one_B, size, ahead=ahead)
+        start = self._num_computed_S[slot]
+        return SlotSpan(slot, start, self.slots.length_S[slot] - start, 1)
+
+    def _gather(self, spans: Sequence[SlotSpan], ahead: int = 0) -> ForwardBatch:
+        return gather_batch(self.slots, spans, self.config.block_size, ahead=ahead)
 
     def _catch_up(self, slots: Sequence[int]) -> None:
         """Compute missing tokens until those left fit one pass of the engine's token budget."""
         budget = self.config.max_num_batched_tokens
         share = max(budget // len(slots), 1)
         while True:
-            parts, room = [], budget
+            spans, room = [], budget
             for slot in slots:
-                start = int(self._num_computed_S[slot])
-                size = min(int(self.slots.length_S[slot]) - start - share, room)
+                start = self._num_computed_S[slot]
+                size = min(self.slots.length_S[slot] - start - share, room)
                 if size > 0:
-                    parts.append((slot, start, size, 0))
+                    spans.append(SlotSpan(slot, start, size, 0))
                     room -= size
-            if not parts:
+            if not spans:
                 return
-            slot_B, start_B, count_B, none_B = np.array(parts, dtype=np.int64).T
-            size = self.config.block_size
-            batch = gather_batch(self.slots, slot_B, start_B, count_B, none_B, size)
-            self.model.forward(batch, self.kv)
-            for slot, start, size, _ in parts:
-                self._advance(slot, start + size)
+            self.model.forward(self._gather(spans), self.kv)
+            for span in spans:
+                self._advance(span.slot, span.start + span.num_tokens)
 
-    def _draw(self, logits_BV: Tensor, slot_B: Array, i: int, cache: DraftCache) -> Tensor:
+    def _draw(self, logits_BV: Tensor, slots: Sequence[int], i: int, cache: DraftCache) -> Tensor:
         """Sample draft i of each request and keep the q it came from, by slot."""
-        keeps_q = any(self._keeps_q(slot) for slot in slot_B.tolist())
+        numbers = [slots, [self.slots.length_S[slot] + i for slot in slots], [i] * len(slots)]
+        slot_B, position_B, index_B = torch.from_numpy(np.array(numbers, dtype=np.int64))
         return self.backend.draft(
-            logits_BV,
-            self.slots.params,
-            torch.from_numpy(slot_B),
-            torch.from_numpy(self.slots.length_S[slot_B] + i),
-            torch.full((len(slot_B),), i),
-            cache if keeps_q else None,
-            fp64_noise=self.config.use_fp64_gumbel,
+            Rows(logits_BV, self.slots.params, slot_B),
+            Noise(position_B, index_B, DRAFT, self.config.use_fp64_gumbel),
+            cache if any(map(self._keeps_q, slots)) else None,
         )
+
+
+def _spread(token_BK: Tensor, counts: Sequence[int]) -> Tensor:
+    """Drafts of the requests that have some, as rows of a batch in which others have none."""
+    all_BK = token_BK.new_full((len(counts), token_BK.shape[1]), -1)
+    all_BK[torch.tensor([count > 0 for count in counts])] = token_BK
+    return all_BK
 
 
 def _cache_bytes(num_drafts: int, vocab_size: int, dtype: torch.dtype) -> int:

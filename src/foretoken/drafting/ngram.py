@@ -7,11 +7,13 @@ has K tokens after it, else the one that has most (Saxena 2023, "Prompt Lookup D
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.ops import DraftBlock
-from foretoken.slots.table import Array, SlotTable
+from foretoken.slots.table import SlotTable
 
 _BYTES = 4  # token ids are searched as 4-byte words: bytes.rfind runs at C speed
 
@@ -28,13 +30,13 @@ class NGram(Drafter):
         """Remember where the tokens are."""
         self.slots = slots
 
-    def propose(self, slot_B: Array, num_drafts_B: Array) -> DraftBlock:
+    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
-        asked = zip(slot_B.tolist(), num_drafts_B.tolist(), strict=True)
+        asked = zip(slots, num_drafts, strict=True)
         return one_hot_block([self._lookup(*one) for one in asked], self.slots.device)
 
     def _lookup(self, slot: int, num_drafts: int) -> list[int]:
-        length = int(self.slots.length_S[slot])
+        length = self.slots.length_S[slot]
         text = self.slots.token_SL[slot, :length].tobytes() if num_drafts else b""
         for size in range(min(self.longest, len(text) // _BYTES - 1), self.shortest - 1, -1):
             end = _best_match(text, size, num_drafts * _BYTES)

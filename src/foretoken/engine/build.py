@@ -76,7 +76,7 @@ def _build(config: EngineConfig) -> Engine:
         max_model_len=config.max_model_len,
         view=view,
     )
-    threads = StepThreads(config.threads, native_target=model.fused is not None)
+    threads = StepThreads(config.threads, backend, native_target=model.fused is not None)
     _log.info(
         "Threads: %s, PyTorch's: %d; for the whole process.",
         f"{threads.most} or 1 by speed" if threads.chooses else threads.most,
@@ -87,15 +87,7 @@ def _build(config: EngineConfig) -> Engine:
     num_blocks = _num_blocks(config, model, drafter)
     per_block, per_slot = _sizes(config, model, drafter)
     check_fits(num_blocks * per_block + config.max_num_seqs * per_slot)
-    most_tokens = min(model.max_model_len, num_blocks * config.block_size)
-    speculation = config.speculative_config
-    slots = SlotTable(
-        config.max_num_seqs,
-        device,
-        max_tokens=most_tokens,
-        num_drafts=speculation.num_speculative_tokens if speculation else 0,
-        blocks=-(-most_tokens // config.block_size),
-    )
+    slots = _slots(config, model, num_blocks)
     if drafter is not None:
         drafter.allocate(slots, num_blocks)
         slots.register("drafts", drafter)
@@ -212,6 +204,18 @@ def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) 
             "Raise it, or lower `max_num_seqs` or `block_size`.",
         )
     return min(fitting, config.max_num_seqs * -(-model.max_model_len // config.block_size))
+
+
+def _slots(config: EngineConfig, model: CausalLM, num_blocks: int) -> SlotTable:
+    most_tokens = min(model.max_model_len, num_blocks * config.block_size)
+    speculation = config.speculative_config
+    return SlotTable(
+        config.max_num_seqs,
+        model.device,
+        max_tokens=most_tokens,
+        num_drafts=speculation.num_speculative_tokens if speculation else 0,
+        blocks=-(-most_tokens // config.block_size),
+    )
 
 
 def _sizes(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> tuple[int, int]:

@@ -8,15 +8,14 @@ ends (engine).
 Drafts are proposed at the beginning of the step that verifies them: nothing of a proposal outlives
 a step, and no block is reserved for drafts that are not verified (decision 016).
 
-Shape suffixes: B requests of the step, D those that decide, K drafts, N rows of logits, M rows with
-log-probabilities, V vocabulary.
+Shape suffixes: B requests of the step, D those that decide, N rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,8 +26,8 @@ from foretoken.engine.sampler import Sampler
 from foretoken.engine.step import PhaseClock
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock
-from foretoken.slots.step import NONE, LogprobRows, StepInput, StepResult
-from foretoken.slots.table import Array, SlotTable
+from foretoken.slots.step import NONE, LogprobRows, SlotSpan, StepInput, StepResult
+from foretoken.slots.table import SlotTable
 
 
 class Runner:
@@ -57,45 +56,40 @@ class Runner:
 
     def run(self, step: StepInput) -> StepResult:
         """Compute a step's tokens and draw the next ones."""
-        slots, mark = self.slots, self.clock.mark
-        index_B = slots.unfinished(step.slot_B)
-        if not len(index_B):
-            return StepResult.empty()
-        if len(index_B) < len(step.slot_B):
-            step = step.at(index_B)
-        deciding = step.decides_B.nonzero()[0]
-        slot_D = step.slot_B[deciding]
-        drafts = self._propose(slot_D, step.num_drafts_B[deciding])
-        num_drafts_B = np.zeros_like(step.slot_B)
-        num_drafts_B[deciding] = drafts.num_B.numpy()
+        mark = self.clock.mark
+        live = self.slots.unfinished(step.slot_B)
+        if len(live) < len(step.slot_B):  # launched before it was known that they had all tokens
+            if not live:
+                return StepResult.empty()
+            step = step.at(live)
+        deciding = [b for b, decides in enumerate(step.decides_B) if decides]
+        slot_D = [step.slot_B[b] for b in deciding]
+        drafts = self._propose(slot_D, [step.num_drafts_B[b] for b in deciding])
         mark("draft")
         edits, faults = self.sampler.edits(slot_D, drafts, self.model.vocab_size)
-        start_B = slots.computed_S[step.slot_B]
-        count_B = step.num_tokens_B + num_drafts_B
-        num_logits_B = step.num_logits(num_drafts_B)
-        batch = gather_batch(slots, step.slot_B, start_B, count_B, num_logits_B, self.kv.block_size)
+        spans = self._spans(step, dict(zip(slot_D, drafts.num_B.tolist(), strict=True)))
+        batch = gather_batch(self.slots, spans, self.kv.block_size)
         mark("batch")
         output = self.model.forward(batch, self.kv)
-        logits_NV = output.logits_NV
         mark("forward")
-        rows_NV = _decision_rows(logits_NV, num_logits_B, num_drafts_B, deciding)
+        rows_NV = _decision_rows(output.logits_NV, spans, slot_D, drafts)
         verdict = self.sampler.verify(rows_NV, slot_D, drafts, edits)
-        result = StepResult(index_B, deciding, start_B, count_B, drafts, verdict, faults)
-        result.hidden = output.aux
-        if not verdict.finite_B.all():
-            result.blame(rows_NV)
+        result = StepResult(spans, slot_D, drafts, verdict, faults, hidden=output.aux)
+        _blame(result, rows_NV)
         mark("verify")
-        if step.wants_logprobs:
-            self._take_logprobs(result, step, num_logits_B, logits_NV)
+        if step.most_logprobs != NONE:
+            self._take_logprobs(result, step, output.logits_NV)
             mark("log-probabilities")
         self._advance(step, result)
         mark("advance")
         return result
 
-    def _propose(self, slot_D: Array, most_D: Array) -> DraftBlock:
+    def _propose(self, slot_D: Sequence[int], most_D: Sequence[int]) -> DraftBlock:
         """Drafts of the requests that decide, written behind their known tokens."""
-        num_D = self.slots.num_drafts(slot_D, most_D)
-        if self.drafter is None or not num_D.any():
+        num_D = [
+            self.slots.num_drafts(slot, most) for slot, most in zip(slot_D, most_D, strict=True)
+        ]
+        if self.drafter is None or not any(num_D):
             size = len(slot_D)
             if size not in self._no_drafts:
                 self._no_drafts[size] = one_hot_block([[]] * size, self.slots.device)
@@ -106,54 +100,75 @@ class Runner:
         self.slots.put_drafts(slot_D, drafts.token_BK.numpy())
         return drafts
 
+    def _spans(self, step: StepInput, num_drafts: dict[int, int]) -> list[SlotSpan]:
+        """Which tokens of each slot are computed, and the logits of how many are needed."""
+        spans = []
+        for slot, num_tokens, *_, prompt_top in zip(*step, strict=True):
+            count = num_tokens + num_drafts.get(slot, 0)
+            num_logits = 1 + num_drafts[slot] if slot in num_drafts else 0
+            if prompt_top != NONE:
+                num_logits = count
+            spans.append(SlotSpan(slot, self.slots.computed_S[slot], count, num_logits))
+        return spans
+
     def _advance(self, step: StepInput, result: StepResult) -> None:
         """Let slots and drafter have the outcome; a request that has failed does not go on."""
-        slot_D = step.slot_B[result.deciding]
-        self.slots.computed_S[step.slot_B] += step.num_tokens_B
-        result.faults |= self.slots.advance(slot_D, result.verdict)
-        for i in result.faults:
-            self.slots.stop(slot_D[i])
+        slots = self.slots
+        for slot, num_tokens in zip(step.slot_B, step.num_tokens_B, strict=True):
+            slots.computed_S[slot] += num_tokens
+        for slot, outcome in result.decisions.items():
+            try:
+                slots.advance(slot, outcome)
+            except Exception as error:
+                result.faults[slot] = error
+            if not outcome.is_finite or slot in result.faults:
+                slots.stop(slot)
         if self.drafter is not None:
             self.drafter.observe(step, result)
 
-    def _take_logprobs(
-        self, result: StepResult, step: StepInput, num_logits_B: Array, logits_NV: Tensor
-    ) -> None:
+    def _take_logprobs(self, result: StepResult, step: StepInput, logits_NV: Tensor) -> None:
         """Log-probabilities of prompts and of decisions, before the next pass takes the logits."""
         rows: list[int] = []
         tokens: list[int] = []
-        token_DK1, end_B = result.verdict.token_BK1.clamp(min=0).tolist(), np.cumsum(num_logits_B)
-        decision = {int(b): d for d, b in enumerate(result.deciding)}
-        for b in ((step.top_B != NONE) | (step.prompt_top_B != NONE)).nonzero()[0].tolist():
-            begin, end = len(rows), int(end_B[b])
+        end = 0
+        for b, span in enumerate(result.spans):
+            first, end, begin = end, end + span.num_logits, len(rows)
             if step.prompt_top_B[b] != NONE:
-                following = self.slots.following(step.slot_B[b], step.num_tokens_B[b])
-                first = end - int(num_logits_B[b])
+                following = self.slots.following(span.slot, step.num_tokens_B[b])
                 rows += range(first, first + len(following))
                 tokens += following
             middle = len(rows)
             if step.top_B[b] != NONE:
-                d = decision[b]
-                num = int(result.drafts.num_B[d]) + 1
-                rows += range(end - num, end)
-                tokens += token_DK1[d][:num]
-            result.logprob_rows[int(result.index_B[b])] = LogprobRows(begin, middle, len(rows))
-        if not rows:  # of a prompt whose last token alone was computed
-            return
-        result.logprobs = self.sampler.logprobs(
-            logits_NV[torch.tensor(rows)],
-            torch.tensor(tokens),
-            int(max(step.top_B.max(), step.prompt_top_B.max())),
-        )
+                outcome = result.decisions[span.slot]
+                first = end - 1 - outcome.num_drafts
+                rows += range(first, first + len(outcome.token_ids))
+                tokens += outcome.token_ids
+            result.logprob_rows[span.slot] = LogprobRows(begin, middle, len(rows))
+        if rows:  # not of a prompt whose last token alone was computed
+            result.logprobs = self.sampler.logprobs(
+                logits_NV[torch.tensor(rows)], torch.tensor(tokens), step.most_logprobs
+            )
 
 
 def _decision_rows(
-    logits_NV: Tensor, num_logits_B: Array, num_drafts_B: Array, deciding: Array
+    logits_NV: Tensor, spans: Sequence[SlotSpan], slot_D: Sequence[int], drafts: DraftBlock
 ) -> Tensor:
     """The last K_b + 1 rows of every deciding request; the same tensor if those are all."""
-    num_D = num_drafts_B[deciding] + 1
-    if len(logits_NV) == num_D.sum():
+    num_D = [num_drafts + 1 for num_drafts in drafts.num_B.tolist()]
+    if len(logits_NV) == sum(num_D):
         return logits_NV
-    ends = zip(np.cumsum(num_logits_B)[deciding].tolist(), num_D.tolist(), strict=True)
-    keep = [row for end, num in ends for row in range(end - num, end)]
+    ends = dict(zip((s.slot for s in spans), accumulate(s.num_logits for s in spans), strict=True))
+    decided = zip(slot_D, num_D, strict=True)
+    keep = [row for slot, num in decided for row in range(ends[slot] - num, ends[slot])]
     return logits_NV[torch.tensor(keep, dtype=torch.int64, device=logits_NV.device)]
+
+
+def _blame(result: StepResult, logits_NV: Tensor) -> None:
+    """Find out whose fault it is that requests have no token, while their logits are there."""
+    first = 0
+    for slot, outcome in result.decisions.items():
+        if not outcome.is_finite:
+            highest_N = logits_NV[first : first + outcome.num_accepted + 1].amax(dim=1)
+            if bool(torch.isfinite(highest_N).all()):
+                result.banned_all.add(slot)
+        first += outcome.num_drafts + 1

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, Edits, Logprobs, Verdict
+from foretoken.ops import Backend, DraftBlock, Edits, Logprobs, Verdict, VerifyBatch
 from foretoken.outputs import Logprob
 from foretoken.slots.edits import build_edits
-from foretoken.slots.table import Array, SlotTable
+from foretoken.slots.table import SlotTable
 
 
 class Sampler:
@@ -47,7 +48,7 @@ class Sampler:
         )
 
     def edits(
-        self, slot_D: Array, drafts: DraftBlock, vocab_size: int
+        self, slot_D: Sequence[int], drafts: DraftBlock, vocab_size: int
     ) -> tuple[Edits | None, dict[int, Exception]]:
         """Edits of the K_b + 1 rows of each request, and what was raised, by index."""
         histories = self.slots.histories
@@ -55,25 +56,27 @@ class Sampler:
             return None, {}
         rows = zip(drafts.token_BK.tolist(), drafts.num_B.tolist(), strict=True)
         mine = (
-            (histories.get(slot), row[:num])
-            for slot, (row, num) in zip(slot_D.tolist(), rows, strict=True)
+            (histories.get(slot), row[:num]) for slot, (row, num) in zip(slot_D, rows, strict=True)
         )
         return build_edits(mine, vocab_size, self.slots.device)
 
     def verify(
-        self, logits_NV: Tensor, slot_D: Array, drafts: DraftBlock, edits: Edits | None
+        self, logits_NV: Tensor, slot_D: Sequence[int], drafts: DraftBlock, edits: Edits | None
     ) -> Verdict:
         """Verify drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
-        return self.backend.verify(
+        numbers = [slot_D, [self.slots.length_S[slot] for slot in slot_D]]
+        numbers_2D = torch.from_numpy(np.array(numbers, dtype=np.int64))
+        batch = VerifyBatch(
             logits_NV,
             self.slots.params,
-            torch.from_numpy(slot_D),
-            torch.from_numpy(self.slots.length_S[slot_D]),
+            numbers_2D[0],
+            numbers_2D[1],
             drafts,
             edits=edits,
             synthetic_rate_K=self.synthetic_rate_K,
             fp64_noise=self.fp64_noise,
         )
+        return self.backend.verify(batch)
 
     def logprobs(self, logits_NV: Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         """Log-probabilities of given tokens and of the likeliest; see `Backend.logprobs`."""

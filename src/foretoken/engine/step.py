@@ -10,19 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from foretoken.engine.request import Share
 from foretoken.slots.step import NONE, StepInput, StepResult
 
 
 def step_input(shares: Sequence[Share]) -> StepInput:
-    """The shares as arrays, in their order."""
-    rows = [_numbers(share) for share in shares]
-    return StepInput(*np.array(rows, dtype=np.int64).reshape(len(rows), 6).T.copy())
+    """The shares as numbers, in their order; there is one at least."""
+    return StepInput(*zip(*map(_numbers, shares), strict=True))
 
 
-def _numbers(share: Share) -> tuple[int, ...]:
+def _numbers(share: Share) -> tuple[int, int, int, bool, int, int]:
     request, params = share.request, share.request.params
     top = params.logprobs if share.decides else None
     prompt_top = params.prompt_logprobs if share.wants_prompt_logits else None
@@ -59,12 +56,15 @@ class StepTrace:
 
     def count(self, result: StepResult) -> None:
         """Take over the numbers of its result."""
-        self.num_requests = len(result.index_B)
-        self.num_rows = int(result.count_B.sum())
-        self.num_drafts = int(result.drafts.num_B.sum())
-        self.num_accepted = int(result.verdict.n_accept_B.sum())
-        is_decode_D = result.count_B[result.deciding] == 1 + result.drafts.num_B.numpy()
-        self.num_decoding = int(is_decode_D.sum())
+        decisions = result.decisions
+        self.num_requests = len(result.spans)
+        self.num_rows = sum(span.num_tokens for span in result.spans)
+        self.num_drafts = sum(outcome.num_drafts for outcome in decisions.values())
+        self.num_accepted = sum(outcome.num_accepted for outcome in decisions.values())
+        self.num_decoding = sum(
+            span.slot in decisions and span.num_tokens == 1 + decisions[span.slot].num_drafts
+            for span in result.spans
+        )
 
 
 OnStep = Callable[[StepTrace], None]

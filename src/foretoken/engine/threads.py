@@ -21,7 +21,7 @@ from statistics import median
 import torch
 
 from foretoken.engine.request import Share
-from foretoken.ops.backends.native import library
+from foretoken.ops import Backend
 
 _OPENMP_THREADS = torch.get_num_threads()  # before we set it
 _STEPS = 3  # whose median stands for a count
@@ -52,6 +52,7 @@ class StepThreads:
         asked: None takes one thread, or all usable cores but no more than OpenMP had when this
             module was imported (`openmp_threads`), by steps of the same size; what is set by
             others, by `torch.set_num_threads` for example, does not count and is overwritten.
+        backend: what it computes with is told, too.
         native_target: the target runs in the native decoder: PyTorch gets one thread. A draft model
             beside it that does not is small: one thread is as fast there.
         clock: seconds.
@@ -61,13 +62,14 @@ class StepThreads:
     def __init__(
         self,
         asked: int | None,
+        backend: Backend,
         native_target: bool,
         clock: Callable[[], float] = time.perf_counter,
         openmp_threads: int = _OPENMP_THREADS,
     ) -> None:
         self.most = min(usable_cores(), openmp_threads) if asked is None else asked
         self.chooses = asked is None and self.most > 1
-        self._native = library.missing() is None
+        self._backend = backend
         self._native_target = native_target
         self._clock = clock
         self._choices: dict[int, _Choice] = {}
@@ -107,8 +109,7 @@ class StepThreads:
         return self._choices.setdefault(_rounded(rows), _Choice(*counts))
 
     def _use(self, count: int) -> None:
-        if self._native:
-            library.set_num_threads(count)
+        self._backend.set_num_threads(count)
         openmp = 1 if self._native_target else count
         if torch.get_num_threads() != openmp:  # it is of this thread, not of the process
             torch.set_num_threads(openmp)

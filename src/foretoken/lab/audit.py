@@ -1,7 +1,7 @@
 """Is it lossless? Two checks through the real engine, each with a figure a reader can judge.
 
 Greedy: at T=0 speculative tokens must equal plain tokens, one by one. Sampled: at T>0 they must
-have the same law, so many short completions of one prompt are drawn both ways and their joint
+be distributed alike, so many short completions of one prompt are drawn both ways and their joint
 distributions compared by a chi-square test. Both use one engine: plain decoding is the same engine
 with `num_speculative_tokens=0` for the request.
 """
@@ -64,7 +64,7 @@ class SampledAudit:
 
     Attributes:
         samples: completions on each side.
-        length: tokens of each, whose joint law is compared.
+        length: tokens of each, whose joint distribution is compared.
         test: the chi-square test of homogeneity.
         metrics: of the speculative side: what was drafted and accepted.
     """
@@ -150,7 +150,7 @@ def sampled_audit(
     params: SamplingParams,
     report: Report = _silent,
 ) -> SampledAudit:
-    """Draw `samples` completions of `length` tokens each way and compare their joint law.
+    """Draw `samples` completions of `length` tokens each way and compare their joint distribution.
 
     Every completion has its own noise (no seed is given), so the two sides are independent.
 

@@ -1,4 +1,7 @@
-"""Chi-square test that two samples of outcomes come from one law. Pure arithmetic, no scipy."""
+"""Chi-square tests: of counts against known probabilities, and of two samples against each other.
+
+Pure arithmetic, no scipy.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ MIN_EXPECTED = 5.0  # the usual rule for the chi-square approximation to hold in
 
 @dataclass(frozen=True, slots=True)
 class ChiSquare:
-    """A statistic, its degrees of freedom, and the chance of a larger one under equal laws."""
+    """A statistic, its degrees of freedom, and the chance of a larger one without a difference."""
 
     statistic: float
     degrees: int
@@ -51,6 +54,31 @@ def upper_tail(statistic: float, degrees: int) -> float:
     return scale * h
 
 
+def goodness_of_fit(
+    counts: Sequence[int], probabilities: Sequence[float], least: float = MIN_EXPECTED
+) -> ChiSquare:
+    """Test of counts against known probabilities; cells expected below `least` are pooled.
+
+    A count where the probability is 0 has p = 0, whatever else was counted. One cell alone, for
+    want of observations or of outcomes, has p = 1.
+    """
+    total = sum(counts)
+    cells = [(n, total * chance) for n, chance in zip(counts, probabilities, strict=True)]
+    if any(n and not expected for n, expected in cells):
+        return ChiSquare(math.inf, len(cells) - 1, 0.0)
+    kept = [cell for cell in cells if cell[1] >= least]
+    rare = [cell for cell in cells if 0 < cell[1] < least]
+    if rare:
+        pool = sum(n for n, _ in rare), sum(expected for _, expected in rare)
+        if pool[1] < least and kept:  # the pool itself is rare: the last cell takes it
+            n, expected = kept.pop()
+            pool = pool[0] + n, pool[1] + expected
+        kept.append(pool)
+    statistic = sum((n - expected) ** 2 / expected for n, expected in kept)
+    degrees = len(kept) - 1
+    return ChiSquare(statistic, degrees, upper_tail(statistic, degrees) if degrees > 0 else 1.0)
+
+
 def pool_by_prefix(
     first: Iterable[Sequence[Hashable]], second: Iterable[Sequence[Hashable]], least: float
 ) -> list[tuple[int, int]]:
@@ -85,7 +113,7 @@ def pool_by_prefix(
 def homogeneity(
     first: Sequence[Sequence[Hashable]], second: Sequence[Sequence[Hashable]]
 ) -> ChiSquare:
-    """Test that two samples of sequences share one joint law (2 x cells contingency table)."""
+    """Test that two samples of sequences have one joint distribution (a 2 x cells table)."""
     share = min(len(first), len(second)) / (len(first) + len(second))
     cells = pool_by_prefix(first, second, MIN_EXPECTED / share)
     total, mine = len(first) + len(second), len(first)

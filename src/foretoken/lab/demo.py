@@ -103,7 +103,7 @@ class Demo:
         self.console.print(
             f"Foretoken completes Python files that {config.model} has never seen. A small draft "
             f"model proposes up to {drafts} tokens, the target checks them in one pass, and the "
-            "text has exactly the law it would have without drafts."
+            "text is distributed exactly as it would be without drafts."
         )
         for kind, meaning in MEANING.items():
             line = Text("  ").append(kind, STYLES[kind]).append(" " * (11 - len(kind)))
@@ -196,7 +196,7 @@ class Demo:
         return timing
 
     def check_losslessness(self, samples: int) -> None:
-        """Equal tokens at T=0, equal law at T>0, with the figures that say so."""
+        """Equal tokens at T=0, an equal distribution at T>0, with the figures that say so."""
         self._title("Is it lossless?")
         prompts = [item.prompt for item in heldout(AUDIT_PROMPTS)]
         with self._progress("comparing tokens", len(prompts)) as advance:
@@ -229,10 +229,11 @@ class Demo:
             "inconclusive": _nothing_at_stake(sampled.metrics),
         }[sampled.verdict]
         self._say(
-            f"Temperature 1: {samples} completions of `{AUDIT_PROMPT}` each way, joint law of "
-            f"{AUDIT_LENGTH} tokens: chi-square {test.statistic:.1f} on {test.degrees} degrees of "
-            f"freedom, p = {test.p_value:.3f}: {verdict} (a difference would show as "
-            f"p < {ALPHA:g}; {sampled.metrics.acceptance_rate:.0%} of the drafts were accepted)."
+            f"Temperature 1: {samples} completions of `{AUDIT_PROMPT}` each way, joint "
+            f"distribution of {AUDIT_LENGTH} tokens: chi-square {test.statistic:.1f} on "
+            f"{test.degrees} degrees of freedom, p = {test.p_value:.3f}: {verdict} (a difference "
+            f"would show as p < {ALPHA:g}; {sampled.metrics.acceptance_rate:.0%} of the drafts "
+            "were accepted)."
         )
 
     def _title(self, text: str) -> None:

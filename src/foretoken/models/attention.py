@@ -16,10 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, write_index
 from foretoken.errors import UnsupportedModelError
-from foretoken.ops import AttentionCall, AttentionOptions, Backend
+from foretoken.ops import AttentionBatch, AttentionCall, AttentionOptions, Backend
 
 __all__ = [
     "ATTENTION_NAME",
@@ -48,13 +47,13 @@ class AttentionPass:
 
     def __init__(
         self,
-        batch: ForwardBatch,
+        batch: AttentionBatch,
         kv: KVPool | None,
         backend: Backend,
         calls: list[AttentionCall] | None = None,
     ) -> None:
-        self.batch, self.kv, self.backend, self.calls = batch.attention, kv, backend, calls
-        self.write_index_T = write_index(batch.attention, batch.position_T)
+        self.batch, self.kv, self.backend, self.calls = batch, kv, backend, calls
+        self.write_index_T = write_index(batch)
 
 
 _current: ContextVar[AttentionPass | None] = ContextVar("foretoken_attention", default=None)

@@ -110,8 +110,8 @@ class CausalLM:
                 kv.values,
                 self.aux_layers,
             )
-        rows = batch.logit_row_N
-        with torch.inference_mode(), attention_context(AttentionPass(batch, kv, self.backend)):
+        rows, run = batch.logit_row_N, AttentionPass(batch.attention, kv, self.backend)
+        with torch.inference_mode(), attention_context(run):
             output = self.module(
                 input_ids=batch.token_T.unsqueeze(0),
                 position_ids=batch.position_T.unsqueeze(0),

@@ -202,7 +202,7 @@ def probe(
     text = module.config.get_text_config()
     batch = build_batch([Span([0], 0, _random_tokens(text.vocab_size, 4), 4)], _BLOCK, device)
     calls: list[AttentionCall] = []
-    run = AttentionPass(batch, None, backend, calls)
+    run = AttentionPass(batch.attention, None, backend, calls)
     logits = _forward(module, batch, run)
     layers = text.num_hidden_layers
     if [call.layer for call in calls] != list(range(layers)):

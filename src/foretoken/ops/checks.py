@@ -1,4 +1,4 @@
-"""Argument checks shared by the backends: a wrong argument is named before any work is done.
+"""What an op is given, checked once for all backends: a wrong argument is named before any work.
 
 Shapes, dtypes, devices and strides of every tensor; of tensors on the host, values too where a look
 costs little. Nothing here waits for a device: what a CUDA tensor holds is never read.
@@ -18,18 +18,26 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import ConfigError
-from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream
+from foretoken.ops.types import (
+    DRAFT,
+    RESIDUAL,
+    TARGET,
+    DraftBlock,
+    DraftCache,
+    Edits,
+    Noise,
+    Rows,
+    Rule,
+    SlotParams,
+    VerifyBatch,
+)
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INT64, FLOAT32, FLOAT64 = (torch.int64,), (torch.float32,), (torch.float64,)
 IDS = (torch.int64, torch.int32)
 RULES = frozenset(int(rule) for rule in Rule)
-STREAM_PAIRS: tuple[tuple[Stream, Stream], ...] = (
-    (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK),
-    (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK),
-    (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK),
-)
-"""What `sample` draws from; one stream for both would bend the distribution of longer rows."""
+STREAM_PAIRS = (TARGET, RESIDUAL, DRAFT)
+"""One stream for both noises would bend the distribution of rows longer than a block."""
 _FITTING: WeakSet[SlotParams | DraftCache] = WeakSet()
 """Objects already validated; skipping them saves most of `verify`'s host time (27 to 14 us)."""
 _latest_rates: ref[Tensor] | None = None
@@ -99,19 +107,14 @@ def check_logits(name: str, logits: Tensor, dimensions: int = 2) -> None:
         )
 
 
-def check_rows(
-    logits_NV: Tensor,
-    slot_N: Tensor,
-    params: SlotParams,
-    edits: Edits | None = None,
-    *,
-    names: tuple[str, str] = ("logits_NV", "slot_N"),
-) -> None:
+def check_rows(rows: Rows) -> None:
     """Logits of N rows, their slots, the parameters of these slots, and edits."""
-    check_logits(names[0], logits_NV)
-    check_tensor(names[1], slot_N, logits_NV.shape[:1], INT64, logits_NV.device)
+    check_kind("rows", rows, Rows)
+    logits_NV, params, slot_N, edits = rows
+    check_logits("logits_NV", logits_NV)
+    check_tensor("slot_N", slot_N, logits_NV.shape[:1], INT64, logits_NV.device)
     check_params(params, logits_NV.device)
-    _check_slots(names[1], slot_N, params, logits_NV.shape[1])
+    _check_slots("slot_N", slot_N, params, logits_NV.shape[1])
     if edits is not None:
         check_edits(edits, logits_NV)
 
@@ -132,56 +135,54 @@ def check_params(params: SlotParams, device: torch.device) -> None:
     _FITTING.add(params)
 
 
-def check_sample(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_N: Tensor,
-    position_N: Tensor,
-    draft_index_N: Tensor,
-    streams: tuple[Stream, Stream],
-    edits: Edits | None = None,
-    fp64_noise: bool = False,
-) -> None:
+def check_sample(rows: Rows, noise: Noise) -> None:
     """All arguments of `Backend.sample`."""
-    check_flag("fp64_noise", fp64_noise)
-    check_rows(logits_NV, slot_N, params, edits)
+    check_rows(rows)
+    check_kind("noise", noise, Noise)
+    position_N, draft_index_N, streams, fp64 = noise
+    slot_N = rows.slot_N
     check_tensor("position_N", position_N, slot_N.shape, INT64, slot_N.device)
     check_tensor("draft_index_N", draft_index_N, slot_N.shape, INT64, slot_N.device)
     if streams not in STREAM_PAIRS:
-        wanted = "a token stream and its block stream, as (TARGET_TOKEN, TARGET_BLOCK)"
-        raise ConfigError("streams", streams, wanted)
+        raise ConfigError("streams", streams, "`TARGET`, `RESIDUAL` or `DRAFT`")
+    check_flag("fp64", fp64)
 
 
-def check_draft(
-    logits_BV: Tensor,
-    params: SlotParams,
-    slot_B: Tensor,
-    position_B: Tensor,
-    draft_index_B: Tensor,
-    cache: DraftCache | None,
-    fp64_noise: bool = False,
-) -> None:
+def check_draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> None:
     """All arguments of `Backend.draft`; on the host also that no row is written twice."""
-    check_flag("fp64_noise", fp64_noise)
-    check_rows(logits_BV, slot_B, params, names=("logits_BV", "slot_B"))
-    check_tensor("position_B", position_B, slot_B.shape, INT64, slot_B.device)
-    check_tensor("draft_index_B", draft_index_B, slot_B.shape, INT64, slot_B.device)
+    check_sample(rows, noise)
+    if noise.streams != DRAFT:
+        raise ConfigError("streams", noise.streams, "`DRAFT`")
+    if rows.edits is not None:
+        raise ConfigError("edits", "given", "None: q is kept without edits")
     if cache is None:
         return
-    check_cache("cache", cache, params, logits_BV.device)
+    logits_NV, index_N = rows.logits_NV, noise.draft_index_N
+    check_cache("cache", cache, rows.params, logits_NV.device)
     slots, drafts, width = cache.logits_SKV.shape
-    if cache.logits_SKV.dtype != logits_BV.dtype:
-        wanted = f"{logits_BV.dtype}, as `logits_BV`"
+    if cache.logits_SKV.dtype != logits_NV.dtype:
+        wanted = f"{logits_NV.dtype}, as `logits_NV`"
         raise ConfigError("cache.logits_SKV.dtype", cache.logits_SKV.dtype, wanted)
-    if width != logits_BV.shape[1]:
-        wanted = f"[{slots}, {drafts}, {logits_BV.shape[1]}]"
+    if width != logits_NV.shape[1]:
+        wanted = f"[{slots}, {drafts}, {logits_NV.shape[1]}]"
         raise ConfigError("cache.logits_SKV.shape", tuple(cache.logits_SKV.shape), wanted)
-    if _on_host(draft_index_B):
-        index_B = draft_index_B.tolist()
-        if index_B and not 0 <= min(index_B) <= max(index_B) < drafts:
-            raise ConfigError("draft_index_B", index_B, f"in 0..{drafts - 1}, the cache's drafts")
-        if len(set(zip(slot_B.tolist(), index_B, strict=True))) < len(index_B):
-            raise ConfigError("slot_B", slot_B.tolist(), "one row per slot and draft index")
+    if _on_host(index_N):
+        index = index_N.tolist()
+        if index and not 0 <= min(index) <= max(index) < drafts:
+            raise ConfigError("draft_index_N", index, f"in 0..{drafts - 1}, the cache's drafts")
+        slot = rows.slot_N.tolist()
+        if len(set(zip(slot, index, strict=True))) < len(index):
+            raise ConfigError("slot_N", slot, "one row per slot and draft index")
+
+
+def check_draft_cache(logits_BKV: Tensor, params: SlotParams, slot_B: Tensor) -> None:
+    """All arguments of `draft_cache` but the backend."""
+    check_logits("logits_BKV", logits_BKV, 3)
+    check_tensor("slot_B", slot_B, logits_BKV.shape[:1], INT64, logits_BKV.device)
+    check_params(params, logits_BKV.device)
+    _check_slots("slot_B", slot_B, params, logits_BKV.shape[2])
+    if _on_host(slot_B) and len(set(slot_B.tolist())) < len(slot_B):
+        raise ConfigError("slot_B", slot_B.tolist(), "one row per slot")
 
 
 def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.device) -> None:
@@ -230,17 +231,10 @@ def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None
         raise ConfigError("drafts.cache", None, "given, since `real_q_B` asks for it")
 
 
-def check_verify(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_B: Tensor,
-    position_B: Tensor,
-    drafts: DraftBlock,
-    edits: Edits | None = None,
-    synthetic_rate_K: Tensor | None = None,
-    fp64_noise: bool = False,
-) -> None:
-    """All arguments of `Backend.verify` against each other."""
+def check_verify(batch: VerifyBatch) -> None:
+    """All of `Backend.verify` against each other."""
+    check_kind("batch", batch, VerifyBatch)
+    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise = batch
     check_flag("fp64_noise", fp64_noise)
     check_logits("logits_NV", logits_NV)
     device = logits_NV.device
@@ -321,23 +315,14 @@ def _check_entries(edits: Edits, vocabulary: int) -> None:
         _check_between(f"edits.{field}", getattr(edits, field).numpy(), low, 3.4e38, wanted)
 
 
-def check_logprobs(
-    logits_NV: Tensor,
-    token_N: Tensor,
-    num_top: int,
-    params: SlotParams | None = None,
-    slot_N: Tensor | None = None,
-    edits: Edits | None = None,
-) -> None:
+def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
     """All arguments of `Backend.logprobs`."""
-    if params is not None and slot_N is not None:
-        check_rows(logits_NV, slot_N, params, edits)
+    if isinstance(rows, Rows):
+        check_rows(rows)
+        logits_NV = rows.logits_NV
     else:
-        check_logits("logits_NV", logits_NV)
-        if params is not None or slot_N is not None:
-            raise ConfigError("slot_N", slot_N, "given exactly if `params` is")
-        if edits is not None:
-            raise ConfigError("edits", "given", "None for the raw logits, without `params`")
+        logits_NV = rows
+        check_logits("rows", logits_NV)
     vocabulary = logits_NV.shape[1]
     check_tensor("token_N", token_N, logits_NV.shape[:1], IDS, logits_NV.device)
     if _on_host(token_N):
@@ -351,12 +336,16 @@ def _on_host(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def _check_slots(name: str, slot_N: Tensor, params: SlotParams, vocabulary: int) -> set[int]:
+def _check_slots(
+    name: str, slot_N: Tensor, params: SlotParams, vocabulary: int
+) -> AbstractSet[int]:
     """Of tensors on the host: slots exist, and what they hold is in range; returns their rules."""
     if not _on_host(slot_N) or slot_N.shape[0] == 0:
         return set()
     slot, last = slot_N.numpy(), params.key_S.shape[0] - 1
     _check_between(name, slot, 0, last, f"in 0..{last}, the slots of `params`")
+    if params.values_fit:
+        return params.rules
 
     def used(column_S: Tensor) -> list[float]:
         """The values of these slots, each once: mostly one."""

@@ -13,7 +13,7 @@ Column i - 1 of a [B, K] array is about x_i.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,12 +118,18 @@ def weights(x: RuleInputs, rule_B: Tensor) -> Tensor:
     return x.log_p_BK.new_zeros(len(rule_B), x.log_p_BK.shape[1] + 1)
 
 
+def rules_of(rule_B: Sequence[int]) -> list[Rule]:
+    """The rules of a batch, each once; `NotImplementedError` if one is not stated here."""
+    numbers = set(rule_B)
+    if unknown := numbers - RULES.keys():
+        raise NotImplementedError(f"`ops/rules.py` lacks the verification rules {unknown}")
+    return [rule for rule in RULES if rule in numbers]
+
+
 def accept(x: RuleInputs, rule_B: Tensor) -> Tensor:
     """n_accept_B (int64): how many drafts each request accepts under its own rule."""
     n_accept_B = torch.zeros_like(rule_B)
-    if not x.log_u_BK.shape[1]:
-        return n_accept_B  # nothing was drafted: there are no columns to decide
-    for rule in sorted(set(rule_B.tolist())):
-        mine_B = rule_B == rule
-        n_accept_B = torch.where(mine_B, RULES[Rule(rule)](x).sum(dim=1), n_accept_B)
+    for rule in rules_of(rule_B.tolist()):
+        if x.log_u_BK.shape[1]:  # else nothing was drafted: there are no columns to decide
+            n_accept_B = torch.where(rule_B == rule, RULES[rule](x).sum(dim=1), n_accept_B)
     return n_accept_B

@@ -1,5 +1,8 @@
 """Data that crosses the boundary of `ops`. Plain tensors in named fields, no behaviour.
 
+What a call is given is a `NamedTuple`, since one is made for every call (0.3 us, a frozen dataclass
+1.2); what an engine keeps is a dataclass.
+
 Shape suffixes: B requests in the batch, K most drafts of a request, N rows (= sum of K_b + 1),
 V vocabulary, S request slots, T packed tokens, M entries of edits, R masks, W mask words, H heads,
 L block-table columns. A *row* is one position of the target whose next-token distribution is
@@ -28,6 +31,12 @@ class Stream(IntEnum):
     ACCEPT = 6
 
 
+# Pairs of (token stream, block stream) that a row may be drawn with.
+TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+RESIDUAL = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
+DRAFT = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)
+
+
 class Rule(IntEnum):
     """Verification rules by number, as `SlotParams.rule_S` holds them; see `ops/rules.py`."""
 
@@ -52,6 +61,7 @@ class SlotParams:
     has_filters:   False promises that top-k, top-p and min-p are off in every slot that is used, so
                    that a backend on a device need not look; True promises nothing
     rules:         the rules that slots in use may be under, a promise likewise
+    values_fit:    True promises that the values of slots in use are in range: ops do not look
     """
 
     key_S: Tensor
@@ -62,6 +72,7 @@ class SlotParams:
     rule_S: Tensor
     has_filters: bool = True
     rules: frozenset[Rule] = frozenset(Rule)
+    values_fit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,36 @@ class Edits:
     bias_M: Tensor
     repetition_M: Tensor
     subtract_M: Tensor
+
+
+class Rows(NamedTuple):
+    """Rows of raw logits, and what is done to each before anything else reads it.
+
+    logits_NV: any float dtype, unit stride along V; rows may lie apart
+    params:    the parameters of all slots
+    slot_N:    int64, the slot whose parameters each row uses
+    edits:     of these N rows, made before temperature; None changes nothing
+    """
+
+    logits_NV: Tensor
+    params: SlotParams
+    slot_N: Tensor
+    edits: Edits | None = None
+
+
+class Noise(NamedTuple):
+    """Which noise each of N rows is drawn with; its key is that of the row's slot.
+
+    position_N:    int64, sequence position of the token that is drawn
+    draft_index_N: int64, 0 for target and residual streams
+    streams:       `TARGET`, `RESIDUAL` or `DRAFT`
+    fp64:          53 bits to a uniform, not 24
+    """
+
+    position_N: Tensor
+    draft_index_N: Tensor
+    streams: tuple[Stream, Stream]
+    fp64: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -143,6 +184,31 @@ class DraftBlock:
     num_B: Tensor
     cache: DraftCache | None
     real_q_B: Tensor
+
+
+class VerifyBatch(NamedTuple):
+    """What a verification of B requests reads.
+
+    logits_NV:  raw target logits as in `Rows`, K_b + 1 rows per request, requests in batch order
+    params:     the parameters of all slots
+    slot_B:     int64, the slot of each request
+    position_B: int64, sequence position of the token that a request's first row decides
+    edits:      of the N rows; row i of a request has those that hold if drafts before it were
+                accepted
+    synthetic_rate_K: float64 in [0, 1], the probability that draft i is accepted once those before
+                it are; at least as long as `token_BK` is wide. Needed iff a slot of the batch is
+                under `Rule.SYNTHETIC`
+    fp64_noise: as `Noise.fp64`
+    """
+
+    logits_NV: Tensor
+    params: SlotParams
+    slot_B: Tensor
+    position_B: Tensor
+    drafts: DraftBlock
+    edits: Edits | None = None
+    synthetic_rate_K: Tensor | None = None
+    fp64_noise: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,63 +11,57 @@ log-probabilities, N rows of logits, T packed tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, Logprobs, Verdict
-from foretoken.slots.table import Array
 
 NONE = -1
 """In the place of a number of log-probabilities: none are wanted."""
 
 
 class StepInput(NamedTuple):
-    """Requests of one step, in batch order; int64, on the host.
+    """Requests of one step, in batch order, as numbers on the host.
 
     Attributes:
         slot_B: where their state is.
         num_tokens_B: known tokens to compute.
         num_drafts_B: most drafts to verify after them; K_b is smaller where fewer tokens may
             follow, or where the drafter has fewer.
-        decides_B: 1 if new tokens are drawn: at the end of a prompt and in every decode step.
+        decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
         top_B: likeliest tokens to report beside each that is drawn; NONE: no log-probabilities.
         prompt_top_B: the same of the prompt's tokens; their logits are wanted in every row.
     """
 
-    slot_B: Array
-    num_tokens_B: Array
-    num_drafts_B: Array
-    decides_B: Array
-    top_B: Array
-    prompt_top_B: Array
+    slot_B: Sequence[int]
+    num_tokens_B: Sequence[int]
+    num_drafts_B: Sequence[int]
+    decides_B: Sequence[bool]
+    top_B: Sequence[int]
+    prompt_top_B: Sequence[int]
 
-    def at(self, index: Array) -> StepInput:
+    def at(self, index: Sequence[int]) -> StepInput:
         """Some of the requests."""
-        return StepInput(*(column[index] for column in self))
-
-    def num_logits(self, num_drafts_B: Array) -> Array:
-        """Rows whose logits are needed, the last of each request: all, K_b + 1, or none."""
-        deciding_B = self.decides_B * (num_drafts_B + 1)
-        return np.where(self.prompt_top_B == NONE, deciding_B, self.num_tokens_B + num_drafts_B)
+        columns: list[Any] = [[column[i] for i in index] for column in self]
+        return StepInput(*columns)
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether any request wants log-probabilities, of its prompt or of what is drawn."""
-        return bool((self.top_B != NONE).any() or (self.prompt_top_B != NONE).any())
+    def most_logprobs(self) -> int:
+        """Likeliest tokens that any row wants; NONE if no row wants log-probabilities."""
+        return max(*self.top_B, *self.prompt_top_B, NONE)
 
-    @property
-    def num_rows(self) -> int:
-        """Most tokens that the target computes."""
-        return int(self.num_tokens_B.sum() + self.num_drafts_B.sum())
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether no request computes a prompt."""
-        return bool((self.num_tokens_B == 1).all())
+class SlotSpan(NamedTuple):
+    """Tokens of a slot from position `start` on; logits are wanted for the last of them."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    num_logits: int
 
 
 class Outcome(NamedTuple):
@@ -106,87 +100,68 @@ class StepResult:
     """What a step computed; it reads nothing that a later step may overwrite.
 
     Attributes:
-        index_B: which requests of the step ran, ascending; one that had all its tokens already, or
-            has failed, does not.
-        deciding: which of `index_B` decided; the D rows of what follows.
-        start_B, count_B: position of the first token of each request that ran, and how many it
-            computed, drafts included.
+        spans: the tokens that were computed, drafts included, of every request that ran: not of one
+            that had all its tokens already, or has failed.
+        slot_D: of the requests that decided; the rows of `drafts` and `verdict`.
         drafts: what was verified.
         verdict: the new tokens.
-        faults: what the part of one request alone raised, by its row: its tokens are void.
-        banned_all: rows whose logits were finite, but whose requests' parameters left no token.
-        logprobs: of M rows; None if none are wanted.
-        logprob_rows: which rows are whose, by index in the step. Of the K_b + 1 rows of a decision
-            those behind the token that was drawn mean nothing.
-        hidden: [T, H] of each layer that the drafter wants, request by request; the one part that
-            is gone with the next pass.
+        faults: by slot, what the part of one request alone raised.
+        banned_all: slots whose logits were finite, but whose requests' parameters left no token.
+        logprobs: of M rows, by slot in `logprob_rows`; None if none are wanted.
+        hidden: [T, H] of each layer that the drafter wants, in the order of `spans`; the one part
+            that is gone with the next pass.
     """
 
-    index_B: Array
-    deciding: Array
-    start_B: Array
-    count_B: Array
+    spans: Sequence[SlotSpan]
+    slot_D: Sequence[int]
     drafts: DraftBlock
     verdict: Verdict
-    faults: dict[int, Exception]
+    faults: dict[int, Exception] = field(default_factory=dict)
     banned_all: set[int] = field(default_factory=set)
     logprobs: Logprobs | None = None
     logprob_rows: dict[int, LogprobRows] = field(default_factory=dict)
     hidden: tuple[Tensor, ...] = ()
+    _decisions: dict[int, Outcome] | None = None
 
     @classmethod
     def empty(cls) -> StepResult:
         """The result of a step whose requests had all ended already."""
-        nothing = np.zeros(0, dtype=np.int64)
-        none, flags = torch.from_numpy(nothing), torch.zeros(0, dtype=torch.bool)
+        none, flags = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
         drafts = DraftBlock(token_BK=none.view(0, 0), num_B=none, cache=None, real_q_B=flags)
-        verdict = Verdict(none.view(0, 1), none, flags)
-        return cls(nothing, nothing, nothing, nothing, drafts, verdict, {})
+        return cls((), (), drafts, Verdict(none.view(0, 1), none, flags))
+
+    @property
+    def decisions(self) -> dict[int, Outcome]:
+        """What was decided, by slot; waits for the device, once."""
+        if self._decisions is None:
+            columns = zip(
+                self.slot_D,
+                self.verdict.token_BK1.tolist(),
+                self.drafts.num_B.tolist(),
+                self.verdict.n_accept_B.tolist(),
+                self.verdict.finite_B.tolist(),
+                strict=True,
+            )
+            self._decisions = {
+                slot: Outcome(tokens[: accepted + finite], drafted, accepted, finite)
+                for slot, tokens, drafted, accepted, finite in columns
+            }
+        return self._decisions
 
     def read(self) -> dict[int, Outcome]:
-        """The outcome of every request that ran, by its index in the step."""
-        outcomes = {int(index): Outcome([]) for index in self.index_B}
-        columns = zip(
-            self.index_B[self.deciding].tolist(),
-            self.verdict.token_BK1.tolist(),
-            self.drafts.num_B.tolist(),
-            self.verdict.n_accept_B.tolist(),
-            self.verdict.finite_B.tolist(),
-            strict=True,
-        )
-        for row, (index, tokens, num_drafts, num_accepted, finite) in enumerate(columns):
-            outcomes[index] = Outcome(
-                tokens[: num_accepted + finite],
-                num_drafts,
-                num_accepted,
-                finite,
-                row in self.banned_all,
-                self.faults.get(row),
-            )
+        """The outcome of every request that ran, by slot."""
+        outcomes = {span.slot: Outcome([]) for span in self.spans} | self.decisions
+        for slot in self.banned_all:
+            outcomes[slot] = outcomes[slot]._replace(bans_all=True)
+        for slot, fault in self.faults.items():
+            outcomes[slot] = outcomes[slot]._replace(fault=fault)
         if self.logprobs is not None:
-            for index, (begin, decision, end) in self.logprob_rows.items():
-                own = outcomes[index]
-                drawn = min(end, decision + len(own.token_ids))
-                outcomes[index] = own._replace(
+            for slot, (begin, decision, end) in self.logprob_rows.items():
+                outcomes[slot] = outcomes[slot]._replace(
                     prompt_logprobs=_some(self.logprobs, begin, decision),
-                    logprobs=_some(self.logprobs, decision, drawn),
+                    logprobs=_some(self.logprobs, decision, end),
                 )
         return outcomes
-
-    def blame(self, logits_NV: Tensor) -> None:
-        """Find out whose fault it is that requests have no token, while their logits are there."""
-        first = 0
-        outcome = zip(
-            self.drafts.num_B.tolist(),
-            self.verdict.n_accept_B.tolist(),
-            self.verdict.finite_B.tolist(),
-            strict=True,
-        )
-        for row, (num_drafts, num_accepted, finite) in enumerate(outcome):
-            highest_N = logits_NV[first : first + num_accepted + 1].amax(dim=1)
-            if not finite and bool(torch.isfinite(highest_N).all()):
-                self.banned_all.add(row)
-            first += num_drafts + 1
 
 
 def _some(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:

@@ -21,10 +21,11 @@ import torch
 from numpy.typing import NDArray
 
 from foretoken.errors import IntegrityError
-from foretoken.ops import Rule, SlotParams, Verdict
+from foretoken.ops import Rule, SlotParams
 from foretoken.sampling.noise_key import to_int64
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.history import SlotHistory
+from foretoken.slots.step import Outcome
 
 Array = NDArray[Any]
 
@@ -68,17 +69,17 @@ class SlotOwner(Protocol):
 
 
 class SlotTable:
-    """A structure of arrays, indexed by slot.
+    """State by slot: parameters as tensors, tokens and blocks as arrays, lengths as numbers.
 
     Attributes:
         token_SL: int32, known tokens, then drafts, then `NO_TOKEN`.
-        prompt_S: int64, tokens of the prompt.
-        length_S: int64, known tokens, those of the latest step included.
-        computed_S: int64, leading tokens whose K/V are in the target's cache.
-        limit_S: int64, most tokens the request may have; its length, once nothing may be added.
         block_SL: int64, cache blocks by position.
+        prompt_S: tokens of the prompt.
+        length_S: known tokens, those of the latest step included.
+        computed_S: leading tokens whose K/V are in the target's cache.
+        limit_S: most tokens the request may have; its length, once nothing may be added.
         histories: of slots whose requests edit logits.
-        rules, temperatures: of slots in use, as the host knows them.
+        rules, temperatures: of slots in use.
     """
 
     def __init__(
@@ -91,14 +92,17 @@ class SlotTable:
             top_p_S=torch.ones(num_slots, dtype=torch.float32, device=device),
             min_p_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
             rule_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
+            values_fit=True,  # `SamplingParams` saw to it
         )
         self.device = device
         self.num_slots = num_slots
-        width = max_tokens + num_drafts + 1  # a verdict is written with all its columns
+        width = max_tokens + num_drafts  # drafts are padded to those of the request with most
         self.token_SL: Array = np.full((num_slots, width), NO_TOKEN, dtype=np.int32)
-        zeros = np.zeros((4, num_slots), dtype=np.int64)
-        self.prompt_S, self.length_S, self.computed_S, self.limit_S = zeros
         self.block_SL: Array = np.zeros((num_slots, blocks), dtype=np.int64)
+        self.prompt_S = [0] * num_slots
+        self.length_S = [0] * num_slots
+        self.computed_S = [0] * num_slots
+        self.limit_S = [0] * num_slots
         self.histories: dict[int, SlotHistory] = {}
         self.rules: dict[int, Rule] = {}
         self.temperatures: dict[int, float] = {}
@@ -169,53 +173,54 @@ class SlotTable:
         for owner in self._owners.values():
             owner.release(slot)
 
-    def unfinished(self, slot_B: Array) -> Array:
-        """Which of these requests may have more tokens."""
-        return (self.length_S[slot_B] < self.limit_S[slot_B]).nonzero()[0]
+    def unfinished(self, slots: Sequence[int]) -> list[int]:
+        """Which of these requests, by index, may have more tokens."""
+        return [i for i, s in enumerate(slots) if self.length_S[s] < self.limit_S[s]]
+
+    def known(self, slot: int, start: int, count: int) -> list[int]:
+        """Tokens of a slot, drafts too.
+
+        Raises:
+            IntegrityError: one of them was never written, or taken back.
+        """
+        tokens: list[int] = self.token_SL[slot, start : start + count].tolist()
+        if NO_TOKEN in tokens:
+            raise IntegrityError(f"slot {slot}: a placeholder in tokens {start} + {count}")
+        return tokens
 
     def following(self, slot: int, count: int) -> list[int]:
         """Tokens of the prompt behind each of the next `count` that are to be computed."""
         first = self.computed_S[slot] + 1
-        following = self.token_SL[slot, first : min(first + count, self.prompt_S[slot])]
-        return following.tolist()  # type: ignore[no-any-return]
+        return self.known(slot, first, min(count, self.prompt_S[slot] - first))
 
-    def num_drafts(self, slot_B: Array, most_B: Array) -> Array:
+    def num_drafts(self, slot: int, most: int) -> int:
         """K_b: as many drafts as were asked for, and none that could not be emitted."""
-        room_B = self.limit_S[slot_B] - self.length_S[slot_B] - 1
-        return np.minimum(most_B, room_B).clip(min=0)  # type: ignore[no-any-return]
+        return max(min(most, self.limit_S[slot] - self.length_S[slot] - 1), 0)
 
-    def put_drafts(self, slot_B: Array, token_BK: Array) -> None:
-        """Write drafts behind the known tokens; the padding behind a request's last is NO_TOKEN."""
-        if token_BK.shape[1]:
-            self.token_SL[self._behind(slot_B, token_BK.shape[1])] = token_BK
+    def put_drafts(self, slots: Sequence[int], token_BK: Array) -> None:
+        """Write drafts behind the known tokens, padded by NO_TOKEN behind a request's last."""
+        for slot, token_K in zip(slots, token_BK, strict=True):
+            first = self.length_S[slot]
+            self.token_SL[slot, first : first + len(token_K)] = token_K
 
-    def advance(self, slot_D: Array, verdict: Verdict) -> dict[int, Exception]:
-        """Take over a verdict: accepted drafts, the token after them, NO_TOKEN for the rest.
+    def advance(self, slot: int, outcome: Outcome) -> None:
+        """Take over a decision: its tokens are known now, the rest of the drafts is taken back.
 
-        Returns:
-            What the history of a request raised, by its row: it must not go on.
+        A request without a token behind its accepted drafts may not go on, nor one whose history
+        raises: `stop` it.
         """
-        token_DK1, n_accept_D = verdict.token_BK1.numpy(), verdict.n_accept_B.numpy()
-        finite_D = verdict.finite_B.numpy()
-        self.token_SL[self._behind(slot_D, token_DK1.shape[1])] = token_DK1
-        self.computed_S[slot_D] += n_accept_D
-        self.length_S[slot_D] += n_accept_D + finite_D
-        if not finite_D.all():
-            self.stop(slot_D[~finite_D])
-        faults: dict[int, Exception] = {}
-        if self.histories:
-            num_D = (n_accept_D + finite_D).tolist()
-            for i, (slot, num) in enumerate(zip(slot_D.tolist(), num_D, strict=True)):
-                try:
-                    if history := self.histories.get(slot):
-                        history.append(token_DK1[i, :num].tolist())
-                except Exception as error:
-                    faults[i] = error
-        return faults
+        first, token_ids = self.length_S[slot], outcome.token_ids
+        last = first + len(token_ids)
+        self.token_SL[slot, first:last] = token_ids
+        self.token_SL[slot, last : first + outcome.num_drafts] = NO_TOKEN
+        self.length_S[slot] = last
+        self.computed_S[slot] += outcome.num_accepted
+        if history := self.histories.get(slot):
+            history.append(token_ids)
 
-    def stop(self, slot_B: Array | int) -> None:
-        """Nothing is drawn for these slots any more."""
-        self.limit_S[slot_B] = self.length_S[slot_B]
+    def stop(self, slot: int) -> None:
+        """Nothing is drawn for this slot any more."""
+        self.limit_S[slot] = self.length_S[slot]
 
     def check_integrity(self, live: set[int]) -> None:
         """Raise `IntegrityError` if anything is kept for a slot that no request has."""
@@ -228,7 +233,3 @@ class SlotTable:
         for name, held in (own | others).items():
             if leaked := set(held) - live:
                 raise IntegrityError(f"{name} of slots that no request has: {sorted(leaked)}")
-
-    def _behind(self, slot_B: Array, count: int) -> tuple[Array, Array]:
-        """Indices of the first `count` tokens behind the known ones of each slot."""
-        return slot_B[:, None], self.length_S[slot_B][:, None] + np.arange(count)

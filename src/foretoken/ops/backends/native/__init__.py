@@ -1,21 +1,33 @@
 """C++ kernels on a CPU. See `foretoken.ops.Backend` for the contract of each function.
 
-Attention of models that run through their Transformers modules is that of `torch`.
+Models that the native decoder runs attend inside it (`csrc/attention.cpp`); those that run through
+their Transformers modules attend in stock operators.
 """
 
-from foretoken.ops.backends.native.attention import attention
-from foretoken.ops.backends.native.decoder import decoder
-from foretoken.ops.backends.native.logprobs import logprobs
-from foretoken.ops.backends.native.process import process_logits
-from foretoken.ops.backends.native.sample import draft, sample
-from foretoken.ops.backends.native.verify import verify
+from __future__ import annotations
 
-__all__ = [
-    "attention",
-    "decoder",
-    "draft",
-    "logprobs",
-    "process_logits",
-    "sample",
-    "verify",
-]
+from foretoken.ops.dispatch import Kernels
+
+
+def available() -> str | None:
+    """Why there are no native kernels on this machine; None if there are."""
+    from foretoken.ops.backends.native import library
+
+    return library.missing()
+
+
+def load() -> Kernels:
+    """The functions of this backend."""
+    from foretoken.ops.backends.native import decoder, library, logprobs, process, sample, verify
+
+    return Kernels(
+        process_logits=process.process_logits,
+        sample=sample.sample,
+        draft=sample.draft,
+        verify=verify.verify,
+        logprobs=logprobs.logprobs,
+        attention="torch",
+        decoder=decoder.decoder,
+        set_num_threads=library.set_num_threads,
+        tunings=library.tunings,
+    )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.native import library
-from foretoken.ops.types import DraftBlock, DraftCache, Edits, SlotParams
+from foretoken.ops.types import DraftCache, Edits, Noise, Rows, SlotParams, VerifyBatch
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # `csrc/rows.h: Dtype`
 
@@ -105,44 +105,38 @@ def native_cache(cache: DraftCache | None) -> Any:
     return pointer(made)
 
 
-def native_rows(
-    logits_NV: Tensor, slot_N: Tensor | None, edits: Edits | None = None
-) -> library.Rows:
-    """Rows, which slots they belong to, and their edits."""
+def native_rows(rows: Rows | Tensor) -> library.Rows:
+    """Rows, which slots they belong to, and their edits; of a tensor the raw logits alone."""
+    if isinstance(rows, Rows):
+        logits_NV, _, slot_N, edits = rows
+        slot_N = slot_N.contiguous()
+    else:
+        logits_NV, slot_N, edits = rows, None, None
     logits_NV = as_native(logits_NV)
-    slot_N = None if slot_N is None else slot_N.contiguous()
-    rows = library.Rows(
+    made = library.Rows(
         native_logits(logits_NV),
         native_edits(edits),
         None if slot_N is None else slot_N.data_ptr(),
         len(logits_NV),
     )
-    rows.kept = (logits_NV, slot_N)
-    return rows
+    made.kept = (logits_NV, slot_N)
+    return made
 
 
-def native_places(
-    position_N: Tensor, draft_index_N: Tensor, streams: tuple[int, int], fp64_noise: bool
-) -> library.Places:
+def native_places(noise: Noise) -> library.Places:
     """Where the noise of every row is."""
-    return _keeping(library.Places, (position_N, draft_index_N), *streams, fp64_noise)
+    tensors = noise.position_N, noise.draft_index_N
+    return _keeping(library.Places, tensors, *noise.streams, noise.fp64)
 
 
-def native_batch(
-    logits_NV: Tensor,
-    slot_B: Tensor,
-    position_B: Tensor,
-    drafts: DraftBlock,
-    edits: Edits | None,
-    synthetic_rate_K: Tensor | None,
-    fp64_noise: bool,
-) -> library.VerifyBatch:
-    """The arguments of `Backend.verify`."""
+def native_batch(batch: VerifyBatch) -> library.VerifyBatch:
+    """The argument of `Backend.verify`, its parameters apart."""
+    logits_NV, _, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise = batch
     logits_NV, token_BK = as_native(logits_NV), drafts.token_BK.contiguous()
     slot_B, position_B = slot_B.contiguous(), position_B.contiguous()
     num_B, real_q_B = drafts.num_B.contiguous(), drafts.real_q_B.contiguous()
     rate_K = None if synthetic_rate_K is None else synthetic_rate_K.contiguous()
-    batch = library.VerifyBatch(
+    made = library.VerifyBatch(
         native_logits(logits_NV),
         native_edits(edits),
         native_cache(drafts.cache),
@@ -156,5 +150,5 @@ def native_batch(
         token_BK.dtype is torch.int32,
         fp64_noise,
     )
-    batch.kept = (logits_NV, slot_B, position_B, num_B, token_BK, real_q_B, rate_K)
-    return batch
+    made.kept = (logits_NV, slot_B, position_B, num_B, token_BK, real_q_B, rate_K)
+    return made

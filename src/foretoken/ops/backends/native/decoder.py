@@ -26,7 +26,7 @@ from foretoken.errors import ConfigError
 from foretoken.ops.backends.native import library
 from foretoken.ops.backends.native.arguments import native_cache, native_params
 from foretoken.ops.decoder import AttentionCall, DraftRound, ForwardOutput, UnfitError
-from foretoken.ops.pass_checks import check_attention_batch, check_draft_round
+from foretoken.ops.pass_checks import check_draft_round
 from foretoken.ops.types import AttentionBatch
 
 __all__ = ["FAMILIES", "FusedDecoder", "decoder"]
@@ -121,7 +121,7 @@ class FusedDecoder:
         key_addresses, value_addresses = self._addresses(keys, values)
         self._library.foretoken_decoder_forward(
             self._handle,
-            byref(_native_batch(token_T, logit_row_N, batch, len(keys[0]))),
+            byref(_native_batch(token_T, logit_row_N, batch)),
             key_addresses,
             value_addresses,
             logits_NV.data_ptr(),
@@ -152,7 +152,7 @@ class FusedDecoder:
         last_B = batch.query_start_B1[1:] - 1
         self._library.foretoken_decoder_draft(
             self._handle,
-            byref(_native_batch(token_T, last_B, batch, len(keys[0]))),
+            byref(_native_batch(token_T, last_B, batch)),
             key_addresses,
             value_addresses,
             byref(native_params(drafting.params)),
@@ -166,6 +166,8 @@ class FusedDecoder:
         """Where the tensors are; looked up once for a pool that is used again and again."""
         known_keys, known_values, *addresses = self._cache
         if keys is not known_keys or values is not known_values:
+            if not len(keys) == len(values) == self._num_layers:
+                raise ConfigError("keys", len(keys), f"tensors of {self._num_layers} layers")
             if keys[0].dtype is not torch.float32:
                 raise ConfigError("keys.dtype", keys[0].dtype, "torch.float32")
             layers = c_void_p * len(keys)
@@ -175,11 +177,11 @@ class FusedDecoder:
         return key_addresses, value_addresses
 
 
-def _native_batch(
-    token_T: Tensor, row_N: Tensor, batch: AttentionBatch, num_blocks: int
-) -> library.Batch:
-    """Addresses within the tensors, which the caller keeps alive."""
-    check_attention_batch(batch, len(token_T), num_blocks, token_T.device)
+def _native_batch(token_T: Tensor, row_N: Tensor, batch: AttentionBatch) -> library.Batch:
+    """Addresses within the tensors, which the caller keeps alive.
+
+    They are not looked at: models build batches from the slots, at every step.
+    """
     requests, columns = batch.block_BL.shape
     return library.Batch(
         token_T.data_ptr(),

@@ -147,7 +147,7 @@ class Rows(Structure):
 
 
 class Places(Structure):
-    """`foretoken::Places`: where the noise of every row is."""
+    """`foretoken::Places`: an `ops.Noise`: where that of every row is."""
 
     _fields_: ClassVar[_Fields] = _fields(
         "position_N draft_index_N", "token_stream block_stream fp64_noise"
@@ -161,7 +161,7 @@ class TopLogprobs(Structure):
 
 
 class VerifyBatch(Structure):
-    """`foretoken::VerifyBatch`: the arguments of `ops.Backend.verify`."""
+    """`foretoken::VerifyBatch`: an `ops.VerifyBatch`."""
 
     _fields_: ClassVar[_Fields] = [
         ("logits", Logits),

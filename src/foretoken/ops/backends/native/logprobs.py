@@ -12,25 +12,16 @@ from torch import Tensor
 
 from foretoken.ops.backends.native import library
 from foretoken.ops.backends.native.arguments import native_params, native_rows
-from foretoken.ops.checks import check_logprobs
-from foretoken.ops.types import Edits, Logprobs, SlotParams
+from foretoken.ops.types import Logprobs, Rows
 
 
-def logprobs(
-    logits_NV: Tensor,
-    token_N: Tensor,
-    num_top: int,
-    *,
-    params: SlotParams | None = None,
-    slot_N: Tensor | None = None,
-    edits: Edits | None = None,
-) -> Logprobs:
+def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """Log-probabilities of a given token and of the likeliest ones; see `Backend.logprobs`.
 
     A row that is not finite has NaN throughout.
     """
-    check_logprobs(logits_NV, token_N, num_top, params, slot_N, edits)
-    num_rows = len(logits_NV)
+    params = rows.params if isinstance(rows, Rows) else None
+    num_rows = len(token_N)
     found = Logprobs(
         torch.empty(num_rows, dtype=torch.float32),
         torch.empty(num_rows, dtype=torch.int64),
@@ -47,7 +38,7 @@ def logprobs(
     given_N = token_N.to(torch.int64).contiguous()
     library.load().foretoken_logprobs(
         None if params is None else byref(native_params(params)),
-        byref(native_rows(logits_NV, slot_N, edits)),
+        byref(native_rows(rows)),
         given_N.data_ptr(),
         byref(out),
     )

@@ -12,19 +12,16 @@ from torch import Tensor
 
 from foretoken.ops.backends.native import library
 from foretoken.ops.backends.native.arguments import native_params, native_rows
-from foretoken.ops.checks import check_rows
-from foretoken.ops.types import Edits, SlotParams
+from foretoken.ops.types import Rows
 
 
-def process_logits(
-    logits_NV: Tensor, params: SlotParams, slot_N: Tensor, edits: Edits | None
-) -> Tensor:
+def process_logits(rows: Rows) -> Tensor:
     """Edits -> temperature -> min_p -> top_k -> top_p; see `Backend.process_logits`.
 
     Rows that are not finite (NaN, +inf or all -inf) are edited and scaled, not filtered.
     """
-    check_rows(logits_NV, slot_N, params, edits)
-    out_NV = torch.empty(logits_NV.shape, dtype=torch.float32)
-    rows = native_rows(logits_NV, slot_N, edits)
-    library.load().foretoken_process(byref(native_params(params)), byref(rows), out_NV.data_ptr())
+    out_NV = torch.empty(rows.logits_NV.shape, dtype=torch.float32)
+    library.load().foretoken_process(
+        byref(native_params(rows.params)), byref(native_rows(rows)), out_NV.data_ptr()
+    )
     return out_NV

@@ -11,42 +11,30 @@ from __future__ import annotations
 from ctypes import byref
 
 import torch
-from torch import Tensor
 
 from foretoken.ops.backends.native import library
 from foretoken.ops.backends.native.arguments import native_batch, native_params
-from foretoken.ops.checks import check_verify
-from foretoken.ops.types import DraftBlock, Edits, SlotParams, Verdict
+from foretoken.ops.types import Verdict, VerifyBatch
 
 
-def verify(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_B: Tensor,
-    position_B: Tensor,
-    drafts: DraftBlock,
-    *,
-    edits: Edits | None = None,
-    synthetic_rate_K: Tensor | None = None,
-    fp64_noise: bool = False,
-) -> Verdict:
+def verify(batch: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
 
     The law of the output is exactly the target's (Leviathan et al. 2023, appendix A.1; Chen et
     al. 2023, theorem 1; Sun et al. 2024, theorem 1). A request whose deciding row is not finite
     gets -1 instead of a token.
     """
-    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise)
+    drafts = batch.drafts
     num_requests, most = drafts.token_BK.shape
     verdict = Verdict(
         torch.empty(num_requests, most + 1, dtype=drafts.token_BK.dtype),
         torch.empty(num_requests, dtype=torch.int64),
         torch.empty(num_requests, dtype=torch.bool),
     )
-    rate_K = synthetic_rate_K
-    batch = native_batch(logits_NV, slot_B, position_B, drafts, edits, rate_K, fp64_noise)
     outcome = library.Outcome(
         verdict.token_BK1.data_ptr(), verdict.n_accept_B.data_ptr(), verdict.finite_B.data_ptr()
     )
-    library.load().foretoken_verify(byref(native_params(params)), byref(batch), byref(outcome))
+    library.load().foretoken_verify(
+        byref(native_params(batch.params)), byref(native_batch(batch)), byref(outcome)
+    )
     return verdict

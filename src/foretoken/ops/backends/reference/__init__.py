@@ -4,20 +4,27 @@ What belongs here: the most readable correct form. What does not: speed, and any
 the backends that are compared with it (the noise, the filters, the rules are written again).
 """
 
-from foretoken.ops.backends.reference.attention import attention
-from foretoken.ops.backends.reference.draft import draft
-from foretoken.ops.backends.reference.logprobs import logprobs
-from foretoken.ops.backends.reference.process import process_logits
-from foretoken.ops.backends.reference.sample import sample
-from foretoken.ops.backends.reference.verify import verify
-from foretoken.ops.decoder import no_decoder as decoder
+from __future__ import annotations
 
-__all__ = [
-    "attention",
-    "decoder",
-    "draft",
-    "logprobs",
-    "process_logits",
-    "sample",
-    "verify",
-]
+from foretoken.ops.decoder import no_decoder
+from foretoken.ops.dispatch import Kernels
+
+
+def available() -> str | None:
+    """None: it runs everywhere."""
+    return None
+
+
+def load() -> Kernels:
+    """The functions of this backend."""
+    from foretoken.ops.backends.reference import attention, draft, logprobs, process, sample, verify
+
+    return Kernels(
+        process_logits=process.process_logits,
+        sample=sample.sample,
+        draft=draft.draft,
+        verify=verify.verify,
+        logprobs=logprobs.logprobs,
+        attention=attention.attention,
+        decoder=no_decoder,
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.ops.pass_checks import check_attention
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 __all__ = ["attention"]
@@ -19,7 +18,6 @@ def attention(
     options: AttentionOptions,
 ) -> Tensor:
     """See `Backend.attention`. Computed in float64, returned in the dtype of the query."""
-    check_attention(query_THD, key_cache, value_cache, batch, options)
     T, H, _ = query_THD.shape
     out_THD = torch.empty(T, H, value_cache.shape[3], dtype=torch.float64, device=query_THD.device)
     start_B1, window = batch.query_start_B1.tolist(), options.sliding_window

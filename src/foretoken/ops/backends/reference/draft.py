@@ -12,37 +12,27 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.reference.process import Row, is_finite, process_logits
-from foretoken.ops.backends.reference.sample import DRAFT, TARGET, Slot, draw, log_sum_exp
-from foretoken.ops.checks import check_draft
-from foretoken.ops.types import DraftCache, Rule, SlotParams
+from foretoken.ops.backends.reference.sample import Slot, draw, log_sum_exp
+from foretoken.ops.types import DRAFT, TARGET, DraftCache, Noise, Rows, Rule
 
 
-def draft(
-    logits_BV: Tensor,
-    params: SlotParams,
-    slot_B: Tensor,
-    position_B: Tensor,
-    draft_index_B: Tensor,
-    cache: DraftCache | None,
-    *,
-    fp64_noise: bool = False,
-) -> Tensor:
+def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     """See `Backend.draft`. Returns int64 [B]. At T=0, where q is never asked for, lse is 0."""
-    check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache, fp64_noise)
-    rows = process_logits(logits_BV, params, slot_B, None).numpy()
-    token_B = torch.empty(len(slot_B), dtype=torch.int64)
-    for b, s in enumerate(slot_B.tolist()):
-        slot = Slot.of(params, s, fp64_noise)
-        position, i = int(position_B[b]), int(draft_index_B[b])
+    logits_BV = rows.logits_NV.detach()
+    processed = process_logits(rows).numpy()
+    token_B = torch.empty(len(processed), dtype=torch.int64)
+    for b, s in enumerate(rows.slot_N.tolist()):
+        slot = Slot.of(rows.params, s, noise.fp64)
+        position, i = int(noise.position_N[b]), int(noise.draft_index_N[b])
         if slot.rule == Rule.COUPLED:  # the target's own noise
-            token_B[b] = draw(rows[b], slot, position, 0, TARGET)
+            token_B[b] = draw(processed[b], slot, position, 0, TARGET)
         else:
-            token_B[b] = draw(rows[b], slot, position, i, DRAFT)
+            token_B[b] = draw(processed[b], slot, position, i, DRAFT)
         if cache is not None:
-            raw = logits_BV[b].detach().double().numpy()
-            cache.logits_SKV[s, i] = logits_BV[b].detach()
-            cache.threshold_SK[s, i] = threshold_of(raw, rows[b])
-            cache.lse_SK[s, i] = lse_of(rows[b]) if slot.temperature > 0 else 0.0
+            raw = logits_BV[b].double().numpy()
+            cache.logits_SKV[s, i] = logits_BV[b]
+            cache.threshold_SK[s, i] = threshold_of(raw, processed[b])
+            cache.lse_SK[s, i] = lse_of(processed[b]) if slot.temperature > 0 else 0.0
     return token_B
 
 

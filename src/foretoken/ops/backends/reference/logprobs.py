@@ -11,36 +11,25 @@ from torch import Tensor
 
 from foretoken.ops.backends.reference.process import process_logits
 from foretoken.ops.backends.reference.sample import log_sum_exp
-from foretoken.ops.checks import check_logprobs
-from foretoken.ops.types import Edits, Logprobs, SlotParams
+from foretoken.ops.types import Logprobs, Rows
 
 
-def logprobs(
-    logits_NV: Tensor,
-    token_N: Tensor,
-    num_top: int,
-    *,
-    params: SlotParams | None = None,
-    slot_N: Tensor | None = None,
-    edits: Edits | None = None,
-) -> Logprobs:
+def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """See `Backend.logprobs`. log p(v) = logit_v - log sum exp of the row."""
-    check_logprobs(logits_NV, token_N, num_top, params, slot_N, edits)
-    rows = logits_NV.detach().double().numpy()
-    if params is not None and slot_N is not None:
-        rows = process_logits(logits_NV, params, slot_N, edits).numpy()
+    logits_NV = process_logits(rows) if isinstance(rows, Rows) else rows.detach().double()
+    x_NV = logits_NV.numpy()
     out = Logprobs(
-        logprob_N=torch.empty(len(rows), dtype=torch.float32),
-        rank_N=torch.empty(len(rows), dtype=torch.int64),
-        top_logprob_NT=torch.empty(len(rows), num_top, dtype=torch.float32),
-        top_token_NT=torch.empty(len(rows), num_top, dtype=torch.int64),
+        logprob_N=torch.empty(len(x_NV), dtype=torch.float32),
+        rank_N=torch.empty(len(x_NV), dtype=torch.int64),
+        top_logprob_NT=torch.empty(len(x_NV), num_top, dtype=torch.float32),
+        top_token_NT=torch.empty(len(x_NV), num_top, dtype=torch.int64),
     )
     for n, x in enumerate(token_N.tolist()):
         with np.errstate(invalid="ignore"):  # inf - inf, of rows that are not finite
-            log_p = rows[n] - log_sum_exp(rows[n])
-        likeliest = np.argsort(-rows[n], kind="stable")[:num_top]
+            log_p = x_NV[n] - log_sum_exp(x_NV[n])
+        likeliest = np.argsort(-x_NV[n], kind="stable")[:num_top]
         out.logprob_N[n] = torch.from_numpy(log_p)[x]  # a float beyond float32 would raise
-        out.rank_N[n] = 1 + int((rows[n] > rows[n][x]).sum())
+        out.rank_N[n] = 1 + int((x_NV[n] > x_NV[n][x]).sum())
         out.top_token_NT[n] = torch.from_numpy(likeliest)
         out.top_logprob_NT[n] = torch.from_numpy(log_p[likeliest])
     return out

@@ -13,17 +13,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from foretoken.ops.checks import check_rows
-from foretoken.ops.types import Edits, SlotParams
+from foretoken.ops.types import Edits, Rows, SlotParams
 
 Row = npt.NDArray[np.float64]
 
 
-def process_logits(
-    logits_NV: Tensor, params: SlotParams, slot_N: Tensor, edits: Edits | None
-) -> Tensor:
+def process_logits(rows: Rows) -> Tensor:
     """See `Backend.process_logits`. Returns new float64 [N, V]."""
-    check_rows(logits_NV, slot_N, params, edits)
+    logits_NV, params, slot_N, edits = rows
     out_NV = logits_NV.detach().to(torch.float64, copy=True)
     for n, slot in enumerate(slot_N.tolist()):
         row = out_NV[n].numpy()  # shares memory

@@ -19,15 +19,11 @@ from torch import Tensor
 
 from foretoken.ops.backends.reference.noise import gumbels
 from foretoken.ops.backends.reference.process import Row, is_finite, process_logits
-from foretoken.ops.checks import check_sample
-from foretoken.ops.types import Edits, Rule, SlotParams, Stream
+from foretoken.ops.types import Noise, Rows, Rule, SlotParams, Stream
 
 BLOCK = 1024
 
 Streams = tuple[Stream, Stream]
-TARGET = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
-RESIDUAL = (Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK)
-DRAFT = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)
 
 
 class Slot(NamedTuple):
@@ -50,24 +46,14 @@ class Slot(NamedTuple):
         )
 
 
-def sample(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_N: Tensor,
-    position_N: Tensor,
-    draft_index_N: Tensor,
-    streams: Streams,
-    *,
-    edits: Edits | None = None,
-    fp64_noise: bool = False,
-) -> Tensor:
+def sample(rows: Rows, noise: Noise) -> Tensor:
     """See `Backend.sample`. Returns int64 [N]."""
-    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise)
-    rows = process_logits(logits_NV, params, slot_N, edits).numpy()
-    token_N = torch.empty(len(slot_N), dtype=torch.int64)
-    for n, slot in enumerate(slot_N.tolist()):
-        one = Slot.of(params, slot, fp64_noise)
-        token_N[n] = draw(rows[n], one, int(position_N[n]), int(draft_index_N[n]), streams)
+    position_N, draft_index_N, streams, fp64_noise = noise
+    processed = process_logits(rows).numpy()
+    token_N = torch.empty(len(processed), dtype=torch.int64)
+    for n, s in enumerate(rows.slot_N.tolist()):
+        slot = Slot.of(rows.params, s, fp64_noise)
+        token_N[n] = draw(processed[n], slot, int(position_N[n]), int(draft_index_N[n]), streams)
     return token_N
 
 

@@ -12,32 +12,29 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from foretoken.ops.backends.reference._rules import RULES, Draft, residual
 from foretoken.ops.backends.reference.draft import q_of
 from foretoken.ops.backends.reference.noise import uniform_of
 from foretoken.ops.backends.reference.process import Row, is_finite, process_logits
-from foretoken.ops.backends.reference.sample import RESIDUAL, TARGET, Slot, draw, softmax
-from foretoken.ops.checks import check_verify
-from foretoken.ops.types import DraftBlock, Edits, Rule, SlotParams, Stream, Verdict
+from foretoken.ops.backends.reference.sample import Slot, draw, softmax
+from foretoken.ops.types import (
+    RESIDUAL,
+    TARGET,
+    DraftBlock,
+    Rows,
+    Rule,
+    Stream,
+    Verdict,
+    VerifyBatch,
+)
 
 
-def verify(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_B: Tensor,
-    position_B: Tensor,
-    drafts: DraftBlock,
-    *,
-    edits: Edits | None = None,
-    synthetic_rate_K: Tensor | None = None,
-    fp64_noise: bool = False,
-) -> Verdict:
+def verify(batch: VerifyBatch) -> Verdict:
     """See `Backend.verify`. A request that is not finite gets -1 for its last token."""
-    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise)
+    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise = batch
     slot_N = slot_B.repeat_interleave(drafts.num_B + 1)
-    rows = process_logits(logits_NV, params, slot_N, edits).numpy()
+    rows = process_logits(Rows(logits_NV, params, slot_N, edits)).numpy()
     rates = [] if synthetic_rate_K is None else synthetic_rate_K.tolist()
     most = drafts.token_BK.shape[1]
     token_BK1 = torch.full((len(slot_B), most + 1), -1, dtype=drafts.token_BK.dtype)

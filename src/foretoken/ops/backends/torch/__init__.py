@@ -1,19 +1,26 @@
 """The fast CPU backend that needs no compiler. See `foretoken.ops.Backend` for the contract."""
 
-from foretoken.ops.backends.torch.attention import attention
-from foretoken.ops.backends.torch.draft import draft
-from foretoken.ops.backends.torch.logprobs import logprobs
-from foretoken.ops.backends.torch.process import process_logits
-from foretoken.ops.backends.torch.sample import sample
-from foretoken.ops.backends.torch.verify import verify
-from foretoken.ops.decoder import no_decoder as decoder
+from __future__ import annotations
 
-__all__ = [
-    "attention",
-    "decoder",
-    "draft",
-    "logprobs",
-    "process_logits",
-    "sample",
-    "verify",
-]
+from foretoken.ops.decoder import no_decoder
+from foretoken.ops.dispatch import Kernels
+
+
+def available() -> str | None:
+    """None: it runs everywhere."""
+    return None
+
+
+def load() -> Kernels:
+    """The functions of this backend."""
+    from foretoken.ops.backends.torch import attention, draft, logprobs, process, sample, verify
+
+    return Kernels(
+        process_logits=process.process_logits,
+        sample=sample.sample,
+        draft=draft.draft,
+        verify=verify.verify,
+        logprobs=logprobs.logprobs,
+        attention=attention.attention,
+        decoder=no_decoder,
+    )

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.ops.pass_checks import check_attention
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 __all__ = ["attention"]
@@ -79,7 +78,6 @@ def attention(
     options: AttentionOptions,
 ) -> Tensor:
     """See `Backend.attention`: causal attention of ragged queries over paged K/V, [T, H, D_v]."""
-    check_attention(query_THD, key_cache, value_cache, batch, options)
     calls = _plan(batch, options.sliding_window, query_THD.dtype)
     if len(calls) == 1:
         return _run(calls[0], query_THD, key_cache, value_cache, options)
@@ -206,14 +204,15 @@ def _plan_call(group: _Group, block_size: int, window: int | None, dtype: torch.
     skip = 0 if window is None else max(0, shortest - queries - window + 1)
     first_column, columns = skip // block_size, -(-longest // block_size)
     device = group.block_bL.device
-    length_b1 = torch.tensor(group.length_b, device=device).unsqueeze(1)
     block_bL = group.block_bL[:, first_column:columns]
     if shortest < longest:
         # Read the request's own first block instead of the padding's: a masked key that another
         # request left as NaN would still make this one NaN.
-        used_b1 = (length_b1 + block_size - 1) // block_size
+        used_b = torch.tensor(
+            [-(-length // block_size) for length in group.length_b], device=device
+        )
         column_L = torch.arange(first_column, columns, device=device)
-        block_bL = torch.where(column_L < used_b1, block_bL, group.block_bL[:, :1])
+        block_bL = torch.where(column_L < used_b.unsqueeze(1), block_bL, group.block_bL[:, :1])
     first = None
     if requests == 1:
         ids = block_bL[0].tolist()
@@ -224,7 +223,8 @@ def _plan_call(group: _Group, block_size: int, window: int | None, dtype: torch.
     visible = queries == 1 and shortest == longest and (window is None or longest - skip <= window)
     mask = None
     if not (causal or visible):
-        query_bQ = length_b1 - torch.arange(queries, 0, -1, device=device)
+        length_b = torch.tensor(group.length_b, device=device)
+        query_bQ = length_b.unsqueeze(1) - torch.arange(queries, 0, -1, device=device)
         mask = _mask(query_bQ, torch.arange(skip, longest, device=device), window, dtype)
     return _Call(
         tokens=group.tokens,

@@ -12,25 +12,16 @@ from torch import Tensor, from_numpy
 from foretoken.ops.backends.torch._reduce import block_sums, dense_lse, dense_weights
 from foretoken.ops.backends.torch.noise import Array
 from foretoken.ops.backends.torch.process import chunks, process_logits, select
-from foretoken.ops.checks import check_logprobs
-from foretoken.ops.types import Edits, Logprobs, SlotParams
+from foretoken.ops.types import Edits, Logprobs, Rows, SlotParams
 
 
-def logprobs(
-    logits_NV: Tensor,
-    token_N: Tensor,
-    num_top: int,
-    *,
-    params: SlotParams | None = None,
-    slot_N: Tensor | None = None,
-    edits: Edits | None = None,
-) -> Logprobs:
+def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """log softmax at `token_N` and at the `num_top` largest; see `Backend.logprobs`.
 
-    Of raw logits, or of processed ones with `params` and `slot_N`. A dropped token has -inf; it
+    Of raw logits, or of processed `Rows`. A dropped token has -inf; it
     ranks behind every survivor.
     """
-    check_logprobs(logits_NV, token_N, num_top, params, slot_N, edits)
+    logits_NV = rows.logits_NV if isinstance(rows, Rows) else rows
     count, vocabulary = logits_NV.shape
     out = Logprobs(
         torch.empty(count),
@@ -42,8 +33,8 @@ def logprobs(
     with np.errstate(all="ignore"):
         for part in chunks(count, vocabulary):
             x_RV = select(logits_NV.detach(), index_N[part])
-            if params is not None and slot_N is not None:
-                x_RV = _processed(x_RV, params, slot_N, edits, part)
+            if isinstance(rows, Rows):
+                x_RV = _processed(x_RV, rows.params, rows.slot_N, rows.edits, part)
             one_R = np.ones(len(x_RV), np.float32)
             weight_RW, max_R = dense_weights(x_RV, one_R)
             lse_R = dense_lse(block_sums(weight_RW), max_R, one_R)
@@ -75,7 +66,7 @@ def _processed(
             edits.repetition_M[entries],
             edits.subtract_M[entries],
         )
-    return process_logits(x_RV, params, slot_N[part], edits)
+    return process_logits(Rows(x_RV, params, slot_N[part], edits))
 
 
 def top_ids(x_RV: Array, num_top: int) -> Array:

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, from_numpy
 
+from foretoken.ops import types
 from foretoken.ops.backends.torch.noise import Array
-from foretoken.ops.checks import check_rows
 from foretoken.ops.types import Edits, Rule, SlotParams
 
 CHUNK = 1 << 19  # values handled at a time: 2 MB in float32
@@ -145,15 +145,13 @@ def _edited(x_RV: Tensor, edits: Edits, index_R: Array) -> Tensor:
     return from_numpy(out)
 
 
-def process_logits(
-    logits_NV: Tensor, params: SlotParams, slot_N: Tensor, edits: Edits | None
-) -> Tensor:
+def process_logits(given: types.Rows) -> Tensor:
     """Edits -> temperature -> min_p -> top_k -> top_p; see `Backend.process_logits`.
 
     Returns new float32 [N, V]: survivors divided by the temperature, the rest -inf. Rows at T=0
     are edited only. Rows that are not finite (NaN, +inf, all -inf) stay so, for `verify` to find.
     """
-    check_rows(logits_NV, slot_N, params, edits)
+    logits_NV, params, slot_N, edits = given
     rows = rows_of(logits_NV, params, slot_N.numpy(), edits)
     out_NV = np.empty(logits_NV.shape, np.float32)
     with np.errstate(all="ignore"):

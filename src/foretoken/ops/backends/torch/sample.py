@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, from_numpy
 
+from foretoken.ops import types
 from foretoken.ops.backends.torch._reduce import (
     BLOCK,
     Survivors,
@@ -41,8 +42,6 @@ from foretoken.ops.backends.torch.process import (
     raw,
     rows_of,
 )
-from foretoken.ops.checks import check_sample
-from foretoken.ops.types import Edits, SlotParams, Stream
 
 WAVE = 64  # rows whose noise is made in one go: 64 x 1024 draws
 SCREENED = 1 << 19  # logits from which it pays not to take all their exponentials
@@ -84,22 +83,13 @@ class Drawn(NamedTuple):
     lse_M: Array
 
 
-def sample(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_N: Tensor,
-    position_N: Tensor,
-    draft_index_N: Tensor,
-    streams: tuple[Stream, Stream],
-    *,
-    edits: Edits | None = None,
-    fp64_noise: bool = False,
-) -> Tensor:
+def sample(given: types.Rows, where: types.Noise) -> Tensor:
     """One token per row of raw logits, as the argmax of processed logits plus Gumbel noise.
 
     See `Backend.sample`. Rows at T=0 draw no noise. Returns int64 [N].
     """
-    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise)
+    logits_NV, params, slot_N, edits = given
+    position_N, draft_index_N, streams, fp64_noise = where
     rows = rows_of(logits_NV, params, slot_N.numpy(), edits)
     at = address(rows.key_N, position_N.numpy(), draft_index_N.numpy())
     token_N, block_N = (np.full(len(slot_N), stream, np.uint32) for stream in streams)

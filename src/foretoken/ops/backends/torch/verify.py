@@ -23,29 +23,17 @@ from foretoken.ops.backends.torch._residual import Batch, Reduced, draw_residual
 from foretoken.ops.backends.torch.noise import Array, address, uniform_at
 from foretoken.ops.backends.torch.process import chunks, load, rows_of
 from foretoken.ops.backends.torch.sample import Noise, draw
-from foretoken.ops.checks import check_verify
-from foretoken.ops.rules import RuleInputs, accept, weights
-from foretoken.ops.types import DraftBlock, Edits, Rule, SlotParams, Stream, Verdict
+from foretoken.ops.rules import RuleInputs, accept, rules_of, weights
+from foretoken.ops.types import Rule, Stream, Verdict, VerifyBatch
 
 
-def verify(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_B: Tensor,
-    position_B: Tensor,
-    drafts: DraftBlock,
-    *,
-    edits: Edits | None = None,
-    synthetic_rate_K: Tensor | None = None,
-    fp64_noise: bool = False,
-) -> Verdict:
+def verify(given: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
 
     Each request by the rule of its slot. A request whose deciding rows are not all finite gets -1
     in place of the last token.
     """
-    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise)
-    batch = _read(logits_NV, params, slot_B, position_B, drafts, edits, fp64_noise)
+    batch = _read(given)
     num_requests, most = batch.token_BK.shape
     out = Reduced.empty(num_requests, most)
     n_accept_B, log_w_B = np.zeros(num_requests, np.int64), np.zeros(num_requests)
@@ -54,7 +42,7 @@ def verify(
         if batch.known_BK.any():  # else plain decoding: nothing to decide
             _reduce_q(batch, out)
             _reduce_p(batch, out)
-            n_accept_B, log_w_B = _decide(batch, out, synthetic_rate_K)
+            n_accept_B, log_w_B = _decide(batch, out, given.synthetic_rate_K)
         drawn_B = _emit(batch, out, n_accept_B, log_w_B)
     # A draft is accepted at a row that is not finite only by SYNTHETIC.
     decided_BK1 = np.arange(most + 1) <= n_accept_B[:, None]
@@ -65,22 +53,16 @@ def verify(
     return Verdict(from_numpy(token_BK1), from_numpy(n_accept_B), from_numpy(finite_B))
 
 
-def _read(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_B: Tensor,
-    position_B: Tensor,
-    drafts: DraftBlock,
-    edits: Edits | None,
-    fp64_noise: bool,
-) -> Batch:
+def _read(given: VerifyBatch) -> Batch:
     """Turn the arguments into arrays, with the parameters of every row."""
+    logits_NV, params, slot_B, position_B, drafts, edits, _, fp64_noise = given
     num_B, slot, token_BK = drafts.num_B.numpy(), slot_B.numpy(), drafts.token_BK.numpy()
     rows = rows_of(logits_NV, params, slot.repeat(num_B + 1), edits)
     first_row_B = (num_B + 1).cumsum() - (num_B + 1)
     rule_B = params.rule_S.numpy()[slot]
     known_BK = (np.arange(token_BK.shape[1]) < num_B[:, None]) & (token_BK >= 0)
-    if (rule_B == Rule.SYNTHETIC).any():  # it would emit ids that the target does not have
+    if Rule.SYNTHETIC in rules_of(rule_B.tolist()):
+        # A rate does not make a token out of an id that the target lacks.
         known_BK &= (token_BK < logits_NV.shape[1]) | (rule_B != Rule.SYNTHETIC)[:, None]
     greedy_B = params.temperature_S.numpy()[slot] == 0
     return Batch(

@@ -3,14 +3,40 @@
 Reading order: `rows` (what a kernel loads), `scan` (the one pass), `filters` (thresholds), `draw`
 (one token), `request`, `decide`, `rules` and `residual` (verification), `settle` (of few requests),
 `guess`, `sweep` and `wide` (wide nuclei); `sample`, `verify`, `process` and `logprobs` launch them,
-through `launch`.
+through `launch`. Attention is that of `torch`, whose operators run on any device.
 """
 
-from foretoken.ops.backends.triton.attention import attention
-from foretoken.ops.backends.triton.logprobs import logprobs
-from foretoken.ops.backends.triton.process import process_logits
-from foretoken.ops.backends.triton.sample import draft, sample
-from foretoken.ops.backends.triton.verify import verify
-from foretoken.ops.decoder import no_decoder as decoder
+from __future__ import annotations
 
-__all__ = ["attention", "decoder", "draft", "logprobs", "process_logits", "sample", "verify"]
+from importlib.util import find_spec
+
+import torch
+
+from foretoken.ops.decoder import no_decoder
+from foretoken.ops.dispatch import Kernels
+
+
+def available() -> str | None:
+    """Why Triton cannot run here, or None; it is imported only to ask whether it interprets."""
+    if find_spec("triton") is None:
+        return "the package `triton` is not installed"
+    if torch.cuda.is_available():
+        return None
+    from triton import knobs  # half a second
+
+    return None if knobs.runtime.interpret else "no GPU is here, nor is TRITON_INTERPRET=1 set"
+
+
+def load() -> Kernels:
+    """The functions of this backend."""
+    from foretoken.ops.backends.triton import logprobs, process, sample, verify
+
+    return Kernels(
+        process_logits=process.process_logits,
+        sample=sample.sample,
+        draft=sample.draft,
+        verify=verify.verify,
+        logprobs=logprobs.logprobs,
+        attention="torch",
+        decoder=no_decoder,
+    )

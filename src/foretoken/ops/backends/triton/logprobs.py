@@ -37,8 +37,7 @@ from foretoken.ops.backends.triton.rows import (
 )
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS
-from foretoken.ops.checks import check_logprobs
-from foretoken.ops.types import Edits, Logprobs, SlotParams, Stream
+from foretoken.ops.types import Logprobs, Rows, Stream
 
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
@@ -148,20 +147,14 @@ def likeliest_kernel(
         tl.store(result[3] + row * T + t, token.to(tl.int64), mask=t < T)
 
 
-def logprobs(
-    logits_NV: Tensor,
-    token_N: Tensor,
-    num_top: int,
-    *,
-    params: SlotParams | None = None,
-    slot_N: Tensor | None = None,
-    edits: Edits | None = None,
-) -> Logprobs:
-    """Of raw logits, or of processed ones if `params` and `slot_N` are given.
+def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
+    """Of raw logits, or of processed `Rows`.
 
     See `Backend.logprobs`. Two launches, and those that find thresholds if `params.has_filters`.
     """
-    check_logprobs(logits_NV, token_N, num_top, params, slot_N, edits)
+    # Raw logits have no slots: no kernel reads those that stand for them.
+    given_rows = asked if isinstance(asked, Rows) else (asked, None, token_N, None)
+    logits_NV, params, slot_N, edits = given_rows
     rows, device = len(logits_NV), logits_NV.device
     found = Logprobs(
         torch.empty(rows, device=device),
@@ -171,7 +164,7 @@ def logprobs(
     )
     if not rows:
         return found
-    where = (token_N if slot_N is None else slot_N,) * 4
+    where = (slot_N,) * 4
     streams = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
     call = Call.of(logits_NV, params, where, edits, False, streams, dtypes=(token_N.dtype,))
     sizes, out = call.sizes, call.scratch.out

@@ -13,8 +13,7 @@ from torch import Tensor
 from foretoken.ops.backends.triton.launch import Call
 from foretoken.ops.backends.triton.rows import BLOCK, load_span
 from foretoken.ops.backends.triton.sample import reduce_rows
-from foretoken.ops.checks import check_rows
-from foretoken.ops.types import Edits, SlotParams, Stream
+from foretoken.ops.types import Rows, Stream
 
 
 @triton.jit
@@ -34,14 +33,12 @@ def _write_kernel(
     tl.store(out + row * V + off, x, mask=off < V)
 
 
-def process_logits(
-    logits_NV: Tensor, params: SlotParams, slot_N: Tensor, edits: Edits | None
-) -> Tensor:
+def process_logits(asked: Rows) -> Tensor:
     """Edits -> temperature -> min_p -> top_k -> top_p; see `Backend.process_logits`.
 
     Returns new float32 [N, V].
     """
-    check_rows(logits_NV, slot_N, params, edits)
+    logits_NV, params, slot_N, edits = asked
     where = (slot_N, slot_N, slot_N, slot_N)
     call = Call.of(
         logits_NV, params, where, edits, False, (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)

@@ -34,8 +34,7 @@ from foretoken.ops.backends.triton.sweep import (
     sweep_kernel,
 )
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
-from foretoken.ops.checks import check_draft, check_sample
-from foretoken.ops.types import DraftCache, Edits, SlotParams, Stream
+from foretoken.ops.types import DraftCache, Noise, Rows
 
 _MANY = 512  # rows above which programs of the filters have one warp
 
@@ -85,44 +84,24 @@ def pick_kernel(
         tl.store(cache[5] + to, lse.to(tl.float64) * LN2)
 
 
-def sample(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_N: Tensor,
-    position_N: Tensor,
-    draft_index_N: Tensor,
-    streams: tuple[Stream, Stream],
-    *,
-    edits: Edits | None = None,
-    fp64_noise: bool = False,
-) -> Tensor:
+def sample(rows: Rows, noise: Noise) -> Tensor:
     """One token per row from softmax(logits), as the argmax of logits plus Gumbel noise.
 
     See `Backend.sample`. Two launches; five more if `params.has_filters`. Returns int64 [N].
     """
-    check_sample(logits_NV, params, slot_N, position_N, draft_index_N, streams, edits, fp64_noise)
-    where = (slot_N, slot_N, position_N, draft_index_N)
-    return _draw_rows(Call.of(logits_NV, params, where, edits, fp64_noise, streams), None)
+    logits_NV, params, slot_N, edits = rows
+    where = (slot_N, slot_N, noise.position_N, noise.draft_index_N)
+    return _draw_rows(Call.of(logits_NV, params, where, edits, noise.fp64, noise.streams), None)
 
 
-def draft(
-    logits_BV: Tensor,
-    params: SlotParams,
-    slot_B: Tensor,
-    position_B: Tensor,
-    draft_index_B: Tensor,
-    cache: DraftCache | None,
-    *,
-    fp64_noise: bool = False,
-) -> Tensor:
+def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     """A draft per row, and into `cache` what states its q again; see `Backend.draft`.
 
     The scan copies the raw row while it reads it; block masses are not kept, nothing reads them.
     """
-    check_draft(logits_BV, params, slot_B, position_B, draft_index_B, cache, fp64_noise)
-    streams = (Stream.DRAFT_TOKEN, Stream.DRAFT_BLOCK)
-    where = (slot_B, slot_B, position_B, draft_index_B)
-    return _draw_rows(Call.of(logits_BV, params, where, None, fp64_noise, streams), cache)
+    logits_BV, params, slot_B, _ = rows
+    where = (slot_B, slot_B, noise.position_N, noise.draft_index_N)
+    return _draw_rows(Call.of(logits_BV, params, where, None, noise.fp64, noise.streams), cache)
 
 
 def _draw_rows(call: Call, cache: DraftCache | None) -> Tensor:

@@ -19,29 +19,18 @@ from foretoken.ops.backends.triton.request import FRACTION, HEAD, WHOLE
 from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.backends.triton.settle import FEW, settle_kernel
-from foretoken.ops.checks import check_verify
-from foretoken.ops.types import DraftBlock, DraftCache, Edits, Rule, SlotParams, Stream, Verdict
+from foretoken.ops.types import DraftBlock, DraftCache, Rule, Stream, Verdict, VerifyBatch
 
 _NOISE = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
 
 
-def verify(
-    logits_NV: Tensor,
-    params: SlotParams,
-    slot_B: Tensor,
-    position_B: Tensor,
-    drafts: DraftBlock,
-    *,
-    edits: Edits | None = None,
-    synthetic_rate_K: Tensor | None = None,
-    fp64_noise: bool = False,
-) -> Verdict:
+def verify(batch: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
 
     The law of the output is exactly the target's (Leviathan et al. 2023, appendix A.1; Sun et al.
     2024, theorem 1; Daliri et al. 2024). A request whose deciding row is not finite gets -1.
     """
-    check_verify(logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise)
+    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise = batch
     device, (requests, most) = logits_NV.device, drafts.token_BK.shape
     verdict = Verdict(
         torch.empty(requests, most + 1, dtype=drafts.token_BK.dtype, device=device),

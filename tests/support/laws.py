@@ -1,18 +1,20 @@
-"""Which backends the law tests run on, on this machine, and on which device."""
+"""Which backends the law tests run on, on this machine, and what they demand of a law."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from foretoken.lab.laws.emission import TRIALS
+from foretoken.lab.laws.findings import Finding
 from foretoken.ops import BACKENDS, Backend, get_backend, unavailable
-from tests.support.law import TRIALS
 
 CPU = torch.device("cpu")
 # Trials of one case in `make test`, on CPUs: 0.35 s of a core in `torch` on average, 0.6 s in
-# `native` (2026-11). Mutants are rejected with 20 000 at p < 1e-100, but for two.
+# `native` (2026-11).
 QUICK = {"torch": 10_000, "native": 50_000}
 
 
@@ -47,4 +49,11 @@ each_backend = pytest.mark.parametrize("on", RUNNABLE, ids=lambda on: on.name)
 """The law holds on every backend."""
 
 fastest = pytest.mark.parametrize("on", [FASTEST], ids=lambda on: on.name)
-"""What shows the power of a test, not the law of a backend, is shown on one."""
+"""What shows the power of a law, not that a backend keeps it, is shown on one."""
+
+
+def require(findings: Sequence[Finding]) -> None:
+    """Fail with every law that is broken."""
+    broken = [str(finding) for finding in findings if not finding.passed]
+    assert findings
+    assert not broken, "\n".join(broken)

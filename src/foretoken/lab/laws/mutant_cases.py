@@ -1,4 +1,4 @@
-"""Which mutant must be noticed in which case of the joint law."""
+"""Which mutant must be noticed in which case of the joint distribution."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from foretoken.ops import Backend, Rule
-from tests.support.law import MUTANT_P, Propose
-from tests.support.law_cases import Case, Finding, run_case
-from tests.support.law_mutants import (
+from foretoken.lab.laws.emission import Propose
+from foretoken.lab.laws.findings import MUTANT_P, Finding
+from foretoken.lab.laws.joint import Case, run_case
+from foretoken.lab.laws.mutants import (
     BLOCK_RESIDUALS,
     RESIDUALS,
-    Replaced,
     RuleMutant,
     cut_before_token,
     early_stop,
@@ -30,8 +29,9 @@ from tests.support.law_mutants import (
     shared_stream,
     unfiltered,
 )
+from foretoken.ops import Backend, Rule
 
-TRIALS = 20_000
+TRIALS = 20_000  # all but two are rejected at p < 1e-100
 TRIALS_OF_SUBTLE = 200_000  # what differs only once several drafts were accepted
 READ_RULES = ("torch",)  # backends that take their rules from `ops/rules.py`
 
@@ -43,12 +43,13 @@ class Mutant:
     what: str
     case: Case
     propose: Callable[[Propose], Propose] | None = None
-    backend: Callable[[Backend], Replaced] | None = None
+    backend: Callable[[Backend], Backend] | None = None
     rule: RuleMutant | None = None
     trials: int = TRIALS
 
     @property
     def name(self) -> str:
+        """What is broken, and in which case."""
         return f"{self.what}-{self.case.name}"
 
 
@@ -61,56 +62,40 @@ def check_mutant(mutant: Mutant, backend: Backend, device: torch.device) -> Find
     return Finding(f"mutant-{mutant.name}", "p_value", p, -1.0, MUTANT_P, mutant.trials)
 
 
-def _real(
-    rule: Rule, filters: str = "no_filter", num_drafts: int = 3, rounds: int | None = 1
-) -> Case:
-    return Case(rule, num_drafts, "real", filters, False, rounds=rounds)
+def _real(rule: Rule, filters: str = "no_filter", rounds: int | None = 1) -> Case:
+    return Case(rule, 3, "real", filters, False, rounds=rounds)
 
 
 def mutants() -> list[Mutant]:
-    """All of them."""
+    """All that any backend can be broken by."""
     lossless = (Rule.STANDARD, Rule.BLOCK)
-    found = [
-        Mutant(propose.__name__, _real(rule), propose=propose)
-        for rule in lossless
-        for propose in (hide_token, cut_before_token, row_before_of_q)
-    ]
-    found += [
-        Mutant("shared_stream", _real(Rule.STANDARD), backend=shared_stream),
-        Mutant("shared_stream", _real(Rule.BLOCK), backend=shared_stream),
-        Mutant("same_noise", _real(Rule.STANDARD, rounds=None), backend=same_noise_every_round),
-        Mutant("same_noise", _real(Rule.BLOCK, rounds=None), backend=same_noise_every_round),
-    ]
-    found += [
-        Mutant("unfiltered", _real(rule, filters), backend=unfiltered)
-        for rule, filters in zip(
-            (*lossless, Rule.COUPLED, *lossless),
-            ("top_k", "top_p", "min_p", "penalties", "grammar"),
-            strict=True,
-        )
-    ]
-    found += [
-        Mutant("edits_before", _real(rule, filters), backend=edits_of_the_row_before)
-        for rule, filters in zip(lossless, ("penalties", "grammar"), strict=True)
-    ]
-    found += [
-        Mutant("mask_drops_drafts", _real(rule, "grammar"), backend=mask_drops_drafts)
-        for rule in lossless
-    ]
-    found += [
-        Mutant(f"residual_{name}", _real(rule), backend=residual(masses))
-        for rule in lossless
-        for name, masses in RESIDUALS.items()
-    ]
-    found += [
-        Mutant(
-            f"residual_{name}",
-            _real(Rule.BLOCK),
-            backend=residual(masses),
-            trials=TRIALS_OF_SUBTLE,
-        )
-        for name, masses in BLOCK_RESIDUALS.items()
-    ]
+    found = []
+    for rule in lossless:
+        found += [
+            Mutant(propose.__name__, _real(rule), propose=propose)
+            for propose in (hide_token, cut_before_token, row_before_of_q)
+        ]
+        rounds = _real(rule, rounds=None)
+        found += [
+            Mutant("shared_stream", _real(rule), backend=shared_stream),
+            Mutant("same_noise", rounds, backend=same_noise_every_round),
+            Mutant("mask_drops_drafts", _real(rule, "grammar"), backend=mask_drops_drafts),
+        ]
+        found += [
+            Mutant(f"residual_{name}", _real(rule), backend=residual(masses))
+            for name, masses in RESIDUALS.items()
+        ]
+    for rule, filters in zip(
+        (*lossless, Rule.COUPLED, *lossless),
+        ("top_k", "top_p", "min_p", "penalties", "grammar"),
+        strict=True,
+    ):
+        found.append(Mutant("unfiltered", _real(rule, filters), backend=unfiltered))
+    for rule, filters in zip(lossless, ("penalties", "grammar"), strict=True):
+        found.append(Mutant("edits_before", _real(rule, filters), backend=edits_of_the_row_before))
+    for name, masses in BLOCK_RESIDUALS.items():
+        subtle, block = residual(masses), _real(Rule.BLOCK)
+        found.append(Mutant(f"residual_{name}", block, backend=subtle, trials=TRIALS_OF_SUBTLE))
     coupled = residual(RESIDUALS["one_hot"])
     found.append(Mutant("residual_one_hot", _real(Rule.COUPLED), backend=coupled))
     return found

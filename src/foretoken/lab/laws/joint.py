@@ -1,7 +1,8 @@
-"""The matrix of the joint law: every combination, a pairwise selection of them, and how one runs.
+"""Laws of the joint distribution: what is emitted together is what the target alone would emit.
 
 A case is one way to speculate on a chain of 16 tokens whose draft has the target's logits negated.
-`make law` and `benchmarks/law.py` run all of them, `make test` those of `pairwise`.
+`matrix` has every combination of rule, K, kind of q, filter, noise and draft dtype; `pairwise` a
+selection in which any two values meet. `several_rounds` compares six tokens of two rounds and more.
 """
 
 from __future__ import annotations
@@ -9,22 +10,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from foretoken.ops import Backend, Rule, SlotParams
-from tests.support.law import (
-    CORRECT_P,
+from foretoken.lab.laws.chain import Chain, Setting, random_chain
+from foretoken.lab.laws.emission import (
     TRIALS,
-    Outcome,
+    Emission,
+    MakePropose,
     Propose,
     TableDrafter,
     emit,
-    law_p_value,
+    joint_p_value,
 )
-from tests.support.law_model import Chain, Setting, random_chain
+from foretoken.lab.laws.findings import Finding, p_finding
+from foretoken.ops import Backend, Rule
 
 VOCABULARY = 16
 SPREAD = 0.5  # standard deviation of the logits: about half of all drafts are accepted
@@ -44,43 +47,13 @@ RULES = (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED)
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One number that a law bounds: it passes if low < value < high."""
-
-    case: str
-    statistic: str
-    value: float
-    low: float
-    high: float
-    trials: int
-
-    @property
-    def passed(self) -> bool:
-        return self.low < self.value < self.high
-
-    def __str__(self) -> str:
-        found = f"{self.statistic} {self.value:.3g} in ({self.low:.3g}, {self.high:.3g})"
-        return f"{self.case}: {found}, {self.trials} trials"
-
-
-def require(findings: Sequence[Finding]) -> None:
-    """Fail with every law that is broken."""
-    broken = [str(finding) for finding in findings if not finding.passed]
-    assert findings
-    assert not broken, "\n".join(broken)
-
-
-def p_finding(case: str, p: float, trials: int) -> Finding:
-    """A p-value that the correct law passes."""
-    return Finding(case, "p_value", p, CORRECT_P, 1.0 + 1e-9, trials)
-
-
-@dataclass(frozen=True)
 class Case:
     """One combination of the matrix.
 
-    dtype: of the draft logits
-    rounds: None drafts and verifies until every token is there; see `emit`
+    Attributes:
+        dtype: of the draft logits.
+        rounds: None drafts and verifies until every token is there; see `emit`.
+        draft_vocabulary: if it is not the target's.
     """
 
     rule: Rule
@@ -95,6 +68,7 @@ class Case:
 
     @property
     def name(self) -> str:
+        """Its values, joined by dashes."""
         parts = [self.rule.name.lower(), f"K{self.num_drafts}", self.q, self.filters]
         parts += ["fp64" if self.fp64_noise else "fp32", f"T{self.temperature:g}"]
         if self.dtype == torch.bfloat16:
@@ -107,37 +81,31 @@ class Case:
 
     @property
     def setting(self) -> Setting:
-        return Setting(
-            temperature=self.temperature,
-            rule=self.rule,
-            fp64_noise=self.fp64_noise,
-            **FILTERS[self.filters],
-        )
+        """Of the target and of verification."""
+        filters = FILTERS[self.filters]
+        return Setting(self.temperature, rule=self.rule, fp64_noise=self.fp64_noise, **filters)
 
     @property
     def length(self) -> int:
+        """Tokens that are compared together: one more than a round may accept, three at least."""
         return max(3, self.num_drafts + 1)
 
     def chains(self) -> tuple[Chain, Chain]:
-        """Target and draft on the CPU."""
+        """Target and draft, on the CPU."""
         return _chains(self.draft_vocabulary, self.dtype)
 
-    def make_propose(self, backend: Backend, device: torch.device) -> Callable[..., Propose]:
+    def next_token(self) -> Tensor:
+        """The exact distribution, which depends on filters and temperature alone."""
+        return _next_token(Setting(self.temperature, **FILTERS[self.filters]))
+
+    def make_propose(self, backend: Backend, device: torch.device) -> MakePropose:
+        """Its drafter."""
         target, draft = (chain.to(device) for chain in self.chains())
-        lookup = target.logits_CV.argmax(dim=1) if self.q == "lookup" else None
-
-        def make(params: SlotParams) -> Propose:
-            return TableDrafter(
-                backend,
-                draft,
-                params,
-                self.num_drafts,
-                real_q=self.q == "real",
-                lookup=lookup,
-                fp64_noise=self.fp64_noise,
-            )
-
-        return make
+        lookup_C = target.logits_CV.argmax(dim=1) if self.q == "lookup" else None
+        return partial(
+            TableDrafter, backend, draft, num_drafts=self.num_drafts, real_q=self.q == "real",
+            lookup=lookup_C, fp64_noise=self.fp64_noise,
+        )  # fmt: skip
 
 
 @cache
@@ -147,13 +115,8 @@ def _chains(draft_vocabulary: int | None, dtype: torch.dtype) -> tuple[Chain, Ch
 
 
 @cache
-def _next_law(setting: Setting) -> torch.Tensor:
-    return setting.next_law(_chains(None, torch.float32)[0])
-
-
-def case_law(case: Case) -> torch.Tensor:
-    """The exact law, which depends on the filters and the temperature alone."""
-    return _next_law(Setting(case.temperature, **FILTERS[case.filters]))
+def _next_token(setting: Setting) -> Tensor:
+    return setting.next_token(_chains(None, torch.float32)[0])
 
 
 def run_case(
@@ -162,44 +125,23 @@ def run_case(
     device: torch.device,
     trials: int = TRIALS,
     mutate: Callable[[Propose], Propose] | None = None,
-    seed: int = 0,
-) -> tuple[Outcome, float]:
-    """Emit sequences, and the p-value of their counts under the target's law."""
+) -> tuple[Emission, float]:
+    """Emit sequences, and the p-value of their counts under the target's joint distribution."""
     make = case.make_propose(backend, device)
-    outcome = emit(
-        backend,
-        case.chains()[0].to(device),
+    emission = emit(
+        backend, case.chains()[0].to(device),
         make if mutate is None else lambda params: mutate(make(params)),
-        case.setting,
-        length=case.length,
-        trials=trials,
-        seed=seed,
-        rounds=case.rounds,
-    )
-    return outcome, law_p_value(outcome.token_SL, case_law(case))
-
-
-def accepted_bounds(case: Case, trials: int) -> tuple[float, float]:
-    """Of the share of first drafts that are accepted.
-
-    A token that is looked up is accepted as often as the target draws it, to 5 standard errors;
-    never where the grammar forbids it. Else drafts must be neither all wrong nor all right: without
-    that the joint law would say nothing of acceptance.
-    """
-    if case.q != "lookup" or case.rounds is None:
-        return 0.005, 0.95
-    target = case.chains()[0]
-    share = float(case_law(case)[target.start, target.logits_CV[target.start].argmax()])
-    spread = 5 * (share * (1 - share) / trials) ** 0.5 + 1e-9
-    return share - spread, share + spread
+        case.setting, length=case.length, trials=trials, rounds=case.rounds,
+    )  # fmt: skip
+    return emission, joint_p_value(emission.token_SL, case.next_token())
 
 
 def check_case(
     case: Case, backend: Backend, device: torch.device, trials: int = TRIALS
 ) -> list[Finding]:
-    """The joint law of one case, and how often its first draft is accepted."""
-    outcome, p = run_case(case, backend, device, trials)
-    share = outcome.accepted[0] / outcome.offered[0]
+    """The joint distribution of one case, and how often its first draft is accepted."""
+    emission, p = run_case(case, backend, device, trials)
+    share = emission.accepted[0] / emission.offered[0]
     low, high = accepted_bounds(case, trials)
     return [
         p_finding(case.name, p, trials),
@@ -207,23 +149,38 @@ def check_case(
     ]
 
 
+def accepted_bounds(case: Case, trials: int) -> tuple[float, float]:
+    """Of the share of first drafts that are accepted.
+
+    A token that is looked up is accepted as often as the target draws it, to 5 standard errors;
+    never where the grammar forbids it. Else drafts must be neither all wrong nor all right: without
+    that the joint distribution would say nothing of acceptance.
+    """
+    if case.q != "lookup" or case.rounds is None:
+        return 0.005, 0.95
+    target = case.chains()[0]
+    share = float(case.next_token()[target.start, target.logits_CV[target.start].argmax()])
+    spread = 5 * (share * (1 - share) / trials) ** 0.5 + 1e-9
+    return share - spread, share + spread
+
+
 @cache
 def matrix() -> tuple[Case, ...]:
     """Every combination; T alternates. Drafts that are looked up have no logits of their own."""
     axes = itertools.product(RULES, (1, 3, 5), Q, FILTERS, (False, True), DTYPES)
     return tuple(
-        Case(*axis, temperature=(0.7, 1.0)[i // 3 % 2], rounds=None if axis[1] == 1 else 1)
-        for i, axis in enumerate(axes)
-        if axis[2] != "lookup" or axis[5] == torch.float32
+        Case(rule, k, q, filters, fp64, dtype, (0.7, 1.0)[i // 3 % 2], None if k == 1 else 1)
+        for i, (rule, k, q, filters, fp64, dtype) in enumerate(axes)
+        if q != "lookup" or dtype == torch.float32
     )
 
 
 def extra_cases() -> list[Case]:
     """What the matrix leaves out: several rounds of longer blocks, other draft vocabularies."""
     cases = [
-        Case(rule, k, q, filters, False, rounds=None)
+        Case(rule, 3, q, filters, False, rounds=None)
         for rule in RULES
-        for k, q, filters in ((3, "real", "no_filter"), (3, "one_hot", "top_k"))
+        for q, filters in (("real", "no_filter"), ("one_hot", "top_k"))
     ]
     cases += [
         Case(rule, 3, "real", filters, False, dtype, rounds=None, draft_vocabulary=size)
@@ -252,3 +209,26 @@ def pairwise(cases: Sequence[Case]) -> list[Case]:
         chosen.append(best)
         missing -= of_case.pop(best)
     return chosen
+
+
+LENGTH, FEW_DRAFTS, FEW_TOKENS = 6, 2, 4  # 4 ** 6 outcomes
+
+
+def several_rounds(
+    backend: Backend,
+    device: torch.device,
+    trials: int = 32_768,
+    rules: tuple[Rule, ...] = (Rule.BLOCK, Rule.STANDARD),
+) -> list[Finding]:
+    """Uniforms of positions that a round inspects but does not commit must not come again."""
+    target, draft = random_chain(FEW_TOKENS, 4, 0.5)
+    target_on, draft_on = target.to(device), draft.to(device)
+    findings = []
+    for rule, real_q in itertools.product(rules, (True, False)):
+        setting = Setting(rule=rule)
+        make = partial(TableDrafter, backend, draft_on, num_drafts=FEW_DRAFTS, real_q=real_q)
+        emission = emit(backend, target_on, make, setting, length=LENGTH, trials=trials, seed=9)
+        case = f"{LENGTH}_tokens-{rule.name.lower()}-{'real' if real_q else 'one_hot'}"
+        p = joint_p_value(emission.token_SL, setting.next_token(target))
+        findings.append(p_finding(case, p, trials))
+    return findings

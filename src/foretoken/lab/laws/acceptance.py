@@ -1,0 +1,238 @@
+"""Laws of acceptance: how many drafts each rule accepts, by exact enumeration, and never which.
+
+Shapes as in `laws/__init__.py`; P paths of drafts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.lab.laws.chain import Chain, Setting, random_chain
+from foretoken.lab.laws.emission import TRIALS, TableDrafter, emit, waves
+from foretoken.lab.laws.findings import Finding, fit, p_finding, z_finding
+from foretoken.ops import (
+    DRAFT,
+    Backend,
+    DraftBlock,
+    DraftCache,
+    Noise,
+    Rows,
+    Rule,
+    VerifyBatch,
+)
+
+LOSSLESS = (Rule.STANDARD, Rule.BLOCK)
+# Keys whose first ACCEPT word at position 0, draft 0 is 0 and 2^32 - 1, found by trying them all:
+# the acceptance uniform is 2^-33 and, clamped, 1 - 2^-24 (in FP64, below 2^-32 of either end).
+LOWEST_U, HIGHEST_U = 2059081754, 2564521510
+
+
+def accepted_moments(
+    p_CV: Tensor, q_CV: Tensor, chain: Chain, num_drafts: int, rule: Rule
+) -> tuple[float, float]:
+    """Mean and variance of the accepted drafts of one round, over every path of drafts.
+
+    `standard` (Leviathan et al. 2023): P(tau >= i | path) = prod_{j <= i} min(1, p / q). `block`
+    (Sun et al. 2024, algorithm 2): P(tau = i | path) = h_i prod_{j > i} (1 - h_j).
+    """
+    vocabulary = p_CV.shape[1]
+    path_PK = torch.cartesian_prod(*[torch.arange(vocabulary)] * num_drafts).view(-1, num_drafts)
+    row_P = torch.arange(len(path_PK))
+    context_P = [chain.context(path_PK, torch.full_like(row_P, i)) for i in range(num_drafts + 1)]
+    chance_P, ratios = torch.ones(len(path_PK), dtype=torch.float64), []
+    for i in range(num_drafts):
+        p_P, q_P = (x_CV[context_P[i], path_PK[:, i]] for x_CV in (p_CV, q_CV))
+        chance_P = chance_P * q_P
+        ratios.append(torch.where(q_P > 0, p_P / q_P, 0.0))
+    if rule is Rule.STANDARD:
+        reached_PK = torch.stack(ratios, dim=1).clamp(max=1.0).cumprod(dim=1)
+    else:
+        weight_P, failure = torch.ones_like(chance_P), []
+        for i, ratio_P in enumerate(ratios, 1):
+            weight_P = (weight_P * ratio_P).clamp(max=1.0)
+            h_P = weight_P  # of the last draft
+            if i < num_drafts:
+                weighted_PV = weight_P[:, None] * p_CV[context_P[i]]
+                mass_P = (weighted_PV - q_CV[context_P[i]]).clamp(min=0).sum(dim=1)
+                h_P = (mass_P / (mass_P + 1 - weight_P)).nan_to_num(nan=1.0)
+            failure.append(1 - h_P)
+        # tau >= i unless every u_j fails from i on
+        reached_PK = 1 - torch.stack(failure, dim=1).flip(1).cumprod(dim=1).flip(1)
+    index_K = torch.arange(1, num_drafts + 1, dtype=torch.float64)
+    mean = float((chance_P[:, None] * reached_PK).sum())
+    second = float((chance_P[:, None] * reached_PK * (2 * index_K - 1)).sum())
+    return mean, second - mean**2
+
+
+def mean_accepted(
+    backend: Backend, device: torch.device, trials: int = TRIALS, num_drafts: int = 3
+) -> list[Finding]:
+    """Accepted drafts per round of both rules, real and one-hot q, both widths of noise."""
+    target, draft = random_chain(5, 2, 0.7)
+    target_on, draft_on = target.to(device), draft.to(device)
+    best_C = target.logits_CV.argmax(dim=1)
+    findings = []
+    for rule, real_q in itertools.product(LOSSLESS, (True, False)):
+        name = f"mean_accepted-{rule.name.lower()}-{'real' if real_q else 'one_hot'}"
+        means, error = [], 0.0
+        for width, fp64 in (("fp32", False), ("fp64", True)):
+            setting = Setting(0.8, rule=rule, fp64_noise=fp64)
+            q_CV = setting.next_token(draft) if real_q else one_hot(best_C, 5)
+            mean, variance = accepted_moments(
+                setting.next_token(target), q_CV, target, num_drafts, rule
+            )
+            make = partial(
+                TableDrafter, backend, draft_on, num_drafts=num_drafts, real_q=real_q,
+                lookup=None if real_q else best_C.to(device), fp64_noise=fp64,
+            )  # fmt: skip
+            emission = emit(
+                backend, target_on, make, setting,
+                length=num_drafts + 1, trials=trials, seed=3 + fp64, rounds=1,
+            )  # fmt: skip
+            means.append(sum(emission.accepted) / trials)
+            error = math.sqrt(variance / trials)
+            findings.append(z_finding(f"{name}-{width}", means[-1], mean, error, trials))
+        both = z_finding(f"{name}-fp32=fp64", means[0], means[1], math.sqrt(2) * error, trials)
+        findings.append(both)
+    return findings
+
+
+def one_hot(token_C: Tensor, vocabulary: int) -> Tensor:
+    """All mass on one token of each context, float64 [C, V]."""
+    return torch.nn.functional.one_hot(token_C, vocabulary).double()
+
+
+def one_round(
+    backend: Backend,
+    target_V: Tensor,
+    draft_V: Tensor,
+    setting: Setting,
+    trials: int,
+    draft_setting: Setting | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One draft per request, drawn and verified: (n_accept, first token emitted), [trials].
+
+    Args:
+        draft_setting: the filters of the draft, if not the target's.
+    """
+    device = target_V.device
+    accepts, firsts = [], []
+    for wave, num in waves(trials, device, 12 * max(len(target_V), len(draft_V))):
+        seed = 7_000_021 + wave
+        params = setting.params(num, seed, device)
+        drafting = (draft_setting or setting).params(num, seed, device)
+        slot_B = torch.arange(num, device=device)
+        zero_B = torch.zeros_like(slot_B)
+        cache = DraftCache.empty(num, 1, len(draft_V), draft_V.dtype, device)
+        rows = Rows(draft_V.expand(num, -1).contiguous(), drafting, slot_B)
+        token_B = backend.draft(rows, Noise(zero_B, zero_B, DRAFT, setting.fp64_noise), cache)
+        drafts = DraftBlock(token_B[:, None], zero_B + 1, cache, zero_B == 0)
+        rows_NV = target_V.expand(2 * num, -1).contiguous()
+        batch = VerifyBatch(rows_NV, params, slot_B, zero_B, drafts)
+        verdict = backend.verify(batch._replace(**setting.options(device)))
+        accepts.append(verdict.n_accept_B)
+        firsts.append(verdict.token_BK1[:, 0])
+    return torch.cat(accepts), torch.cat(firsts)
+
+
+def first_token(case: str, token_B: Tensor, next_V: Tensor) -> Finding:
+    """Whether first tokens come from this distribution; p = 0 if one has no mass in it."""
+    p = fit(torch.bincount(token_B, minlength=len(next_V)), next_V)
+    return p_finding(f"{case}-law", p, len(token_B))
+
+
+def overlap(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
+    """`standard` accepts one draft with probability sum_x min(p(x), q(x)); so does `block`."""
+    findings = []
+    for seed, rule in enumerate(LOSSLESS * 2):
+        generator = torch.Generator().manual_seed(seed)
+        target_V, draft_V = torch.randn(2, 12, generator=generator)
+        expected = float(torch.minimum(target_V.softmax(0), draft_V.softmax(0)).sum())
+        error = math.sqrt(expected * (1 - expected) / trials)
+        setting = Setting(rule=rule, fp64_noise=seed >= 2)
+        n_accept, first = one_round(
+            backend, target_V.to(device), draft_V.to(device), setting, trials
+        )
+        name = f"overlap-{rule.name.lower()}-{'fp64' if seed >= 2 else 'fp32'}"
+        share = float(n_accept.double().mean())
+        findings.append(z_finding(name, share, expected, error, trials))
+        findings.append(first_token(name, first, target_V.softmax(0)))
+    return findings
+
+
+def exact_share(case: str, n_accept: Tensor, expected: float) -> Finding:
+    """Acceptance without exception, or none at all."""
+    found = float(n_accept.double().mean())
+    return Finding(case, "accepted", found, expected - 1e-9, expected + 1e-9, len(n_accept))
+
+
+def always_and_never(backend: Backend, device: torch.device, trials: int = TRIALS) -> list[Finding]:
+    """Draft = target accepts everything at any T; disjoint supports accept nothing and emit p."""
+    findings = []
+    generator = torch.Generator().manual_seed(0)
+    equal_V = (torch.randn(12, generator=generator) * 5).to(device)
+    target_V, draft_V = torch.full((2, 12), -torch.inf, device=device)
+    target_V[:6], draft_V[6:] = torch.arange(6, device=device) / 3, 0.0
+    for rule in LOSSLESS:
+        name = rule.name.lower()
+        for temperature in (0.0, 0.3, 1.0, 2.0):
+            setting = Setting(temperature, rule=rule)
+            n_accept, _ = one_round(backend, equal_V, equal_V, setting, trials // 4)
+            findings.append(exact_share(f"draft=target-{name}-T{temperature:g}", n_accept, 1.0))
+        n_accept, first = one_round(backend, target_V, draft_V, Setting(rule=rule), trials)
+        findings.append(exact_share(f"disjoint-{name}", n_accept, 0.0))
+        findings.append(first_token(f"disjoint-{name}", first, target_V.cpu().softmax(0)))
+    return findings
+
+
+def outside_the_nucleus(
+    backend: Backend, device: torch.device, trials: int = TRIALS
+) -> list[Finding]:
+    """The draft samples unfiltered: what the target's filters dropped is never accepted."""
+    findings = []
+    target_V = torch.randn(12, generator=torch.Generator().manual_seed(3))
+    target_on = target_V.to(device)
+    each: list[dict[str, Any]] = [{"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.3}]
+    for rule, filters in itertools.product(LOSSLESS, each):
+        setting = Setting(rule=rule, **filters)
+        n_accept, first = one_round(
+            backend, target_on, -target_on / 2, setting, trials, Setting(rule=rule)
+        )
+        name = f"nucleus-{rule.name.lower()}-{next(iter(filters))}"
+        findings.append(first_token(name, first, setting.next_token(Chain(target_V[None]))[0]))
+        share = float(n_accept.double().mean())
+        findings.append(Finding(name, "accepted", share, 0.01, 0.99, trials))
+    return findings
+
+
+def ends_of_u(backend: Backend, device: torch.device) -> list[Finding]:
+    """u at both ends of its range: p = 0 is never accepted, p = q always."""
+    draft = 5
+    same_V = torch.linspace(0.0, 3.0, 8, device=device)  # also the draft's logits
+    banned_V = torch.zeros(8, device=device)
+    banned_V[draft] = -torch.inf
+    filtered_V = same_V.flip(0)  # token 5 is outside its top 3
+    rows = (("p=0", banned_V, 0, 0.0), ("outside", filtered_V, 3, 0.0), ("p=q", same_V, 0, 1.0))
+    ends = (("lowest", LOWEST_U), ("highest", HIGHEST_U))
+    findings = []
+    for (end, key), rule, fp64 in itertools.product(ends, LOSSLESS, (False, True)):
+        for name, logits_V, top_k, expected in rows:
+            setting = Setting(top_k=top_k, rule=rule, fp64_noise=fp64)
+            params = replace(setting.params(1, 0, device), key_S=torch.tensor([key], device=device))
+            zero_B = torch.zeros(1, dtype=torch.int64, device=device)
+            cache = DraftCache.empty(1, 1, 8, same_V.dtype, device)
+            plain = Setting(rule=rule).params(1, 0, device)
+            backend.draft(Rows(same_V[None], plain, zero_B), Noise(zero_B, zero_B, DRAFT), cache)
+            drafts = DraftBlock(zero_B[:, None] + draft, zero_B + 1, cache, zero_B == 0)
+            batch = VerifyBatch(logits_V.repeat(2, 1), params, zero_B, zero_B, drafts)
+            verdict = backend.verify(batch._replace(fp64_noise=fp64))
+            case = f"u_{end}-{name}-{rule.name.lower()}-{'fp64' if fp64 else 'fp32'}"
+            findings.append(exact_share(case, verdict.n_accept_B, expected))
+    return findings

@@ -1,0 +1,305 @@
+"""Ways to break losslessness, each by one thing replaced, on any backend: a law must notice.
+
+Mutants of a drafter wrap its `propose`; mutants of drafting and of verification wrap a backend;
+what neither can reach, the decision itself, is a mutant of a rule in `ops/rules.py`, for backends
+that read those. `mutant_cases.py` lists which must be noticed where. Two of the wrapped drafters
+are legitimate, and say so.
+
+Shapes as in `laws/__init__.py`; R rejected requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.lab.laws.chain import edits_of_rows
+from foretoken.lab.laws.emission import Propose, first_row
+from foretoken.ops import (
+    RESIDUAL,
+    Backend,
+    DraftBlock,
+    DraftCache,
+    Noise,
+    Rows,
+    Rule,
+    SlotParams,
+    Verdict,
+    VerifyBatch,
+    rules,
+)
+
+
+def replaced(backend: Backend, **functions: Callable[..., Any]) -> Backend:
+    """The backend with some of its functions replaced."""
+    mutant = copy(backend)
+    vars(mutant).update(functions)
+    return mutant
+
+
+# Drafters -----------------------------------------------------------------------------------------
+
+
+def _of_drafts(change: Callable[[DraftBlock], DraftBlock]) -> Callable[[Propose], Propose]:
+    """A mutant that changes what was proposed."""
+
+    @wraps(change)
+    def mutant(propose: Propose) -> Propose:
+        return lambda *given: change(propose(*given))
+
+    return mutant
+
+
+@_of_drafts
+def hide_token(drafts: DraftBlock) -> DraftBlock:
+    """A sampled draft becomes a placeholder because of what it is."""
+    return replace(drafts, token_BK=drafts.token_BK.masked_fill(drafts.token_BK == 2, -1))
+
+
+@_of_drafts
+def cut_before_token(drafts: DraftBlock) -> DraftBlock:
+    """A draft ends before a token because that token was sampled there."""
+    kept_BK = (drafts.token_BK != 2).long().cumprod(dim=1)
+    return replace(drafts, num_B=torch.minimum(kept_BK.sum(dim=1), drafts.num_B))
+
+
+@_of_drafts
+def row_before_of_q(drafts: DraftBlock) -> DraftBlock:
+    """Every draft is verified against the q of the one before."""
+    q = drafts.cache
+    if q is None:
+        return drafts
+    each = (tensor.roll(1, dims=1) for tensor in (q.logits_SKV, q.threshold_SK, q.lse_SK))
+    return replace(drafts, cache=DraftCache(*each))
+
+
+def cut_by_prefix(propose: Propose) -> Propose:
+    """Legitimate: a draft's length, 0 included, depends on what was known before it was drafted."""
+
+    def ragged(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+        drafts = propose(prefix_BL, slot_B, position_B)
+        most = drafts.token_BK.shape[1]
+        num_B = (prefix_BL.sum(dim=1) + position_B) % (most + 1)
+        return replace(drafts, num_B=torch.minimum(num_B, drafts.num_B))
+
+    return ragged
+
+
+def without_drafts(propose: Propose) -> Propose:
+    """Legitimate: no request has a draft, and the block of drafts no column."""
+
+    def none(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+        no_BK = slot_B.new_zeros(len(slot_B), 0)
+        return DraftBlock(no_BK, torch.zeros_like(slot_B), None, slot_B < 0)
+
+    return none
+
+
+# Backends -----------------------------------------------------------------------------------------
+
+
+def shared_stream(backend: Backend) -> Backend:
+    """Drafts are drawn with the residual's noise; the q that is kept is right."""
+
+    def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
+        backend.draft(rows, noise, cache)
+        zero_N = torch.zeros_like(noise.draft_index_N)
+        return backend.sample(rows, noise._replace(draft_index_N=zero_N, streams=RESIDUAL))
+
+    return replaced(backend, draft=draft)
+
+
+def asking(change: Callable[[VerifyBatch], VerifyBatch]) -> Callable[[Backend], Backend]:
+    """A mutant whose `verify` answers another question than it was asked."""
+
+    @wraps(change)
+    def mutant(backend: Backend) -> Backend:
+        return replaced(backend, verify=lambda batch: backend.verify(change(batch)))
+
+    return mutant
+
+
+@asking
+def same_noise_every_round(x: VerifyBatch) -> VerifyBatch:
+    """Verification forgets where it is: uniforms and residual noise come again each round."""
+    return x._replace(position_B=torch.zeros_like(x.position_B))
+
+
+@asking
+def unfiltered(x: VerifyBatch) -> VerifyBatch:
+    """Drafts are verified against the target without its filters and edits."""
+    return x._replace(params=without_filters(x.params), edits=None)
+
+
+@asking
+def edits_of_the_row_before(x: VerifyBatch) -> VerifyBatch:
+    """Off by one inside the draft: each row's edits are those of the row before it."""
+    if x.edits is None:
+        return x
+    row_N = torch.arange(len(x.logits_NV), device=x.logits_NV.device)
+    return x._replace(edits=edits_of_rows(x.edits, (row_N - 1).clamp(min=0)))
+
+
+@asking
+def mask_drops_drafts(x: VerifyBatch) -> VerifyBatch:
+    """A sampled draft that the grammar forbids becomes a placeholder before it is verified."""
+    if x.edits is None or x.edits.mask_N is None or x.edits.mask_RW is None:
+        return x
+    mask_RW, token_BK = x.edits.mask_RW, x.drafts.token_BK.clamp(min=0)
+    index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
+    row_BK = (first_row(x.drafts)[:, None] + index_K).clamp(max=len(x.logits_NV) - 1)
+    word_BK = (token_BK // 32).clamp(max=mask_RW.shape[1] - 1)
+    word_BK = mask_RW[x.edits.mask_N[row_BK], word_BK].long()
+    forbidden_BK = (word_BK >> (token_BK % 32)) & 1 == 0
+    token_BK = x.drafts.token_BK.masked_fill(forbidden_BK, -1)
+    return x._replace(drafts=replace(x.drafts, token_BK=token_BK))
+
+
+def without_filters(params: SlotParams) -> SlotParams:
+    """No top-k, top-p or min-p in any slot."""
+    return replace(
+        params,
+        top_k_S=torch.zeros_like(params.top_k_S),
+        top_p_S=torch.ones_like(params.top_p_S),
+        min_p_S=torch.zeros_like(params.min_p_S),
+    )
+
+
+# Residuals ----------------------------------------------------------------------------------------
+
+
+Weights = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(p_RV, q_RV, one-hot of the draft [R, V], weight w_tau, weight w_{tau-1}) -> masses [R, V]."""
+
+RESIDUALS: dict[str, Weights] = {
+    "no_subtraction": lambda p, q, x, w, before: p,
+    "one_hot": lambda p, q, x, w, before: p * (1 - x),
+    "other_way_round": lambda p, q, x, w, before: q - p,
+    "half_the_draft": lambda p, q, x, w, before: p - q / 2,
+}
+BLOCK_RESIDUALS: dict[str, Weights] = {
+    "weight_one": lambda p, q, x, w, before: p - q,
+    "weight_before": lambda p, q, x, w, before: before[:, None] * p - q,
+}
+
+
+def residual(masses: Weights) -> Callable[[Backend], Backend]:
+    """Rejected requests draw their token from other masses, with the residual's noise."""
+
+    def mutant(backend: Backend) -> Backend:
+        return replaced(
+            backend,
+            verify=lambda batch: _drawn_again(backend, batch, backend.verify(batch), masses),
+        )
+
+    return mutant
+
+
+def _drawn_again(backend: Backend, x: VerifyBatch, verdict: Verdict, masses: Weights) -> Verdict:
+    b_R = torch.nonzero(verdict.n_accept_B < x.drafts.num_B).flatten()
+    i_R = verdict.n_accept_B[b_R]
+    slot_N = x.slot_B.repeat_interleave(x.drafts.num_B + 1)
+    p_NV = _softmax(backend, Rows(x.logits_NV, x.params, slot_N, x.edits))
+    p_RV = p_NV[first_row(x.drafts)[b_R] + i_R]
+    x_RV = torch.zeros_like(p_RV).scatter_(1, x.drafts.token_BK[b_R, i_R][:, None], 1.0)
+    q_RV = _draft_distribution(backend, x, b_R, i_R, x_RV)
+    weight_BK1 = _block_weights(backend, x, p_NV)
+    mass_RV = masses(
+        p_RV, q_RV, x_RV, weight_BK1[b_R, i_R], weight_BK1[b_R, (i_R - 1).clamp(min=0)]
+    ).clamp(min=0)
+    mass_RV = torch.where(mass_RV.sum(dim=1, keepdim=True) > 0, mass_RV, p_RV)
+    plain = without_filters(x.params)
+    plain = replace(plain, temperature_S=torch.ones_like(plain.temperature_S))
+    token_BK1 = verdict.token_BK1.clone()
+    token_R = backend.sample(
+        Rows(mass_RV.log().float(), plain, x.slot_B[b_R]),
+        Noise(x.position_B[b_R] + i_R, torch.zeros_like(i_R), RESIDUAL),
+    )
+    token_BK1[b_R, i_R] = token_R.to(token_BK1.dtype)
+    return replace(verdict, token_BK1=token_BK1)
+
+
+def _softmax(backend: Backend, rows: Rows) -> Tensor:
+    return backend.process_logits(rows).double().softmax(dim=1)
+
+
+def _draft_distribution(
+    backend: Backend, x: VerifyBatch, b_R: Tensor, i_R: Tensor, x_RV: Tensor
+) -> Tensor:
+    """q of draft i_R of request b_R; the one-hot of the draft where there is no real q."""
+    if x.drafts.cache is None:
+        return x_RV
+    slot_R = x.slot_B[b_R]
+    rows_RV = x.drafts.cache.logits_SKV[slot_R, i_R]
+    return _softmax(backend, Rows(rows_RV, x.params, slot_R))
+
+
+def _block_weights(backend: Backend, x: VerifyBatch, p_NV: Tensor) -> Tensor:
+    """p_0 = 1, p_i = min(1, p_{i-1} p(x_i) / q(x_i)), for drafts of one length: [B, K + 1]."""
+    most = x.drafts.token_BK.shape[1]
+    b_B = torch.arange(len(x.slot_B), device=x.slot_B.device)
+    p_BKV = p_NV.view(len(b_B), most + 1, -1)
+    columns = [torch.ones(len(b_B), dtype=torch.float64, device=b_B.device)]
+    for i in range(most):
+        x_B1 = x.drafts.token_BK[:, i : i + 1]
+        x_BV = torch.zeros_like(p_BKV[:, i]).scatter_(1, x_B1, 1.0)
+        q_BV = _draft_distribution(backend, x, b_B, torch.full_like(b_B, i), x_BV)
+        ratio_B = (p_BKV[:, i].gather(1, x_B1) / q_BV.gather(1, x_B1)).flatten()
+        columns.append((columns[-1] * ratio_B).clamp(max=1.0))
+    return torch.stack(columns, dim=1)
+
+
+# Rules --------------------------------------------------------------------------------------------
+
+
+RuleMutant = Callable[[rules.Decide], rules.Decide]
+
+
+def one_uniform(rule: rules.Decide) -> rules.Decide:
+    """All drafts of a round are decided by the first one's uniform."""
+    return lambda x: rule(replace(x, log_u_BK=x.log_u_BK[:, :1].expand_as(x.log_u_BK)))
+
+
+def early_stop(rule: rules.Decide) -> rules.Decide:
+    """The block rule's h_i, but stopping at the first that fails."""
+
+    def reached(x: rules.RuleInputs, i: int) -> Tensor:
+        """Whether u_i < h_i: what the rule says once every later uniform fails."""
+        log_u_BK = x.log_u_BK.clone()
+        log_u_BK[:, i + 1 :] = torch.inf
+        return rule(replace(x, log_u_BK=log_u_BK))[:, i]
+
+    def mutant(x: rules.RuleInputs) -> Tensor:
+        alone_BK = torch.stack([reached(x, i) for i in range(x.log_u_BK.shape[1])], dim=1)
+        return alone_BK.long().cumprod(dim=1).bool()
+
+    return mutant
+
+
+def mass_of_the_row_before(rule: rules.Decide) -> rules.Decide:
+    """h_i is made of S_{i-1} instead of S_i."""
+
+    def mutant(x: rules.RuleInputs) -> Tensor:
+        if x.residual_mass_BK is None:
+            return rule(x)
+        return rule(replace(x, residual_mass_BK=x.residual_mass_BK.roll(1, dims=1)))
+
+    return mutant
+
+
+@contextmanager
+def replaced_rule(rule: Rule, mutate: RuleMutant) -> Iterator[None]:
+    """`ops/rules.py` with one rule changed, for the backends that read it there."""
+    real = rules.RULES[rule]
+    rules.RULES[rule] = mutate(real)
+    try:
+        yield
+    finally:
+        rules.RULES[rule] = real

@@ -1,0 +1,146 @@
+"""The whole suite: every law, every case and every mutant, as tasks that can be shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+
+from foretoken.lab.laws import acceptance, drawing, synthetic
+from foretoken.lab.laws.chain import Setting
+from foretoken.lab.laws.emission import TRIALS
+from foretoken.lab.laws.findings import Finding
+from foretoken.lab.laws.joint import (
+    Case,
+    check_case,
+    extra_cases,
+    matrix,
+    pairwise,
+    several_rounds,
+)
+from foretoken.lab.laws.mutant_cases import (
+    READ_RULES,
+    Mutant,
+    check_mutant,
+    mutants,
+    rule_mutants,
+)
+from foretoken.ops import Backend, Rule, get_backend
+
+NOISE = {
+    "fp32": Setting(),
+    "fp64": Setting(fp64_noise=True),
+    "flat": Setting(rule=Rule.COUPLED),
+}
+Law = Callable[[Backend, torch.device, int], list[Finding]]
+"""(backend, device, trials) -> what was found."""
+
+
+def vocabularies(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
+    """Ties, rows with whole blocks masked, and vocabularies of all sizes."""
+    findings = drawing.ties(backend, device, trials)
+    findings += drawing.masked_blocks(backend, device, 20_000)
+    for vocabulary in drawing.VOCABULARIES:
+        rows = max(100, min(5000, 2**24 // vocabulary)) if device.type == "cpu" else 20_000
+        findings += drawing.vocabulary_law(backend, device, vocabulary, rows)
+    return findings
+
+
+def noise(name: str, backend: Backend, device: torch.device, trials: int) -> list[Finding]:
+    """Nearly uniform rows and tails, with draws by what a device can afford.
+
+    A CPU takes 0.3 ns per logit, 20 per token of flat noise: fewer draws, smaller vocabularies.
+    """
+    gpu = device.type == "cuda"
+    draw = drawing.sampler(backend, NOISE[name])
+    vocabulary, draws = (200_000, 400_000) if gpu else (10_000, 20_000)
+    if gpu and name == "fp32":
+        draws = 4_000_000
+    findings = drawing.near_uniform(draw, device, vocabulary, draws, f"near_uniform-{name}")
+    for vocabulary in (1024, 200_000) if gpu else (1024,):
+        draws = (32 if gpu else 1) * 2**31 // vocabulary
+        if gpu or name == "fp32":
+            findings += drawing.tail(draw, device, vocabulary, draws, f"tail-{name}")
+    return findings
+
+
+def synthetic_rates(backend: Backend, device: torch.device, trials: int) -> list[Finding]:
+    """Rates per position, mean rates through the solver, rejections at T = 0."""
+    return [
+        *synthetic.per_position(backend, device),
+        *synthetic.mean_rates(backend, device),
+        *synthetic.greedy_rejections(backend, device),
+    ]
+
+
+LAWS: dict[str, Law] = {
+    "several_rounds": lambda backend, device, trials: several_rounds(backend, device),
+    "mean_accepted": acceptance.mean_accepted,
+    "overlap": acceptance.overlap,
+    "always_and_never": acceptance.always_and_never,
+    "nucleus": acceptance.outside_the_nucleus,
+    "ends_of_u": lambda backend, device, trials: acceptance.ends_of_u(backend, device),
+    "vocabularies": vocabularies,
+    **{f"noise-{name}": partial(noise, name) for name in NOISE},
+    "synthetic": synthetic_rates,
+}
+"""By name; `trials` is a wish, which laws with a fixed or a costly number of them do not read."""
+
+
+class Task(NamedTuple):
+    """One law, or one case of the joint distribution or one mutant by its number."""
+
+    law: str
+    number: int
+    backend: str
+    device: torch.device
+    trials: int
+
+
+def tasks(
+    backend: str, device: torch.device, *, trials: int = TRIALS, quick: bool = False
+) -> list[Task]:
+    """All there is to check: the longest first, the rest of the full matrix last.
+
+    Args:
+        trials: of one case of the joint distribution.
+        quick: the pairwise selection of cases alone.
+    """
+    on = (backend, device, trials)
+    found = [Task(law, 0, *on) for law in reversed(LAWS)]
+    if device.type == "cuda":  # 10 GB
+        found.insert(0, Task("far_rows", 0, *on))
+    found += [Task("mutants", i, *on) for i in range(len(_mutants_of(backend)))]
+    cases = len(_few_cases() if quick else _joint_cases())
+    return [*found, *(Task("joint", i, *on) for i in range(cases))]
+
+
+def find(task: Task) -> list[Finding]:
+    """What one task finds. A task can be sent to another process."""
+    backend = get_backend(task.backend)
+    if task.law == "mutants":
+        return [check_mutant(_mutants_of(task.backend)[task.number], backend, task.device)]
+    if task.law == "joint":
+        return check_case(_joint_cases()[task.number], backend, task.device, task.trials)
+    if task.law == "far_rows":
+        return drawing.far_rows(backend, task.device)
+    return LAWS[task.law](backend, task.device, task.trials)
+
+
+@cache
+def _few_cases() -> list[Case]:
+    return [*pairwise(matrix()), *extra_cases()]
+
+
+@cache
+def _joint_cases() -> list[Case]:
+    """Those of a quick run first."""
+    return [*_few_cases(), *(case for case in matrix() if case not in _few_cases())]
+
+
+@cache
+def _mutants_of(backend: str) -> list[Mutant]:
+    """That a backend can be broken by."""
+    return [*mutants(), *(rule_mutants() if backend in READ_RULES else ())]

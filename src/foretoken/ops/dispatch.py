@@ -1,0 +1,286 @@
+"""The contract of a backend, and the one place where what it is given is checked.
+
+Belongs here: what every op promises, checks (`ops/checks.py`), the call. Does not: which backends
+there are (`ops/__init__.py`), what an op computes (`ops/backends/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.ops.checks import (
+    check_draft,
+    check_draft_cache,
+    check_logprobs,
+    check_rows,
+    check_sample,
+    check_verify,
+)
+from foretoken.ops.decoder import AttentionCall, Decoder
+from foretoken.ops.pass_checks import check_attention
+from foretoken.ops.types import (
+    DRAFT,
+    AttentionBatch,
+    AttentionOptions,
+    DraftCache,
+    Logprobs,
+    Noise,
+    Rows,
+    SlotParams,
+    Verdict,
+    VerifyBatch,
+)
+
+
+class Kernels(NamedTuple):
+    """What a backend's folder provides: the functions of `Backend`, without checks.
+
+    In place of a function stands the name of the backend whose function serves here, too.
+
+    set_num_threads: None if there is nothing to set
+    tunings: None if nothing is tuned
+    """
+
+    process_logits: Callable[[Rows], Tensor] | str
+    sample: Callable[[Rows, Noise], Tensor] | str
+    draft: Callable[[Rows, Noise, DraftCache | None], Tensor] | str
+    verify: Callable[[VerifyBatch], Verdict] | str
+    logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs] | str
+    attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor] | str
+    decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None]
+    set_num_threads: Callable[[int], None] | None = None
+    tunings: Callable[[], dict[str, Any]] | None = None
+
+
+class Backend:
+    """Kernels behind the contract. Shapes as in `ops/types.py`; only `draft` changes an argument.
+
+    Logits have unit stride along V; rows may lie apart. All but the reference read float64 logits
+    rounded to float32. A row is *finite* if, its edits applied, it holds no NaN or +inf and its
+    maximum is finite: -inf is a token that was dropped. An argument that does not fit raises
+    `ConfigError` before any work; of tensors on a device shapes, dtypes, devices and strides are
+    checked, of those on the host also what they hold.
+
+    name: that of `get_backend`
+    """
+
+    def __init__(self, name: str, kernels: Kernels) -> None:
+        """Of kernels all of whose functions are there: `get_backend` replaces names by them."""
+        functions: Any = kernels
+        self.name = name
+        self._process_logits: Callable[[Rows], Tensor] = functions.process_logits
+        self._sample: Callable[[Rows, Noise], Tensor] = functions.sample
+        self._draft: Callable[[Rows, Noise, DraftCache | None], Tensor] = functions.draft
+        self._verify: Callable[[VerifyBatch], Verdict] = functions.verify
+        self._logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs] = functions.logprobs
+        self._attention: Callable[..., Tensor] = functions.attention
+        self._decoder = kernels.decoder
+        self._set_num_threads = kernels.set_num_threads
+        self._tunings = kernels.tunings
+
+    def process_logits(self, rows: Rows) -> Tensor:
+        """Apply each row's parameters, as the other functions do on load.
+
+        In this order: edits, temperature, min_p, top_k, top_p. Of rows that are not finite nothing
+        is promised but that they neither crash nor pass for finite (see `verify`).
+
+        Returns:
+            New [N, V] logits (float32; float64 in the reference): divided by the temperature,
+            dropped tokens at -inf. Rows at T=0 are edited but neither scaled nor filtered.
+            Ties are kept: top-k keeps every logit >= the k-th largest; top-p keeps every logit >=
+            the largest threshold whose mass inside the top-k set reaches p; min-p keeps
+            p >= min_p * p_max.
+        """
+        check_rows(rows)
+        return self._process_logits(rows)
+
+    def sample(self, rows: Rows, noise: Noise) -> Tensor:
+        """Draw one token per row of raw logits, processed on load; exact (Gumbel-max).
+
+        Rows at T=0 take the argmax, lowest index on ties. Rows with top-k active (0 < k < V), and
+        rows of slots under `Rule.COUPLED`, use flat Gumbel noise by token id over the survivors;
+        others are hierarchical over blocks of 1024 ids: block = argmax(log-mass + G_block), token =
+        argmax(logit + G_token) within it.
+
+        A row that is not finite gives an id in [0, V) that means nothing and that nothing marks:
+        `verify` without drafts draws what this does with `TARGET` streams, and marks such rows.
+
+        Returns:
+            int64 [N] token ids.
+        """
+        check_sample(rows, noise)
+        return self._sample(rows, noise)
+
+    def draft(self, rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
+        """Draw a draft per row of raw draft logits and keep the q it came from.
+
+        As `sample` with `DRAFT` noise at (position, draft index); slots under `Rule.COUPLED` draw
+        with `TARGET` noise at draft index 0, as the target itself will.
+
+        Args:
+            rows: of the draft model, V' tokens, without edits. No two are of the same (slot, draft
+                index). A row that is not finite gives some id in [0, V'), as `sample` does, and at
+                T > 0 an lse that is not finite: `verify` then takes it for no draft.
+            noise: its streams are `DRAFT`.
+            cache: written at [slot, draft index]; its dtype and width are those of the logits. A
+                row at T=0 leaves a threshold of -inf and an lse of 0. None if no q will be asked
+                for; tokens are then drawn all the same (`Decoder.draft` takes None for
+                greedy drafts, the argmax).
+
+        Returns:
+            int64 [N] token ids.
+        """
+        check_draft(rows, noise, cache)
+        return self._draft(rows, noise, cache)
+
+    def verify(self, batch: VerifyBatch) -> Verdict:
+        """Accept a prefix of each request's drafts and emit one more token (K_b = 0: just draw).
+
+        Each request is decided by the rule of its slot (`ops/rules.py`). T=0 rows accept iff the
+        draft is the argmax, except under SYNTHETIC.
+
+        - No draft: -1; a draft whose q row is not finite; one with q(x) = 0 in a finite row, which
+          no drafter sampled; under SYNTHETIC an id >= V, since a rate cannot make it a token of the
+          target. It is never accepted, nor is anything after it, and its slot is drawn from p with
+          TARGET noise, as the bonus slot is.
+        - A rejected draft: its slot is drawn from norm(max(w p - q, 0)) with RESIDUAL noise; if
+          that has zero mass, from p with RESIDUAL noise. From which mass below 1e-40 on it counts
+          as zero is the backend's; only SYNTHETIC rejects there.
+        - Under COUPLED every slot is the target's own draw with TARGET noise; there, and at T=0,
+          nothing of q is read.
+        - A target row that is not finite has p = 0 everywhere (and S_i = 0 under BLOCK): its draft
+          is rejected, or accepted by SYNTHETIC. If such a row is among those that decided the
+          request, rows 0..n_accept, its `finite_B` is False and its last token, that after the
+          accepted drafts, is -1. It is then row n_accept itself; under SYNTHETIC an earlier one,
+          too. The accepted drafts stand, but the request cannot go on.
+        """
+        check_verify(batch)
+        return self._verify(batch)
+
+    def logprobs(self, rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
+        """Log-probabilities of a given token and of the `num_top` likeliest of every row.
+
+        Tokens that were dropped have -inf; of rows that are not finite nothing is promised.
+
+        Args:
+            rows: a tensor [N, V] of raw logits, or `Rows`, which are processed (T=0: only edited).
+            token_N: int64 or int32, in [0, V).
+            num_top: 0 <= num_top <= 64, and <= V.
+        """
+        check_logprobs(rows, token_N, num_top)
+        return self._logprobs(rows, token_N, num_top)
+
+    def attention(
+        self,
+        query_THD: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        batch: AttentionBatch,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """Causal attention of ragged queries over paged K/V (the new tokens already written).
+
+        Args:
+            query_THD: [T, H, D].
+            key_cache, value_cache: [num_blocks, block_size, H_kv, D] and [..., D_v], contiguous,
+                in the dtype of the query; H % H_kv == 0.
+            batch: which queries are whose. Backends keep what they derive from it for the next
+                layer: it must not be written to afterwards.
+
+        Returns:
+            [T, H, D_v].
+        """
+        check_attention(query_THD, key_cache, value_cache, batch, options)
+        return self._attention(query_THD, key_cache, value_cache, batch, options)
+
+    def decoder(self, module: Any, calls: Sequence[AttentionCall]) -> Decoder | None:
+        """An implementation of a whole model, or None if this backend has none of any model.
+
+        Args:
+            module: a Transformers causal language model in eval mode.
+            calls: what each of its layers asks of attention, in order.
+
+        Raises:
+            UnfitError: this module has something that the decoder does not implement; it says what.
+        """
+        return self._decoder(module, calls)
+
+    def set_num_threads(self, count: int) -> None:
+        """Share one call's work among so many threads, the calling one included.
+
+        It holds for the whole process. What runs in PyTorch's operators is not meant: that has
+        `torch.set_num_threads`.
+        """
+        if self._set_num_threads is not None:
+            self._set_num_threads(count)
+
+    def tunings(self) -> dict[str, Any]:
+        """What this process measured to choose how it computes, and what it took."""
+        return {} if self._tunings is None else self._tunings()
+
+
+def draft_cache(
+    backend: Backend, logits_BKV: Tensor, params: SlotParams, slot_B: Tensor
+) -> DraftCache:
+    """The q of drafts that were made elsewhere, from the logits that they were drawn from.
+
+    With it, `verify` takes them as if `Backend.draft` had drawn them. They must be draws from q as
+    the slots' parameters make it: softmax of logits / temperature, filtered by min_p, top_k, top_p.
+
+    Args:
+        backend: the one that will verify; thresholds and LSEs are to the bit those of its `draft`.
+        logits_BKV: raw draft logits [B, K, V'], any float dtype, adjacent along V'; row (b, i) is
+            what draft i of request b was drawn from. Rows behind a request's last draft may hold
+            anything, and a row that is not finite counts as no draft.
+        params: the parameters of all slots; the cache has a row for each.
+        slot_B: int64, the slot of each request, no two alike.
+
+    Returns:
+        A new cache [S, K, V'] in the dtype of the logits. Slots that are not in `slot_B` have no q:
+        drafts of theirs that claim one count as none.
+
+    Raises:
+        ConfigError: names the argument that does not fit.
+
+    Two drafts in slot 0: p = q of the first, which is accepted; the second has no mass in p:
+
+        >>> import torch
+        >>> from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch
+        >>> from foretoken.ops import draft_cache, get_backend
+        >>> ops = get_backend("reference")
+        >>> one, zero = torch.ones(1), torch.zeros(1)
+        >>> params = SlotParams(
+        ...     key_S=torch.tensor([7]), temperature_S=one, top_k_S=zero.long(), top_p_S=one,
+        ...     min_p_S=zero, rule_S=torch.tensor([Rule.STANDARD]),
+        ... )
+        >>> q_logits_BKV = torch.tensor([[[1.0, 2.0, 0.0], [0.0, 9.0, 0.0]]])
+        >>> cache = draft_cache(ops, q_logits_BKV, params, slot_B=torch.tensor([0]))
+        >>> drafts = DraftBlock(
+        ...     token_BK=torch.tensor([[0, 1]]), num_B=torch.tensor([2]), cache=cache,
+        ...     real_q_B=torch.tensor([True]),
+        ... )
+        >>> no = -torch.inf
+        >>> p_logits_NV = torch.tensor([[1.0, 2.0, 0.0], [no, no, 0.0], [0.0, 0.0, 0.0]])
+        >>> at = torch.tensor([0])
+        >>> verdict = ops.verify(VerifyBatch(p_logits_NV, params, at, at, drafts))
+        >>> verdict.token_BK1.tolist(), verdict.n_accept_B.tolist()
+        ([[0, 2, -1]], [1])
+    """
+    if not hasattr(backend, "draft"):
+        raise ConfigError("backend", backend, "what `get_backend` returns")
+    check_draft_cache(logits_BKV, params, slot_B)
+    _, most, vocabulary = logits_BKV.shape
+    sizes = (params.key_S.shape[0], most, vocabulary)
+    cache = DraftCache.empty(*sizes, logits_BKV.dtype, logits_BKV.device)
+    cache.threshold_SK.fill_(-torch.inf)
+    cache.lse_SK.fill_(torch.nan)  # no q
+    nowhere_B = torch.zeros_like(slot_B)  # the draws, and so their noise, are not used
+    for i in range(most):
+        rows = Rows(logits_BKV[:, i], params, slot_B)
+        backend.draft(rows, Noise(nowhere_B, nowhere_B + i, DRAFT), cache)
+    return cache

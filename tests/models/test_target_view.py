@@ -1,0 +1,113 @@
+"""What a drafter may see of its target: hidden states, embedding and head, as plain Transformers
+has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.cache.batch import Span, build_batch
+from foretoken.errors import ConfigError, IntegrityError, UnsupportedModelError
+from foretoken.models import CausalLM, TargetView, load_model, packing
+from tests.models import families
+from tests.models.walk import CPU, new_pool
+from tests.support.cases import host_backends
+
+BLOCK = 4
+TEXTS = [list(range(5, 27)), list(range(40, 7, -3))]
+HEADS = {"head_dim": 16, "num_hidden_layers": 3}
+LAYERS = (3, 0, 2)
+
+
+@pytest.fixture(autouse=True)
+def _pack_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MIN_BYTES", 0)
+
+
+def run(model: CausalLM) -> list[list[torch.Tensor]]:
+    """The hidden states of each text, computed in two ragged passes without any logits."""
+    kv = new_pool(model, 16, BLOCK)
+    tables = ([1, 2, 3, 4, 5, 6], [11, 10, 9, 8, 7, 12])
+    parts: list[list[list[torch.Tensor]]] = [[], []]  # by text, by pass, by layer
+    for start, end in ((0, 7), (7, None)):
+        spans = [Span(t, start, x[start:end], 0) for t, x in zip(tables, TEXTS, strict=True)]
+        output = model.forward(build_batch(spans, BLOCK, CPU), kv)
+        assert output.logits_NV.shape == (0, model.vocab_size)
+        at = len(spans[0].tokens)
+        parts[0].append([state[:at] for state in output.aux])
+        parts[1].append([state[at:] for state in output.aux])
+    return [[torch.cat(both) for both in zip(*passes, strict=True)] for passes in parts]
+
+
+@pytest.mark.parametrize("backend", host_backends())
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_hidden_states_are_those_of_transformers(tmp_path: Path, backend: str, family: str) -> None:
+    folder = families.save_model(tmp_path, family, HEADS)
+    model = load_model(folder, device="cpu", backend=backend, view=TargetView(LAYERS))
+    assert (model.fused is not None) == (backend == "native")
+    plain = families.plain_model(folder)
+    for text, found in zip(TEXTS, run(model), strict=True):
+        with torch.inference_mode():
+            states = plain(torch.tensor([text]), output_hidden_states=True).hidden_states
+        assert len(states) == 4
+        assert len(found) == len(LAYERS)
+        for layer, state in zip(LAYERS, found, strict=True):
+            torch.testing.assert_close(state, states[layer][0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("backend", host_backends())
+def test_asking_for_hidden_states_changes_no_logit(tmp_path: Path, backend: str) -> None:
+    folder = families.save_model(tmp_path, "llama", HEADS)
+    batch = build_batch([Span([1, 2], 0, [5, 6, 7, 8, 9], 2)], BLOCK, CPU)
+    outputs = []
+    for view in (None, TargetView(LAYERS)):
+        model = load_model(folder, device="cpu", backend=backend, view=view)
+        outputs.append(model.forward(batch, new_pool(model, 3, BLOCK)))
+    plain, watched = outputs
+    assert plain.aux == ()
+    assert torch.equal(plain.logits_NV, watched.logits_NV)
+
+
+@pytest.mark.parametrize("backend", host_backends())
+@pytest.mark.parametrize("tied", [False, True])
+def test_embedding_and_head(tmp_path: Path, backend: str, tied: bool) -> None:
+    folder = families.save_model(tmp_path, "llama", {**HEADS, "tie_word_embeddings": tied})
+    plain = families.plain_model(folder)
+    model = load_model(folder, device="cpu", backend=backend, view=TargetView(head=True))
+    assert torch.equal(model.embedding, plain.get_input_embeddings().weight)
+    assert torch.equal(model.head, plain.get_output_embeddings().weight)
+    assert model.embedding is model.module.get_input_embeddings().weight
+    if tied:
+        assert model.head.data_ptr() == model.embedding.data_ptr()
+    without = load_model(folder, device="cpu", backend=backend)
+    assert torch.equal(without.embedding, model.embedding)
+    with pytest.raises(IntegrityError, match=r"`TargetView\.head`"):
+        _ = without.head
+
+
+@pytest.mark.parametrize("layers", [(4,), (-1,), (0, 17)])
+def test_layers_that_are_not_there(tmp_path: Path, layers: tuple[int, ...]) -> None:
+    folder = families.save_model(tmp_path, "llama", HEADS)
+    with pytest.raises(ConfigError, match=r"`aux_layers` is .* in 0\.\.3"):
+        load_model(folder, device="cpu", backend="torch", view=TargetView(layers))
+
+
+def test_a_family_that_keeps_its_hidden_states_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    forward = LlamaForCausalLM.forward
+
+    def silent(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = forward(self, *args, **kwargs)
+        output.hidden_states = None
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", silent)
+    folder = families.save_model(tmp_path, "llama", HEADS)
+    with pytest.raises(UnsupportedModelError, match="`llama` gives 0 hidden states for 3 layers"):
+        load_model(folder, device="cpu", backend="torch", view=TargetView((1,)))

@@ -1,0 +1,132 @@
+"""The dispatcher: what a backend is made of, which there are, and what they are called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.errors import ConfigError
+from foretoken.ops import (
+    BACKENDS,
+    DRAFT,
+    TARGET,
+    Backend,
+    Noise,
+    Rows,
+    VerifyBatch,
+    draft_cache,
+    get_backend,
+    unavailable,
+)
+from foretoken.ops.dispatch import Kernels
+from tests.project.source import imports, modules
+from tests.support.cases import drafts_of, host_backends, make_params
+
+OPS = ("process_logits", "sample", "draft", "verify", "logprobs", "attention")
+
+
+def test_unknown_and_former_names() -> None:
+    for ask in (get_backend, unavailable):
+        with pytest.raises(ConfigError, match="one of reference, torch, native, triton"):
+            ask("nonesuch")
+    with pytest.raises(ConfigError, match="called `torch` now"):
+        get_backend("torch_cpu")
+    with pytest.raises(ConfigError, match="called `native` now"):
+        get_backend("native_cpu")
+
+
+@pytest.mark.parametrize("name", host_backends())
+def test_an_op_has_one_file_name_in_every_backend(name: str) -> None:
+    """`diff` of two folders shows what differs; one kernel may sample and draft."""
+    backend = get_backend(name)
+    assert backend is get_backend(name)
+    files = {"process_logits": {"process"}, "draft": {"draft", "sample"}}
+    for op in OPS:
+        lender = "torch" if (name, op) == ("native", "attention") else name
+        home, _, file = getattr(backend, f"_{op}").__module__.rpartition(".")
+        assert (home, file in files.get(op, {op})) == (BACKENDS[lender], True), op
+
+
+def test_backends_leave_checks_to_the_dispatcher() -> None:
+    inside = [m for name, m in modules().items() if name.startswith("foretoken.ops.backends.")]
+    assert len(inside) > 30
+    checking = [m.name for m in inside if "foretoken.ops.checks" in imports(m, type_checking=True)]
+    assert checking == []
+
+
+class Recorder:
+    """In place of a backend's functions: notes which were called, and with what."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def backend(self) -> Backend:
+        def noting(name: str) -> Any:
+            return lambda *given: self.calls.append((name, given))
+
+        return Backend("noting", Kernels(*map(noting, OPS)))
+
+
+def test_what_was_checked_is_handed_on_and_what_was_refused_is_not() -> None:
+    recorder = Recorder()
+    ops = recorder.backend()
+    rows = Rows(torch.zeros(2, 8), make_params(2), torch.arange(2))
+    noise = Noise(torch.arange(2), torch.arange(2), DRAFT)
+    batch = VerifyBatch(
+        torch.zeros(2, 8), rows.params, *(torch.arange(2),) * 2, drafts_of([[]] * 2)
+    )
+    ops.process_logits(rows)
+    ops.sample(rows, noise)
+    ops.draft(rows, noise, None)
+    ops.verify(batch)
+    ops.logprobs(rows, torch.arange(2), 3)
+    ops.logprobs(rows.logits_NV, torch.arange(2), 3)
+    names = ["process_logits", "sample", "draft", "verify", "logprobs", "logprobs"]
+    assert [name for name, _ in recorder.calls] == names
+    assert recorder.calls[1][1] == (rows, noise)
+    ops.set_num_threads(2)  # there is nothing to set
+    wrong = rows._replace(slot_N=torch.tensor([0, 2]))
+    for call in (
+        lambda: ops.process_logits(wrong),
+        lambda: ops.sample(wrong, noise),
+        lambda: ops.draft(rows, noise._replace(streams=TARGET), None),
+        lambda: ops.verify(batch._replace(slot_B=torch.tensor([0, 2]))),
+        lambda: ops.logprobs(wrong, torch.arange(2), 3),
+    ):
+        with pytest.raises(ConfigError):
+            call()
+    assert len(recorder.calls) == len(names)
+
+
+def test_the_number_of_threads_reaches_the_kernels() -> None:
+    told: list[int] = []
+    kernels = Kernels(*[lambda *_: None] * len(OPS), set_num_threads=told.append)  # type: ignore[list-item]
+    Backend("telling", kernels).set_num_threads(3)
+    assert told == [3]
+
+
+WITHOUT = """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+from foretoken.ops import BACKENDS, get_backend, unavailable
+print([name for name in BACKENDS if unavailable(name)], unavailable("triton"))
+"""
+
+
+def test_a_backend_says_why_it_is_missing_without_what_is_missing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'triton'" in done.stdout
+    assert "the package `triton` is not installed" in done.stdout
+    assert set(BACKENDS) >= set(host_backends())
+
+
+def test_drafts_made_elsewhere_need_a_backend() -> None:
+    with pytest.raises(ConfigError, match="what `get_backend` returns"):
+        draft_cache("native", torch.zeros(1, 1, 8), make_params(1), torch.arange(1))  # type: ignore[arg-type]

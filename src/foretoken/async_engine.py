@@ -70,11 +70,6 @@ class AsyncEngine:
         return self._worker.engine
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no iterator is open and nothing is left to do."""
-        return self._worker.is_idle
-
-    @property
     def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far (a copy)."""
         self._worker.home.check()
@@ -242,12 +237,6 @@ class _Worker:
             return self._engine
         except AttributeError:
             raise _closed() from None
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the thread will sleep until somebody comes."""
-        with self._wake:
-            return not (self._commands or self._open or self._groups or self.engine.has_work)
 
     def enter(
         self,

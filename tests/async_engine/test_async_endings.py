@@ -31,7 +31,6 @@ from tests.support.asynchronous import (
     PROMPTS,
     Gate,
     idle,
-    inner,
     last,
     num_requests,
     run,
@@ -211,13 +210,13 @@ def test_what_was_finished_before_a_fault_can_still_be_read(
     async def main() -> None:
         slow = engine.generate("abc", PARAMS)
         await anext(slow)
-        while inner(engine).has_work:
+        while engine.engine.has_work:
             await asyncio.sleep(0.001)
 
         def broken() -> None:
             raise ZeroDivisionError("injected")
 
-        inner(engine).step = broken  # type: ignore[method-assign, assignment]
+        engine.engine.step = broken  # type: ignore[method-assign, assignment]
         with pytest.raises(StepError):
             await last(engine, "x")
         assert (await anext(slow)).outputs[0].token_ids == expected["abc"]
@@ -229,7 +228,7 @@ def test_what_was_finished_before_a_fault_can_still_be_read(
 def test_faults_that_end_requests_are_in_their_last_output(
     engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, model = inner(engine).tokenizer, inner(engine).runner.model
+    tokenizer, model = engine.engine.tokenizer, engine.engine.runner.model
     append, encode = Detokenizer.append, tokenizer.encode  # type: ignore[union-attr]
     seen: WeakKeyDictionary[Detokenizer, list[int]] = WeakKeyDictionary()
 

@@ -19,7 +19,6 @@ from tests.support.asynchronous import (
     PROMPTS,
     Gate,
     idle,
-    inner,
     last,
     num_requests,
     run,
@@ -97,7 +96,7 @@ def test_a_loop_that_is_busy_is_called_once(engine: AsyncEngine) -> None:
         waiting = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
         gate.open()
-        while inner(engine).has_work or not gate.count:
+        while engine.engine.has_work or not gate.count:
             threading.Event().wait(0.01)  # the loop does not get round to anything
         loop.call_soon_threadsafe = real  # type: ignore[method-assign]
         assert len(calls) == 1

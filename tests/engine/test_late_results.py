@@ -22,10 +22,10 @@ from foretoken.engine.engine import Engine, Launched
 from foretoken.engine.request import Request, RequestGroup
 from foretoken.engine.scheduler import Plan
 from foretoken.errors import ForetokenError
-from foretoken.ops import Verdict
-from foretoken.ops.backends.native import library
+from foretoken.ops import unavailable
 from foretoken.outputs import RequestOutput
-from foretoken.slots.table import Array, SlotTable
+from foretoken.slots.step import Outcome
+from foretoken.slots.table import SlotTable
 from tests.support.naive import MOST_DRAFTS
 from tests.support.paged_machine import PagedMachine, Parts, WatchedScheduler
 from tests.support.steps import OneLate
@@ -148,13 +148,11 @@ def test_results_that_arrive_a_step_late_change_nothing(
 class LeavesDrafts(SlotTable):
     """Drafts that were not accepted stay behind the known tokens."""
 
-    def advance(self, slot_D: Array, verdict: Verdict) -> dict[int, Exception]:
-        before = self.token_SL.copy()
-        faults = super().advance(slot_D, verdict)
-        for slot in slot_D:
-            known = self.length_S[slot]
-            self.token_SL[slot, known:] = before[slot, known:]
-        return faults
+    def advance(self, slot: int, outcome: Outcome) -> None:
+        before = self.token_SL[slot].copy()
+        super().advance(slot, outcome)
+        known = self.length_S[slot]
+        self.token_SL[slot, known:] = before[known:]
 
 
 class AdmitsTheUncommitted(WatchedScheduler):
@@ -288,7 +286,7 @@ def test_a_checkpoint_serves_the_same_a_step_late(target: Path, draft: Path, kin
     in_turn, late_ones = outputs
     for mine, theirs in zip(late_ones, in_turn, strict=True):
         # The native decoder's logits do not depend on what else is in the batch, not by a bit.
-        check_equal(mine, theirs, tolerance=1e-4 if library.missing() else 0.0)
+        check_equal(mine, theirs, tolerance=1e-4 if unavailable("native") else 0.0)
     for served in outputs:
         assert sum(o.metrics.num_preemptions for o in served) >= 5
         assert sum(o.metrics.num_cached_tokens for o in served) > 50

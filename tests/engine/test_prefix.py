@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import NonFiniteLogitsError
 from foretoken.ops import DraftBlock, ForwardOutput
-from foretoken.slots.table import Array
 
 TEXT = list(b"class Shared:\n    def __init__(self, a, b):\n        self.a = a\n")
 
@@ -191,10 +191,10 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
         assert drafter is not None
         propose = drafter.propose
 
-        def recorded(slot_B: Array, num_drafts_B: Array) -> DraftBlock:
-            block = propose(slot_B, num_drafts_B)
+        def recorded(slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+            block = propose(slots, num_drafts)
             assert block.cache is not None
-            seen.append((block.token_BK.clone(), block.cache.logits_SKV[slot_B].clone()))
+            seen.append((block.token_BK.clone(), block.cache.logits_SKV[slots].clone()))
             return block
 
         monkeypatch.setattr(drafter, "propose", recorded)

@@ -8,7 +8,6 @@ from collections.abc import Coroutine
 from typing import Any
 
 from foretoken import AsyncEngine, SamplingParams
-from foretoken.engine.engine import Engine
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -27,11 +26,6 @@ async def last(engine: AsyncEngine, prompt: Any, params: Any = PARAMS, **options
 # What follows looks inside; tests do not.
 
 
-def inner(engine: AsyncEngine) -> Engine:
-    """The engine that the thread owns."""
-    return engine._worker._engine
-
-
 def thread_of(engine: AsyncEngine) -> threading.Thread:
     return engine._worker._thread
 
@@ -43,9 +37,9 @@ def num_requests(engine: AsyncEngine) -> int:
 
 async def idle(engine: AsyncEngine) -> None:
     """Wait until the thread has nothing to do; then nothing may be left."""
-    while inner(engine).has_work or engine._worker._commands:
+    while engine.engine.has_work or engine._worker._commands:
         await asyncio.sleep(0.001)
-    inner(engine).check_integrity()
+    engine.engine.check_integrity()
     assert not num_requests(engine)
     assert not engine._worker._open
 
@@ -54,7 +48,7 @@ class Gate:
     """Lets the engine make a step only when it is told to."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self.engine = inner(engine)
+        self.engine = engine.engine
         self.step = self.engine.step
         self.engine.step = self  # type: ignore[method-assign, assignment]
         self.allowed = threading.Semaphore(0)

@@ -32,7 +32,7 @@ from foretoken.engine.threads import StepThreads
 from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.step import StepInput, StepResult
-from foretoken.slots.table import NO_TOKEN, Array, SlotTable
+from foretoken.slots.table import NO_TOKEN, SlotTable
 from tests.support.naive import (
     MOST_DRAFTS,
     VOCABULARY,
@@ -95,7 +95,7 @@ class NaiveModel:
         end = start + len(tokens)
         owners = Counter(b for r in self.scheduler.running for b in r.block_ids)
         (request,) = (r for r in self.scheduler.running if kv.at(blocks, end - 1)[0] in r.block_ids)
-        known = int(self.slots.length_S[request.slot])
+        known = self.slots.length_S[request.slot]
         text = truth_of(request).upto(known)
         for position in range(start):
             held = kv.held.get(kv.at(blocks, position))
@@ -127,27 +127,28 @@ class NaiveDrafter(Drafter):
         (request,) = (r for r in self.scheduler.running if r.slot == slot)
         return request
 
-    def propose(self, slot_B: Array, num_drafts_B: Array) -> DraftBlock:
+    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
         drafts = [
-            truth_of(self.of(slot)).drafts(int(self.slots.length_S[slot]), most) if most else []
-            for slot, most in zip(slot_B.tolist(), num_drafts_B.tolist(), strict=True)
+            truth_of(self.of(slot)).drafts(self.slots.length_S[slot], most) if most else []
+            for slot, most in zip(slots, num_drafts, strict=True)
         ]
         return one_hot_block(drafts, CPU)
 
     def observe(self, step: StepInput, result: StepResult) -> None:
-        slots, num_drafts = self.slots, result.drafts.num_B.tolist()
-        emitted = (result.verdict.n_accept_B + result.verdict.finite_B).tolist()
-        for d, slot in enumerate(step.slot_B[result.deciding].tolist()):
-            known = int(slots.length_S[slot]) - emitted[d]
-            self.decisions.setdefault(self.of(slot), []).append((known, num_drafts[d]))
-        for b, slot in enumerate(step.slot_B.tolist()):
+        slots, decided = self.slots, result.decisions
+        for span, num_tokens in zip(result.spans, step.num_tokens_B, strict=True):
+            slot, request = span.slot, self.of(span.slot)
             self.seen.add(slot)
-            length, text = int(slots.length_S[slot]), truth_of(self.of(slot))
-            tokens = slots.token_SL[slot]
-            assert tuple(tokens[:length].tolist()) == text.upto(length), "other tokens in the slot"
+            length, tokens = slots.length_S[slot], slots.token_SL[slot]
+            known = length
+            if slot in decided:
+                known -= len(decided[slot].token_ids)
+                self.decisions.setdefault(request, []).append((known, decided[slot].num_drafts))
+            text = truth_of(request).upto(length)
+            assert tuple(tokens[:length].tolist()) == text, "other tokens in the slot"
             assert (tokens[length:] == NO_TOKEN).all(), "drafts that were not accepted stay"
+            assert span.start + num_tokens <= known, "a token is computed that nobody knows"
             assert slots.computed_S[slot] < length, "more is computed than known"
-            assert slots.computed_S[slot] >= result.start_B[b] + step.num_tokens_B[b]
 
     def release(self, slot: int) -> None:
         self.seen.discard(slot)
@@ -247,7 +248,7 @@ class PagedMachine:
         runner = Runner(model, kv, Sampler(backend, slots), self.drafter)
         speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTS)
         config = EngineConfig(model="naive", speculative_config=speculation)
-        threads = StepThreads(1, native_target=False)
+        threads = StepThreads(1, backend, native_target=False)
         given = (config, runner, self.scheduler, NaiveTokenizer(), frozenset[int]())
         self.engine = parts.engine(*given, SamplingParams(), threads)
         self.steps = OneLate(self.engine) if late else self.engine

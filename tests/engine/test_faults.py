@@ -40,14 +40,20 @@ class Broken(Exception):
     """What the tests inject."""
 
 
-@pytest.fixture(scope="module", params=["in turn", "one late"])
-def llm(target: Path, draft: Path, request: pytest.FixtureRequest) -> LLM:
+ORDERS = ["in turn", "one late"]
+
+
+def make_llm(target: Path, draft: Path, order: str, **options: Any) -> LLM:
     """Steps are committed in turn, or each after the next one was launched."""
-    options = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    llm = LLM(str(target), {"model": str(draft)}, **options)
-    if request.param == "one late":
+    llm = LLM(str(target), {"model": str(draft)}, block_size=4, **options)
+    if order == "one late":
         llm.engine.step = OneLate(llm.engine).step  # type: ignore[method-assign]
     return llm
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def llm(target: Path, draft: Path, request: pytest.FixtureRequest) -> LLM:
+    return make_llm(target, draft, request.param, max_num_seqs=4, max_num_batched_tokens=64)
 
 
 @pytest.fixture(scope="module")
@@ -259,10 +265,11 @@ BATCH_PARTS = {
 
 @pytest.mark.parametrize("part", BATCH_PARTS)
 @pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_fault_in_the_batch_ends_what_runs_and_the_engine_goes_on(
-    target: Path, draft: Path, part: str, number: int, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, part: str, number: int, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(str(target), {"model": str(draft)}, max_num_seqs=2, block_size=4)
+    llm = make_llm(target, draft, order, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=20)
     whole = [o.outputs[0].token_ids for o in llm.generate(["abc", "abd", "abe", "abf"], params)]
     owner, name = BATCH_PARTS[part](llm)

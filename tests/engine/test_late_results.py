@@ -110,7 +110,7 @@ def check_equal(late: RequestOutput, in_turn: RequestOutput, tolerance: float = 
     assert late.error is in_turn.error is None
     for mine, theirs in zip(late.outputs, in_turn.outputs, strict=True):
         if "abort" in (mine.finish_reason, theirs.finish_reason):
-            # What was launched is known a step later: one has more when it is aborted, or has ended.
+            # What was launched is known a step later: one may have more, or have ended.
             shorter, longer = sorted((mine.token_ids, theirs.token_ids), key=len)
             assert longer[: len(shorter)] == shorter
             continue
@@ -289,10 +289,10 @@ def test_a_checkpoint_serves_the_same_a_step_late(target: Path, draft: Path, kin
     for mine, theirs in zip(late_ones, in_turn, strict=True):
         # The native decoder's logits do not depend on what else is in the batch, not by a bit.
         check_equal(mine, theirs, tolerance=1e-4 if library.missing() else 0.0)
-    for given in outputs:
-        assert sum(o.metrics.num_preemptions for o in given) >= 5
-        assert sum(o.metrics.num_cached_tokens for o in given) > 50
-        reasons = {sample.finish_reason for o in given for sample in o.outputs}
+    for served in outputs:
+        assert sum(o.metrics.num_preemptions for o in served) >= 5
+        assert sum(o.metrics.num_cached_tokens for o in served) > 50
+        reasons = {sample.finish_reason for o in served for sample in o.outputs}
         assert reasons == {"length", "stop", "abort"}
-        accepted = sum(o.metrics.num_accepted_tokens for o in given)
+        accepted = sum(o.metrics.num_accepted_tokens for o in served)
         assert (accepted > 0) == (kind != "plain")

@@ -190,10 +190,10 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
         assert drafter is not None
         propose = drafter.propose
 
-        def recorded(slot_B: Array, num_drafts_B: Array) -> DraftBlock:
-            block = propose(slot_B, num_drafts_B)
+        def recorded(slots: list[int], num_drafts: list[int]) -> DraftBlock:
+            block = propose(slots, num_drafts)
             assert block.cache is not None
-            seen.append((block.token_BK.clone(), block.cache.logits_SKV[slot_B].clone()))
+            seen.append((block.token_BK.clone(), block.cache.logits_SKV[slots].clone()))
             return block
 
         monkeypatch.setattr(drafter, "propose", recorded)

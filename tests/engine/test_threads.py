@@ -119,7 +119,7 @@ class Machine:
     def step(self, rows: int = 1, prompt: int = 0) -> int:
         """One step, of `rows` rows or of a prompt's tokens; the threads it ran with."""
         request: Any = None
-        share = Share(request, 0, prompt or 1, rows - 1, True, 0)
+        share = Share(request, 0, 0, prompt or 1, rows - 1, True, 0)
         with self.threads.during([share]):
             self.now += self.cost(torch.get_num_threads(), prompt or rows)
         return torch.get_num_threads()

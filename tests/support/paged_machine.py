@@ -246,7 +246,7 @@ class PagedMachine:
         runner = Runner(model, kv, Sampler(backend, slots), self.drafter)
         speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTS)
         config = EngineConfig(model="naive", speculative_config=speculation)
-        threads = StepThreads(1, native_target=False)
+        threads = StepThreads(1, get_backend("torch"), native_target=False)
         given = (config, runner, self.scheduler, NaiveTokenizer(), frozenset[int]())
         self.engine = parts.engine(*given, SamplingParams(), threads)
         self.steps = OneLate(self.engine) if late else self.engine

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,10 +134,10 @@ def test_blocks_of_a_request_with_non_finite_logits_are_not_reused(
     forward = llm.engine.runner.model.forward
 
     def poisoned(batch: Any, kv: Any) -> ForwardOutput:
-        logits = forward(batch, kv).logits_NV
+        output = forward(batch, kv)
         for cache in (*kv.keys, *kv.values):
             cache.fill_(torch.nan)
-        return ForwardOutput(torch.full_like(logits, torch.nan))
+        return output._replace(logits_NV=torch.full_like(output.logits_NV, torch.nan))
 
     monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
     bad, _ = llm.generate([TEXT, [3]], params())
@@ -191,7 +190,7 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
         assert drafter is not None
         propose = drafter.propose
 
-        def recorded(slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+        def recorded(slots: list[int], num_drafts: list[int]) -> DraftBlock:
             block = propose(slots, num_drafts)
             assert block.cache is not None
             seen.append((block.token_BK.clone(), block.cache.logits_SKV[slots].clone()))

@@ -167,9 +167,10 @@ def test_non_finite_logits_end_one_request_alone(
     forward = llm.engine.runner.model.forward
 
     def poisoned(batch: Any, kv: Any) -> ForwardOutput:
-        logits = forward(batch, kv).logits_NV.clone()
+        output = forward(batch, kv)
+        logits = output.logits_NV.clone()
         logits[batch.token_T[batch.logit_row_N] == 251] = torch.nan
-        return ForwardOutput(logits)
+        return output._replace(logits_NV=logits)
 
     monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
     good, bad = llm.generate(["abc", [7, 251]], SamplingParams(temperature=0, max_tokens=40))

@@ -102,10 +102,9 @@ def test_everyone_is_told(
 ) -> None:
     monkeypatch.setattr(threads, "usable_cores", lambda: cores_of(machine))
     backend = get_backend("torch")
-    given: dict[str, Any] = {"openmp_threads": openmp}
-    assert StepThreads(asked, backend, native_target=False, **given).most == count
+    assert StepThreads(asked, backend, False, openmp_threads=openmp).most == count
     assert (told, torch.get_num_threads()) == ([count], count)
-    assert StepThreads(asked, backend, native_target=True, **given).most == count
+    assert StepThreads(asked, backend, True, openmp_threads=openmp).most == count
     assert (told, torch.get_num_threads()) == ([count, count], 1)
 
 
@@ -114,8 +113,8 @@ class Machine:
 
     def __init__(self, asked: int | None = None) -> None:
         self.now, self.cost = 0.0, quiet
-        given: dict[str, Any] = {"clock": lambda: self.now, "openmp_threads": 2}
-        self.threads = StepThreads(asked, get_backend("torch"), native_target=False, **given)
+        backend = get_backend("torch")
+        self.threads = StepThreads(asked, backend, False, clock=lambda: self.now, openmp_threads=2)
 
     def step(self, rows: int = 1, prompt: int = 0) -> int:
         """One step, of `rows` rows or of a prompt's tokens; the threads it ran with."""

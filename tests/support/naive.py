@@ -68,8 +68,12 @@ class Truth:
         if len(output) < self.min_tokens:
             logits[list(self.stop_ids)] = -np.inf
         first, position = torch.zeros(1, dtype=torch.int64), torch.tensor([len(self.tokens)])
-        row = Rows(torch.from_numpy(logits)[None], self.params, first)
-        return int(get_backend("reference").sample(row, Noise(position, first, TARGET)))
+        streams = TARGET
+        row = torch.from_numpy(logits)[None]
+        drawn = get_backend("reference").sample(
+            Rows(row, self.params, first), Noise(position, first, streams)
+        )
+        return int(drawn)
 
     def drafts(self, known: int, most: int) -> list[int]:
         """What is drafted behind so many known tokens."""

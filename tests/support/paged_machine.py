@@ -135,20 +135,19 @@ class NaiveDrafter(Drafter):
         return one_hot_block(drafts, CPU)
 
     def observe(self, step: StepInput, result: StepResult) -> None:
-        slots, decided = self.slots, result.decisions
-        for span, num_tokens in zip(result.spans, step.num_tokens_B, strict=True):
-            slot, request = span.slot, self.of(span.slot)
+        slots = self.slots
+        for slot, outcome in result.decisions.items():
+            known = slots.length_S[slot] - len(outcome.token_ids)
+            self.decisions.setdefault(self.of(slot), []).append((known, outcome.num_drafts))
+        for b, slot in enumerate(step.slot_B):
             self.seen.add(slot)
-            length, tokens = slots.length_S[slot], slots.token_SL[slot]
-            known = length
-            if slot in decided:
-                known -= len(decided[slot].token_ids)
-                self.decisions.setdefault(request, []).append((known, decided[slot].num_drafts))
-            text = truth_of(request).upto(length)
-            assert tuple(tokens[:length].tolist()) == text, "other tokens in the slot"
+            length, text = slots.length_S[slot], truth_of(self.of(slot))
+            tokens = slots.token_SL[slot]
+            assert tuple(tokens[:length].tolist()) == text.upto(length), "other tokens in the slot"
             assert (tokens[length:] == NO_TOKEN).all(), "drafts that were not accepted stay"
             assert span.start + num_tokens <= known, "a token is computed that nobody knows"
             assert slots.computed_S[slot] < length, "more is computed than known"
+            assert slots.computed_S[slot] >= result.spans[b].start + step.num_tokens_B[b]
 
     def release(self, slot: int) -> None:
         self.seen.discard(slot)
@@ -248,7 +247,7 @@ class PagedMachine:
         runner = Runner(model, kv, Sampler(backend, slots), self.drafter)
         speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTS)
         config = EngineConfig(model="naive", speculative_config=speculation)
-        threads = StepThreads(1, backend, native_target=False)
+        threads = StepThreads(1, get_backend("torch"), native_target=False)
         given = (config, runner, self.scheduler, NaiveTokenizer(), frozenset[int]())
         self.engine = parts.engine(*given, SamplingParams(), threads)
         self.steps = OneLate(self.engine) if late else self.engine

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from foretoken.sampling.history import SlotHistory
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine import build, memory
-from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.engine import Engine
 from foretoken.errors import (
     ConfigError,
@@ -21,11 +20,19 @@ from foretoken.errors import (
     ProcessingError,
     StepError,
 )
+from foretoken.slots.history import SlotHistory
+from foretoken.slots.table import SlotRequest
+from tests.support.steps import OneLate
 
 FAULTY = "bad prompt"
 PROMPTS = ["abc", FAULTY, "def f(x):"]
 PARAMS = SamplingParams(
-    temperature=0.0, max_tokens=20, repetition_penalty=1.1, logprobs=1, prompt_logprobs=1
+    temperature=0.0,
+    max_tokens=20,
+    repetition_penalty=1.1,
+    logprobs=1,
+    prompt_logprobs=1,
+    stop=["never said"],
 )
 
 
@@ -33,20 +40,25 @@ class Broken(Exception):
     """What the tests inject."""
 
 
-@pytest.fixture(scope="module")
-def llm(target: Path, draft: Path) -> LLM:
-    options = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    return LLM(str(target), {"model": str(draft)}, **options)
+ORDERS = ["in turn", "one late"]
+
+
+def make_llm(target: Path, draft: Path, order: str, **options: Any) -> LLM:
+    """Steps are committed in turn, or each after the next one was launched."""
+    llm = LLM(str(target), {"model": str(draft)}, block_size=4, **options)
+    if order == "one late":
+        llm.engine.step = OneLate(llm.engine).step  # type: ignore[method-assign]
+    return llm
+
+
+@pytest.fixture(scope="module", params=ORDERS)
+def llm(target: Path, draft: Path, request: pytest.FixtureRequest) -> LLM:
+    return make_llm(target, draft, request.param, max_num_seqs=4, max_num_batched_tokens=64)
 
 
 @pytest.fixture(scope="module")
 def expected(llm: LLM) -> list[list[int]]:
     return [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
-
-
-def slot_of(llm: LLM) -> int:
-    running = llm.engine.scheduler.running
-    return next((r.slot for r in running if r.group.prompt == FAULTY), -1)
 
 
 def failing(real: Callable[..., Any], when: Callable[..., bool]) -> Callable[..., Any]:
@@ -60,97 +72,91 @@ def failing(real: Callable[..., Any], when: Callable[..., bool]) -> Callable[...
     return call
 
 
-def inject_admit(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    slots = llm.engine.runner.sampler.slots
-    patch.setattr(slots, "admit", failing(slots.admit, lambda slot, *a, **k: slot == slot_of(llm)))
+Inject = Callable[[LLM, list[list[int]], pytest.MonkeyPatch], None]
+"""Breaks something for the request of `FAULTY` alone; these would be everybody's tokens."""
 
 
-def inject_detokenizer(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    tail = llm.tokenizer.encode(FAULTY)[-5:]  # type: ignore[union-attr]
-    calls: dict[int, int] = {}
-
-    def third(self: Detokenizer, token: int) -> bool:
-        calls[id(self)] = calls.get(id(self), 0) + 1
-        return self._ids[: len(tail)] == tail and calls[id(self)] == 3
-
-    patch.setattr(Detokenizer, "append", failing(Detokenizer.append, third))
+def is_faulty(llm: LLM, request: SlotRequest) -> bool:
+    return request.prompt_ids == llm.tokenizer.encode(FAULTY)  # type: ignore[union-attr]
 
 
-def inject_tokenizer(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+def inject_admit(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
+    slots = llm.engine.runner.slots
+    broken = failing(slots.admit, lambda slot, request: is_faulty(llm, request))
+    patch.setattr(slots, "admit", broken)
+
+
+def inject_encode(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
     tokenizer = llm.tokenizer
     encode = failing(tokenizer.encode, lambda text, **k: text == FAULTY)  # type: ignore[union-attr]
     patch.setattr(tokenizer, "encode", encode)
 
 
-def inject_history(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    slots = llm.engine.runner.sampler.slots
+def inject_decode(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
+    """Its text is read token by token, for the stop string, and cannot be read after seven."""
 
-    def own(slot: int, *rest: Any) -> bool:
-        return slot == slot_of(llm)
+    def its_seventh(ids: list[int], **options: Any) -> bool:
+        return len(ids) > 1 and ids[-3:] == expected[1][4:7]
 
-    patch.setattr(slots, "append", failing(slots.append, own))
-
-
-def inject_edits(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    slots = llm.engine.runner.sampler.slots
-
-    def own(history: SlotHistory, *rest: Any) -> bool:
-        mine = slots.histories.get(slot_of(llm))
-        return history is mine and len(history.output_ids) >= 4
-
-    patch.setattr(SlotHistory, "rows", failing(SlotHistory.rows, own))
+    tokenizer = llm.tokenizer
+    patch.setattr(tokenizer, "decode", failing(tokenizer.decode, its_seventh))  # type: ignore[union-attr]
 
 
-def inject_logprobs(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    runner = llm.engine.runner
+class FaultyHistory(SlotHistory):
+    """Takes or gives four tokens, then no more."""
 
-    def own(share: Any, *rest: Any) -> bool:
-        return share.request.group.prompt == FAULTY and share.request.num_output > 5
+    def __init__(self, part: str, *args: Any) -> None:
+        super().__init__(*args)
+        if part == "append":
+            self.append = failing(self.append, self.is_long)  # type: ignore[method-assign]
+        else:
+            self.rows = failing(self.rows, self.is_long)  # type: ignore[method-assign]
 
-    patch.setattr(runner, "_token_logprobs", failing(runner._token_logprobs, own))
-
-
-def inject_observe(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    drafter = llm.engine.drafter
-    assert drafter is not None
-    own = failing(drafter.observe, lambda slot, *rest: slot == slot_of(llm))
-    patch.setattr(drafter, "observe", own)
+    def is_long(self, *args: Any) -> bool:
+        return len(self.output_ids) >= 4
 
 
-def inject_stop_logic(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    def own(request: Any, token: int) -> bool:
-        return request.group.prompt == FAULTY and request.num_output == 7
+def inject_history(part: str) -> Inject:
+    def inject(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
+        slots = llm.engine.runner.slots
+        admit = slots.admit
 
-    patch.setattr(llm.engine, "_stops", failing(llm.engine._stops, own))
+        def handing_in(slot: int, request: SlotRequest) -> None:
+            admit(slot, request)
+            if is_faulty(llm, request):
+                slots.histories[slot] = FaultyHistory(part, request.params, request.prompt_ids)
+
+        patch.setattr(slots, "admit", handing_in)
+
+    inject.__name__ = f"inject_history_{part}"
+    return inject
 
 
-def inject_text(llm: LLM, patch: pytest.MonkeyPatch) -> None:
-    settled = Detokenizer.settled_text.fget  # type: ignore[attr-defined]
-    tail = llm.tokenizer.encode(FAULTY)[-5:]  # type: ignore[union-attr]
-    own = failing(settled, lambda self: self._ids[: len(tail)] == tail)
-    patch.setattr(Detokenizer, "settled_text", property(own))
+def inject_logprobs(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPatch) -> None:
+    sampler, (one, mine, other) = llm.engine.runner.sampler, expected
+    late = set(mine[6:]) - {*mine[:6], *one, *other}
+
+    def its_own(found: Any, tokens: list[int], num_top: int) -> bool:
+        return not late.isdisjoint(tokens)
+
+    patch.setattr(sampler, "describe", failing(sampler.describe, its_own))
 
 
-INJECTIONS = [
+INJECTIONS: list[Inject] = [
     inject_admit,
-    inject_detokenizer,
-    inject_tokenizer,
-    inject_history,
-    inject_edits,
+    inject_encode,
+    inject_decode,
+    inject_history("append"),
+    inject_history("rows"),
     inject_logprobs,
-    inject_observe,
-    inject_stop_logic,
 ]
 
 
 @pytest.mark.parametrize("inject", INJECTIONS, ids=lambda f: f.__name__)
 def test_a_fault_in_one_request_ends_it_alone(
-    llm: LLM,
-    expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    inject: Callable[[LLM, pytest.MonkeyPatch], None],
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, inject: Inject
 ) -> None:
-    inject(llm, monkeypatch)
+    inject(llm, expected, monkeypatch)
     outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
     monkeypatch.undo()
     assert [o.outputs[0].token_ids for o in outputs[::2]] == expected[::2]
@@ -159,7 +165,7 @@ def test_a_fault_in_one_request_ends_it_alone(
     assert isinstance(bad.error, ProcessingError)
     assert f"request {bad.request_id}" in str(bad.error)
     assert isinstance(bad.error.__cause__, Broken)
-    if inject is not inject_tokenizer:
+    if inject is not inject_encode:
         (sample,) = bad.outputs
         assert sample.finish_reason == "error"
         assert sample.token_ids == expected[1][: len(sample.token_ids)] != expected[1]
@@ -176,8 +182,17 @@ def assert_clean(llm: LLM) -> None:
 def test_a_fault_while_the_text_is_built_ends_the_stream(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inject_text(llm, monkeypatch)
-    *running, last = llm.stream(FAULTY, PARAMS)
+    """Without stop strings nobody reads it before the stream does."""
+    readable = replace(PARAMS, stop=[])
+    shown = [output.outputs[0].token_ids for output in llm.stream(FAULTY, readable)]
+    tail = next(token_ids for token_ids in shown if token_ids)
+
+    def its_own(ids: list[int], **options: Any) -> bool:
+        return len(ids) > 1 and ids[-len(tail) :] == tail
+
+    tokenizer = llm.tokenizer
+    monkeypatch.setattr(tokenizer, "decode", failing(tokenizer.decode, its_own))  # type: ignore[union-attr]
+    *running, last = llm.stream(FAULTY, readable)
     assert last.finished
     assert not any(output.finished for output in running)
     assert isinstance(last.error, ProcessingError)
@@ -186,13 +201,14 @@ def test_a_fault_while_the_text_is_built_ends_the_stream(
 
 
 def test_one_sample_that_fails_leaves_the_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = SamplingParams(temperature=0.8, max_tokens=8, n=3, seed=5, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0.8, max_tokens=8, n=3, seed=5, ignore_eos=True, stop=["never said"]
+    )
     whole = llm.generate(["abc"], params)[0]
-
-    def second(request: Any, token: int) -> bool:
-        return request.index == 1 and request.num_output == 4
-
-    monkeypatch.setattr(llm.engine, "_stops", failing(llm.engine._stops, second))
+    fourth = whole.outputs[1].token_ids[2:4]
+    tokenizer = llm.tokenizer
+    decode = failing(tokenizer.decode, lambda ids, **k: ids[-2:] == fourth)  # type: ignore[union-attr]
+    monkeypatch.setattr(tokenizer, "decode", decode)
     (output,) = llm.generate(["abc"], params)
     assert [s.finish_reason for s in output.outputs] == ["length", "error", "length"]
     assert "sample 1" in str(output.error)
@@ -203,14 +219,15 @@ def test_one_sample_that_fails_leaves_the_others(llm: LLM, monkeypatch: pytest.M
 def test_a_drafter_that_cannot_release_gives_the_slot_back(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter = llm.engine.drafter
+    drafter = llm.engine.runner.drafter
     assert drafter is not None
     release = drafter.release
     broken_slots = []
 
     def first_time(slot: int) -> None:
+        kept = slot in drafter.held_slots()
         release(slot)
-        if not broken_slots:
+        if kept and not broken_slots:
             broken_slots.append(slot)
             raise Broken("injected")
 
@@ -240,17 +257,19 @@ def break_call(number: int, error: Exception, real: Callable[..., Any]) -> Calla
 BATCH_PARTS = {
     "forward": lambda llm: (llm.engine.runner.model, "forward"),
     "sampler": lambda llm: (llm.engine.runner.sampler, "verify"),
-    "drafter": lambda llm: (llm.engine.drafter, "propose"),
+    "proposal": lambda llm: (llm.engine.runner.drafter, "propose"),
+    "outcome": lambda llm: (llm.engine.runner.drafter, "observe"),
     "clearing": lambda llm: (llm.engine.runner, "clear"),
 }
 
 
 @pytest.mark.parametrize("part", BATCH_PARTS)
 @pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_fault_in_the_batch_ends_what_runs_and_the_engine_goes_on(
-    target: Path, draft: Path, part: str, number: int, monkeypatch: pytest.MonkeyPatch
+    target: Path, draft: Path, part: str, number: int, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = LLM(str(target), {"model": str(draft)}, max_num_seqs=2, block_size=4)
+    llm = make_llm(target, draft, order, max_num_seqs=2)
     params = SamplingParams(temperature=0, max_tokens=20)
     whole = [o.outputs[0].token_ids for o in llm.generate(["abc", "abd", "abe", "abf"], params)]
     owner, name = BATCH_PARTS[part](llm)

@@ -173,7 +173,7 @@ def test_a_request_may_be_preempted_at_any_moment(
             break
         for _ in range(2):
             if request in engine.scheduler.running:
-                engine.scheduler._preempt(request)
+                engine.scheduler.preempt(request)
             engine.step()
             engine.check_integrity()
         while not group.finished:

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.cache.batch import build_batch
+from foretoken.cache.batch import gather_batch
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import NonFiniteLogitsError
+from foretoken.ops import DraftBlock, ForwardOutput
 
 TEXT = list(b"class Shared:\n    def __init__(self, a, b):\n        self.a = a\n")
 
@@ -132,11 +133,11 @@ def test_blocks_of_a_request_with_non_finite_logits_are_not_reused(
     llm = build(target, backend=backend)
     forward = llm.engine.runner.model.forward
 
-    def poisoned(batch: Any, kv: Any) -> torch.Tensor:
-        logits = forward(batch, kv)
+    def poisoned(batch: Any, kv: Any) -> ForwardOutput:
+        output = forward(batch, kv)
         for cache in (*kv.keys, *kv.values):
             cache.fill_(torch.nan)
-        return torch.full_like(logits, torch.nan)
+        return output._replace(logits_NV=torch.full_like(output.logits_NV, torch.nan))
 
     monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
     bad, _ = llm.generate([TEXT, [3]], params())
@@ -168,12 +169,12 @@ def draft_tokens_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Known tokens in each of the draft model's passes, as they come."""
     counts: list[int] = []
 
-    def counted(spans: Any, block_size: int, device: Any) -> Any:
-        batch = build_batch(spans, block_size, device)
+    def counted(*args: Any, **options: Any) -> Any:
+        batch = gather_batch(*args, **options)
         counts.append(len(batch.token_T))
         return batch
 
-    monkeypatch.setattr("foretoken.drafting.draft_model.build_batch", counted)
+    monkeypatch.setattr("foretoken.drafting.draft_model.gather_batch", counted)
     return counts
 
 
@@ -185,13 +186,13 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
     def watched(caching: bool) -> tuple[LLM, list[Any]]:
         speculation = {"model": str(draft)}
         llm = build(target, speculation, enable_prefix_caching=caching, backend=backend)
-        drafter, seen = llm.engine.drafter, []
+        drafter, seen = llm.engine.runner.drafter, []
         assert drafter is not None
         propose = drafter.propose
 
-        def recorded(context: Any) -> Any:
-            block = propose(context)
-            slots = [request.slot for request in context.requests]
+        def recorded(slots: list[int], num_drafts: list[int]) -> DraftBlock:
+            block = propose(slots, num_drafts)
+            assert block.cache is not None
             seen.append((block.token_BK.clone(), block.cache.logits_SKV[slots].clone()))
             return block
 
@@ -221,13 +222,15 @@ def test_the_half_that_a_request_without_drafts_left_empty_is_filled(
     """A skipped stretch costs the draft model each of its tokens once, whoever needs them."""
     engine, counts = selfish.engine, draft_tokens_computed(monkeypatch)
     # A round of drafting is one native call, or a pass per draft; the first brings what is missing.
-    drafter: Any = engine.drafter
+    drafter: Any = engine.runner.drafter
     own_passes = 0 if drafter.model.fused else SELF_K - 1
     finish(engine, engine.add("K=0", TEXT, params(num_speculative_tokens=0)))
     assert counts == []
     for seed, skipped in ((6, 0), (7, 60)):
         counts.clear()
         group = engine.add("K=3", TEXT, params(seed=seed))
+        engine.step()
+        assert counts == [], "drafts are made at the beginning of the step that verifies them"
         engine.step()
         assert sum(counts) == len(TEXT) - skipped + 1 + own_passes  # with its first token
         finish(engine, group)
@@ -253,8 +256,8 @@ def test_a_stretch_without_drafts_is_caught_up_also_by_who_reuses_it(selfish: LL
     first = engine.add("first", TEXT, params(max_tokens=40))
     request = first.samples[0]
     while not first.finished:
-        if 8 < request.num_output < 24:
-            request.draft_ids = []  # verified without drafts: the drafter falls behind
+        # Verified without drafts for a while: the drafter falls behind.
+        request.max_drafts = 0 if 8 < request.num_output < 24 else SELF_K
         engine.step()
         engine.check_integrity()
     check_all_accepted(first)

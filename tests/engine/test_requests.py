@@ -18,6 +18,7 @@ from foretoken.errors import (
     RequestError,
     UsageError,
 )
+from foretoken.ops import ForwardOutput
 from tests.support.checkpoints import END, ids_of, save_checkpoint
 
 
@@ -165,10 +166,11 @@ def test_non_finite_logits_end_one_request_alone(
 ) -> None:
     forward = llm.engine.runner.model.forward
 
-    def poisoned(batch: Any, kv: Any) -> torch.Tensor:
-        logits = forward(batch, kv).clone()
+    def poisoned(batch: Any, kv: Any) -> ForwardOutput:
+        output = forward(batch, kv)
+        logits = output.logits_NV.clone()
         logits[batch.token_T[batch.logit_row_N] == 251] = torch.nan
-        return logits
+        return output._replace(logits_NV=logits)
 
     monkeypatch.setattr(llm.engine.runner.model, "forward", poisoned)
     good, bad = llm.generate(["abc", [7, 251]], SamplingParams(temperature=0, max_tokens=40))
@@ -187,7 +189,7 @@ def test_what_a_block_held_before_cannot_poison_its_next_owner(llm: LLM) -> None
     """
     prompts, params = ["abc", "a", "abcd"], SamplingParams(temperature=0, max_tokens=40)
     expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
-    for pool in (llm.engine.runner.kv, llm.engine.drafter._kv):  # type: ignore[union-attr]
+    for pool in (llm.engine.runner.kv, llm.engine.runner.drafter.kv):  # type: ignore[union-attr]
         for cache in (*pool.keys, *pool.values):
             cache.fill_(torch.nan)
     again = llm.generate(prompts, params)

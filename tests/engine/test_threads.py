@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.engine import threads
-from foretoken.engine.scheduler import Share
+from foretoken.engine import build, threads
+from foretoken.engine.request import Share
 from foretoken.engine.threads import StepThreads, usable_cores
 from foretoken.errors import ConfigError
 from foretoken.ops import Backend, get_backend, unavailable
@@ -29,28 +30,30 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
         (folder / "thread_siblings_list").write_text(siblings + "\n")
-    monkeypatch.setattr(threads, "_CPUS", tmp_path)
-    monkeypatch.setattr(threads, "_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {0, 1, 2, 4})
     return tmp_path
 
 
+def cores_of(machine: Path) -> int:
+    return usable_cores(machine, machine / "cpu.max")
+
+
 def test_hyper_threads_count_once(machine: Path) -> None:
-    assert usable_cores() == 3
+    assert cores_of(machine) == 3
 
 
 def test_processors_of_unknown_topology_count_each(machine: Path) -> None:
     for cpu in (0, 1, 4):
         (machine / f"cpu{cpu}" / "topology" / "thread_siblings_list").unlink()
-    assert usable_cores() == 4
+    assert cores_of(machine) == 4
 
 
 def test_systems_without_affinity_use_all(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(threads.os, "sched_getaffinity")
     monkeypatch.setattr(threads.os, "cpu_count", lambda: 6)
-    assert usable_cores() == 4
+    assert cores_of(machine) == 4
     monkeypatch.setattr(threads.os, "cpu_count", lambda: None)
-    assert usable_cores() == 1
+    assert cores_of(machine) == 1
 
 
 @pytest.mark.parametrize(
@@ -66,7 +69,7 @@ def test_systems_without_affinity_use_all(machine: Path, monkeypatch: pytest.Mon
 )
 def test_a_quota_bounds_them(machine: Path, quota: str, cores: int) -> None:
     (machine / "cpu.max").write_text(quota + "\n")
-    assert usable_cores() == cores
+    assert cores_of(machine) == cores
 
 
 @pytest.fixture
@@ -97,11 +100,11 @@ def test_everyone_is_told(
     openmp: int,
     count: int,
 ) -> None:
-    monkeypatch.setattr(threads, "_OPENMP_THREADS", openmp)
+    monkeypatch.setattr(threads, "usable_cores", lambda: cores_of(machine))
     backend = get_backend("torch")
-    assert StepThreads(asked, backend, native_target=False).most == count
+    assert StepThreads(asked, backend, False, openmp_threads=openmp).most == count
     assert (told, torch.get_num_threads()) == ([count], count)
-    assert StepThreads(asked, backend, native_target=True).most == count
+    assert StepThreads(asked, backend, True, openmp_threads=openmp).most == count
     assert (told, torch.get_num_threads()) == ([count, count], 1)
 
 
@@ -111,11 +114,12 @@ class Machine:
     def __init__(self, asked: int | None = None) -> None:
         self.now, self.cost = 0.0, quiet
         backend = get_backend("torch")
-        self.threads = StepThreads(asked, backend, native_target=False, clock=lambda: self.now)
+        self.threads = StepThreads(asked, backend, False, clock=lambda: self.now, openmp_threads=2)
 
     def step(self, rows: int = 1, prompt: int = 0) -> int:
         """One step, of `rows` rows or of a prompt's tokens; the threads it ran with."""
-        share = Share(None, prompt or 1, [7] * (rows - 1), True)  # type: ignore[arg-type]
+        request: Any = None
+        share = Share(request, 0, 0, prompt or 1, rows - 1, True, 0)
         with self.threads.during([share]):
             self.now += self.cost(torch.get_num_threads(), prompt or rows)
         return torch.get_num_threads()
@@ -140,8 +144,8 @@ def helpless(threads: int, rows: int) -> float:
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch, told: list[int]) -> None:
-    monkeypatch.setattr(threads, "_OPENMP_THREADS", 2)
     monkeypatch.setattr(threads, "usable_cores", lambda: 2)
+    monkeypatch.setattr(build, "StepThreads", partial(StepThreads, openmp_threads=2))
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -67,12 +67,12 @@ def test_turns_come_in_the_order_of_asking(crew: Crew) -> None:
     with turns:
         for name in range(5):
             crew.start(lambda name=name: once(name))  # type: ignore[misc]
-            wait_until(lambda name=name: len(turns._line) == name + 2)  # type: ignore[misc]
+            wait_until(lambda name=name: turns.num_inside == name + 2)  # type: ignore[misc]
     once(99)  # at once, and yet last
     crew.join()
     assert served == [0, 1, 2, 3, 4, 99]
-    assert not turns._line
-    assert not turns._threads
+    assert turns.num_inside == 0
+    assert not turns.inside
 
 
 def test_one_at_a_time(crew: Crew) -> None:
@@ -90,7 +90,7 @@ def test_one_at_a_time(crew: Crew) -> None:
         crew.start(many)
     crew.join()
     assert (most, crew.raised) == (1, [])
-    assert not turns._line
+    assert turns.num_inside == 0
 
 
 def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
@@ -102,15 +102,15 @@ def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
 
     def interrupt() -> None:
         crew.start(lambda: turns.later(lambda: done.append("behind")))
-        wait_until(lambda: len(turns._line) == 3)
+        wait_until(lambda: turns.num_inside == 3)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     crew.start(hold)
-    wait_until(lambda: len(turns._line) == 1)
-    threading.Timer(0.01, lambda: wait_until(lambda: len(turns._line) == 2) or interrupt()).start()
+    wait_until(lambda: turns.num_inside == 1)
+    threading.Timer(0.01, lambda: wait_until(lambda: turns.num_inside == 2) or interrupt()).start()
     with pytest.raises(KeyboardInterrupt):
         turns.later(lambda: done.append("mine"))
-    assert (len(turns._line), done) == (2, [])
+    assert (turns.num_inside, done) == (2, [])
     free.set()
     crew.join()
     assert sorted(done) == ["behind", "mine"]  # what was left undone is done in the next turn
@@ -139,14 +139,14 @@ def test_ctrl_c_while_a_turn_ends_leaves_it_to_the_next(crew: Crew, removed: boo
     def begin() -> None:
         with turns:
             crew.start(wait)
-            wait_until(lambda: len(turns._line) == 2)
+            wait_until(lambda: turns.num_inside == 2)
 
     turns._line = Line()
     with pytest.raises(KeyboardInterrupt):
         begin()
     crew.join()
     wait()
-    assert (served, len(turns._line), turns._threads) == ([1, 1], 0, set())
+    assert (served, turns.num_inside, turns.inside) == ([1, 1], 0, False)
 
 
 def test_a_call_within_a_call_is_refused(crew: Crew) -> None:
@@ -162,7 +162,15 @@ def test_a_call_within_a_call_is_refused(crew: Crew) -> None:
 
 
 @pytest.fixture
-def llm(target: Path) -> Iterator[LLM]:
+def turns(monkeypatch: pytest.MonkeyPatch) -> Turns:
+    """Those that the threads of `llm` take."""
+    turns = Turns("LLM")
+    monkeypatch.setattr("foretoken.llm.Turns", lambda owner: turns)
+    return turns
+
+
+@pytest.fixture
+def llm(target: Path, turns: Turns) -> Iterator[LLM]:
     with LLM(str(target), max_num_seqs=4, block_size=4) as llm:
         yield llm
 
@@ -208,7 +216,7 @@ def test_many_threads_get_what_one_gets(
 
 
 def test_calls_of_two_threads_are_one_batch(
-    llm: LLM, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, turns: Turns, crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, steps = llm.engine.step, 0
 
@@ -216,7 +224,7 @@ def test_calls_of_two_threads_are_one_batch(
         nonlocal steps
         steps += 1
         if steps == 1:  # the other call is made now
-            wait_until(lambda: len(llm._turns._line) == 2)
+            wait_until(lambda: turns.num_inside == 2)
         return step()
 
     monkeypatch.setattr(llm.engine, "step", counted)
@@ -242,13 +250,13 @@ def test_close_ends_the_calls_of_other_threads(
 
 
 def test_ctrl_c_while_another_thread_has_its_turn(
-    llm: LLM, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, turns: Turns, crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = llm.generate("x", GREEDY)[0].outputs[0].token_ids
     main, others = threading.main_thread(), []
 
     def interrupt() -> None:
-        wait_until(lambda: threading.current_thread() is main or len(llm._turns._line) == 2)
+        wait_until(lambda: threading.current_thread() is main or turns.num_inside == 2)
         signal.pthread_kill(main.ident or 0, signal.SIGINT)
 
     monkeypatch.setattr(llm.engine, "step", at_step(llm, 5, interrupt))

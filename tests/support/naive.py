@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from foretoken.engine.request import Request
-from foretoken.ops import Rule, SlotParams, Stream, get_backend
+from foretoken.ops import TARGET, Noise, Rows, Rule, SlotParams, get_backend
 from foretoken.sampling.noise_key import to_int64
 
 VOCABULARY = 4  # few, so that requests share outputs
@@ -68,9 +68,11 @@ class Truth:
         if len(output) < self.min_tokens:
             logits[list(self.stop_ids)] = -np.inf
         first, position = torch.zeros(1, dtype=torch.int64), torch.tensor([len(self.tokens)])
-        streams = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
+        streams = TARGET
         row = torch.from_numpy(logits)[None]
-        drawn = get_backend("reference").sample(row, self.params, first, position, first, streams)
+        drawn = get_backend("reference").sample(
+            Rows(row, self.params, first), Noise(position, first, streams)
+        )
         return int(drawn)
 
     def drafts(self, known: int, most: int) -> list[int]:

@@ -25,11 +25,15 @@ def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class OneLate:
-    """The steps of an engine, each committed after the next one was launched."""
+    """The steps of an engine, each committed after the next one was launched.
+
+    meanwhile: called between the two, while two steps wait for their commit
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.launched: Launched | None = None
+        self.meanwhile: Callable[[], Any] = lambda: None
 
     @property
     def has_work(self) -> bool:
@@ -38,6 +42,9 @@ class OneLate:
     def step(self) -> list[RequestGroup]:
         plan = self.engine.scheduler.schedule()
         latest = self.engine.launch(plan)
+        self.meanwhile()
         changed = [] if self.launched is None else self.engine.commit(self.launched)
         self.launched = latest if latest.shares else None
+        if not self.engine.has_work:
+            self.engine.check_integrity()
         return changed

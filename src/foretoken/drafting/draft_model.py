@@ -27,13 +27,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch, SlotSpan, gather_batch
+from foretoken.cache.batch import ForwardBatch, gather_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, DrafterSetup, Needs, one_hot_block
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, Rows, Rule
-from foretoken.slots.step import StepInput, StepResult
+from foretoken.slots.step import SlotSpan, StepInput, StepResult
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
@@ -146,11 +146,10 @@ class DraftModel(Drafter):
 
     def observe(self, step: StepInput, result: StepResult) -> None:
         """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
-        num_drafts_D, num_accepted_D, *_ = result.decisions
-        decided = zip(result.deciding, num_drafts_D, num_accepted_D, strict=True)
-        for b, num_drafts, num_accepted in decided:
-            if num_drafts:
-                self._num_computed_S[step.slot_B[b]] += min(num_accepted, num_drafts - 1)
+        for slot, outcome in result.decisions.items():
+            if outcome.num_drafts:
+                kept = min(outcome.num_accepted, outcome.num_drafts - 1)
+                self._num_computed_S[slot] += kept
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Remove these blocks' marks; zero their K/V if the model multiplies masked keys."""

@@ -40,6 +40,7 @@ from foretoken.sampling.params import SamplingParams
 from foretoken.slots.step import Outcome, StepResult
 from foretoken.slots.table import SlotRequest
 
+_NO_RESULT = StepResult.empty()
 _RULES = {rule.name.lower(): rule for rule in Rule}
 
 
@@ -133,7 +134,7 @@ class Engine:
     def launch(self, plan: Plan) -> Launched:
         """Run a step: its tokens are in the slots then, and the requests know nothing of it yet."""
         groups = list(dict.fromkeys(request.group for request in self.scheduler.running))
-        launched = Launched([], groups, StepResult.empty())
+        launched = Launched((), groups, _NO_RESULT)
         with self._together():
             for slot in plan.left_slots:
                 self._slots.release(slot)
@@ -157,13 +158,13 @@ class Engine:
         outcomes: dict[int, Outcome] = {}
         with self._together():
             outcomes = launched.result.read()
-        for index, share in enumerate(launched.shares):
+        for share in launched.shares:
             request = share.request
             if request.launched is share:  # and not one that was launched since
                 request.launched = None
             if request.status is not Status.FINISHED:  # since it was launched
                 try:
-                    self._commit(share, outcomes[index])
+                    self._commit(share, outcomes[share.slot])
                 except Exception as error:
                     self._fail(request, error)
         return launched.groups

@@ -27,6 +27,7 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
     """One request's share of a step.
 
     Attributes:
+        slot: the request's.
         start: known tokens that are computed before it, at least.
         num_tokens: known tokens to compute.
         num_drafts: most drafts to verify after them, in a decode step.
@@ -35,6 +36,7 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
     """
 
     request: Request
+    slot: int
     start: int
     num_tokens: int
     num_drafts: int

@@ -8,8 +8,7 @@ ends (engine).
 Drafts are proposed at the beginning of the step that verifies them: nothing of a proposal outlives
 a step, and no block is reserved for drafts that are not verified (decision 016).
 
-Shape suffixes: B requests of the step, D those that decide, K drafts, N rows of logits, M rows with
-log-probabilities, V vocabulary.
+Shape suffixes: B requests of the step, D those that decide, N rows of logits, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import SlotSpan, gather_batch
+from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, in_target_ids, one_hot_block
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.step import PhaseClock
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock
-from foretoken.slots.step import NONE, LogprobRows, StepInput, StepResult
+from foretoken.slots.step import NONE, LogprobRows, SlotSpan, StepInput, StepResult
 from foretoken.slots.table import SlotTable
 
 
@@ -57,38 +56,29 @@ class Runner:
 
     def run(self, step: StepInput) -> StepResult:
         """Compute a step's tokens and draw the next ones."""
-        slots, mark = self.slots, self.clock.mark
-        index_B = slots.unfinished(step.slot_B)
-        if len(index_B) < len(step.slot_B):  # launched before it was known that they had all tokens
-            if not index_B:
+        mark = self.clock.mark
+        live = self.slots.unfinished(step.slot_B)
+        if len(live) < len(step.slot_B):  # launched before it was known that they had all tokens
+            if not live:
                 return StepResult.empty()
-            step = step.at(index_B)
+            step = step.at(live)
         deciding = [b for b, decides in enumerate(step.decides_B) if decides]
         slot_D = [step.slot_B[b] for b in deciding]
         drafts = self._propose(slot_D, [step.num_drafts_B[b] for b in deciding])
         mark("draft")
         edits, faults = self.sampler.edits(slot_D, drafts, self.model.vocab_size)
-        parts = self._parts(step, deciding, drafts)
-        batch = gather_batch(slots, parts, self.kv.block_size)
+        spans = self._spans(step, dict(zip(slot_D, drafts.num_B.tolist(), strict=True)))
+        batch = gather_batch(self.slots, spans, self.kv.block_size)
         mark("batch")
         output = self.model.forward(batch, self.kv)
         mark("forward")
-        rows_NV = _decision_rows(output.logits_NV, parts, deciding, drafts)
+        rows_NV = _decision_rows(output.logits_NV, spans, slot_D, drafts)
         verdict = self.sampler.verify(rows_NV, slot_D, drafts, edits)
-        result = StepResult(
-            index_B,
-            deciding,
-            [part.start for part in parts],
-            [part.num_tokens for part in parts],
-            drafts,
-            verdict,
-            faults,
-            hidden=output.aux,
-        )
-        result.blame(rows_NV)
+        result = StepResult(spans, slot_D, drafts, verdict, faults, hidden=output.aux)
+        _blame(result, rows_NV)
         mark("verify")
         if step.most_logprobs != NONE:
-            self._take_logprobs(result, step, parts, output.logits_NV)
+            self._take_logprobs(result, step, output.logits_NV)
             mark("log-probabilities")
         self._advance(step, result)
         mark("advance")
@@ -110,76 +100,75 @@ class Runner:
         self.slots.put_drafts(slot_D, drafts.token_BK.numpy())
         return drafts
 
-    def _parts(
-        self, step: StepInput, deciding: Sequence[int], drafts: DraftBlock
-    ) -> list[SlotSpan]:
+    def _spans(self, step: StepInput, num_drafts: dict[int, int]) -> list[SlotSpan]:
         """Which tokens of each slot are computed, and the logits of how many are needed."""
-        num_drafts = dict(zip(deciding, drafts.num_B.tolist(), strict=True))
-        parts = []
-        for b, (slot, num_tokens) in enumerate(zip(step.slot_B, step.num_tokens_B, strict=True)):
-            count = num_tokens + num_drafts.get(b, 0)
-            num_logits = 1 + num_drafts[b] if b in num_drafts else 0
-            if step.prompt_top_B[b] != NONE:
+        spans = []
+        for slot, num_tokens, *_, prompt_top in zip(*step, strict=True):
+            count = num_tokens + num_drafts.get(slot, 0)
+            num_logits = 1 + num_drafts[slot] if slot in num_drafts else 0
+            if prompt_top != NONE:
                 num_logits = count
-            parts.append(SlotSpan(slot, self.slots.computed_S[slot], count, num_logits))
-        return parts
+            spans.append(SlotSpan(slot, self.slots.computed_S[slot], count, num_logits))
+        return spans
 
     def _advance(self, step: StepInput, result: StepResult) -> None:
         """Let slots and drafter have the outcome; a request that has failed does not go on."""
         slots = self.slots
         for slot, num_tokens in zip(step.slot_B, step.num_tokens_B, strict=True):
             slots.computed_S[slot] += num_tokens
-        num_drafts_D, num_accepted_D, finite_D, tokens_D = result.decisions
-        for row, b in enumerate(result.deciding):
-            slot = step.slot_B[b]
-            slots.computed_S[slot] += num_accepted_D[row]
+        for slot, outcome in result.decisions.items():
             try:
-                slots.advance(slot, tokens_D[row], num_drafts_D[row])
+                slots.advance(slot, outcome)
             except Exception as error:
-                result.faults[row] = error
-            if not finite_D[row] or row in result.faults:
+                result.faults[slot] = error
+            if not outcome.is_finite or slot in result.faults:
                 slots.stop(slot)
         if self.drafter is not None:
             self.drafter.observe(step, result)
 
-    def _take_logprobs(
-        self, result: StepResult, step: StepInput, parts: Sequence[SlotSpan], logits_NV: Tensor
-    ) -> None:
+    def _take_logprobs(self, result: StepResult, step: StepInput, logits_NV: Tensor) -> None:
         """Log-probabilities of prompts and of decisions, before the next pass takes the logits."""
         rows: list[int] = []
         tokens: list[int] = []
-        tokens_of = dict(zip(result.deciding, result.decisions.tokens, strict=True))
-        num_drafts_of = dict(zip(result.deciding, result.decisions.num_drafts, strict=True))
         end = 0
-        for b, part in enumerate(parts):
-            first, end, begin = end, end + part.num_logits, len(rows)
+        for b, span in enumerate(result.spans):
+            first, end, begin = end, end + span.num_logits, len(rows)
             if step.prompt_top_B[b] != NONE:
-                following = self.slots.following(part.slot, step.num_tokens_B[b])
+                following = self.slots.following(span.slot, step.num_tokens_B[b])
                 rows += range(first, first + len(following))
                 tokens += following
             middle = len(rows)
             if step.top_B[b] != NONE:
-                first = end - 1 - num_drafts_of[b]
-                rows += range(first, first + len(tokens_of[b]))
-                tokens += tokens_of[b]
-            if len(rows) > begin:
-                result.logprob_rows[result.index_B[b]] = LogprobRows(begin, middle, len(rows))
-        if not rows:  # of a prompt whose last token alone was computed
-            return
-        result.logprobs = self.sampler.logprobs(
-            logits_NV[torch.tensor(rows)], torch.tensor(tokens), step.most_logprobs
-        )
+                outcome = result.decisions[span.slot]
+                first = end - 1 - outcome.num_drafts
+                rows += range(first, first + len(outcome.token_ids))
+                tokens += outcome.token_ids
+            result.logprob_rows[span.slot] = LogprobRows(begin, middle, len(rows))
+        if rows:  # not of a prompt whose last token alone was computed
+            result.logprobs = self.sampler.logprobs(
+                logits_NV[torch.tensor(rows)], torch.tensor(tokens), step.most_logprobs
+            )
 
 
 def _decision_rows(
-    logits_NV: Tensor, parts: Sequence[SlotSpan], deciding: Sequence[int], drafts: DraftBlock
+    logits_NV: Tensor, spans: Sequence[SlotSpan], slot_D: Sequence[int], drafts: DraftBlock
 ) -> Tensor:
     """The last K_b + 1 rows of every deciding request; the same tensor if those are all."""
     num_D = [num_drafts + 1 for num_drafts in drafts.num_B.tolist()]
     if len(logits_NV) == sum(num_D):
         return logits_NV
-    ends = list(accumulate(part.num_logits for part in parts))
-    keep = [
-        row for b, num in zip(deciding, num_D, strict=True) for row in range(ends[b] - num, ends[b])
-    ]
+    ends = dict(zip((s.slot for s in spans), accumulate(s.num_logits for s in spans), strict=True))
+    decided = zip(slot_D, num_D, strict=True)
+    keep = [row for slot, num in decided for row in range(ends[slot] - num, ends[slot])]
     return logits_NV[torch.tensor(keep, dtype=torch.int64, device=logits_NV.device)]
+
+
+def _blame(result: StepResult, logits_NV: Tensor) -> None:
+    """Find out whose fault it is that requests have no token, while their logits are there."""
+    first = 0
+    for slot, outcome in result.decisions.items():
+        if not outcome.is_finite:
+            highest_N = logits_NV[first : first + outcome.num_accepted + 1].amax(dim=1)
+            if bool(torch.isfinite(highest_N).all()):
+                result.banned_all.add(slot)
+        first += outcome.num_drafts + 1

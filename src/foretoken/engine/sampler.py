@@ -50,7 +50,7 @@ class Sampler:
     def edits(
         self, slot_D: Sequence[int], drafts: DraftBlock, vocab_size: int
     ) -> tuple[Edits | None, dict[int, Exception]]:
-        """Edits of the K_b + 1 rows of each request, and what was raised, by index."""
+        """Edits of the K_b + 1 rows of each request, and what was raised, by slot."""
         histories = self.slots.histories
         if not histories:
             return None, {}
@@ -58,7 +58,8 @@ class Sampler:
         mine = (
             (histories.get(slot), row[:num]) for slot, (row, num) in zip(slot_D, rows, strict=True)
         )
-        return build_edits(mine, vocab_size, self.slots.device)
+        edits, faults = build_edits(mine, vocab_size, self.slots.device)
+        return edits, {slot_D[row]: error for row, error in faults.items()}
 
     def verify(
         self, logits_NV: Tensor, slot_D: Sequence[int], drafts: DraftBlock, edits: Edits | None

@@ -223,12 +223,12 @@ class Scheduler:
             room -= more
         shares: list[Share] = []
         for request in self.running:
-            start, life = request.num_scheduled, request.num_preemptions
+            slot, start, life = request.slot, request.num_scheduled, request.num_preemptions
             if request in decoding:
-                shares.append(Share(request, start, 1, decoding[request], True, life))
+                shares.append(Share(request, slot, start, 1, decoding[request], True, life))
             elif chunk := chunks.get(request, 0):
                 ends_prompt = chunk == request.num_prefill and not request.num_output
-                shares.append(Share(request, start, chunk, 0, ends_prompt, life))
+                shares.append(Share(request, slot, start, chunk, 0, ends_prompt, life))
         return shares
 
     def preempt(self, request: Request) -> None:

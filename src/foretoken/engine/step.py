@@ -56,13 +56,15 @@ class StepTrace:
 
     def count(self, result: StepResult) -> None:
         """Take over the numbers of its result."""
-        num_drafts_D, num_accepted_D, *_ = result.decisions
-        self.num_requests = len(result.index_B)
-        self.num_rows = sum(result.count_B)
-        self.num_drafts = sum(num_drafts_D)
-        self.num_accepted = sum(num_accepted_D)
-        rows = zip(result.deciding, num_drafts_D, strict=True)
-        self.num_decoding = sum(result.count_B[b] == 1 + num_drafts for b, num_drafts in rows)
+        decisions = result.decisions
+        self.num_requests = len(result.spans)
+        self.num_rows = sum(span.num_tokens for span in result.spans)
+        self.num_drafts = sum(outcome.num_drafts for outcome in decisions.values())
+        self.num_accepted = sum(outcome.num_accepted for outcome in decisions.values())
+        self.num_decoding = sum(
+            span.slot in decisions and span.num_tokens == 1 + decisions[span.slot].num_drafts
+            for span in result.spans
+        )
 
 
 OnStep = Callable[[StepTrace], None]

@@ -35,7 +35,7 @@ from typing import Any
 
 from foretoken import __version__
 from foretoken.errors import ConfigError
-from foretoken.ops.backends.native import library
+from foretoken.ops import get_backend, unavailable
 
 SCHEMA = 1
 _HARDWARE = {"cpu", "cores", "threads", "memory_gib", "accelerator"}
@@ -230,7 +230,7 @@ def hardware() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "memory_gib": round(memory, 1),
         "accelerator": accelerator,
-        "tunings": library.tunings(),
+        "tunings": {} if unavailable("native") else get_backend("native").tunings(),
     }
 
 

@@ -43,6 +43,7 @@ class Kernels(NamedTuple):
     In place of a function stands the name of the backend whose function serves here, too.
 
     set_num_threads: None if there is nothing to set
+    tunings: None if nothing is tuned
     """
 
     process_logits: Callable[[Rows], Tensor] | str
@@ -53,6 +54,7 @@ class Kernels(NamedTuple):
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor] | str
     decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None]
     set_num_threads: Callable[[int], None] | None = None
+    tunings: Callable[[], dict[str, Any]] | None = None
 
 
 class Backend:
@@ -79,6 +81,7 @@ class Backend:
         self._attention: Callable[..., Tensor] = functions.attention
         self._decoder = kernels.decoder
         self._set_num_threads = kernels.set_num_threads
+        self._tunings = kernels.tunings
 
     def process_logits(self, rows: Rows) -> Tensor:
         """Apply each row's parameters, as the other functions do on load.
@@ -215,6 +218,10 @@ class Backend:
         """
         if self._set_num_threads is not None:
             self._set_num_threads(count)
+
+    def tunings(self) -> dict[str, Any]:
+        """What this process measured to choose how it computes, and what it took."""
+        return {} if self._tunings is None else self._tunings()
 
 
 def draft_cache(

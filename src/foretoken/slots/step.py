@@ -55,6 +55,15 @@ class StepInput(NamedTuple):
         return max(*self.top_B, *self.prompt_top_B, NONE)
 
 
+class SlotSpan(NamedTuple):
+    """Tokens of a slot from position `start` on; logits are wanted for the last of them."""
+
+    slot: int
+    start: int
+    num_tokens: int
+    num_logits: int
+
+
 class Outcome(NamedTuple):
     """One request's part of a result, on the host.
 
@@ -78,19 +87,6 @@ class Outcome(NamedTuple):
     prompt_logprobs: Logprobs | None = None
 
 
-class Decisions(NamedTuple):
-    """The D rows of drafts and verdict as lists: each is moved to the host once.
-
-    Attributes:
-        tokens: accepted drafts and the token after them, if there is one.
-    """
-
-    num_drafts: list[int]
-    num_accepted: list[int]
-    finite: list[bool]
-    tokens: list[list[int]]
-
-
 class LogprobRows(NamedTuple):
     """Rows of `StepResult.logprobs` about one request: first its prompt, then its decision."""
 
@@ -104,87 +100,68 @@ class StepResult:
     """What a step computed; it reads nothing that a later step may overwrite.
 
     Attributes:
-        index_B: which requests of the step ran, ascending; one that had all its tokens already, or
-            has failed, does not.
-        deciding: which of `index_B` decided; the D rows of what follows.
-        start_B, count_B: position of the first token of each request that ran, and how many it
-            computed, drafts included.
+        spans: the tokens that were computed, drafts included, of every request that ran: not of one
+            that had all its tokens already, or has failed.
+        slot_D: of the requests that decided; the rows of `drafts` and `verdict`.
         drafts: what was verified.
         verdict: the new tokens.
-        faults: what the part of one request alone raised, by its row: its tokens are void.
-        banned_all: rows whose logits were finite, but whose requests' parameters left no token.
-        logprobs: of M rows; None if none are wanted.
-        logprob_rows: which rows are whose, by index in the step.
-        hidden: [T, H] of each layer that the drafter wants, request by request; the one part that
-            is gone with the next pass.
+        faults: by slot, what the part of one request alone raised.
+        banned_all: slots whose logits were finite, but whose requests' parameters left no token.
+        logprobs: of M rows, by slot in `logprob_rows`; None if none are wanted.
+        hidden: [T, H] of each layer that the drafter wants, in the order of `spans`; the one part
+            that is gone with the next pass.
     """
 
-    index_B: Sequence[int]
-    deciding: Sequence[int]
-    start_B: Sequence[int]
-    count_B: Sequence[int]
+    spans: Sequence[SlotSpan]
+    slot_D: Sequence[int]
     drafts: DraftBlock
     verdict: Verdict
-    faults: dict[int, Exception]
+    faults: dict[int, Exception] = field(default_factory=dict)
     banned_all: set[int] = field(default_factory=set)
     logprobs: Logprobs | None = None
     logprob_rows: dict[int, LogprobRows] = field(default_factory=dict)
     hidden: tuple[Tensor, ...] = ()
-    _decisions: Decisions | None = None
+    _decisions: dict[int, Outcome] | None = None
 
     @classmethod
     def empty(cls) -> StepResult:
         """The result of a step whose requests had all ended already."""
         none, flags = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
         drafts = DraftBlock(token_BK=none.view(0, 0), num_B=none, cache=None, real_q_B=flags)
-        verdict = Verdict(none.view(0, 1), none, flags)
-        return cls((), (), (), (), drafts, verdict, {})
+        return cls((), (), drafts, Verdict(none.view(0, 1), none, flags))
 
     @property
-    def decisions(self) -> Decisions:
-        """What was decided, on the host; waits for the device, once."""
+    def decisions(self) -> dict[int, Outcome]:
+        """What was decided, by slot; waits for the device, once."""
         if self._decisions is None:
-            verdict = self.verdict
-            num_accepted, finite = verdict.n_accept_B.tolist(), verdict.finite_B.tolist()
-            rows = zip(verdict.token_BK1.tolist(), num_accepted, finite, strict=True)
-            tokens = [row[: accepted + is_finite] for row, accepted, is_finite in rows]
-            num_drafts = self.drafts.num_B.tolist()
-            self._decisions = Decisions(num_drafts, num_accepted, finite, tokens)
+            columns = zip(
+                self.slot_D,
+                self.verdict.token_BK1.tolist(),
+                self.drafts.num_B.tolist(),
+                self.verdict.n_accept_B.tolist(),
+                self.verdict.finite_B.tolist(),
+                strict=True,
+            )
+            self._decisions = {
+                slot: Outcome(tokens[: accepted + finite], drafted, accepted, finite)
+                for slot, tokens, drafted, accepted, finite in columns
+            }
         return self._decisions
 
     def read(self) -> dict[int, Outcome]:
-        """The outcome of every request that ran, by its index in the step."""
-        outcomes = {index: Outcome([]) for index in self.index_B}
-        num_drafts_D, num_accepted_D, finite_D, tokens_D = self.decisions
-        for row, b in enumerate(self.deciding):
-            outcomes[self.index_B[b]] = Outcome(
-                tokens_D[row],
-                num_drafts_D[row],
-                num_accepted_D[row],
-                finite_D[row],
-                row in self.banned_all,
-                self.faults.get(row),
-            )
+        """The outcome of every request that ran, by slot."""
+        outcomes = {span.slot: Outcome([]) for span in self.spans} | self.decisions
+        for slot in self.banned_all:
+            outcomes[slot] = outcomes[slot]._replace(bans_all=True)
+        for slot, fault in self.faults.items():
+            outcomes[slot] = outcomes[slot]._replace(fault=fault)
         if self.logprobs is not None:
-            for index, (begin, decision, end) in self.logprob_rows.items():
-                own = outcomes[index]
-                outcomes[index] = own._replace(
+            for slot, (begin, decision, end) in self.logprob_rows.items():
+                outcomes[slot] = outcomes[slot]._replace(
                     prompt_logprobs=_some(self.logprobs, begin, decision),
                     logprobs=_some(self.logprobs, decision, end),
                 )
         return outcomes
-
-    def blame(self, logits_NV: Tensor) -> None:
-        """Find out whose fault it is that requests have no token, while their logits are there."""
-        first = 0
-        num_drafts_D, num_accepted_D, finite_D, _ = self.decisions
-        if all(finite_D):
-            return
-        for row, finite in enumerate(finite_D):
-            highest_N = logits_NV[first : first + num_accepted_D[row] + 1].amax(dim=1)
-            if not finite and bool(torch.isfinite(highest_N).all()):
-                self.banned_all.add(row)
-            first += num_drafts_D[row] + 1
 
 
 def _some(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:

@@ -25,6 +25,7 @@ from foretoken.ops import Rule, SlotParams
 from foretoken.sampling.noise_key import to_int64
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.history import SlotHistory
+from foretoken.slots.step import Outcome
 
 Array = NDArray[Any]
 
@@ -202,17 +203,18 @@ class SlotTable:
             first = self.length_S[slot]
             self.token_SL[slot, first : first + len(token_K)] = token_K
 
-    def advance(self, slot: int, token_ids: Sequence[int], num_drafts: int) -> None:
-        """Take over a decision: `token_ids` are known now, the rest of the drafts is taken back.
+    def advance(self, slot: int, outcome: Outcome) -> None:
+        """Take over a decision: its tokens are known now, the rest of the drafts is taken back.
 
-        A request without a token behind its accepted drafts does not go on, nor does one whose
-        history raises.
+        A request without a token behind its accepted drafts may not go on, nor one whose history
+        raises: `stop` it.
         """
-        first = self.length_S[slot]
+        first, token_ids = self.length_S[slot], outcome.token_ids
         last = first + len(token_ids)
         self.token_SL[slot, first:last] = token_ids
-        self.token_SL[slot, last : first + num_drafts] = NO_TOKEN
+        self.token_SL[slot, last : first + outcome.num_drafts] = NO_TOKEN
         self.length_S[slot] = last
+        self.computed_S[slot] += outcome.num_accepted
         if history := self.histories.get(slot):
             history.append(token_ids)
 

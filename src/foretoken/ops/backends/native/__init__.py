@@ -29,4 +29,5 @@ def load() -> Kernels:
         attention="torch",
         decoder=decoder.decoder,
         set_num_threads=library.set_num_threads,
+        tunings=library.tunings,
     )

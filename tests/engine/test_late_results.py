@@ -1,0 +1,298 @@
+"""Each step is launched before the one before it is committed: nothing changes but the order.
+
+The same requests, arriving and leaving at the same steps, in both orders: tokens, texts, log-
+probabilities and finish reasons are equal. On a naive machine that also checks every cell, slot and
+prefix entry, and that mutants of the engine fail; then on small checkpoints at T > 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from foretoken import LLM, SamplingParams
+from foretoken.cache.prefix_index import ROOT
+from foretoken.engine.boundary import build_output
+from foretoken.engine.engine import Engine, Launched
+from foretoken.engine.request import Request, RequestGroup
+from foretoken.engine.scheduler import Plan
+from foretoken.errors import ForetokenError
+from foretoken.ops import Verdict
+from foretoken.ops.backends.native import library
+from foretoken.outputs import RequestOutput
+from foretoken.slots.table import Array, SlotTable
+from tests.support.naive import MOST_DRAFTS
+from tests.support.paged_machine import PagedMachine, Parts, WatchedScheduler
+from tests.support.steps import OneLate
+
+TEXT = [0, 0, 1, 0, 2, 0, 1, 1, 2, 0, 0, 1] * 3
+
+
+@dataclass(frozen=True)
+class Visit:
+    """A request that comes before one step, and may be aborted before another, or within it."""
+
+    comes: int
+    leaves: int | None
+    prompt: list[int]
+    params: dict[str, Any]
+    leaves_within: bool = False
+
+
+@st.composite
+def visits(draw: st.DrawFn) -> Visit:
+    comes = draw(st.integers(0, 12))
+    params: dict[str, Any] = {
+        "max_tokens": draw(st.integers(1, 20)),
+        "key": draw(st.integers(0, 2)),
+        "temperature": draw(st.sampled_from([0.0, 1.0])),
+        "n": draw(st.sampled_from([1, 1, 2])),
+        "num_speculative_tokens": draw(st.sampled_from([None, None, 0, 1, MOST_DRAFTS])),
+        "logprobs": draw(st.sampled_from([None, 2])),
+        "prompt_logprobs": draw(st.sampled_from([None, None, 1])),
+        "stop": draw(st.sampled_from([[], [], ["ab", "c"], ["da"]])),
+        "stop_token_ids": draw(st.sampled_from([[], [], [3]])),
+        "frequency_penalty": draw(st.sampled_from([0.0, 0.5])),
+        "logit_bias": draw(st.sampled_from([None, {1: 1.5}])),
+    }
+    params["min_tokens"] = draw(st.integers(0, min(3, params["max_tokens"])))
+    leaves = draw(st.one_of(st.none(), st.integers(comes + 1, comes + 15)))
+    prompt = TEXT[: draw(st.integers(1, 30))] + draw(st.lists(st.integers(0, 3), max_size=3))
+    return Visit(comes, leaves, prompt, params, draw(st.booleans()))
+
+
+@st.composite
+def pools(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "num_blocks": draw(st.integers(14, 30)),
+        "max_num_seqs": draw(st.integers(2, 5)),
+        "max_num_batched_tokens": draw(st.integers(30, 50)),
+        "enable_prefix_caching": draw(st.sampled_from([True, True, False])),
+    }
+
+
+CROWDS = st.lists(visits(), min_size=1, max_size=8)
+
+
+def play(crowd: list[Visit], pool: dict[str, Any], **order: Any) -> list[RequestOutput]:
+    """What each of them is given by a machine that checks itself at every step."""
+    machine = PagedMachine(**pool, **order)
+    groups: dict[int, RequestGroup] = {}
+
+    def leave(step: int, within: bool) -> None:
+        for i, group in groups.items():
+            if crowd[i].leaves == step and crowd[i].leaves_within == within:
+                machine.finish(*group.samples)
+
+    last = max(visit.comes for visit in crowd)
+    for step in range(2000):
+        for i, visit in enumerate(crowd):
+            if visit.comes == step:
+                groups[i] = machine.add(str(i), visit.prompt, **visit.params)
+        leave(step, within=False)
+        if step > last and not machine.steps.has_work:
+            break
+        if machine.late:
+            machine.steps.meanwhile = lambda step=step: leave(step, within=True)
+        machine.step()
+    assert not machine.steps.has_work, "requests are left over"
+    free = machine.scheduler.pool.num_free
+    assert free == machine.scheduler.pool.num_blocks
+    return [build_output(machine.engine, groups[i]) for i in range(len(crowd))]
+
+
+def check_equal(late: RequestOutput, in_turn: RequestOutput, tolerance: float = 0.0) -> None:
+    assert late.error is in_turn.error is None
+    for mine, theirs in zip(late.outputs, in_turn.outputs, strict=True):
+        if "abort" in (mine.finish_reason, theirs.finish_reason):
+            # What was launched is known a step later: one may have more, or have ended.
+            shorter, longer = sorted((mine.token_ids, theirs.token_ids), key=len)
+            assert longer[: len(shorter)] == shorter
+            continue
+        assert mine.token_ids == theirs.token_ids
+        assert mine.origins == theirs.origins
+        assert (mine.text, mine.finish_reason) == (theirs.text, theirs.finish_reason)
+        assert mine.stop_reason == theirs.stop_reason
+        check_rows(mine.logprobs, theirs.logprobs, tolerance)
+    if all(sample.finish_reason != "abort" for o in (late, in_turn) for sample in o.outputs):
+        check_rows(late.prompt_logprobs, in_turn.prompt_logprobs, tolerance)
+        assert late.metrics.num_steps == in_turn.metrics.num_steps
+        assert late.metrics.drafted_per_position == in_turn.metrics.drafted_per_position
+        assert late.metrics.accepted_per_position == in_turn.metrics.accepted_per_position
+
+
+def check_rows(late: Any, in_turn: Any, tolerance: float) -> None:
+    assert (late is None) == (in_turn is None)
+    for row, expected in zip(late or [], in_turn or [], strict=True):
+        assert (row or {}).keys() == (expected or {}).keys()
+        for token, entry in (row or {}).items():
+            assert entry.rank == expected[token].rank
+            assert entry.logprob == pytest.approx(expected[token].logprob, abs=tolerance, rel=0)
+
+
+@settings(max_examples=150)
+@given(crowd=CROWDS, pool=pools())
+def test_results_that_arrive_a_step_late_change_nothing(
+    crowd: list[Visit], pool: dict[str, Any]
+) -> None:
+    in_turn, late = play(crowd, pool), play(crowd, pool, late=True)
+    for mine, theirs in zip(late, in_turn, strict=True):
+        check_equal(mine, theirs)
+
+
+class LeavesDrafts(SlotTable):
+    """Drafts that were not accepted stay behind the known tokens."""
+
+    def advance(self, slot_D: Array, verdict: Verdict) -> dict[int, Exception]:
+        before = self.token_SL.copy()
+        faults = super().advance(slot_D, verdict)
+        for slot in slot_D:
+            known = self.length_S[slot]
+            self.token_SL[slot, known:] = before[slot, known:]
+        return faults
+
+
+class AdmitsTheUncommitted(WatchedScheduler):
+    """What was preempted may run again before the host has seen its latest tokens."""
+
+    def preempt(self, request: Request) -> None:
+        super().preempt(request)
+        request.launched = None
+
+
+class EntersTheUncommitted(WatchedScheduler):
+    """A launched step is taken for done where prefix entries are made."""
+
+    def schedule(self) -> Plan:
+        size = self.pool.block_size
+        for request in self.running:
+            for i in range(len(request.block_serials), request.num_scheduled // size):
+                before = request.block_serials[-1] if request.block_serials else ROOT
+                tokens = request.token_ids[i * size : (i + 1) * size]
+                serial = self.pool.enter(before, tokens, request.block_ids[i])
+                request.block_serials.append(serial)
+        return super().schedule()
+
+
+class ForgetsTheLatest(Engine):
+    """A commit takes the step that was launched since for committed, too."""
+
+    def commit(self, launched: Launched) -> list[RequestGroup]:
+        for share in launched.shares:
+            share.request.launched = None
+        return super().commit(launched)
+
+
+class ReservesForOneStep(WatchedScheduler):
+    """The unresolved step's drafts are forgotten when blocks are reserved for this one."""
+
+    def schedule(self) -> Plan:
+        launched = {r: r.launched for r in self.running if r.launched and r.launched.decides}
+        for request, share in launched.items():
+            request.launched = share._replace(num_drafts=0)
+        try:
+            return super().schedule()
+        finally:
+            for request, share in launched.items():
+                request.launched = share
+
+
+MUTANTS = [
+    (Parts(slots=LeavesDrafts), "drafts that were not accepted stay"),
+    (Parts(scheduler=AdmitsTheUncommitted), "more is computed than known"),
+    (Parts(scheduler=EntersTheUncommitted), "entered before its step was committed"),
+    (Parts(engine=ForgetsTheLatest), "a cached block is written|K/V of other tokens"),
+    (Parts(scheduler=ReservesForOneStep), "a cached block is written|K/V of other tokens"),
+]
+
+
+@pytest.mark.parametrize(("parts", "message"), MUTANTS)
+def test_mutants_fail_the_same_property(parts: Parts, message: str) -> None:
+    @settings(max_examples=150, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(crowd=CROWDS, pool=pools())
+    def property_of_the_mutant(crowd: list[Visit], pool: dict[str, Any]) -> None:
+        play(crowd, pool, late=True, parts=parts)
+
+    with pytest.raises((AssertionError, ForetokenError), match=message):
+        property_of_the_mutant()
+
+
+EDITS: list[dict[str, Any]] = [
+    {},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.3},
+    {"bad_words": ["a", "th"], "logit_bias": {40: 2.0}, "logprobs": 2},
+    {"min_tokens": 6, "stop_token_ids": list(range(0, 256, 11)), "stop": ["e", "(x"]},
+    {"logprobs": 1, "prompt_logprobs": 1, "top_p": 0.9},
+]
+RULES = [None, "block", "coupled"]
+PROMPT = list(b"def shared(prefix, of, many):\n    ")
+
+
+def crowd_of(number: int) -> list[Visit]:
+    """Temperatures, rules, lengths, K, n and edits mixed; some leave."""
+    crowd = []
+    for i in range(number):
+        params = {
+            "temperature": (0.9, 0.0, 1.3)[i % 3],
+            "rejection_sample_method": RULES[i // 2 % 3],
+            "seed": 1000 + i,
+            "max_tokens": 12 + (11 * i) % 36,
+            "n": 1 + (i % 4 == 1),
+            "num_speculative_tokens": (None, 0, 1, 4)[i % 4],
+            **EDITS[i % len(EDITS)],
+        }
+        prompt = PROMPT[: 3 + (7 * i) % 30] + [97 + i] * (i % 9)
+        crowd.append(Visit(2 * i // 3, 2 * i + 5 if i % 5 == 3 else None, prompt, params))
+    return crowd
+
+
+def serve(llm: LLM, crowd: list[Visit], late: bool) -> list[RequestOutput]:
+    engine = llm.engine
+    steps, groups = OneLate(engine) if late else engine, list[RequestGroup]()
+    for step in range(1000):
+        for i, visit in enumerate(crowd):
+            if visit.comes == step:
+                groups.append(engine.add(str(i), visit.prompt, SamplingParams(**visit.params)))
+            if visit.leaves == step:
+                engine.abort(groups[i])
+        if len(groups) == len(crowd) and not steps.has_work:
+            break
+        steps.step()
+        engine.check_integrity()
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    return [build_output(engine, group) for group in groups]
+
+
+@pytest.mark.parametrize("kind", ["plain", "draft_model", "greedy", "ngram"])
+def test_a_checkpoint_serves_the_same_a_step_late(target: Path, draft: Path, kind: str) -> None:
+    speculation: dict[str, Any] | None = {
+        "plain": None,
+        "draft_model": {"model": str(draft)},
+        "greedy": {"model": str(draft), "draft_sample_method": "greedy"},
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    }[kind]
+    crowd = crowd_of(24)
+    if speculation is None:
+        for visit in crowd:
+            del visit.params["num_speculative_tokens"]
+    options: dict[str, Any] = {"block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 40}
+    outputs = []
+    for late in (False, True):
+        llm = LLM(str(target), speculation, num_blocks=34, max_model_len=128, **options)
+        outputs.append(serve(llm, crowd, late))
+    in_turn, late_ones = outputs
+    for mine, theirs in zip(late_ones, in_turn, strict=True):
+        # The native decoder's logits do not depend on what else is in the batch, not by a bit.
+        check_equal(mine, theirs, tolerance=1e-4 if library.missing() else 0.0)
+    for served in outputs:
+        assert sum(o.metrics.num_preemptions for o in served) >= 5
+        assert sum(o.metrics.num_cached_tokens for o in served) > 50
+        reasons = {sample.finish_reason for o in served for sample in o.outputs}
+        assert reasons == {"length", "stop", "abort"}
+        accepted = sum(o.metrics.num_accepted_tokens for o in served)
+        assert (accepted > 0) == (kind != "plain")

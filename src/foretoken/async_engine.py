@@ -61,11 +61,6 @@ class AsyncEngine:
         return self._worker.engine
 
     @property
-    def is_idle(self) -> bool:
-        """Whether no iterator is open and nothing is left to do."""
-        return self._worker.is_idle
-
-    @property
     def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far (a copy)."""
         self._worker.home.check()

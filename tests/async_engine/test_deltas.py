@@ -17,7 +17,7 @@ from foretoken.engine.boundary import build_output, take_delta
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.request import Given, Request, RequestGroup
 from foretoken.errors import ProcessingError, StepError
-from tests.support.asynchronous import LONG, OPTIONS, PARAMS, PROMPTS, Gate, idle, inner, run
+from tests.support.asynchronous import LONG, OPTIONS, PARAMS, PROMPTS, Gate, idle, run
 from tests.support.steps import OneLate
 
 Contents = dict[str, Any]
@@ -98,7 +98,7 @@ def check_slow_reader(engine: AsyncEngine, llm: LLM, params: SamplingParams) -> 
         slow = engine.generate("abc", params, deltas=True)
         parts = [await anext(slow)]
         gate.open()
-        while inner(engine).has_work:
+        while engine.engine.has_work:
             await asyncio.sleep(0.001)
         return [*parts, *[delta async for delta in slow]]
 
@@ -199,7 +199,7 @@ def test_a_fault_of_the_request_is_told_with_what_there_is(
     assert sample["finish_reason"] == "error"
     count = len(sample["token_ids"])
     assert sample["token_ids"] == expected["abc"][:count]
-    tokenizer: Any = inner(engine).tokenizer
+    tokenizer: Any = engine.engine.tokenizer
     assert sample["text"] == tokenizer.decode(sample["token_ids"])
 
 

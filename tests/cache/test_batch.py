@@ -49,15 +49,15 @@ def test_batch_says_what_the_spans_say(case: tuple[list[Span], int]) -> None:
     assert {t.dtype for t in (batch.token_T, batch.position_T, batch.logit_row_N)} == {torch.int64}
 
 
-@given(span_lists(), st.integers(0, 9))
-def test_attention_reads_the_requests_blocks(case: tuple[list[Span], int], ahead: int) -> None:
+@given(span_lists())
+def test_attention_reads_the_requests_blocks(case: tuple[list[Span], int]) -> None:
     spans, block_size = case
-    batch = build_batch(spans, block_size, CPU, ahead=ahead).attention
+    batch = build_batch(spans, block_size, CPU).attention
     counts = [len(span.tokens) for span in spans]
     assert batch.query_start_B1.tolist() == [sum(counts[:b]) for b in range(len(spans) + 1)]
     lengths = [span.start + count for span, count in zip(spans, counts, strict=True)]
     assert batch.length_B.tolist() == lengths
-    columns = -(-(max(lengths) + ahead) // block_size)
+    columns = -(-max(lengths) // block_size)
     assert batch.block_BL.shape == (len(spans), columns)
     for row, span in zip(batch.block_BL.tolist(), spans, strict=True):
         known = list(span.block_ids)[:columns]

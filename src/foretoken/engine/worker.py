@@ -112,12 +112,6 @@ class Worker:
         except AttributeError:
             raise _closed() from None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the thread will sleep until somebody comes."""
-        with self._wake:
-            return not (self._commands or self._open or self._groups or self.engine.has_work)
-
     def enter(
         self,
         request_id: str | None,

@@ -120,12 +120,10 @@ class Engine:
         clock.start(StepTrace() if self.on_step else None)
         plan = self.scheduler.schedule()
         clock.mark("schedule")
-        launched = self.launch(plan)
-        changed = self.commit(launched)
+        changed = self.commit(self.launch(plan))
         clock.mark("commit")
         trace = clock.stop()
         if self.on_step and trace:
-            trace.count(launched.result)
             self.on_step(trace)
         if not self.has_work:
             self.check_integrity()
@@ -151,6 +149,8 @@ class Engine:
             if shares:
                 with self.threads.during(shares):
                     launched = Launched(shares, groups, self.runner.run(step_input(shares)))
+            if trace := self.runner.clock.trace:
+                trace.count(launched.result)
         return launched
 
     def commit(self, launched: Launched) -> list[RequestGroup]:

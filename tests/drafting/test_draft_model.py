@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from foretoken.cache.batch import Span, build_batch
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.drafting.base import DraftContext, DrafterSetup, DraftRequest
+from foretoken.drafting.base import DrafterSetup
 from foretoken.drafting.draft_model import DraftModel
+from foretoken.models import CausalLM
 from foretoken.ops import TARGET, DraftBlock, Noise, Rows, Rule, SlotParams, get_backend
 from tests.support.cases import make_params
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels
+from tests.support.slots import GivenSlots, outcome
 
 pytestmark = needs_kernels
 
@@ -36,7 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def build(folder: Path, block_size: int = 16, **options: Any) -> DraftModel:
+def build(
+    folder: Path, params: SlotParams, block_size: int = 16, *, by_passes: bool = False,
+    **options: Any,
+) -> DraftModel:  # fmt: skip
     method = options.pop("draft_sample_method", "probabilistic")
     spec = SpeculativeConfig(
         method="draft_model",
@@ -48,10 +54,43 @@ def build(folder: Path, block_size: int = 16, **options: Any) -> DraftModel:
         model=str(folder), speculative_config=spec, block_size=block_size, max_num_seqs=SLOTS,
         max_num_batched_tokens=48, **options,
     )  # fmt: skip
-    backend = get_backend("native")
-    built = DraftModel(DrafterSetup(config, spec, backend, CPU, VOCABULARY, MAX_LEN))
-    built.allocate(1 + SLOTS * (-(-(MAX_LEN + MOST) // block_size)))
+    setup = DrafterSetup(config, spec, get_backend("native"), CPU, VOCABULARY, MAX_LEN)
+    built = DraftModel(setup)
+    if by_passes:
+        built = DraftModel(setup, Unfused(built.model))  # type: ignore[arg-type]
+    columns = -(-(MAX_LEN + MOST) // block_size)
+    # One request may be longer than the draft model's context.
+    sizes = {"max_tokens": MAX_LEN + MOST, "num_drafts": MOST, "blocks": columns}
+    built.allocate(GivenSlots(params, **sizes), 1 + SLOTS * columns)
     return built
+
+
+class Unfused:
+    """A model that has the native decoder's passes, but not its round of drafting."""
+
+    fused = None
+
+    def __init__(self, model: CausalLM) -> None:
+        self.model = model
+        self.multiplies_masked_keys = model.multiplies_masked_keys
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class Asked(NamedTuple):
+    """Whom a drafter is asked to draft for: known tokens, blocks, most drafts."""
+
+    slot: int
+    tokens: list[int]
+    blocks: list[int]
+    num_drafts: int
+
+
+def asked(built: DraftModel, requests: Sequence[Asked]) -> DraftBlock:
+    for slot, tokens, blocks, _ in requests:
+        built.slots.put(slot, tokens, blocks)  # type: ignore[attr-defined]
+    return built.propose([r.slot for r in requests], [r.num_drafts for r in requests])
 
 
 @dataclass
@@ -62,14 +101,8 @@ class Pair:
     by_passes: DraftModel
     params: SlotParams
 
-    def request(self, slot: int, tokens: list[int], blocks: list[int], num: int) -> DraftRequest:
-        temperature = float(self.params.temperature_S[slot])
-        rule = Rule(int(self.params.rule_S[slot]))
-        return DraftRequest(slot, tokens, blocks, num, temperature, rule)
-
-    def propose(self, requests: list[DraftRequest]) -> DraftBlock:
-        context = DraftContext(requests, self.params)
-        one, other = self.at_once.propose(context), self.by_passes.propose(context)
+    def propose(self, requests: Sequence[Asked]) -> DraftBlock:
+        one, other = asked(self.at_once, requests), asked(self.by_passes, requests)
         assert one.token_BK.tolist() == other.token_BK.tolist()
         assert one.num_B.tolist() == other.num_B.tolist()
         assert one.real_q_B.tolist() == other.real_q_B.tolist()
@@ -78,7 +111,7 @@ class Pair:
             assert not one.real_q_B.any()
             return one
         for request, num, real in zip(requests, one.num_B, one.real_q_B, strict=True):
-            assert bool(real) == (request.keeps_q and num > 0)
+            assert bool(real) == (self.keeps_q(request.slot) and num > 0)
             if real:
                 for name in ("logits_SKV", "threshold_SK", "lse_SK"):
                     mine, theirs = getattr(one.cache, name), getattr(other.cache, name)
@@ -86,16 +119,19 @@ class Pair:
                     assert torch.equal(mine[at], theirs[at]), name
         return one
 
+    def keeps_q(self, slot: int) -> bool:
+        is_warm = bool(self.params.temperature_S[slot] > 0)
+        return is_warm and self.params.rule_S[slot] != Rule.COUPLED
+
 
 MakePair = Callable[..., Pair]
 
 
 @pytest.fixture
-def make_pair(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePair]:
+def make_pair(folder: Path) -> Iterator[MakePair]:
     def make(params: SlotParams, **options: Any) -> Pair:
-        pair = Pair(build(folder, **options), build(folder, **options), params)
-        monkeypatch.setattr(pair.by_passes, "_draft_at_once", pair.by_passes._draft_by_passes)
-        return pair
+        at_once = build(folder, params, **options)
+        return Pair(at_once, build(folder, params, by_passes=True, **options), params)
 
     yield make
     get_backend("native").set_num_threads(1)
@@ -115,18 +151,15 @@ def drive(pair: Pair, *, rounds: int = 12, seed: int = 0) -> int:
         for slot in rng.sample(range(SLOTS), rng.randint(1, SLOTS)):
             known, wanted = len(texts[slot]), rng.randint(1, MOST)
             own = ids[slot * columns : (slot + 1) * columns][: -(-(known + wanted) // size)]
-            requests.append(pair.request(slot, list(texts[slot]), own, wanted))
+            requests.append(Asked(slot, list(texts[slot]), own, wanted))
         block = pair.propose(requests)
-        for request, tokens, num in zip(
-            requests, block.token_BK.tolist(), block.num_B.tolist(), strict=True
-        ):
-            accepted = rng.randint(0, num)
-            num_drafted += num
-            if num:
-                for built in (pair.at_once, pair.by_passes):
-                    built.observe(request.slot, num, accepted)
+        accepted = [rng.randint(0, num) for num in block.num_B.tolist()]
+        num_drafted += int(block.num_B.sum())
+        for built in (pair.at_once, pair.by_passes):
+            built.observe(*outcome([request.slot for request in requests], block, accepted))
+        for request, tokens, kept in zip(requests, block.token_BK.tolist(), accepted, strict=True):
             text = texts[request.slot]
-            text += [*tokens[:accepted], rng.randrange(VOCABULARY)]
+            text += [*tokens[:kept], rng.randrange(VOCABULARY)]
             del text[MAX_LEN:]
     return num_drafted
 
@@ -161,9 +194,9 @@ def test_drafts_that_are_the_argmax_at_any_temperature(
     fresh = make_pair(with_rules(params), draft_sample_method="greedy")
     cold = make_pair(make_params(SLOTS, 0.0))
     for slot in range(SLOTS):
-        wanted = (slot, [slot, 5, 1], [slot], MOST)
-        hot = fresh.propose([fresh.request(*wanted)])
-        assert hot.token_BK.tolist() == cold.propose([cold.request(*wanted)]).token_BK.tolist()
+        wanted = Asked(slot, [slot, 5, 1], [slot], MOST)
+        hot = fresh.propose([wanted])
+        assert hot.token_BK.tolist() == cold.propose([wanted]).token_BK.tolist()
 
 
 @pytest.mark.parametrize("fp64", [False, True])
@@ -182,28 +215,31 @@ def test_coupled_requests_draw_the_targets_own_tokens(make_pair: MakePair) -> No
     coupled = replace(make_params(SLOTS, 0.9), rule_S=torch.full((SLOTS,), Rule.COUPLED))
     pair = make_pair(coupled)
     backend, drafter = get_backend("native"), pair.at_once
-    block = pair.propose([pair.request(2, [3, 1, 4], [0], 3)])
+    block = pair.propose([Asked(2, [3, 1, 4], [0], 3)])
     assert block.cache is None
-    cache = drafter._cache
-    assert cache is not None
+    drafts = block.token_BK[0].tolist()
+    batch = build_batch([Span([0], 0, [3, 1, 4, *drafts[:2]], 3)], 16, CPU)
+    logits_NV = drafter.model.forward(batch, drafter.kv).logits_NV
     slot_N, position_N = torch.full((3,), 2), torch.arange(3, 6)
     drawn = backend.sample(
-        Rows(cache.logits_SKV[2, :3], coupled, slot_N),
-        Noise(position_N, torch.zeros_like(slot_N), TARGET),
+        Rows(logits_NV, coupled, slot_N), Noise(position_N, torch.zeros_like(slot_N), TARGET)
     )
-    assert block.token_BK[0].tolist() == drawn.tolist()
+    assert drafts == drawn.tolist()
 
 
 def test_the_memory_plan_is_what_is_allocated(folder: Path) -> None:
-    drafter = build(folder)
-    cache = drafter._cache
+    params, request = make_params(SLOTS, 1.0), Asked(0, [5, 6], [0], 2)
+    drafter = build(folder, params)
+    cache = asked(drafter, [request]).cache
     assert cache is not None
     held = (cache.logits_SKV, cache.threshold_SK, cache.lse_SK)
     assert SLOTS * drafter.needs.bytes_per_slot == sum(t.nbytes for t in held)
     assert cache.logits_SKV.dtype is drafter.model.dtype
-    greedy = build(folder, draft_sample_method="greedy")
+    held_kv = sum(t.nbytes for t in (*drafter.kv.keys, *drafter.kv.values))
+    assert drafter.kv.num_blocks * drafter.needs.kv_bytes_per_block == held_kv
+    greedy = build(folder, params, draft_sample_method="greedy")
     assert greedy.needs.bytes_per_slot == 0
-    assert greedy._cache is None
+    assert asked(greedy, [request]).cache is None
 
 
 def test_requests_without_room_leave_the_others_rows_alone(make_pair: MakePair) -> None:
@@ -212,9 +248,9 @@ def test_requests_without_room_leave_the_others_rows_alone(make_pair: MakePair) 
     full = [1] * (MAX_LEN + 1)
     block = pair.propose(
         [
-            pair.request(0, [5, 6], [0], 2),
-            pair.request(1, full, [1, 2, 3, 4, 5], 3),
-            pair.request(2, [7, 8], [6], 1),
+            Asked(0, [5, 6], [0], 2),
+            Asked(1, full, [1, 2, 3, 4, 5], 3),
+            Asked(2, [7, 8], [6], 1),
         ]
     )
     assert block.num_B.tolist() == [2, 0, 1]
@@ -228,12 +264,9 @@ def test_noise_follows_the_request_not_its_place(make_pair: MakePair) -> None:
     texts = [[3, 1, 4], [1, 5], [9, 2, 6, 5, 3]]
 
     params = make_params(SLOTS, [1.0, 0.7, 1.3, *TEMPERATURES[3:]])
-    requests = [
-        DraftRequest(s, t, [s], MOST - s, float(params.temperature_S[s]), Rule.STANDARD)
-        for s, t in enumerate(texts)
-    ]
+    requests = [Asked(slot, text, [slot], MOST - slot) for slot, text in enumerate(texts)]
 
-    def drafts(of: list[DraftRequest]) -> list[list[int]]:
+    def drafts(of: list[Asked]) -> list[list[int]]:
         pair = make_pair(params)
         rows = pair.propose(of).token_BK.tolist()
         return [row[: r.num_drafts] for row, r in zip(rows, of, strict=True)]

@@ -15,7 +15,7 @@ import pytest
 from torch import Tensor
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.drafting.base import DraftContext, Drafter, DrafterSetup, DraftRequest
+from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.drafting.registry import DRAFTERS, build_drafter
 from foretoken.lab.laws.chain import CPU, Chain, Setting, random_chain
 from foretoken.lab.laws.emission import TRIALS, MakePropose, Propose, emit, joint_p_value
@@ -35,6 +35,7 @@ from foretoken.ops import (
     get_backend,
     unavailable,
 )
+from tests.support.slots import GivenSlots, outcome
 from tests.support.table_model import TableModel
 
 TORCH = get_backend("torch")
@@ -78,23 +79,26 @@ def setup_for(num_slots: int, backend: Backend, **speculation) -> DrafterSetup:
     return DrafterSetup(config, spec, backend, CPU, VOCABULARY, 4096)
 
 
-def driven(built: Drafter, params: SlotParams, bos: int) -> Propose:
-    """A drafter as the harness calls one: each slot owns one block, outcomes are observed."""
-    last: dict[int, int] = {}
-    temperature, rule = params.temperature_S.tolist(), params.rule_S.tolist()
+def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
+    """A drafter as the harness calls one: outcomes are observed, slots are what it reads."""
+    last: dict[int, tuple[int, int]] = {}  # of each slot: known tokens, drafts made behind them
+
+    def observe(asked: list[int], known_B: list[int]) -> None:
+        again = [(slot, known) for slot, known in zip(asked, known_B, strict=True) if slot in last]
+        drafts = one_hot_block([[0] * last[slot][1] for slot, _ in again], CPU)
+        accepted = [known - last[slot][0] - 1 for slot, known in again]
+        built.observe(*outcome([slot for slot, _ in again], drafts, accepted))
 
     def propose(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
-        requests = []
-        for tokens, slot, position in zip(
-            prefix_BL.tolist(), slot_B.tolist(), position_B.tolist(), strict=True
-        ):
-            if slot in last:
-                built.observe(slot, NUM_DRAFTS, position - last[slot] - 1)
-            last[slot] = position
-            known = [bos, *tokens[:position]]
-            own = (temperature[slot], Rule(rule[slot]))
-            requests.append(DraftRequest(slot, known, [slot], NUM_DRAFTS, *own))
-        return built.propose(DraftContext(requests, params))
+        asked, known_B = slot_B.tolist(), (position_B + 1).tolist()
+        for tokens, slot, known in zip(prefix_BL.tolist(), asked, known_B, strict=True):
+            slots.put(slot, [bos, *tokens[: known - 1]])
+        if last:
+            observe(asked, known_B)
+        block = built.propose(asked, [NUM_DRAFTS] * len(asked))
+        made = zip(known_B, block.num_B.tolist(), strict=True)
+        last.update(zip(asked, made, strict=True))
+        return block
 
     return propose
 
@@ -120,8 +124,11 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
             patch.setattr(module, "load_model", lambda *_, **__: model, raising=False)
             patch.setattr(module, "load_tokenizer", lambda _: None, raising=False)
             built = build_drafter(setup)
-        built.allocate(num_slots)
-        return driven(built, params, model.bos)
+        # A slot owns one block; no text is longer.
+        slots = GivenSlots(params, max_tokens=BLOCK, num_drafts=NUM_DRAFTS, blocks=1)
+        slots.write_blocks((slot, 0, [slot]) for slot in range(num_slots))
+        built.allocate(slots, num_slots)
+        return driven(built, slots, model.bos)
 
     return make
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import torch
-from foretoken.sampling.slots import SlotTable
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.drafting.base import DraftContext, DrafterSetup, DraftRequest
+from foretoken.drafting.base import DrafterSetup
 from foretoken.drafting.ngram import NGram
-from foretoken.ops import Rule, get_backend
+from foretoken.ops import get_backend
+from tests.support.cases import make_params
+from tests.support.slots import GivenSlots
 
 CPU = torch.device("cpu")
 
@@ -21,14 +22,14 @@ def make_drafter(shortest: int, longest: int) -> NGram:
     )
     config = EngineConfig(model="none", speculative_config=speculation)
     setup = DrafterSetup(config, speculation, get_backend("torch"), CPU, 400, 4096)
-    return NGram(setup)
+    drafter = NGram(setup)
+    drafter.allocate(GivenSlots(make_params(4), max_tokens=60, num_drafts=6, blocks=0), 0)
+    return drafter
 
 
 def propose(drafter: NGram, tokens: list[int], k: int, slot: int = 0) -> list[int]:
-    context = DraftContext(
-        [DraftRequest(slot, tokens, [], k, 1.0, Rule.STANDARD)], SlotTable(4, CPU).params
-    )
-    block = drafter.propose(context)
+    drafter.slots.put(slot, tokens)  # type: ignore[attr-defined]
+    block = drafter.propose([slot], [k])
     assert block.cache is None
     assert not block.real_q_B.any()
     return block.token_BK[0, : int(block.num_B[0])].tolist()
@@ -72,7 +73,18 @@ def test_ids_whose_bytes_overlap_do_not_match() -> None:
     assert propose(make_drafter(1, 1), [1, 256, 3, 65536], 3) == []
 
 
-def test_a_released_slot_starts_afresh() -> None:
+def test_each_request_is_looked_up_in_its_own_slot_in_any_order() -> None:
+    drafter = make_drafter(1, 2)
+    texts = {3: [5, 6, 5], 0: [7, 8, 9], 2: [1, 1], 1: [4, 3, 4]}
+    for slot, text in texts.items():
+        drafter.slots.put(slot, text)  # type: ignore[attr-defined]
+    block = drafter.propose([*texts], [2, 2, 1, 0])
+    assert block.token_BK.tolist() == [[6, 5], [-1, -1], [1, -1], [-1, -1]]
+    assert block.num_B.tolist() == [2, 0, 1, 0]
+    assert list(drafter.held_slots()) == []
+
+
+def test_a_slot_that_changes_hands_is_looked_up_afresh() -> None:
     drafter = make_drafter(1, 2)
     assert propose(drafter, [5, 6, 5], 2) == [6, 5]
     drafter.release(0)

@@ -1,0 +1,261 @@
+"""What every drafter is given and must give back, through the engine's own runner.
+
+Its q reaches the request it was made for by slot, whatever the order of the batch; outcomes come in
+one call per step, of prompts too; nothing is kept for a request that is gone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.drafting.base import DrafterSetup, in_target_ids, one_hot_block
+from foretoken.drafting.ngram import NGram
+from foretoken.drafting.registry import DRAFTERS
+from foretoken.errors import IntegrityError
+from foretoken.ops import DraftBlock, DraftCache, Rule
+from foretoken.slots.step import NONE, Outcome, StepInput, StepResult
+from foretoken.slots.table import SlotRequest, SlotTable
+from tests.support.checkpoints import VOCABULARY, ids_of
+
+CPU = torch.device("cpu")
+OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+# By slot: what it asks for, its rule, its K.
+ASKED = [
+    (SamplingParams(temperature=1.0), Rule.STANDARD, 3),
+    (SamplingParams(temperature=0.7, top_k=9), Rule.BLOCK, 2),
+    (SamplingParams(temperature=0.0), Rule.STANDARD, 4),
+    (SamplingParams(temperature=1.3), Rule.COUPLED, 3),
+]
+PROMPTS = [ids_of(text) for text in ("abcabcab", "xyx", "def f(x): x", "import os")]
+IN_ORDER, MIXED = [0, 1, 2, 3], [2, 0, 3, 1]
+
+
+def build(target: Path, name: str, **speculation: Any) -> LLM:
+    """The target drafts for itself where a drafter takes a model: q is near p, and never equal."""
+    given = {"draft_model": {"model": str(target)}, "ngram": {"prompt_lookup_min": 1}}
+    options = {"method": name, **given.get(name, {}), **speculation}
+    return LLM(str(target), options, num_blocks=64, **OPTIONS)
+
+
+Propose = Callable[[Sequence[int], Sequence[int]], DraftBlock]
+Change = Callable[[Propose], Propose]
+
+
+def decide(llm: LLM, order: list[int], change: Change | None = None) -> list[dict[int, Outcome]]:
+    """Six steps of four requests in this order of the batch: what was decided, by slot."""
+    runner = llm.engine.runner
+    drafter: Any = runner.drafter
+    if change is not None:
+        drafter.propose = change(drafter.propose)
+    for slot, (params, rule, _) in enumerate(ASKED):
+        prompt = PROMPTS[slot]
+        request = SlotRequest(slot + 5, params, rule, prompt, limit=len(prompt) + 40)
+        runner.slots.admit(slot, request)
+        runner.slots.write_blocks([(slot, 0, range(16 * slot, 16 * slot + 16))])
+    decided = []
+    for step in range(6):
+        tokens = [len(PROMPTS[slot]) if step == 0 else 1 for slot in order]
+        drafts = [0 if step == 0 else ASKED[slot][2] for slot in order]
+        none = [NONE] * 4
+        result = runner.run(StepInput(order, tokens, drafts, [True] * 4, none, none))
+        decided.append(dict(sorted(result.decisions.items())))
+    return decided
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_and_q_reach_their_request_in_any_order(target: Path, name: str) -> None:
+    expected = decide(build(target, name), IN_ORDER)
+    assert decide(build(target, name), MIXED) == expected
+    if name != "ngram":
+        decided = [outcome for step in expected[1:] for outcome in step.values()]
+        drafted = sum(outcome.num_drafts for outcome in decided)
+        assert drafted == 5 * sum(k for *_, k in ASKED)
+        assert 0 < sum(outcome.num_accepted for outcome in decided) <= drafted
+
+
+def with_q_by_row(propose: Propose) -> Propose:
+    """A mutant: q is kept by the order of the batch."""
+
+    def mutant(slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+        block = propose(slots, num_drafts)
+        if block.cache is None:
+            return block
+        of_row = torch.tensor([slots.index(slot) for slot in range(4)])
+        held = (block.cache.logits_SKV, block.cache.threshold_SK, block.cache.lse_SK)
+        return replace(block, cache=DraftCache(*(tensor[of_row].clone() for tensor in held)))
+
+    return mutant
+
+
+def test_a_q_that_is_kept_by_the_order_of_the_batch_is_noticed(target: Path, draft: Path) -> None:
+    """By an unlike draft: of the target's own q, too many drafts are accepted either way."""
+    llms = [build(target, "draft_model", model=str(draft)) for _ in range(2)]
+    assert decide(llms[0], IN_ORDER, with_q_by_row) != decide(llms[1], MIXED, with_q_by_row)
+
+
+def without_q_of(lost: int) -> Change:
+    def change(propose: Propose) -> Propose:
+        def forgetful(slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+            block = propose(slots, num_drafts)
+            real_q_B = block.real_q_B & torch.tensor([slot != lost for slot in slots])
+            return replace(block, real_q_B=real_q_B)
+
+        return forgetful
+
+    return change
+
+
+def test_a_q_that_is_missing_costs_its_own_request_alone(target: Path, draft: Path) -> None:
+    """Verified as one-hot, it accepts less; nobody else notices."""
+    whole, lossy = (
+        decide(build(target, "draft_model", model=str(draft)), MIXED, change)
+        for change in (None, without_q_of(0))
+    )
+    assert [{**step, 0: None} for step in lossy] == [{**step, 0: None} for step in whole]
+    accepted = [sum(step[0].num_accepted for step in steps) for steps in (lossy, whole)]
+    assert accepted[0] < accepted[1]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_proposal_keeps_to_what_was_asked(target: Path, name: str) -> None:
+    proposals = []
+
+    def recorded(propose: Propose) -> Propose:
+        def record(slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+            block = propose(slots, num_drafts)
+            proposals.append((slots, num_drafts, block))
+            return block
+
+        return record
+
+    llm = build(target, name)
+    params = [
+        SamplingParams(temperature=t, max_tokens=20, seed=5, num_speculative_tokens=k)
+        for t, k in ((1.0, 0), (0.0, 1), (0.9, 3), (1.0, 4))
+    ]
+    drafter: Any = llm.engine.runner.drafter
+    drafter.propose = recorded(drafter.propose)
+    outputs = llm.generate(["abcabcab"] * 4, params)
+    assert outputs[0].metrics.num_draft_tokens == 0
+    assert any(0 in asked and any(asked) for _, asked, _ in proposals), "0 is allowed"
+    for slots, asked, block in proposals:
+        counts, rows = block.num_B.tolist(), block.token_BK.tolist()
+        assert len(slots) == len(counts) == len(rows)
+        for most, count, row, real in zip(
+            asked, counts, rows, block.real_q_B.tolist(), strict=True
+        ):
+            assert count <= most
+            assert all(0 <= token < VOCABULARY for token in row[:count])
+            assert set(row[count:]) <= {-1}
+            assert not real or (count > 0 and block.cache is not None)
+
+
+class Watching(NGram):
+    """Remembers what it was shown, and something for each slot."""
+
+    def __init__(self, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        self.seen: list[tuple[StepInput, StepResult]] = []
+        self.lengths: dict[int, int] = {}
+
+    def observe(self, step: StepInput, result: StepResult) -> None:
+        self.seen.append((step, result))
+        for slot in step.slot_B:
+            self.lengths[slot] = self.slots.length_S[slot]
+
+    def release(self, slot: int) -> None:
+        self.lengths.pop(slot, None)
+
+    def held_slots(self) -> Any:
+        return self.lengths
+
+
+class Leaking(Watching):
+    def release(self, slot: int) -> None:
+        """Forgets to forget."""
+
+
+class OtherIds(NGram):
+    """Its ids are the target's, back to front."""
+
+    def __init__(self, setup: DrafterSetup) -> None:
+        super().__init__(setup)
+        self.target_ids = torch.arange(setup.vocab_size).flip(0)
+
+    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+        assert self.target_ids is not None
+        return in_target_ids(super().propose(slots, num_drafts), self.target_ids)
+
+
+@pytest.fixture
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for drafter in (Watching, Leaking, OtherIds):
+        place = f"{__name__}:{drafter.__name__}"
+        monkeypatch.setitem(DRAFTERS, drafter.__name__, place)
+
+
+@pytest.mark.usefixtures("registered")
+def test_every_step_is_observed_once_prompts_too(target: Path) -> None:
+    llm = build(target, "Watching", prompt_lookup_min=1)
+    prompts = ["abc" * 30, "xyz"]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    drafter: Any = llm.engine.runner.drafter
+    computed = dict.fromkeys(range(4), 0)
+    emitted = dict.fromkeys(range(4), 0)
+    for step, result in drafter.seen:
+        assert [span.slot for span in result.spans] == list(step.slot_B)
+        for span, num_tokens in zip(result.spans, step.num_tokens_B, strict=True):
+            assert span.start == computed[span.slot], "in order, without a gap"
+            outcome = result.decisions.get(span.slot, Outcome([]))
+            assert span.num_tokens == num_tokens + outcome.num_drafts
+            computed[span.slot] += num_tokens + outcome.num_accepted
+            emitted[span.slot] += len(outcome.token_ids)
+    assert sorted(computed.values()) == [0, 0, 3 + 29, 90 + 29]
+    assert sum(emitted.values()) == sum(len(o.outputs[0].token_ids) for o in outputs) == 60
+    assert any(s.slot not in r.decisions for _, r in drafter.seen for s in r.spans), "a prompt"
+    assert drafter.lengths == {}, "released with the request"
+
+
+@pytest.mark.usefixtures("registered")
+def test_what_a_drafter_keeps_for_nobody_is_found(target: Path) -> None:
+    llm = build(target, "Leaking")
+    with pytest.raises(IntegrityError, match=r"drafts of slots that no request has: \[0\]"):
+        llm.generate("abc", SamplingParams(max_tokens=3))
+
+
+@pytest.mark.usefixtures("registered")
+def test_drafts_by_other_ids_are_verified_by_the_targets(target: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    expected, outputs = (
+        build(target, name, prompt_lookup_min=1).generate(["abcabc", "xx"], params)
+        for name in ("ngram", "OtherIds")
+    )
+    for mine, theirs in zip(outputs, expected, strict=True):
+        assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
+        assert mine.metrics.accepted_per_position == theirs.metrics.accepted_per_position
+    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 0
+
+
+def test_a_map_of_ids_leaves_placeholders_and_refuses_a_q() -> None:
+    target_ids = torch.tensor([7, 3, 9])
+    block = one_hot_block([[2, 0], [1]], CPU)
+    assert in_target_ids(block, target_ids).token_BK.tolist() == [[9, 7], [3, -1]]
+    cache = DraftCache.empty(2, 2, 3, torch.float32, CPU)
+    with pytest.raises(IntegrityError, match="with a q"):
+        in_target_ids(replace(block, cache=cache), target_ids)
+
+
+def test_slots_say_who_registered() -> None:
+    table = SlotTable(2, CPU, max_tokens=8, num_drafts=2, blocks=2)
+    drafter: Any = type("Holds", (), {"release": lambda *_: None, "held_slots": lambda _: [1]})()
+    table.register("drafts", drafter)
+    table.check_integrity({1})
+    with pytest.raises(IntegrityError, match=r"drafts of slots that no request has: \[1\]"):
+        table.check_integrity({0})

@@ -1,0 +1,57 @@
+"""Slots as tests of drafters fill them, and the outcome of a step in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
+from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult
+from foretoken.slots.table import NO_TOKEN, SlotTable
+
+CPU = torch.device("cpu")
+
+
+class GivenSlots(SlotTable):
+    """A table with these parameters; every slot is in use, and may have any number of tokens."""
+
+    def __init__(
+        self, params: SlotParams, *, max_tokens: int, num_drafts: int, blocks: int
+    ) -> None:
+        num_slots = len(params.key_S)
+        sizes = {"max_tokens": max_tokens, "num_drafts": num_drafts, "blocks": blocks}
+        super().__init__(num_slots, CPU, **sizes)
+        self.given = params
+        self.temperatures = dict(enumerate(params.temperature_S.tolist()))
+        self.rules = {slot: Rule(rule) for slot, rule in enumerate(params.rule_S.tolist())}
+        self.limit_S = [2**31] * num_slots
+
+    @property
+    def params(self) -> SlotParams:
+        return self.given
+
+    def put(self, slot: int, tokens: Sequence[int], blocks: Sequence[int] = ()) -> None:
+        """Known tokens of a request, and its cache blocks."""
+        self.token_SL[slot, : len(tokens)] = tokens
+        self.token_SL[slot, len(tokens) :] = NO_TOKEN
+        self.length_S[slot] = len(tokens)
+        self.write_blocks([(slot, 0, blocks)])
+
+
+def outcome(
+    slots: Sequence[int], drafts: DraftBlock, accepted: Sequence[int]
+) -> tuple[StepInput, StepResult]:
+    """A decode step in which so many drafts of each request were accepted, then token 0 drawn."""
+    nums = drafts.num_B.tolist()
+    tokens = [
+        [*row[:kept], 0, *[-1] * (len(row) - kept)]
+        for row, kept in zip(drafts.token_BK.tolist(), accepted, strict=True)
+    ]
+    size = len(slots)
+    step = StepInput(slots, [1] * size, nums, [True] * size, [NONE] * size, [NONE] * size)
+    spans = [SlotSpan(slot, 0, 1 + num, 1 + num) for slot, num in zip(slots, nums, strict=True)]
+    verdict = Verdict(
+        torch.tensor(tokens), torch.tensor(accepted), torch.ones(size, dtype=torch.bool)
+    )
+    return step, StepResult(spans, slots, drafts, verdict)

@@ -7,7 +7,6 @@ without it: requests with K=0 fill the target's blocks alone.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from typing import Any
 
@@ -23,6 +22,7 @@ from benchmarks.common import (
     use_cores,
 )
 from foretoken import LLM, SamplingParams
+from foretoken.engine.step import StepTrace
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.outputs import RequestOutput
 
@@ -96,25 +96,15 @@ def first_token_row(
 
 def catch_up_row(llm: LLM, prompts: Prompts, options: Any, timer: QuietTimer) -> Row:
     """Milliseconds of a request's first drafting: what of its prompt the drafter has decides."""
-    drafter = llm.engine.drafter
-    if drafter is None:
-        raise RuntimeError("this row needs an engine with a drafter")
-    spent: list[float] = []
-    propose = drafter.propose
-
-    def timed(context: Any) -> Any:
-        start = time.perf_counter()
-        block = propose(context)
-        spent.append(1000 * (time.perf_counter() - start))
-        return block
+    traces: list[StepTrace] = []
 
     def first(ids: Ids, k: int) -> float:
-        spent.clear()
+        traces.clear()
         params = SamplingParams(
             temperature=0.0, max_tokens=8, ignore_eos=True, num_speculative_tokens=k
         )
         ask(llm, ids, params)
-        return spent[0] if spent else 0.0
+        return next((1000 * trace.seconds["draft"] for trace in traces if trace.num_drafts), 0.0)
 
     def work() -> dict[str, float]:
         fresh, tail, other = prompts.take()
@@ -127,11 +117,9 @@ def catch_up_row(llm: LLM, prompts: Prompts, options: Any, timer: QuietTimer) ->
         found["prompt cached by a request with K=0"] = first(skipped + other, options.k)
         return found
 
-    drafter.propose = timed  # type: ignore[method-assign]
-    try:
-        runs = [timer(work)[1] for _ in range(options.repeats)]
-    finally:
-        del drafter.propose
+    llm.engine.on_step = traces.append
+    runs = [timer(work)[1] for _ in range(options.repeats)]
+    llm.engine.on_step = None
     values: dict[str, Value] = {
         name: Spread.of([run[name] for run in runs], "ms") for name in runs[0]
     }

@@ -23,107 +23,83 @@ from benchmarks.common import (
     use_cores,
 )
 from foretoken import LLM, SamplingParams
+from foretoken.engine.step import StepTrace
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.lab.workloads import heldout
 
 TEMPERATURES = (0.0, 0.8)
 BATCHES = (1, 16)
 HOST_GOAL = 0.10
+PARTS = {
+    "target pass": "forward",
+    "drafting": "draft",
+    "sampling and verification": "verify",
+    "scheduling": "schedule",
+    "commit": "commit",
+}  # names in the results file, and phases of `StepTrace`
 
 
 @dataclass
-class Stopwatch:
-    """Seconds per part of the engine over its decode steps, while `attached`.
+class DecodeSteps:
+    """What an engine's steps take while it is `watched`; kept of those in which all decode.
 
-    outside:  seconds in no step of either kind: what the caller's side does before and after
+    The first of them after a prompt is left out: in it the drafter computes the prompt.
+
+    Attributes:
+        outside: seconds in no step of either kind: what the caller's side does before and after.
     """
 
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    traces: list[StepTrace] = field(default_factory=list)
     outside: float = 0.0
-    steps: int = 0
-    requests: int = 0
-    _now: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _running: int = 0
-    _prefills: bool = False
-
-    def wrap(self, owner: Any, name: str, part: str) -> None:
-        """Count the time of a method to `part`."""
-        inner = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                self._now[part] += time.perf_counter() - start
-
-        setattr(owner, name, timed)
+    _decoded: bool = False
 
     @contextmanager
-    def attached(self, llm: LLM) -> Iterator[None]:
-        """Times the parts of one engine; the attributes it sets vanish afterwards."""
-        engine = llm.engine
-        parts = [
-            (engine, "_commit", "commit"),
-            (engine.scheduler, "schedule", "scheduling"),
-            (engine.runner.model, "forward", "target pass"),
-            (engine.runner.sampler, "verify", "sampling and verification"),
-            (engine, "step", "step"),
-        ]
-        if engine.drafter is not None:
-            parts.append((engine.drafter, "propose", "proposing"))
-            if (model := getattr(engine.drafter, "model", None)) is not None:
-                parts.append((model, "forward", "draft passes"))
-                if model.fused is not None:  # all passes of a step in one native call
-                    parts.append((model.fused, "draft", "draft passes"))
-        for part in parts:
-            self.wrap(*part)
-        self._watch(engine)
+    def watched(self, llm: LLM) -> Iterator[None]:
+        """Have an engine report its steps."""
+        llm.engine.on_step = self._take
         start = time.perf_counter()
         try:
             yield
         finally:
             self.outside += time.perf_counter() - start
-            for owner, name, _ in parts:
-                delattr(owner, name)
+            llm.engine.on_step = None
 
-    def _watch(self, engine: Any) -> None:
-        """Keep a step's times if it was a decode step, drop them if it computed prompts."""
-        schedule, step = engine.scheduler.schedule, engine.step
+    def _take(self, trace: StepTrace) -> None:
+        self.outside -= trace.total
+        decodes = 0 < trace.num_requests == trace.num_decoding
+        if decodes and self._decoded:
+            self.traces.append(trace)
+        self._decoded = decodes
 
-        def scheduled() -> Any:
-            plan = schedule()
-            self._prefills = any(share.num_tokens > 1 for share in plan.shares)
-            self._running = len(plan.shares)
-            return plan
+    @property
+    def num_requests(self) -> int:
+        """Summed over the steps."""
+        return sum(trace.num_requests for trace in self.traces)
 
-        def stepped() -> Any:
-            self._now.clear()
-            changed = step()
-            self.outside -= self._now["step"]
-            if not self._prefills and self._running:
-                self.steps += 1
-                self.requests += self._running
-                for part, seconds in self._now.items():
-                    self.seconds[part] += seconds
-            return changed
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that came of the steps."""
+        return self.num_requests + sum(trace.num_accepted for trace in self.traces)
 
-        engine.scheduler.schedule, engine.step = scheduled, stepped
+    def split(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Milliseconds per step of each part, and shares of the step."""
 
+        def ms(seconds: float) -> float:
+            return 1000 * seconds / len(self.traces)
 
-def split(watch: Stopwatch) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds per decode step of each part, and shares of the step."""
-    ms = {part: 1000 * seconds / watch.steps for part, seconds in watch.seconds.items()}
-    ms["outside the step"] = 1000 * watch.outside / watch.steps
-    drafting, passes = ms.pop("proposing", 0.0), ms.get("draft passes", 0.0)
-    ms["drafting, beside its passes"] = drafting - passes
-    known = ("target pass", "sampling and verification", "scheduling", "commit")
-    ms["the rest"] = ms["step"] - drafting - sum(ms[part] for part in known)
-    shares = {
-        "host_overhead": ms["step"] - ms["target pass"] - passes,
-        "scheduling_and_sampling": ms["scheduling"] + ms["sampling and verification"],
-    }
-    return ms, {name: value / ms["step"] for name, value in shares.items()}
+        parts = {
+            part: ms(sum(trace.seconds[phase] for trace in self.traces))
+            for part, phase in PARTS.items()
+        }
+        step = ms(sum(trace.total for trace in self.traces))
+        rest = step - sum(parts.values())
+        drafting = parts["drafting"] if any(trace.num_drafts for trace in self.traces) else 0.0
+        shares = {
+            "host_overhead": step - parts["target pass"] - drafting,
+            "scheduling_and_sampling": parts["scheduling"] + parts["sampling and verification"],
+        }
+        parts |= {"step": step, "the rest": rest, "outside the step": ms(self.outside)}
+        return parts, {name: value / step for name, value in shares.items()}
 
 
 def measure(llm: LLM, batch: int, k: int, temperature: float, options: Any, timer: Any) -> Row:
@@ -142,18 +118,18 @@ def measure(llm: LLM, batch: int, k: int, temperature: float, options: Any, time
             num_speculative_tokens=k,
         )
 
-        def work(params: SamplingParams = params) -> tuple[Stopwatch, list[Any]]:
-            watch, outputs = Stopwatch(), []
-            with watch.attached(llm):
+        def work(params: SamplingParams = params) -> DecodeSteps:
+            decoding = DecodeSteps()
+            with decoding.watched(llm):
                 for i in range(rounds):
                     some = prompts[i * batch : (i + 1) * batch]
-                    outputs += llm.generate(some, params, use_tqdm=False)
-            return watch, outputs
+                    llm.generate(some, params, use_tqdm=False)
+            return decoding
 
-        _, (watch, outputs) = timer(work)
-        steps, requests = steps + watch.steps, requests + watch.requests
-        tokens += sum(len(o.outputs[0].token_ids) - 1 for o in outputs)  # one is the prefill's
-        ms, of_step = split(watch)
+        _, decoding = timer(work)
+        steps, requests = steps + len(decoding.traces), requests + decoding.num_requests
+        tokens += decoding.num_tokens
+        ms, of_step = decoding.split()
         for part, value in of_step.items():
             shares[part].append(value)
         for part, value in ms.items():
@@ -204,14 +180,18 @@ def main() -> None:
         },
         rows,
         [
-            "Milliseconds per decode step of the engine; steps that compute prompts are left out.",
-            "host_overhead: all of a step but the forward passes of target and drafter, over the "
-            "step: scheduling, sampling, verification, commit, and drafting beside its passes. The "
-            "goal is about scheduling_and_sampling alone.",
+            "Milliseconds per decode step of the engine, by the phases of its own trace "
+            "(`StepTrace`); steps in which target or drafter compute prompts are left out.",
+            "drafting: the whole of a step's proposal: the drafter's passes, draws and host work. "
+            "Files that split it into `draft passes` and `drafting, beside its passes` are "
+            "older: with the native decoder passes and draws are one call.",
+            "host_overhead: all of a step but the target's pass and drafting, over the step: "
+            "scheduling, logit edits, batch, sampling, verification, commit; in older files also "
+            "drafting beside its passes. The goal is about scheduling_and_sampling alone.",
+            "the rest: admitting, logit edits, the batch, what slots and drafter learn of the "
+            "outcome. commit includes reading the step's result.",
             "outside the step: encoding prompts, decoding texts and the rest of the call, per "
             "decode step; it is in neither the step nor its host overhead.",
-            "With the native decoder all passes and draws of a step's drafts are one call: "
-            "`draft passes` then includes the drawing.",
             timer.note(),
             *(
                 goal(

@@ -72,9 +72,10 @@ def cost(results: Results) -> str:
 
 
 def profile(results: Results) -> str:
-    """Milliseconds of each part of a step."""
+    """Milliseconds of each part of a step; older files split what is `drafting` now."""
     parts = [
         "target pass",
+        "drafting",
         "draft passes",
         "drafting, beside its passes",
         "sampling and verification",
@@ -82,6 +83,7 @@ def profile(results: Results) -> str:
         "commit",
         "the rest",
     ]
+    parts = [part for part in parts if any(part in row.values for row in results.rows)]
     header = [
         "ms per step",
         "step",

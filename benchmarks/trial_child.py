@@ -15,12 +15,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from benchmarks.common import DRAFT, TARGET
 from foretoken import LLM, AsyncEngine, SamplingParams
+from foretoken.engine.step import StepTrace
 from foretoken.errors import UsageError
 from foretoken.lab.workloads import heldout
 from foretoken.outputs import RequestOutput
@@ -66,14 +66,13 @@ def threads(backend: str, seconds: float, count: int = 2) -> Report:
     llm = load(backend)
     pairs = [(prompt, params) for prompt in PROMPTS[:4] for params in SHORT]
     expected = [tokens(llm.generate([prompt], params)[0]) for prompt, params in pairs]
-    calls, failures, steps = [0] * count, list[str](), llm.engine.step
+    calls, failures = [0] * count, list[str]()
     num_steps = 0
     end = time.monotonic() + seconds
 
-    def step() -> Any:
+    def count_step(trace: StepTrace) -> None:
         nonlocal num_steps
         num_steps += 1
-        return steps()
 
     def work(number: int) -> None:
         choose = random.Random(number)
@@ -92,7 +91,7 @@ def threads(backend: str, seconds: float, count: int = 2) -> Report:
                 failures.append(f"item {i} has other tokens than alone (error: {output.error})")
             calls[number] += 1
 
-    llm.engine.step = step  # type: ignore[method-assign]
+    llm.engine.on_step = count_step
     crew = [threading.Thread(target=work, args=[i], daemon=True) for i in range(count)]
     for thread in crew:
         thread.start()
@@ -125,17 +124,17 @@ def signals(backend: str) -> None:
     say("ready")
     for line in sys.stdin:
         way, failures, outputs = line.strip(), list[str](), None
-        with announced(llm):
-            try:
-                if way == "stream":
-                    for output in llm.stream(prompts[0], params):
-                        outputs = [output]
-                    failures.append("the call ended before the signal came")
-                else:
-                    outputs = llm.generate(prompts, params, on_interrupt=way)  # type: ignore[arg-type]
-            except KeyboardInterrupt as stop:
-                # Between steps of a stream it is the caller's, who has the last output.
-                outputs = getattr(stop, "outputs", outputs if way == "stream" else None)
+        announce(llm)
+        try:
+            if way == "stream":
+                for output in llm.stream(prompts[0], params):
+                    outputs = [output]
+                failures.append("the call ended before the signal came")
+            else:
+                outputs = llm.generate(prompts, params, on_interrupt=way)  # type: ignore[arg-type]
+        except KeyboardInterrupt as stop:
+            # Between steps of a stream it is the caller's, who has the last output.
+            outputs = getattr(stop, "outputs", outputs if way == "stream" else None)
         if outputs is None:
             failures.append("the partial outputs were lost")
         elif way != "stream" and not any(output.interrupted_by for output in outputs):
@@ -149,27 +148,23 @@ def signals(backend: str) -> None:
         say({"tokens": got, "failures": failures})
 
 
-@contextmanager
-def announced(llm: LLM) -> Iterator[None]:
+def announce(llm: LLM) -> None:
     """Say `go` in the first step that comes."""
-    step = llm.engine.step
 
-    def first() -> Any:
-        del llm.engine.step
+    def first(trace: StepTrace) -> None:
+        llm.engine.on_step = None
         say("go")
-        return step()
 
-    llm.engine.step = first  # type: ignore[method-assign]
-    yield
+    llm.engine.on_step = first
 
 
 def loop(backend: str) -> None:
     """Short calls, one after the other, until the process is ended."""
     llm = load(backend)
     llm.generate(PROMPTS, SHORT[0])
-    with announced(llm):
-        for _ in range(10**6):
-            llm.generate(PROMPTS[:2], SHORT[0])
+    announce(llm)
+    for _ in range(10**6):
+        llm.generate(PROMPTS[:2], SHORT[0])
     say("survived")
 
 

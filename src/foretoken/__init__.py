@@ -31,7 +31,13 @@ if TYPE_CHECKING:
         UsageError,
     )
     from foretoken.llm import LLM
-    from foretoken.outputs import CompletionOutput, Logprob, RequestOutput
+    from foretoken.outputs import (
+        CompletionDelta,
+        CompletionOutput,
+        Logprob,
+        RequestDelta,
+        RequestOutput,
+    )
     from foretoken.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -41,6 +47,7 @@ __all__ = [
     "AsyncEngine",
     "CapacityError",
     "CheckpointError",
+    "CompletionDelta",
     "CompletionOutput",
     "ConfigError",
     "EngineConfig",
@@ -51,6 +58,7 @@ __all__ = [
     "NonFiniteLogitsError",
     "OverloadedError",
     "ProcessingError",
+    "RequestDelta",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
@@ -70,8 +78,10 @@ _PLACES = {
     "SpeculativeConfig": "config",
     "TextPrompt": "engine.prompts",
     "TokensPrompt": "engine.prompts",
+    "CompletionDelta": "outputs",
     "CompletionOutput": "outputs",
     "Logprob": "outputs",
+    "RequestDelta": "outputs",
     "RequestOutput": "outputs",
 }
 

@@ -27,7 +27,10 @@ _NO_GRAMMAR = Foreign(
 )
 _NO_LORA = Foreign((None, False), "Merge the adapter into the checkpoint's weights.")
 _BEAM = "Beam search is not there: draw `n` samples with logprobs=0 and rank by cumulative_logprob."
-_WHOLE_TEXT = "Every output holds the whole text so far: print what is new in it."
+_WHOLE_TEXT = (
+    "Every output holds the whole text so far: print what is new in it, or have `AsyncEngine` "
+    "yield what is new by deltas=True."
+)
 _IDS = "Ask for `logprobs` of the likeliest tokens."
 _SPECULATION = Foreign((None,), "Put it into `speculative_config`.")
 _NO_GRAPHS = Foreign((None, 8192), "Leave it out: nothing is captured in graphs on a CPU.")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Any, Self
 
 from foretoken.errors import ForetokenError
 
@@ -196,3 +197,85 @@ class RequestOutput:
         """`SIGINT` or `SIGTERM` if a signal ended any sample early, else None."""
         names = (o.stop_reason for o in self.outputs if o.finish_reason == "interrupted")
         return next((name for name in names if isinstance(name, str)), None)
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionDelta:
+    """What one sample has that no earlier delta held; concatenated, they are `CompletionOutput`.
+
+    Attributes:
+        index, seed, synthetic_acceptance: as there, the same in every delta of the sample.
+        token_ids, logprobs, origins: of the new tokens.
+        text: what follows the text so far; it is never taken back. A stop string may begin with it,
+            or a character be incomplete, so tokens may come without text, and text without tokens.
+        finish_reason, stop_reason: as there, in the sample's last delta; None before.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    seed: int = 0
+    logprobs: list[dict[int, Logprob]] | None = None
+    origins: list[str] = field(default_factory=list)
+    synthetic_acceptance: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """What one request has that no earlier delta held; concatenated, they are `RequestOutput`.
+
+    Attributes:
+        outputs: the samples that have something new, by index.
+        finished: whether this is the last one: every sample has ended.
+        prompt, prompt_token_ids: in the first delta; None after it.
+        prompt_logprobs: in the first delta after the prompt was computed, if asked for; else None.
+        metrics: in the last delta; None before.
+        error: why the request ended, in every delta from then on, or None.
+    """
+
+    request_id: str
+    outputs: list[CompletionDelta]
+    finished: bool = False
+    prompt: str | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics | None = None
+    error: ForetokenError | None = None
+
+    @classmethod
+    def merge(cls, deltas: Sequence[Self]) -> Self:
+        """Consecutive deltas of one request, one at least, as one: nothing is lost or repeated."""
+        parts: dict[int, list[CompletionDelta]] = {}
+        for delta in deltas:
+            for sample in delta.outputs:
+                parts.setdefault(sample.index, []).append(sample)
+
+        def only(name: str) -> Any:
+            """What one of them has at most."""
+            values = (getattr(delta, name) for delta in deltas)
+            return next((value for value in values if value is not None), None)
+
+        return replace(
+            deltas[-1],
+            outputs=[_concatenate(parts[index]) for index in sorted(parts)],
+            prompt=only("prompt"),
+            prompt_token_ids=only("prompt_token_ids"),
+            prompt_logprobs=only("prompt_logprobs"),
+        )
+
+
+def _concatenate(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
+    """Consecutive deltas of one sample as one; only the last can tell of its end."""
+    last = deltas[-1]
+    logprobs = None
+    if last.logprobs is not None:
+        logprobs = [row for delta in deltas for row in delta.logprobs or ()]
+    return replace(
+        last,
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        text="".join(delta.text for delta in deltas),
+        logprobs=logprobs,
+        origins=[origin for delta in deltas for origin in delta.origins],
+    )

@@ -64,10 +64,11 @@ def test_attention_reads_the_requests_blocks(case: tuple[list[Span], int]) -> No
     assert batch.query_start_B1.tolist() == [sum(counts[:b]) for b in range(len(spans) + 1)]
     lengths = [span.start + count for span, count in zip(spans, counts, strict=True)]
     assert batch.length_B.tolist() == lengths
-    columns = max(len(span.block_ids) for span in spans)
+    columns = -(-max(lengths) // block_size)
     assert batch.block_BL.shape == (len(spans), columns)
     for row, span in zip(batch.block_BL.tolist(), spans, strict=True):
-        assert row == [*span.block_ids, *[0] * (columns - len(span.block_ids))]
+        own = list(span.block_ids)[:columns]
+        assert row == own + [0] * (columns - len(own))
     check_attention_batch(batch, sum(counts), torch.empty(1000, block_size, 1, 1))
 
 

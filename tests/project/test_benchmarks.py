@@ -12,7 +12,7 @@ import torch
 from benchmarks.curves import fit
 from benchmarks.opponents import torch_threads
 from benchmarks.prefix import Prompts
-from benchmarks.profile import Stopwatch, split
+from benchmarks.profile import DecodeSteps
 from benchmarks.reproducibility import compare, seeded
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread
@@ -74,23 +74,25 @@ def test_cold_prompts_share_no_block() -> None:
 def test_profile_counts_decode_steps_and_leaves_no_trace(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
     plain = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True, num_speculative_tokens=0)
-    drafting, decoding = Stopwatch(), Stopwatch()
-    with drafting.attached(llm):
-        llm.generate("def f(x):\n    return ", params)
-    with decoding.attached(llm):
+    drafting, decoding = DecodeSteps(), DecodeSteps()
+    with drafting.watched(llm):
+        drafted = llm.generate("def f(x):\n    return ", params)[0]
+    with decoding.watched(llm):
         llm.generate(["def g(x):\n    return ", "import os, "], plain)
-    assert (decoding.steps, decoding.requests) == (6, 12)  # the prompts' step gives the first token
-    assert 1 <= drafting.steps <= 6
+    # The prompts' step gives the first token, and the step after it is left out.
+    assert (len(decoding.traces), decoding.num_requests, decoding.num_tokens) == (5, 10, 10)
+    assert len(drafting.traces) == drafted.metrics.num_steps - 2 >= 1
+    assert len(drafting.traces) < drafting.num_tokens <= 5
     for watch in (drafting, decoding):
-        ms, shares = split(watch)
+        ms, shares = watch.split()
         whole = ms.pop("step")
         assert ms.pop("outside the step") > 0
         assert sum(ms.values()) == pytest.approx(whole)
         assert 0 < shares["scheduling_and_sampling"] < shares["host_overhead"] < 1
-    assert split(drafting)[0]["draft passes"] > 0
-    steps = drafting.steps
+    assert drafting.split()[0]["drafting"] > 10 * decoding.split()[0]["drafting"]
+    steps = len(drafting.traces)
     llm.generate("def f(x):\n    return ", params)
-    assert drafting.steps == steps
+    assert len(drafting.traces) == steps
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

@@ -13,10 +13,11 @@ import foretoken
 from tests.project.source import ROOT, modules
 
 PUBLIC = (
-    "LLM AsyncEngine CapacityError CheckpointError CompletionOutput ConfigError EngineConfig "
-    "EngineMemoryError ForetokenError IntegrityError Logprob NonFiniteLogitsError OverloadedError "
-    "ProcessingError RequestError RequestOutput SamplingParams SpeculativeConfig StepError "
-    "TextPrompt TokensPrompt UnsupportedModelError UsageError __version__"
+    "LLM AsyncEngine CapacityError CheckpointError CompletionDelta CompletionOutput ConfigError "
+    "EngineConfig EngineMemoryError ForetokenError IntegrityError Logprob NonFiniteLogitsError "
+    "OverloadedError ProcessingError RequestDelta RequestError RequestOutput SamplingParams "
+    "SpeculativeConfig StepError TextPrompt TokensPrompt UnsupportedModelError UsageError "
+    "__version__"
 ).split()
 SAMPLING_PARAMS = (
     "temperature top_p top_k min_p max_tokens min_tokens n seed stop stop_token_ids "

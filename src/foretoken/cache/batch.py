@@ -59,10 +59,12 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
     Raises:
         IntegrityError: a span is empty, wants more logits than it has tokens, or lacks blocks.
     """
-    columns = max(len(span.block_ids) for span in spans)
-    table = [[*span.block_ids, *[0] * (columns - len(span.block_ids))] for span in spans]
     for span in spans:
         _check(span, block_size)
+    longest = max(span.start + len(span.tokens) for span in spans)
+    columns = -(-longest // block_size)
+    padding = [0] * columns
+    table = [[*span.block_ids, *padding][:columns] for span in spans]
     block_BL = torch.tensor(table, dtype=torch.int64, device=device)
     parts = [(span.tokens, span.start, span.num_logits) for span in spans]
     return _pack(parts, block_BL, block_size)

@@ -14,9 +14,15 @@ from typing import Any
 from foretoken.engine.admission import check_request
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import encode, shown_parts
-from foretoken.engine.request import Request, RequestGroup
+from foretoken.engine.request import Given, Request, RequestGroup
 from foretoken.errors import ForetokenError, ProcessingError
-from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from foretoken.outputs import (
+    CompletionDelta,
+    CompletionOutput,
+    RequestDelta,
+    RequestMetrics,
+    RequestOutput,
+)
 from foretoken.sampling.params import SamplingParams
 
 
@@ -72,6 +78,31 @@ def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
     )
 
 
+def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
+    """What a request has that no delta held before, or None; its cost grows with that alone."""
+    deltas = [_completion_delta(engine, request) for request in group.samples]
+    samples = [delta for delta in deltas if delta is not None]
+    if not samples:
+        return None
+    finished, rows = group.finished, group.prompt_logprobs
+    prompt, prompt_ids, prompt_logprobs = None, None, None
+    if not group.gave_prompt:
+        prompt, prompt_ids, group.gave_prompt = group.prompt, [*group.prompt_ids], True
+    is_whole = rows is not None and (finished or len(rows) == len(group.prompt_ids))
+    if rows is not None and is_whole and not group.gave_prompt_logprobs:
+        prompt_logprobs, group.gave_prompt_logprobs = [*rows], True
+    return RequestDelta(
+        request_id=group.request_id,
+        outputs=samples,
+        finished=finished,
+        prompt=prompt,
+        prompt_token_ids=prompt_ids,
+        prompt_logprobs=prompt_logprobs,
+        metrics=group.metrics.copy() if finished else None,
+        error=group.error,
+    )
+
+
 def unserved(request_id: str, prompt: Any, error: ForetokenError) -> RequestOutput:
     """The output of a prompt that was refused."""
     text, ids = shown_parts(prompt)
@@ -109,5 +140,26 @@ def _completion(engine: Engine, request: Request) -> CompletionOutput:
         seed=request.key,
         logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
         origins=list(request.origins),
+        synthetic_acceptance=request.rule == "synthetic",
+    )
+
+
+def _completion_delta(engine: Engine, request: Request) -> CompletionDelta | None:
+    engine.settle(request)  # which may end it
+    given, ends = request.given, request.finish_reason is not None
+    now = Given(request.num_output, len(request.pieces), ends)
+    if now == given:
+        return None
+    request.given = now
+    first = given.num_tokens
+    return CompletionDelta(
+        index=request.index,
+        token_ids=request.token_ids[request.num_prompt + first :],
+        text="".join(request.pieces[given.num_pieces :]),
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        seed=request.key,
+        logprobs=request.logprobs[first:] if request.params.logprobs is not None else None,
+        origins=request.origins[first:],
         synthetic_acceptance=request.rule == "synthetic",
     )

@@ -45,7 +45,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """What the tokens say, up to the last complete character."""
+        """What the tokens say, up to the last complete character; what was taken is gone."""
         self._catch_up()
         return self._text
 
@@ -121,6 +121,12 @@ class Detokenizer:
                     held = size
                     break
         return text[: len(text) - held]
+
+    def take(self) -> str:
+        """The settled text; it is kept here no longer, so that long outputs cost no more."""
+        settled = self.settled_text
+        self._text = self._text[len(settled) :]
+        return settled
 
     def _show(self, before: str, now: str, end: int) -> None:
         """Add what the tokens before `end` say: `now`, of which `before` has been said."""

@@ -120,12 +120,10 @@ class Engine:
         clock.start(StepTrace() if self.on_step else None)
         plan = self.scheduler.schedule()
         clock.mark("schedule")
-        launched = self.launch(plan)
-        changed = self.commit(launched)
+        changed = self.commit(self.launch(plan))
         clock.mark("commit")
         trace = clock.stop()
         if self.on_step and trace:
-            trace.count(launched.result)
             self.on_step(trace)
         if not self.has_work:
             self.check_integrity()
@@ -151,6 +149,8 @@ class Engine:
             if shares:
                 with self.threads.during(shares):
                     launched = Launched(shares, groups, self.runner.run(step_input(shares)))
+            if trace := self.runner.clock.trace:
+                trace.count(launched.result)
         return launched
 
     def commit(self, launched: Launched) -> list[RequestGroup]:
@@ -209,10 +209,17 @@ class Engine:
 
     def text(self, request: Request) -> str:
         """The request's text so far; while it runs, without what a stop string may take back."""
-        with self._alone(request):
-            detokenizer = self._detokenizers.get(request)
-            return request.text if detokenizer is None else detokenizer.settled_text
+        self.settle(request)
         return request.text
+
+    def settle(self, request: Request) -> None:
+        """Let the request have what its new tokens say, as far as no stop string may take it back.
+
+        This may end it: a tokenizer that raises is a fault of the request.
+        """
+        with self._alone(request):
+            if (detokenizer := self._detokenizers.get(request)) and (piece := detokenizer.take()):
+                request.pieces.append(piece)
 
     def abort(self, group: RequestGroup, reason: str = "abort") -> None:
         """End a request where it is, with this finish reason; its outputs keep what they have."""
@@ -369,7 +376,7 @@ class Engine:
             self._blame(request, error)
             request.finish_reason = "error"
         if detokenizer is not None:
-            request.text = detokenizer.text
+            request.pieces.append(detokenizer.text)
         seconds = max(time.perf_counter() - group.arrival, 1e-9)
         group.metrics.tokens_per_second = sum(r.num_output for r in group.samples) / seconds
 

@@ -49,6 +49,17 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
         return self.start < self.request.num_prompt and self.request.needs_prompt_logits
 
 
+class Given(NamedTuple):
+    """What the deltas of a sample have held so far: tokens, pieces of text, its end."""
+
+    num_tokens: int = 0
+    num_pieces: int = 0
+    end: bool = False
+
+
+_NOTHING = Given()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """State of one sample.
@@ -69,6 +80,8 @@ class Request:
             the serials of their contents.
         arrival: its place in the order in which requests came; lower is older.
         num_preemptions: how often it lost its blocks and had to compute them again.
+        pieces: the text that no later token can take back, as it was read.
+        given: how much of it was given out as deltas.
     """
 
     group: RequestGroup
@@ -89,7 +102,8 @@ class Request:
     num_preemptions: int = 0
     origins: list[str] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    text: str = ""
+    pieces: list[str] = field(default_factory=list)
+    given: Given = _NOTHING
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 
@@ -127,6 +141,11 @@ class Request:
     def output_ids(self) -> list[int]:
         """Generated token ids (a copy)."""
         return self.token_ids[self.num_prompt :]
+
+    @property
+    def text(self) -> str:
+        """The pieces as one."""
+        return "".join(self.pieces)
 
     @property
     def num_prefill(self) -> int:
@@ -177,7 +196,11 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class RequestGroup:
-    """One prompt as the user sent it, its samples, and what they have done together."""
+    """One prompt as the user sent it, its samples, and what they have done together.
+
+    Attributes:
+        gave_prompt, gave_prompt_logprobs: whether a delta has held them.
+    """
 
     request_id: str
     prompt: str | None
@@ -188,6 +211,8 @@ class RequestGroup:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: ForetokenError | None = None
+    gave_prompt: bool = False
+    gave_prompt_logprobs: bool = False
 
     @property
     def finished(self) -> bool:

@@ -1,0 +1,248 @@
+"""The thread that owns an engine, and the mailboxes in which readers on event loops find its news.
+
+Charter: the border between event loops and the engine's thread. Commands cross to the thread by a
+queue under one condition, on which the thread sleeps when there is nothing to do; news cross back
+by `call_soon_threadsafe`. Only the thread touches the engine, and its tokenizer, whose fast kind
+does not bear two callers at once; so long prompts do not hold up an event loop either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from foretoken.engine.boundary import build_output, prepare, submit, take_delta
+from foretoken.engine.engine import Engine
+from foretoken.engine.prompts import Prompt
+from foretoken.engine.request import RequestGroup
+from foretoken.engine.turns import HomeProcess
+from foretoken.errors import ForetokenError, RequestError, StepError, UsageError
+from foretoken.models.chat import ChatPrompt
+from foretoken.outputs import RequestDelta, SpeculationMetrics
+from foretoken.sampling.params import SamplingParams
+
+
+class Mailbox:
+    """What one request's reader, on one event loop, has not read yet.
+
+    Args:
+        deltas: all of it, as deltas, which are merged when they are read; else the newest output,
+            which holds what came before it.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, deltas: bool) -> None:
+        self._loop = loop
+        self._deltas = deltas
+        self._lock = threading.Lock()  # guards the two fields below
+        self._unread: list[Any] = []
+        self._error: ForetokenError | None = None
+        self._arrived = asyncio.Event()
+
+    def show(self, engine: Engine, group: RequestGroup) -> bool:
+        """From the engine's thread: put in what a request has; False if the loop is gone."""
+        news = take_delta(engine, group) if self._deltas else build_output(engine, group)
+        if news is None:
+            return True
+        with self._lock:
+            is_signalled = bool(self._unread)
+            if not self._deltas:
+                self._unread.clear()
+            self._unread.append(news)
+        return is_signalled or self._signal()
+
+    def fail(self, error: ForetokenError) -> None:
+        """From the engine's thread: there will be no more news; what is unread is read first."""
+        with self._lock:
+            self._error = error
+        self._signal()
+
+    async def read(self) -> Any:
+        """On the loop: wait for news, a `RequestOutput` or a `RequestDelta`; raises an error."""
+        await self._arrived.wait()
+        with self._lock:
+            unread, self._unread = self._unread, []
+            if self._error is None:
+                self._arrived.clear()
+        if unread:
+            return unread[0] if len(unread) == 1 else RequestDelta.merge(unread)
+        raise self._error or StepError("an empty mailbox was signalled")
+
+    def _signal(self) -> bool:
+        """Wake the reader; False if its loop is closed.
+
+        The loop is called once per reading, not once per step, so that a loop that does not get
+        round to reading piles up nothing.
+        """
+        try:
+            self._loop.call_soon_threadsafe(self._arrived.set)
+        except RuntimeError:
+            return False
+        return True
+
+
+class Worker:
+    """The thread that owns the engine. Public methods are for any thread, others for its own.
+
+    In a forked child there is no such thread, and the condition may be held for ever by one that is
+    not there: there `enter` and `abort` raise `UsageError`, what ends something does nothing.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.home = HomeProcess("AsyncEngine")
+        self.metrics = SpeculationMetrics()
+        self._engine = engine
+        self._wake = threading.Condition()  # guards the five fields below
+        self._commands: deque[Callable[[], None]] = deque()
+        self._open: dict[str, Mailbox] = {}
+        self._num_requests = 0
+        self._is_closing = False
+        self._failure: BaseException | None = None
+        self._groups: dict[Mailbox, RequestGroup] = {}
+        self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, while there is one."""
+        try:
+            return self._engine
+        except AttributeError:
+            raise _closed() from None
+
+    def enter(
+        self,
+        request_id: str | None,
+        mailbox: Mailbox,
+        prompt: Prompt | ChatPrompt,
+        params: SamplingParams,
+    ) -> str:
+        """Have a request added; returns its name, the next free number if it is given none."""
+        self.home.check()
+        with self._wake:
+            if self._failure is not None:
+                raise _dead(self._failure)
+            if self._is_closing:
+                raise _closed()
+            name = request_id
+            while name is None or (request_id is None and name in self._open):
+                self._num_requests += 1
+                name = str(self._num_requests)
+            if not isinstance(name, str) or name in self._open:
+                raise RequestError("request_id", name, "a text that names no other open request")
+            self._open[name] = mailbox
+            self._post(lambda: self._add(mailbox, name, prompt, params))
+        return name
+
+    def leave(self, name: str, mailbox: Mailbox) -> None:
+        """Nobody reads this mailbox any more: its name is free, its request ends."""
+        if self.home.is_left:
+            return
+        with self._wake:
+            del self._open[name]
+            self._post(lambda: self._abandon(mailbox))
+
+    def abort(self, name: str) -> bool:
+        """Have a request end where it is; False if there is none of that name."""
+        self.home.check()
+        with self._wake:
+            mailbox = self._open.get(name)
+            if mailbox is not None:
+                self._post(lambda: self._abort(mailbox))
+        return mailbox is not None
+
+    def ask_to_stop(self) -> None:
+        """Let the thread end after the present step; nothing is added from here on."""
+        if self.home.is_left:
+            return
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """Wait until the thread has ended what runs, and itself."""
+        self.ask_to_stop()
+        # The collector runs in any thread; a fork's bookkeeping of threads is not relied upon.
+        if threading.current_thread() is not self._thread and not self.home.is_left:
+            self._thread.join()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        """Queue a command; the caller holds the condition."""
+        self._commands.append(command)
+        self._wake.notify()
+
+    def _run(self) -> None:
+        try:
+            while self._obey():
+                if self._engine.has_work:
+                    self._step()
+            for mailbox in [*self._groups]:
+                self._abort(mailbox)
+        except BaseException as error:  # nothing may end this thread without being told
+            with self._wake:
+                self._failure = error
+                readers = [*self._open.values()]
+            for mailbox in readers:
+                mailbox.fail(_dead(error))
+        finally:
+            del self._engine
+
+    def _obey(self) -> bool:
+        """Sleep until there is something to do; carry out the commands; False when it is over."""
+        with self._wake:
+            while not (self._commands or self._is_closing or self._engine.has_work):
+                self._wake.wait()
+            commands, self._commands = self._commands, deque()
+            is_over = self._is_closing
+        for command in commands:
+            command()
+        return not is_over
+
+    def _step(self) -> None:
+        changed = {*self._engine.step()}
+        self.metrics = self._engine.metrics.copy()
+        for mailbox, group in [*self._groups.items()]:
+            if group in changed:
+                self._show(mailbox, group)
+
+    def _add(
+        self, mailbox: Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
+    ) -> None:
+        engine = self._engine
+        try:
+            self._groups[mailbox] = submit(engine, prepare(engine, name, prompt, params))
+        except ForetokenError as error:
+            mailbox.fail(error)
+
+    def _abort(self, mailbox: Mailbox) -> None:
+        """End a request, unless it has ended, and show what it has."""
+        group = self._groups.get(mailbox)
+        if group is not None:
+            self._engine.abort(group)
+            self._show(mailbox, group)
+
+    def _abandon(self, mailbox: Mailbox) -> None:
+        group = self._groups.pop(mailbox, None)
+        if group is not None:
+            self._engine.abort(group)
+
+    def _show(self, mailbox: Mailbox, group: RequestGroup) -> None:
+        is_readable = mailbox.show(self._engine, group)
+        if group.finished:
+            del self._groups[mailbox]
+        elif not is_readable:
+            self._abandon(mailbox)
+
+
+def _closed() -> UsageError:
+    return UsageError("this AsyncEngine was closed: make a new one")
+
+
+def _dead(cause: BaseException) -> StepError:
+    error = StepError(
+        f"the engine's thread ended by {type(cause).__name__}: {cause}. This is a bug in Foretoken."
+    )
+    error.__cause__ = cause
+    return error

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.cache.batch import ForwardBatch, Span, build_batch
+from foretoken.cache.batch import ForwardBatch, Span, build_batch, gather_batch
 from foretoken.cache.kv_pool import write_index
 from foretoken.errors import IntegrityError
 from foretoken.ops.pass_checks import check_attention_batch
+from foretoken.slots.step import SlotSpan
+from foretoken.slots.table import NO_TOKEN
+from tests.support.cases import make_params
+from tests.support.slots import GivenSlots
 
 CPU = torch.device("cpu")
 
@@ -60,9 +67,56 @@ def test_attention_reads_the_requests_blocks(case: tuple[list[Span], int]) -> No
     columns = -(-max(lengths) // block_size)
     assert batch.block_BL.shape == (len(spans), columns)
     for row, span in zip(batch.block_BL.tolist(), spans, strict=True):
-        known = list(span.block_ids)[:columns]
-        assert row == known + [0] * (columns - len(known))
+        own = list(span.block_ids)[:columns]
+        assert row == own + [0] * (columns - len(own))
     check_attention_batch(batch, sum(counts), torch.empty(1000, block_size, 1, 1))
+
+
+@given(span_lists(), st.integers(0, 9), st.randoms(use_true_random=False))
+def test_a_batch_gathered_from_slots_is_the_one_of_their_spans(
+    case: tuple[list[Span], int], ahead: int, random: Random
+) -> None:
+    """Whatever stands before and behind the tokens; blocks reach over `ahead` positions more."""
+    spans, block_size = case
+    order = random.sample(range(8), len(spans))
+    longest = max(span.start + len(span.tokens) for span in spans)
+    columns = -(-(longest + ahead) // block_size)
+    slots = GivenSlots(make_params(8), max_tokens=99, num_drafts=0, blocks=columns + 3)
+    for slot, span in zip(order, spans, strict=True):
+        before = [random.randrange(99) for _ in range(span.start)]
+        slots.put(slot, [*before, *span.tokens], span.block_ids[: columns + 3])
+    asked = [
+        SlotSpan(slot, span.start, len(span.tokens), span.num_logits)
+        for slot, span in zip(order, spans, strict=True)
+    ]
+    gathered = gather_batch(slots, asked, block_size, ahead=ahead)
+    expected = build_batch(spans, block_size, CPU)
+    for name in ("token_T", "position_T", "logit_row_N"):
+        assert getattr(gathered, name).tolist() == getattr(expected, name).tolist()
+    for name in ("query_start_B1", "length_B"):
+        mine, theirs = getattr(gathered.attention, name), getattr(expected.attention, name)
+        assert mine.tolist() == theirs.tolist()
+    assert gathered.attention.block_BL.shape == (len(spans), columns)
+    for row, span in zip(gathered.attention.block_BL.tolist(), spans, strict=True):
+        own = list(span.block_ids)[:columns]
+        assert row[: len(own)] == own
+    check_attention_batch(
+        gathered.attention, len(gathered.token_T), torch.empty(1000, block_size, 1, 1)
+    )
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 5), (3, 2), (4, 1), (7, 1)])
+def test_a_placeholder_is_never_gathered(start: int, count: int) -> None:
+    slots = GivenSlots(make_params(3), max_tokens=8, num_drafts=2, blocks=3)
+    for slot in range(3):
+        slots.put(slot, [5, 6, 7, 8], [slot])
+    fine, wrong = SlotSpan(0, 0, 4, 1), SlotSpan(1, start, count, 1)
+    with pytest.raises(IntegrityError, match=f"slot 1: a placeholder in tokens {start} "):
+        gather_batch(slots, [fine, wrong], 4)
+    slots.put_drafts([1], np.array([[9, NO_TOKEN]]))
+    assert gather_batch(slots, [fine, SlotSpan(1, 3, 2, 2)], 4).token_T.tolist()[-2:] == [8, 9]
+    with pytest.raises(IntegrityError, match="placeholder"):
+        gather_batch(slots, [fine, SlotSpan(1, 3, 3, 3)], 4)
 
 
 def test_no_logits_wanted() -> None:

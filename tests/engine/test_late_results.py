@@ -26,8 +26,8 @@ from foretoken.ops import unavailable
 from foretoken.outputs import RequestOutput
 from foretoken.slots.step import Outcome
 from foretoken.slots.table import SlotTable
-from tests.support.naive import MOST_DRAFTS
-from tests.support.paged_machine import PagedMachine, Parts, WatchedScheduler
+from tests.engine.naive import MOST_DRAFTS
+from tests.engine.paged_machine import PagedMachine, Parts, WatchedScheduler
 from tests.support.steps import OneLate
 
 TEXT = [0, 0, 1, 0, 2, 0, 1, 1, 2, 0, 0, 1] * 3

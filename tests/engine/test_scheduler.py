@@ -17,8 +17,8 @@ from foretoken.engine.request import Request, RequestGroup
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import IntegrityError
 from foretoken.sampling.params import SamplingParams
-from tests.support.naive import MOST_DRAFTS
-from tests.support.paged_machine import PagedMachine
+from tests.engine.naive import MOST_DRAFTS
+from tests.engine.paged_machine import PagedMachine
 
 PREFIX = [0, 0, 1, 0, 2, 0, 1, 1, 2, 0, 0, 1] * 5
 OTHERS: list[dict[str, Any]] = [

@@ -33,7 +33,7 @@ from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.step import StepInput, StepResult
 from foretoken.slots.table import NO_TOKEN, SlotTable
-from tests.support.naive import (
+from tests.engine.naive import (
     MOST_DRAFTS,
     VOCABULARY,
     NaiveTokenizer,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from foretoken.sampling.edits import EditFault, build_edits
-from foretoken.sampling.history import SlotHistory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.ops import Edits
 from foretoken.sampling.params import SamplingParams
+from foretoken.slots.edits import build_edits
+from foretoken.slots.history import HistoryRows, SlotHistory
 
 CPU = torch.device("cpu")
 VOCABULARY = 40
@@ -31,8 +32,9 @@ def history_of(
 
 
 def edits_of(history: SlotHistory, drafts: list[int], vocab_size: int = VOCABULARY) -> Edits:
-    edits = build_edits([(history, drafts)], vocab_size, CPU)
+    edits, faults = build_edits([(history, drafts)], vocab_size, CPU)
     assert edits is not None
+    assert not faults
     return edits
 
 
@@ -58,7 +60,7 @@ def changes(edits: Edits) -> list[dict[int, tuple[float, float, float]]]:
 
 
 def test_requests_without_edits_build_none() -> None:
-    assert build_edits([(None, [5]), (None, [])], VOCABULARY, CPU) is None
+    assert build_edits([(None, [5]), (None, [])], VOCABULARY, CPU) == (None, {})
 
 
 def test_penalties_count_the_drafts_before_the_row() -> None:
@@ -100,7 +102,8 @@ def test_min_tokens_holds_back_stops_until_enough_tokens() -> None:
     ban = {0: (BAN, 1.0, 0.0), 9: (BAN, 1.0, 0.0)}
     assert changes(edits_of(history, [3, 3, 3])) == [ban, ban, {}, {}]
     history.append([3, 3])
-    assert build_edits([(history, [3])], VOCABULARY, CPU) is None, "nothing is left to edit"
+    nothing = build_edits([(history, [3])], VOCABULARY, CPU)
+    assert nothing == (None, {}), "nothing is left to edit"
 
 
 def test_bias_comes_before_penalties_and_a_ban_over_both() -> None:
@@ -144,7 +147,7 @@ def test_each_request_has_its_own_rows_entries_and_mask() -> None:
     masked = history_of(SamplingParams(allowed_token_ids=[7]), [1], [])
     other = history_of(SamplingParams(allowed_token_ids=[8], logit_bias={8: 1.0}), [1], [])
     batch = [(biased, [2]), (None, [1, 1]), (masked, []), (other, [8])]
-    edits = build_edits(batch, VOCABULARY, CPU)
+    edits, _ = build_edits(batch, VOCABULARY, CPU)
     assert edits is not None
     three, eight = {3: (1.5, 1, 0)}, {8: (1.0, 1, 0)}
     assert changes(edits) == [three, three, {}, {}, {}, {}, eight, eight]
@@ -159,13 +162,22 @@ def test_placeholders_and_ids_past_the_vocabulary_are_left_out() -> None:
     assert changes(edits) == [tail, tail, {**tail, 3: (0, 1, 1)}]
 
 
-def test_a_history_that_cannot_be_read_names_its_request() -> None:
+class Unreadable(SlotHistory):
+    def rows(self, drafts: Sequence[int], vocab_size: int) -> HistoryRows:
+        raise ZeroDivisionError("injected")
+
+
+def test_a_history_that_cannot_be_read_names_its_request_and_edits_none_of_its_rows() -> None:
     good = history_of(SamplingParams(logit_bias={3: 1.5}), [1], [])
-    bad = history_of(SamplingParams(frequency_penalty=1.0), [1], [2])
-    bad._count_U = bad._count_U[:0]
-    with pytest.raises(EditFault) as caught:
-        build_edits([(good, []), (None, []), (bad, [2])], VOCABULARY, CPU)
-    assert caught.value.index == 2
+    bad = Unreadable(SamplingParams(frequency_penalty=1.0, allowed_token_ids=[3]), [1])
+    batch = [(good, []), (None, []), (bad, [2]), (good, [4])]
+    edits, faults = build_edits(batch, VOCABULARY, CPU)
+    assert [(index, type(error)) for index, error in faults.items()] == [(2, ZeroDivisionError)]
+    assert edits is not None
+    three = {3: (1.5, 1, 0)}
+    assert changes(edits) == [three, {}, {}, {}, three, three]
+    assert [bits(edits, row) for row in range(6)] == [None] * 6
+    assert build_edits([(bad, [])], VOCABULARY, CPU)[0] is None
 
 
 TOKENS = st.lists(st.integers(0, 11), max_size=8)
@@ -196,7 +208,8 @@ def test_equals_the_definition_as_a_sequence(
         frequency_penalty=frequency, presence_penalty=presence,
     )  # fmt: skip
     history = history_of(params, prompt, output, stop_ids=[0, 5], bad_word_ids=words)
-    edits = build_edits([(history, drafts)], VOCABULARY, CPU)
+    edits, faults = build_edits([(history, drafts)], VOCABULARY, CPU)
+    assert not faults
     found = changes(edits) if edits is not None else [{}] * (len(drafts) + 1)
     for j, row in enumerate(found):
         before = output + drafts[:j]

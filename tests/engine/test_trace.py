@@ -1,0 +1,67 @@
+"""What a step tells of itself to whoever asks: times by phase, rows, drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.engine.step import PhaseClock, StepTrace
+
+PHASES = ["schedule", "admit", "draft", "batch", "forward", "verify", "advance", "commit"]
+
+
+@pytest.fixture
+def llm(target: Path, draft: Path) -> LLM:
+    speculation = {"model": str(draft), "num_speculative_tokens": 3}
+    return LLM(str(target), speculation, max_num_seqs=3, max_num_batched_tokens=16, block_size=4)
+
+
+def traces_of(llm: LLM, prompts: Any, params: Any) -> tuple[list[StepTrace], Any]:
+    traces: list[StepTrace] = []
+    llm.engine.on_step = traces.append
+    outputs = llm.generate(prompts, params)
+    llm.engine.on_step = None
+    return traces, outputs
+
+
+def test_a_trace_adds_up_to_what_was_done(llm: LLM) -> None:
+    prompts = ["a prompt of more tokens than one step takes", "abc"]
+    traces, outputs = traces_of(llm, prompts, SamplingParams(max_tokens=20, ignore_eos=True))
+    metrics = llm.metrics
+    assert sum(trace.num_drafts for trace in traces) == metrics.num_draft_tokens > 0
+    assert sum(trace.num_accepted for trace in traces) == metrics.num_accepted_tokens > 0
+    # Every token but the last of each is computed, and every draft that was not accepted.
+    tokens = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
+    rejected = metrics.num_draft_tokens - metrics.num_accepted_tokens
+    behind = sum(trace.num_rows for trace in traces) - tokens - rejected
+    assert 0 <= behind <= 3 * len(prompts), "what was accepted behind the last token"
+    assert traces[0].num_requests == 2
+    assert [trace.num_decoding for trace in traces][:2] == [0, 1]
+    assert {trace.num_decoding for trace in traces[5:-5]} == {2}
+
+
+def test_phases_come_in_order_and_add_up(llm: LLM) -> None:
+    traces, _ = traces_of(llm, "abc", SamplingParams(max_tokens=9, logprobs=1))
+    for trace in traces:
+        assert [*trace.seconds] == [*PHASES[:6], "log-probabilities", *PHASES[6:]]
+        assert min(trace.seconds.values()) >= 0
+        assert sum(trace.seconds.values()) == pytest.approx(trace.total)
+    plain, _ = traces_of(llm, "abc", SamplingParams(max_tokens=9))
+    assert {tuple(trace.seconds) for trace in plain} == {tuple(PHASES)}
+
+
+def test_nobody_asks_and_nothing_is_timed(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PhaseClock, "mark", lambda clock, phase: clock.trace and 1 / 0)
+    assert llm.generate("abc", SamplingParams(max_tokens=9))[0].error is None
+
+
+def test_a_step_that_failed_is_told_of_too(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm.engine.runner.model, "forward", None)
+    traces, (output,) = traces_of(llm, ["abc"], None)
+    assert output.error is not None
+    (trace,) = traces
+    assert trace.num_requests == trace.num_rows == 0
+    assert "forward" not in trace.seconds

@@ -53,7 +53,7 @@ class RowNoise(NamedTuple):
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     """What even words are multiplied with, and what is added to the key's halves in each round."""
     pairs = (0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)
-    multiplier, weyl = (torch.tensor(pair, device=device).view(2, 1, 1) for pair in pairs)
+    multiplier, weyl = (torch.tensor(pair).view(2, 1, 1).to(device) for pair in pairs)
     return multiplier, weyl
 
 

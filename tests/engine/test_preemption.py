@@ -12,6 +12,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.engine.boundary import build_output
 from foretoken.errors import OverloadedError
 from foretoken.outputs import RequestOutput
+from tests.support.steps import OneLate
 
 SHARED = list(b"def shared(prefix, of, many):\n    ")
 EDITS: list[dict[str, Any]] = [
@@ -150,9 +151,18 @@ def test_a_full_queue_refuses_more_and_generate_feeds_it_as_room_appears(target:
     engine.check_integrity()
 
 
-@pytest.mark.parametrize(("caching", "backend"), [(True, "auto"), (False, "auto"), (True, "torch")])
+@pytest.mark.parametrize(
+    ("caching", "backend", "late"),
+    [
+        (True, "auto", False),
+        (False, "auto", False),
+        (True, "torch", False),
+        (True, "auto", True),
+        (False, "auto", True),
+    ],
+)
 def test_a_request_may_be_preempted_at_any_moment(
-    target: Path, draft: Path, caching: bool, backend: str
+    target: Path, draft: Path, caching: bool, backend: str, late: bool
 ) -> None:
     """In its prompt, whose logprobs must come once each; between a draft and its verdict; often."""
     params = SamplingParams(
@@ -163,21 +173,22 @@ def test_a_request_may_be_preempted_at_any_moment(
     llm = build(target, speculation, enable_prefix_caching=caching, backend=backend, **small)
     [expected] = llm.generate([SHARED * 2], [params])
     engine = llm.engine
+    steps = OneLate(engine) if late else engine
     moment = 0
     while True:
         group = engine.add(str(moment), SHARED * 2, params)
         request = group.samples[0]
         for _ in range(moment):
-            engine.step()
+            steps.step()
         if group.finished:
             break
         for _ in range(2):
             if request in engine.scheduler.running:
                 engine.scheduler.preempt(request)
-            engine.step()
+            steps.step()
             engine.check_integrity()
         while not group.finished:
-            engine.step()
+            steps.step()
             engine.check_integrity()
         assert group.metrics.num_preemptions >= min(moment, 1)
         check_equal(build_output(engine, group), expected)

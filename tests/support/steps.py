@@ -44,7 +44,7 @@ class OneLate:
         latest = self.engine.launch(plan)
         self.meanwhile()
         changed = [] if self.launched is None else self.engine.commit(self.launched)
-        self.launched = latest if latest.shares else None
+        self.launched = latest if latest.groups else None
         if not self.engine.has_work:
             self.engine.check_integrity()
         return changed

@@ -90,7 +90,7 @@ class Scheduler:
         a long prefill cannot stall the others, and no draft is ever dropped for what else is in
         the batch, which would make sampled tokens depend on it.
         """
-        self._new_blocks, self._fresh_blocks, self._left_slots = [], [], []
+        self._new_blocks, self._fresh_blocks = [], []
         for request in self.running:
             self._enter_blocks(request)
         for request in [r for r in self.running if r.decodes and r.most_remaining]:
@@ -99,9 +99,8 @@ class Scheduler:
         admitted = self._admit()
         for request in admitted:
             self._new_blocks.append((request.slot, 0, request.block_ids))
-        return Plan(
-            self._shares(), admitted, self._new_blocks, self._fresh_blocks, self._left_slots
-        )
+        left_slots, self._left_slots = self._left_slots, []
+        return Plan(self._shares(), admitted, self._new_blocks, self._fresh_blocks, left_slots)
 
     def finish(self, request: Request, *, keep_blocks: bool = True) -> None:
         """Take back the slot and blocks of a request that ended; also ends a waiting one.
@@ -234,6 +233,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Send a running request back to its place in the queue; its tokens stay known."""
         self._enter_blocks(request)
+        self._left_slots.append(request.slot)
         self._leave(request)
         request.num_computed = 0
         request.num_preemptions += 1
@@ -245,7 +245,6 @@ class Scheduler:
         self.running.remove(request)
         self.pool.free(request.block_ids)
         self._free_slots.append(request.slot)
-        self._left_slots.append(request.slot)
         request.slot = -1
         request.block_ids = []
         request.block_serials = []

@@ -124,7 +124,7 @@ def test_a_draft_model_drafts_as_far_as_it_can(tmp_path: Path, length: int | Non
     config.rope_parameters = LONGROPE | {name: LONGROPE[name] * 2 for name in factors}
     config.save_pretrained(draft)
     llm = LLM(str(target), {"model": str(draft)}, max_model_len=length, num_blocks=64)
-    assert cast(DraftModel, llm.engine.drafter).model.max_model_len == SHORT
+    assert cast(DraftModel, llm.engine.runner.drafter).model.max_model_len == SHORT
     (output,) = llm.generate("a", SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 40
     (plain,) = LLM(str(target), num_blocks=64).generate(

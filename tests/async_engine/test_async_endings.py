@@ -208,8 +208,11 @@ def test_what_was_finished_before_a_fault_can_still_be_read(
     engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
     async def main() -> None:
+        gate = Gate(engine)
         slow = engine.generate("abc", PARAMS)
-        await anext(slow)
+        gate.allowed.release()
+        assert not (await anext(slow)).finished
+        gate.allowed.release(100)
         while engine.engine.has_work:
             await asyncio.sleep(0.001)
 

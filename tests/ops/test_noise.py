@@ -29,9 +29,8 @@ KNOWN = [  # Random123: counter, key, words
 
 
 @BOTH
-@pytest.mark.parametrize("repeats", [1, 20])  # few lanes and many take different paths
-def test_known_answers(noise: ModuleType, repeats: int) -> None:
-    counter, key, words = (torch.tensor([row[i] for row in KNOWN] * repeats) for i in range(3))
+def test_known_answers(noise: ModuleType) -> None:
+    counter, key, words = (torch.tensor([row[i] for row in KNOWN]) for i in range(3))
     assert torch.equal(noise.philox(counter, key), words)
 
 
@@ -91,15 +90,15 @@ def test_draws_are_numbered_by_group_and_word(noise: ModuleType, fp64: bool) -> 
             assert u[i] == np.float32((words[place] + 0.5) * 2.0**-32)
 
 
-def as_words(*values: int) -> np.ndarray:
-    return np.array(values, np.uint32).reshape(1, -1, 4)
+def as_words(*values: int) -> torch.Tensor:
+    return torch.tensor(values).view(1, -1, 4)
 
 
 def test_the_interval_is_open_at_both_ends() -> None:
     u = stock.to_uniform(as_words(0, 1, ONES - 1, ONES), fp64=False)[0]
-    assert u.dtype == np.float32
+    assert u.dtype == torch.float32
     assert u[0] == 2.0**-33
-    assert u[2] == u[3] == np.float32(1 - 2.0**-24)
+    assert u[2] == u[3] == 1 - 2.0**-24
     u = stock.to_uniform(as_words(0, 0, ONES, ONES), fp64=True)[0]
     assert u.tolist() == [2.0**-54, 1 - 2.0**-53]
 
@@ -108,7 +107,7 @@ def test_the_interval_is_open_at_both_ends() -> None:
 def test_gumbel_noise_reaches_far_and_is_finite(fp64: bool) -> None:
     """-log(-log u) would stop at 16.6 in FP32; a token 20 logits down could never be drawn."""
     g = stock.to_gumbel(stock.to_uniform(as_words(0, 0, ONES, ONES), fp64))
-    assert np.isfinite(g).all()
+    assert g.isfinite().all()
     assert g.max() > (37 if fp64 else 22)
 
 
@@ -116,7 +115,7 @@ def test_gumbel_tail_has_its_probability() -> None:
     """P(G > 18) = 1 - exp(-exp(-18)) = 65.4 * 2^-32: exactly the 65 smallest words pass 18."""
     few = stock.to_gumbel(stock.to_uniform(as_words(*range(128)), fp64=False))[0]
     assert int((few > 18).sum()) == round(-math.expm1(-math.exp(-18)) * 2**32)
-    assert (np.diff(few) < 0).all()
+    assert (few.diff() < 0).all()
 
 
 def test_position_key_draft_index_and_stream_each_change_the_draw() -> None:

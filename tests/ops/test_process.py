@@ -117,7 +117,7 @@ def test_min_p_is_seen_after_temperature(ops: Backend) -> None:
 @pytest.mark.parametrize("vocabulary", [70, 900, 5000])
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999])
 def test_wide_nuclei(ops: Backend, vocabulary: int, top_p: float) -> None:
-    """Flat rows, whose nucleus is found in the best 64, 1024 or all values; plain definition."""
+    """Nuclei of few tokens and of nearly all, by the plain definition."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(6, vocabulary, generator=generator) * torch.tensor(
         [[0.1], [1], [4]]

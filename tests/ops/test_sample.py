@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -140,42 +139,6 @@ def test_batch_order_and_company_never_change_a_draw(ops: Backend) -> None:
             Rows(rows[one], params, torch.arange(6)[one]), Noise(position[one], index[one], DRAFT)
         )
         assert alone.tolist() == together[one].tolist()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "fp64_noise"),
-    [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False), (torch.float16, True)],
-)
-@pytest.mark.parametrize("spread", [0.0, 1.0, 30.0])
-@pytest.mark.parametrize("vocabulary", [1025, 2048, 5000])
-def test_screening_blocks_draws_what_all_masses_draw(
-    vocabulary: int,
-    spread: float,
-    dtype: torch.dtype,
-    fp64_noise: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`torch` takes few masses where calls are large, all of them elsewhere: equal tokens."""
-    rows = randn(60, vocabulary, seed=vocabulary) * spread
-    rows[0, :1024] = -INF  # a block without mass
-    rows[1, 1024:] -= 80.0  # masses far below
-    rows[2, ::900] += 40.0  # a token of each block dominates
-    rows[3, 7], rows[4, 7], rows[5] = math.nan, INF, -INF
-    rows = torch.nn.functional.pad(rows, (0, 3), value=99.0).to(dtype)[:, :vocabulary]  # apart
-    params, slot = make_params(60, 0.7, seed=3), torch.arange(60)
-    module = importlib.import_module("foretoken.ops.backends.torch.sample")
-
-    def drawn(screened: int) -> list[int]:
-        monkeypatch.setattr(module, "SCREENED", screened)
-        tokens = [
-            module.sample(
-                Rows(rows, params, slot), Noise(slot + at, slot * 0, TARGET, fp64=fp64_noise)
-            )
-            for at in range(0, 1000, 100)
-        ]
-        return torch.stack(tokens)[:, [0, 1, 2, *range(6, 60)]].flatten().tolist()
-
-    assert drawn(0) == drawn(1 << 40)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -32,7 +32,7 @@ def admit(
 ) -> None:  # fmt: skip
     asked = SamplingParams(**params)
     known = ([*prompt], [*output])
-    table.admit(slot, SlotRequest(key, asked, rule, *known, limit=limit, num_computed=num_computed))
+    table.admit(slot, SlotRequest(key, asked, rule, known[0], limit, known[1], num_computed))
 
 
 def test_a_request_is_written_into_its_slot() -> None:

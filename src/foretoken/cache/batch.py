@@ -88,11 +88,16 @@ def gather_batch(
     longest = max(span.start + span.num_tokens for span in spans)
     columns = -(-(longest + ahead) // block_size)
     slots = [span.slot for span in spans]
-    return _pack(parts, torch.from_numpy(table.block_SL[slots, :columns]), block_size)
+    block_BL = torch.from_numpy(table.block_SL[slots, :columns])
+    return _pack(parts, block_BL, block_size, values_fit=True)  # slots hold what they were given
 
 
 def _pack(
-    parts: Sequence[tuple[Sequence[int], int, int]], block_BL: Tensor, block_size: int
+    parts: Sequence[tuple[Sequence[int], int, int]],
+    block_BL: Tensor,
+    block_size: int,
+    *,
+    values_fit: bool = False,
 ) -> ForwardBatch:
     """The batch of (tokens, position of the first, wanted rows) per request.
 
@@ -118,7 +123,7 @@ def _pack(
     if block_BL.device.type != "cpu":
         packed = packed.pin_memory().to(block_BL.device, non_blocking=True)
     token_T, position_T, row_N, start_B1, length_B = torch.split_with_sizes(packed, sizes)
-    batch = AttentionBatch(start_B1, length_B, block_BL, block_size)
+    batch = AttentionBatch(start_B1, length_B, block_BL, block_size, values_fit)
     return ForwardBatch(token_T, position_T, row_N, batch)
 
 

@@ -155,18 +155,15 @@ class Engine:
 
     def commit(self, launched: Launched) -> list[RequestGroup]:
         """Let the requests have what a step computed; returns the groups of those that ran."""
-        outcomes: dict[int, Outcome] = {}
+        for share in launched.shares:
+            if share.request.launched is share:  # and not one that was launched since
+                share.request.launched = None
         with self._together():
             outcomes = launched.result.read()
-        for share in launched.shares:
-            request = share.request
-            if request.launched is share:  # and not one that was launched since
-                request.launched = None
-            if request.status is not Status.FINISHED:  # since it was launched
-                try:
-                    self._commit(share, outcomes[share.slot])
-                except Exception as error:
-                    self._fail(request, error)
+            for share in launched.shares:
+                if share.request.status is not Status.FINISHED:  # since it was launched
+                    with self._alone(share.request):
+                        self._commit(share, outcomes[share.slot])
         return launched.groups
 
     def add(
@@ -277,8 +274,8 @@ class Engine:
             request.params,
             _RULES[request.rule],
             request.group.prompt_ids,
+            request.limit,
             request.output_ids,
-            limit=request.limit,
             num_computed=request.num_computed,
             stop_ids=tuple(request.stop_ids),
             bad_word_ids=request.bad_word_ids,
@@ -309,9 +306,11 @@ class Engine:
             return
         if outcome.fault is not None:
             raise outcome.fault
-        if not outcome.is_finite:
-            group.error = no_token(request, outcome.bans_all)
-            self._finish(request, "error")
+        if not outcome.is_finite:  # the accepted drafts stand, and one of them may end it
+            self._take_tokens(request, outcome)
+            if request.status is not Status.FINISHED:
+                group.error = group.error or no_token(request, outcome.bans_all)
+                self._finish(request, "error")
             return
         if group.metrics.time_to_first_token is None:
             group.metrics.time_to_first_token = time.perf_counter() - group.arrival

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import gt
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, in_target_ids, one_hot_block
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.step import PhaseClock
+from foretoken.errors import IntegrityError
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock
 from foretoken.slots.step import NONE, LogprobRows, SlotSpan, StepInput, StepResult
@@ -75,7 +77,7 @@ class Runner:
         rows_NV = _decision_rows(output.logits_NV, spans, slot_D, drafts)
         verdict = self.sampler.verify(rows_NV, slot_D, drafts, edits)
         result = StepResult(spans, slot_D, drafts, verdict, faults, hidden=output.aux)
-        _blame(result, rows_NV)
+        _mark_banned(result, rows_NV)
         mark("verify")
         if step.most_logprobs != NONE:
             self._take_logprobs(result, step, output.logits_NV)
@@ -97,8 +99,17 @@ class Runner:
         drafts = self.drafter.propose(slot_D, num_D)
         if self.drafter.target_ids is not None:
             drafts = in_target_ids(drafts, self.drafter.target_ids)
+        self._check(drafts, num_D)
         self.slots.put_drafts(slot_D, drafts.token_BK.numpy())
         return drafts
+
+    def _check(self, drafts: DraftBlock, most_D: Sequence[int]) -> None:
+        """Raise `IntegrityError` for drafts that would be read or written out of bounds."""
+        num_D, ids = drafts.num_B.tolist(), drafts.token_BK.numpy()
+        if len(num_D) != len(most_D) or any(map(gt, num_D, most_D)):
+            raise IntegrityError(f"a drafter proposed {num_D} drafts where {most_D} were asked for")
+        if ids.size and ids.max() >= self.model.vocab_size:
+            raise IntegrityError(f"a drafter proposed id {ids.max()} of {self.model.vocab_size}")
 
     def _spans(self, step: StepInput, num_drafts: dict[int, int]) -> list[SlotSpan]:
         """Which tokens of each slot are computed, and the logits of how many are needed."""
@@ -163,8 +174,8 @@ def _decision_rows(
     return logits_NV[torch.tensor(keep, dtype=torch.int64, device=logits_NV.device)]
 
 
-def _blame(result: StepResult, logits_NV: Tensor) -> None:
-    """Find out whose fault it is that requests have no token, while their logits are there."""
+def _mark_banned(result: StepResult, logits_NV: Tensor) -> None:
+    """Mark requests whose own bans, not the target, left no token, while their logits are there."""
     first = 0
     for slot, outcome in result.decisions.items():
         if not outcome.is_finite:

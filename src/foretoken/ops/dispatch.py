@@ -21,7 +21,7 @@ from foretoken.ops.checks import (
     check_sample,
     check_verify,
 )
-from foretoken.ops.decoder import AttentionCall, Decoder
+from foretoken.ops.decoder import AttentionCall, Decoder, no_decoder
 from foretoken.ops.pass_checks import check_attention
 from foretoken.ops.types import (
     DRAFT,
@@ -52,7 +52,7 @@ class Kernels(NamedTuple):
     verify: Callable[[VerifyBatch], Verdict] | str
     logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs] | str
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor] | str
-    decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None]
+    decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None] = no_decoder
     set_num_threads: Callable[[int], None] | None = None
     tunings: Callable[[], dict[str, Any]] | None = None
 

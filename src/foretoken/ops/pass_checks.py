@@ -90,6 +90,8 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
     On the host also that requests have tokens, lengths cover them, and blocks exist.
     """
     check_kind("batch", batch, AttentionBatch)
+    if batch.values_fit:
+        return
     (blocks, block_size), device = key_cache.shape[:2], key_cache.device
     if batch.block_size != block_size:
         wanted = f"{block_size}, that of the cache"
@@ -111,8 +113,8 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
         _check_values(batch, tokens, blocks)
 
 
-def check_draft_round(drafting: DraftRound, batch: AttentionBatch) -> list[int]:
-    """Slots exist, and the block table reaches over the drafts; returns their numbers.
+def check_draft_round(drafting: DraftRound, batch: AttentionBatch, vocabulary: int) -> list[int]:
+    """Slots exist, block table and cache reach over the drafts; returns their numbers.
 
     All tensors are on the host.
     """
@@ -134,9 +136,10 @@ def check_draft_round(drafting: DraftRound, batch: AttentionBatch) -> list[int]:
             raise ConfigError("drafting.num_B", num, wanted)
     if cache is not None:
         check_cache("drafting.cache", cache, drafting.params, slot_B.device)
-        if cache.logits_SKV.dtype is not torch.float32 or cache.logits_SKV.shape[1] < max(nums):
-            shape = (cache.logits_SKV.dtype, *cache.logits_SKV.shape)
-            wanted = f"float32 [S, K >= {max(nums)}, V]"
+        dtype, (_, most, width) = cache.logits_SKV.dtype, cache.logits_SKV.shape
+        if dtype is not torch.float32 or most < max(nums) or width != vocabulary:
+            shape = (dtype, *cache.logits_SKV.shape)
+            wanted = f"float32 [S, K >= {max(nums)}, {vocabulary}]"
             raise ConfigError("drafting.cache.logits_SKV", shape, wanted)
     return nums
 

@@ -258,12 +258,14 @@ class AttentionBatch:
     block_BL:       int64 [B, L] block ids, contiguous; behind a request's last block anything that
                     is a block, 0 by convention
     block_size:     tokens per block
+    values_fit:     True promises all of the above, so that ops need not look
     """
 
     query_start_B1: Tensor
     length_B: Tensor
     block_BL: Tensor
     block_size: int
+    values_fit: bool = False
 
 
 class AttentionOptions(NamedTuple):

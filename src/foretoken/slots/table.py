@@ -51,8 +51,8 @@ class SlotRequest(NamedTuple):
     params: SamplingParams
     rule: Rule
     prompt_ids: Sequence[int]
+    limit: int
     output_ids: Sequence[int] = ()
-    limit: int = 0
     num_computed: int = 0
     stop_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()

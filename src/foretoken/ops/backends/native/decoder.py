@@ -26,7 +26,7 @@ from foretoken.errors import ConfigError
 from foretoken.ops.backends.native import library
 from foretoken.ops.backends.native.arguments import native_cache, native_params
 from foretoken.ops.decoder import AttentionCall, DraftRound, ForwardOutput, UnfitError
-from foretoken.ops.pass_checks import check_draft_round
+from foretoken.ops.pass_checks import check_attention_batch, check_draft_round
 from foretoken.ops.types import AttentionBatch
 
 __all__ = ["FAMILIES", "FusedDecoder", "decoder"]
@@ -121,7 +121,7 @@ class FusedDecoder:
         key_addresses, value_addresses = self._addresses(keys, values)
         self._library.foretoken_decoder_forward(
             self._handle,
-            byref(_native_batch(token_T, logit_row_N, batch)),
+            byref(_native_batch(token_T, logit_row_N, batch, keys[0])),
             key_addresses,
             value_addresses,
             logits_NV.data_ptr(),
@@ -138,7 +138,7 @@ class FusedDecoder:
         drafting: DraftRound,
     ) -> Tensor:
         """See `Decoder.draft`."""
-        nums = check_draft_round(drafting, batch)
+        nums = check_draft_round(drafting, batch, self._vocab_size)
         token_BK = torch.full((len(nums), max(nums)), -1, dtype=torch.int64)
         drawn = library.DraftRound(
             drafting.slot_B.data_ptr(),
@@ -152,7 +152,7 @@ class FusedDecoder:
         last_B = batch.query_start_B1[1:] - 1
         self._library.foretoken_decoder_draft(
             self._handle,
-            byref(_native_batch(token_T, last_B, batch)),
+            byref(_native_batch(token_T, last_B, batch, keys[0])),
             key_addresses,
             value_addresses,
             byref(native_params(drafting.params)),
@@ -177,11 +177,11 @@ class FusedDecoder:
         return key_addresses, value_addresses
 
 
-def _native_batch(token_T: Tensor, row_N: Tensor, batch: AttentionBatch) -> library.Batch:
-    """Addresses within the tensors, which the caller keeps alive.
-
-    They are not looked at: models build batches from the slots, at every step.
-    """
+def _native_batch(
+    token_T: Tensor, row_N: Tensor, batch: AttentionBatch, key_cache: Tensor
+) -> library.Batch:
+    """Addresses within the tensors, which the caller keeps alive."""
+    check_attention_batch(batch, len(token_T), key_cache)
     requests, columns = batch.block_BL.shape
     return library.Batch(
         token_T.data_ptr(),

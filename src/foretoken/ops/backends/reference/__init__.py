@@ -6,7 +6,6 @@ the backends that are compared with it (the noise, the filters, the rules are wr
 
 from __future__ import annotations
 
-from foretoken.ops.decoder import no_decoder
 from foretoken.ops.dispatch import Kernels
 
 
@@ -26,5 +25,4 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention=attention.attention,
-        decoder=no_decoder,
     )

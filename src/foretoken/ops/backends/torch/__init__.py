@@ -1,8 +1,7 @@
-"""The fast CPU backend that needs no compiler. See `foretoken.ops.Backend` for the contract."""
+"""Stock operators, on any device that PyTorch has. See `foretoken.ops.Backend` for the contract."""
 
 from __future__ import annotations
 
-from foretoken.ops.decoder import no_decoder
 from foretoken.ops.dispatch import Kernels
 
 
@@ -22,5 +21,4 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention=attention.attention,
-        decoder=no_decoder,
     )

@@ -5,37 +5,34 @@ Shapes: B requests, V vocabulary of the draft model.
 
 from __future__ import annotations
 
-import numpy as np
-from torch import Tensor, from_numpy
+import torch
+from torch import Tensor
 
-from foretoken.ops import types
-from foretoken.ops.backends.torch.noise import address
-from foretoken.ops.backends.torch.process import rows_of
-from foretoken.ops.backends.torch.sample import Noise, draw
-from foretoken.ops.types import DraftCache, Rule, Stream
+from foretoken.ops.backends.torch.noise import RowNoise
+from foretoken.ops.backends.torch.process import detached
+from foretoken.ops.backends.torch.sample import draw_rows
+from foretoken.ops.types import DraftCache, Noise, Rows, Rule, Stream
 
 
-def draft(given: types.Rows, where: types.Noise, cache: DraftCache | None) -> Tensor:
+def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     """One draft per row of raw logits, and into `cache` the q it was drawn from.
 
     See `Backend.draft`. At T=0, where q is never asked for, no threshold and an LSE of 0 are left.
     Returns int64 [B].
     """
-    logits_BV, params, slot_B, _ = given
-    position_B, draft_index_B, _, fp64_noise = where
-    slot = slot_B.numpy()
-    rows = rows_of(logits_BV, params, slot, None)
-    coupled_B = params.rule_S.numpy()[slot] == Rule.COUPLED
-    noise = Noise(
-        address(rows.key_N, position_B.numpy(), np.where(coupled_B, 0, draft_index_B.numpy())),
-        np.where(coupled_B, Stream.TARGET_TOKEN, Stream.DRAFT_TOKEN).astype(np.uint32),
-        np.where(coupled_B, Stream.TARGET_BLOCK, Stream.DRAFT_BLOCK).astype(np.uint32),
-        fp64_noise,
+    rows, slot_B, index_B = detached(rows), rows.slot_N, noise.draft_index_N
+    coupled_B = rows.params.rule_S[slot_B] == Rule.COUPLED
+    own = RowNoise(
+        rows.params.key_S[slot_B],
+        noise.position_N,
+        index_B.masked_fill(coupled_B, 0),
+        torch.where(coupled_B, Stream.TARGET_TOKEN, Stream.DRAFT_TOKEN),
+        torch.where(coupled_B, Stream.TARGET_BLOCK, Stream.DRAFT_BLOCK),
+        noise.fp64,
     )
-    drawn = draw(rows, np.arange(len(slot)), noise, want_lse=cache is not None)
+    drawn = draw_rows(rows, torch.arange(len(slot_B), device=slot_B.device), own)
     if cache is not None:
-        to = slot_B, draft_index_B
-        cache.logits_SKV[to] = rows.logits_NV
-        cache.threshold_SK[to] = from_numpy(drawn.threshold_M)
-        cache.lse_SK[to] = from_numpy(drawn.lse_M)
-    return from_numpy(drawn.token_M)
+        cache.logits_SKV[slot_B, index_B] = rows.logits_NV
+        cache.threshold_SK[slot_B, index_B] = drawn.threshold_M
+        cache.lse_SK[slot_B, index_B] = drawn.lse_M
+    return drawn.token_M

@@ -1,234 +1,262 @@
-"""Verification on the CPU in three stages: reductions per row -> a rule -> one residual sampler.
+"""Verification in three stages: reductions per row -> a rule -> one draw per request.
 
-Belongs here: stages (i) and (iii) of a batch. Does not: the rules (`ops/rules.py`), max(w p - q, 0)
-of a row (`_residual`), how a row is drawn (`sample`).
+Belongs here: the reductions, the residual, and what is emitted. Does not: the rules
+(`ops/rules.py`), how a row is read (`process`) and drawn (`sample`).
 
-Only the rows that are needed are read: a row's LSE for its draft's p(x), then one row per request
-to draw from. q(x) is one number of the cache. The block rule reads p and q of every draft but the
-first for its residual masses. Where p is the target's own draw (COUPLED), rows behind the first
-draft that differs are not read.
+q(x) is one number of the cache; p(x) takes a pass over the row of every draft that has a q; the
+token after the accepted drafts takes one more. The block rule reads p and q of every draft except
+the first once again, for its residual masses.
 
-Shapes: B requests, K most drafts, N rows, V vocabulary, S slots, M drafts in flat order.
+Shapes: B requests, K most drafts, N rows, V vocabulary, W the same in whole blocks, M drafts or
+rows in flat order, R of them at a time.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
-import numpy as np
-from torch import Tensor, from_numpy
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from foretoken.ops.backends.torch._reduce import measure
-from foretoken.ops.backends.torch._residual import Batch, Reduced, draw_residual, residual_mass
-from foretoken.ops.backends.torch.noise import Array, address, uniform_at
-from foretoken.ops.backends.torch.process import chunks, load, rows_of
-from foretoken.ops.backends.torch.sample import Noise, draw
+from foretoken.ops.backends.torch.noise import RowNoise, uniform
+from foretoken.ops.backends.torch.process import chunks, distribution, flat, temperatures
+from foretoken.ops.backends.torch.sample import draw, draw_rows
 from foretoken.ops.rules import RuleInputs, accept, rules_of, weights
-from foretoken.ops.types import Rule, Stream, Verdict, VerifyBatch
+from foretoken.ops.types import DraftCache, Rows, Rule, Stream, Verdict, VerifyBatch
 
 
-def verify(given: VerifyBatch) -> Verdict:
+class Batch(NamedTuple):
+    """What the stages share, fields named as in the contract, and:
+
+    rows:        the N target rows; those of a request have the parameters of its slot
+    first_row_B: the row that decides the request's first token
+    own_B:       p is one-hot at the target's own draw: T = 0, or COUPLED
+    real_q_B:    as given, but False where `own_B`, which asks nothing of q
+    finite_BK1:  filled by the stages: False where a target row was read and is not finite
+    """
+
+    rows: Rows
+    first_row_B: Tensor
+    slot_B: Tensor
+    position_B: Tensor
+    rule_B: Tensor
+    own_B: Tensor
+    num_B: Tensor
+    token_BK: Tensor
+    real_q_B: Tensor
+    cache: DraftCache | None
+    finite_BK1: Tensor
+    fp64_noise: bool
+
+    @property
+    def vocabulary(self) -> int:
+        return self.rows.logits_NV.shape[1]
+
+
+class Decision(NamedTuple):
+    """What a rule says of each request.
+
+    rejected_B: the draft after the accepted ones has a q: the last token is the residual's
+    log_w_B:    log of the residual's weight
+    """
+
+    n_accept_B: Tensor
+    rejected_B: Tensor
+    log_w_B: Tensor
+
+
+def verify(asked: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
 
     Each request by the rule of its slot. A request whose deciding rows are not all finite gets -1
     in place of the last token.
     """
-    batch = _read(given)
-    num_requests, most = batch.token_BK.shape
-    out = Reduced.empty(num_requests, most)
-    n_accept_B, log_w_B = np.zeros(num_requests, np.int64), np.zeros(num_requests)
-    with np.errstate(all="ignore"):
-        _draw_own(batch, out)
-        if batch.known_BK.any():  # else plain decoding: nothing to decide
-            _reduce_q(batch, out)
-            _reduce_p(batch, out)
-            n_accept_B, log_w_B = _decide(batch, out, given.synthetic_rate_K)
-        drawn_B = _emit(batch, out, n_accept_B, log_w_B)
-    # A draft is accepted at a row that is not finite only by SYNTHETIC.
-    decided_BK1 = np.arange(most + 1) <= n_accept_B[:, None]
-    finite_B = (out.finite_BK1 | ~decided_BK1).all(axis=1)
-    token_BK1 = np.full((num_requests, most + 1), -1, batch.token_BK.dtype)
-    np.copyto(token_BK1[:, :most], batch.token_BK, where=decided_BK1[:, 1:])
-    token_BK1[np.arange(num_requests), n_accept_B] = np.where(finite_B, drawn_B, -1)
-    return Verdict(from_numpy(token_BK1), from_numpy(n_accept_B), from_numpy(finite_B))
-
-
-def _read(given: VerifyBatch) -> Batch:
-    """Turn the arguments into arrays, with the parameters of every row."""
-    logits_NV, params, slot_B, position_B, drafts, edits, _, fp64_noise = given
-    num_B, slot, token_BK = drafts.num_B.numpy(), slot_B.numpy(), drafts.token_BK.numpy()
-    rows = rows_of(logits_NV, params, slot.repeat(num_B + 1), edits)
-    first_row_B = (num_B + 1).cumsum() - (num_B + 1)
-    rule_B = params.rule_S.numpy()[slot]
-    known_BK = (np.arange(token_BK.shape[1]) < num_B[:, None]) & (token_BK >= 0)
-    if Rule.SYNTHETIC in rules_of(rule_B.tolist()):
-        # A rate does not make a token out of an id that the target lacks.
-        known_BK &= (token_BK < logits_NV.shape[1]) | (rule_B != Rule.SYNTHETIC)[:, None]
-    greedy_B = params.temperature_S.numpy()[slot] == 0
-    return Batch(
-        rows=rows,
-        slot_B=slot,
-        key_B=params.key_S.numpy()[slot],
-        position_B=position_B.numpy(),
+    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise = asked
+    most, num_rows_B, rule_B = drafts.token_BK.shape[1], drafts.num_B + 1, params.rule_S[slot_B]
+    rules_of(rule_B.tolist())
+    slot_N = slot_B.repeat_interleave(num_rows_B, output_size=len(logits_NV))
+    own_B = (params.temperature_S[slot_B] == 0) | (rule_B == Rule.COUPLED)
+    batch = Batch(
+        rows=Rows(logits_NV.detach(), params, slot_N, edits),
+        first_row_B=num_rows_B.cumsum(0) - num_rows_B,
+        slot_B=slot_B,
+        position_B=position_B,
         rule_B=rule_B,
-        greedy_B=greedy_B,
-        own_B=greedy_B | (rule_B == Rule.COUPLED),
-        first_row_B=first_row_B,
-        num_B=num_B,
-        token_BK=token_BK,
-        known_BK=np.logical_and.accumulate(known_BK, axis=1),
-        real_q_B=drafts.real_q_B.numpy() & ~greedy_B & (rule_B != Rule.COUPLED),
+        own_B=own_B,
+        num_B=drafts.num_B,
+        token_BK=drafts.token_BK.long(),
+        real_q_B=drafts.real_q_B & ~own_B,
         cache=drafts.cache,
+        finite_BK1=slot_B.new_ones(len(slot_B), most + 1, dtype=torch.bool),
         fp64_noise=fp64_noise,
     )
+    decision = _decide(batch, synthetic_rate_K)
+    n_accept_B1, last_B1 = decision.n_accept_B[:, None], _draw_last(batch, decision)[:, None]
+    behind_BK1 = torch.arange(most + 1, device=slot_B.device) > n_accept_B1
+    # A draft is accepted at a row that is not finite only by SYNTHETIC.
+    finite_B = (batch.finite_BK1 | behind_BK1).all(dim=1)
+    last_B1.masked_fill_(~finite_B[:, None], -1)
+    token_BK1 = pad(batch.token_BK, (0, 1)).masked_fill_(behind_BK1, -1)
+    token_BK1 = token_BK1.scatter_(1, n_accept_B1, last_B1).to(drafts.token_BK.dtype)
+    return Verdict(token_BK1, decision.n_accept_B, finite_B)
 
 
-def _draw_own(batch: Batch, out: Reduced) -> None:
-    """The target's own draws, where they are p: argmax at T=0, flat TARGET noise under COUPLED.
-
-    log p(x_i) is 0 where x_i is the draw, else -inf. At T=0 all rows are read at once; a coupled
-    request's rows one by one, since its draws cost V noises each, until a draft differs.
-    """
-    greedy = np.flatnonzero(batch.greedy_B)
-    if len(greedy):
-        b_M = greedy.repeat(batch.num_B[greedy] + 1)
-        _own_of(batch, out, b_M, np.arange(len(b_M)) - _starts(batch.num_B[greedy] + 1))
-    b_M = np.flatnonzero(batch.own_B & ~batch.greedy_B)
-    i = 0
-    while len(b_M):
-        _own_of(batch, out, b_M, np.full(len(b_M), i))
-        if i == batch.token_BK.shape[1]:
-            return
-        b_M = b_M[out.log_p_BK[b_M, i] == 0]
-        i += 1
-
-
-def _starts(count_B: Array) -> Array:
-    """Where the group of each entry begins, when groups of these sizes follow each other."""
-    starts: Array = (count_B.cumsum() - count_B).repeat(count_B)
-    return starts
-
-
-def _own_of(batch: Batch, out: Reduced, b_M: Array, i_M: Array) -> None:
-    """Draw rows i_M of requests b_M, and compare them with their drafts."""
-    noise = _noise(batch, b_M, i_M, np.zeros(len(b_M), bool))
-    drawn = draw(batch.rows, batch.first_row_B[b_M] + i_M, noise)
-    out.own_BK1[b_M, i_M] = drawn.token_M
-    out.finite_BK1[b_M, i_M] = finite = np.isfinite(drawn.max_M)
-    drafted = np.flatnonzero(i_M < batch.num_B[b_M])
-    b, i = b_M[drafted], i_M[drafted]
-    same = batch.known_BK[b, i] & (drawn.token_M[drafted] == batch.token_BK[b, i]) & finite[drafted]
-    out.log_p_BK[b, i] = np.where(same, 0.0, -np.inf)
-
-
-def _noise(batch: Batch, b_M: Array, i_M: Array, residual_M: Array) -> Noise:
-    """TARGET or RESIDUAL noise of position i_M of requests b_M."""
-    return Noise(
-        address(batch.key_B[b_M], batch.position_B[b_M] + i_M, 0),
-        np.where(residual_M, Stream.RESIDUAL_TOKEN, Stream.TARGET_TOKEN).astype(np.uint32),
-        np.where(residual_M, Stream.RESIDUAL_BLOCK, Stream.TARGET_BLOCK).astype(np.uint32),
-        batch.fp64_noise,
+def _decide(batch: Batch, synthetic_rate_K: Tensor | None) -> Decision:
+    """Stages (i) and (ii)."""
+    zero_B, rules = torch.zeros_like(batch.num_B), batch.rows.params.rules
+    if batch.token_BK.shape[1] == 0:  # plain decoding
+        return Decision(zero_B, zero_B > 0, zero_B.double())
+    log_q_BK = _log_q(batch)
+    drafted_BK, log_p_BK = log_q_BK > -torch.inf, torch.full_like(log_q_BK, -torch.inf)
+    b_M, i_M = (drafted_BK & batch.own_B[:, None]).nonzero(as_tuple=True)
+    if len(b_M):
+        log_p_BK[b_M, i_M] = _log_p_own(batch, b_M, i_M)
+    b_M, i_M = (drafted_BK & ~batch.own_B[:, None]).nonzero(as_tuple=True)
+    for part in chunks(len(b_M), batch.vocabulary):
+        log_p_BK[b_M[part], i_M[part]] = _log_p(batch, b_M[part], i_M[part])
+    log_u_BK = torch.full_like(log_p_BK, -torch.inf)  # p and q are one-hot: any u decides alike
+    if len(b_M) or Rule.SYNTHETIC in rules:
+        log_u_BK = _log_u(batch)
+    x = RuleInputs(log_p_BK, log_q_BK, log_u_BK, synthetic_rate_K)
+    log_w_BK1 = weights(x, batch.rule_B)
+    if Rule.BLOCK in rules:
+        x = replace(x, residual_mass_BK=_residual_masses(batch, log_q_BK, log_w_BK1))
+    n_accept_B = accept(x, batch.rule_B)
+    drafted_B, log_w_B = (
+        column_BK1.gather(1, n_accept_B[:, None])[:, 0]
+        for column_BK1 in (pad(drafted_BK, (0, 1)), log_w_BK1)
     )
+    return Decision(n_accept_B, drafted_B & ~batch.own_B, log_w_B)
 
 
-def _reduce_q(batch: Batch, out: Reduced) -> None:
-    """log q(x_i): 0 if one-hot; of real q from the cache, as raw / T - LSE.
+def _log_q(batch: Batch) -> Tensor:
+    """log q(x_i), [B, K]: 0 if one-hot; of real q from the cache, as raw / T - LSE.
 
     -inf (q = 0) without a draft, where the draft row is not finite, or where it cannot give x_i:
     below its threshold, or beyond its vocabulary.
     """
-    np.copyto(out.log_q_BK, 0.0, where=batch.known_BK)
-    b_M, i_M = np.nonzero(batch.known_BK & batch.real_q_B[:, None])
-    if batch.cache is None or not len(b_M):
-        return
-    slot_M, token_M = batch.slot_B[b_M], batch.token_BK[b_M, i_M].astype(np.int64)
-    width = batch.cache.logits_SKV.shape[2]
-    inside = np.minimum(token_M, width - 1)
-    where = from_numpy(slot_M), from_numpy(i_M)
-    raw_M = batch.cache.logits_SKV[(*where, from_numpy(inside))].float().numpy()
-    lse_M = batch.cache.lse_SK.numpy()[slot_M, i_M]
-    temperature_M = batch.rows.temperature_N[batch.first_row_B[b_M]]
-    log_q_M = raw_M.astype(np.float64) / temperature_M - lse_M
-    kept = (token_M < width) & (raw_M >= batch.cache.threshold_SK.numpy()[slot_M, i_M])
-    out.log_q_BK[b_M, i_M] = np.where(kept & np.isfinite(log_q_M), log_q_M, -np.inf)
+    token_BK = batch.token_BK
+    index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
+    known_BK = (index_K < batch.num_B[:, None]) & (token_BK >= 0)
+    # A rate would emit ids that the target does not have.
+    known_BK &= (token_BK < batch.vocabulary) | (batch.rule_B != Rule.SYNTHETIC)[:, None]
+    log_q_BK = torch.zeros_like(token_BK, dtype=torch.float64)
+    if batch.cache is not None:
+        at, width = (batch.slot_B[:, None], index_K), batch.cache.logits_SKV.shape[2]
+        raw_BK = batch.cache.logits_SKV[(*at, token_BK.clamp(0, width - 1))].float()
+        real_BK = raw_BK / temperatures(batch.rows.params, batch.slot_B)[:, None]
+        real_BK -= batch.cache.lse_SK[at]
+        kept_BK = (token_BK < width) & (raw_BK >= batch.cache.threshold_SK[at])
+        real_BK = torch.where(kept_BK & real_BK.isfinite(), real_BK, -torch.inf)
+        log_q_BK = torch.where(batch.real_q_B[:, None], real_BK, log_q_BK)
+    return log_q_BK.masked_fill_(known_BK.cumprod(dim=1) == 0, -torch.inf)
 
 
-def _reduce_p(batch: Batch, out: Reduced) -> None:
-    """log p(x_i) of real p; it stays -inf for ids >= V, dropped ones, and where p is not finite."""
-    vocabulary = batch.rows.logits_NV.shape[1]
-    known_BK = batch.known_BK & ~batch.own_B[:, None]
-    filtered_B = batch.rows.filtered_N[batch.first_row_B]
-    for form in (False, True):
-        b_M, i_M = np.nonzero(known_BK & (filtered_B == form)[:, None])
-        for part in chunks(len(b_M), vocabulary):
-            b, i = b_M[part], i_M[part]
-            n = batch.first_row_B[b] + i
-            x_RV = load(batch.rows, n)
-            bound, lse = measure(batch.rows, n, x_RV)
-            token = batch.token_BK[b, i]
-            raw = x_RV.numpy()[np.arange(len(b)), np.minimum(token, vocabulary - 1)]
-            log_p = raw.astype(np.float64) / batch.rows.temperature_N[n] - lse
-            kept = (token < vocabulary) & (raw >= bound) & np.isfinite(log_p)
-            out.log_p_BK[b, i] = np.where(kept, log_p, -np.inf)
-            out.threshold_BK[b, i], out.lse_p_BK[b, i] = bound, lse
-            out.finite_BK1[b, i] = np.isfinite(lse)
-
-
-def _decide(batch: Batch, out: Reduced, synthetic_rate_K: Tensor | None) -> tuple[Array, Array]:
-    """Stage (ii): (n_accept_B, log of the residual weight after as many)."""
-    rule_B = from_numpy(batch.rule_B)
-    x = RuleInputs(
-        from_numpy(out.log_p_BK),
-        from_numpy(out.log_q_BK),
-        from_numpy(_log_u(batch)),
-        synthetic_rate_K=synthetic_rate_K,
+def _noise(batch: Batch, b_M: Tensor, i_M: Tensor, residual: bool) -> RowNoise:
+    """TARGET or RESIDUAL noise of position i_M of requests b_M."""
+    token, block = Stream.TARGET_TOKEN, Stream.TARGET_BLOCK
+    if residual:
+        token, block = Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK
+    return RowNoise(
+        batch.rows.params.key_S[batch.slot_B[b_M]],
+        batch.position_B[b_M] + i_M,
+        torch.zeros_like(b_M),
+        torch.full_like(b_M, token),
+        torch.full_like(b_M, block),
+        batch.fp64_noise,
     )
-    if not (batch.rule_B == Rule.BLOCK).any():
-        return accept(x, rule_B).numpy(), np.zeros(len(rule_B))
-    log_w_BK1 = weights(x, rule_B).numpy()
-    x = replace(x, residual_mass_BK=from_numpy(residual_mass(batch, out, log_w_BK1)))
-    n_accept_B = accept(x, rule_B).numpy()
-    return n_accept_B, log_w_BK1[np.arange(len(n_accept_B)), n_accept_B]
 
 
-def _log_u(batch: Batch) -> Array:
-    """log of the acceptance uniforms, [B, K]. -inf (u = 0), undrawn, if all p are one-hot."""
+def _log_p_own(batch: Batch, b_M: Tensor, i_M: Tensor) -> Tensor:
+    """log p(x_i) where p is the target's own draw: 0 if that is x_i, else -inf."""
+    noise = _noise(batch, b_M, i_M, residual=False)
+    drawn = draw_rows(batch.rows, batch.first_row_B[b_M] + i_M, noise)
+    batch.finite_BK1[b_M, i_M] = drawn.finite_M
+    same_M = (drawn.token_M == batch.token_BK[b_M, i_M]) & drawn.finite_M
+    return torch.where(same_M, 0.0, -torch.inf).double()
+
+
+def _log_p(batch: Batch, b_R: Tensor, i_R: Tensor) -> Tensor:
+    """log p(x_i) of drafts i_R of requests b_R; -inf for ids >= V, dropped ones, and junk rows."""
+    p = distribution(batch.rows, batch.first_row_B[b_R] + i_R)
+    token_R, finite_R = batch.token_BK[b_R, i_R], p.max_R.isfinite()
+    batch.finite_BK1[b_R, i_R] = finite_R
+    raw_R = p.logit_RW.gather(1, token_R.clamp(max=batch.vocabulary - 1)[:, None])[:, 0]
+    kept_R = (token_R < batch.vocabulary) & (raw_R >= p.threshold_R) & finite_R
+    log_p_R = raw_R / temperatures(batch.rows.params, batch.slot_B[b_R]) - p.lse_R
+    return torch.where(kept_R, log_p_R, -torch.inf)
+
+
+def _log_u(batch: Batch) -> Tensor:
+    """log of the acceptance uniforms, [B, K]."""
     num_requests, most = batch.token_BK.shape
-    if (batch.own_B & (batch.rule_B != Rule.SYNTHETIC)).all():
-        return np.full((num_requests, most), -np.inf)
-    index_BK = np.broadcast_to(np.arange(most), (num_requests, most))
-    position_BK = batch.position_B[:, None] + index_BK
-    at = address(batch.key_B.repeat(most), position_BK.ravel(), index_BK.ravel())
-    first = np.zeros(num_requests * most, np.int64)
-    u = uniform_at(first, at, int(Stream.ACCEPT), batch.fp64_noise)
-    log_u: Array = np.log(u.astype(np.float64)).reshape(num_requests, most)
-    return log_u
+    index_M = torch.arange(most, device=batch.token_BK.device).repeat(num_requests)
+    b_M = torch.arange(num_requests, device=index_M.device).repeat_interleave(most)
+    key_M, position_M = batch.rows.params.key_S[batch.slot_B[b_M]], batch.position_B[b_M] + index_M
+    first_M = torch.zeros_like(index_M)
+    u_M = uniform(first_M, key_M, position_M, index_M, Stream.ACCEPT, batch.fp64_noise)
+    return u_M.double().log().view(num_requests, most)
 
 
-def _emit(batch: Batch, out: Reduced, n_accept_B: Array, log_w_B: Array) -> Array:
-    """Stage (iii): the token after the accepted ones, [B].
+def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tensor:
+    """S_{i-1} = sum_x max(w_{i-1} p(x) - q(x), 0) of the row of x_i, [B, K], for the block rule.
 
-    The target's own draw where p is that; from the residual with RESIDUAL noise where a draft with
-    a q was rejected; else from p with TARGET noise: the bonus token, a placeholder's slot, and that
-    of a draft row that is not finite.
+    0 where p is not finite; and where the rule does not read it: for x_1, where q = 0, at T=0.
     """
-    each, most = np.arange(len(n_accept_B)), batch.token_BK.shape[1]
-    token_B = out.own_BK1[each, n_accept_B]
-    rejected_B = (n_accept_B < batch.num_B) & ~batch.own_B
-    if most:
-        rejected_B &= out.log_q_BK[each, np.minimum(n_accept_B, most - 1)] > -np.inf
-    b_R = np.flatnonzero(rejected_B & out.finite_BK1[each, n_accept_B])
-    empty_R = np.zeros(0, np.int64)
-    if len(b_R):
-        i_R = n_accept_B[b_R]
-        noise = _noise(batch, b_R, i_R, np.ones(len(b_R), bool))
-        token_B[b_R], mass_R = draw_residual(batch, out, (b_R, i_R), log_w_B[b_R], noise)
-        empty_R = b_R[mass_R <= 0]
-    b_M = np.concatenate([np.flatnonzero(~batch.own_B & ~rejected_B), empty_R])
-    if len(b_M):
-        i_M = n_accept_B[b_M]
-        drawn = draw(
-            batch.rows, batch.first_row_B[b_M] + i_M, _noise(batch, b_M, i_M, rejected_B[b_M])
-        )
-        token_B[b_M], out.finite_BK1[b_M, i_M] = drawn.token_M, np.isfinite(drawn.max_M)
-    return token_B
+    log_w_BK, mass_BK = log_w_BK1[:, :-1], torch.zeros_like(log_q_BK)
+    asked_BK = (log_q_BK > -torch.inf) & (log_w_BK > -torch.inf)
+    asked_BK &= ((batch.rule_B == Rule.BLOCK) & ~batch.own_B)[:, None]
+    asked_BK[:, :1] = False
+    b_M, i_M = asked_BK.nonzero(as_tuple=True)
+    for part in chunks(len(b_M), batch.vocabulary):
+        b, i = b_M[part], i_M[part]
+        p = distribution(batch.rows, batch.first_row_B[b] + i)
+        mass_R = _residual(batch, p.weight_RW, b, i, log_w_BK[b, i]).sum(dim=1)
+        mass_BK[b, i] = torch.where(p.max_R.isfinite(), mass_R, 0.0)
+    return mass_BK
+
+
+def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R: Tensor) -> Tensor:
+    """max(w p - q, 0) of drafts i_R of requests b_R, float64 [R, W], from the weights of p."""
+    rest_RW = weight_RW * (log_w_R.exp() / weight_RW.sum(dim=1))[:, None]
+    token_R, real_R = batch.token_BK[b_R, i_R], batch.real_q_B[b_R]
+    one_hot = (~real_R & (token_R < batch.vocabulary)).nonzero()[:, 0]
+    rest_RW[one_hot, token_R[one_hot]] = 0.0
+    real = real_R.nonzero()[:, 0]
+    if batch.cache is not None and len(real):
+        slot_R = batch.slot_B[b_R[real]]
+        at, temperature_R = (slot_R, i_R[real]), temperatures(batch.rows.params, slot_R)
+        raw_RV = batch.cache.logits_SKV[at][:, : batch.vocabulary].float()
+        log_q_RV = raw_RV / temperature_R[:, None] - batch.cache.lse_SK[at][:, None]
+        q_RV = log_q_RV.exp_().mul_(raw_RV >= batch.cache.threshold_SK[at][:, None])
+        rest_RW[real, : q_RV.shape[1]] -= q_RV
+    return rest_RW.clamp_(min=0.0)
+
+
+def _draw_last(batch: Batch, decision: Decision) -> Tensor:
+    """Stage (iii): the token after the accepted ones, int64 [B].
+
+    With RESIDUAL noise from the residual where a draft that has a q was rejected, from p if the
+    residual has no mass; else from p with TARGET noise: the target's own draw, the bonus token, a
+    placeholder's slot, and that of a draft row that is not finite.
+    """
+    i_B, last_B = decision.n_accept_B, torch.empty_like(decision.n_accept_B)
+    row_B = batch.first_row_B + i_B
+    b = (~decision.rejected_B).nonzero()[:, 0]
+    if len(b):
+        drawn = draw_rows(batch.rows, row_B[b], _noise(batch, b, i_B[b], residual=False))
+        last_B[b], batch.finite_BK1[b, i_B[b]] = drawn.token_M, drawn.finite_M
+    b_M = decision.rejected_B.nonzero()[:, 0]
+    for part in chunks(len(b_M), batch.vocabulary):
+        b = b_M[part]
+        i, n = i_B[b], row_B[b]
+        p = distribution(batch.rows, n)
+        rest_RW = _residual(batch, p.weight_RW, b, i, decision.log_w_B[b])
+        some_R1 = rest_RW.sum(dim=1, keepdim=True) > 0
+        weight_RW = torch.where(some_R1, rest_RW, p.weight_RW)
+        noise = _noise(batch, b, i, residual=True)
+        last_B[b] = draw(weight_RW, flat(batch.rows, n), noise)
+        batch.finite_BK1[b, i] = p.max_R.isfinite()
+    return last_B

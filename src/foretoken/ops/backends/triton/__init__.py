@@ -12,7 +12,6 @@ from importlib.util import find_spec
 
 import torch
 
-from foretoken.ops.decoder import no_decoder
 from foretoken.ops.dispatch import Kernels
 
 
@@ -38,5 +37,4 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention="torch",
-        decoder=no_decoder,
     )

@@ -175,7 +175,7 @@ def test_a_fault_in_one_request_ends_it_alone(
 
 
 def leave_unfinished(llm: LLM) -> None:
-    """Slots whose last requests were aborted: what they had stays until the next one is admitted."""
+    """Slots whose last requests were aborted: what they had stays until the next admission."""
     engine = llm.engine
     for i in range(4):
         engine.add(str(i), [i, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))

@@ -54,19 +54,21 @@ def test_a_wrong_batch_is_named(model: CausalLM, changes: dict[str, Any], messag
         forward(model, **changes)
 
 
-def draft(model: CausalLM, ahead: int = 2, **changes: Any) -> torch.Tensor:
+def draft(model: CausalLM, columns: int = 2, **changes: Any) -> torch.Tensor:
     """Three drafts for a request of 6 known tokens in slot 1, two for one of 1 in slot 0."""
     assert model.fused is not None
     kv = new_pool(model, 6, BLOCK)
     spans = [Span([1, 2], 0, [5, 6, 7, 8, 9, 10], 1), Span([3], 0, [8], 1)]
-    first = build_batch(spans, BLOCK, CPU, ahead=ahead)
+    first = build_batch(spans, BLOCK, CPU)
+    table = torch.tensor([[1, 2, 0, 0], [3, 0, 0, 0]])[:, :columns].contiguous()
+    attention = replace(first.attention, block_BL=table)
     drafting = DraftRound(
         make_params(2, [0.8, 0.8]),
         torch.tensor([1, 0]),
         torch.tensor([3, 2]),
         DraftCache.empty(2, 3, model.vocab_size, torch.float32, CPU),
     )._replace(**changes)
-    return model.fused.draft(first.token_T, first.attention, kv.keys, kv.values, drafting)
+    return model.fused.draft(first.token_T, attention, kv.keys, kv.values, drafting)
 
 
 def empty_cache(*sizes: int, dtype: torch.dtype = torch.float32) -> DraftCache:
@@ -94,8 +96,7 @@ def test_a_wrong_round_is_named(model: CausalLM, changes: dict[str, Any], messag
 
 
 def test_a_wider_block_table_changes_nothing(model: CausalLM) -> None:
-    wider = draft(model, ahead=9)  # as far as the requests have blocks
-    assert torch.equal(wider, draft(model, ahead=2))
+    assert torch.equal(draft(model, columns=4), draft(model, columns=2))
 
 
 def test_a_pool_of_another_model_is_refused(model: CausalLM) -> None:

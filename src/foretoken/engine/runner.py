@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import gt
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,17 +100,13 @@ class Runner:
         drafts = self.drafter.propose(slot_D, num_D)
         if self.drafter.target_ids is not None:
             drafts = in_target_ids(drafts, self.drafter.target_ids)
-        self._check(drafts, num_D)
-        self.slots.put_drafts(slot_D, drafts.token_BK.numpy())
+        proposed = drafts.num_B.tolist()
+        if len(proposed) != len(num_D) or any(map(gt, proposed, num_D)):
+            raise IntegrityError(f"a drafter proposed {proposed} drafts, asked for {num_D}")
+        # An id that the target lacks is rejected, but passes through it first: as its last one.
+        ids = np.minimum(drafts.token_BK.numpy(), self.model.vocab_size - 1)
+        self.slots.put_drafts(slot_D, ids)
         return drafts
-
-    def _check(self, drafts: DraftBlock, most_D: Sequence[int]) -> None:
-        """Raise `IntegrityError` for drafts that would be read or written out of bounds."""
-        num_D, ids = drafts.num_B.tolist(), drafts.token_BK.numpy()
-        if len(num_D) != len(most_D) or any(map(gt, num_D, most_D)):
-            raise IntegrityError(f"a drafter proposed {num_D} drafts where {most_D} were asked for")
-        if ids.size and ids.max() >= self.model.vocab_size:
-            raise IntegrityError(f"a drafter proposed id {ids.max()} of {self.model.vocab_size}")
 
     def _spans(self, step: StepInput, num_drafts: dict[int, int]) -> list[SlotSpan]:
         """Which tokens of each slot are computed, and the logits of how many are needed."""

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.torch.noise import RowNoise
-from foretoken.ops.backends.torch.process import BLOCK, chunks, detached, distribution, flat, load
+from foretoken.ops.backends.torch.process import (
+    BLOCK,
+    chunks,
+    detached,
+    distribution,
+    draws_flat,
+    load,
+)
 from foretoken.ops.types import Noise, Rows
 
 
@@ -58,7 +65,7 @@ def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
         greedy = (rows.params.temperature_S[rows.slot_N[n]] == 0).nonzero()[:, 0]
         if len(greedy) < len(n):
             p = distribution(rows, n)
-            out.token_M[part] = draw(p.weight_RW, flat(rows, n), noise.take(part))
+            out.token_M[part] = draw(p.weight_RW, draws_flat(rows, n), noise.take(part))
             out.finite_M[part], out.threshold_M[part] = p.max_R.isfinite(), p.threshold_R
             out.lse_M[part] = p.lse_R
         if len(greedy):
@@ -71,7 +78,7 @@ def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:
 def draw(weight_RW: Tensor, flat_R: Tensor, noise: RowNoise) -> Tensor:
     """One token per row with probability proportional to its weight, the lowest id on ties.
 
-    Weights are float64, 1 or so at most: what underflows is too far below for any noise. A row
+    Weights are float64, the largest near 1: one that underflows is too small for any noise. A row
     that is not finite gives some id in [0, V).
     """
     if weight_RW.shape[1] <= BLOCK:  # one block, and so no block to draw

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from foretoken.ops.backends.torch.noise import RowNoise, uniform
-from foretoken.ops.backends.torch.process import chunks, distribution, flat, temperatures
+from foretoken.ops.backends.torch.process import chunks, distribution, draws_flat, temperatures
 from foretoken.ops.backends.torch.sample import draw, draw_rows
 from foretoken.ops.rules import RuleInputs, accept, rules_of, weights
 from foretoken.ops.types import DraftCache, Rows, Rule, Stream, Verdict, VerifyBatch
@@ -257,6 +257,6 @@ def _draw_last(batch: Batch, decision: Decision) -> Tensor:
         some_R1 = rest_RW.sum(dim=1, keepdim=True) > 0
         weight_RW = torch.where(some_R1, rest_RW, p.weight_RW)
         noise = _noise(batch, b, i, residual=True)
-        last_B[b] = draw(weight_RW, flat(batch.rows, n), noise)
+        last_B[b] = draw(weight_RW, draws_flat(batch.rows, n), noise)
         batch.finite_BK1[b, i] = p.max_R.isfinite()
     return last_B

@@ -18,7 +18,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.drafting.base import DrafterSetup, in_target_ids, one_hot_block
 from foretoken.drafting.ngram import NGram
 from foretoken.drafting.registry import DRAFTERS
-from foretoken.errors import IntegrityError
+from foretoken.errors import IntegrityError, StepError
 from foretoken.ops import DraftBlock, DraftCache, Rule
 from foretoken.slots.step import NONE, Outcome, StepInput, StepResult
 from foretoken.slots.table import SlotRequest, SlotTable
@@ -194,9 +194,24 @@ class OtherIds(NGram):
         return in_target_ids(super().propose(slots, num_drafts), self.target_ids)
 
 
+class ForeignIds(NGram):
+    """Every other draft is an id that the target lacks."""
+
+    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+        block = super().propose(slots, num_drafts)
+        token_BK = block.token_BK.clone()
+        token_BK[:, 1::2] = VOCABULARY + 7
+        return replace(block, token_BK=token_BK)
+
+
+class TooMany(NGram):
+    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+        return one_hot_block([[1] * (num + 1) for num in num_drafts], CPU)
+
+
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for drafter in (Watching, Leaking, OtherIds):
+    for drafter in (Watching, Leaking, OtherIds, ForeignIds, TooMany):
         place = f"{__name__}:{drafter.__name__}"
         monkeypatch.setitem(DRAFTERS, drafter.__name__, place)
 
@@ -241,6 +256,30 @@ def test_drafts_by_other_ids_are_verified_by_the_targets(target: Path) -> None:
         assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
         assert mine.metrics.accepted_per_position == theirs.metrics.accepted_per_position
     assert sum(output.metrics.num_accepted_tokens for output in outputs) > 0
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("edits", [{}, {"repetition_penalty": 1.2, "logprobs": 1}])
+def test_ids_that_the_target_lacks_are_rejected_and_cost_nothing_else(
+    target: Path, edits: dict[str, Any]
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **edits)
+    expected, outputs = (
+        build(target, name, prompt_lookup_min=1).generate(["abcabc", "xx"], params)
+        for name in ("ngram", "ForeignIds")
+    )
+    for mine, theirs in zip(outputs, expected, strict=True):
+        assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
+        assert mine.metrics.accepted_per_position[1:] == [0] * 3
+        assert mine.metrics.drafted_per_position[1] > 0
+
+
+@pytest.mark.usefixtures("registered")
+def test_more_drafts_than_were_asked_for_are_an_error(target: Path) -> None:
+    llm = build(target, "TooMany")
+    with pytest.raises(StepError, match=r"proposed \[5\] drafts, asked for \[4\]"):
+        llm.generate("abc", SamplingParams(max_tokens=9))
+    llm.engine.check_integrity()
 
 
 def test_a_map_of_ids_leaves_placeholders_and_refuses_a_q() -> None:

@@ -19,15 +19,15 @@ from foretoken.engine.request import Request
 from foretoken.ops import TARGET, Noise, Rows, Rule, SlotParams, get_backend
 from foretoken.sampling.noise_key import to_int64
 
-VOCABULARY = 4  # few, so that requests share outputs
+VOCABULARY = 5  # few, so that requests share outputs
 MOST_DRAFTS = 5
-WRONG = 99  # a draft that is never accepted: the target lacks it
+WRONG = 4  # a draft that is never accepted: the target never says it
 
 
 def naive_logits(tokens: tuple[int, ...]) -> np.ndarray[Any, Any]:
     """float32 [VOCABULARY] behind these tokens; another token anywhere gives other ones."""
     bits = hash(tokens)
-    return np.array([(bits >> 3 * v & 7) / 2 for v in range(VOCABULARY)], dtype=np.float32)
+    return np.array([*((bits >> 3 * v & 7) / 2 for v in range(WRONG)), -1e4], dtype=np.float32)
 
 
 class NaiveTokenizer:

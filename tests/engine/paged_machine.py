@@ -191,6 +191,9 @@ class WatchedScheduler(Scheduler):
         assert [s.request for s in plan.shares] == unfinished, "all advance, in order of arrival"
         stayed = set(self.running) - set(plan.admitted)  # one that gives way may come back at once
         drafts = {s.request: s.num_drafts for s in plan.shares if s.decides}
+        for request in drafts:
+            unresolved = bool(request.launched and request.launched.decides)
+            assert request.num_remaining > unresolved, "a request that has surely ended"
         for request in set(decoding) & stayed:
             assert drafts[request] == request.num_drafts, "drafts were dropped"
         last = max((request.arrival for request in plan.admitted), default=0)

@@ -156,6 +156,7 @@ INJECTIONS: list[Inject] = [
 def test_a_fault_in_one_request_ends_it_alone(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, inject: Inject
 ) -> None:
+    leave_unfinished(llm)
     inject(llm, expected, monkeypatch)
     outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
     monkeypatch.undo()
@@ -171,6 +172,16 @@ def test_a_fault_in_one_request_ends_it_alone(
         assert sample.token_ids == expected[1][: len(sample.token_ids)] != expected[1]
     assert_clean(llm)
     assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)] == expected
+
+
+def leave_unfinished(llm: LLM) -> None:
+    """Slots whose last requests were aborted: what they had stays until the next admission."""
+    engine = llm.engine
+    for i in range(4):
+        engine.add(str(i), [i, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
+    for _ in range(3):
+        engine.step()
+    engine.abort_all()
 
 
 def assert_clean(llm: LLM) -> None:

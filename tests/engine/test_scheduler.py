@@ -96,7 +96,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=200, stateful_step_count=30)
+TestEngine.settings = settings(max_examples=150, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -43,27 +43,58 @@ class Kernel:
 def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module("foretoken.ops.backends.triton.launch")
     monkeypatch.setattr(module, "_PLANS", {})
+    monkeypatch.setattr(module, "_PACKERS", {})
     monkeypatch.setattr(module, "check_device", lambda logits: None)
     stream = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 7))
     monkeypatch.setattr(module, "driver", stream)
     return module
 
 
-def call_of(launch: Any, dtypes: tuple[torch.dtype, ...] = (), width: int = 8) -> Any:
-    where = (torch.zeros(2, dtype=torch.int64),) * 4
-    noise = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
-    logits_NV = torch.zeros(2, width)
-    return launch.Call.of(logits_NV, make_params(2), where, None, False, noise, 1, dtypes)
+def call_of(launch: Any, variant: tuple[Any, ...] = (), width: int = 8) -> Any:
+    requests = launch.requests_of(*[torch.zeros(2, dtype=torch.int64)] * 4)
+    logits_NV, stream = torch.zeros(2, width), Stream.TARGET_TOKEN
+    return launch.Call.of(
+        logits_NV, make_params(2), requests, None, None, False, stream, 1, *variant
+    )
+
+
+def addresses(value: Any) -> Any:
+    """What a compiled kernel is called with in place of tensors, at any depth."""
+    if isinstance(value, tuple):
+        return tuple(map(addresses, value))
+    return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 
 def test_a_kernel_is_compiled_once_and_called_with_addresses(launch: Any) -> None:
-    kernel, call = Kernel(), call_of(launch)
+    kernel, called = Kernel(), []
     first, second = torch.zeros(4), torch.zeros(4)
+    given = (first, 3, (second, None, (first,), 9), ())
     for _ in range(3):
-        call_of(launch).launch(kernel, 5, (first, 3, (second, (first,), 9), ()), True, num_warps=4)
-    nested = (first.data_ptr(), 3, (second.data_ptr(), (first.data_ptr(),), 9), ())
+        call = call_of(launch)
+        call.launch(kernel, 5, given, True, num_warps=4)
+        called.append((1, 5, (addresses(call.batch), *addresses(given), True, call.overlap)))
     assert kernel.compiled == 1
-    assert kernel.calls == [(1, 5, (*nested, True, call.overlap))] * 2
+    assert kernel.calls == called[1:]
+
+
+def test_the_batch_is_packed_once_for_all_kernels_of_an_op(launch: Any) -> None:
+    call, kernels = call_of(launch), (Kernel(), Kernel())
+    for kernel in (*kernels, *kernels):
+        call.launch(kernel, 1, ())
+    packed = [kernel.calls[0][2][0] for kernel in kernels]
+    assert packed[0] is packed[1]
+    assert packed[0] == addresses(call.batch)
+
+
+def test_what_is_none_cannot_become_a_tensor(launch: Any) -> None:
+    """The variant must tell such calls apart: their kernels are compiled for None."""
+    kernel, call, x = Kernel(), call_of(launch), torch.zeros(4)
+    call.launch(kernel, 1, (x, (None, 1)))
+    for other in ((x, (x, 1)), (None, (None, 1))):
+        with pytest.raises((TypeError, AttributeError)):
+            call.launch(kernel, 1, other)
+    call_of(launch, ("other",)).launch(kernel, 1, (x, (x, 1)))
+    assert kernel.compiled == 2
 
 
 def test_other_arguments_have_a_kernel_of_their_own(launch: Any) -> None:
@@ -81,13 +112,14 @@ def test_other_arguments_have_a_kernel_of_their_own(launch: Any) -> None:
         {"constants": (False,)},
         {"warps": 8},
         {"early": False},
-        {"dtypes": (torch.int32,)},
-        {"dtypes": (torch.int64,)},
+        {"width": 9},
+        {"variant": (torch.int32,)},
+        {"variant": (torch.int64,)},
     ]
     for _ in range(3):
         for other in others:
             asked = plain | other
-            call_of(launch, asked.get("dtypes", ())).launch(
+            call_of(launch, asked.get("variant", ()), asked.get("width", 8)).launch(
                 kernel, 1, asked["given"], *asked["constants"], early=asked.get("early", True),
                 num_warps=asked["warps"],
             )  # fmt: skip
@@ -97,7 +129,7 @@ def test_other_arguments_have_a_kernel_of_their_own(launch: Any) -> None:
 
 def test_logits_of_other_dtypes_and_kernels_are_told_apart(launch: Any) -> None:
     call, given = call_of(launch), (torch.zeros(4), 3)
-    half = replace(call, dtypes=(call.dtypes[0], torch.float16))
+    half = replace(call, variant=(call.variant[0], torch.float16))
     first, second = Kernel(), Kernel()
     for kernel in (first, second):
         for one in (call, half, call, half):

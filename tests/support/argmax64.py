@@ -28,7 +28,7 @@ def choose_kernel(weight_ptr, level_ptr, high_ptr, low_ptr, out, LANES: tl.const
     tl.store(out + m * 3, tl.argmax(score, axis=0))
     near = noise.near_gumbel64(high, low)
     tl.store(out + m * 3 + 1, noise.sure_argmax(weight, near))
-    tl.store(out + m * 3 + 2, noise.argmax64(weight, high, low, near))
+    tl.store(out + m * 3 + 2, noise.argmax64(weight, noise.Noise64(high, low, near)))
 
 
 def compare_choices(number: int, device: torch.device) -> tuple[int, int]:

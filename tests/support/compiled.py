@@ -58,13 +58,19 @@ def stop_at_ir(src: Any, target: Any = None, options: Any = None) -> Any:
 
 
 def every_op(
-    ops: Any, dtype: torch.dtype, rules: frozenset[Rule], fp64: bool, full: bool, only: str = ""
+    ops: Any,
+    dtype: torch.dtype,
+    rules: frozenset[Rule],
+    fp64: bool,
+    full: bool,
+    only: str = "",
+    width: int = 5000,
 ) -> None:
-    """All launches of all ops, or of `verify` alone, of 2 requests with 5 000 logits a row.
+    """All launches of all ops, or of `verify` alone, of 2 requests.
 
-    full: with filters and edits.
+    full: with filters and edits. width: of a row; sizes of 1 are compiled in.
     """
-    slots, drafts, width = 4, 3, 5000
+    slots, drafts = 4, 3
     params = SlotParams(
         *(torch.zeros(slots, dtype=torch.int64), torch.ones(slots)),
         *(torch.zeros(slots, dtype=torch.int64), torch.ones(slots), torch.zeros(slots)),
@@ -80,15 +86,15 @@ def every_op(
         masks = torch.zeros(1, -(-width // 32), dtype=torch.int32), torch.full((rows,), -1)
         start = torch.cat([torch.zeros(1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)])
         one = torch.ones(1)
-        return Edits(*masks, start, torch.tensor([3]), one * 0, one, one * 0)
+        return Edits(*masks, start, torch.tensor([3 % width]), one * 0, one, one * 0)
 
     logits = torch.zeros(2, width, dtype=dtype)
     cache = DraftCache.empty(slots, drafts, width, dtype, logits.device)
     if not only:
         ops.sample(Rows(logits, params, at, edits(2)), Noise(at, at * 0, TARGET, fp64=fp64))
         ops.process_logits(Rows(logits, params, at, edits(2)))
-        ops.logprobs(logits, at, 5 * full)
-        ops.logprobs(Rows(logits, params, at, edits(2)), at, 20)
+        ops.logprobs(logits, at % width, min(5 * full, width))
+        ops.logprobs(Rows(logits, params, at, edits(2)), at % width, min(20, width))
         ops.draft(Rows(logits, params, at), Noise(at, at * 0, DRAFT, fp64=fp64), cache)
     for num, own in ((drafts, cache), (1, None), (1, cache), (0, None))[: 2 if only else 4]:
         rows = 2 * (num + 1)
@@ -127,6 +133,7 @@ def main() -> None:
     every_op(ops, torch.float16, frozenset(Rule), fp64=True, full=True)
     every_op(ops, torch.float16, frozenset(Rule) - {Rule.BLOCK}, True, True, only="verify")
     every_op(ops, torch.float32, frozenset(Rule), False, False, only="verify")
+    every_op(ops, torch.float32, frozenset(Rule), False, True, width=1)
     print(" ".join(sorted(typed)))
 
 

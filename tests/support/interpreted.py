@@ -26,6 +26,7 @@ from tests.support.layouts import EMPTY, KINDS, compare_layouts
 from tests.support.likeliest import compare_likeliest
 from tests.support.oracle import CPU, compare_batch, random_case
 from tests.support.pieces import compare_pieces
+from tests.support.unstated import compare_unstated
 from tests.support.wide_rows import compare_wide
 
 BF16 = torch.bfloat16
@@ -90,6 +91,7 @@ CASES: dict[str, dict[str, Any]] = {
     "4500, likeliest: 1": {},
     "2100, likeliest: 2": {},
     "1000, likeliest: 3": {},
+    "5, unstated rules": {},
     "5, laid apart": {"seed": 11, "most": 1},
     "5, with empty edits": {"seed": 12, "most": 1, "edited": False},
     "5, in pieces": {  # this one and the next draw through `settle.py` what the whole does not
@@ -109,7 +111,7 @@ CASES: dict[str, dict[str, Any]] = {
         "fixed": {**OFF, "temperature": 1.0},
     },
 }
-"""Arguments of `random_case`, or a turn of `compare_wide` or of `compare_likeliest`.
+"""Arguments of `random_case`, a turn of `compare_wide` or of `compare_likeliest`, or none.
 
 A name begins with the vocabulary.
 
@@ -131,6 +133,8 @@ def compare(name: str, backend: Backend, device: torch.device = CPU) -> dict[str
             return compare_wide(int(name[-1]), backend, vocabulary, device)
         if "likeliest: " in name:
             return compare_likeliest(int(name[-1]), backend, vocabulary, device)
+        if "unstated" in name:
+            return compare_unstated(backend, vocabulary, device)
         case = random_case(vocabulary, seed, draft_vocabulary=width, **options)
         if "apart" in name:
             return compare_layouts(backend, [case], [(KINDS, True)], device)

@@ -158,6 +158,10 @@ class Backend:
           request, rows 0..n_accept, its `finite_B` is False and its last token, that after the
           accepted drafts, is -1. It is then row n_accept itself; under SYNTHETIC an earlier one,
           too. The accepted drafts stand, but the request cannot go on.
+        - A rule that is unknown, or that cannot be applied (SYNTHETIC without rates, BLOCK where
+          `params.rules` lacks it), raises `ConfigError` where slots are on the host. A backend that
+          would have to wait for a device to see it gives such a request no token: `n_accept_B` is
+          0, `finite_B` False, its row of `token_BK1` -1; the others in the batch get theirs.
         """
         check_verify(batch)
         return self._verify(batch)

@@ -57,7 +57,8 @@ class SlotParams:
     top_k_S:       int64; active iff 0 < k < V
     top_p_S:       float32 in (0, 1]; 1 is off
     min_p_S:       float32 in [0, 1]; 0 is off
-    rule_S:        int64, a `Rule`. It also decides noise: slots under COUPLED always draw flat.
+    rule_S:        int64, a `Rule`. It also decides noise: slots under COUPLED always draw flat. No
+                   backend takes another number for one of them: see `Backend.verify`.
     has_filters:   False promises that top-k, top-p and min-p are off in every slot that is used, so
                    that a backend on a device need not look; True promises nothing
     rules:         the rules that slots in use may be under, a promise likewise
@@ -235,7 +236,8 @@ class Verdict:
                 then -1; dtype of the drafts
     n_accept_B: int64 in 0..K_b; a request emits n_accept + 1 tokens, one less if it is not finite
     finite_B:   bool; False if a target row that decided this request (rows 0..n_accept) was not
-                finite, edits applied: there is no token after its accepted drafts
+                finite, edits applied, or if no rule decides it: there is no token after its
+                accepted drafts
     """
 
     token_BK1: Tensor

@@ -1,34 +1,70 @@
 """One token of one row, from p or from the residual, as the row's state and its slot want it.
 
-Tuples:
-    at_  = (key, position, draft index), int64, int32, int32
-    law  = (mode, token, q row pointer, q's V, q's threshold, q's lse in log2, log2 w):
-           mode 0 draws from p, 1 from p without `token`, 2 from max(w p - q, 0)
-
 Shapes: N rows, V vocabulary, NB blocks of a row, C list entries.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.noise import (
-    argmax_at,
+    RESIDUAL_TOKEN,
+    TARGET_TOKEN,
+    Address,
     argmax_with,
+    block_address,
     gumbel_at,
     gumbel_span,
     log2,
+    noise_at,
     noise_span,
 )
+from foretoken.ops.backends.triton.records import Batch, Filtered, Q
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     CAPACITY,
-    load_masses,
+    Settings,
+    load_blocks,
     load_span,
     log2_sum,
     log2_sum_rows,
 )
+
+# What a token is drawn from: p; p without one token, the residual of a one-hot q; max(w p - q, 0).
+FROM_P, WITHOUT_TOKEN, RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_NO_ID = tl.constexpr(0x7FFFFFFF)
+
+Softmax = namedtuple("Softmax", "threshold scale lse")
+"""What turns a row's logits x into log2 p: x scale - lse if x reaches the threshold."""
+
+Target = namedtuple("Target", "mode token q_offset q_threshold q_lse log_w")
+"""The distribution that a token is drawn from.
+
+mode:   FROM_P, WITHOUT_TOKEN, or RESIDUAL
+token:  the draft that was rejected
+q_offset, q_threshold, q_lse: where the draft's row of logits begins, and its `Softmax`, with the
+        scale of p
+log_w:  log2 of the weight w. This and q are read in mode RESIDUAL alone
+"""
+
+
+@triton.jit
+def in_mode(target: Target, mode):
+    """The same target in another mode."""
+    return Target(mode, target.token, target.q_offset, target.q_threshold, target.q_lse,
+                  target.log_w)  # fmt: skip
+
+
+@triton.jit
+def q_offset(q: Q | None, slot, index):
+    """Where the row of logits of a slot's draft begins; 0 without a draft cache."""
+    if q is not None:
+        return (slot * q.K + index) * q.V
+    else:
+        return (slot + index) * 0
 
 
 @triton.jit
@@ -40,205 +76,170 @@ def one_minus_exp2(d):
 
 
 @triton.jit
-def _against_q(x, off, threshold, scale, lse, law):
-    """(log2(w p), d = log2 q - log2(w p)) of ids `off` in mode 2; NaN where both are -inf."""
-    log_p = tl.where(x >= threshold, x * scale, float("-inf")) - lse + law[6]
-    raw = tl.load(law[2] + off, mask=off < law[3], other=float("-inf")).to(tl.float32)
-    return log_p, tl.where(raw >= law[4], raw * scale - law[5], float("-inf")) - log_p
+def _against_q(x, off, p: Softmax, target: Target, q: Q):
+    """(log2(w p), d = log2 q - log2(w p)) of ids `off`; NaN where both are -inf."""
+    log_p = tl.where(x >= p.threshold, x * p.scale, float("-inf")) - p.lse + target.log_w
+    q_row = q.logits_SKV + target.q_offset
+    raw = tl.load(q_row + off, mask=off < q.V, other=float("-inf")).to(tl.float32)
+    log_q = tl.where(raw >= target.q_threshold, raw * p.scale - target.q_lse, float("-inf"))
+    return log_p, log_q - log_p
 
 
 @triton.jit
-def weigh(x, off, threshold, scale, lse, law):
-    """log2 weights of ids `off` whose edited logits are x; unnormalised but for mode 2.
+def weigh(x, off, p: Softmax, target: Target, q: Q | None):
+    """log2 weights of ids `off` whose edited logits are x; normalised in mode RESIDUAL alone.
 
-    Mode 2: log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p); Leviathan et al.
+    There log2(w p - q) = log2(w p) + log2(1 - 2^d), d = log2 q - log2 (w p); Leviathan et al.
     2023, appendix A.1, with the weight of Sun et al. 2024.
     """
-    weight = tl.where(x >= threshold, x * scale, float("-inf"))
-    if law[0] == 1:
-        weight = tl.where(off == law[1], float("-inf"), weight)
-    if law[0] == 2:
-        log_p, d = _against_q(x, off, threshold, scale, lse, law)
-        weight = tl.where(d < 0, log_p + log2(one_minus_exp2(d)), float("-inf"))
+    weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
+    if target.mode == WITHOUT_TOKEN:
+        weight = tl.where(off == target.token, float("-inf"), weight)
+    if q is not None:
+        if target.mode == RESIDUAL:
+            log_p, d = _against_q(x, off, p, target, q)
+            weight = tl.where(d < 0, log_p + log2(one_minus_exp2(d)), float("-inf"))
     return weight
 
 
 @triton.jit
-def residual_masses(x, off, threshold, scale, lse, law, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """log2 masses of the residual in ROWS blocks: `weigh` summed, with one exponential less."""
-    if law[0] == 2:
-        log_p, d = _against_q(x, off, threshold, scale, lse, law)
-        log_p = tl.reshape(log_p, (ROWS, WIDTH))
-        top = tl.max(log_p, axis=1)
-        base = tl.where(top == float("-inf"), 0.0, top)
-        rest = tl.reshape(one_minus_exp2(d), (ROWS, WIDTH))
-        mass = base + log2(tl.sum(tl.exp2(log_p - base[:, None]) * rest, axis=1))
-    else:
-        weight = weigh(x, off, threshold, scale, lse, law)
-        mass = log2_sum_rows(tl.reshape(weight, (ROWS, WIDTH)))
+def block_masses(x, off, p: Softmax, target: Target, q: Q | None, BLOCKS: tl.constexpr):
+    """log2 masses of adjacent blocks: `weigh` summed, in mode RESIDUAL by one exponential less."""
+    mass = tl.full((BLOCKS,), 0.0, tl.float32)
+    if q is not None:
+        if target.mode == RESIDUAL:
+            log_p, d = _against_q(x, off, p, target, q)
+            log_p = tl.reshape(log_p, (BLOCKS, BLOCK))
+            top = tl.max(log_p, axis=1)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            rest = tl.reshape(one_minus_exp2(d), (BLOCKS, BLOCK))
+            mass = base + log2(tl.sum(tl.exp2(log_p - base[:, None]) * rest, axis=1))
+    if target.mode != RESIDUAL:
+        mass = log2_sum_rows(tl.reshape(weigh(x, off, p, target, q), (BLOCKS, BLOCK)))
     return mass
 
 
 @triton.jit
-def _compact(weight, id_, count, flat, at_, token_stream, block_stream, FP64: tl.constexpr):
-    """A token of a short list with log2 weights; ids rise. Lowest id on ties."""
+def load_list(filtered: Filtered, row, count):
+    """(logits, ids) of a compact row's short list, which has `count` entries."""
     c = tl.arange(0, CAPACITY)
-    zero = tl.full((), 0, tl.int32)
+    x = tl.load(filtered.list_x_NC + row * CAPACITY + c, mask=c < count, other=float("-inf"))
+    return x, tl.load(filtered.list_id_NC + row * CAPACITY + c, mask=c < count, other=_NO_ID)
+
+
+@triton.jit
+def _draw_listed(batch: Batch, row, count, settings: Settings, p: Softmax, target: Target,
+                 address: Address, FP64: tl.constexpr):  # fmt: skip
+    """A token of a compact row; from p if the residual has no mass."""
+    c = tl.arange(0, CAPACITY)
+    x, id_ = load_list(batch.scratch.filtered, row, count)
+    weight = weigh(x, id_, p, target, batch.q)
+    if tl.max(weight, axis=0) == float("-inf"):
+        weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
     member = c < count
-    if not flat:
+    if not settings.flat:  # first one of the blocks
         block = id_ // BLOCK
         top = tl.max(weight, axis=0)
-        mine = (block[:, None] == block[None, :]) & member[None, :]
-        mass = tl.sum(tl.where(mine, tl.exp2(weight - top)[None, :], 0.0), axis=1)
-        at = (at_[0], at_[1], at_[2], zero + block_stream)
-        score = log2(mass) + gumbel_at(at, block, FP64)
+        same = (block[:, None] == block[None, :]) & member[None, :]
+        mass = tl.sum(tl.where(same, tl.exp2(weight - top)[None, :], 0.0), axis=1)
+        score = log2(mass) + gumbel_at(block_address(address), block, FP64)
         best = tl.argmax(tl.where(member & (mass > 0), score, float("-inf")), axis=0)
         chosen = tl.max(tl.where(c == best, block, 0), axis=0)
         member = member & (block == chosen)
-    at = (at_[0], at_[1], at_[2], zero + token_stream)
-    best = argmax_at(tl.where(member, weight, float("-inf")), at, id_, FP64)
+    weight = tl.where(member, weight, float("-inf"))
+    best = argmax_with(weight, noise_at(address, id_, FP64), FP64)
     return tl.max(tl.where(c == best, id_, 0), axis=0).to(tl.int64)
 
 
 @triton.jit
-def _from_list(
-    row,
-    found,
-    count,
-    threshold,
-    scale,
-    lse,
-    flat,
-    law,
-    at_,
-    token_stream,
-    block_stream,
-    FP64: tl.constexpr,
-):
-    """A token of a compact row; from p if the residual has no mass."""
-    c = tl.arange(0, CAPACITY)
-    x = tl.load(found[4] + row * CAPACITY + c, mask=c < count, other=float("-inf"))
-    id_ = tl.load(found[3] + row * CAPACITY + c, mask=c < count, other=2147483647)
-    weight = weigh(x, id_, threshold, scale, lse, law)
-    if tl.max(weight, axis=0) == float("-inf"):
-        weight = tl.where(x >= threshold, x * scale, float("-inf"))
-    return _compact(weight, id_, count, flat, at_, token_stream, block_stream, FP64)
-
-
-@triton.jit
-def _within(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    block,
-    threshold,
-    scale,
-    lse,
-    greedy,
-    law,
-    at_,
-    stream,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    FP64: tl.constexpr,
-):
+def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, target: Target,
+                   address: Address, FP64: tl.constexpr):  # fmt: skip
     """The token of one block; at T=0 the first of the largest."""
     first = block * BLOCK
     off = first + tl.arange(0, BLOCK)
-    x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
-    if greedy:
+    x = load_span(batch.rows, row, first, BLOCK, "evict_last")
+    if settings.greedy:
         best = tl.argmax(x, axis=0)
     else:
-        at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + stream)
-        weight = weigh(x, off, threshold, scale, lse, law)
-        best = argmax_with(weight, noise_span(at, first, BLOCK, FP64), FP64)
+        weight = weigh(x, off, p, target, batch.q)
+        best = argmax_with(weight, noise_span(address, first, BLOCK, FP64), FP64)
     return (first + best).to(tl.int64)
 
 
 @triton.jit
-def lots(at_, block_stream, NBP: tl.constexpr, FP64: tl.constexpr):
+def noise_of_blocks(address: Address, NBP: tl.constexpr, FP64: tl.constexpr):
     """The noise by which a row's blocks draw. It needs no logits: best made while others wait."""
-    at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + block_stream)
-    return noise_span(at, 0, NBP, FP64)
+    return noise_span(block_address(address), 0, NBP, FP64)
 
 
 @triton.jit
-def draw(
-    logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_, token_stream,
-    block_stream, block_noise, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
-    NBP: tl.constexpr, FP64: tl.constexpr,
-):  # fmt: skip
-    """One token of a row; see the head of this file. `block_noise`: of all its blocks, by `lots`.
+def draw(batch: Batch, row, settings: Settings, target: Target, address: Address, block_noise,
+         NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
+    """One token of a row. `block_noise`: by `noise_of_blocks`, of the same address.
 
-    Of a dense row with mode 2, or with mode 1 and flat noise, `out` must hold the residual's
-    masses and best scores. Where the residual has no mass the row is drawn from p.
+    Of a dense row in mode RESIDUAL, or WITHOUT_TOKEN under flat noise, `Scratch` must hold the
+    residual's masses and best scores. Where the residual has no mass, p is drawn from.
     """
-    threshold, lse, compact = float("-inf"), 0.0, False
+    rows, scratch = batch.rows, batch.scratch
+    threshold, lse, count = float("-inf"), 0.0, -1
     token = tl.full((), 0, tl.int64)
-    if law[0] == 2:
-        lse = tl.load(found[1] + row)
-    if FILTERS:
-        count = tl.load(found[2] + row)
-        threshold = tl.load(found[0] + row)
-        compact = count >= 0
-        if compact:
-            token = _from_list(row, found, count, threshold, scale, lse, flat, law, at_,
-                               token_stream, block_stream, FP64)  # fmt: skip
-    if not compact:
-        mass_J = load_masses(out[0], row, NB, NBP)
-        j = tl.arange(0, NBP)
-        if (law[0] == 1) & (law[1] < V) & (not flat):
-            own = (law[1] // BLOCK).to(tl.int32)
-            first = own * BLOCK
-            x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
-            without = weigh(x, first + tl.arange(0, BLOCK), threshold, scale, lse, law)
-            mass_J = tl.where(j == own, log2_sum(without), mass_J)
-        mode = law[0]
-        if (mode > 0) & (tl.max(mass_J, axis=0) == float("-inf")):
-            mode = mode * 0
-            _remass(logits, stride, row, V, edits, out, NB, threshold, scale, flat, at_,
-                    token_stream, MASKS, ENTRIES, FP64)  # fmt: skip
-            mass_J = load_masses(out[0], row, NB, NBP)
-        if flat | greedy:
+    if target.mode == RESIDUAL:
+        lse = tl.load(scratch.lse_N + row)
+    if scratch.filtered is not None:
+        count = tl.load(scratch.filtered.count_N + row)
+        threshold = tl.load(scratch.filtered.threshold_N + row)
+    p = Softmax(threshold, settings.scale, lse)
+    if scratch.filtered is not None:
+        if count >= 0:
+            token = _draw_listed(batch, row, count, settings, p, target, address, FP64)
+    if count < 0:
+        mass_J = load_blocks(scratch.mass_NJ, row, rows.NB, NBP)
+        if (target.mode == WITHOUT_TOKEN) & (target.token < rows.V) & (not settings.flat):
+            block = (target.token // BLOCK).to(tl.int32)
+            off = block * BLOCK + tl.arange(0, BLOCK)
+            x = load_span(rows, row, block * BLOCK, BLOCK, "evict_last")
+            without = log2_sum(weigh(x, off, p, target, batch.q))
+            mass_J = tl.where(tl.arange(0, NBP) == block, without, mass_J)
+        mode = target.mode
+        if (mode != FROM_P) & (tl.max(mass_J, axis=0) == float("-inf")):
+            mode = mode * 0 + FROM_P
+            _weigh_p_again(batch, row, settings, p, address, FP64)
+            mass_J = load_blocks(scratch.mass_NJ, row, rows.NB, NBP)
+        if settings.flat | settings.greedy:
             score = mass_J
-            if not greedy:
-                score = load_masses(out[1], row, NB, NBP)
+            if scratch.best_NJ is not None:
+                if not settings.greedy:
+                    score = load_blocks(scratch.best_NJ, row, rows.NB, NBP)
             block = tl.argmax(tl.where(mass_J > float("-inf"), score, float("-inf")), axis=0)
         else:
             block = argmax_with(mass_J, block_noise, FP64)
-        kept = (mode, law[1], law[2], law[3], law[4], law[5], law[6])
-        token = _within(logits, stride, row, V, edits, block, threshold, scale, lse, greedy, kept,
-                        at_, token_stream, MASKS, ENTRIES, FP64)  # fmt: skip
-    return tl.minimum(token, V - 1)
+        target = in_mode(target, mode)
+        token = _draw_in_block(batch, row, block, settings, p, target, address, FP64)
+    return tl.minimum(token, rows.V - 1)
 
 
 @triton.jit
-def _remass(
-    logits,
-    stride,
-    row,
-    V,
-    edits,
-    out,
-    NB,
-    threshold,
-    scale,
-    flat,
-    at_,
-    stream,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    FP64: tl.constexpr,
-):
+def draw_verified(batch: Batch, row, settings: Settings, target: Target, position,
+                  NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
+    """`draw` of the row that decides a position: with TARGET noise from p, else with RESIDUAL."""
+    stream = tl.where(target.mode == FROM_P, TARGET_TOKEN, RESIDUAL_TOKEN)
+    address = Address(settings.key, position, 0, stream)
+    block_noise = noise_of_blocks(address, NBP, FP64)
+    return draw(batch, row, settings, target, address, block_noise, NBP, FP64)
+
+
+@triton.jit
+def _weigh_p_again(batch: Batch, row, settings: Settings, p: Softmax, address: Address,
+                   FP64: tl.constexpr):  # fmt: skip
     """Masses and best scores of p once more: the residual had none (p = q after rounding)."""
-    at = (at_[0], at_[1], at_[2], tl.full((), 0, tl.int32) + stream)
-    for first in range(0, V, BLOCK):
-        x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_last")
-        weight = tl.where(x >= threshold, x * scale, float("-inf"))
-        tl.store(out[0] + row * NB + first // BLOCK, log2_sum(weight))
-        if flat:
-            score = weight + gumbel_span(at, first, BLOCK, FP64)
-            tl.store(out[1] + row * NB + first // BLOCK, tl.max(score, axis=0).to(tl.float32))
+    rows, scratch = batch.rows, batch.scratch
+    for first in range(0, rows.V, BLOCK):
+        x = load_span(rows, row, first, BLOCK, "evict_last")
+        weight = tl.where(x >= p.threshold, x * p.scale, float("-inf"))
+        place = row * rows.NB + first // BLOCK
+        tl.store(scratch.mass_NJ + place, log2_sum(weight))
+        if scratch.best_NJ is not None:
+            if settings.flat:
+                score = weight + gumbel_span(address, first, BLOCK, FP64)
+                tl.store(scratch.best_NJ + place, tl.max(score, axis=0).to(tl.float32))
     tl.debug_barrier()

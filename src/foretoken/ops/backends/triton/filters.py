@@ -5,16 +5,11 @@ bound of the k-th largest logit. So only groups whose maximum reaches the bound 
 what reaches it there, a little more than k values, makes a short list in which the exact thresholds
 are found by bisection over order-preserving keys. Ties are kept, whatever their number.
 
-Integers are counted, in one instruction a warp. Whole calls of 1024 rows take 173 us with programs
-of one warp, which need no barriers, and 184 with those of four; one row 23 and 17 (decision 010).
+A row leaves here in one of two states: *compact*, its survivors in a short list of up to CAPACITY
+entries; or *dense* (count DENSE), to be read through its threshold, because nothing is dropped, or
+because its list would overflow: then `sweep.py` and `wide.py` search the whole row. Until then its
+count is UNDECIDED and its number in the queue.
 
-A row leaves here in one of two states: *compact*, its survivors in a list of up to CAPACITY
-entries; or *dense* (count -1), to be read through its threshold, because nothing is dropped, or
-because its list would overflow: then the whole row is searched by `sweep.py` and `wide.py`. Until
-then its count is UNDECIDED and its number in the queue.
-
-Tuple `found` = (threshold_N raw, lse_N in log2, count_N, list_id_NC, list_x_NC raw, queue_N1): the
-queue begins with its length, which the scan sets to 0.
 Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries.
 """
 
@@ -23,20 +18,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.guess import law_of
-from foretoken.ops.backends.triton.noise import LOG2E
+from foretoken.ops.backends.triton.guess import search_for
+from foretoken.ops.backends.triton.records import Batch, RawRows
 from foretoken.ops.backends.triton.rows import (
-    BLOCK,
     CAPACITY,
     GROUP,
+    GROUPS,
+    Settings,
     first_row,
-    is_filtered,
-    is_flat,
     key_of,
     let_next_start,
     load_at,
-    load_masses,
+    load_blocks,
     log2_sum_exactly,
+    read_settings,
     value_of,
     wait_for_writes,
 )
@@ -46,9 +41,9 @@ DENSE = tl.constexpr(-1)
 UNDECIDED = tl.constexpr(-2)
 NOTHING = tl.constexpr(0x007FFFFF)  # the key of -inf
 _ENOUGH = tl.constexpr(64)  # values that a nucleus is first sought among, if top-k bounds it not
-_BLOCKS = tl.constexpr(32)  # blocks whose groups are looked at together
-_GROUPS = tl.constexpr(16)  # groups loaded at a time
-_SOME = tl.constexpr(512)  # group maxima counted at a time
+_BLOCKS_AT_ONCE = tl.constexpr(32)  # blocks whose groups are looked at together
+_GROUPS_AT_ONCE = tl.constexpr(16)  # groups whose logits are loaded together
+_MAXIMA_AT_ONCE = tl.constexpr(512)  # group maxima counted together
 _UNIT = tl.constexpr(8388608.0)  # 2^23: 128 weights of at most 1 add up to no more than 2^30
 
 
@@ -82,15 +77,15 @@ def largest_key(key, weight, need, COUNTS: tl.constexpr):
 
 
 @triton.jit
-def _largest_group_key(groups, NG, need):
-    """The same of a row's group maxima, each counting 1: read in every round."""
+def _largest_group_key(group_top, NG, need):
+    """`largest_key` of a row's group maxima, each counting 1: they are read in every round."""
     low, high = tl.full((), NOTHING, tl.uint32), tl.full((), 0xFF800001, tl.uint32)
     while high - low > 1:
         middle = low + ((high - low) >> 1)
         reached = tl.full((), 0, tl.int32)
-        for first in range(0, NG, _SOME):
-            g = first + tl.arange(0, _SOME)
-            key = key_of(tl.load(groups + g, mask=g < NG, other=float("-inf")))
+        for first in range(0, NG, _MAXIMA_AT_ONCE):
+            g = first + tl.arange(0, _MAXIMA_AT_ONCE)
+            key = key_of(tl.load(group_top + g, mask=g < NG, other=float("-inf")))
             reached += tl.sum((key >= middle).to(tl.int32), axis=0)
         if reached >= need:
             low = middle
@@ -100,70 +95,70 @@ def _largest_group_key(groups, NG, need):
 
 
 @triton.jit
-def _bound(top_J, groups, k, V, NB, NG):
+def _bound(top_J, group_top, settings: Settings, rows: RawRows):
     """A value that at least the wanted number of logits reach; -inf if a list has no room."""
-    wanted = tl.where((k > 0) & (k < V), k, tl.minimum(_ENOUGH, NB)).to(tl.int32)
+    wanted = tl.where(settings.counted, settings.top_k, tl.minimum(_ENOUGH, rows.NB)).to(tl.int32)
     key = tl.full((), NOTHING, tl.uint32)
     if wanted <= CAPACITY:
-        if wanted <= NB:
+        if wanted <= rows.NB:
             key = largest_key(key_of(top_J), 1, wanted, True)
-        elif wanted <= NG:
-            key = _largest_group_key(groups, NG, wanted)
+        elif wanted <= rows.NG:
+            key = _largest_group_key(group_top, rows.NG, wanted)
     return value_of(key)
 
 
 @triton.jit
-def _pick_groups(top_J, bound, groups, blocks, NG, NBP: tl.constexpr):
+def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
     """Write the groups whose maxima reach the bound over their maxima, by rising number; how many.
 
     More than CAPACITY if there are: each holds a logit that reaches it. `blocks`: room for
     CAPACITY numbers. No maximum is overwritten before it is read: a group's rank is not above it.
     """
-    per_block: tl.constexpr = BLOCK // GROUP
     chosen = (top_J >= bound) & (top_J > float("-inf"))
-    n = tl.sum(chosen.to(tl.int32), axis=0)
-    count = n
-    if n <= CAPACITY:
+    chosen_blocks = tl.sum(chosen.to(tl.int32), axis=0)
+    picked = chosen_blocks
+    if chosen_blocks <= CAPACITY:
         rank = tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         tl.store(blocks + rank, tl.arange(0, NBP), mask=chosen)
         tl.debug_barrier()
-        count = n * 0
-        for first in range(0, n, _BLOCKS):
-            r = first + tl.arange(0, _BLOCKS)
-            block = tl.load(blocks + r, mask=r < n, other=NBP)  # behind the last group, as padding
+        picked = chosen_blocks * 0
+        for first in range(0, chosen_blocks, _BLOCKS_AT_ONCE):
+            r = first + tl.arange(0, _BLOCKS_AT_ONCE)
+            # behind the last group, as padding
+            block = tl.load(blocks + r, mask=r < chosen_blocks, other=NBP)
             g = tl.reshape(
-                block[:, None] * per_block + tl.arange(0, per_block)[None, :],
-                (_BLOCKS * per_block,),
+                block[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :],
+                (_BLOCKS_AT_ONCE * GROUPS,),
             )
-            top_G = tl.load(groups + g, mask=g < NG, other=float("-inf"))
+            top_G = tl.load(group_top + g, mask=g < NG, other=float("-inf"))
             chosen_G = (top_G >= bound) & (top_G > float("-inf"))
-            rank_G = count + tl.cumsum(chosen_G.to(tl.int32), axis=0) - 1
+            rank_G = picked + tl.cumsum(chosen_G.to(tl.int32), axis=0) - 1
             tl.debug_barrier()
-            tl.store(groups + rank_G, g.to(tl.float32), mask=chosen_G)
-            count += tl.sum(chosen_G.to(tl.int32), axis=0)
+            tl.store(group_top + rank_G, g.to(tl.float32), mask=chosen_G)
+            picked += tl.sum(chosen_G.to(tl.int32), axis=0)
         tl.debug_barrier()
-    return count
+    return picked
 
 
 @triton.jit
-def _load_groups(source, groups, first, n, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
-    """(ids, logits) of _GROUPS of the n picked groups, -inf behind the last."""
-    logits, stride, row, V, edits = source
-    g = first + tl.arange(0, _GROUPS)
-    group = tl.load(groups + g, mask=g < n, other=0).to(tl.int32)
-    off = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (_GROUPS * GROUP,))
-    inside = tl.reshape(tl.broadcast_to((g < n)[:, None], (_GROUPS, GROUP)), (_GROUPS * GROUP,))
-    return off, load_at(logits, stride, row, off, inside & (off < V), edits, MASKS, ENTRIES)
+def _load_groups(rows: RawRows, row, groups, first, picked):
+    """(ids, logits) of _GROUPS_AT_ONCE of the picked groups, -inf behind the last."""
+    size: tl.constexpr = _GROUPS_AT_ONCE * GROUP
+    g = first + tl.arange(0, _GROUPS_AT_ONCE)
+    group = tl.load(groups + g, mask=g < picked, other=0).to(tl.int32)
+    off = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (size,))
+    inside = tl.broadcast_to((g < picked)[:, None], (_GROUPS_AT_ONCE, GROUP))
+    return off, load_at(rows, row, off, tl.reshape(inside, (size,)) & (off < rows.V))
 
 
 @triton.jit
-def _collect(source, bound, groups, n, list_id, list_x, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
-    """Write the ids and values >= bound of the groups, in rising order; returns their number."""
+def _collect(rows: RawRows, row, bound, groups, picked, list_id, list_x):
+    """List ids and values >= bound of the picked groups, by rising id; returns their number."""
     count = tl.full((), 0, tl.int32)
-    next_off, next_x = _load_groups(source, groups, 0, n, MASKS, ENTRIES)
-    for first in range(0, n, _GROUPS):
+    next_off, next_x = _load_groups(rows, row, groups, 0, picked)
+    for first in range(0, picked, _GROUPS_AT_ONCE):
         off, x = next_off, next_x
-        next_off, next_x = _load_groups(source, groups, first + _GROUPS, n, MASKS, ENTRIES)
+        next_off, next_x = _load_groups(rows, row, groups, first + _GROUPS_AT_ONCE, picked)
         chosen = (x >= bound) & (x > float("-inf"))
         rank = count + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         tl.store(list_id + rank, off, mask=chosen & (rank < CAPACITY))
@@ -173,7 +168,7 @@ def _collect(source, bound, groups, n, list_id, list_x, MASKS: tl.constexpr, ENT
 
 
 @triton.jit
-def _cut(x, valid, scale, top, k, top_p, floor, total, V):
+def _cut(x, valid, settings: Settings, top, floor, total):
     """(threshold, whether it is exact) from a short list that holds every logit >= its bound.
 
     `total`: log2 mass of the whole row, which is what top-p cuts if neither top-k nor min-p (whose
@@ -181,21 +176,20 @@ def _cut(x, valid, scale, top, k, top_p, floor, total, V):
     """
     key = tl.where(valid, key_of(x), 0)
     threshold = floor
-    bounded = (k > 0) & (k < V)
-    if bounded:
-        kth = value_of(largest_key(key, 1, k.to(tl.int32), True))
+    if settings.counted:
+        kth = value_of(largest_key(key, 1, settings.top_k.to(tl.int32), True))
         threshold = tl.maximum(threshold, kth)
-    exact = bounded | (top_p == 1)
-    if top_p < 1:
-        weight = tl.where(valid & (x >= threshold), tl.exp2((x - top) * scale), 0.0)
+    exact = settings.counted | (settings.top_p == 1)
+    if settings.top_p < 1:
+        weight = tl.where(valid & (x >= threshold), tl.exp2((x - top) * settings.scale), 0.0)
         rough = tl.sum((weight * _UNIT).to(tl.int32), axis=0)
         unit = _UNIT * (1073741824 // rough).to(tl.float32)  # few heavy ones leave room for digits
         weight = (weight * unit + 0.5).to(tl.int32)
         mass = tl.sum(weight, axis=0)
         whole = mass.to(tl.float32)
-        if (not bounded) & (floor == float("-inf")):
-            whole = tl.exp2(total - top * scale) * unit
-        need = tl.maximum(top_p * whole, 1.0)
+        if (not settings.counted) & (floor == float("-inf")):
+            whole = tl.exp2(total - top * settings.scale) * unit
+        need = tl.maximum(settings.top_p * whole, 1.0)
         exact = exact | (mass >= need)
         need = tl.minimum(need, 2147483520.0)  # not reached by a list
         nucleus = value_of(largest_key(key, weight, tl.ceil(need).to(tl.int32), False))
@@ -204,71 +198,70 @@ def _cut(x, valid, scale, top, k, top_p, floor, total, V):
 
 
 @triton.jit
-def min_p_floor(min_p, top, scale):
-    """The raw logit at which p = min_p p_max."""
-    return tl.where(min_p > 0, top + tl.log2(min_p) / scale, float("-inf"))
+def min_p_floor(settings: Settings, top):
+    """The raw logit at which p = min_p p_max, -inf without min-p."""
+    floor = top + tl.log2(settings.min_p) / settings.scale
+    return tl.where(settings.min_p > 0, floor, float("-inf"))
 
 
 @triton.jit
 def filter_kernel(
-    logits, stride, num_ptr, slot_ptr, state, edits, out, found, V, NB, NG,
-    K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, NBP: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Programs: (request, row of it). `out` as the scan left it: its group maxima are used up."""
+    """Programs: (request, row of it). Maxima of groups, as the scan left them, are used up."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
+    batch = batch  # see `records.py`
+    rows, scratch, filtered = batch.rows, batch.scratch, batch.scratch.filtered
     pid = tl.program_id(0)
     b, i = pid // K1, pid % K1
     if K1 > 1:
-        if i > tl.load(num_ptr + b):
+        if i > tl.load(batch.requests.num_B + b):
             return
-    row = first_row(num_ptr, b, K1 > 1) + i
-    slot = tl.load(slot_ptr + b)
-    tl.store(found[0] + row, float("-inf"))
-    tl.store(found[2] + row, DENSE)
-    if not is_filtered(state, slot, V):
+    row = first_row(batch.requests, b, K1 > 1) + i
+    tl.store(filtered.threshold_N + row, float("-inf"))
+    tl.store(filtered.count_N + row, DENSE)
+    settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), rows.V)
+    if not settings.filtered:
         return
-    scale = LOG2E / tl.load(state[1] + slot)
-    k, top_p = tl.load(state[2] + slot), tl.load(state[3] + slot)
-    groups = out[2] + row * NG
-    top_J = load_masses(out[1], row, NB, NBP)
+    top_J = load_blocks(scratch.best_NJ, row, rows.NB, NBP)
     top = tl.max(top_J, axis=0)
     broken = tl.sum((top_J != top_J).to(tl.int32), axis=0) > 0
     if broken | (top == float("-inf")) | (top == float("inf")):
         j = tl.arange(0, NBP)
-        tl.store(out[0] + row * NB + j, float("nan"), mask=j < NB)
+        tl.store(scratch.mass_NJ + row * rows.NB + j, float("nan"), mask=j < rows.NB)
         return  # dense, and reported by its masses
-    floor = min_p_floor(tl.load(state[4] + slot), top, scale)
-    counts = (k > 0) & (k < V)
+    groups = filtered.group_top_NG + row * rows.NG
+    list_id = filtered.list_id_NC + row * CAPACITY
+    list_x = filtered.list_x_NC + row * CAPACITY
+    floor = min_p_floor(settings, top)
     bound = floor
-    if counts | (floor == float("-inf")):
-        bound = tl.maximum(floor, _bound(top_J, groups, k, V, NB, NG))
-    list_id, list_x = found[3] + row * CAPACITY, found[4] + row * CAPACITY
-    n = _pick_groups(top_J, bound, groups, list_id, NG, NBP)
-    decided = n <= CAPACITY
+    if settings.counted | (floor == float("-inf")):
+        bound = tl.maximum(floor, _bound(top_J, groups, settings, rows))
+    picked = _pick_groups(top_J, bound, groups, list_id, rows.NG, NBP)
+    decided = picked <= CAPACITY
     if decided:
-        source = (logits, stride, row, V, edits)
-        count = _collect(source, bound, groups, n, list_id, list_x, MASKS, ENTRIES)
+        count = _collect(rows, row, bound, groups, picked, list_id, list_x)
         decided = count <= CAPACITY
         if decided:
             tl.debug_barrier()
             c = tl.arange(0, CAPACITY)
             x = tl.load(list_x + c, mask=c < count, other=float("-inf"))
             total = 0.0
-            if not counts:
-                total = log2_sum_exactly(load_masses(out[0], row, NB, NBP))
-            threshold, decided = _cut(x, c < count, scale, top, k, top_p, floor, total, V)
+            if not settings.counted:
+                total = log2_sum_exactly(load_blocks(scratch.mass_NJ, row, rows.NB, NBP))
+            threshold, decided = _cut(x, c < count, settings, top, floor, total)
             if decided:
-                kept = tl.where(x >= threshold, x * scale, float("-inf"))
-                tl.store(found[0] + row, threshold)
-                tl.store(found[1] + row, log2_sum_exactly(kept))
-                tl.store(found[2] + row, count)
+                kept = tl.where(x >= threshold, x * settings.scale, float("-inf"))
+                tl.store(filtered.threshold_N + row, threshold)
+                tl.store(scratch.lse_N + row, log2_sum_exactly(kept))
+                tl.store(filtered.count_N + row, count)
     if not decided:
-        tl.store(found[1] + row, top)  # for `wide.py`
-        tl.store(found[2] + row, UNDECIDED)
+        tl.store(scratch.lse_N + row, top)  # for `wide.py`
+        tl.store(filtered.count_N + row, UNDECIDED)
         # of min-p alone only masses are wanted, and none if they come with flat noise
-        if counts | (top_p < 1) | (not is_flat(state, slot, V)):
+        if settings.counted | (settings.top_p < 1) | (not settings.flat):
             tl.debug_barrier()  # the row's list may have been written
-            goal = tl.where(counts, k.to(tl.float32), top_p)
-            queue_row(row, law_of(counts, top, scale, floor), counts, goal, top, found)
+            goal = tl.where(settings.counted, settings.top_k.to(tl.float32), settings.top_p)
+            search = search_for(settings.counted, goal, top, settings.scale, floor)
+            queue_row(filtered, row, search)

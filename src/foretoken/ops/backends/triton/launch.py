@@ -1,4 +1,4 @@
-"""What the host side of every op shares: tuples of pointers, scratch memory, launches.
+"""What the host side of every op shares: records of pointers, scratch memory, launches.
 
 Scratch comes from PyTorch's caching allocator, whose blocks a captured graph keeps: nothing is
 allocated when it replays.
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -24,54 +24,49 @@ from torch import Tensor
 from triton.runtime import driver
 
 from foretoken.errors import ConfigError
+from foretoken.ops.backends.triton.records import (
+    Batch,
+    Entries,
+    Filtered,
+    Mask,
+    Q,
+    RawRows,
+    Requests,
+    Scratch,
+    Slots,
+)
 from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kernel
-from foretoken.ops.types import Edits, Rule, SlotParams, Stream
+from foretoken.ops.types import DraftCache, Edits, Rule, SlotParams, Stream
 
 BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span: what `begin_NJ` is padded by
 
 
-class Sizes(NamedTuple):
-    """Of rows of V logits: NB blocks and NG groups each, and a power of 2 above the blocks."""
-
-    vocabulary: int
-    blocks: int
-    groups: int
-    blocks_padded: int
-
-    @classmethod
-    @cache
-    def of(cls, vocabulary: int) -> Sizes:
-        blocks = -(-vocabulary // BLOCK.value)
-        groups = -(-vocabulary // GROUP.value)
-        padded = max(4, 1 << (blocks - 1).bit_length())
-        return cls(vocabulary, blocks, groups, padded)
+@cache
+def sizes_of(vocabulary: int) -> tuple[int, int, int]:
+    """(NB blocks, NG groups, a power of 2 from NB on) of rows of V logits."""
+    blocks = -(-vocabulary // BLOCK.value)
+    return blocks, -(-vocabulary // GROUP.value), max(4, 1 << (blocks - 1).bit_length())
 
 
-class Scratch(NamedTuple):
-    """Of one call: `out` = (mass_NJ, best_NJ, gmax_NG), `found` as in `filters.py`.
-
-    Without filters nothing of `found` but its second is used, and no gmax.
-    """
-
-    out: tuple[Tensor, ...]
-    found: tuple[Tensor, ...]
-
-    @classmethod
-    def of(
-        cls, rows: int, sizes: Sizes, device: torch.device, filters: bool, flat: bool
-    ) -> Scratch:
-        f32, i32 = torch.float32, torch.int32
-        mass = torch.empty(rows * sizes.blocks, dtype=f32, device=device)
-        best = torch.empty_like(mass) if filters or flat else mass
-        lse = torch.empty(rows, dtype=f32, device=device)
-        if not filters:
-            return cls((mass, best), (lse, lse))
-        gmax = torch.empty(rows * sizes.groups, dtype=f32, device=device)
-        list_x = torch.empty(rows * CAPACITY.value, dtype=f32, device=device)
-        list_id = torch.empty_like(list_x, dtype=i32)
-        queue = torch.empty(rows + 1, dtype=i32, device=device)
-        threshold, count = torch.empty_like(lse), torch.empty_like(lse, dtype=i32)
-        return cls((mass, best, gmax), (threshold, lse, count, list_id, list_x, queue))
+def scratch_of(rows: RawRows, flat: bool, cut: bool) -> Scratch:
+    """Memory for the kernels of an op. flat: draws may be by flat noise; cut: there are filters."""
+    number, device = len(rows.logits_NV), rows.logits_NV.device
+    f32, i32 = torch.float32, torch.int32
+    mass = torch.empty(number * rows.NB, dtype=f32, device=device)
+    lse = torch.empty(number, dtype=f32, device=device)
+    best = torch.empty_like(mass) if flat or cut else None
+    if not cut:
+        return Scratch(mass, lse, best, None)
+    list_x = torch.empty(number * CAPACITY.value, dtype=f32, device=device)
+    filtered = Filtered(
+        threshold_N=torch.empty_like(lse),
+        count_N=torch.empty_like(lse, dtype=i32),
+        list_id_NC=torch.empty_like(list_x, dtype=i32),
+        list_x_NC=list_x,
+        queue_N1=torch.empty(number + 1, dtype=i32, device=device),
+        group_top_NG=torch.empty(number * rows.NG, dtype=f32, device=device),
+    )
+    return Scratch(mass, lse, best, filtered)
 
 
 # AMD's compiler knows no `maxnreg`: there the choice is its own.
@@ -88,14 +83,19 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def packer(given: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """A function of arguments nested as these are, written out: a loop takes twice its time.
+Packed = tuple[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]]
+"""Arguments with every tensor replaced by its address; and what else a kernel is compiled for: the
+integers, and the addresses modulo 16, nothing if all are multiples of it."""
 
-    It returns (arguments with every tensor replaced by its address, integers, and the addresses
-    modulo 16, nothing if all are multiples of it).
+
+def packer(given: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Packed]:
+    """A function that packs arguments nested as these are, written out: a loop takes twice as long.
+
+    Where there is None here, there must be None again.
     """
     tensors: list[str] = []
     integers: list[str] = []
+    nones: list[str] = []
 
     def listed(names: Iterable[str]) -> str:
         return "(" + "".join(f"{name}, " for name in names) + ")"
@@ -103,22 +103,29 @@ def packer(given: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], tuple[Any, ...
     def pattern(value: Any) -> str:
         if isinstance(value, tuple):
             return listed(map(pattern, value))
-        names, first = (integers, "i") if isinstance(value, int) else (tensors, "t")
+        kind = (nones, "n") if value is None else (tensors, "t")
+        names, first = (integers, "i") if isinstance(value, int) else kind
         names.append(f"{first}{len(names)}")
         return names[-1]
 
     nested = pattern(given)
     addresses = "".join(f"    {name} = {name}.data_ptr()\n" for name in tensors)
     odd = listed(f"{name} % 16" for name in tensors)
-    found = f"{nested}, {listed(integers)}, {odd} if ({' | '.join(tensors)}) % 16 else ()"
+    if tensors:
+        odd += f" if ({' | '.join(tensors)}) % 16 else ()"
+    check = f"    if not ({' is '.join(nones)} is None): raise TypeError(given)\n" if nones else ""
+    body = f"{addresses}    return {nested}, ({listed(integers)}, {odd})"
     scope: dict[str, Any] = {}
-    exec(f"def pack(given):\n    {nested} = given\n{addresses}    return {found}", scope)
-    pack: Callable[[tuple[Any, ...]], tuple[Any, ...]] = scope["pack"]
+    exec(f"def pack(given):\n    {nested} = given\n{check}{body}", scope)
+    pack: Callable[[tuple[Any, ...]], Packed] = scope["pack"]
     return pack
 
 
-_PLANS: dict[tuple[Any, ...], tuple[Callable[..., tuple[Any, ...]], dict[Any, Any]]] = {}
-"""By kernel, constants, options and dtypes: a packer, and kernels by what else it finds."""
+_PACKERS: dict[tuple[Any, ...], Callable[[tuple[Any, ...]], Packed]] = {}
+"""Of batches, by `Call.variant`."""
+
+_PLANS: dict[tuple[Any, ...], tuple[Callable[..., Packed], dict[Any, Any]]] = {}
+"""By kernel, constants, options and variant: a packer, and kernels by what else it finds."""
 
 
 def check_device(logits: Tensor) -> None:
@@ -126,24 +133,39 @@ def check_device(logits: Tensor) -> None:
     if logits.is_cuda:
         if logits.device.index == torch.cuda.current_device():
             return
-        raise ConfigError(
-            "logits.device",
-            logits.device,
-            f"cuda:{torch.cuda.current_device()}, the current device",
-            "Call under `torch.cuda.device(logits.device)`.",
-        )
-    if not triton.knobs.runtime.interpret:
-        raise ConfigError(
-            "logits.device",
-            logits.device,
-            "a GPU's",
-            "Without one, choose the backend `native` or `torch`.",
-        )
+        wanted = f"cuda:{torch.cuda.current_device()}, the current device"
+        remedy = "Call under `torch.cuda.device(logits.device)`."
+    elif triton.knobs.runtime.interpret:
+        return
+    else:
+        wanted, remedy = "a GPU's", "Without one, choose the backend `native` or `torch`."
+    raise ConfigError("logits.device", logits.device, wanted, remedy)
 
 
-def state_tuple(params: SlotParams) -> tuple[Tensor, ...]:
-    """The pointers of `rows.py: state`."""
-    return (
+def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
+    """The logits, and what is edited on load; launches the kernel that prepares entries."""
+    number, vocabulary = logits_NV.shape
+    blocks, groups, _ = sizes_of(vocabulary)
+    mask = None
+    if edits is not None and edits.mask_RW is not None and edits.mask_N is not None:
+        words = edits.mask_RW.shape[1]
+        mask = Mask(edits.mask_RW.contiguous(), edits.mask_N.contiguous(), words)
+    rows = RawRows(logits_NV, logits_NV.stride(0), vocabulary, blocks, groups, mask, None)
+    if edits is None or not edits.token_M.shape[0]:
+        return rows
+    columns, bias_M = blocks + BLOCKS_AT_ONCE, edits.bias_M.contiguous()
+    begin_NJ = torch.empty(number * columns, dtype=torch.int32, device=logits_NV.device)
+    entries = Entries(edits.token_M.contiguous(), torch.empty_like(bias_M), begin_NJ, columns)
+    edit_kernel[(number,)](
+        rows, entries, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
+        edits.subtract_M.contiguous(), 1 << (columns - 1).bit_length(), num_warps=4,
+    )  # fmt: skip
+    return rows._replace(entries=entries)
+
+
+def slots_of(params: SlotParams) -> Slots:
+    """The tensors of the parameters, each contiguous."""
+    return Slots(
         params.key_S.contiguous(),
         params.temperature_S.contiguous(),
         params.top_k_S.contiguous(),
@@ -153,114 +175,85 @@ def state_tuple(params: SlotParams) -> tuple[Tensor, ...]:
     )
 
 
-def edits_tuple(
-    edits: Edits | None, logits_NV: Tensor, sizes: Sizes, unused: Tensor
-) -> tuple[tuple[Any, ...], bool, bool]:
-    """(the pointers of `rows.py: edits`, whether there are masks, whether there are entries)."""
-    masks = edits is not None and edits.mask_RW is not None
-    entries = edits is not None and edits.token_M.shape[0] > 0
-    if edits is None or not (masks or entries):  # one structure for one pair of flags: see `launch`
-        return (unused,), False, False
-    mask: tuple[Any, ...] = (unused, unused, 0)
-    if edits.mask_RW is not None and edits.mask_N is not None:
-        mask = edits.mask_RW.contiguous(), edits.mask_N.contiguous(), edits.mask_RW.shape[1]
-    if not entries:
-        return (*mask, unused, unused, unused, 0), masks, False
-    columns = sizes.blocks + BLOCKS_AT_ONCE
-    rows, stride = logits_NV.shape[0], logits_NV.stride(0)
-    begin = torch.empty(rows * columns, dtype=torch.int32, device=logits_NV.device)
-    token_M, bias_M = edits.token_M.contiguous(), edits.bias_M.contiguous()
-    pointers = (*mask, token_M, torch.empty_like(bias_M), begin, columns)
-    padded = 1 << (columns - 1).bit_length()
-    edit_kernel[(rows,)](
-        logits_NV, stride, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
-        edits.subtract_M.contiguous(), pointers, masks, padded, num_warps=4,
-    )  # fmt: skip
-    return pointers, masks, True
+def requests_of(num_B: Tensor, slot_B: Tensor, position_B: Tensor, index_B: Tensor) -> Requests:
+    """These tensors, each contiguous."""
+    return Requests(
+        num_B.contiguous(), slot_B.contiguous(), position_B.contiguous(), index_B.contiguous()
+    )
 
 
 @dataclass(slots=True)
 class Call:
-    """One op's rows, and how its kernels are specialised.
+    """One op on a batch, and how its kernels are specialised.
 
-    B requests of up to `width` rows each; `num_B` says how many drafts a request has (any tensor
-    if width is 1). noise: (token stream, block stream), and whether the rows are drafts, for flat
-    draws of dense rows at draft index `index_B`. dtypes: what may vary, and the device.
+    Attributes:
+        width: most rows of a request.
+        blocks_padded: a power of 2 above the blocks of a row.
+        flat: draws may be by flat noise though top-k is off.
+        stream: of token noise; drafts: whether that is DRAFT_TOKEN.
+        overlap: whether a kernel may start before the one before it has ended.
+        variant: the device, dtypes, and what is None: where it is equal, so is the structure of
+            what a kernel is given.
     """
 
-    logits_NV: Tensor
-    stride: int
-    num_B: Tensor
-    slot_B: Tensor
-    position_B: Tensor
-    index_B: Tensor
+    batch: Batch
     width: int
-    sizes: Sizes
-    scratch: Scratch
-    state: tuple[Tensor, ...]
-    edits: tuple[Any, ...]
-    masks: bool
-    entries: bool
-    filters: bool
+    blocks_padded: int
     flat: bool
     fp64: bool
-    noise: tuple[int, int]
+    stream: int
     drafts: bool
     overlap: bool
-    dtypes: tuple[Any, ...]
+    variant: tuple[Any, ...]
+    packed: Packed | None = None
 
     @classmethod
     def of(
         cls,
         logits_NV: Tensor,
         params: SlotParams | None,
-        where: tuple[Tensor, Tensor, Tensor, Tensor],
+        requests: Requests,
         edits: Edits | None,
+        cache: DraftCache | None,
         fp64: bool,
-        noise: tuple[Stream, Stream],
+        stream: Stream,
         width: int = 1,
-        dtypes: tuple[torch.dtype | None, ...] = (),
+        *variant: Any,
     ) -> Call:
         """Allocates the scratch.
 
         Args:
             params: None for raw logits.
-            where: num_B, slot_B, position_B, index_B.
-            dtypes: of all arguments that may have several, but for the logits'.
+            variant: of whatever else the op's kernels are given.
         """
         check_device(logits_NV)
-        device, (rows, vocabulary) = logits_NV.device, logits_NV.shape
-        sizes = Sizes.of(vocabulary)
-        num_B, slot_B, position_B, index_B = where
-        slot_B = slot_B.contiguous()
-        filters, flat = False, False
-        state: tuple[Tensor, ...] = (slot_B,)
+        rows, slots, flat, cut = rows_of(logits_NV, edits), None, False, False
         if params is not None:
-            filters, flat = params.has_filters, Rule.COUPLED in params.rules
-            state = state_tuple(params)
-        pointers, masks, entries = edits_tuple(edits, logits_NV, sizes, slot_B)
+            slots, flat, cut = slots_of(params), Rule.COUPLED in params.rules, params.has_filters
+        q, q_dtype = None, None
+        if cache is not None:
+            q_dtype, (_, drafts, vocabulary) = cache.logits_SKV.dtype, cache.logits_SKV.shape
+            q = Q(cache.logits_SKV, cache.threshold_SK, cache.lse_SK, drafts, vocabulary)
+        optional = rows.mask is None, rows.entries is None, slots is None, q_dtype, flat, cut
         return cls(
-            logits_NV,
-            logits_NV.stride(0),
-            num_B.contiguous(),
-            slot_B,
-            position_B.contiguous(),
-            index_B.contiguous(),
+            Batch(rows, requests, slots, q, scratch_of(rows, flat, cut)),
             width,
-            sizes,
-            Scratch.of(rows, sizes, device, filters, flat),
-            state,
-            pointers,
-            masks,
-            entries,
-            filters,
+            sizes_of(rows.V)[2],
             flat,
             fp64,
-            (int(noise[0]), int(noise[1])),
-            noise[0] == Stream.DRAFT_TOKEN,
-            overlaps(device),
-            (device, logits_NV.dtype, *dtypes),
+            int(stream),
+            stream == Stream.DRAFT_TOKEN,
+            overlaps(logits_NV.device),
+            (logits_NV.device, logits_NV.dtype, *optional, *variant),
         )
+
+    def pack(self) -> Packed:
+        """The batch, packed once for all kernels of the op."""
+        pack = _PACKERS.get(self.variant)
+        if pack is None:
+            pack = _PACKERS[self.variant] = packer(self.batch)
+        self.packed = pack(self.batch)
+        return self.packed
 
     def launch(
         self,
@@ -271,35 +264,36 @@ class Call:
         early: bool = True,
         **options: Any,
     ) -> None:
-        """Launch a kernel with `given`, then `constants`, the last of which is `overlap`.
+        """Launch a kernel with the batch, `given`, `constants` and, last of these, `overlap`.
 
         Binding about 60 arguments takes Triton 33 to 70 us of the host's time. Once compiled, a
         kernel whose integers, dtypes and alignments are the same is called directly, as Triton's
         own launcher would (3.6 and 3.7), but without hooks.
 
         Args:
-            given: nested alike wherever kernel and constants are the same.
+            given: nested alike wherever kernel, constants and variant are the same.
             early: whether it may start before the kernel launched before it has ended.
         """
         constants = (*constants, self.overlap)
-        key = (id(kernel), early, constants, self.dtypes, *options.values())
+        key = (id(kernel), early, constants, self.variant, *options.values())
         plan = _PLANS.get(key)
         if plan is None:
             plan = _PLANS[key] = packer(given), {}
         pack, kernels = plan
-        addresses, integers, odd = pack(given)
-        found = kernels.get((integers, odd))
-        if found is not None:
-            run, function, metadata = found
-            stream = driver.active.get_current_stream(self.logits_NV.device.index)
+        batch, of_batch = self.packed or self.pack()
+        addresses, of_given = pack(given)
+        compiled = kernels.get((of_batch, of_given))
+        if compiled is not None:
+            run, function, metadata = compiled
+            stream = driver.active.get_current_stream(self.variant[0].index)
             run(
-                programs, 1, 1, stream, function, metadata, None, None, None, *addresses,
+                programs, 1, 1, stream, function, metadata, None, None, None, batch, *addresses,
                 *constants,
             )  # fmt: skip
             return
         if self.overlap and early:
             options["launch_pdl"] = True
-        compiled = kernel[(programs,)](*given, *constants, **options)
+        compiled = kernel[(programs,)](self.batch, *given, *constants, **options)
         if compiled is not None and not torch.version.hip:  # None: interpreted
             # AMD's kernels also depend on the size of each tensor
-            kernels[integers, odd] = compiled.run, compiled.function, compiled.packed_metadata
+            kernels[of_batch, of_given] = compiled.run, compiled.function, compiled.packed_metadata

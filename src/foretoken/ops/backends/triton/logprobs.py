@@ -10,24 +10,25 @@ Processed logits are edited and cut on load; their thresholds are those that sam
 rows with filters are read twice. Scratch takes 1.76 % of raw logits at fp32 size (V = 151 936);
 with filters and edits it is that of sampling.
 
-Tuples:
-    out    = (sum_NJ of 2^((x - the block's maximum) scale), above_NJ, gmax_NG), float32
-    result = (logprob_N, rank_N, top_logprob_NT, top_token_NT)
 Shapes: N rows, V vocabulary, T likeliest tokens, NB blocks and NG groups of a row.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.ops.backends.triton.launch import Call
+from foretoken.ops.backends.triton.launch import Call, requests_of
 from foretoken.ops.backends.triton.noise import LN2, LOG2E
+from foretoken.ops.backends.triton.records import Batch
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     GROUP,
+    GROUPS,
     key_of,
     let_next_start,
     load_at,
@@ -42,65 +43,85 @@ from foretoken.ops.types import Logprobs, Rows, Stream
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
 
+class Measured(NamedTuple):
+    """What the first kernel leaves of each block, and of each group its maximum; float32.
+
+    sum_NJ:   of 2^((x - the block's maximum) scale)
+    above_NJ: how many logits are above the given token's
+    """
+
+    sum_NJ: Tensor
+    above_NJ: Tensor
+    group_top_NG: Tensor
+
+
+class Result(NamedTuple):
+    """The tensors of `Logprobs`."""
+
+    logprob_N: Tensor
+    rank_N: Tensor
+    top_logprob_NT: Tensor
+    top_token_NT: Tensor
+
+
 @triton.jit
-def _law(row, slot_ptr, state, found, PROCESSED: tl.constexpr, FILTERS: tl.constexpr):
-    """(threshold, scale to log2) of a row."""
+def _threshold_and_scale(batch: Batch, row):
+    """What a row is cut by, and its scale to log2; raw logits are neither cut nor scaled."""
     threshold, scale = float("-inf"), LOG2E
-    if PROCESSED:
-        temperature = tl.load(state[1] + tl.load(slot_ptr + row))
+    if batch.slots is not None:
+        temperature = tl.load(batch.slots.temperature_S + tl.load(batch.requests.slot_B + row))
         scale = LOG2E / tl.where(temperature == 0, 1.0, temperature)
-        if FILTERS:
-            threshold = tl.load(found[0] + row)
+        if batch.scratch.filtered is not None:
+            threshold = tl.load(batch.scratch.filtered.threshold_N + row)
     return threshold, scale
 
 
 @triton.jit
-def _given(logits, stride, row, token_ptr, V, edits, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
+def _given_logit(batch: Batch, row, token_N):
     """The edited logit of a row's given token."""
-    token = tl.load(token_ptr + row + tl.arange(0, 1)).to(tl.int32)
-    valid = (token >= 0) & (token < V)
-    return tl.max(load_at(logits, stride, row, token, valid, edits, MASKS, ENTRIES), axis=0)
+    token = tl.load(token_N + row + tl.arange(0, 1)).to(tl.int32)
+    valid = (token >= 0) & (token < batch.rows.V)
+    return tl.max(load_at(batch.rows, row, token, valid), axis=0)
 
 
 @triton.jit
 def measure_kernel(
-    logits, stride, token_ptr, slot_ptr, state, edits, found, out, V, NB, NG, parts,
-    PROCESSED: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
-    PER: tl.constexpr, OVERLAP: tl.constexpr,
+    batch: Batch, token_N, measured: Measured, parts, PER: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Programs: (row, PER blocks of it)."""
+    batch = batch  # see `records.py`
+    rows = batch.rows
     pid = tl.program_id(0)
     wait_for_writes(OVERLAP)
     if pid >= tl.num_programs(0) - FEW_PROGRAMS:  # the others end before these do
         let_next_start(OVERLAP)
     row = (pid // parts).to(tl.int64)
-    threshold, scale = _law(row, slot_ptr, state, found, PROCESSED, FILTERS)
-    own = _given(logits, stride, row, token_ptr, V, edits, MASKS, ENTRIES)
-    own = tl.where(own < threshold, float("-inf"), own)
-    per_block: tl.constexpr = BLOCK // GROUP
-    for k in tl.static_range(PER):
-        j = pid % parts * PER + k
-        if j < NB:
-            x = load_span(
-                logits, stride, row, j * BLOCK, V, edits, BLOCK, MASKS, ENTRIES, "evict_first"
-            )
+    threshold, scale = _threshold_and_scale(batch, row)
+    given = _given_logit(batch, row, token_N)
+    given = tl.where(given < threshold, float("-inf"), given)
+    for n in tl.static_range(PER):
+        j = pid % parts * PER + n
+        if j < rows.NB:
+            x = load_span(rows, row, j * BLOCK, BLOCK, "evict_first")
             x = tl.where(x < threshold, float("-inf"), x)
-            top_G = tl.max(tl.reshape(x, (per_block, GROUP)), axis=1)
+            top_G = tl.max(tl.reshape(x, (GROUPS, GROUP)), axis=1)
             top = tl.max(top_G, axis=0)
             base = tl.where(top == float("-inf"), 0.0, top)
-            tl.store(out[0] + row * NB + j, tl.sum(tl.exp2((x - base) * scale), axis=0))
-            above = tl.sum((x > own).to(tl.int32), axis=0)
-            tl.store(out[1] + row * NB + j, above.to(tl.float32))
-            group = j * per_block + tl.arange(0, per_block)
-            tl.store(out[2] + row * NG + group, top_G, mask=group < NG)
+            place = row * rows.NB + j
+            tl.store(measured.sum_NJ + place, tl.sum(tl.exp2((x - base) * scale), axis=0))
+            above = tl.sum((x > given).to(tl.int32), axis=0)
+            tl.store(measured.above_NJ + place, above.to(tl.float32))
+            group = j * GROUPS + tl.arange(0, GROUPS)
+            place = measured.group_top_NG + row * rows.NG + group
+            tl.store(place, top_G, mask=group < rows.NG)
 
 
 @triton.jit
 def _first(x, id_, T, TP: tl.constexpr):
     """(value, id) of the first T of a block, values falling, then ids rising; [TP].
 
-    T rounds of two reductions: with bitonic sorts instead `likeliest_kernel` came to 17 300
-    instructions for T = 64, compiled in 18 s, with this to 1 770 in 2 s.
+    T rounds of two reductions: a tenth of the instructions, and of the time to compile them, that
+    sorting takes.
     """
     key, i = key_of(x), tl.arange(0, TP)
     best, at = tl.zeros((TP,), tl.uint32), tl.zeros((TP,), tl.int32)
@@ -114,37 +135,40 @@ def _first(x, id_, T, TP: tl.constexpr):
 
 @triton.jit
 def likeliest_kernel(
-    logits, stride, token_ptr, slot_ptr, state, edits, found, out, result, V, NB, NG, T,
-    PROCESSED: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
-    NBP: tl.constexpr, TP: tl.constexpr, OVERLAP: tl.constexpr,
+    batch: Batch, token_N, measured: Measured, result: Result, T, NBP: tl.constexpr,
+    TP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: rows."""
+    """Programs: rows. TP: a power of 2 from T on; 0 if T is."""
+    batch = batch  # see `records.py`
+    rows = batch.rows
     row = tl.program_id(0).to(tl.int64)
-    own = _given(logits, stride, row, token_ptr, V, edits, MASKS, ENTRIES)
+    given = _given_logit(batch, row, token_N)
     wait_for_writes(OVERLAP)
-    threshold, scale = _law(row, slot_ptr, state, found, PROCESSED, FILTERS)
-    own = tl.where(own < threshold, float("-inf"), own)
-    per_block: tl.constexpr = BLOCK // GROUP
-    j, g = tl.arange(0, NBP), tl.arange(0, NBP * per_block)
-    top_G = tl.load(out[2] + row * NG + g, mask=g < NG, other=float("-inf"), cache_modifier=".cg")
-    top_J = tl.max(tl.reshape(top_G, (NBP, per_block)), axis=1)
+    threshold, scale = _threshold_and_scale(batch, row)
+    given = tl.where(given < threshold, float("-inf"), given)
+    j, g = tl.arange(0, NBP), tl.arange(0, NBP * GROUPS)
+    top_G = tl.load(measured.group_top_NG + row * rows.NG + g, mask=g < rows.NG,
+                    other=float("-inf"), cache_modifier=".cg")  # fmt: skip
+    top_J = tl.max(tl.reshape(top_G, (NBP, GROUPS)), axis=1)
     top = tl.max(top_J, axis=0)
-    sum_J = tl.load(out[0] + row * NB + j, mask=j < NB, other=0.0, cache_modifier=".cg")
-    above_J = tl.load(out[1] + row * NB + j, mask=j < NB, other=0.0, cache_modifier=".cg")
+    place, inside = row * rows.NB + j, j < rows.NB
+    sum_J = tl.load(measured.sum_NJ + place, mask=inside, other=0.0, cache_modifier=".cg")
+    above_J = tl.load(measured.above_NJ + place, mask=inside, other=0.0, cache_modifier=".cg")
     lse = tl.log2(tl.sum(sum_J * tl.exp2((top_J - top) * scale), axis=0))
-    tl.store(result[0] + row, ((own - top) * scale - lse) * LN2)
-    tl.store(result[1] + row, tl.sum(above_J.to(tl.int64), axis=0) + 1)
+    tl.store(result.logprob_N + row, ((given - top) * scale - lse) * LN2)
+    tl.store(result.rank_N + row, tl.sum(above_J.to(tl.int64), axis=0) + 1)
     if TP > 0:
         _, group = _first(top_G, g, T, TP)
         t = tl.arange(0, TP)
         off = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], (TP * GROUP,))
         valid = tl.reshape(tl.broadcast_to((t < T)[:, None], (TP, GROUP)), (TP * GROUP,))
-        x = load_at(logits, stride, row, off, valid & (off < V), edits, MASKS, ENTRIES)
+        x = load_at(rows, row, off, valid & (off < rows.V))
         x = tl.where(x < threshold, float("-inf"), x)
         x, token = _first(x, tl.where(valid, off, _NO_ID), T, TP)
-        tl.store(result[2] + row * T + t, ((x - top) * scale - lse) * LN2, mask=t < T)
-        token = tl.minimum(token, V - 1)  # of a row of NaN
-        tl.store(result[3] + row * T + t, token.to(tl.int64), mask=t < T)
+        logprob = ((x - top) * scale - lse) * LN2
+        tl.store(result.top_logprob_NT + row * T + t, logprob, mask=t < T)
+        token = tl.minimum(token, rows.V - 1)  # of a row of NaN
+        tl.store(result.top_token_NT + row * T + t, token.to(tl.int64), mask=t < T)
 
 
 def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
@@ -155,36 +179,35 @@ def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     # Raw logits have no slots: no kernel reads those that stand for them.
     given_rows = asked if isinstance(asked, Rows) else (asked, None, token_N, None)
     logits_NV, params, slot_N, edits = given_rows
-    rows, device = len(logits_NV), logits_NV.device
+    number, device = len(logits_NV), logits_NV.device
     found = Logprobs(
-        torch.empty(rows, device=device),
-        torch.empty(rows, dtype=torch.int64, device=device),
-        torch.empty(rows, num_top, device=device),
-        torch.empty(rows, num_top, dtype=torch.int64, device=device),
+        torch.empty(number, device=device),
+        torch.empty(number, dtype=torch.int64, device=device),
+        torch.empty(number, num_top, device=device),
+        torch.empty(number, num_top, dtype=torch.int64, device=device),
     )
-    if not rows:
+    if not number:
         return found
-    where = (slot_N,) * 4
-    streams = (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
-    call = Call.of(logits_NV, params, where, edits, False, streams, dtypes=(token_N.dtype,))
-    sizes, out = call.sizes, call.scratch.out
-    if call.filters:
+    requests, stream = requests_of(slot_N, slot_N, slot_N, slot_N), Stream.TARGET_TOKEN
+    call = Call.of(logits_NV, params, requests, edits, None, False, stream, 1, token_N.dtype)
+    rows, scratch = call.batch.rows, call.batch.scratch
+    measured = Measured(
+        scratch.mass_NJ,
+        torch.empty_like(scratch.mass_NJ) if scratch.best_NJ is None else scratch.best_NJ,
+        torch.empty(number * rows.NG, device=device)
+        if scratch.filtered is None
+        else scratch.filtered.group_top_NG,
+    )
+    if scratch.filtered is not None:
         reduce_rows(call)
-    else:
-        out = (out[0], torch.empty_like(out[0]), torch.empty(rows, sizes.groups, device=device))
-    given = (
-        logits_NV, call.stride, token_N.contiguous(), call.slot_B, call.state, call.edits,
-        call.scratch.found, out,
-    )  # fmt: skip
-    bounds = (sizes.vocabulary, sizes.blocks, sizes.groups)
-    special = (params is not None, call.masks, call.entries, call.filters)
-    per = 1 if rows * sizes.blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
-    parts = -(-sizes.blocks // per)
-    call.launch(measure_kernel, rows * parts, (*given, *bounds, parts), *special, per, num_warps=1)
-    result = (found.logprob_N, found.rank_N, found.top_logprob_NT, found.top_token_NT)
+    per = 1 if number * rows.NB <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
+    parts = -(-rows.NB // per)
+    given = token_N.contiguous(), measured
+    call.launch(measure_kernel, number * parts, (*given, parts), per, num_warps=1)
+    result = Result(found.logprob_N, found.rank_N, found.top_logprob_NT, found.top_token_NT)
     width = 1 << (num_top - 1).bit_length() if num_top else 0
     call.launch(
-        likeliest_kernel, rows, (*given, result, *bounds, num_top), *special, sizes.blocks_padded,
-        width, num_warps=4,
+        likeliest_kernel, number, (*given, result, num_top), call.blocks_padded, width,
+        num_warps=4,
     )  # fmt: skip
     return found

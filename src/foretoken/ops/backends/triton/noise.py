@@ -1,18 +1,23 @@
 """Noise by name on the device: Philox4x32-10, uniforms and Gumbel noise in base 2.
 
-A stream of noise is named by a tuple `at` = (key, position, draft index, stream); see design,
-"noise by name". Draw i is word i mod 4 of group i div 4; in FP64 word pair i mod 2 of group
-i div 2.
-Noise is scaled by log2 e, since logits are held in units of log 2 (exp2 and log2 are instructions).
+A stream of noise is named by an `Address`. Draw i of a stream is word i mod 4 of group i div 4; in
+FP64 it is word pair i mod 2 of group i div 2. Noise is scaled by log2 e, since logits are held in
+units of log 2 (exp2 and log2 are instructions).
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from foretoken.ops.types import Stream
+
+TARGET_TOKEN = tl.constexpr(int(Stream.TARGET_TOKEN))  # of each pair the block stream is one above
+RESIDUAL_TOKEN = tl.constexpr(int(Stream.RESIDUAL_TOKEN))
+ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 _ONE_INSTRUCTION = tl.constexpr(not triton.knobs.runtime.interpret and not torch.version.hip)
@@ -21,11 +26,27 @@ _LOWEST = tl.constexpr(-2.79)  # noise that `sure_argmax` does not tell from low
 _SLACK = tl.constexpr(1.2207e-4)  # 2 * 2^-14
 _ROUNDING = tl.constexpr(2.384185791015625e-7)  # 2^-22
 
+Address = namedtuple("Address", "key position draft_index stream")
+"""The name of a stream of noise."""
+
+Noise64 = namedtuple("Noise64", "high low near")
+"""Gumbel noise in FP64: the two words it is made of, and what it nearly is, in FP32."""
+
 
 @triton.jit
-def words(at, group):
+def block_address(address: Address):
+    """The block stream that belongs to a token stream."""
+    return Address(address.key, address.position, address.draft_index, address.stream + 1)
+
+
+@triton.jit
+def words(address: Address, group):
     """The four words of each group (int32 block)."""
-    return tl.philox(at[0], group, at[1], at[2], at[3])
+    zero = tl.full((), 0, tl.int32)
+    position = address.position.to(tl.int32)
+    return tl.philox(
+        address.key, group, position, zero + address.draft_index, zero + address.stream
+    )
 
 
 @triton.jit
@@ -76,52 +97,52 @@ def gumbel64(u):
 
 
 @triton.jit
-def _pairs_span(at, first, COUNT: tl.constexpr):
+def _pairs_span(address: Address, first, COUNT: tl.constexpr):
     """Word pairs (high, low) of FP64 draws first, first + 1, ...; `first` is a multiple of 2."""
-    a, b, c, d = words(at, (first // 2 + tl.arange(0, COUNT // 2)).to(tl.int32))
+    a, b, c, d = words(address, (first // 2 + tl.arange(0, COUNT // 2)).to(tl.int32))
     return tl.reshape(tl.join(a, c), (COUNT,)), tl.reshape(tl.join(b, d), (COUNT,))
 
 
 @triton.jit
-def _pairs_at(at, index):
+def _pairs_at(address: Address, index):
     """The word pairs of any FP64 draws."""
-    a, b, c, d = words(at, (index // 2).to(tl.int32))
+    a, b, c, d = words(address, (index // 2).to(tl.int32))
     odd = index % 2 == 1
     return tl.where(odd, c, a), tl.where(odd, d, b)
 
 
 @triton.jit
-def gumbel_span(at, first, COUNT: tl.constexpr, FP64: tl.constexpr):
+def gumbel_span(address: Address, first, COUNT: tl.constexpr, FP64: tl.constexpr):
     """Draws first, first + 1, ... [COUNT]; `first` is a multiple of 4."""
     if FP64:
-        high, low = _pairs_span(at, first, COUNT)
+        high, low = _pairs_span(address, first, COUNT)
         return gumbel64(uniform64(high, low))
     else:
-        a, b, c, d = words(at, (first // 4 + tl.arange(0, COUNT // 4)).to(tl.int32))
+        a, b, c, d = words(address, (first // 4 + tl.arange(0, COUNT // 4)).to(tl.int32))
         even, odd = tl.join(uniform32(a), uniform32(c)), tl.join(uniform32(b), uniform32(d))
         return gumbel(tl.reshape(tl.join(even, odd), (COUNT,)))
 
 
 @triton.jit
-def uniform_at(at, index, FP64: tl.constexpr):
+def uniform_at(address: Address, index, FP64: tl.constexpr):
     """Draw `index` (int block) of a stream."""
     if FP64:
-        high, low = _pairs_at(at, index)
+        high, low = _pairs_at(address, index)
         return uniform64(high, low)
     else:
-        a, b, c, d = words(at, (index // 4).to(tl.int32))
+        a, b, c, d = words(address, (index // 4).to(tl.int32))
         word = index % 4
         low, high = tl.where(word == 0, a, b), tl.where(word == 2, c, d)
         return uniform32(tl.where(word < 2, low, high))
 
 
 @triton.jit
-def gumbel_at(at, index, FP64: tl.constexpr):
+def gumbel_at(address: Address, index, FP64: tl.constexpr):
     """Gumbel noise of any ids, one group computed for each."""
     if FP64:
-        return gumbel64(uniform_at(at, index, True))
+        return gumbel64(uniform_at(address, index, True))
     else:
-        return gumbel(uniform_at(at, index, False))
+        return gumbel(uniform_at(address, index, False))
 
 
 @triton.jit
@@ -175,71 +196,39 @@ def sure_argmax(weight, near):
 
 
 @triton.jit
-def argmax64(weight, high, low, near):
+def argmax64(weight, noise: Noise64):
     """Where weight + FP64 noise is largest, the first on ties; FP64 only where FP32 cannot tell."""
-    best = sure_argmax(weight, near)
+    best = sure_argmax(weight, noise.near)
     if best < 0:
-        score = weight + gumbel64(uniform64(high, low))
+        score = weight + gumbel64(uniform64(noise.high, noise.low))
         best = tl.argmax(tl.where(weight > float("-inf"), score, float("-inf")), axis=0)
     return best
 
 
 @triton.jit
-def noise_span(at, first, COUNT: tl.constexpr, FP64: tl.constexpr):
-    """Draws first, first + 1, ... as `argmax_with` takes them; `first` is a multiple of 4."""
+def noise_span(address: Address, first, COUNT: tl.constexpr, FP64: tl.constexpr):
+    """Gumbel noise of draws first, first + 1, ... for `argmax_with`; `first` is a multiple of 4."""
     if FP64:
-        high, low = _pairs_span(at, first, COUNT)
-        return high, low, near_gumbel64(high, low)
+        high, low = _pairs_span(address, first, COUNT)
+        return Noise64(high, low, near_gumbel64(high, low))
     else:
-        return (gumbel_span(at, first, COUNT, False),)
+        return gumbel_span(address, first, COUNT, False)
+
+
+@triton.jit
+def noise_at(address: Address, index, FP64: tl.constexpr):
+    """Gumbel noise of any draws, for `argmax_with`."""
+    if FP64:
+        high, low = _pairs_at(address, index)
+        return Noise64(high, low, near_gumbel64(high, low))
+    else:
+        return gumbel_at(address, index, False)
 
 
 @triton.jit
 def argmax_with(weight, noise, FP64: tl.constexpr):
     """Where weight + noise is largest: the first on ties, NaN passed over."""
     if FP64:
-        return argmax64(weight, noise[0], noise[1], noise[2])
+        return argmax64(weight, noise)
     else:
-        score = tl.where(weight > float("-inf"), weight + noise[0], float("-inf"))
-        return argmax32(score)
-
-
-@triton.jit
-def argmax_at(weight, at, index, FP64: tl.constexpr):
-    """`argmax_with` the draws of any ids."""
-    if FP64:
-        high, low = _pairs_at(at, index)
-        return argmax64(weight, high, low, near_gumbel64(high, low))
-    else:
-        return argmax_with(weight, (gumbel_at(at, index, False),), False)
-
-
-@triton.jit
-def _uniform_kernel(index, key, position, draft_index, stream, out, FP64: tl.constexpr):
-    m = tl.program_id(0)
-    at = (
-        tl.load(key + m),
-        tl.load(position + m).to(tl.int32),
-        tl.load(draft_index + m).to(tl.int32),
-        tl.full((), 0, tl.int32) + stream,
-    )
-    u = uniform_at(at, tl.load(index + m) + tl.zeros((1,), tl.int64), FP64)
-    tl.store(out + m + tl.arange(0, 1), u)
-
-
-def uniform(
-    index_M: Tensor,
-    key_M: Tensor,
-    position_M: Tensor,
-    draft_index_M: Tensor,
-    stream: int,
-    fp64: bool = False,
-) -> Tensor:
-    """Draw index_M[m] of the stream named by (key, position, draft index): [M] in (0, 1)."""
-    out = torch.empty(
-        len(index_M), dtype=torch.float64 if fp64 else torch.float32, device=index_M.device
-    )
-    where = [x.contiguous() for x in (index_M, key_M, position_M, draft_index_M)]
-    if len(index_M):
-        _uniform_kernel[(len(index_M),)](*where, int(stream), out, fp64)
-    return out
+        return argmax32(tl.where(weight > float("-inf"), weight + noise, float("-inf")))

@@ -10,27 +10,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.ops.backends.triton.launch import Call
+from foretoken.ops.backends.triton.launch import Call, requests_of
+from foretoken.ops.backends.triton.records import Batch
 from foretoken.ops.backends.triton.rows import BLOCK, load_span
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.types import Rows, Stream
 
 
 @triton.jit
-def _write_kernel(
-    logits, stride, slot_ptr, state, edits, found, out, V, NB, MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr, FILTERS: tl.constexpr,
-):  # fmt: skip
+def _write_kernel(batch: Batch, out_NV):
     """A program per block of a row."""
+    batch = batch  # see `records.py`
+    rows, filtered = batch.rows, batch.scratch.filtered
     pid = tl.program_id(0)
-    row, first = (pid // NB).to(tl.int64), pid % NB * BLOCK
-    temperature = tl.load(state[1] + tl.load(slot_ptr + row))
-    x = load_span(logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_first")
-    if FILTERS:
-        x = tl.where(x < tl.load(found[0] + row), float("-inf"), x)
+    row, first = (pid // rows.NB).to(tl.int64), pid % rows.NB * BLOCK
+    temperature = tl.load(batch.slots.temperature_S + tl.load(batch.requests.slot_B + row))
+    x = load_span(rows, row, first, BLOCK, "evict_first")
+    if filtered is not None:
+        x = tl.where(x < tl.load(filtered.threshold_N + row), float("-inf"), x)
     x = x / tl.where(temperature == 0, 1.0, temperature)
     off = first + tl.arange(0, BLOCK)
-    tl.store(out + row * V + off, x, mask=off < V)
+    tl.store(out_NV + row * rows.V + off, x, mask=off < rows.V)
 
 
 def process_logits(asked: Rows) -> Tensor:
@@ -39,18 +39,12 @@ def process_logits(asked: Rows) -> Tensor:
     Returns new float32 [N, V].
     """
     logits_NV, params, slot_N, edits = asked
-    where = (slot_N, slot_N, slot_N, slot_N)
-    call = Call.of(
-        logits_NV, params, where, edits, False, (Stream.TARGET_TOKEN, Stream.TARGET_BLOCK)
-    )
-    rows, sizes = logits_NV.shape[0], call.sizes
+    requests = requests_of(slot_N, slot_N, slot_N, slot_N)
+    call = Call.of(logits_NV, params, requests, edits, None, False, Stream.TARGET_TOKEN)
     out_NV = torch.empty(logits_NV.shape, dtype=torch.float32, device=logits_NV.device)
-    if not rows:
+    if not len(out_NV):
         return out_NV
-    if call.filters:
+    if call.batch.scratch.filtered is not None:
         reduce_rows(call)
-    _write_kernel[(rows * sizes.blocks,)](
-        logits_NV, call.stride, call.slot_B, call.state, call.edits, call.scratch.found,
-        out_NV, sizes.vocabulary, sizes.blocks, call.masks, call.entries, call.filters, num_warps=4,
-    )  # fmt: skip
+    _write_kernel[(len(out_NV) * call.batch.rows.NB,)](call.batch, out_NV, num_warps=4)
     return out_NV

@@ -1,31 +1,67 @@
-"""What every kernel does first: find its row, its slot's parameters, and load edited logits.
+"""What every kernel does first: find its row, read its slot's parameters, load edited logits.
 
 Kernels run over requests b and the rows i = 0..K_b of each. Logits are loaded raw in any float
 dtype, edited on load, and held in float32; nothing writes them back.
 
-Tuples passed to kernels (device pointers):
-    state  = (key_S, temperature_S, top_k_S, top_p_S, min_p_S, rule_S); `params` is a name that
-             Triton's launcher keeps to itself
-    edits  = (mask_RW, mask_N, words of a mask, token_M, value_M, begin_NJ, columns of that):
-              value_M are the entries' edited logits, begin_NJ is where each block's entries begin
-
-Shapes: B requests, N rows, V vocabulary, S slots, M entries, R masks, W words.
+Shapes: B requests, N rows, V vocabulary, S slots, M entries.
 """
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from foretoken.ops.backends.triton.noise import log2
+from foretoken.ops.backends.triton.noise import LOG2E, log2
+from foretoken.ops.backends.triton.records import Entries, Mask, RawRows, Requests, Slots
+from foretoken.ops.backends.triton.rules import COUPLED
 
 BLOCK = tl.constexpr(1024)  # ids per block of the hierarchical draw
 GROUP = tl.constexpr(64)  # ids per group whose maximum is kept
+GROUPS = tl.constexpr(BLOCK.value // GROUP.value)  # per block
 CAPACITY = tl.constexpr(128)  # entries of a row's list of survivors
 FIXED = tl.constexpr(1099511627776.0)  # 2^40: sums of integers are the same in any order
 CHUNK = tl.constexpr(128)  # requests whose rows `first_row` sums at once
 _ENTRIES_AT_ONCE = tl.constexpr(512)
+
+Settings = namedtuple(
+    "Settings", "slot key rule greedy scale top_k top_p min_p counted flat filtered"
+)
+"""What a slot asks for.
+
+greedy:   T=0
+scale:    from logits to log2 of unnormalised probabilities
+counted:  whether top-k is active
+flat:     whether draws are by flat noise: top-k is active, or the rule is COUPLED
+filtered: whether top-k, top-p or min-p may drop tokens
+"""
+
+
+@triton.jit
+def read_settings(slots: Slots, slot, V):
+    """The settings of a slot for rows of V logits; what a kernel does not use is not loaded."""
+    temperature = tl.load(slots.temperature_S + slot)
+    rule = tl.load(slots.rule_S + slot)
+    top_k, top_p = tl.load(slots.top_k_S + slot), tl.load(slots.top_p_S + slot)
+    min_p = tl.load(slots.min_p_S + slot)
+    greedy, counted = temperature == 0, (top_k > 0) & (top_k < V)
+    dropping = counted | (top_p < 1) | (min_p > 0)
+    scale = LOG2E / tl.where(greedy, 1.0, temperature)
+    return Settings(
+        slot=slot,
+        key=tl.load(slots.key_S + slot),
+        rule=rule,
+        greedy=greedy,
+        scale=scale,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        counted=counted,
+        flat=counted | (rule == COUPLED),
+        filtered=dropping & (temperature > 0),
+    )
 
 
 @triton.jit
@@ -43,7 +79,7 @@ def wait_for_writes(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def first_row(num_ptr, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr = CHUNK):
+def first_row(requests: Requests, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr = CHUNK):
     """The row that decides request b's first token: the sum of K + 1 over those before it.
 
     CHUNK: how many are summed at once; for up to 4 of them a warp needs no other.
@@ -51,63 +87,50 @@ def first_row(num_ptr, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr = CHUNK):
     if RAGGED:
         total = tl.zeros((CHUNK,), tl.int64)
         for start in range(0, b, CHUNK):
-            index = start + tl.arange(0, CHUNK)
-            total += tl.where(index < b, tl.load(num_ptr + index, mask=index < b, other=0) + 1, 0)
+            before = start + tl.arange(0, CHUNK)
+            num = tl.load(requests.num_B + before, mask=before < b, other=0)
+            total += tl.where(before < b, num + 1, 0)
         return tl.sum(total, axis=0)
     else:
         return b.to(tl.int64)
 
 
 @triton.jit
-def is_filtered(state, slot, V):
-    """Whether top-k, top-p or min-p may drop tokens of this slot's rows."""
-    top_k = tl.load(state[2] + slot)
-    dropping = ((top_k > 0) & (top_k < V)) | (tl.load(state[3] + slot) < 1)
-    dropping = dropping | (tl.load(state[4] + slot) > 0)
-    return dropping & (tl.load(state[1] + slot) > 0)
-
-
-@triton.jit
-def is_flat(state, slot, V):
-    """Whether this slot draws with flat noise: top-k is active, or its rule is COUPLED (2)."""
-    top_k = tl.load(state[2] + slot)
-    return ((top_k > 0) & (top_k < V)) | (tl.load(state[5] + slot) == 2)
-
-
-@triton.jit
 def edit_kernel(
-    logits, stride, start_ptr, bias_ptr, repetition_ptr, subtract_ptr, edits,
-    MASKS: tl.constexpr, WIDTH: tl.constexpr,
+    rows: RawRows, entries: Entries, start_N1, bias_M, repetition_M, subtract_M, WIDTH: tl.constexpr
 ):  # fmt: skip
     """A program per row fills `value_M` and `begin_NJ`: an entry is edited once, found at once.
 
-    A masked entry is -inf, as the mask comes first. The search finds its tokens in the L1 cache.
+    `rows` have no entries yet. A masked one is -inf, as the mask comes first. The search finds its
+    tokens in the L1 cache.
     """
     row = tl.program_id(0).to(tl.int64)
-    begin, end = tl.load(start_ptr + row), tl.load(start_ptr + row + 1)
+    begin, end = tl.load(start_N1 + row), tl.load(start_N1 + row + 1)
     for first in range(begin, end, _ENTRIES_AT_ONCE):
         e = first + tl.arange(0, _ENTRIES_AT_ONCE)
-        own = e < end
-        token = tl.load(edits[3] + e, mask=own, other=0)
-        x = load_at(logits, stride, row, token, own, edits, MASKS, False)
-        x = x + tl.load(bias_ptr + e, mask=own, other=0.0)
-        repetition = tl.load(repetition_ptr + e, mask=own, other=1.0)
+        mine = e < end
+        token = tl.load(entries.token_M + e, mask=mine, other=0)
+        x = load_at(rows, row, token, mine)
+        x = x + tl.load(bias_M + e, mask=mine, other=0.0)
+        repetition = tl.load(repetition_M + e, mask=mine, other=1.0)
         x = tl.where(x > 0, x / repetition, x * repetition)
-        tl.store(edits[4] + e, x - tl.load(subtract_ptr + e, mask=own, other=0.0), mask=own)
+        x = x - tl.load(subtract_M + e, mask=mine, other=0.0)
+        tl.store(entries.value_M + e, x, mask=mine)
     j = tl.arange(0, WIDTH)
     none = tl.zeros((WIDTH,), tl.int64)
-    at = _first_entry(edits[3], begin + none, end + none, j * BLOCK)
-    tl.store(edits[5] + row * edits[6] + j, at.to(tl.int32), mask=j < edits[6])
+    e = _first_entry(entries, begin + none, end + none, j * BLOCK)
+    place = entries.begin_NJ + row * entries.columns + j
+    tl.store(place, e.to(tl.int32), mask=j < entries.columns)
 
 
 @triton.jit
-def _first_entry(token_ptr, low, high, id_):
+def _first_entry(entries: Entries, low, high, id_):
     """The first of the entries low..high - 1 whose token is >= id_, else high; a lane each."""
     size = tl.max(high - low, axis=0)
     while size > 0:
         open_ = low < high
         middle = (low + high) // 2
-        below = open_ & (tl.load(token_ptr + middle, mask=open_, other=0) < id_)
+        below = open_ & (tl.load(entries.token_M + middle, mask=open_, other=0) < id_)
         high = tl.where(open_ & ~below, middle, high)
         low = tl.where(below, middle + 1, low)
         size = size // 2
@@ -115,69 +138,62 @@ def _first_entry(token_ptr, low, high, id_):
 
 
 @triton.jit
-def _masked(x, off, row, V, edits):
-    """Drop what the row's mask does not allow."""
-    mask = tl.load(edits[1] + row)
-    if mask >= 0:
-        word = tl.load(edits[0] + mask * edits[2] + off // 32, mask=off < V, other=0)
-        x = tl.where(((word >> (off % 32).to(tl.int32)) & 1) == 1, x, float("-inf"))
-    return x
+def _allowed(mask: Mask, index, off, valid):
+    """Whether mask `index` allows the ids `off`; where not `valid` nothing is loaded."""
+    word = tl.load(mask.bits_RW + index * mask.words + off // 32, mask=valid, other=-1)
+    return ((word >> (off % 32).to(tl.int32)) & 1) == 1
 
 
 @triton.jit
-def load_span(
-    logits,
-    stride,
-    row,
-    first,
-    V,
-    edits,
-    WIDTH: tl.constexpr,
-    MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    evict: tl.constexpr,
-):
+def load_span(rows: RawRows, row, first, WIDTH: tl.constexpr, evict: tl.constexpr):
     """Edited logits first..first + WIDTH - 1 of a row, float32; -inf behind the row's end."""
     begin, end = 0, 0
-    if ENTRIES:  # loaded before the logits are waited for
-        at = edits[5] + row * edits[6] + first // BLOCK
-        begin, end = tl.load(at), tl.load(at + (WIDTH + BLOCK - 1) // BLOCK)
+    if rows.entries is not None:  # loaded before the logits are waited for
+        place = rows.entries.begin_NJ + row * rows.entries.columns + first // BLOCK
+        begin, end = tl.load(place), tl.load(place + (WIDTH + BLOCK - 1) // BLOCK)
     off = first + tl.arange(0, WIDTH)
     x = tl.load(
-        logits + row * stride + off, mask=off < V, other=float("-inf"), eviction_policy=evict
+        rows.logits_NV + row * rows.stride + off,
+        mask=off < rows.V,
+        other=float("-inf"),
+        eviction_policy=evict,
     ).to(tl.float32)
-    if MASKS:
-        x = _masked(x, off, row, V, edits)
-    if ENTRIES:
+    if rows.mask is not None:
+        index = tl.load(rows.mask.index_N + row)
+        if index >= 0:
+            x = tl.where(_allowed(rows.mask, index, off, off < rows.V), x, float("-inf"))
+    if rows.entries is not None:
+        token_M, value_M = rows.entries.token_M, rows.entries.value_M
         for one in range(begin, end, 2):  # in pairs: twice as many loads under way
             two = tl.minimum(one + 1, end - 1)  # the last twice, if their number is odd
-            token, value = tl.load(edits[3] + one).to(tl.int32), tl.load(edits[4] + one)
-            token_two, value_two = tl.load(edits[3] + two).to(tl.int32), tl.load(edits[4] + two)
+            token, value = tl.load(token_M + one).to(tl.int32), tl.load(value_M + one)
+            token_two, value_two = tl.load(token_M + two).to(tl.int32), tl.load(value_M + two)
             x = tl.where(off == token, value, x)
             x = tl.where(off == token_two, value_two, x)
     return x
 
 
 @triton.jit
-def load_at(logits, stride, row, off, valid, edits, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
+def load_at(rows: RawRows, row, off, valid):
     """Edited logits at any ids (int block) of a row, or of a row each; -inf where not `valid`.
 
     Entries are found by a binary search in each lane, among those of the id's block.
     """
     row = row + tl.zeros_like(off)
-    x = tl.load(logits + row * stride + off, mask=valid, other=float("-inf")).to(tl.float32)
-    if MASKS:
-        mask = tl.load(edits[1] + row)
-        use = valid & (mask >= 0)
-        word = tl.load(edits[0] + mask * edits[2] + off // 32, mask=use, other=-1)
-        x = tl.where(((word >> (off % 32).to(tl.int32)) & 1) == 1, x, float("-inf"))
-    if ENTRIES:
-        at = edits[5] + row * edits[6] + off // BLOCK
-        end = tl.load(at + 1, mask=valid, other=0)
-        e = _first_entry(edits[3], tl.load(at, mask=valid, other=0), end, off)
+    place = rows.logits_NV + row * rows.stride + off
+    x = tl.load(place, mask=valid, other=float("-inf")).to(tl.float32)
+    if rows.mask is not None:
+        index = tl.load(rows.mask.index_N + row)
+        masked = valid & (index >= 0)
+        x = tl.where(_allowed(rows.mask, index, off, masked), x, float("-inf"))
+    if rows.entries is not None:
+        entries = rows.entries
+        begin = entries.begin_NJ + row * entries.columns + off // BLOCK
+        end = tl.load(begin + 1, mask=valid, other=0)
+        e = _first_entry(entries, tl.load(begin, mask=valid, other=0), end, off)
         found = e < end
-        found = found & (tl.load(edits[3] + e, mask=found, other=-1) == off)
-        x = tl.where(found, tl.load(edits[4] + e, mask=found, other=0.0), x)
+        found = found & (tl.load(entries.token_M + e, mask=found, other=-1) == off)
+        x = tl.where(found, tl.load(entries.value_M + e, mask=found, other=0.0), x)
     return x
 
 
@@ -221,7 +237,11 @@ def log2_sum_rows(x):
 
 
 @triton.jit
-def load_masses(mass, row, NB, NBP: tl.constexpr):
-    """The masses of a row's blocks [NBP], -inf behind the last. Read past L1: others wrote them."""
+def load_blocks(per_block_NJ, row, NB, NBP: tl.constexpr):
+    """What was written for each block of a row [NBP], -inf behind the last.
+
+    Read past the L1 cache: other multiprocessors wrote it.
+    """
     j = tl.arange(0, NBP)
-    return tl.load(mass + row * NB + j, mask=j < NB, other=float("-inf"), cache_modifier=".cg")
+    place = per_block_NJ + row * NB + j
+    return tl.load(place, mask=j < NB, other=float("-inf"), cache_modifier=".cg")

@@ -1,13 +1,32 @@
 """The verification rules of `ops/rules.py` on the device: one request, its K drafts as a vector.
 
-Belongs here: one function per rule, and what decides where a prefix ends. Tests hold them against
-`ops/rules.py`. Everything is in log2; column i is about draft i, as there.
+Belongs here: a number and a function per rule, and what decides where a prefix ends. What calls
+them is `decide.py: _apply_rule`; tests hold them against the oracle. Everything is in log2; column
+i is about draft i, as there.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from foretoken.ops.types import Rule
+
+STANDARD = tl.constexpr(int(Rule.STANDARD))
+BLOCK_RULE = tl.constexpr(int(Rule.BLOCK))  # apart from `rows.py: BLOCK`
+COUPLED = tl.constexpr(int(Rule.COUPLED))
+SYNTHETIC = tl.constexpr(int(Rule.SYNTHETIC))
+
+
+@triton.jit
+def is_stated(rule, BLOCKS: tl.constexpr, RATES: tl.constexpr):
+    """Whether the kernels state this rule. BLOCKS, RATES: they are made for BLOCK, SYNTHETIC."""
+    stated = (rule == STANDARD) | (rule == COUPLED)
+    if BLOCKS:
+        stated = stated | (rule == BLOCK_RULE)
+    if RATES:
+        stated = stated | (rule == SYNTHETIC)
+    return stated
 
 
 @triton.jit

@@ -1,31 +1,35 @@
 """Gumbel-max sampling of raw logits on the device: a scan, filters if there are any, and a draw.
 
 The scan and the draw are two launches: with the draw done by the last program of a row the pass
-over 1024 rows took 152 us against 137 + 7 (H200, decision 010).
+takes longer (decision 010).
 
 Shapes: N rows, V vocabulary, B requests, S slots.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.ops.backends.triton.draw import draw, lots
+from foretoken.ops.backends.triton.draw import FROM_P, Target, draw, noise_of_blocks
 from foretoken.ops.backends.triton.filters import filter_kernel
-from foretoken.ops.backends.triton.launch import Call, at_most_registers
-from foretoken.ops.backends.triton.noise import LN2, LOG2E
+from foretoken.ops.backends.triton.launch import Call, at_most_registers, requests_of
+from foretoken.ops.backends.triton.noise import LN2
+from foretoken.ops.backends.triton.records import Batch
 from foretoken.ops.backends.triton.rows import (
-    is_flat,
-    load_masses,
+    load_blocks,
     log2_sum,
+    read_settings,
     wait_for_writes,
 )
-from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS, scan_kernel
+from foretoken.ops.backends.triton.scan import (
+    BLOCKS_PER_PROGRAM,
+    FEW_PROGRAMS,
+    scan_kernel,
+    token_address,
+)
 from foretoken.ops.backends.triton.sweep import (
     GUESSING,
     PARTS,
@@ -41,47 +45,34 @@ _MANY = 512  # rows above which programs of the filters have one warp
 
 @triton.jit
 def pick_kernel(
-    logits, stride, slot_ptr, position_ptr, index_ptr, state, edits, out, found, cache, token_ptr,
-    V, NB, token_stream, block_stream, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
-    FILTERS: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr,
-    STORE: tl.constexpr, OVERLAP: tl.constexpr,
+    batch: Batch, token_N, token_stream, NBP: tl.constexpr, FP64: tl.constexpr,
+    DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """A program per row. DRAFT: slots under COUPLED (2) draw with TARGET noise at index 0.
+    """A program per row draws its token.
 
-    STORE: `cache` = (logits, slot stride, draft stride, draft_index_B, threshold_SK, lse_SK, their
-    slot stride) gets what states q again.
+    DRAFT: rows are drafts; what states their q again is kept in the draft cache, if there is one.
     """
+    batch = batch  # see `records.py`
+    rows, requests, scratch, q = batch.rows, batch.requests, batch.scratch, batch.q
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + row)
-    temperature = tl.load(state[1] + slot)
-    greedy = temperature == 0
-    scale = LOG2E / tl.where(greedy, 1.0, temperature)
-    index = tl.load(index_ptr + row).to(tl.int32)
-    zero = tl.full((), 0, tl.int32)
-    token_stream, block_stream = zero + token_stream, zero + block_stream
-    if DRAFT:
-        if tl.load(state[5] + slot) == 2:
-            index, token_stream, block_stream = zero, zero, zero + 1
-    at_ = (tl.load(state[0] + slot), tl.load(position_ptr + row).to(tl.int32), index)
-    law = (0, 0, logits, 0, 0.0, 0.0, 0.0)
-    flat, noise = is_flat(state, slot, V), lots(at_, block_stream, NBP, FP64)
+    settings = read_settings(batch.slots, tl.load(requests.slot_B + row), rows.V)
+    address = token_address(requests, settings, row, 0, token_stream, DRAFT)
+    block_noise = noise_of_blocks(address, NBP, FP64)
+    target = Target(FROM_P, -1, 0, 0.0, 0.0, 0.0)
     wait_for_writes(OVERLAP)
-    token = draw(
-        logits, stride, row, V, edits, out, found, NB, scale, greedy, flat, law, at_, token_stream,
-        block_stream, noise, MASKS, ENTRIES, FILTERS, NBP, FP64,
-    )  # fmt: skip
-    tl.store(token_ptr + row, token)
-    if STORE:
-        lse = log2_sum(load_masses(out[0], row, NB, NBP))
+    token = draw(batch, row, settings, target, address, block_noise, NBP, FP64)
+    tl.store(token_N + row, token)
+    if q is not None:
+        lse = log2_sum(load_blocks(scratch.mass_NJ, row, rows.NB, NBP))
         threshold = float("-inf")
-        if FILTERS:
-            if tl.load(found[2] + row) >= 0:
-                lse = tl.load(found[1] + row)
-            threshold = tl.load(found[0] + row)
-        lse = tl.where(greedy, 0.0, lse)
-        to = slot * cache[6] + tl.load(cache[3] + row)
-        tl.store(cache[4] + to, threshold)
-        tl.store(cache[5] + to, lse.to(tl.float64) * LN2)
+        if scratch.filtered is not None:
+            if tl.load(scratch.filtered.count_N + row) >= 0:
+                lse = tl.load(scratch.lse_N + row)
+            threshold = tl.load(scratch.filtered.threshold_N + row)
+        lse = tl.where(settings.greedy, 0.0, lse)
+        place = settings.slot * q.K + tl.load(requests.index_B + row)
+        tl.store(q.threshold_SK + place, threshold)
+        tl.store(q.lse_SK + place, lse.to(tl.float64) * LN2)
 
 
 def sample(rows: Rows, noise: Noise) -> Tensor:
@@ -89,9 +80,7 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
 
     See `Backend.sample`. Two launches; five more if `params.has_filters`. Returns int64 [N].
     """
-    logits_NV, params, slot_N, edits = rows
-    where = (slot_N, slot_N, noise.position_N, noise.draft_index_N)
-    return _draw_rows(Call.of(logits_NV, params, where, edits, noise.fp64, noise.streams), None)
+    return _draw_rows(_call_of(rows, noise, None))
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
@@ -99,90 +88,52 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
     The scan copies the raw row while it reads it; block masses are not kept, nothing reads them.
     """
-    logits_BV, params, slot_B, _ = rows
-    where = (slot_B, slot_B, noise.position_N, noise.draft_index_N)
-    return _draw_rows(Call.of(logits_BV, params, where, None, noise.fp64, noise.streams), cache)
+    return _draw_rows(_call_of(rows, noise, cache))
 
 
-def _draw_rows(call: Call, cache: DraftCache | None) -> Tensor:
+def _call_of(rows: Rows, noise: Noise, cache: DraftCache | None) -> Call:
+    logits_NV, params, slot_N, edits = rows
+    requests = requests_of(slot_N, slot_N, noise.position_N, noise.draft_index_N)
+    return Call.of(logits_NV, params, requests, edits, cache, noise.fp64, noise.streams[0])
+
+
+def _draw_rows(call: Call) -> Tensor:
     """A token per row, one row per request."""
-    rows = call.logits_NV.shape[0]
-    token_N = torch.empty(rows, dtype=torch.int64, device=call.logits_NV.device)
-    if not rows:
+    logits_NV = call.batch.rows.logits_NV
+    token_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
+    if not len(token_N):
         return token_N
-    reduce_rows(call, cache)
-    given = (
-        call.logits_NV, call.stride, call.slot_B, call.position_B, call.index_B,
-        call.state, call.edits, call.scratch.out, call.scratch.found, _cache_tuple(call, cache),
-        token_N, call.sizes.vocabulary, call.sizes.blocks, *call.noise,
-    )  # fmt: skip
+    reduce_rows(call)
     call.launch(
-        pick_kernel, rows, given, call.masks, call.entries, call.filters,
-        call.sizes.blocks_padded, call.fp64, call.drafts, cache is not None,
-        num_warps=4,
+        pick_kernel, len(token_N), (token_N, call.stream), call.blocks_padded, call.fp64,
+        call.drafts, num_warps=4,
     )  # fmt: skip
     return token_N
 
 
-def _cache_tuple(call: Call, cache: DraftCache | None) -> tuple[Any, ...]:
-    """The pointers of `pick_kernel: cache`."""
-    if cache is None:
-        return (call.index_B,)
-    _, drafts, width = cache.logits_SKV.shape
-    strides = drafts * width, width
-    return (cache.logits_SKV, *strides, call.index_B, cache.threshold_SK, cache.lse_SK, drafts)
-
-
-def reduce_rows(
-    call: Call, cache: DraftCache | None = None, counter_B: Tensor | None = None
-) -> None:
-    """Scan the rows, and find thresholds; fill the cache, and set counters to 0, if given."""
-    logits_NV, sizes, scratch = call.logits_NV, call.sizes, call.scratch
-    rows, stride = call.slot_B.shape[0] * call.width, call.stride
-    few = rows * sizes.blocks <= FEW_PROGRAMS.value
+def reduce_rows(call: Call, counter_B: Tensor | None = None) -> None:
+    """Scan the rows, and find thresholds; set counters to 0, if given."""
+    batch, blocks = call.batch, call.batch.rows.NB
+    rows = len(batch.requests.slot_B) * call.width
+    few = rows * blocks <= FEW_PROGRAMS.value
     per = 1 if few else BLOCKS_PER_PROGRAM
-    programs = -(-sizes.blocks // per)
-    where = (call.num_B, call.slot_B, call.position_B, call.index_B)
-    edited = (call.masks, call.entries)
-    given: tuple[Any, ...] = (
-        logits_NV, stride, *where, call.state, call.edits, scratch.out, scratch.found,
-        _cache_tuple(call, cache), call.num_B if counter_B is None else counter_B,
-        sizes.vocabulary, sizes.blocks, sizes.groups, programs, call.noise[0],
-    )  # fmt: skip
+    parts = -(-blocks // per)
     call.launch(
-        scan_kernel, rows * programs, given, call.width, *edited, call.filters, call.flat,
-        call.fp64, cache is not None, counter_B is not None, call.drafts, per, few,
-        num_warps=1, early=few,
+        scan_kernel, rows * parts, (counter_B, parts, call.stream), call.width,
+        call.flat, call.fp64, call.drafts, per, few, num_warps=1, early=few,
     )  # fmt: skip
-    if not call.filters:
+    if batch.scratch.filtered is None:
         return
-    given = (
-        logits_NV, stride, call.num_B, call.slot_B, call.state, call.edits, scratch.out,
-        scratch.found, sizes.vocabulary, sizes.blocks, sizes.groups,
-    )  # fmt: skip
     call.launch(
-        filter_kernel, rows, given, call.width, *edited, sizes.blocks_padded,
+        filter_kernel, rows, (), call.width, call.blocks_padded,
         num_warps=1 if rows > _MANY else 4,
     )  # fmt: skip
-    _search_wide(call, rows, where)
-
-
-def _search_wide(call: Call, rows: int, where: tuple[Tensor, ...]) -> None:
-    """Thresholds and masses of the rows for which the filters' lists were too short."""
-    sizes, scratch, edited = call.sizes, call.scratch, (call.masks, call.entries)
-    source = (call.logits_NV, call.stride)
-    bounds = (sizes.vocabulary, sizes.blocks, sizes.groups)
-    given: tuple[Any, ...] = (*source, call.edits, *scratch, *bounds)
-    call.launch(
-        guess_kernel, min(GUESSING, rows), given, *edited, sizes.blocks_padded, num_warps=4,
-    )  # fmt: skip
+    # Thresholds and masses of the rows for which the filters' lists were too short.
+    call.launch(guess_kernel, min(GUESSING, rows), (), call.blocks_padded, num_warps=4)
     for turn in range(2):
-        parts = min(PARTS, sizes.blocks) if turn else sizes.blocks
-        call.launch(
-            sweep_kernel, min(PROGRAMS, rows * parts), (*given, parts), *edited, turn, num_warps=1,
-        )  # fmt: skip
-    given = (*source, *where, call.state, call.edits, *scratch, *bounds, call.noise[0])
+        parts = min(PARTS, blocks) if turn else blocks
+        call.launch(sweep_kernel, min(PROGRAMS, rows * parts), (parts,), turn, num_warps=1)
     call.launch(
-        wide_kernel, rows, given, call.width, *edited, sizes.blocks_padded, call.fp64,
-        call.drafts, num_warps=WARPS, **at_most_registers(REGISTERS),
+        wide_kernel, rows, (batch.rows.stride, call.stream), call.width, call.blocks_padded,
+        call.fp64, call.drafts, num_warps=WARPS, **at_most_registers(REGISTERS),
     )  # fmt: skip

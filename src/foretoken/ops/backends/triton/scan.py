@@ -1,8 +1,7 @@
 """The one pass over all logits: the mass of every block of 1024, and the maxima of groups of 64.
 
-One program of one warp takes two blocks: without a barrier between warps the pass runs at the speed
-of memory (H200, 1024 x 151 936: float32 137 us and bfloat16 75, where reading alone takes 135 and
-69; four warps a program took 164 and 105).
+A program is one warp and takes two blocks: without a barrier between warps the pass runs at the
+speed of memory (decision 010).
 
 Shapes: B requests, N rows, V vocabulary, NB blocks and NG groups of a row.
 """
@@ -12,18 +11,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.noise import LOG2E, gumbel_span
+from foretoken.ops.backends.triton.noise import TARGET_TOKEN, Address, gumbel_span
+from foretoken.ops.backends.triton.records import Batch, Q, Requests
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     GROUP,
+    GROUPS,
+    Settings,
     first_row,
-    is_filtered,
-    is_flat,
     let_next_start,
     load_span,
     log2_sum,
+    read_settings,
     wait_for_writes,
 )
+from foretoken.ops.backends.triton.rules import COUPLED
 
 BLOCKS_PER_PROGRAM = 2
 # About what runs at once on one GPU: up to here a program takes one block, and of more the last so
@@ -32,106 +34,108 @@ FEW_PROGRAMS = tl.constexpr(4096)
 
 
 @triton.jit
-def block_value(
-    x, scale, at, first, WIDTH: tl.constexpr, greedy, flat, FLAT: tl.constexpr, FP64: tl.constexpr
-):
-    """What is kept of a block: (mass, best score).
+def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT: tl.constexpr,
+                   FP64: tl.constexpr):  # fmt: skip
+    """(log2 of the sum of 2^(x scale), the best of x scale + noise if `scored`) of a block.
 
-    mass: log2 of the sum of 2^(x scale), at T=0 the maximum. best: of flat noise, max(x scale + G).
+    At T=0 the maximum instead, NaN if the block holds one.
     """
     best = tl.full((), float("-inf"), tl.float32)
-    if greedy:
-        top = tl.max(x, axis=0)
+    if settings.greedy:
         broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
-        mass = tl.where(broken, float("nan"), top)
+        mass = tl.where(broken, float("nan"), tl.max(x, axis=0))
     else:
-        scaled = x * scale
+        scaled = x * settings.scale
         mass = log2_sum(scaled)
         if FLAT:
-            if flat:
-                score = scaled + gumbel_span(at, first, WIDTH, FP64)
+            if scored:
+                score = scaled + gumbel_span(address, first, BLOCK, FP64)
                 best = tl.max(score, axis=0).to(tl.float32)
     return mass, best
 
 
 @triton.jit
-def flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT: tl.constexpr):
-    """The token stream of row i of request b; of drafts under COUPLED (2) it is the target's."""
-    zero = tl.full((), 0, tl.int32)
-    index = zero
-    stream = zero + token_stream
+def token_address(requests: Requests, settings: Settings, b, i, token_stream, DRAFT: tl.constexpr):
+    """The noise that row i of request b draws its token with.
+
+    DRAFT: rows are drafts. Those of COUPLED have the noise that the target will draw with.
+    """
+    index = tl.full((), 0, tl.int32)
+    stream = index + token_stream
     if DRAFT:
-        index = tl.load(index_ptr + b).to(tl.int32)
-        if tl.load(state[5] + slot) == 2:
-            index, stream = zero, zero
-    return (tl.load(state[0] + slot), (tl.load(position_ptr + b) + i).to(tl.int32), index, stream)
+        coupled = settings.rule == COUPLED
+        index = tl.where(coupled, 0, tl.load(requests.index_B + b).to(tl.int32))
+        stream = tl.where(coupled, TARGET_TOKEN, stream)
+    return Address(settings.key, tl.load(requests.position_B + b) + i, index, stream)
 
 
 @triton.jit
 def scan_kernel(
-    logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, found, cache,
-    counter_ptr, V, NB, NG, programs, token_stream, K1: tl.constexpr, MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr, FILTERS: tl.constexpr, FLAT: tl.constexpr, FP64: tl.constexpr,
-    STORE: tl.constexpr, COUNTS: tl.constexpr, DRAFT: tl.constexpr, PER: tl.constexpr,
+    batch: Batch, counter_B, parts, token_stream, K1: tl.constexpr,
+    FLAT: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr, PER: tl.constexpr,
     EARLY: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs: (request, row of it, PER blocks of it). `out` = (mass_NJ, best_NJ, gmax_NG).
+    """Programs: (request, row of it, PER blocks). Writes what `Scratch` says of each block.
 
-    Rows with filters get maxima of groups and, in place of best scores, of blocks, and masses
-    unless top-k makes them useless; the queue of `filters.py` is emptied. STORE copies raw rows
-    into `cache` = (logits, slot stride, draft stride, draft_index_B, ...). COUNTS sets `counter_B`
-    to 0.
+    Rows with filters get maxima of groups and, in place of best scores, of blocks; masses only
+    without top-k, which makes them useless. The queue of `filters.py` is emptied.
+
+    DRAFT:        rows are drafts; their raw logits are kept in the draft cache, if there is one.
+    counter_B:    if given, it is set to 0 (`settle.py`).
+    token_stream: of flat noise. FLAT: slots without top-k may draw with it.
+    EARLY:        the kernel before may still be running, and the next may start at any time.
     """
+    batch = batch  # see `records.py`
+    rows, scratch = batch.rows, batch.scratch
     pid = tl.program_id(0)
     if EARLY:
         wait_for_writes(OVERLAP)
     if EARLY | (pid >= tl.num_programs(0) - FEW_PROGRAMS):  # the others end before these do
         let_next_start(OVERLAP)  # after the wait: the next one reads what came before this one
-    if FILTERS:
+    if scratch.filtered is not None:
         if pid == 0:
-            tl.store(found[5], 0)
-    part, item = pid % programs, pid // programs
+            tl.store(scratch.filtered.queue_N1, 0)
+    part, item = pid % parts, pid // parts
     b, i = item // K1, item % K1
-    if COUNTS:
+    if counter_B is not None:
         if (part == 0) & (i == 0):
-            tl.store(counter_ptr + b, 0)
+            tl.store(counter_B + b, 0)
     if K1 > 1:
-        if i > tl.load(num_ptr + b):
+        if i > tl.load(batch.requests.num_B + b):
             return
-    row = first_row(num_ptr, b, K1 > 1) + i
-    slot = tl.load(slot_ptr + b)
-    temperature = tl.load(state[1] + slot)
-    greedy = temperature == 0
-    scale = LOG2E / tl.where(greedy, 1.0, temperature)
-    scored = is_flat(state, slot, V)
-    filtered, listed = False, False
-    if FILTERS:
-        filtered = is_filtered(state, slot, V)
+    row = first_row(batch.requests, b, K1 > 1) + i
+    settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), rows.V)
+    scored, filtered = settings.flat, False
+    if scratch.filtered is not None:
+        filtered = settings.filtered
         scored = scored & (not filtered)
-        listed = filtered & (tl.load(state[2] + slot) > 0) & (tl.load(state[2] + slot) < V)
-    at = flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
-    for k in tl.static_range(PER):
-        j = part * PER + k
-        if j < NB:
-            first = j * BLOCK
-            x = load_span(
-                logits, stride, row, first, V, edits, BLOCK, MASKS, ENTRIES, "evict_first"
-            )
-            if STORE:
-                off = first + tl.arange(0, BLOCK)
-                to = cache[0] + slot * cache[1] + tl.load(cache[3] + b) * cache[2]
-                tl.store(to + off, x.to(cache[0].dtype.element_ty), mask=off < V)
-            if not listed:
-                mass, best = block_value(x, scale, at, first, BLOCK, greedy, scored, FLAT, FP64)
-                tl.store(out[0] + row * NB + j, mass)
+    address = token_address(batch.requests, settings, b, i, token_stream, DRAFT)
+    for n in tl.static_range(PER):
+        j = part * PER + n
+        if j < rows.NB:
+            x = load_span(rows, row, j * BLOCK, BLOCK, "evict_first")
+            if DRAFT:
+                if batch.q is not None:
+                    _keep_block(x, j, settings.slot, tl.load(batch.requests.index_B + b), batch.q)
+            if not (filtered & settings.counted):
+                mass, best = _mass_and_best(x, j * BLOCK, settings, scored, address, FLAT, FP64)
+                tl.store(scratch.mass_NJ + row * rows.NB + j, mass)
                 if FLAT:
                     if scored:
-                        tl.store(out[1] + row * NB + j, best)
-            if FILTERS:
+                        tl.store(scratch.best_NJ + row * rows.NB + j, best)
+            if scratch.filtered is not None:
                 if filtered:
-                    top_G = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), axis=1)
-                    group = j * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
-                    tl.store(out[2] + row * NG + group, top_G, mask=group < NG)
+                    top_G = tl.max(tl.reshape(x, (GROUPS, GROUP)), axis=1)
+                    group = j * GROUPS + tl.arange(0, GROUPS)
+                    place = scratch.filtered.group_top_NG + row * rows.NG + group
+                    tl.store(place, top_G, mask=group < rows.NG)
                     broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
                     top = tl.where(broken, float("nan"), tl.max(top_G, axis=0))
-                    tl.store(out[1] + row * NB + j, top)
+                    tl.store(scratch.best_NJ + row * rows.NB + j, top)
+
+
+@triton.jit
+def _keep_block(x, j, slot, index, q: Q):
+    """Copy block j of a draft's raw logits to the draft cache."""
+    off = j * BLOCK + tl.arange(0, BLOCK)
+    tl.store(q.logits_SKV + (slot * q.K + index) * q.V + off, x, mask=off < q.V)

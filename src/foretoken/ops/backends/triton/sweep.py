@@ -1,6 +1,6 @@
 """The first passes over rows that a short list cannot decide, spread over the whole GPU.
 
-The filters queued these rows. `guess_kernel` guesses two keys a < b of each, with the threshold
+The filters queue such rows. `guess_kernel` guesses two keys a < b of each, with the threshold
 probably between them. One pass measures W(x >= a) and W(x >= b), lists what lies between them, and
 writes each block's mass of what is at least b, kept whatever the threshold turns out to be.
 Programs of one warp take a block of a queued row at a time, as the scan does: no barrier between
@@ -10,35 +10,42 @@ warps. A second launch does the same for rows whose guess was wrong, with keys n
 A block reserves a stretch of the row's list, so that stretches lie in any order. No result depends
 on it: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the largest
 weight is 1), and what the list adds to a block's mass is added in the order of ids. In its entry
-of `best` a block leaves where its stretch starts, and its length (`packed`).
+of `best_NJ` a block leaves where its stretch starts, and its length (`packed`).
 
-The rows' short lists are unused in such rows and hold the guess and the sums, as `queue_row` says.
+A row that is searched has no short list: the memory of that holds notes, what is sought and the
+guesses (float32) and what the sweeps found (int64).
 
-Shapes: N rows, V vocabulary, NB blocks, NG groups of a row (the room of the list).
-Tuples: source = (logits, stride, row, V, edits), law = (maximum, scale, floor).
+Shapes: N rows, V vocabulary, NB blocks, NG groups of a row.
 """
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.guess import (
-    LIST,
     LOWEST,
     SAMPLE,
-    guess,
+    Bracket,
+    Guess,
+    Search,
+    Weighting,
+    guess_from,
     needed,
+    room_for_list,
     sample_of,
     weight_of,
 )
+from foretoken.ops.backends.triton.records import Batch, Filtered, RawRows
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     CAPACITY,
     FIXED,
     key_of,
     let_next_start,
-    load_masses,
+    load_blocks,
     load_span,
     log2_sum,
     value_of,
@@ -48,77 +55,132 @@ from foretoken.ops.backends.triton.rows import (
 GUESSING = 132 * 2  # programs that guess, at most; they loop
 PROGRAMS = 132 * 20  # that sweep, likewise
 PARTS = 16  # of a row in the second sweep, where most rows have nothing to do
-_PART = tl.constexpr(256)  # of a block, loaded again: listing all of it at once takes 138 registers
+_PART = tl.constexpr(256)  # of a block, loaded again: for all of it registers would run short
 _ASIDE = tl.constexpr(0.45)  # of the list's room, on either side of a second guess
 _LENGTHS = tl.constexpr(2048)  # more than a block's
 
-
-@triton.jit
-def queue_row(row, law, counts, goal, top, found):
-    """Queue a row with what is sought: the first numbers of its `found[4]`.
-
-    The guesses and the sums of two sweeps, in `found[3]`, are 0 yet.
-    """
-    c = tl.arange(0, 16)
-    sought = tl.where(c == 0, law[0], tl.where(c == 1, law[1], law[2]))
-    sought = tl.where(c == 5, goal, tl.where(c == 6, top, sought))
-    sought = tl.where(c == 7, counts.to(tl.float32), sought)
-    sought = tl.where((c == 3) | (c == 4) | (c > 7), 0.0, sought)
-    tl.store(found[4] + row * CAPACITY + c, sought)
-    tl.store(found[3] + row * CAPACITY + c, tl.zeros((16,), tl.int32))
-    at = tl.atomic_add(found[5], 1)
-    tl.store(found[5] + 1 + at, row.to(tl.int32))
+Swept = namedtuple("Swept", "whole from_a from_b listed")
+"""What a sweep measured: W of the row, W(x >= a), W(x >= b), the number of logits in [a, b)."""
 
 
 @triton.jit
-def guess_kernel(
-    logits, stride, edits, out, found, V, NB, NG, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
-    NBP: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
+def queue_row(filtered: Filtered, row, search: Search):
+    """Queue a row, with notes of what is sought; the sums of its two sweeps are 0 yet."""
+    notes = filtered.list_x_NC + row * CAPACITY
+    tl.store(notes, search.weighting.maximum)
+    tl.store(notes + 1, search.weighting.scale)
+    tl.store(notes + 2, search.weighting.floor)
+    tl.store(notes + 3, search.counted.to(tl.float32))
+    tl.store(notes + 4, search.goal)
+    tl.store(notes + 5, search.top)
+    sums = filtered.list_id_NC + row * CAPACITY
+    tl.store(sums + tl.arange(0, 16), tl.zeros((16,), tl.int32))
+    place = tl.atomic_add(filtered.queue_N1, 1)
+    tl.store(filtered.queue_N1 + 1 + place, row.to(tl.int32))
+
+
+@triton.jit
+def load_search(filtered: Filtered, row):
+    """What `queue_row` noted."""
+    notes = filtered.list_x_NC + row * CAPACITY
+    weighting = Weighting(tl.load(notes), tl.load(notes + 1), tl.load(notes + 2))
+    return Search(weighting, tl.load(notes + 3) > 0, tl.load(notes + 4), tl.load(notes + 5))
+
+
+@triton.jit
+def store_guess(filtered: Filtered, row, turn, guess: Guess):
+    """Note the guess of a row's first sweep (turn 0) or of its second (1)."""
+    notes = filtered.list_x_NC + row * CAPACITY + 6 + 2 * turn
+    tl.store(notes, value_of(guess.a))
+    tl.store(notes + 1, value_of(guess.b))
+
+
+@triton.jit
+def load_guess(filtered: Filtered, row, turn):
+    """What `store_guess` noted."""
+    notes = filtered.list_x_NC + row * CAPACITY + 6 + 2 * turn
+    return Guess(key_of(tl.load(notes)), key_of(tl.load(notes + 1)))
+
+
+@triton.jit
+def _missed_note(filtered: Filtered, row):
+    """Where the second sweep notes whether the first one missed, 1.0 or 0.0."""
+    return filtered.list_x_NC + row * CAPACITY + 10
+
+
+@triton.jit
+def sweeps_of(filtered: Filtered, row):
+    """How many sweeps a queued row had."""
+    return 1 + tl.load(_missed_note(filtered, row)).to(tl.int32)
+
+
+@triton.jit
+def _sums(filtered: Filtered, row, turn):
+    """Where a sweep's sums are: three in units of 1 / FIXED, and the number of listed logits."""
+    return (filtered.list_id_NC + row * CAPACITY).to(tl.pointer_type(tl.int64)) + 4 * turn
+
+
+@triton.jit
+def load_sweep(filtered: Filtered, row, turn):
+    """What a sweep found."""
+    sums = _sums(filtered, row, turn)
+    return Swept(
+        tl.load(sums, cache_modifier=".cg").to(tl.float32) / FIXED,
+        tl.load(sums + 1, cache_modifier=".cg").to(tl.float32) / FIXED,
+        tl.load(sums + 2, cache_modifier=".cg").to(tl.float32) / FIXED,
+        tl.load(sums + 3, cache_modifier=".cg").to(tl.int32),
+    )
+
+
+@triton.jit
+def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs: any number; each takes queued rows, and guesses where their thresholds lie."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
-    for item in range(tl.program_id(0), tl.load(found[5], cache_modifier=".cg"),
-                      tl.num_programs(0)):  # fmt: skip
-        row = tl.load(found[5] + 1 + item).to(tl.int64)
-        sought = found[4] + row * CAPACITY
-        law = tl.load(sought), tl.load(sought + 1), tl.load(sought + 2)
-        goal, top, counts = tl.load(sought + 5), tl.load(sought + 6), tl.load(sought + 7) > 0
-        a = key_of(law[2])
-        b = a
-        if counts | (goal < 1):  # else min-p alone: its floor is the threshold
-            x = sample_of((logits, stride, row, V, edits), 0, MASKS, ENTRIES)
-            unit = tl.maximum(V / SAMPLE, 1.0)
-            mass = unit * tl.sum(weight_of(x, law), axis=0)
-            if (law[2] == float("-inf")) & (not counts):
-                mass = tl.exp2(log2_sum(load_masses(out[0], row, NB, NBP)) - law[0] * law[1])
-            low, high = tl.full((), LOWEST, tl.uint32), key_of(top) + 1
-            need = needed(counts, goal, mass)
-            a, b = guess(x, unit, low, high, mass, mass * 0, need, tl.minimum(NG, LIST), law)
-        tl.store(sought + 3, value_of(a))
-        tl.store(sought + 4, value_of(b))
+    batch = batch  # see `records.py`
+    rows, filtered = batch.rows, batch.scratch.filtered
+    queued = tl.load(filtered.queue_N1, cache_modifier=".cg")
+    for item in range(tl.program_id(0), queued, tl.num_programs(0)):
+        row = tl.load(filtered.queue_N1 + 1 + item).to(tl.int64)
+        search = load_search(filtered, row)
+        weighting = search.weighting
+        floor = key_of(weighting.floor)
+        guess = Guess(floor, floor)
+        if search.counted | (search.goal < 1):  # else min-p alone: its floor is the threshold
+            x = sample_of(rows, row, 0)
+            unit = tl.maximum(rows.V / SAMPLE, 1.0)
+            mass = unit * tl.sum(weight_of(x, weighting), axis=0)
+            if (weighting.floor == float("-inf")) & (not search.counted):
+                masses = load_blocks(batch.scratch.mass_NJ, row, rows.NB, NBP)
+                mass = tl.exp2(log2_sum(masses) - weighting.maximum * weighting.scale)
+            low, high = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
+            bracket, need = Bracket(low, high, mass, mass * 0), needed(search, mass)
+            guess = guess_from(x, unit, bracket, need, room_for_list(rows), weighting)
+        store_guess(filtered, row, 0, guess)
 
 
 @triton.jit
-def guess_of(row, found, turn):
-    """The keys a and b of a row's first sweep (turn 0), or of the second (1)."""
-    guess = found[4] + row * CAPACITY + 3 + turn * 5
-    return key_of(tl.load(guess)), key_of(tl.load(guess + 1))
+def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr):
+    """Programs: any number; each takes parts of queued rows until none is left.
 
-
-@triton.jit
-def swept_twice(row, found):
-    """Whether a row had a second sweep, 1 or 0."""
-    return tl.load(found[4] + row * CAPACITY + 10).to(tl.int32)
-
-
-@triton.jit
-def _put_second_guess(row, missed, a, b, found):
-    """What `guess_of` and `swept_twice` read: computed once, since compilers round differently."""
-    guess = found[4] + row * CAPACITY + 8
-    tl.store(guess, value_of(a))
-    tl.store(guess + 1, value_of(b))
-    tl.store(guess + 2, missed.to(tl.float32))
+    TURN: 0 sweeps all of them, 1 those where the first sweep missed.
+    """
+    let_next_start(OVERLAP)
+    wait_for_writes(OVERLAP)
+    batch = batch  # see `records.py`
+    rows, filtered = batch.rows, batch.scratch.filtered
+    items = tl.load(filtered.queue_N1, cache_modifier=".cg") * parts
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        row = tl.load(filtered.queue_N1 + 1 + item // parts).to(tl.int64)
+        guess, end = load_guess(filtered, row, 0), rows.NB
+        if TURN:
+            missed, guess = _second_guess(filtered, row, guess, room_for_list(rows))
+            end = tl.where(missed, rows.NB, 0)
+            if item % parts == 0:  # noted, not computed twice: compilers round differently
+                store_guess(filtered, row, 1, guess)
+                tl.store(_missed_note(filtered, row), missed.to(tl.float32))
+        for j in range(item % parts, end, parts):
+            _sweep_block(batch, row, j, guess, TURN)
 
 
 @triton.jit
@@ -128,57 +190,74 @@ def _some(keys, most):
 
 
 @triton.jit
-def _second_guess(row, found, few):
-    """(whether the first sweep missed, keys a and b of the second).
+def _second_guess(filtered: Filtered, row, first: Guess, room):
+    """(whether the first sweep missed, the guess for a second).
 
     What is listed between the first keys says how dense the logits are near by, and so how far
     away the threshold is, or where between them if the list overflowed.
     """
-    a, b = guess_of(row, found, 0)
-    mass, w_a, w_b, count = take_sweep(row, found, 0)
-    guess = found[4] + row * CAPACITY
-    law = tl.load(guess), tl.load(guess + 1), tl.load(guess + 2)
-    need = needed(tl.load(guess + 7) > 0, tl.load(guess + 5), mass)
-    end = key_of(tl.load(guess + 6)) + 1
-    lowest = tl.full((), LOWEST, tl.uint32)
-    missed = (count > 0) & (b > a + 1) & ((w_a < need) | (w_b >= need) | (count > few))
-    apart = (b - a).to(tl.float32) / tl.maximum(count, 1)
-    aside = few * _ASIDE * apart
-    if w_a < need:
-        gap = (need - w_a) / tl.maximum(weight_of(value_of(a), law), 1e-30) * apart
+    a, b = first.a, first.b
+    search, swept = load_search(filtered, row), load_sweep(filtered, row, 0)
+    weighting, need = search.weighting, needed(search, swept.whole)
+    too_high, too_low = swept.from_a < need, swept.from_b >= need
+    missed = (swept.listed > 0) & (b > a + 1) & (too_high | too_low | (swept.listed > room))
+    lowest, end = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
+    apart = (b - a).to(tl.float32) / tl.maximum(swept.listed, 1)
+    aside = room * _ASIDE * apart
+    if too_high:
+        gap = (need - swept.from_a) / tl.maximum(weight_of(value_of(a), weighting), 1e-30) * apart
         b = a - _some(gap - aside, a - lowest)
         a = b - _some(2 * aside, b - lowest)
-    elif w_b >= need:
-        gap = (w_b - need) / tl.maximum(weight_of(value_of(b), law), 1e-30) * apart
+    elif too_low:
+        gap = (swept.from_b - need) / tl.maximum(weight_of(value_of(b), weighting), 1e-30) * apart
         a = b + _some(gap - aside, end - b)
         b = a + _some(2 * aside, end - a)
     else:
-        middle = b - _some((need - w_b) / (w_a - w_b) * (b - a).to(tl.float32), b - a)
+        share = (need - swept.from_b) / (swept.from_a - swept.from_b)
+        middle = b - _some(share * (b - a).to(tl.float32), b - a)
         a, b = middle - _some(aside, middle - a), middle + _some(aside, b - middle)
-    return missed, a, b
+    return missed, Guess(a, b)
 
 
 @triton.jit
-def take_sweep(row, found, turn):
-    """(W of the row, W(x >= a), W(x >= b), number of logits in [a, b)) of a sweep."""
-    sums = _sums(row, found, turn)
-    w_all = tl.load(sums, cache_modifier=".cg").to(tl.float32) / FIXED
-    w_a = tl.load(sums + 1, cache_modifier=".cg").to(tl.float32) / FIXED
-    w_b = tl.load(sums + 2, cache_modifier=".cg").to(tl.float32) / FIXED
-    count = tl.load(sums + 3, cache_modifier=".cg").to(tl.int32)
-    return w_all, w_a, w_b, count
+def _sweep_block(batch: Batch, row, j, guess: Guess, TURN: tl.constexpr):
+    """Add a block to its row's sums, list what lies between the keys, note its mass above them."""
+    rows, scratch, filtered = batch.rows, batch.scratch, batch.scratch.filtered
+    x = load_span(rows, row, j * BLOCK, BLOCK, "evict_first")
+    lowest, highest = value_of(guess.a), value_of(guess.b)
+    weight = weight_of(x, load_search(filtered, row).weighting)
+    whole = tl.sum(weight, axis=0)
+    from_a = tl.sum(tl.where(x >= lowest, weight, 0.0), axis=0)
+    from_b = tl.sum(tl.where(x >= highest, weight, 0.0), axis=0)
+    tl.store(scratch.mass_NJ + row * rows.NB + j, from_b)
+    i = tl.arange(0, 4)
+    added = (tl.where(i == 0, whole, tl.where(i == 1, from_a, from_b)) * FIXED).to(tl.int64)
+    sums = _sums(filtered, row, TURN)
+    tl.atomic_add(sums + i, added, mask=i < 3, sem="relaxed")
+    number = tl.sum(((x >= lowest) & (x < highest)).to(tl.int32), axis=0)
+    start, room = number * 0, room_for_list(rows)
+    if number > 0:
+        start = tl.atomic_add(sums + 3, number.to(tl.int64), sem="relaxed").to(tl.int32)
+        list_ = filtered.group_top_NG + row * rows.NG
+        _list_block(rows, row, j * BLOCK, lowest, highest, list_, start, room)
+    tl.store(scratch.best_NJ + row * rows.NB + j, packed(start, number, room))
 
 
 @triton.jit
-def _sums(row, found, turn):
-    """Where a sweep's sums are: three in units of 1 / FIXED, and the number of listed logits."""
-    return (found[3] + row * CAPACITY).to(tl.pointer_type(tl.int64)) + 4 * turn
+def _list_block(rows: RawRows, row, first, lowest, highest, list_, start, room):
+    """Write a block's logits in [lowest, highest) to the list from `start` on, by rising id."""
+    for part in range(first, first + BLOCK, _PART):
+        x = load_span(rows, row, part, _PART, "evict_first")
+        listed = ((x >= lowest) & (x < highest)).to(tl.int32)
+        rank = start + tl.cumsum(listed, axis=0) - 1
+        tl.store(list_ + rank, x, mask=(listed > 0) & (rank < room))
+        start += tl.sum(listed, axis=0)
 
 
 @triton.jit
-def packed(start, number, few):
+def packed(start, number, room):
     """A block's stretch of the list in one float32, exactly."""
-    return (tl.minimum(start, few) * _LENGTHS + number).to(tl.float32)
+    return (tl.minimum(start, room) * _LENGTHS + number).to(tl.float32)
 
 
 @triton.jit
@@ -186,71 +265,3 @@ def unpacked(stretch):
     """(start, number) of a block's listed logits."""
     both = stretch.to(tl.int32)
     return both // _LENGTHS, both % _LENGTHS
-
-
-@triton.jit
-def _list_block(
-    source, first, lowest, highest, start, few, room, MASKS: tl.constexpr, ENTRIES: tl.constexpr
-):
-    """Write a block's logits in [lowest, highest) into the room from `start`, by rising id."""
-    logits, stride, row, V, edits = source
-    for at in range(first, first + BLOCK, _PART):
-        x = load_span(logits, stride, row, at, V, edits, _PART, MASKS, ENTRIES, "evict_first")
-        listed = ((x >= lowest) & (x < highest)).to(tl.int32)
-        rank = start + tl.cumsum(listed, axis=0) - 1
-        tl.store(room + rank, x, mask=(listed > 0) & (rank < few))
-        start += tl.sum(listed, axis=0)
-
-
-@triton.jit
-def _sweep_block(
-    source, j, a, b, out, found, NB, NG, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
-    TURN: tl.constexpr,
-):  # fmt: skip
-    """Add a block to its row's sums, and list what lies between the keys."""
-    logits, stride, row, V, edits = source
-    x = load_span(logits, stride, row, j * BLOCK, V, edits, BLOCK, MASKS, ENTRIES, "evict_first")
-    guess = found[4] + row * CAPACITY
-    law = tl.load(guess), tl.load(guess + 1), tl.load(guess + 2)
-    lowest, highest = value_of(a), value_of(b)
-    weight = weight_of(x, law)
-    w_all = tl.sum(weight, axis=0)
-    w_a = tl.sum(tl.where(x >= lowest, weight, 0.0), axis=0)
-    w_b = tl.sum(tl.where(x >= highest, weight, 0.0), axis=0)
-    tl.store(out[0] + row * NB + j, w_b)
-    i = tl.arange(0, 4)
-    sums = (tl.where(i == 0, w_all, tl.where(i == 1, w_a, w_b)) * FIXED).to(tl.int64)
-    tl.atomic_add(_sums(row, found, TURN) + i, sums, mask=i < 3, sem="relaxed")
-    number = tl.sum(((x >= lowest) & (x < highest)).to(tl.int32), axis=0)
-    start, few = number * 0, tl.minimum(NG, LIST)
-    if number > 0:
-        before = tl.atomic_add(_sums(row, found, TURN) + 3, number.to(tl.int64), sem="relaxed")
-        start = before.to(tl.int32)
-        room = out[2] + row * NG
-        _list_block(source, j * BLOCK, lowest, highest, start, few, room, MASKS, ENTRIES)
-    tl.store(out[1] + row * NB + j, packed(start, number, few))
-
-
-@triton.jit
-def sweep_kernel(
-    logits, stride, edits, out, found, V, NB, NG, parts, MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr, TURN: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Programs: any number; each takes parts of queued rows until none is left.
-
-    TURN: 0 for all of them, 1 for those where the first sweep missed.
-    """
-    let_next_start(OVERLAP)
-    wait_for_writes(OVERLAP)
-    items = tl.load(found[5], cache_modifier=".cg") * parts
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        row = tl.load(found[5] + 1 + item // parts).to(tl.int64)
-        source, end = (logits, stride, row, V, edits), NB
-        a, b = guess_of(row, found, 0)
-        if TURN:
-            missed, a, b = _second_guess(row, found, tl.minimum(NG, LIST))
-            end = tl.where(missed, NB, 0)
-            if item % parts == 0:
-                _put_second_guess(row, missed, a, b, found)
-        for j in range(item % parts, end, parts):
-            _sweep_block(source, j, a, b, out, found, NB, NG, MASKS, ENTRIES, TURN)

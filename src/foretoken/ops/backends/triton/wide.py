@@ -1,6 +1,6 @@
 """Thresholds of rows that a short list cannot decide: wide nuclei, large k, many ties.
 
-The largest t whose weight W(x >= t) reaches `need` is sought so:
+The largest t whose weight W(x >= t) reaches what is needed is sought so:
 
 1. `guess.py`: two keys a < b with the threshold between them, from a sample of the row, as narrow
    as its spread allows and no further apart than the list has room.
@@ -23,8 +23,7 @@ Weights are relative to the row's maximum, and so are the masses until they are 
 that underflows next to it has no part in any draw, since top-p drops it, min-p drops what is below
 2^-126, and under flat noise the masses say no more than whether a row is empty.
 
-Shapes: N rows, V vocabulary, NB blocks, NG groups of a row (the room of the list).
-Tuples: source = (logits, stride, row, V, edits), law = (maximum, scale, floor).
+Shapes: N rows, V vocabulary, NB blocks, NG groups of a row.
 """
 
 from __future__ import annotations
@@ -38,34 +37,41 @@ from foretoken.ops.backends.triton.guess import (
     LIST,
     LOWEST,
     SAMPLE,
+    Bracket,
+    Guess,
+    Search,
+    Weighting,
     bisect,
-    guess,
-    law_of,
+    guess_from,
     needed,
+    room_for_list,
     sample_of,
+    search_for,
     weight_of,
 )
-from foretoken.ops.backends.triton.noise import LOG2E, gumbel_span, log2
+from foretoken.ops.backends.triton.noise import Address, gumbel_span, log2
+from foretoken.ops.backends.triton.records import Batch, RawRows
 from foretoken.ops.backends.triton.rows import (
     BLOCK,
     FIXED,
     first_row,
-    is_flat,
     key_of,
     let_next_start,
-    load_masses,
+    load_blocks,
     load_span,
     log2_sum,
     log2_sum_rows,
+    read_settings,
     value_of,
     wait_for_writes,
 )
-from foretoken.ops.backends.triton.scan import flat_noise
+from foretoken.ops.backends.triton.scan import token_address
 from foretoken.ops.backends.triton.sweep import (
-    guess_of,
+    Swept,
+    load_guess,
+    load_sweep,
     packed,
-    swept_twice,
-    take_sweep,
+    sweeps_of,
     unpacked,
 )
 
@@ -73,16 +79,15 @@ WARPS = 4
 REGISTERS = 168  # per thread: three programs of four warps fit a multiprocessor
 _LANES = tl.constexpr(32 * WARPS)
 _SPAN = tl.constexpr(2048)
+_SPAN_BLOCKS = tl.constexpr(_SPAN.value // BLOCK.value)
 _LISTED_AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
-def _span(source, first, MASKS: tl.constexpr, ENTRIES: tl.constexpr):
+def _span(rows: RawRows, row, first):
     """Logits first..first + _SPAN - 1; of the row's last span, if that is behind it."""
-    logits, stride, row, V, edits = source
-    last = (V - 1) // _SPAN * _SPAN
-    first = tl.minimum(first, last)
-    return load_span(logits, stride, row, first, V, edits, _SPAN, MASKS, ENTRIES, "evict_last")
+    last = (rows.V - 1) // _SPAN * _SPAN
+    return load_span(rows, row, tl.minimum(first, last), _SPAN, "evict_last")
 
 
 @triton.jit
@@ -92,117 +97,111 @@ def _all(x):
 
 
 @triton.jit
-def _sweep(
-    source, law, a, b, few, out, NB, NG, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """One pass: (W of the row, W(x >= a), W(x >= b), number of logits in [a, b)).
+def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
+    """One pass: what `Swept` says.
 
-    Leaves the first `few` of those in the room, block by block, each block's stretch of them as its
-    best score, and as its mass the W of what is at least b.
+    Leaves the first listed logits in the list, as many as it has room for, block by block; as each
+    block's best score its stretch of them, and as its mass the W of what is at least b.
     """
-    row, V = source[2], source[3]
-    lowest, highest = value_of(a), value_of(b)
-    per: tl.constexpr = _SPAN // BLOCK
-    shape: tl.constexpr = (per, BLOCK // _LANES, _LANES)
-    w_all = tl.zeros((per, _LANES), tl.float32)
-    w_a, w_b = tl.zeros((per, _LANES), tl.float32), tl.zeros((per, _LANES), tl.float32)
+    rows, scratch, room = batch.rows, batch.scratch, room_for_list(batch.rows)
+    lowest, highest = value_of(guess.a), value_of(guess.b)
+    shape: tl.constexpr = (_SPAN_BLOCKS, BLOCK // _LANES, _LANES)
+    whole = tl.zeros((_SPAN_BLOCKS, _LANES), tl.float32)
+    from_a = tl.zeros((_SPAN_BLOCKS, _LANES), tl.float32)
+    from_b = tl.zeros((_SPAN_BLOCKS, _LANES), tl.float32)
     count = tl.full((), 0, tl.int32)
-    room = out[2] + row * NG
-    tl.debug_barrier()  # the room may have been a sample
-    ahead = _span(source, 0, MASKS, ENTRIES)
-    for first in range(0, V, _SPAN):
+    list_ = scratch.filtered.group_top_NG + row * rows.NG
+    tl.debug_barrier()  # the list may have been a sample
+    ahead = _span(rows, row, 0)
+    for first in range(0, rows.V, _SPAN):
         span = ahead
         x = tl.reshape(span, shape)
-        ahead = _span(source, first + _SPAN, MASKS, ENTRIES)
-        weight = weight_of(x, law)
-        w_all += tl.sum(weight, axis=1)
-        w_a += tl.sum(tl.where(x >= lowest, weight, 0.0), axis=1)
+        ahead = _span(rows, row, first + _SPAN)
+        weight = weight_of(x, weighting)
+        whole += tl.sum(weight, axis=1)
+        from_a += tl.sum(tl.where(x >= lowest, weight, 0.0), axis=1)
         sure = tl.sum(tl.where(x >= highest, weight, 0.0), axis=1)
-        w_b += sure
+        from_b += sure
         listed = (x >= lowest).to(tl.int32) - (x >= highest).to(tl.int32)
-        mine = tl.sum(listed, axis=1)
-        number = tl.sum(mine, axis=1)
-        start = count + tl.cumsum(number, axis=0) - number
-        stretch = packed(start, number, few)
-        before = start[:, None] + tl.cumsum(mine, axis=1) - mine
+        per_lane = tl.sum(listed, axis=1)
+        per_block = tl.sum(per_lane, axis=1)
+        start = count + tl.cumsum(per_block, axis=0) - per_block
+        stretch = packed(start, per_block, room)
+        before = start[:, None] + tl.cumsum(per_lane, axis=1) - per_lane
         rank = tl.reshape(before[:, None, :] + tl.cumsum(listed, axis=1) - 1, (_SPAN,))
-        # flat again: a store of three dimensions is brought into another layout, by 16 KiB
-        tl.store(room + rank, span, mask=(tl.reshape(listed, (_SPAN,)) > 0) & (rank < few))
-        count += tl.sum(number, axis=0)
+        # flat again: for a store of three dimensions all would change their layout
+        tl.store(list_ + rank, span, mask=(tl.reshape(listed, (_SPAN,)) > 0) & (rank < room))
+        count += tl.sum(per_block, axis=0)
         mass = tl.sum(sure, axis=1)
-        for p in tl.static_range(per):
-            j = first // BLOCK + p
-            if j < NB:
-                own = tl.arange(0, per) == p
-                to = row * NB + j
-                tl.store(out[0] + to, tl.sum(tl.where(own, mass, 0.0), axis=0))
-                tl.store(out[1] + to, tl.sum(tl.where(own, stretch, 0.0), axis=0))
+        for n in tl.static_range(_SPAN_BLOCKS):
+            j = first // BLOCK + n
+            if j < rows.NB:
+                this = tl.arange(0, _SPAN_BLOCKS) == n
+                place = row * rows.NB + j
+                tl.store(scratch.mass_NJ + place, tl.sum(tl.where(this, mass, 0.0), axis=0))
+                tl.store(scratch.best_NJ + place, tl.sum(tl.where(this, stretch, 0.0), axis=0))
     tl.debug_barrier()
-    return _all(w_all), _all(w_a), _all(w_b), count
+    return Swept(_all(whole), _all(from_a), _all(from_b), count)
 
 
 @triton.jit
-def _search(
-    source, top, law, counts, goal, mass, swept, few, out, found, NB, NG, MASKS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-):  # fmt: skip
-    """(the largest t such that W(x >= t) reaches `goal`, the number listed by the last sweep).
+def _search(batch: Batch, row, search: Search, swept_before):
+    """(the largest t such that W(x >= t) reaches what is needed, the number listed at last).
 
-    goal: a share of W of the whole row, which is `mass` (below 0: not known yet), unless it counts.
-    swept: whether `sweep.py` made the first sweeps. If more than `few` were listed, the list
-    and the masses are not those of t.
+    swept_before: whether `sweep.py` made the first sweeps. If more were listed than the list has
+    room for, the list and the masses are not those of t.
     """
-    low, high = tl.full((), LOWEST, tl.uint32), key_of(top) + 1
+    rows, filtered, room = batch.rows, batch.scratch.filtered, room_for_list(batch.rows)
+    weighting, list_ = search.weighting, filtered.group_top_NG + row * rows.NG
+    low, high = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
+    mass = search.top * 0 - 1  # W of the row, not known yet
     w_low, w_high, need = mass, mass * 0, mass * 0
-    count, passes = few + 1, few * 0
-    inside, width, sweeps = passes > 0, few * 0, passes
-    if swept:
-        sweeps = 1 + swept_twice(source[2], found)
-    while (count > few) & (high - low > 1):
-        a, b = low, low + ((high - low) >> 1)
-        w_a, w_b = mass, mass
+    count, passes = room + 1, room * 0
+    inside, width, sweeps = passes > 0, room * 0, passes
+    if swept_before:
+        sweeps = sweeps_of(filtered, row)
+    while (count > room) & (high - low > 1):
+        guess = Guess(low, low + ((high - low) >> 1))
         if passes < sweeps:
-            a, b = guess_of(source[2], found, passes)
-            mass, w_a, w_b, count = take_sweep(source[2], found, passes)
+            guess, swept = load_guess(filtered, row, passes), load_sweep(filtered, row, passes)
         else:
             if passes < GUESSES:
-                unit = tl.maximum(source[3] / SAMPLE, 1.0)
+                unit = tl.maximum(rows.V / SAMPLE, 1.0)
                 if inside & (passes > sweeps):
                     i = tl.arange(0, SAMPLE)
-                    x = tl.load(out[2] + source[2] * NG + i, mask=i < few, other=float("-inf"),
-                                cache_modifier=".cg")  # fmt: skip
-                    unit = width / tl.minimum(few, SAMPLE).to(tl.float32)
+                    x = tl.load(list_ + i, mask=i < room, other=float("-inf"), cache_modifier=".cg")
+                    unit = width / tl.minimum(room, SAMPLE).to(tl.float32)
                 else:
-                    x = sample_of(source, passes, MASKS, ENTRIES)
+                    x = sample_of(rows, row, passes)
                     if inside:
                         hits = (x >= value_of(low)) & (x < value_of(high))
                         hits = tl.sum(hits.to(tl.float32), axis=0)
                         unit = width / tl.maximum(hits, 1.0)
                 if w_low < 0:
-                    w_low = unit * tl.sum(weight_of(x, law), axis=0)
+                    w_low = unit * tl.sum(weight_of(x, weighting), axis=0)
                     mass = w_low
-                need = needed(counts, goal, mass)
-                a, b = guess(x, unit, low, high, w_low, w_high, need, few, law)
-            mass, w_a, w_b, count = _sweep(source, law, a, b, few, out, NB, NG, MASKS, ENTRIES)
-        need = needed(counts, goal, mass)
+                bracket = Bracket(low, high, w_low, w_high)
+                guess = guess_from(x, unit, bracket, needed(search, mass), room, weighting)
+            swept = _sweep(batch, row, guess, weighting)
+        mass, from_a, from_b, count = swept.whole, swept.from_a, swept.from_b, swept.listed
+        need = needed(search, mass)
         w_low = tl.where(low == LOWEST, mass, w_low)
         passes += 1
-        inside = (w_a >= need) & (w_b < need)
-        if w_a < need:
-            high, w_high = a, w_a
+        inside = (from_a >= need) & (from_b < need)
+        if from_a < need:
+            high, w_high = guess.a, from_a
         else:
-            low, w_low = a, w_a
-            if w_b < need:
-                high, w_high = b, w_b
+            low, w_low = guess.a, from_a
+            if from_b < need:
+                high, w_high = guess.b, from_b
             else:
-                low, w_low = b, w_b
+                low, w_low = guess.b, from_b
         width = count
-        count = tl.where(inside, count, few + 1)
-    if count <= few:
+        count = tl.where(inside, count, room + 1)
+    if count <= room:
         i = tl.arange(0, LIST)
-        room = out[2] + source[2] * NG
-        x = tl.load(room + i, mask=i < count, other=float("-inf"), cache_modifier=".cg")
-        weight = tl.where(i < count, weight_of(x, law), 0.0)
+        x = tl.load(list_ + i, mask=i < count, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.where(i < count, weight_of(x, weighting), 0.0)
         weight = (weight * FIXED).to(tl.int64)  # in any order
         left = tl.maximum(((need - w_high) * FIXED).to(tl.int64), 1)
         low = bisect(key_of(x), weight, low, high, left, 1)
@@ -210,92 +209,88 @@ def _search(
 
 
 @triton.jit
-def _add_listed(row, law, threshold, out, NB, NG, NBP: tl.constexpr):
-    """Complete the masses that a sweep wrote by the listed logits >= threshold, in log2."""
-    j = tl.arange(0, NBP)
-    mass = tl.load(out[0] + row * NB + j, mask=j < NB, other=0.0)
-    start, number = unpacked(tl.load(out[1] + row * NB + j, mask=j < NB, other=0.0))
+def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
+    """Complete the masses that a sweep wrote by the listed logits that are kept, in log2."""
+    NB, scratch, j = batch.rows.NB, batch.scratch, tl.arange(0, NBP)
+    mass = tl.load(scratch.mass_NJ + row * NB + j, mask=j < NB, other=0.0)
+    start, number = unpacked(tl.load(scratch.best_NJ + row * NB + j, mask=j < NB, other=0.0))
+    list_ = scratch.filtered.group_top_NG + row * batch.rows.NG
     for c in range(0, tl.max(number, axis=0), _LISTED_AT_ONCE):
         i = (c + tl.arange(0, _LISTED_AT_ONCE))[None, :]
-        at = out[2] + row * NG + start[:, None] + i
-        use = i < number[:, None]
-        x = tl.load(at, mask=use, other=float("-inf"), cache_modifier=".cg")
-        mass += tl.sum(tl.where(x >= threshold, tl.exp2((x - law[0]) * law[1]), 0.0), axis=1)
-    tl.store(out[0] + row * NB + j, law[0] * law[1] + log2(mass), mask=j < NB)
+        mask = i < number[:, None]
+        place = list_ + start[:, None] + i
+        x = tl.load(place, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        mass += tl.sum(weight_of(x, weighting), axis=1)
+    mass = weighting.maximum * weighting.scale + log2(mass)
+    tl.store(scratch.mass_NJ + row * NB + j, mass, mask=j < NB)
 
 
 @triton.jit
-def _score(
-    source, law, threshold, at, out, NB, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
-    FP64: tl.constexpr,
-):  # fmt: skip
-    """Masses and best scores under flat noise of what reaches the threshold."""
-    row, V = source[2], source[3]
-    per: tl.constexpr = _SPAN // BLOCK
-    ahead = _span(source, 0, MASKS, ENTRIES)
-    for first in range(0, V, _SPAN):
+def _score(batch: Batch, row, weighting: Weighting, address: Address, FP64: tl.constexpr):
+    """Masses and best scores under flat noise of what is kept."""
+    rows, scratch = batch.rows, batch.scratch
+    ahead = _span(rows, row, 0)
+    for first in range(0, rows.V, _SPAN):
         x = ahead
-        ahead = _span(source, first + _SPAN, MASKS, ENTRIES)
-        weight = tl.where(x >= threshold, x * law[1], float("-inf"))
-        j = first // BLOCK + tl.arange(0, per)
-        mass = log2_sum_rows(tl.reshape(weight, (per, BLOCK)))
-        tl.store(out[0] + row * NB + j, mass, mask=j < NB)
-        score = weight + gumbel_span(at, first, _SPAN, FP64)
-        best = tl.max(tl.reshape(score, (per, BLOCK)), axis=1).to(tl.float32)
-        tl.store(out[1] + row * NB + j, best, mask=j < NB)
+        ahead = _span(rows, row, first + _SPAN)
+        weight = tl.where(x >= weighting.floor, x * weighting.scale, float("-inf"))
+        j = first // BLOCK + tl.arange(0, _SPAN_BLOCKS)
+        mass = log2_sum_rows(tl.reshape(weight, (_SPAN_BLOCKS, BLOCK)))
+        tl.store(scratch.mass_NJ + row * rows.NB + j, mass, mask=j < rows.NB)
+        score = weight + gumbel_span(address, first, _SPAN, FP64)
+        best = tl.max(tl.reshape(score, (_SPAN_BLOCKS, BLOCK)), axis=1).to(tl.float32)
+        tl.store(scratch.best_NJ + row * rows.NB + j, best, mask=j < rows.NB)
 
 
 @triton.jit(do_not_specialize=["stride"])
 def wide_kernel(
-    logits, stride, num_ptr, slot_ptr, position_ptr, index_ptr, state, edits, out, found, V, NB, NG,
-    token_stream, K1: tl.constexpr, MASKS: tl.constexpr, ENTRIES: tl.constexpr,
-    NBP: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
+    batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
+    DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, row of it); most have nothing to do. Leaves rows dense.
 
-    The compiler must not know that a stride is a multiple of 16. It would load four neighbours a
-    thread, and since it scatters single ones to the list, bring ranks, addresses and values of each
-    span into another layout, through shared memory (22 barriers a span instead of 8).
+    The compiler must not know that the rows' stride is a multiple of 16. It would load four
+    neighbours a thread, and since it scatters single ones to the list, bring ranks, addresses and
+    values of each span into another layout, through shared memory.
     """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
+    batch = batch  # see `records.py`
+    rows, requests, filtered = batch.rows, batch.requests, batch.scratch.filtered
+    rows = RawRows(rows.logits_NV, stride, rows.V, rows.NB, rows.NG, rows.mask, rows.entries)
+    batch = Batch(rows, requests, batch.slots, batch.q, batch.scratch)
     pid = tl.program_id(0)
     b, i = pid // K1, pid % K1
     if K1 > 1:
-        if i > tl.load(num_ptr + b):
+        if i > tl.load(requests.num_B + b):
             return
-    row = first_row(num_ptr, b, K1 > 1) + i
-    if tl.load(found[2] + row) != UNDECIDED:
+    row = first_row(requests, b, K1 > 1) + i
+    if tl.load(filtered.count_N + row) != UNDECIDED:
         return
-    slot = tl.load(slot_ptr + b)
-    scale = LOG2E / tl.load(state[1] + slot)
-    k, top_p = tl.load(state[2] + slot), tl.load(state[3] + slot)
-    top = tl.load(found[1] + row)
-    threshold = min_p_floor(tl.load(state[4] + slot), top, scale)
-    source, few = (logits, stride, row, V, edits), tl.minimum(NG, LIST)
-    flat, counts = is_flat(state, slot, V), (k > 0) & (k < V)
-    count = few * 0  # of min-p alone nothing is listed; with top-k the noise is flat
-    mass = top * 0 - 1
-    if counts:
-        law = law_of(True, top, scale, threshold)
-        kth, _ = _search(source, top, law, True, k.to(tl.float32), mass, True, few, out, found, NB,
-                         NG, MASKS, ENTRIES)  # fmt: skip
+    settings = read_settings(batch.slots, tl.load(requests.slot_B + b), rows.V)
+    top = tl.load(batch.scratch.lse_N + row)
+    threshold, room = min_p_floor(settings, top), room_for_list(rows)
+    listed = room * 0  # of min-p alone nothing is listed; with top-k the noise is flat
+    if settings.counted:
+        goal = settings.top_k.to(tl.float32)
+        search = search_for(True, goal, top, settings.scale, threshold)
+        kth, _ = _search(batch, row, search, True)
         threshold = tl.maximum(threshold, kth)
-    if top_p < 1:
-        law = (top, scale, threshold)
-        nucleus, count = _search(source, top, law, False, top_p, mass, not counts, few,
-                                 out, found, NB, NG, MASKS, ENTRIES)  # fmt: skip
+    if settings.top_p < 1:
+        search = search_for(False, settings.top_p, top, settings.scale, threshold)
+        nucleus, listed = _search(batch, row, search, not settings.counted)
         threshold = tl.maximum(threshold, nucleus)
-    law = (top, scale, threshold)
-    if flat:
-        at = flat_noise(state, slot, position_ptr, index_ptr, b, i, token_stream, DRAFT)
-        _score(source, law, threshold, at, out, NB, MASKS, ENTRIES, FP64)
+    kept = Weighting(top, settings.scale, threshold)
+    if settings.flat:
+        address = token_address(requests, settings, b, i, token_stream, DRAFT)
+        _score(batch, row, kept, address, FP64)
     else:
-        if count > few:
+        if listed > room:
             key = key_of(threshold)
-            _sweep(source, law, key, key, few, out, NB, NG, MASKS, ENTRIES)
-        _add_listed(row, law, threshold, out, NB, NG, NBP)
+            _sweep(batch, row, Guess(key, key), kept)
+        _add_listed(batch, row, kept, NBP)
     tl.debug_barrier()
-    tl.store(found[0] + row, threshold)
-    tl.store(found[1] + row, log2_sum(load_masses(out[0], row, NB, NBP)))
-    tl.store(found[2] + row, DENSE)
+    tl.store(filtered.threshold_N + row, threshold)
+    masses = load_blocks(batch.scratch.mass_NJ, row, rows.NB, NBP)
+    tl.store(batch.scratch.lse_N + row, log2_sum(masses))
+    tl.store(filtered.count_N + row, DENSE)

@@ -1,0 +1,158 @@
+"""What the host gives to kernels: every tensor under a name. On the device each is a pointer.
+
+A kernel is compiled for what is None here: `if rows.mask is not None` costs nothing when it runs.
+Triton also compiles in what is 1. Triton 3.6 forgets such numbers of nested records in branches and
+loops; so kernels begin with `batch = batch`: what is assigned is a value, no longer a constant.
+Field names end in the shape of their tensor; `values` and `type` are names of Triton's own.
+
+Shapes: N rows, V vocabulary, NB blocks and NG groups of a row, J the columns of a row of blocks,
+C entries of a short list, B requests, K most drafts of one, S slots, R masks, M entries of edits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Mask(NamedTuple):
+    """The masks of `Edits`."""
+
+    bits_RW: Tensor
+    index_N: Tensor
+    words: int
+
+
+class Entries(NamedTuple):
+    """The entries of `Edits`, as `rows.py: edit_kernel` leaves them.
+
+    value_M:  what the entry makes of its logit
+    begin_NJ: where the entries of each block begin, among those of all rows
+    columns:  J
+    """
+
+    token_M: Tensor
+    value_M: Tensor
+    begin_NJ: Tensor
+    columns: int
+
+
+class RawRows(NamedTuple):
+    """Raw logits, what is edited when they are loaded, and their sizes."""
+
+    logits_NV: Tensor
+    stride: int
+    V: int
+    NB: int
+    NG: int
+    mask: Mask | None
+    entries: Entries | None
+
+
+class Requests(NamedTuple):
+    """B requests of up to K1 rows each.
+
+    num_B:   the drafts of each: it has one row more. Not read if K1 is 1
+    index_B: the draft index of each row, where rows are drafts
+    """
+
+    num_B: Tensor
+    slot_B: Tensor
+    position_B: Tensor
+    index_B: Tensor
+
+
+class Slots(NamedTuple):
+    """The tensors of `SlotParams`."""
+
+    key_S: Tensor
+    temperature_S: Tensor
+    top_k_S: Tensor
+    top_p_S: Tensor
+    min_p_S: Tensor
+    rule_S: Tensor
+
+
+class Filtered(NamedTuple):
+    """What top-k, top-p and min-p leave of each row; see `filters.py`.
+
+    threshold_N:    the lowest raw logit that is kept; -inf if all are
+    count_N:        the entries of the row's short list; DENSE if it has none, UNDECIDED for a while
+    list_id_NC, list_x_NC: ids and logits of a short list. In rows that have none, a search's notes
+    queue_N1:       how many rows a short list could not decide, then their numbers
+    group_top_NG:   maxima of groups; then the groups that were picked; then a search's list
+    """
+
+    threshold_N: Tensor
+    count_N: Tensor
+    list_id_NC: Tensor
+    list_x_NC: Tensor
+    queue_N1: Tensor
+    group_top_NG: Tensor
+
+
+class Scratch(NamedTuple):
+    """What the kernels of one op leave to each other.
+
+    mass_NJ: log2 masses of blocks; at T=0 their maxima
+    best_NJ: best scores of blocks under flat noise. Before that, of rows with filters, maxima of
+             blocks; then where each block's stretch of a search's list is (`sweep.py: packed`)
+    lse_N:   log2 of a row's mass; of a row that is UNDECIDED its maximum
+    """
+
+    mass_NJ: Tensor
+    lse_N: Tensor
+    best_NJ: Tensor | None
+    filtered: Filtered | None
+
+
+class Q(NamedTuple):
+    """The tensors of `DraftCache`, whose rows are slot * K + draft index."""
+
+    logits_SKV: Tensor
+    threshold_SK: Tensor
+    lse_SK: Tensor
+    K: int
+    V: int
+
+
+class Batch(NamedTuple):
+    """What all kernels of an op get. slots: None for raw logits. q: None without a draft cache."""
+
+    rows: RawRows
+    requests: Requests
+    slots: Slots | None
+    q: Q | None
+    scratch: Scratch
+
+
+class Drafts(NamedTuple):
+    """What was drafted. rate_K is None unless a slot may be under SYNTHETIC."""
+
+    token_BK: Tensor
+    real_q_B: Tensor
+    rate_K: Tensor | None
+    K: int
+
+
+class Outcome(NamedTuple):
+    """The tensors of `Verdict`."""
+
+    token_BK1: Tensor
+    n_accept_B: Tensor
+    finite_B: Tensor
+
+
+class Plan(NamedTuple):
+    """What is left to do for each request: `plan.py` says where in these two."""
+
+    integers: Tensor
+    floats: Tensor
+
+
+class Candidates(NamedTuple):
+    """Per request: how many of its programs have come, and for each block its score and token."""
+
+    arrived_B: Tensor
+    score_token_BJ2: Tensor

@@ -74,7 +74,7 @@ def test_rows_in_parts_are_decided_as_together(
     whole = outcome(STOCK, case)
     process = importlib.import_module("foretoken.ops.backends.torch.process")
     for rows in (1, 3):
-        monkeypatch.setattr(process, "_CHUNK", rows * max(vocabulary, 256))
+        monkeypatch.setattr(process, "_CHUNK", rows * max(vocabulary, 1024))
         parts = outcome(STOCK, case, whole)
         for name, wanted in whole.decisions.items():
             assert torch.equal(parts.decisions[name], wanted), name

@@ -6,12 +6,13 @@ noise, and what is done with a distribution.
 Every filter keeps the logits at or above some value, ties included, so that all filters of a row
 are one threshold, in units of raw logits.
 
-Shapes: N rows of the call, R of them at a time, V vocabulary, W the same in whole blocks, D = 256
-digits, M entries.
+Shapes: N rows of the call, R of them at a time, V vocabulary, W the same in whole blocks, D digits,
+M entries.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -66,7 +67,7 @@ def _top_k_active(rows: Rows, slot_R: Tensor) -> Tensor:
 
 def chunks(count: int, width: int) -> Iterator[slice]:
     """Cut `count` rows in parts of a bounded number of logits."""
-    step = max(1, _CHUNK // max(width, 256))  # 256: the tables of a search are as wide
+    step = max(1, _CHUNK // max(width, 1024))  # the tables of a search are 2048 wide
     return (slice(start, start + step) for start in range(0, count, step))
 
 
@@ -109,7 +110,8 @@ def distribution(rows: Rows, index_R: Tensor) -> Distribution:
     """
     x_RW, slot_R = load(rows, index_R), rows.slot_N[index_R]
     temperature_R, max_R = temperatures(rows.params, slot_R), x_RW.amax(dim=1)
-    weight_RW = x_RW.double().sub_(max_R[:, None]).div_(temperature_R[:, None]).exp_()
+    scale_R = math.log2(math.e) / temperature_R  # exp2 takes a third of the time of exp
+    weight_RW = x_RW.double().sub_(max_R[:, None]).mul_(scale_R[:, None]).exp2_()
     threshold_R = torch.full_like(max_R, -torch.inf)
     if rows.params.has_filters:
         threshold_R = _filter(x_RW, weight_RW, rows, slot_R)
@@ -159,22 +161,22 @@ def ordered(x: Tensor) -> Tensor:
 def _largest_reaching(key_RW: Tensor, weight_RW: Tensor, goal_R: Tensor) -> Tensor:
     """The largest logit of each row such that the weights at or above it sum to the goal.
 
-    A radix search, one of four digits of the ordered logit at a time: the digit at which the sum
-    from above reaches the goal, then the same among the logits that begin with those found. A sort
-    takes 35 ns per logit where this takes 3.
+    A radix search by 11, 11 and 10 bits of the ordered logit: the digit at which the sum from above
+    reaches the goal, then the same among the logits that begin with the digits found. A sort takes
+    35 ns per logit where this takes 2.
     """
-    digit_RW = (key_RW >> 24).add_(128)
-    mass_RD = weight_RW.new_zeros(len(key_RW), 256).scatter_add_(1, digit_RW.long(), weight_RW)
+    digit_RW = (key_RW >> 21).add_(1024)
+    mass_RD = weight_RW.new_zeros(len(key_RW), 2048).scatter_add_(1, digit_RW.long(), weight_RW)
     digit_R, above_R = _digit_reaching(mass_RD, goal_R, torch.zeros_like(goal_R))
     row_M, id_M = (digit_RW == digit_R.int()[:, None]).nonzero(as_tuple=True)
     key_M, weight_M = key_RW[row_M, id_M], weight_RW[row_M, id_M]
-    found_R = digit_R - 128
-    for shift in (16, 8, 0):
-        digit_M = key_M >> shift & 255
-        mass = weight_M.new_zeros(mass_RD.numel())
-        mass.index_add_(0, row_M * 256 + digit_M, weight_M)
-        digit_R, above_R = _digit_reaching(mass.view_as(mass_RD), goal_R, above_R)
-        found_R = found_R << 8 | digit_R
+    found_R = digit_R - 1024
+    for shift, digits in ((10, 2048), (0, 1024)):
+        digit_M = key_M >> shift & digits - 1
+        mass = weight_M.new_zeros(len(goal_R) * digits)
+        mass.index_add_(0, row_M * digits + digit_M, weight_M)
+        digit_R, above_R = _digit_reaching(mass.view(-1, digits), goal_R, above_R)
+        found_R = found_R * digits + digit_R
         weight_M = weight_M * (digit_M == digit_R[row_M])
     bits_R = found_R ^ ((found_R >> 31) & 0x7FFFFFFF)
     return bits_R.int().view(torch.float32)
@@ -185,7 +187,7 @@ def _digit_reaching(mass_RD: Tensor, goal_R: Tensor, above_R: Tensor) -> tuple[T
     reach_RD = above_R[:, None] + mass_RD.flip(1).cumsum(dim=1)
     short_RD = reach_RD < goal_R[:, None]
     # Masses of a digit's parts may round to less than its own: the last part is meant then.
-    digit_R = (255 - short_RD.sum(dim=1)).clamp_(min=0)
+    digit_R = (mass_RD.shape[1] - 1 - short_RD.sum(dim=1)).clamp_(min=0)
     return digit_R, torch.where(short_RD, reach_RD, above_R[:, None]).amax(dim=1)
 
 

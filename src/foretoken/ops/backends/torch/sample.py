@@ -111,7 +111,11 @@ def _draw_flat(weight_RW: Tensor, noise: RowNoise) -> Tensor:
     """argmax of log-weight + Gumbel noise, drawn for the groups of ids that have any weight."""
     weight_RGP = weight_RW.view(len(weight_RW), -1, noise.per_group)
     row_M, group_M = (weight_RGP > 0).any(dim=2).nonzero(as_tuple=True)
-    gumbel_MP = noise.take(row_M).tokens(group_M * noise.per_group, noise.per_group)
-    score_RGP = torch.full_like(weight_RGP, -torch.inf)
-    score_RGP[row_M, group_M] = weight_RGP[row_M, group_M].log() + gumbel_MP
-    return score_RGP.flatten(1).argmax(dim=1)
+    first_M = group_M * noise.per_group
+    gumbel_MP = noise.take(row_M).tokens(first_M, noise.per_group)
+    best_M, place_M = (weight_RGP[row_M, group_M].log() + gumbel_MP).max(dim=1)
+    best_R = torch.full_like(weight_RW[:, 0], -torch.inf)
+    best_R.scatter_reduce_(0, row_M, best_M, "amax")
+    m = (best_M == best_R[row_M]).nonzero()[:, 0]  # more than one where ids tie
+    token_R, id_M = torch.zeros_like(noise.key_N), first_M[m] + place_M[m]
+    return token_R.scatter_reduce_(0, row_M[m], id_M, "amin", include_self=False)

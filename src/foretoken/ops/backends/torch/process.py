@@ -122,26 +122,32 @@ def distribution(rows: Rows, index_R: Tensor) -> Distribution:
 def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tensor:
     """The rows' thresholds; weights of logits below them become 0, in place."""
     params, warm_R = rows.params, rows.params.temperature_S[slot_R] > 0
+    min_p_R, top_p_R = params.min_p_S[slot_R].double(), params.top_p_S[slot_R].double()
+    min_p_on_R, top_p_on_R = (min_p_R > 0) & warm_R, (top_p_R < 1) & warm_R
+    top_k_on_R = _top_k_active(rows, slot_R) & warm_R
     threshold_R = torch.full_like(warm_R, -torch.inf, dtype=torch.float32)
-    min_p_R = params.min_p_S[slot_R].double()
-    active_R = (min_p_R > 0) & warm_R
-    if active_R.any():
+    if min_p_on_R.any():
         exact_R = x_RW.amax(dim=1) + temperatures(params, slot_R) * min_p_R.log()
-        threshold_R = torch.where(active_R, _round_up(exact_R), threshold_R)
-    active_R = _top_k_active(rows, slot_R) & warm_R
-    if active_R.any():
-        top_k_R = torch.where(active_R, params.top_k_S[slot_R], 1)
-        best_RK = x_RW.topk(int(top_k_R.max()), dim=1).values
-        kth_R = best_RK.gather(1, top_k_R[:, None] - 1)[:, 0]
-        threshold_R = torch.where(active_R, threshold_R.maximum(kth_R), threshold_R)
-    weight_RW *= x_RW >= threshold_R[:, None]
-    top_p_R = params.top_p_S[slot_R].double()
-    active_R = (top_p_R < 1) & warm_R
-    if active_R.any():
-        goal_R = top_p_R * weight_RW.sum(dim=1)
-        last_R = _largest_reaching(ordered(x_RW), weight_RW, goal_R)
-        threshold_R = torch.where(active_R, threshold_R.maximum(last_R), threshold_R)
+        threshold_R = torch.where(min_p_on_R, _round_up(exact_R), threshold_R)
+    if top_k_on_R.any():
+        top_k_R1 = torch.where(top_k_on_R, params.top_k_S[slot_R], 1)[:, None]
+        best_RK, id_RK = x_RW.topk(int(top_k_R1.max()), dim=1)
+        kth_R = best_RK.gather(1, top_k_R1 - 1)[:, 0]
+        threshold_R = torch.where(top_k_on_R, threshold_R.maximum(kth_R), threshold_R)
         weight_RW *= x_RW >= threshold_R[:, None]
+        # Where ties go on below the k best, so may the nucleus: it ends at the k-th then.
+        reach_RK = weight_RW.gather(1, id_RK).cumsum(dim=1)
+        short_RK = reach_RK < (top_p_R * weight_RW.sum(dim=1))[:, None]
+        place_R1 = short_RK.sum(dim=1, keepdim=True).clamp_(max=short_RK.shape[1] - 1)
+        last_R = threshold_R.maximum(best_RK.gather(1, place_R1)[:, 0])
+        threshold_R = torch.where(top_k_on_R & top_p_on_R, last_R, threshold_R)
+    top_p_alone_R = top_p_on_R & ~top_k_on_R
+    if top_p_alone_R.any():
+        weight_RW *= x_RW >= threshold_R[:, None]
+        goal_R = top_p_R * weight_RW.sum(dim=1)
+        last_R = threshold_R.maximum(_largest_reaching(ordered(x_RW), weight_RW, goal_R))
+        threshold_R = torch.where(top_p_alone_R, last_R, threshold_R)
+    weight_RW *= x_RW >= threshold_R[:, None]
     return threshold_R
 
 

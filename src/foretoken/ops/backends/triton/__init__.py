@@ -1,7 +1,7 @@
 """Triton kernels on a GPU, or on a CPU through Triton's interpreter. See `foretoken.ops.Backend`.
 
 Reading order: `records` (what kernels are given), `rows` (what they load), `scan` (the one pass),
-`filters` (thresholds), `draw` (one token); `request`, `rules`, `decide`, `plan` and `residual`
+`filters` (thresholds), `draw` (one token); `request`, `rules`, `decide` and `residual`
 (verification), `settle` (of few requests); `guess`, `sweep` and `wide` (wide nuclei). `sample`,
 `verify`, `process` and `logprobs` launch them, through `launch`. Attention is that of `torch`,
 whose operators run on any device.

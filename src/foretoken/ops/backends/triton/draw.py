@@ -103,19 +103,19 @@ def weigh(x, off, p: Softmax, target: Target, q: Q | None):
 
 
 @triton.jit
-def block_masses(x, off, p: Softmax, target: Target, q: Q | None, BLOCKS: tl.constexpr):
-    """log2 masses of adjacent blocks: `weigh` summed, in mode RESIDUAL by one exponential less."""
-    mass = tl.full((BLOCKS,), 0.0, tl.float32)
+def block_masses(x, off, p: Softmax, target: Target, q: Q | None, PER: tl.constexpr):
+    """log2 masses of PER adjacent blocks: `weigh` summed, in mode RESIDUAL by one exp2 less."""
+    mass = tl.full((PER,), 0.0, tl.float32)
     if q is not None:
         if target.mode == RESIDUAL:
             log_p, d = _against_q(x, off, p, target, q)
-            log_p = tl.reshape(log_p, (BLOCKS, BLOCK))
+            log_p = tl.reshape(log_p, (PER, BLOCK))
             top = tl.max(log_p, axis=1)
             base = tl.where(top == float("-inf"), 0.0, top)
-            rest = tl.reshape(one_minus_exp2(d), (BLOCKS, BLOCK))
+            rest = tl.reshape(one_minus_exp2(d), (PER, BLOCK))
             mass = base + log2(tl.sum(tl.exp2(log_p - base[:, None]) * rest, axis=1))
     if target.mode != RESIDUAL:
-        mass = log2_sum_rows(tl.reshape(weigh(x, off, p, target, q), (BLOCKS, BLOCK)))
+        mass = log2_sum_rows(tl.reshape(weigh(x, off, p, target, q), (PER, BLOCK)))
     return mass
 
 

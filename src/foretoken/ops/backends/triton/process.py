@@ -18,8 +18,8 @@ from foretoken.ops.types import Rows, Stream
 
 
 @triton.jit
-def _write_kernel(batch: Batch, out_NV):
-    """A program per block of a row."""
+def write_kernel(batch: Batch, out_NV):
+    """Programs: (row, block of it)."""
     batch = batch  # see `records.py`
     rows, filtered = batch.rows, batch.scratch.filtered
     pid = tl.program_id(0)
@@ -33,18 +33,17 @@ def _write_kernel(batch: Batch, out_NV):
     tl.store(out_NV + row * rows.V + off, x, mask=off < rows.V)
 
 
-def process_logits(asked: Rows) -> Tensor:
+def process_logits(rows: Rows) -> Tensor:
     """Edits -> temperature -> min_p -> top_k -> top_p; see `Backend.process_logits`.
 
     Returns new float32 [N, V].
     """
-    logits_NV, params, slot_N, edits = asked
+    logits_NV, params, slot_N, edits = rows
     requests = requests_of(slot_N, slot_N, slot_N, slot_N)
     call = Call.of(logits_NV, params, requests, edits, None, False, Stream.TARGET_TOKEN)
     out_NV = torch.empty(logits_NV.shape, dtype=torch.float32, device=logits_NV.device)
-    if not len(out_NV):
-        return out_NV
-    if call.batch.scratch.filtered is not None:
-        reduce_rows(call)
-    _write_kernel[(len(out_NV) * call.batch.rows.NB,)](call.batch, out_NV, num_warps=4)
+    if len(out_NV):
+        if params.has_filters:
+            reduce_rows(call)
+        write_kernel[(len(out_NV) * call.batch.rows.NB,)](call.batch, out_NV, num_warps=4)
     return out_NV

@@ -1,12 +1,22 @@
 """What the host gives to kernels: every tensor under a name. On the device each is a pointer.
 
-A kernel is compiled for what is None here: `if rows.mask is not None` costs nothing when it runs.
-Triton also compiles in what is 1. Triton 3.6 forgets such numbers of nested records in branches and
-loops; so kernels begin with `batch = batch`: what is assigned is a value, no longer a constant.
-Field names end in the shape of their tensor; `values` and `type` are names of Triton's own.
+How to read the kernels:
 
-Shapes: N rows, V vocabulary, NB blocks and NG groups of a row, J the columns of a row of blocks,
-C entries of a short list, B requests, K most drafts of one, S slots, R masks, M entries of edits.
+- What the host gives is a `NamedTuple` whose fields have types; what kernels make for each other is
+  a `namedtuple` of numbers and blocks. `values` and `type` are names of Triton's own.
+- A kernel is compiled for what is None: `if rows.mask is not None` costs nothing when it runs.
+- Triton also compiles in what is 1. Triton 3.6 forgets such numbers of nested records in branches
+  and loops; so kernels begin with `batch = batch`: what is assigned is a value, not a constant.
+- A variable keeps its type and shape: `x * 0` and `x < 0` are a zero and a False of those of x (x
+  is never below 0 then), `tl.full((), 0, tl.int32)` is a zero that a loop may change.
+- Numbers known to the compiler: FP64, noise in FP64; RAGGED, requests may have drafts; K1, most
+  rows of a request; PER, blocks per program; KP and NBP, powers of 2 of at least K + 1 and NB;
+  OVERLAP, kernels overlap (`launch.py`).
+- Indices: b a request, i one of its drafts or rows, j a block, g a group, c an entry of a list.
+
+Field names end in the shape of their tensor: N rows, V vocabulary, NB blocks of 1024 ids and NG
+groups of 64 of a row, J columns of a row of blocks, C entries of a short list, B requests, K most
+drafts of one, S slots, R masks, W words of a mask, M entries of edits.
 """
 
 from __future__ import annotations
@@ -145,7 +155,7 @@ class Outcome(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is left to do for each request: `plan.py` says where in these two."""
+    """What is left to do for each request: `request.py` says where in these two."""
 
     integers: Tensor
     floats: Tensor

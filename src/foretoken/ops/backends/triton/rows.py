@@ -23,7 +23,7 @@ GROUP = tl.constexpr(64)  # ids per group whose maximum is kept
 GROUPS = tl.constexpr(BLOCK.value // GROUP.value)  # per block
 CAPACITY = tl.constexpr(128)  # entries of a row's list of survivors
 FIXED = tl.constexpr(1099511627776.0)  # 2^40: sums of integers are the same in any order
-CHUNK = tl.constexpr(128)  # requests whose rows `first_row` sums at once
+REQUESTS_AT_ONCE = tl.constexpr(128)  # whose rows `first_row` sums
 _ENTRIES_AT_ONCE = tl.constexpr(512)
 
 Settings = namedtuple(
@@ -79,15 +79,17 @@ def wait_for_writes(OVERLAP: tl.constexpr):
 
 
 @triton.jit
-def first_row(requests: Requests, b, RAGGED: tl.constexpr, CHUNK: tl.constexpr = CHUNK):
+def first_row(
+    requests: Requests, b, RAGGED: tl.constexpr, AT_ONCE: tl.constexpr = REQUESTS_AT_ONCE
+):  # fmt: skip
     """The row that decides request b's first token: the sum of K + 1 over those before it.
 
-    CHUNK: how many are summed at once; for up to 4 of them a warp needs no other.
+    AT_ONCE: how many are summed at once; up to 4 take no exchange between warps.
     """
     if RAGGED:
-        total = tl.zeros((CHUNK,), tl.int64)
-        for start in range(0, b, CHUNK):
-            before = start + tl.arange(0, CHUNK)
+        total = tl.zeros((AT_ONCE,), tl.int64)
+        for start in range(0, b, AT_ONCE):
+            before = start + tl.arange(0, AT_ONCE)
             num = tl.load(requests.num_B + before, mask=before < b, other=0)
             total += tl.where(before < b, num + 1, 0)
         return tl.sum(total, axis=0)

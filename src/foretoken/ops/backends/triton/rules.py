@@ -19,10 +19,10 @@ SYNTHETIC = tl.constexpr(int(Rule.SYNTHETIC))
 
 
 @triton.jit
-def is_stated(rule, BLOCKS: tl.constexpr, RATES: tl.constexpr):
-    """Whether the kernels state this rule. BLOCKS, RATES: they are made for BLOCK, SYNTHETIC."""
+def is_stated(rule, UNDER_BLOCK: tl.constexpr, RATES: tl.constexpr):
+    """Whether kernels made for BLOCK (UNDER_BLOCK) and for SYNTHETIC (RATES) state this rule."""
     stated = (rule == STANDARD) | (rule == COUPLED)
-    if BLOCKS:
+    if UNDER_BLOCK:
         stated = stated | (rule == BLOCK_RULE)
     if RATES:
         stated = stated | (rule == SYNTHETIC)

@@ -1,4 +1,4 @@
-"""Gumbel-max sampling of raw logits on the device: a scan, filters if there are any, and a draw.
+"""Gumbel-max sampling of raw logits: a scan, filters if there are any, and a draw.
 
 The scan and the draw are two launches: with the draw done by the last program of a row the pass
 takes longer (decision 010).
@@ -80,7 +80,7 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
 
     See `Backend.sample`. Two launches; five more if `params.has_filters`. Returns int64 [N].
     """
-    return _draw_rows(_call_of(rows, noise, None))
+    return draft(rows, noise, None)
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
@@ -88,26 +88,16 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
 
     The scan copies the raw row while it reads it; block masses are not kept, nothing reads them.
     """
-    return _draw_rows(_call_of(rows, noise, cache))
-
-
-def _call_of(rows: Rows, noise: Noise, cache: DraftCache | None) -> Call:
     logits_NV, params, slot_N, edits = rows
     requests = requests_of(slot_N, slot_N, noise.position_N, noise.draft_index_N)
-    return Call.of(logits_NV, params, requests, edits, cache, noise.fp64, noise.streams[0])
-
-
-def _draw_rows(call: Call) -> Tensor:
-    """A token per row, one row per request."""
-    logits_NV = call.batch.rows.logits_NV
+    call = Call.of(logits_NV, params, requests, edits, cache, noise.fp64, noise.streams[0])
     token_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
-    if not len(token_N):
-        return token_N
-    reduce_rows(call)
-    call.launch(
-        pick_kernel, len(token_N), (token_N, call.stream), call.blocks_padded, call.fp64,
-        call.drafts, num_warps=4,
-    )  # fmt: skip
+    if len(token_N):
+        reduce_rows(call)
+        call.launch(
+            pick_kernel, len(token_N), (token_N, call.stream), call.blocks_padded, call.fp64,
+            call.drafts, num_warps=4,
+        )  # fmt: skip
     return token_N
 
 

@@ -33,9 +33,10 @@ from foretoken.ops.backends.triton.noise import (
     gumbel_at,
     noise_span,
 )
-from foretoken.ops.backends.triton.plan import DRAW, ONE_ROW
 from foretoken.ops.backends.triton.records import Batch, Candidates, Drafts, Outcome
 from foretoken.ops.backends.triton.request import (
+    DRAW,
+    ONE_ROW,
     all_finite,
     store_accepted,
     store_token,
@@ -89,22 +90,23 @@ def settle_kernel(
     best. Else the first program draws, and the others have nothing to do.
     """
     batch = batch  # see `records.py`
-    NB, i = batch.rows.NB, tl.arange(0, KP)
+    NB = batch.rows.NB
     b, block = tl.program_id(0) // NB, tl.program_id(0) % NB
-    decided = decision(batch, drafts, None, b, True, False, True, FEW, KP, NBP, FP64, OVERLAP)
+    decided = decision(batch, drafts, None, b, RAGGED=True, UNDER_BLOCK=False, LATER=True,
+                       AT_ONCE=FEW, KP=KP, NBP=NBP, FP64=FP64, OVERLAP=OVERLAP)  # fmt: skip
     request, drafted, accepted = decided.request, decided.drafted, decided.accepted
     pending, settings = decided.pending, request.settings
     row, position = request.first + accepted, request.position + accepted
     p = Softmax(
-        value_at(decided.p.threshold, i, accepted), settings.scale,
-        value_at(decided.p.lse, i, accepted),
+        value_at(decided.p.threshold, accepted), settings.scale,
+        value_at(decided.p.lse, accepted),
     )  # fmt: skip
     target = Target(
-        decided.mode, value_at(drafted.token, i, accepted),
-        q_offset(batch.q, settings.slot, accepted), value_at(drafted.q_threshold, i, accepted),
-        value_at(drafted.q_lse, i, accepted), 0.0,
+        decided.mode, value_at(drafted.token, accepted),
+        q_offset(batch.q, settings.slot, accepted), value_at(drafted.q_threshold, accepted),
+        value_at(drafted.q_lse, accepted), 0.0,
     )  # fmt: skip
-    finite = all_finite(decided.p.lse, i, accepted)
+    finite = all_finite(decided.p.lse, accepted)
     if block == 0:
         if not decided.by_own_draw:
             store_accepted(outcome, drafts, b, accepted, finite, KP)
@@ -112,12 +114,12 @@ def settle_kernel(
     undrawn = (pending == ONE_ROW) | (pending == DRAW)
     if pending == ONE_ROW:
         address = Address(settings.key, position, 0, RESIDUAL_TOKEN)
-        here = candidates.score_token_BJ2 + b.to(tl.int64) * NB * 2
-        _store_candidate(batch, row, block, settings, p, target, address, here + 2 * block, FP64)
+        of_b = candidates.score_token_BJ2 + b.to(tl.int64) * NB * 2
+        _store_candidate(batch, row, block, settings, p, target, address, of_b + 2 * block, FP64)
         tl.debug_barrier()
         if tl.atomic_add(candidates.arrived_B + b, 1, sem="acq_rel") != NB - 1:
             return
-        drawn_token, undrawn = _best_candidate(here, NB, NBP)
+        drawn_token, undrawn = _best_candidate(of_b, NB, NBP)
         if undrawn:  # tell `draw`; not before all have read the masses of p for their decision
             j = tl.arange(0, NBP)
             tl.store(batch.scratch.mass_NJ + row * NB + j, float("-inf"), mask=j < NB)
@@ -128,7 +130,7 @@ def settle_kernel(
     if undrawn:
         drawn_token = draw_verified(batch, row, settings, target, position, NBP, FP64)
     if decided.by_own_draw:
-        accepted, drawn_token = draw_at_once(batch, decided, KP, NBP, FP64)
-        finite = all_finite(decided.p.lse, i, accepted)
+        accepted, drawn_token = draw_at_once(batch, decided, NBP, FP64)
+        finite = all_finite(decided.p.lse, accepted)
         store_accepted(outcome, drafts, b, accepted, finite, KP)
     store_token(outcome, drafts, b, accepted, drawn_token, finite)

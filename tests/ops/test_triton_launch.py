@@ -42,7 +42,7 @@ class Kernel:
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
     module = importlib.import_module("foretoken.ops.backends.triton.launch")
-    monkeypatch.setattr(module, "_PLANS", {})
+    monkeypatch.setattr(module, "_KERNELS", {})
     monkeypatch.setattr(module, "_PACKERS", {})
     monkeypatch.setattr(module, "check_device", lambda logits: None)
     stream = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 7))

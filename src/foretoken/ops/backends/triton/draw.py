@@ -1,4 +1,9 @@
-"""One token of one row, from p or from the residual, as the row's state and its slot want it.
+"""One token of one row, from p or from the residual.
+
+A *compact* row is drawn from its short list, a *dense* one from its logits (`filters.py`). With
+*flat* noise the token is the argmax of log weight + Gumbel noise over all ids: the passes before
+leave the best of these scores of each block. Otherwise a block is drawn by its mass, with noise of
+its own, and then a token of the block.
 
 Shapes: N rows, V vocabulary, NB blocks of a row, C list entries.
 """
@@ -33,7 +38,8 @@ from foretoken.ops.backends.triton.rows import (
     log2_sum_rows,
 )
 
-# What a token is drawn from: p; p without one token, the residual of a one-hot q; max(w p - q, 0).
+# What a token is drawn from: p; p without the rejected draft, the residual of a one-hot q; the
+# residual of a real q, max(w p - q, 0).
 FROM_P, WITHOUT_TOKEN, RESIDUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
@@ -46,7 +52,7 @@ Target = namedtuple("Target", "mode token q_offset q_threshold q_lse log_w")
 mode:   FROM_P, WITHOUT_TOKEN, or RESIDUAL
 token:  the draft that was rejected
 q_offset, q_threshold, q_lse: where the draft's row of logits begins, and its `Softmax`, with the
-        scale of p
+    scale of p
 log_w:  log2 of the weight w. This and q are read in mode RESIDUAL alone
 """
 
@@ -167,15 +173,9 @@ def _draw_in_block(batch: Batch, row, block, settings: Settings, p: Softmax, tar
 
 
 @triton.jit
-def noise_of_blocks(address: Address, NBP: tl.constexpr, FP64: tl.constexpr):
-    """The noise by which a row's blocks draw. It needs no logits: best made while others wait."""
-    return noise_span(block_address(address), 0, NBP, FP64)
-
-
-@triton.jit
 def draw(batch: Batch, row, settings: Settings, target: Target, address: Address, block_noise,
          NBP: tl.constexpr, FP64: tl.constexpr):  # fmt: skip
-    """One token of a row. `block_noise`: by `noise_of_blocks`, of the same address.
+    """One token of a row. `block_noise`: `noise_span` of the block stream, for each block.
 
     Of a dense row in mode RESIDUAL, or WITHOUT_TOKEN under flat noise, `Scratch` must hold the
     residual's masses and best scores. Where the residual has no mass, p is drawn from.
@@ -224,7 +224,7 @@ def draw_verified(batch: Batch, row, settings: Settings, target: Target, positio
     """`draw` of the row that decides a position: with TARGET noise from p, else with RESIDUAL."""
     stream = tl.where(target.mode == FROM_P, TARGET_TOKEN, RESIDUAL_TOKEN)
     address = Address(settings.key, position, 0, stream)
-    block_noise = noise_of_blocks(address, NBP, FP64)
+    block_noise = noise_span(block_address(address), 0, NBP, FP64)
     return draw(batch, row, settings, target, address, block_noise, NBP, FP64)
 
 

@@ -1,4 +1,4 @@
-"""Exact min-p, top-k and top-p by the group-maximum bound: a threshold per row, few survivors read.
+"""Exact min-p, top-k and top-p by the group-maximum bound: a threshold per row, few logits read.
 
 k blocks (or groups) whose maxima reach t hold k logits >= t: the k-th largest maximum is a lower
 bound of the k-th largest logit. So only groups whose maximum reaches the bound are looked into, and
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.guess import search_for
+from foretoken.ops.backends.triton.guess import queue_row, search_for
 from foretoken.ops.backends.triton.records import Batch, RawRows
 from foretoken.ops.backends.triton.rows import (
     CAPACITY,
@@ -35,12 +35,11 @@ from foretoken.ops.backends.triton.rows import (
     value_of,
     wait_for_writes,
 )
-from foretoken.ops.backends.triton.sweep import queue_row
 
 DENSE = tl.constexpr(-1)
 UNDECIDED = tl.constexpr(-2)
 NOTHING = tl.constexpr(0x007FFFFF)  # the key of -inf
-_ENOUGH = tl.constexpr(64)  # values that a nucleus is first sought among, if top-k bounds it not
+_ENOUGH = tl.constexpr(64)  # values that a nucleus is first sought among, without top-k
 _BLOCKS_AT_ONCE = tl.constexpr(32)  # blocks whose groups are looked at together
 _GROUPS_AT_ONCE = tl.constexpr(16)  # groups whose logits are loaded together
 _MAXIMA_AT_ONCE = tl.constexpr(512)  # group maxima counted together

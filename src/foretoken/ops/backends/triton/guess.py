@@ -1,27 +1,48 @@
-"""Where the threshold of a wide row probably lies: two keys, from a sample of the row.
+"""What is sought in a row that a short list cannot decide, and a first guess where it lies.
 
-What is sought is the largest t such that the weight W(x >= t) reaches what is needed. For top-k
-every finite logit weighs 1; for top-p a logit that reaches min-p's floor weighs its mass relative
-to the row's maximum. Keys order logits as integers (`rows.py: key_of`).
+Sought is a threshold: the largest t such that W(x >= t), the weight of the logits from t on,
+reaches what is needed. For top-k every finite logit weighs 1; for top-p a logit that reaches
+min-p's floor weighs its mass relative to the row's maximum. Thresholds are handled as *keys*,
+integers in the order of logits (`rows.py: key_of`). A guess is two keys, the threshold probably
+between them.
 
-Shapes: V vocabulary.
+The filters queue such a row, `guess_kernel` guesses, `sweep.py` and `wide.py` measure. The row has
+no short list; the memory of that holds notes instead:
+
+    list_x_NC   0-5  the `Search`: maximum, scale, floor, counted, goal, top
+                6-9  the logits of a and b of its first guess, then of its second
+                10   1.0 if the first sweep missed
+    list_id_NC  as int64, of each of two sweeps: W of the row, W(x >= a), W(x >= b) in units of
+                1 / FIXED, and the number of logits in [a, b)
+
+Shapes: V vocabulary, NBP a power of 2 from the number of blocks on.
 """
 
 from __future__ import annotations
 
 from collections import namedtuple
-from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.records import RawRows
-from foretoken.ops.backends.triton.rows import key_of, load_at, value_of
+from foretoken.ops.backends.triton.records import Batch, Filtered, RawRows
+from foretoken.ops.backends.triton.rows import (
+    CAPACITY,
+    key_of,
+    let_next_start,
+    load_at,
+    load_blocks,
+    log2_sum,
+    value_of,
+    wait_for_writes,
+)
 
+GUESS_PROGRAMS = 132 * 2  # at most; they loop. An H200 has 132 multiprocessors
 SAMPLE = tl.constexpr(4096)
-LIST = tl.constexpr(4096)  # most entries of a list, if its room is larger
+LIST = tl.constexpr(4096)  # most entries of a list
 LOWEST = tl.constexpr(0x00800000)  # the key of the lowest finite float
-GUESSES = tl.constexpr(6)
+GUESSES = tl.constexpr(6)  # passes over a row before its bracket is halved instead
+MISSED = tl.constexpr(10)  # the note that tells whether the first sweep missed
 _CHUNK = tl.constexpr(8)  # neighbours in the sample: memory is read by sectors
 _SPREAD = tl.constexpr(3.0)  # standard deviations on either side of a guess
 _FILL = tl.constexpr(0.9)  # of the list's room, by the sample, between two guesses
@@ -32,21 +53,44 @@ Weighting = namedtuple("Weighting", "maximum scale floor")
 If logits are counted, maximum and scale are 0 and the floor is the lowest finite float.
 """
 
+Search = namedtuple("Search", "weighting counted goal top")
+"""What is sought in a row: the threshold of top-k if `counted`, else that of top-p.
 
-class Search(NamedTuple):
-    """What is sought in a row. goal: if `counted` top-k's k, else the share top_p of its weight."""
-
-    weighting: Weighting
-    counted: Any
-    goal: Any
-    top: Any
-
+goal: k, or the share top_p of the row's weight; top: the row's maximum
+"""
 
 Guess = namedtuple("Guess", "a b")
 """Keys a <= b, the threshold probably in [a, b)."""
 
 Bracket = namedtuple("Bracket", "low high w_low w_high")
-"""Keys low < high with the threshold in [low, high), and W from each of them on."""
+"""Keys low < high, the threshold surely in [low, high), and W from each of them on."""
+
+
+@triton.jit
+def guess_kernel(batch: Batch, NBP: tl.constexpr, OVERLAP: tl.constexpr):
+    """Programs: any number; each takes queued rows, and guesses where their thresholds lie."""
+    let_next_start(OVERLAP)
+    wait_for_writes(OVERLAP)
+    batch = batch  # see `records.py`
+    rows, filtered = batch.rows, batch.scratch.filtered
+    queued = tl.load(filtered.queue_N1, cache_modifier=".cg")
+    for item in range(tl.program_id(0), queued, tl.num_programs(0)):
+        row = tl.load(filtered.queue_N1 + 1 + item).to(tl.int64)
+        search = load_search(filtered, row)
+        weighting = search.weighting
+        floor = key_of(weighting.floor)
+        guess = Guess(floor, floor)
+        if search.counted | (search.goal < 1):  # else min-p alone: its floor is the threshold
+            x = sample_of(rows, row, 0)
+            unit = tl.maximum(rows.V / SAMPLE, 1.0)
+            mass = unit * tl.sum(weight_of(x, weighting), axis=0)
+            if (weighting.floor == float("-inf")) & (not search.counted):
+                masses = load_blocks(batch.scratch.mass_NJ, row, rows.NB, NBP)
+                mass = tl.exp2(log2_sum(masses) - weighting.maximum * weighting.scale)
+            low, high = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
+            bracket, need = Bracket(low, high, mass, mass * 0), needed(search, mass)
+            guess = guess_from(x, unit, bracket, need, room_for_list(rows), weighting)
+        store_guess(filtered, row, 0, guess)
 
 
 @triton.jit
@@ -76,23 +120,59 @@ def needed(search: Search, mass):
 
 
 @triton.jit
-def bisect(key, weight, low, high, need, step):
-    """The largest t in [low, high) such that the weight of keys >= t reaches `need`, else low.
+def queue_row(filtered: Filtered, row, search: Search):
+    """Queue a row, note what is sought, and set the sums of its two sweeps to 0."""
+    notes = notes_of(filtered, row)
+    tl.store(notes, search.weighting.maximum)
+    tl.store(notes + 1, search.weighting.scale)
+    tl.store(notes + 2, search.weighting.floor)
+    tl.store(notes + 3, search.counted.to(tl.float32))
+    tl.store(notes + 4, search.goal)
+    tl.store(notes + 5, search.top)
+    sums = filtered.list_id_NC + row * CAPACITY
+    tl.store(sums + tl.arange(0, 16), tl.zeros((16,), tl.int32))
+    place = tl.atomic_add(filtered.queue_N1, 1)
+    tl.store(filtered.queue_N1 + 1 + place, row.to(tl.int32))
 
-    To less than `step` below it: 1 is exact.
-    """
-    while high - low > step:
-        middle = low + ((high - low) >> 1)
-        if tl.sum(tl.where(key >= middle, weight, tl.zeros_like(weight)), axis=0) >= need:
-            low = middle
-        else:
-            high = middle
-    return low
+
+@triton.jit
+def notes_of(filtered: Filtered, row):
+    """Where a queued row's notes are."""
+    return filtered.list_x_NC + row * CAPACITY
+
+
+@triton.jit
+def load_search(filtered: Filtered, row):
+    """What `queue_row` noted."""
+    notes = notes_of(filtered, row)
+    weighting = Weighting(tl.load(notes), tl.load(notes + 1), tl.load(notes + 2))
+    return Search(weighting, tl.load(notes + 3) > 0, tl.load(notes + 4), tl.load(notes + 5))
+
+
+@triton.jit
+def store_guess(filtered: Filtered, row, turn, guess: Guess):
+    """Note the guess of a row's first sweep (turn 0) or of its second (1)."""
+    notes = notes_of(filtered, row) + 6 + 2 * turn
+    tl.store(notes, value_of(guess.a))
+    tl.store(notes + 1, value_of(guess.b))
+
+
+@triton.jit
+def load_guess(filtered: Filtered, row, turn):
+    """What `store_guess` noted."""
+    notes = notes_of(filtered, row) + 6 + 2 * turn
+    return Guess(key_of(tl.load(notes)), key_of(tl.load(notes + 1)))
+
+
+@triton.jit
+def list_of(batch: Batch, row):
+    """Where a queued row's list of logits is: in place of the maxima of its groups."""
+    return batch.scratch.filtered.group_top_NG + row * batch.rows.NG
 
 
 @triton.jit
 def room_for_list(rows: RawRows):
-    """How many logits a row's list may hold: it lies where the maxima of groups were."""
+    """How many logits the list of a row may hold."""
     return tl.minimum(rows.NG, LIST)
 
 
@@ -146,3 +226,18 @@ def guess_from(x, unit, bracket: Bracket, need, room, weighting: Weighting):
             if count - aside >= 1:
                 b = tl.minimum(bisect(key, one, first, last, count - aside, step) + step, high)
     return Guess(a, b)
+
+
+@triton.jit
+def bisect(key, weight, low, high, need, step):
+    """The largest t in [low, high) such that the weight of keys >= t reaches `need`, else low.
+
+    To less than `step` below it: 1 is exact.
+    """
+    while high - low > step:
+        middle = low + ((high - low) >> 1)
+        if tl.sum(tl.where(key >= middle, weight, tl.zeros_like(weight)), axis=0) >= need:
+            low = middle
+        else:
+            high = middle
+    return low

@@ -40,146 +40,17 @@ from foretoken.ops.types import DraftCache, Edits, Rule, SlotParams, Stream
 
 BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span: what `begin_NJ` is padded by
 
-
-@cache
-def sizes_of(vocabulary: int) -> tuple[int, int, int]:
-    """(NB blocks, NG groups, a power of 2 from NB on) of rows of V logits."""
-    blocks = -(-vocabulary // BLOCK.value)
-    return blocks, -(-vocabulary // GROUP.value), max(4, 1 << (blocks - 1).bit_length())
-
-
-def scratch_of(rows: RawRows, flat: bool, cut: bool) -> Scratch:
-    """Memory for the kernels of an op. flat: draws may be by flat noise; cut: there are filters."""
-    number, device = len(rows.logits_NV), rows.logits_NV.device
-    f32, i32 = torch.float32, torch.int32
-    mass = torch.empty(number * rows.NB, dtype=f32, device=device)
-    lse = torch.empty(number, dtype=f32, device=device)
-    best = torch.empty_like(mass) if flat or cut else None
-    if not cut:
-        return Scratch(mass, lse, best, None)
-    list_x = torch.empty(number * CAPACITY.value, dtype=f32, device=device)
-    filtered = Filtered(
-        threshold_N=torch.empty_like(lse),
-        count_N=torch.empty_like(lse, dtype=i32),
-        list_id_NC=torch.empty_like(list_x, dtype=i32),
-        list_x_NC=list_x,
-        queue_N1=torch.empty(number + 1, dtype=i32, device=device),
-        group_top_NG=torch.empty(number * rows.NG, dtype=f32, device=device),
-    )
-    return Scratch(mass, lse, best, filtered)
-
-
-# AMD's compiler knows no `maxnreg`: there the choice is its own.
-def at_most_registers(count: int) -> dict[str, Any]:
-    """The launch option that limits registers per thread, where the compiler takes it."""
-    return {} if torch.version.hip else {"maxnreg": count}
-
-
-@cache
-def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may start before the one that it depends on has ended: NVIDIA since 9.0."""
-    if device.type != "cuda" or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 Packed = tuple[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]]
 """Arguments with every tensor replaced by its address; and what else a kernel is compiled for: the
 integers, and the addresses modulo 16, nothing if all are multiples of it."""
 
+Packer = Callable[[tuple[Any, ...]], Packed]
 
-def packer(given: tuple[Any, ...]) -> Callable[[tuple[Any, ...]], Packed]:
-    """A function that packs arguments nested as these are, written out: a loop takes twice as long.
-
-    Where there is None here, there must be None again.
-    """
-    tensors: list[str] = []
-    integers: list[str] = []
-    nones: list[str] = []
-
-    def listed(names: Iterable[str]) -> str:
-        return "(" + "".join(f"{name}, " for name in names) + ")"
-
-    def pattern(value: Any) -> str:
-        if isinstance(value, tuple):
-            return listed(map(pattern, value))
-        kind = (nones, "n") if value is None else (tensors, "t")
-        names, first = (integers, "i") if isinstance(value, int) else kind
-        names.append(f"{first}{len(names)}")
-        return names[-1]
-
-    nested = pattern(given)
-    addresses = "".join(f"    {name} = {name}.data_ptr()\n" for name in tensors)
-    odd = listed(f"{name} % 16" for name in tensors)
-    if tensors:
-        odd += f" if ({' | '.join(tensors)}) % 16 else ()"
-    check = f"    if not ({' is '.join(nones)} is None): raise TypeError(given)\n" if nones else ""
-    body = f"{addresses}    return {nested}, ({listed(integers)}, {odd})"
-    scope: dict[str, Any] = {}
-    exec(f"def pack(given):\n    {nested} = given\n{check}{body}", scope)
-    pack: Callable[[tuple[Any, ...]], Packed] = scope["pack"]
-    return pack
-
-
-_PACKERS: dict[tuple[Any, ...], Callable[[tuple[Any, ...]], Packed]] = {}
+_PACKERS: dict[tuple[Any, ...], Packer] = {}
 """Of batches, by `Call.variant`."""
 
-_PLANS: dict[tuple[Any, ...], tuple[Callable[..., Packed], dict[Any, Any]]] = {}
-"""By kernel, constants, options and variant: a packer, and kernels by what else it finds."""
-
-
-def check_device(logits: Tensor) -> None:
-    """Raise `ConfigError` unless Triton can run on these logits: on a GPU, or interpreted."""
-    if logits.is_cuda:
-        if logits.device.index == torch.cuda.current_device():
-            return
-        wanted = f"cuda:{torch.cuda.current_device()}, the current device"
-        remedy = "Call under `torch.cuda.device(logits.device)`."
-    elif triton.knobs.runtime.interpret:
-        return
-    else:
-        wanted, remedy = "a GPU's", "Without one, choose the backend `native` or `torch`."
-    raise ConfigError("logits.device", logits.device, wanted, remedy)
-
-
-def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
-    """The logits, and what is edited on load; launches the kernel that prepares entries."""
-    number, vocabulary = logits_NV.shape
-    blocks, groups, _ = sizes_of(vocabulary)
-    mask = None
-    if edits is not None and edits.mask_RW is not None and edits.mask_N is not None:
-        words = edits.mask_RW.shape[1]
-        mask = Mask(edits.mask_RW.contiguous(), edits.mask_N.contiguous(), words)
-    rows = RawRows(logits_NV, logits_NV.stride(0), vocabulary, blocks, groups, mask, None)
-    if edits is None or not edits.token_M.shape[0]:
-        return rows
-    columns, bias_M = blocks + BLOCKS_AT_ONCE, edits.bias_M.contiguous()
-    begin_NJ = torch.empty(number * columns, dtype=torch.int32, device=logits_NV.device)
-    entries = Entries(edits.token_M.contiguous(), torch.empty_like(bias_M), begin_NJ, columns)
-    edit_kernel[(number,)](
-        rows, entries, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
-        edits.subtract_M.contiguous(), 1 << (columns - 1).bit_length(), num_warps=4,
-    )  # fmt: skip
-    return rows._replace(entries=entries)
-
-
-def slots_of(params: SlotParams) -> Slots:
-    """The tensors of the parameters, each contiguous."""
-    return Slots(
-        params.key_S.contiguous(),
-        params.temperature_S.contiguous(),
-        params.top_k_S.contiguous(),
-        params.top_p_S.contiguous(),
-        params.min_p_S.contiguous(),
-        params.rule_S.contiguous(),
-    )
-
-
-def requests_of(num_B: Tensor, slot_B: Tensor, position_B: Tensor, index_B: Tensor) -> Requests:
-    """These tensors, each contiguous."""
-    return Requests(
-        num_B.contiguous(), slot_B.contiguous(), position_B.contiguous(), index_B.contiguous()
-    )
+_KERNELS: dict[tuple[Any, ...], tuple[Packer, dict[Any, Any]]] = {}
+"""By kernel, constants, options and variant: a packer, and compiled kernels by what it finds."""
 
 
 @dataclass(slots=True)
@@ -188,12 +59,13 @@ class Call:
 
     Attributes:
         width: most rows of a request.
-        blocks_padded: a power of 2 above the blocks of a row.
+        blocks_padded: a power of 2 from the blocks of a row on.
         flat: draws may be by flat noise though top-k is off.
         stream: of token noise; drafts: whether that is DRAFT_TOKEN.
         overlap: whether a kernel may start before the one before it has ended.
         variant: the device, dtypes, and what is None: where it is equal, so is the structure of
             what a kernel is given.
+        packed: the batch, once a kernel has been launched.
     """
 
     batch: Batch
@@ -229,7 +101,12 @@ class Call:
         check_device(logits_NV)
         rows, slots, flat, cut = rows_of(logits_NV, edits), None, False, False
         if params is not None:
-            slots, flat, cut = slots_of(params), Rule.COUPLED in params.rules, params.has_filters
+            per_slot = (
+                params.key_S, params.temperature_S, params.top_k_S, params.top_p_S, params.min_p_S,
+                params.rule_S,
+            )  # fmt: skip
+            slots, cut = Slots(*map(Tensor.contiguous, per_slot)), params.has_filters
+            flat = Rule.COUPLED in params.rules
         q, q_dtype = None, None
         if cache is not None:
             q_dtype, (_, drafts, vocabulary) = cache.logits_SKV.dtype, cache.logits_SKV.shape
@@ -246,14 +123,6 @@ class Call:
             overlaps(logits_NV.device),
             (logits_NV.device, logits_NV.dtype, *optional, *variant),
         )
-
-    def pack(self) -> Packed:
-        """The batch, packed once for all kernels of the op."""
-        pack = _PACKERS.get(self.variant)
-        if pack is None:
-            pack = _PACKERS[self.variant] = packer(self.batch)
-        self.packed = pack(self.batch)
-        return self.packed
 
     def launch(
         self,
@@ -274,14 +143,18 @@ class Call:
             given: nested alike wherever kernel, constants and variant are the same.
             early: whether it may start before the kernel launched before it has ended.
         """
+        if self.packed is None:
+            pack = _PACKERS.get(self.variant)
+            if pack is None:
+                pack = _PACKERS[self.variant] = packer(self.batch)
+            self.packed = pack(self.batch)
         constants = (*constants, self.overlap)
         key = (id(kernel), early, constants, self.variant, *options.values())
-        plan = _PLANS.get(key)
-        if plan is None:
-            plan = _PLANS[key] = packer(given), {}
-        pack, kernels = plan
-        batch, of_batch = self.packed or self.pack()
-        addresses, of_given = pack(given)
+        found = _KERNELS.get(key)
+        if found is None:
+            found = _KERNELS[key] = packer(given), {}
+        pack, kernels = found
+        (batch, of_batch), (addresses, of_given) = self.packed, pack(given)
         compiled = kernels.get((of_batch, of_given))
         if compiled is not None:
             run, function, metadata = compiled
@@ -297,3 +170,117 @@ class Call:
         if compiled is not None and not torch.version.hip:  # None: interpreted
             # AMD's kernels also depend on the size of each tensor
             kernels[of_batch, of_given] = compiled.run, compiled.function, compiled.packed_metadata
+
+
+def packer(given: tuple[Any, ...]) -> Packer:
+    """A function that packs arguments nested as these are, written out: a loop takes twice as long.
+
+    Where there is None here, there must be None again.
+    """
+    tensors: list[str] = []
+    integers: list[str] = []
+    nones: list[str] = []
+
+    def listed(names: Iterable[str]) -> str:
+        return "(" + "".join(f"{name}, " for name in names) + ")"
+
+    def pattern(value: Any) -> str:
+        if isinstance(value, tuple):
+            return listed(map(pattern, value))
+        kind = (nones, "n") if value is None else (tensors, "t")
+        names, first = (integers, "i") if isinstance(value, int) else kind
+        names.append(f"{first}{len(names)}")
+        return names[-1]
+
+    nested = pattern(given)
+    addresses = "".join(f"    {name} = {name}.data_ptr()\n" for name in tensors)
+    odd = listed(f"{name} % 16" for name in tensors)
+    if tensors:
+        odd += f" if ({' | '.join(tensors)}) % 16 else ()"
+    check = f"    if not ({' is '.join(nones)} is None): raise TypeError(given)\n" if nones else ""
+    body = f"{addresses}    return {nested}, ({listed(integers)}, {odd})"
+    scope: dict[str, Any] = {}
+    exec(f"def pack(given):\n    {nested} = given\n{check}{body}", scope)
+    pack: Packer = scope["pack"]
+    return pack
+
+
+def check_device(logits: Tensor) -> None:
+    """Raise `ConfigError` unless Triton can run on these logits: on a GPU, or interpreted."""
+    if logits.is_cuda:
+        if logits.device.index == torch.cuda.current_device():
+            return
+        wanted = f"cuda:{torch.cuda.current_device()}, the current device"
+        remedy = "Call under `torch.cuda.device(logits.device)`."
+    elif triton.knobs.runtime.interpret:
+        return
+    else:
+        wanted, remedy = "a GPU's", "Without one, choose the backend `native` or `torch`."
+    raise ConfigError("logits.device", logits.device, wanted, remedy)
+
+
+@cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may start before the one that it depends on has ended: NVIDIA since 9.0."""
+    if device.type != "cuda" or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def at_most_registers(count: int) -> dict[str, Any]:
+    """The launch option that limits registers per thread; AMD's compiler has none."""
+    return {} if torch.version.hip else {"maxnreg": count}
+
+
+@cache
+def sizes_of(vocabulary: int) -> tuple[int, int, int]:
+    """(NB blocks, NG groups, a power of 2 from NB on) of rows of V logits."""
+    blocks = -(-vocabulary // BLOCK.value)
+    return blocks, -(-vocabulary // GROUP.value), max(4, 1 << (blocks - 1).bit_length())
+
+
+def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
+    """The logits, and what is edited on load; launches the kernel that prepares entries."""
+    number, vocabulary = logits_NV.shape
+    blocks, groups, _ = sizes_of(vocabulary)
+    mask = None
+    if edits is not None and edits.mask_RW is not None and edits.mask_N is not None:
+        words = edits.mask_RW.shape[1]
+        mask = Mask(edits.mask_RW.contiguous(), edits.mask_N.contiguous(), words)
+    rows = RawRows(logits_NV, logits_NV.stride(0), vocabulary, blocks, groups, mask, None)
+    if edits is None or not edits.token_M.shape[0]:
+        return rows
+    columns, bias_M = blocks + BLOCKS_AT_ONCE, edits.bias_M.contiguous()
+    begin_NJ = torch.empty(number * columns, dtype=torch.int32, device=logits_NV.device)
+    entries = Entries(edits.token_M.contiguous(), torch.empty_like(bias_M), begin_NJ, columns)
+    edit_kernel[(number,)](
+        rows, entries, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
+        edits.subtract_M.contiguous(), 1 << (columns - 1).bit_length(), num_warps=4,
+    )  # fmt: skip
+    return rows._replace(entries=entries)
+
+
+def requests_of(*tensors: Tensor) -> Requests:
+    """The fields of `Requests`, each made contiguous."""
+    return Requests(*map(Tensor.contiguous, tensors))
+
+
+def scratch_of(rows: RawRows, flat: bool, cut: bool) -> Scratch:
+    """Memory for the kernels of an op. flat: draws may be by flat noise; cut: there are filters."""
+    number, device = len(rows.logits_NV), rows.logits_NV.device
+    f32, i32 = torch.float32, torch.int32
+    mass = torch.empty(number * rows.NB, dtype=f32, device=device)
+    lse = torch.empty(number, dtype=f32, device=device)
+    best = torch.empty_like(mass) if flat or cut else None
+    if not cut:
+        return Scratch(mass, lse, best, None)
+    list_x = torch.empty(number * CAPACITY.value, dtype=f32, device=device)
+    filtered = Filtered(
+        threshold_N=torch.empty_like(lse),
+        count_N=torch.empty_like(lse, dtype=i32),
+        list_id_NC=torch.empty_like(list_x, dtype=i32),
+        list_x_NC=list_x,
+        queue_N1=torch.empty(number + 1, dtype=i32, device=device),
+        group_top_NG=torch.empty(number * rows.NG, dtype=f32, device=device),
+    )
+    return Scratch(mass, lse, best, filtered)

@@ -176,38 +176,37 @@ def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
 
     See `Backend.logprobs`. Two launches, and those that find thresholds if `params.has_filters`.
     """
-    # Raw logits have no slots: no kernel reads those that stand for them.
-    given_rows = asked if isinstance(asked, Rows) else (asked, None, token_N, None)
-    logits_NV, params, slot_N, edits = given_rows
+    # Raw logits have no slots: no kernel reads what stands for them.
+    rows = asked if isinstance(asked, Rows) else (asked, None, token_N, None)
+    logits_NV, params, slot_N, edits = rows
     number, device = len(logits_NV), logits_NV.device
-    found = Logprobs(
+    result = Result(
         torch.empty(number, device=device),
         torch.empty(number, dtype=torch.int64, device=device),
         torch.empty(number, num_top, device=device),
         torch.empty(number, num_top, dtype=torch.int64, device=device),
     )
     if not number:
-        return found
+        return Logprobs(*result)
     requests, stream = requests_of(slot_N, slot_N, slot_N, slot_N), Stream.TARGET_TOKEN
     call = Call.of(logits_NV, params, requests, edits, None, False, stream, 1, token_N.dtype)
-    rows, scratch = call.batch.rows, call.batch.scratch
+    scratch, blocks = call.batch.scratch, call.batch.rows.NB
     measured = Measured(
         scratch.mass_NJ,
         torch.empty_like(scratch.mass_NJ) if scratch.best_NJ is None else scratch.best_NJ,
-        torch.empty(number * rows.NG, device=device)
+        torch.empty(number * call.batch.rows.NG, device=device)
         if scratch.filtered is None
         else scratch.filtered.group_top_NG,
     )
     if scratch.filtered is not None:
         reduce_rows(call)
-    per = 1 if number * rows.NB <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
-    parts = -(-rows.NB // per)
+    per = 1 if number * blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
+    parts = -(-blocks // per)
     given = token_N.contiguous(), measured
     call.launch(measure_kernel, number * parts, (*given, parts), per, num_warps=1)
-    result = Result(found.logprob_N, found.rank_N, found.top_logprob_NT, found.top_token_NT)
     width = 1 << (num_top - 1).bit_length() if num_top else 0
     call.launch(
         likeliest_kernel, number, (*given, result, num_top), call.blocks_padded, width,
         num_warps=4,
     )  # fmt: skip
-    return found
+    return Logprobs(*result)

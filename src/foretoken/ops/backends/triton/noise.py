@@ -15,7 +15,8 @@ import triton.language as tl
 
 from foretoken.ops.types import Stream
 
-TARGET_TOKEN = tl.constexpr(int(Stream.TARGET_TOKEN))  # of each pair the block stream is one above
+# Token streams. The block stream that belongs to each is one above it.
+TARGET_TOKEN = tl.constexpr(int(Stream.TARGET_TOKEN))
 RESIDUAL_TOKEN = tl.constexpr(int(Stream.RESIDUAL_TOKEN))
 ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -105,7 +106,7 @@ def _pairs_span(address: Address, first, COUNT: tl.constexpr):
 
 @triton.jit
 def _pairs_at(address: Address, index):
-    """The word pairs of any FP64 draws."""
+    """Word pairs (high, low) of any FP64 draws."""
     a, b, c, d = words(address, (index // 2).to(tl.int32))
     odd = index % 2 == 1
     return tl.where(odd, c, a), tl.where(odd, d, b)
@@ -113,7 +114,7 @@ def _pairs_at(address: Address, index):
 
 @triton.jit
 def gumbel_span(address: Address, first, COUNT: tl.constexpr, FP64: tl.constexpr):
-    """Draws first, first + 1, ... [COUNT]; `first` is a multiple of 4."""
+    """Gumbel noise of draws first, first + 1, ... [COUNT]; `first` is a multiple of 4."""
     if FP64:
         high, low = _pairs_span(address, first, COUNT)
         return gumbel64(uniform64(high, low))
@@ -125,7 +126,7 @@ def gumbel_span(address: Address, first, COUNT: tl.constexpr, FP64: tl.constexpr
 
 @triton.jit
 def uniform_at(address: Address, index, FP64: tl.constexpr):
-    """Draw `index` (int block) of a stream."""
+    """The uniforms of any draws (int block) of a stream."""
     if FP64:
         high, low = _pairs_at(address, index)
         return uniform64(high, low)
@@ -138,11 +139,12 @@ def uniform_at(address: Address, index, FP64: tl.constexpr):
 
 @triton.jit
 def gumbel_at(address: Address, index, FP64: tl.constexpr):
-    """Gumbel noise of any ids, one group computed for each."""
+    """Gumbel noise of any ids (int block); computes a group of four words for each."""
+    u = uniform_at(address, index, FP64)
     if FP64:
-        return gumbel64(uniform_at(address, index, True))
+        return gumbel64(u)
     else:
-        return gumbel(uniform_at(address, index, False))
+        return gumbel(u)
 
 
 @triton.jit
@@ -150,14 +152,6 @@ def _ordered(score):
     """An int32 of the same order: a warp reduces integers in one instruction, floats in five."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def argmax32(score):
-    """Where an FP32 score without NaN is largest, the first on ties."""
-    key = _ordered(score)
-    lane = tl.arange(0, score.shape[0])
-    return tl.min(tl.where(key == tl.max(key, axis=0), lane, _LANE), axis=0)
 
 
 @triton.jit
@@ -207,7 +201,7 @@ def argmax64(weight, noise: Noise64):
 
 @triton.jit
 def noise_span(address: Address, first, COUNT: tl.constexpr, FP64: tl.constexpr):
-    """Gumbel noise of draws first, first + 1, ... for `argmax_with`; `first` is a multiple of 4."""
+    """`gumbel_span`, as `argmax_with` takes it."""
     if FP64:
         high, low = _pairs_span(address, first, COUNT)
         return Noise64(high, low, near_gumbel64(high, low))
@@ -217,7 +211,7 @@ def noise_span(address: Address, first, COUNT: tl.constexpr, FP64: tl.constexpr)
 
 @triton.jit
 def noise_at(address: Address, index, FP64: tl.constexpr):
-    """Gumbel noise of any draws, for `argmax_with`."""
+    """`gumbel_at`, as `argmax_with` takes it."""
     if FP64:
         high, low = _pairs_at(address, index)
         return Noise64(high, low, near_gumbel64(high, low))
@@ -231,4 +225,6 @@ def argmax_with(weight, noise, FP64: tl.constexpr):
     if FP64:
         return argmax64(weight, noise)
     else:
-        return argmax32(tl.where(weight > float("-inf"), weight + noise, float("-inf")))
+        key = _ordered(tl.where(weight > float("-inf"), weight + noise, float("-inf")))
+        lane = tl.arange(0, weight.shape[0])
+        return tl.min(tl.where(key == tl.max(key, axis=0), lane, _LANE), axis=0)

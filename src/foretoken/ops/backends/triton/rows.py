@@ -33,8 +33,8 @@ Settings = namedtuple(
 
 greedy:   T=0
 scale:    from logits to log2 of unnormalised probabilities
-counted:  whether top-k is active
-flat:     whether draws are by flat noise: top-k is active, or the rule is COUPLED
+counted:  whether top-k is active, which counts logits rather than sum their weights
+flat:     whether draws are by flat noise (`draw.py`): top-k is active, or the rule is COUPLED
 filtered: whether top-k, top-p or min-p may drop tokens
 """
 
@@ -66,14 +66,14 @@ def read_settings(slots: Slots, slot, V):
 
 @triton.jit
 def let_next_start(OVERLAP: tl.constexpr):
-    """The kernel launched after this one may start once every program of this one came here."""
+    """Let the kernel launched after this one start, once every program of this one came here."""
     if OVERLAP:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_writes(OVERLAP: tl.constexpr):
-    """Until the kernel launched before this one has ended, and its results can be read."""
+    """Wait until the kernel launched before this one has ended, and its results can be read."""
     if OVERLAP:
         gdc_wait()
 
@@ -227,7 +227,7 @@ def log2_sum_exactly(x):
     top = tl.max(x, axis=0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum((tl.exp2(x - base) * FIXED).to(tl.int64), axis=0)
-    return base + log2(total.to(tl.float32)) - 40
+    return base + log2(total.to(tl.float32)) - 40  # log2 of FIXED
 
 
 @triton.jit

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.ops.backends.triton.draw import FROM_P, Target, draw, noise_of_blocks
+from foretoken.ops.backends.triton.draw import FROM_P, Target, draw
 from foretoken.ops.backends.triton.filters import filter_kernel
+from foretoken.ops.backends.triton.guess import GUESS_PROGRAMS, guess_kernel
 from foretoken.ops.backends.triton.launch import Call, at_most_registers, requests_of
-from foretoken.ops.backends.triton.noise import LN2
+from foretoken.ops.backends.triton.noise import LN2, block_address, noise_span
 from foretoken.ops.backends.triton.records import Batch
 from foretoken.ops.backends.triton.rows import (
     load_blocks,
@@ -30,13 +31,7 @@ from foretoken.ops.backends.triton.scan import (
     scan_kernel,
     token_address,
 )
-from foretoken.ops.backends.triton.sweep import (
-    GUESSING,
-    PARTS,
-    PROGRAMS,
-    guess_kernel,
-    sweep_kernel,
-)
+from foretoken.ops.backends.triton.sweep import SECOND_PARTS, SWEEP_PROGRAMS, sweep_kernel
 from foretoken.ops.backends.triton.wide import REGISTERS, WARPS, wide_kernel
 from foretoken.ops.types import DraftCache, Noise, Rows
 
@@ -57,7 +52,7 @@ def pick_kernel(
     row = tl.program_id(0).to(tl.int64)
     settings = read_settings(batch.slots, tl.load(requests.slot_B + row), rows.V)
     address = token_address(requests, settings, row, 0, token_stream, DRAFT)
-    block_noise = noise_of_blocks(address, NBP, FP64)
+    block_noise = noise_span(block_address(address), 0, NBP, FP64)  # while the scan still runs
     target = Target(FROM_P, -1, 0, 0.0, 0.0, 0.0)
     wait_for_writes(OVERLAP)
     token = draw(batch, row, settings, target, address, block_noise, NBP, FP64)
@@ -119,10 +114,10 @@ def reduce_rows(call: Call, counter_B: Tensor | None = None) -> None:
         num_warps=1 if rows > _MANY else 4,
     )  # fmt: skip
     # Thresholds and masses of the rows for which the filters' lists were too short.
-    call.launch(guess_kernel, min(GUESSING, rows), (), call.blocks_padded, num_warps=4)
+    call.launch(guess_kernel, min(GUESS_PROGRAMS, rows), (), call.blocks_padded, num_warps=4)
     for turn in range(2):
-        parts = min(PARTS, blocks) if turn else blocks
-        call.launch(sweep_kernel, min(PROGRAMS, rows * parts), (parts,), turn, num_warps=1)
+        parts = min(SECOND_PARTS, blocks) if turn else blocks
+        call.launch(sweep_kernel, min(SWEEP_PROGRAMS, rows * parts), (parts,), turn, num_warps=1)
     call.launch(
         wide_kernel, rows, (batch.rows.stride, call.stream), call.width, call.blocks_padded,
         call.fp64, call.drafts, num_warps=WARPS, **at_most_registers(REGISTERS),

@@ -58,7 +58,7 @@ def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT:
 def token_address(requests: Requests, settings: Settings, b, i, token_stream, DRAFT: tl.constexpr):
     """The noise that row i of request b draws its token with.
 
-    DRAFT: rows are drafts. Those of COUPLED have the noise that the target will draw with.
+    DRAFT: rows are drafts. Under COUPLED these have the noise that the target will draw with.
     """
     index = tl.full((), 0, tl.int32)
     stream = index + token_stream
@@ -83,7 +83,7 @@ def scan_kernel(
     DRAFT:        rows are drafts; their raw logits are kept in the draft cache, if there is one.
     counter_B:    if given, it is set to 0 (`settle.py`).
     token_stream: of flat noise. FLAT: slots without top-k may draw with it.
-    EARLY:        the kernel before may still be running, and the next may start at any time.
+    EARLY:        the scan may start before the kernel before it has ended, the next one at once.
     """
     batch = batch  # see `records.py`
     rows, scratch = batch.rows, batch.scratch

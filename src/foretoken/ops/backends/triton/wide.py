@@ -1,22 +1,19 @@
 """Thresholds of rows that a short list cannot decide: wide nuclei, large k, many ties.
 
-The largest t whose weight W(x >= t) reaches what is needed is sought so:
-
-1. `guess.py`: two keys a < b with the threshold between them, from a sample of the row, as narrow
-   as its spread allows and no further apart than the list has room.
-2. A pass measures W at a and at b, lists what lies between them, and writes each block's mass of
-   what is at least b, kept whatever the threshold turns out to be. The first pass, and a second
-   where it missed, are launches of their own over all multiprocessors (`sweep.py`); here a
-   program has a row to itself.
+1. Two keys a < b with the threshold between them are guessed from a sample of the row, as narrow as
+   its spread allows and no further apart than the list has room (`guess.py`).
+2. A pass over the row measures W at a and at b, lists what lies between them, and writes each
+   block's mass from b on. The first pass, and a second where it missed, were launches of their own
+   over all multiprocessors (`sweep.py`); here a program has a row to itself.
 3. If the guess was right, the threshold is found in the list, and what the list adds to the masses
    is added: one pass for most rows of 151 936 normal logits, two for nearly all others. Else what
-   was learned bounds the next guess; a list that overflowed is its sample (but not that of
+   was learned bounds the next guess; a list that overflowed is its sample (except that of
    `sweep.py`, whose order is that of arrival). A value that would fill the list by itself is
-   bracketed alone (b is the next key). After GUESSES the keys between the bounds are halved, so
-   that it ends whatever the row.
+   bracketed alone (b is the next key). After GUESSES passes the keys between the bounds are halved,
+   so that the search ends whatever the row.
 
-A pass by one program is a chain of latencies: what counts is their number, and that a span is
-loaded while the one before it is worked on. Flat noise takes a pass of its own, which writes masses
+A pass by one program is a chain of latencies, so a span is loaded while the one before it is worked
+on. Flat noise takes a pass of its own, which writes masses
 and best scores as the scan does.
 
 Weights are relative to the row's maximum, and so are the masses until they are complete: a block
@@ -43,6 +40,8 @@ from foretoken.ops.backends.triton.guess import (
     Weighting,
     bisect,
     guess_from,
+    list_of,
+    load_guess,
     needed,
     room_for_list,
     sample_of,
@@ -66,14 +65,7 @@ from foretoken.ops.backends.triton.rows import (
     wait_for_writes,
 )
 from foretoken.ops.backends.triton.scan import token_address
-from foretoken.ops.backends.triton.sweep import (
-    Swept,
-    load_guess,
-    load_sweep,
-    packed,
-    sweeps_of,
-    unpacked,
-)
+from foretoken.ops.backends.triton.sweep import Swept, load_sweep, packed, sweeps_of, unpacked
 
 WARPS = 4
 REGISTERS = 168  # per thread: three programs of four warps fit a multiprocessor
@@ -110,7 +102,7 @@ def _sweep(batch: Batch, row, guess: Guess, weighting: Weighting):
     from_a = tl.zeros((_SPAN_BLOCKS, _LANES), tl.float32)
     from_b = tl.zeros((_SPAN_BLOCKS, _LANES), tl.float32)
     count = tl.full((), 0, tl.int32)
-    list_ = scratch.filtered.group_top_NG + row * rows.NG
+    list_ = list_of(batch, row)
     tl.debug_barrier()  # the list may have been a sample
     ahead = _span(rows, row, 0)
     for first in range(0, rows.V, _SPAN):
@@ -152,7 +144,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
     room for, the list and the masses are not those of t.
     """
     rows, filtered, room = batch.rows, batch.scratch.filtered, room_for_list(batch.rows)
-    weighting, list_ = search.weighting, filtered.group_top_NG + row * rows.NG
+    weighting, list_ = search.weighting, list_of(batch, row)
     low, high = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
     mass = search.top * 0 - 1  # W of the row, not known yet
     w_low, w_high, need = mass, mass * 0, mass * 0
@@ -214,7 +206,7 @@ def _add_listed(batch: Batch, row, weighting: Weighting, NBP: tl.constexpr):
     NB, scratch, j = batch.rows.NB, batch.scratch, tl.arange(0, NBP)
     mass = tl.load(scratch.mass_NJ + row * NB + j, mask=j < NB, other=0.0)
     start, number = unpacked(tl.load(scratch.best_NJ + row * NB + j, mask=j < NB, other=0.0))
-    list_ = scratch.filtered.group_top_NG + row * batch.rows.NG
+    list_ = list_of(batch, row)
     for c in range(0, tl.max(number, axis=0), _LISTED_AT_ONCE):
         i = (c + tl.arange(0, _LISTED_AT_ONCE))[None, :]
         mask = i < number[:, None]

@@ -5,9 +5,9 @@ Without a GPU: in place of a kernel stands what records how it is compiled and c
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,9 +53,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Any:
 def call_of(launch: Any, variant: tuple[Any, ...] = (), width: int = 8) -> Any:
     requests = launch.requests_of(*[torch.zeros(2, dtype=torch.int64)] * 4)
     logits_NV, stream = torch.zeros(2, width), Stream.TARGET_TOKEN
-    return launch.Call.of(
-        logits_NV, make_params(2), requests, None, None, False, stream, 1, *variant
-    )
+    return launch.Call(logits_NV, make_params(2), requests, None, None, False, stream, 1, *variant)
 
 
 def addresses(value: Any) -> Any:
@@ -129,7 +127,8 @@ def test_other_arguments_have_a_kernel_of_their_own(launch: Any) -> None:
 
 def test_logits_of_other_dtypes_and_kernels_are_told_apart(launch: Any) -> None:
     call, given = call_of(launch), (torch.zeros(4), 3)
-    half = replace(call, variant=(call.variant[0], torch.float16))
+    half = copy.copy(call)
+    half.variant = (call.variant[0], torch.float16)
     first, second = Kernel(), Kernel()
     for kernel in (first, second):
         for one in (call, half, call, half):

@@ -142,7 +142,8 @@ def decision(
     if RAGGED:
         drafted = _load_drafts(batch, drafts, request, b, i, from_p, FP64)
     else:
-        drafted = _no_drafts(i)
+        zero = i * 0.0
+        drafted = Drafted(i.to(tl.int64) * 0 - 1, zero, zero, zero, zero, False, zero)
     wait_for_writes(OVERLAP)
     p, compact = _reduce_rows(batch, request, i, KP, NBP)
     # Under a rule that is not stated here no row is finite: the request gets no token.
@@ -193,13 +194,6 @@ def _load_drafts(batch: Batch, drafts: Drafts, request: Request, b, i, ignore_q,
             log_q = tl.where(usable, raw * request.settings.scale - lse, float("-inf"))
     u = accept_uniforms(request, i, FP64)
     return Drafted(token, logit, log_q, threshold, lse, real_q, u)
-
-
-@triton.jit
-def _no_drafts(i):
-    """In place of `_load_drafts` where no request has any."""
-    zero = i * 0.0
-    return Drafted(i.to(tl.int64) * 0 - 1, zero, zero, zero, zero, False, zero)
 
 
 @triton.jit

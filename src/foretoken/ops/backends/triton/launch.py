@@ -14,7 +14,6 @@ Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries, B requests, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -53,9 +52,8 @@ _KERNELS: dict[tuple[Any, ...], tuple[Packer, dict[Any, Any]]] = {}
 """By kernel, constants, options and variant: a packer, and compiled kernels by what it finds."""
 
 
-@dataclass(slots=True)
 class Call:
-    """One op on a batch, and how its kernels are specialised.
+    """One op on a batch, its scratch, and how its kernels are specialised.
 
     Attributes:
         width: most rows of a request.
@@ -65,23 +63,10 @@ class Call:
         overlap: whether a kernel may start before the one before it has ended.
         variant: the device, dtypes, and what is None: where it is equal, so is the structure of
             what a kernel is given.
-        packed: the batch, once a kernel has been launched.
     """
 
-    batch: Batch
-    width: int
-    blocks_padded: int
-    flat: bool
-    fp64: bool
-    stream: int
-    drafts: bool
-    overlap: bool
-    variant: tuple[Any, ...]
-    packed: Packed | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         logits_NV: Tensor,
         params: SlotParams | None,
         requests: Requests,
@@ -91,13 +76,8 @@ class Call:
         stream: Stream,
         width: int = 1,
         *variant: Any,
-    ) -> Call:
-        """Allocates the scratch.
-
-        Args:
-            params: None for raw logits.
-            variant: of whatever else the op's kernels are given.
-        """
+    ) -> None:
+        """params: None for raw logits. variant: of whatever else the op's kernels are given."""
         check_device(logits_NV)
         rows, slots, flat, cut = rows_of(logits_NV, edits), None, False, False
         if params is not None:
@@ -111,18 +91,14 @@ class Call:
         if cache is not None:
             q_dtype, (_, drafts, vocabulary) = cache.logits_SKV.dtype, cache.logits_SKV.shape
             q = Q(cache.logits_SKV, cache.threshold_SK, cache.lse_SK, drafts, vocabulary)
+        self.batch = Batch(rows, requests, slots, q, scratch_of(rows, flat, cut))
+        self.width, self.blocks_padded = width, max(4, 1 << (rows.NB - 1).bit_length())
+        self.flat, self.fp64 = flat, fp64
+        self.stream, self.drafts = int(stream), stream == Stream.DRAFT_TOKEN
+        self.overlap = overlaps(logits_NV.device)
         optional = rows.mask is None, rows.entries is None, slots is None, q_dtype, flat, cut
-        return cls(
-            Batch(rows, requests, slots, q, scratch_of(rows, flat, cut)),
-            width,
-            sizes_of(rows.V)[2],
-            flat,
-            fp64,
-            int(stream),
-            stream == Stream.DRAFT_TOKEN,
-            overlaps(logits_NV.device),
-            (logits_NV.device, logits_NV.dtype, *optional, *variant),
-        )
+        self.variant = logits_NV.device, logits_NV.dtype, *optional, *variant
+        self._packed: Packed | None = None
 
     def launch(
         self,
@@ -143,18 +119,18 @@ class Call:
             given: nested alike wherever kernel, constants and variant are the same.
             early: whether it may start before the kernel launched before it has ended.
         """
-        if self.packed is None:
+        if self._packed is None:
             pack = _PACKERS.get(self.variant)
             if pack is None:
                 pack = _PACKERS[self.variant] = packer(self.batch)
-            self.packed = pack(self.batch)
+            self._packed = pack(self.batch)
         constants = (*constants, self.overlap)
         key = (id(kernel), early, constants, self.variant, *options.values())
         found = _KERNELS.get(key)
         if found is None:
             found = _KERNELS[key] = packer(given), {}
         pack, kernels = found
-        (batch, of_batch), (addresses, of_given) = self.packed, pack(given)
+        (batch, of_batch), (addresses, of_given) = self._packed, pack(given)
         compiled = kernels.get((of_batch, of_given))
         if compiled is not None:
             run, function, metadata = compiled
@@ -232,17 +208,10 @@ def at_most_registers(count: int) -> dict[str, Any]:
     return {} if torch.version.hip else {"maxnreg": count}
 
 
-@cache
-def sizes_of(vocabulary: int) -> tuple[int, int, int]:
-    """(NB blocks, NG groups, a power of 2 from NB on) of rows of V logits."""
-    blocks = -(-vocabulary // BLOCK.value)
-    return blocks, -(-vocabulary // GROUP.value), max(4, 1 << (blocks - 1).bit_length())
-
-
 def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
     """The logits, and what is edited on load; launches the kernel that prepares entries."""
     number, vocabulary = logits_NV.shape
-    blocks, groups, _ = sizes_of(vocabulary)
+    blocks, groups = -(-vocabulary // BLOCK.value), -(-vocabulary // GROUP.value)
     mask = None
     if edits is not None and edits.mask_RW is not None and edits.mask_N is not None:
         words = edits.mask_RW.shape[1]

@@ -189,7 +189,7 @@ def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     if not number:
         return Logprobs(*result)
     requests, stream = requests_of(slot_N, slot_N, slot_N, slot_N), Stream.TARGET_TOKEN
-    call = Call.of(logits_NV, params, requests, edits, None, False, stream, 1, token_N.dtype)
+    call = Call(logits_NV, params, requests, edits, None, False, stream, 1, token_N.dtype)
     scratch, blocks = call.batch.scratch, call.batch.rows.NB
     measured = Measured(
         scratch.mass_NJ,

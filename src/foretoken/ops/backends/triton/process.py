@@ -40,7 +40,7 @@ def process_logits(rows: Rows) -> Tensor:
     """
     logits_NV, params, slot_N, edits = rows
     requests = requests_of(slot_N, slot_N, slot_N, slot_N)
-    call = Call.of(logits_NV, params, requests, edits, None, False, Stream.TARGET_TOKEN)
+    call = Call(logits_NV, params, requests, edits, None, False, Stream.TARGET_TOKEN)
     out_NV = torch.empty(logits_NV.shape, dtype=torch.float32, device=logits_NV.device)
     if len(out_NV):
         if params.has_filters:

@@ -85,7 +85,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     """
     logits_NV, params, slot_N, edits = rows
     requests = requests_of(slot_N, slot_N, noise.position_N, noise.draft_index_N)
-    call = Call.of(logits_NV, params, requests, edits, cache, noise.fp64, noise.streams[0])
+    call = Call(logits_NV, params, requests, edits, cache, noise.fp64, noise.streams[0])
     token_N = torch.empty(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
     if len(token_N):
         reduce_rows(call)

@@ -1,15 +1,16 @@
 """Verification of few requests in one launch after the scan: a program takes one of their blocks.
 
-Each program comes to the same decision by itself, draws the best token of its block, and the last
-one of a request compares: one hand-over from kernel to kernel less, and no draw at the end. With
-many requests deciding so often is wasted work (decision 010). BLOCK, which needs the masses of all
-rows first, goes through `residual.py`.
+Each program comes to the request's decision by itself and draws the best token of its block, and
+the last one to arrive compares: one launch less, and no draw at the end. With many requests,
+deciding so often is wasted work (decision 010). BLOCK, which needs the masses of all rows first,
+goes through `residual.py`.
 
-All programs of a request must decide alike, though others of it are further on: what one writes
-before all have arrived is the very number that was there (`Scratch.lse_N`), or is read by no
-decision.
+All programs of a request must come to one decision, though some are ahead of others. So until all
+have arrived, a program changes nothing that decisions read: what it stores there (`Scratch.lse_N`)
+is the number that was there before.
 
-Shapes: B requests, K most drafts, KP a power of 2 above it, N rows, V vocabulary, NB blocks.
+Shapes: B requests, K most drafts, KP and NBP powers of 2 (see `records.py`), N rows, V vocabulary,
+NB blocks of a row.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ from foretoken.ops.backends.triton.request import (
 from foretoken.ops.backends.triton.residual import weigh_blocks
 from foretoken.ops.backends.triton.rows import BLOCK, Settings
 
-FEW = tl.constexpr(4)  # requests, a power of 2
+FEW = tl.constexpr(4)  # most requests that come here, a power of 2
 
 
 @triton.jit
 def _store_candidate(batch: Batch, row, block, settings: Settings, p: Softmax, target: Target,
                      address: Address, candidate, FP64: tl.constexpr):  # fmt: skip
-    """The token of one block of the residual, and the score with which it competes for its row."""
+    """Store the score with which a block of the residual competes for its row, and its token."""
     mass, best, x = weigh_blocks(batch, row, block, settings, p, target, address, 1, FP64)
     score = mass + gumbel_at(block_address(address), block + tl.arange(0, 1), FP64)
     score = tl.where(settings.flat, best.to(tl.float64), score.to(tl.float64))
@@ -120,7 +121,7 @@ def settle_kernel(
         if tl.atomic_add(candidates.arrived_B + b, 1, sem="acq_rel") != NB - 1:
             return
         drawn_token, undrawn = _best_candidate(of_b, NB, NBP)
-        if undrawn:  # tell `draw`; not before all have read the masses of p for their decision
+        if undrawn:  # no mass makes `draw` fall back to p; by now all have read the masses of p
             j = tl.arange(0, NBP)
             tl.store(batch.scratch.mass_NJ + row * NB + j, float("-inf"), mask=j < NB)
             tl.debug_barrier()

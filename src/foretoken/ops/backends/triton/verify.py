@@ -45,7 +45,7 @@ def verify(batch: VerifyBatch) -> Verdict:
     block_rule = Rule.BLOCK in params.rules
     later = most > 0 and (block.cache is not None or block_rule or params.has_filters)
     few = later and number <= FEW.value and not block_rule
-    call = Call.of(
+    call = Call(
         logits_NV, params, requests, edits, block.cache, fp64_noise, Stream.TARGET_TOKEN, most + 1,
         block.token_BK.dtype, rate_K is not None, later, few,
     )  # fmt: skip

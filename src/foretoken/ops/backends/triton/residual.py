@@ -84,10 +84,11 @@ def residual_kernel(
     pending = tl.load(plan_b.pending, cache_modifier=".cg")
     planned = load_planned(plan_b, line, True)
     accepted = tl.load(outcome.n_accept_B + b).to(tl.int32)
+    # For one row the programs of line 0 suffice; for a draw alone, one program.
     if (pending == DONE) | ((pending != ALL_ROWS) & (line > 0)) | ((pending == DRAW) & (part > 0)):
         return
     i = tl.arange(0, KP)
-    # `expected` programs count themselves in `arrived`, and the last goes on.
+    # So many programs are to count themselves in `arrived`; the last of them goes on.
     arrived, expected, others = plan_b.arrived, tl.full((), 0, tl.int32) + parts, 0
     if pending == ALL_ROWS:
         summed = (load_planned(plan_b, i, i < lines).row >= 0).to(tl.int32)
@@ -95,7 +96,7 @@ def residual_kernel(
         if (planned.row < 0) & ((tl.sum(summed, axis=0) > 0) | (part + line > 0)):
             return  # of a request without rows to be summed, the first program goes on
         expected = others * parts
-        if line == 0:  # who applies the rule arrives here, too
+        if line == 0:  # the program that applies the rule arrives here, too
             arrived, expected = plan_b.arrived_first, parts + tl.minimum(others, 1)
     if (planned.row >= 0) & (pending != DRAW):
         address = Address(settings.key, planned.position, 0, RESIDUAL_TOKEN)

@@ -4,8 +4,8 @@ The filters queue such rows, and `guess_kernel` guesses two keys a < b of each (
 first sweep measures W(x >= a) and W(x >= b), lists what lies between them, and writes each block's
 mass of what is at least b, kept whatever the threshold turns out to be. Programs of one warp take a
 block of a queued row at a time, as the scan does: no barrier between warps. The second sweep does
-the same for rows whose guess was wrong, with keys that the first one's figures suggest; `wide.py`
-does the rest. What these launches save and cost: decision 010.
+the same for rows whose guess was wrong or too wide, with keys that the first one's figures suggest;
+`wide.py` does the rest. What these launches save and cost: decision 010.
 
 A block reserves a stretch of the row's list, so that stretches lie in any order. No result depends
 on it: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the largest
@@ -86,8 +86,9 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
 def _second_guess(filtered: Filtered, row, first: Guess, room):
     """(whether the first sweep missed, the guess for a second).
 
-    How many were listed between the first keys says how dense logits are near them, and so how many
-    keys away the threshold is, or, if the list overflowed, where between them.
+    It missed if the threshold is not in [a, b), or if the list overflowed. How many were listed
+    between the first keys says how dense logits are near them, and so how many keys away the
+    threshold is, or, if the list overflowed, where between them.
     """
     a, b = first.a, first.b
     search, swept = load_search(filtered, row), load_sweep(filtered, row, 0)
@@ -95,8 +96,8 @@ def _second_guess(filtered: Filtered, row, first: Guess, room):
     too_high, too_low = swept.from_a < need, swept.from_b >= need
     missed = (swept.listed > 0) & (b > a + 1) & (too_high | too_low | (swept.listed > room))
     lowest, end = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
-    apart = (b - a).to(tl.float32) / tl.maximum(swept.listed, 1)
-    aside = room * _ASIDE * apart
+    apart = (b - a).to(tl.float32) / tl.maximum(swept.listed, 1)  # keys between listed logits
+    aside = room * _ASIDE * apart  # keys on either side of where the threshold should be
     if too_high:
         gap = (need - swept.from_a) / tl.maximum(weight_of(value_of(a), weighting), 1e-30) * apart
         b = a - _at_most(gap - aside, a - lowest)

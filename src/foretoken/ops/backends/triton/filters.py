@@ -47,6 +47,69 @@ _UNIT = tl.constexpr(8388608.0)  # 2^23: 128 weights of at most 1 add up to no m
 
 
 @triton.jit
+def filter_kernel(
+    batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """Programs: (request, row of it). Maxima of groups, as the scan left them, are used up."""
+    let_next_start(OVERLAP)
+    wait_for_writes(OVERLAP)
+    batch = batch  # see `records.py`
+    rows, scratch, filtered = batch.rows, batch.scratch, batch.scratch.filtered
+    pid = tl.program_id(0)
+    b, i = pid // K1, pid % K1
+    if K1 > 1:
+        if i > tl.load(batch.requests.num_B + b):
+            return
+    row = first_row(batch.requests, b, K1 > 1) + i
+    tl.store(filtered.threshold_N + row, float("-inf"))
+    tl.store(filtered.count_N + row, DENSE)
+    settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), rows.V)
+    if not settings.filtered:
+        return
+    top_J = load_blocks(scratch.best_NJ, row, rows.NB, NBP)
+    top = tl.max(top_J, axis=0)
+    broken = tl.sum((top_J != top_J).to(tl.int32), axis=0) > 0
+    if broken | (top == float("-inf")) | (top == float("inf")):
+        j = tl.arange(0, NBP)
+        tl.store(scratch.mass_NJ + row * rows.NB + j, float("nan"), mask=j < rows.NB)
+        return  # dense, and reported by its masses
+    groups = filtered.group_top_NG + row * rows.NG
+    list_id = filtered.list_id_NC + row * CAPACITY
+    list_x = filtered.list_x_NC + row * CAPACITY
+    floor = min_p_floor(settings, top)
+    bound = floor
+    if settings.counted | (floor == float("-inf")):
+        bound = tl.maximum(floor, _bound(top_J, groups, settings, rows))
+    picked = _pick_groups(top_J, bound, groups, list_id, rows.NG, NBP)
+    decided = picked <= CAPACITY
+    if decided:
+        count = _collect(rows, row, bound, groups, picked, list_id, list_x)
+        decided = count <= CAPACITY
+        if decided:
+            tl.debug_barrier()
+            c = tl.arange(0, CAPACITY)
+            x = tl.load(list_x + c, mask=c < count, other=float("-inf"))
+            total = 0.0
+            if not settings.counted:
+                total = log2_sum_exactly(load_blocks(scratch.mass_NJ, row, rows.NB, NBP))
+            threshold, decided = _cut(x, c < count, settings, top, floor, total)
+            if decided:
+                kept = tl.where(x >= threshold, x * settings.scale, float("-inf"))
+                tl.store(filtered.threshold_N + row, threshold)
+                tl.store(scratch.lse_N + row, log2_sum_exactly(kept))
+                tl.store(filtered.count_N + row, count)
+    if not decided:
+        tl.store(scratch.lse_N + row, top)  # for `wide.py`
+        tl.store(filtered.count_N + row, UNDECIDED)
+        # of min-p alone only masses are wanted, and none if they come with flat noise
+        if settings.counted | (settings.top_p < 1) | (not settings.flat):
+            tl.debug_barrier()  # the row's list may have been written
+            goal = tl.where(settings.counted, settings.top_k.to(tl.float32), settings.top_p)
+            search = search_for(settings.counted, goal, top, settings.scale, floor)
+            queue_row(filtered, row, search)
+
+
+@triton.jit
 def largest_key(key, weight, need, COUNTS: tl.constexpr):
     """The largest t such that the integer weight of keys >= t reaches `need`.
 
@@ -201,66 +264,3 @@ def min_p_floor(settings: Settings, top):
     """The raw logit at which p = min_p p_max, -inf without min-p."""
     floor = top + tl.log2(settings.min_p) / settings.scale
     return tl.where(settings.min_p > 0, floor, float("-inf"))
-
-
-@triton.jit
-def filter_kernel(
-    batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl.constexpr
-):  # fmt: skip
-    """Programs: (request, row of it). Maxima of groups, as the scan left them, are used up."""
-    let_next_start(OVERLAP)
-    wait_for_writes(OVERLAP)
-    batch = batch  # see `records.py`
-    rows, scratch, filtered = batch.rows, batch.scratch, batch.scratch.filtered
-    pid = tl.program_id(0)
-    b, i = pid // K1, pid % K1
-    if K1 > 1:
-        if i > tl.load(batch.requests.num_B + b):
-            return
-    row = first_row(batch.requests, b, K1 > 1) + i
-    tl.store(filtered.threshold_N + row, float("-inf"))
-    tl.store(filtered.count_N + row, DENSE)
-    settings = read_settings(batch.slots, tl.load(batch.requests.slot_B + b), rows.V)
-    if not settings.filtered:
-        return
-    top_J = load_blocks(scratch.best_NJ, row, rows.NB, NBP)
-    top = tl.max(top_J, axis=0)
-    broken = tl.sum((top_J != top_J).to(tl.int32), axis=0) > 0
-    if broken | (top == float("-inf")) | (top == float("inf")):
-        j = tl.arange(0, NBP)
-        tl.store(scratch.mass_NJ + row * rows.NB + j, float("nan"), mask=j < rows.NB)
-        return  # dense, and reported by its masses
-    groups = filtered.group_top_NG + row * rows.NG
-    list_id = filtered.list_id_NC + row * CAPACITY
-    list_x = filtered.list_x_NC + row * CAPACITY
-    floor = min_p_floor(settings, top)
-    bound = floor
-    if settings.counted | (floor == float("-inf")):
-        bound = tl.maximum(floor, _bound(top_J, groups, settings, rows))
-    picked = _pick_groups(top_J, bound, groups, list_id, rows.NG, NBP)
-    decided = picked <= CAPACITY
-    if decided:
-        count = _collect(rows, row, bound, groups, picked, list_id, list_x)
-        decided = count <= CAPACITY
-        if decided:
-            tl.debug_barrier()
-            c = tl.arange(0, CAPACITY)
-            x = tl.load(list_x + c, mask=c < count, other=float("-inf"))
-            total = 0.0
-            if not settings.counted:
-                total = log2_sum_exactly(load_blocks(scratch.mass_NJ, row, rows.NB, NBP))
-            threshold, decided = _cut(x, c < count, settings, top, floor, total)
-            if decided:
-                kept = tl.where(x >= threshold, x * settings.scale, float("-inf"))
-                tl.store(filtered.threshold_N + row, threshold)
-                tl.store(scratch.lse_N + row, log2_sum_exactly(kept))
-                tl.store(filtered.count_N + row, count)
-    if not decided:
-        tl.store(scratch.lse_N + row, top)  # for `wide.py`
-        tl.store(filtered.count_N + row, UNDECIDED)
-        # of min-p alone only masses are wanted, and none if they come with flat noise
-        if settings.counted | (settings.top_p < 1) | (not settings.flat):
-            tl.debug_barrier()  # the row's list may have been written
-            goal = tl.where(settings.counted, settings.top_k.to(tl.float32), settings.top_p)
-            search = search_for(settings.counted, goal, top, settings.scale, floor)
-            queue_row(filtered, row, search)

@@ -34,42 +34,6 @@ FEW_PROGRAMS = tl.constexpr(4096)
 
 
 @triton.jit
-def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT: tl.constexpr,
-                   FP64: tl.constexpr):  # fmt: skip
-    """(log2 of the sum of 2^(x scale), the best of x scale + noise if `scored`) of a block.
-
-    At T=0 the maximum instead, NaN if the block holds one.
-    """
-    best = tl.full((), float("-inf"), tl.float32)
-    if settings.greedy:
-        broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
-        mass = tl.where(broken, float("nan"), tl.max(x, axis=0))
-    else:
-        scaled = x * settings.scale
-        mass = log2_sum(scaled)
-        if FLAT:
-            if scored:
-                score = scaled + gumbel_span(address, first, BLOCK, FP64)
-                best = tl.max(score, axis=0).to(tl.float32)
-    return mass, best
-
-
-@triton.jit
-def token_address(requests: Requests, settings: Settings, b, i, token_stream, DRAFT: tl.constexpr):
-    """The noise that row i of request b draws its token with.
-
-    DRAFT: rows are drafts. Under COUPLED these have the noise that the target will draw with.
-    """
-    index = tl.full((), 0, tl.int32)
-    stream = index + token_stream
-    if DRAFT:
-        coupled = settings.rule == COUPLED
-        index = tl.where(coupled, 0, tl.load(requests.index_B + b).to(tl.int32))
-        stream = tl.where(coupled, TARGET_TOKEN, stream)
-    return Address(settings.key, tl.load(requests.position_B + b) + i, index, stream)
-
-
-@triton.jit
 def scan_kernel(
     batch: Batch, counter_B, parts, token_stream, K1: tl.constexpr,
     FLAT: tl.constexpr, FP64: tl.constexpr, DRAFT: tl.constexpr, PER: tl.constexpr,
@@ -132,6 +96,42 @@ def scan_kernel(
                     broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
                     top = tl.where(broken, float("nan"), tl.max(top_G, axis=0))
                     tl.store(scratch.best_NJ + row * rows.NB + j, top)
+
+
+@triton.jit
+def _mass_and_best(x, first, settings: Settings, scored, address: Address, FLAT: tl.constexpr,
+                   FP64: tl.constexpr):  # fmt: skip
+    """(log2 of the sum of 2^(x scale), the best of x scale + noise if `scored`) of a block.
+
+    At T=0 the maximum instead, NaN if the block holds one.
+    """
+    best = tl.full((), float("-inf"), tl.float32)
+    if settings.greedy:
+        broken = tl.sum((x != x).to(tl.int32), axis=0) > 0
+        mass = tl.where(broken, float("nan"), tl.max(x, axis=0))
+    else:
+        scaled = x * settings.scale
+        mass = log2_sum(scaled)
+        if FLAT:
+            if scored:
+                score = scaled + gumbel_span(address, first, BLOCK, FP64)
+                best = tl.max(score, axis=0).to(tl.float32)
+    return mass, best
+
+
+@triton.jit
+def token_address(requests: Requests, settings: Settings, b, i, token_stream, DRAFT: tl.constexpr):
+    """The noise that row i of request b draws its token with.
+
+    DRAFT: rows are drafts. Under COUPLED these have the noise that the target will draw with.
+    """
+    index = tl.full((), 0, tl.int32)
+    stream = index + token_stream
+    if DRAFT:
+        coupled = settings.rule == COUPLED
+        index = tl.where(coupled, 0, tl.load(requests.index_B + b).to(tl.int32))
+        stream = tl.where(coupled, TARGET_TOKEN, stream)
+    return Address(settings.key, tl.load(requests.position_B + b) + i, index, stream)
 
 
 @triton.jit

@@ -50,37 +50,6 @@ FEW = tl.constexpr(4)  # most requests that come here, a power of 2
 
 
 @triton.jit
-def _store_candidate(batch: Batch, row, block, settings: Settings, p: Softmax, target: Target,
-                     address: Address, candidate, FP64: tl.constexpr):  # fmt: skip
-    """Store the score with which a block of the residual competes for its row, and its token."""
-    mass, best, x = weigh_blocks(batch, row, block, settings, p, target, address, 1, FP64)
-    score = mass + gumbel_at(block_address(address), block + tl.arange(0, 1), FP64)
-    score = tl.where(settings.flat, best.to(tl.float64), score.to(tl.float64))
-    first = block * BLOCK
-    weight = weigh(x, first + tl.arange(0, BLOCK), p, target, batch.q)
-    token = first + argmax_with(weight, noise_span(address, first, BLOCK, FP64), FP64)
-    tl.store(candidate, tl.max(tl.where(mass > float("-inf"), score, float("-inf")), axis=0))
-    tl.store(candidate + 1, token.to(tl.float64))
-
-
-@triton.jit
-def _better(score, token, other_score, other_token):
-    """The larger score and its token, the lower one of equals."""
-    first = (score > other_score) | ((score == other_score) & (token < other_token))
-    return tl.where(first, score, other_score), tl.where(first, token, other_token)
-
-
-@triton.jit
-def _best_candidate(candidates, NB, NBP: tl.constexpr):
-    """(token, whether no block has one) of a row's candidates."""
-    j = tl.arange(0, NBP)
-    score = tl.load(candidates + 2 * j, mask=j < NB, other=float("-inf"), cache_modifier=".cg")
-    token = tl.load(candidates + 2 * j + 1, mask=j < NB, other=0.0, cache_modifier=".cg")
-    best, token = tl.reduce((score, token), 0, _better)
-    return token.to(tl.int64), best == float("-inf")
-
-
-@triton.jit
 def settle_kernel(
     batch: Batch, drafts: Drafts, outcome: Outcome, candidates: Candidates, KP: tl.constexpr,
     NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
@@ -135,3 +104,34 @@ def settle_kernel(
         finite = all_finite(decided.p.lse, accepted)
         store_accepted(outcome, drafts, b, accepted, finite, KP)
     store_token(outcome, drafts, b, accepted, drawn_token, finite)
+
+
+@triton.jit
+def _store_candidate(batch: Batch, row, block, settings: Settings, p: Softmax, target: Target,
+                     address: Address, candidate, FP64: tl.constexpr):  # fmt: skip
+    """Store the score with which a block of the residual competes for its row, and its token."""
+    mass, best, x = weigh_blocks(batch, row, block, settings, p, target, address, 1, FP64)
+    score = mass + gumbel_at(block_address(address), block + tl.arange(0, 1), FP64)
+    score = tl.where(settings.flat, best.to(tl.float64), score.to(tl.float64))
+    first = block * BLOCK
+    weight = weigh(x, first + tl.arange(0, BLOCK), p, target, batch.q)
+    token = first + argmax_with(weight, noise_span(address, first, BLOCK, FP64), FP64)
+    tl.store(candidate, tl.max(tl.where(mass > float("-inf"), score, float("-inf")), axis=0))
+    tl.store(candidate + 1, token.to(tl.float64))
+
+
+@triton.jit
+def _better(score, token, other_score, other_token):
+    """The larger score and its token, the lower one of equals."""
+    first = (score > other_score) | ((score == other_score) & (token < other_token))
+    return tl.where(first, score, other_score), tl.where(first, token, other_token)
+
+
+@triton.jit
+def _best_candidate(candidates, NB, NBP: tl.constexpr):
+    """(token, whether no block has one) of a row's candidates."""
+    j = tl.arange(0, NBP)
+    score = tl.load(candidates + 2 * j, mask=j < NB, other=float("-inf"), cache_modifier=".cg")
+    token = tl.load(candidates + 2 * j + 1, mask=j < NB, other=0.0, cache_modifier=".cg")
+    best, token = tl.reduce((score, token), 0, _better)
+    return token.to(tl.int64), best == float("-inf")

@@ -75,6 +75,60 @@ _SPAN_BLOCKS = tl.constexpr(_SPAN.value // BLOCK.value)
 _LISTED_AT_ONCE = tl.constexpr(8)
 
 
+@triton.jit(do_not_specialize=["stride"])
+def wide_kernel(
+    batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
+    DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Programs: (request, row of it); most have nothing to do. Leaves rows dense.
+
+    The compiler must not know that the rows' stride is a multiple of 16. It would load four
+    neighbours a thread, and since it scatters single ones to the list, bring ranks, addresses and
+    values of each span into another layout, through shared memory.
+    """
+    let_next_start(OVERLAP)
+    wait_for_writes(OVERLAP)
+    batch = batch  # see `records.py`
+    rows, requests, filtered = batch.rows, batch.requests, batch.scratch.filtered
+    rows = RawRows(rows.logits_NV, stride, rows.V, rows.NB, rows.NG, rows.mask, rows.entries)
+    batch = Batch(rows, requests, batch.slots, batch.q, batch.scratch)
+    pid = tl.program_id(0)
+    b, i = pid // K1, pid % K1
+    if K1 > 1:
+        if i > tl.load(requests.num_B + b):
+            return
+    row = first_row(requests, b, K1 > 1) + i
+    if tl.load(filtered.count_N + row) != UNDECIDED:
+        return
+    settings = read_settings(batch.slots, tl.load(requests.slot_B + b), rows.V)
+    top = tl.load(batch.scratch.lse_N + row)
+    threshold, room = min_p_floor(settings, top), room_for_list(rows)
+    listed = room * 0  # of min-p alone nothing is listed; with top-k the noise is flat
+    if settings.counted:
+        goal = settings.top_k.to(tl.float32)
+        search = search_for(True, goal, top, settings.scale, threshold)
+        kth, _ = _search(batch, row, search, True)
+        threshold = tl.maximum(threshold, kth)
+    if settings.top_p < 1:
+        search = search_for(False, settings.top_p, top, settings.scale, threshold)
+        nucleus, listed = _search(batch, row, search, not settings.counted)
+        threshold = tl.maximum(threshold, nucleus)
+    kept = Weighting(top, settings.scale, threshold)
+    if settings.flat:
+        address = token_address(requests, settings, b, i, token_stream, DRAFT)
+        _score(batch, row, kept, address, FP64)
+    else:
+        if listed > room:
+            key = key_of(threshold)
+            _sweep(batch, row, Guess(key, key), kept)
+        _add_listed(batch, row, kept, NBP)
+    tl.debug_barrier()
+    tl.store(filtered.threshold_N + row, threshold)
+    masses = load_blocks(batch.scratch.mass_NJ, row, rows.NB, NBP)
+    tl.store(batch.scratch.lse_N + row, log2_sum(masses))
+    tl.store(filtered.count_N + row, DENSE)
+
+
 @triton.jit
 def _span(rows: RawRows, row, first):
     """Logits first..first + _SPAN - 1; of the row's last span, if that is behind it."""
@@ -145,9 +199,12 @@ def _search(batch: Batch, row, search: Search, swept_before):
     """
     rows, filtered, room = batch.rows, batch.scratch.filtered, room_for_list(batch.rows)
     weighting, list_ = search.weighting, list_of(batch, row)
+    # The threshold's key is in [low, high), W from these on is w_low and w_high; -1: not known yet.
     low, high = tl.full((), LOWEST, tl.uint32), key_of(search.top) + 1
-    mass = search.top * 0 - 1  # W of the row, not known yet
+    mass = search.top * 0 - 1  # W of the row
     w_low, w_high, need = mass, mass * 0, mass * 0
+    # The last pass listed `width` logits; `inside`: they are those of [low, high). count: the same
+    # number if so, else one that goes on.
     count, passes = room + 1, room * 0
     inside, width, sweeps = passes > 0, room * 0, passes
     if swept_before:
@@ -159,7 +216,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
         else:
             if passes < GUESSES:
                 unit = tl.maximum(rows.V / SAMPLE, 1.0)
-                if inside & (passes > sweeps):
+                if inside & (passes > sweeps):  # the list overflowed: it is the sample
                     i = tl.arange(0, SAMPLE)
                     x = tl.load(list_ + i, mask=i < room, other=float("-inf"), cache_modifier=".cg")
                     unit = width / tl.minimum(room, SAMPLE).to(tl.float32)
@@ -194,7 +251,7 @@ def _search(batch: Batch, row, search: Search, swept_before):
         i = tl.arange(0, LIST)
         x = tl.load(list_ + i, mask=i < count, other=float("-inf"), cache_modifier=".cg")
         weight = tl.where(i < count, weight_of(x, weighting), 0.0)
-        weight = (weight * FIXED).to(tl.int64)  # in any order
+        weight = (weight * FIXED).to(tl.int64)  # exact in any order
         left = tl.maximum(((need - w_high) * FIXED).to(tl.int64), 1)
         low = bisect(key_of(x), weight, low, high, left, 1)
     return value_of(low), count
@@ -232,57 +289,3 @@ def _score(batch: Batch, row, weighting: Weighting, address: Address, FP64: tl.c
         score = weight + gumbel_span(address, first, _SPAN, FP64)
         best = tl.max(tl.reshape(score, (_SPAN_BLOCKS, BLOCK)), axis=1).to(tl.float32)
         tl.store(scratch.best_NJ + row * rows.NB + j, best, mask=j < rows.NB)
-
-
-@triton.jit(do_not_specialize=["stride"])
-def wide_kernel(
-    batch: Batch, stride, token_stream, K1: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
-    DRAFT: tl.constexpr, OVERLAP: tl.constexpr,
-):  # fmt: skip
-    """Programs: (request, row of it); most have nothing to do. Leaves rows dense.
-
-    The compiler must not know that the rows' stride is a multiple of 16. It would load four
-    neighbours a thread, and since it scatters single ones to the list, bring ranks, addresses and
-    values of each span into another layout, through shared memory.
-    """
-    let_next_start(OVERLAP)
-    wait_for_writes(OVERLAP)
-    batch = batch  # see `records.py`
-    rows, requests, filtered = batch.rows, batch.requests, batch.scratch.filtered
-    rows = RawRows(rows.logits_NV, stride, rows.V, rows.NB, rows.NG, rows.mask, rows.entries)
-    batch = Batch(rows, requests, batch.slots, batch.q, batch.scratch)
-    pid = tl.program_id(0)
-    b, i = pid // K1, pid % K1
-    if K1 > 1:
-        if i > tl.load(requests.num_B + b):
-            return
-    row = first_row(requests, b, K1 > 1) + i
-    if tl.load(filtered.count_N + row) != UNDECIDED:
-        return
-    settings = read_settings(batch.slots, tl.load(requests.slot_B + b), rows.V)
-    top = tl.load(batch.scratch.lse_N + row)
-    threshold, room = min_p_floor(settings, top), room_for_list(rows)
-    listed = room * 0  # of min-p alone nothing is listed; with top-k the noise is flat
-    if settings.counted:
-        goal = settings.top_k.to(tl.float32)
-        search = search_for(True, goal, top, settings.scale, threshold)
-        kth, _ = _search(batch, row, search, True)
-        threshold = tl.maximum(threshold, kth)
-    if settings.top_p < 1:
-        search = search_for(False, settings.top_p, top, settings.scale, threshold)
-        nucleus, listed = _search(batch, row, search, not settings.counted)
-        threshold = tl.maximum(threshold, nucleus)
-    kept = Weighting(top, settings.scale, threshold)
-    if settings.flat:
-        address = token_address(requests, settings, b, i, token_stream, DRAFT)
-        _score(batch, row, kept, address, FP64)
-    else:
-        if listed > room:
-            key = key_of(threshold)
-            _sweep(batch, row, Guess(key, key), kept)
-        _add_listed(batch, row, kept, NBP)
-    tl.debug_barrier()
-    tl.store(filtered.threshold_N + row, threshold)
-    masses = load_blocks(batch.scratch.mass_NJ, row, rows.NB, NBP)
-    tl.store(batch.scratch.lse_N + row, log2_sum(masses))
-    tl.store(filtered.count_N + row, DENSE)

@@ -50,7 +50,7 @@ _UNIT = tl.constexpr(8388608.0)  # 2^23: 128 weights of at most 1 add up to no m
 def filter_kernel(
     batch: Batch, K1: tl.constexpr, NBP: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
-    """Programs: (request, row of it). Maxima of groups, as the scan left them, are used up."""
+    """Programs: (request, row of it). Overwrites the maxima of groups that the scan left."""
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
     batch = batch  # see `records.py`
@@ -101,7 +101,7 @@ def filter_kernel(
     if not decided:
         tl.store(scratch.lse_N + row, top)  # for `wide.py`
         tl.store(filtered.count_N + row, UNDECIDED)
-        # of min-p alone only masses are wanted, and none if they come with flat noise
+        # With min-p alone only masses are still unknown; for flat noise `wide.py` makes them.
         if settings.counted | (settings.top_p < 1) | (not settings.flat):
             tl.debug_barrier()  # the row's list may have been written
             goal = tl.where(settings.counted, settings.top_k.to(tl.float32), settings.top_p)
@@ -171,10 +171,11 @@ def _bound(top_J, group_top, settings: Settings, rows: RawRows):
 
 @triton.jit
 def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
-    """Write the groups whose maxima reach the bound over their maxima, by rising number; how many.
+    """List the groups whose maxima reach the bound, by rising number; returns how many.
 
-    More than CAPACITY if there are: each holds a logit that reaches it. `blocks`: room for
-    CAPACITY numbers. No maximum is overwritten before it is read: a group's rank is not above it.
+    The list overwrites the maxima, none before it is read: a group's rank is at most its number. A
+    result above CAPACITY means that no short list can hold what reaches the bound; it may count
+    blocks then. `blocks`: room for CAPACITY numbers.
     """
     chosen = (top_J >= bound) & (top_J > float("-inf"))
     chosen_blocks = tl.sum(chosen.to(tl.int32), axis=0)
@@ -245,7 +246,7 @@ def _cut(x, valid, settings: Settings, top, floor, total):
     if settings.top_p < 1:
         weight = tl.where(valid & (x >= threshold), tl.exp2((x - top) * settings.scale), 0.0)
         rough = tl.sum((weight * _UNIT).to(tl.int32), axis=0)
-        unit = _UNIT * (1073741824 // rough).to(tl.float32)  # few heavy ones leave room for digits
+        unit = _UNIT * (1073741824 // rough).to(tl.float32)  # weights then sum to about 2^30
         weight = (weight * unit + 0.5).to(tl.int32)
         mass = tl.sum(weight, axis=0)
         whole = mass.to(tl.float32)
@@ -253,7 +254,7 @@ def _cut(x, valid, settings: Settings, top, floor, total):
             whole = tl.exp2(total - top * settings.scale) * unit
         need = tl.maximum(settings.top_p * whole, 1.0)
         exact = exact | (mass >= need)
-        need = tl.minimum(need, 2147483520.0)  # not reached by a list
+        need = tl.minimum(need, 2147483520.0)  # below 2^31, and above any list
         nucleus = value_of(largest_key(key, weight, tl.ceil(need).to(tl.int32), False))
         threshold = tl.maximum(threshold, nucleus)
     return threshold, exact

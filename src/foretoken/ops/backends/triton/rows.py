@@ -81,7 +81,7 @@ def wait_for_writes(OVERLAP: tl.constexpr):
 @triton.jit
 def first_row(
     requests: Requests, b, RAGGED: tl.constexpr, AT_ONCE: tl.constexpr = REQUESTS_AT_ONCE
-):  # fmt: skip
+):
     """The row that decides request b's first token: the sum of K + 1 over those before it.
 
     AT_ONCE: how many are summed at once; up to 4 take no exchange between warps.

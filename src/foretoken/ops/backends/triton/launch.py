@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kern
 from foretoken.ops.types import DraftCache, Edits, Rule, SlotParams, Stream
 
 BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span: what `begin_NJ` is padded by
+
+_PER_SLOT = attrgetter(*Slots._fields)  # of `SlotParams`
 
 Packed = tuple[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]]
 """Arguments with every tensor replaced by its address; and what else a kernel is compiled for: the
@@ -81,12 +84,8 @@ class Call:
         check_device(logits_NV)
         rows, slots, flat, cut = rows_of(logits_NV, edits), None, False, False
         if params is not None:
-            per_slot = (
-                params.key_S, params.temperature_S, params.top_k_S, params.top_p_S, params.min_p_S,
-                params.rule_S,
-            )  # fmt: skip
-            slots, cut = Slots(*map(Tensor.contiguous, per_slot)), params.has_filters
-            flat = Rule.COUPLED in params.rules
+            slots = Slots(*map(Tensor.contiguous, _PER_SLOT(params)))
+            flat, cut = Rule.COUPLED in params.rules, params.has_filters
         q, q_dtype = None, None
         if cache is not None:
             q_dtype, (_, drafts, vocabulary) = cache.logits_SKV.dtype, cache.logits_SKV.shape

@@ -49,19 +49,9 @@ def read_settings(slots: Slots, slot, V):
     greedy, counted = temperature == 0, (top_k > 0) & (top_k < V)
     dropping = counted | (top_p < 1) | (min_p > 0)
     scale = LOG2E / tl.where(greedy, 1.0, temperature)
-    return Settings(
-        slot=slot,
-        key=tl.load(slots.key_S + slot),
-        rule=rule,
-        greedy=greedy,
-        scale=scale,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        counted=counted,
-        flat=counted | (rule == COUPLED),
-        filtered=dropping & (temperature > 0),
-    )
+    key = tl.load(slots.key_S + slot)
+    flat, filtered = counted | (rule == COUPLED), dropping & (temperature > 0)
+    return Settings(slot, key, rule, greedy, scale, top_k, top_p, min_p, counted, flat, filtered)
 
 
 @triton.jit

@@ -1,20 +1,16 @@
 """Thresholds of rows that a short list cannot decide: wide nuclei, large k, many ties.
 
-1. Two keys a < b with the threshold between them are guessed from a sample of the row, as narrow as
-   its spread allows and no further apart than the list has room (`guess.py`).
-2. A pass over the row measures W at a and at b, lists what lies between them, and writes each
-   block's mass from b on. The first pass, and a second where it missed, were launches of their own
-   over all multiprocessors (`sweep.py`); here a program has a row to itself.
-3. If the guess was right, the threshold is found in the list, and what the list adds to the masses
-   is added: one pass for most rows of 151 936 normal logits, two for nearly all others. Else what
-   was learned bounds the next guess; a list that overflowed is its sample (except that of
-   `sweep.py`, whose order is that of arrival). A value that would fill the list by itself is
-   bracketed alone (b is the next key). After GUESSES passes the keys between the bounds are halved,
-   so that the search ends whatever the row.
+A program has a row to itself. It begins with what `sweep.py` measured of one guess or two. Where
+the threshold is between a guess's keys and the list had room for what is there, the threshold is
+found in the list, and what the list adds to the masses is added: after one pass for most rows of
+151 936 normal logits, after two for nearly all others. Else what was learned bounds the next guess,
+for which the program sweeps the row. A list that overflowed is the sample for it (except that of
+`sweep.py`, whose order is that of arrival). A value that would fill the list by itself is bracketed
+alone (b is the next key). After GUESSES passes the keys between the bounds are halved, so that the
+search ends whatever the row.
 
 A pass by one program is a chain of latencies, so a span is loaded while the one before it is worked
-on. Flat noise takes a pass of its own, which writes masses
-and best scores as the scan does.
+on. Flat noise takes a pass of its own, which writes masses and best scores as the scan does.
 
 Weights are relative to the row's maximum, and so are the masses until they are complete: a block
 that underflows next to it has no part in any draw, since top-p drops it, min-p drops what is below

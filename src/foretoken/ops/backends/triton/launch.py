@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,8 +38,6 @@ from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kern
 from foretoken.ops.types import DraftCache, Edits, Rule, SlotParams, Stream
 
 BLOCKS_AT_ONCE = 4  # most blocks that a program loads in one span: what `begin_NJ` is padded by
-
-_PER_SLOT = attrgetter(*Slots._fields)  # of `SlotParams`
 
 Packed = tuple[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]]
 """Arguments with every tensor replaced by its address; and what else a kernel is compiled for: the
@@ -84,7 +81,11 @@ class Call:
         check_device(logits_NV)
         rows, slots, flat, cut = rows_of(logits_NV, edits), None, False, False
         if params is not None:
-            slots = Slots(*map(Tensor.contiguous, _PER_SLOT(params)))
+            slots = Slots(
+                params.key_S.contiguous(), params.temperature_S.contiguous(),
+                params.top_k_S.contiguous(), params.top_p_S.contiguous(),
+                params.min_p_S.contiguous(), params.rule_S.contiguous(),
+            )  # fmt: skip
             flat, cut = Rule.COUPLED in params.rules, params.has_filters
         q, q_dtype = None, None
         if cache is not None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.models.chat import ChatTemplate
 
-__all__ = ["Conversation", "find_template", "read_messages", "read_template"]
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer."
 

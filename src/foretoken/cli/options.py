@@ -20,8 +20,6 @@ from foretoken.config import EngineConfig
 from foretoken.errors import RequestError
 from foretoken.sampling.params import SamplingParams
 
-__all__ = ["NOT_OPTIONS", "engine_options", "sampling_params", "with_fields"]
-
 NOT_OPTIONS = {
     # A command's requests all draft by `--speculative-config`.
     SamplingParams: {"num_speculative_tokens", "rejection_sample_method"},

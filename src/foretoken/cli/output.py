@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from foretoken.models.chat import ChatPrompt
     from foretoken.outputs import Logprob, RequestOutput
 
-__all__ = ["as_json", "check_shown", "complete", "exit_code"]
 
 _SYNTHETIC = "Synthetic acceptance: this text is meaningless by design."
 _PATIENCE = 2.0  # seconds until what prints nothing shows that it is alive

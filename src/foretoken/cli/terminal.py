@@ -29,19 +29,6 @@ from foretoken.errors import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "CLOSED_PIPE",
-    "Note",
-    "as_utf8",
-    "console",
-    "exit_on_sigterm",
-    "is_utf8",
-    "prepare",
-    "read_input",
-    "read_line",
-    "reporting",
-    "say",
-]
 
 Note = Callable[[str], None]
 CLOSED_PIPE = 141

@@ -20,8 +20,6 @@ from foretoken.errors import IntegrityError, UnsupportedModelError
 from foretoken.models.attention import AttentionPass, attention_context
 from foretoken.ops import Backend, Decoder, ForwardOutput
 
-__all__ = ["CausalLM", "TargetView"]
-
 
 class TargetView(NamedTuple):
     """What a drafter wants to see of its target, beyond tokens.

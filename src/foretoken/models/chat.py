@@ -14,8 +14,6 @@ from foretoken.errors import RequestError, check_known_keys
 from foretoken.models.checkpoint import first_line
 from foretoken.sampling.params import check_text
 
-__all__ = ["CHAT_OPTIONS", "ChatOptions", "ChatPrompt", "ChatTemplate", "split_conversations"]
-
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _EMPTY_FIELDS = ("refusal", "audio", "annotations", "function_call")  # of clients; None in a text
 _ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -15,20 +15,6 @@ from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
 
-__all__ = [
-    "TOKENIZER_FILES",
-    "TOKENIZER_FOREIGN",
-    "TOKENIZER_JSON",
-    "TOKENIZER_TEXT",
-    "check_generation_config",
-    "check_weights",
-    "first_line",
-    "parse_config",
-    "read_config",
-    "read_json",
-    "reading",
-]
-
 TOKENIZER_JSON = (
     "tokenizer.json",
     "tokenizer_config.json",

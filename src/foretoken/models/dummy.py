@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["build_dummy"]
-
 _LOGIT_STD = 2.0
 
 

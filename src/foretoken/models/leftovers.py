@@ -15,8 +15,6 @@ from torch import nn
 
 from foretoken.errors import CheckpointError
 
-__all__ = ["check_leftovers", "some_names"]
-
 _log = logging.getLogger(__name__)
 _SHOWN = 3
 # Buffers that older versions of Transformers saved, and that a model computes by itself.

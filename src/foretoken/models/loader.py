@@ -28,8 +28,6 @@ from foretoken.models.packing import can_pack, observe_linears, pack_linears
 from foretoken.models.quiet import quiet_transformers
 from foretoken.ops import AttentionCall, Backend, Decoder, UnfitError, get_backend
 
-__all__ = ["load_model"]
-
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -18,8 +18,6 @@ from typing import Any
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.checkpoint import TOKENIZER_FILES, first_line, reading
 
-__all__ = ["BUILT_IN", "resolve_checkpoint"]
-
 BUILT_IN = ("tiny-python", "tiny-python-draft")
 """Checkpoints that come with the package, under `foretoken/assets`."""
 

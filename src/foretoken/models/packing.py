@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PackedLinear", "can_pack", "observe_linears", "pack_linears"]
-
 # The row count that the packed layout is tuned for, one for all. With 1, single rows take another
 # kernel, slower (3.5 ms instead of 2.7 in all) and with other rounding than several rows.
 _ROWS_HINT = 64

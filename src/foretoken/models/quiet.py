@@ -6,8 +6,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["quiet_transformers"]
-
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:

@@ -23,8 +23,6 @@ from foretoken.models.checkpoint import (
 )
 from foretoken.models.locate import resolve_checkpoint
 
-__all__ = ["load_tokenizer"]
-
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 _MAKES_ONE = (
     "tokenizer.json",

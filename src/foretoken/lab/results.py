@@ -25,11 +25,11 @@ import platform
 import re
 import statistics
 import subprocess
-import time
+import timeit
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +89,12 @@ class Results:
     command: str
     shapes: dict[str, Any]
     rows: list[Row]
-    notes: list[str] = field(default_factory=list)
-    date: str = ""
-    commit: str = ""
-    dirty: bool = False
-    hardware: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
+    notes: list[str]
+    date: str
+    commit: str
+    dirty: bool
+    hardware: dict[str, Any]
+    versions: dict[str, str]
     schema: int = SCHEMA
 
     def row(self, case: str) -> Row:
@@ -242,33 +242,20 @@ def _read_bandwidth() -> float:
     import torch
 
     numbers = torch.ones(2**27)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        numbers.sum()
-        return time.perf_counter() - start
-
-    return numbers.nbytes / min(seconds() for _ in range(5)) / 1e9
+    return numbers.nbytes / min(timeit.repeat(numbers.sum, number=1, repeat=5)) / 1e9
 
 
 def versions() -> dict[str, str]:
     """Versions of what decides speed and tokens."""
-    found = {"python": platform.python_version(), "foretoken": __version__}
-    for name in ("torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "absent"
-    return found
+    installed = {name: version(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), "foretoken": __version__, **installed}
 
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), flags=re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def commit() -> tuple[str, bool]:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
-from typing import Any, Literal
+from typing import Any
 
 from foretoken.errors import ConfigError, check_known_keys
 from foretoken.foreign import ENGINE_OPTIONS, SPECULATIVE_FIELDS, without_foreign
@@ -18,11 +18,7 @@ from foretoken.foreign import ENGINE_OPTIONS, SPECULATIVE_FIELDS, without_foreig
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 LOSSLESS_METHODS = ("standard", "block", "coupled")
 REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
-DEVICES = ("auto", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-GENERATION_CONFIGS = ("auto", "vllm")
-LOAD_FORMATS = ("auto", "dummy")
 MAX_SPECULATIVE_TOKENS = 64
 
 
@@ -112,35 +108,22 @@ class SpeculativeConfig:
             remedy = "Leave it out for the draft model that comes with the target, if one does."
             object.__setattr__(self, "model", check_model(where + "model", self.model, remedy))
         check_revision(where + "revision", self.revision)
-        check_int(
-            where + "num_speculative_tokens",
-            self.num_speculative_tokens,
-            1,
-            MAX_SPECULATIVE_TOKENS,
-            "Pass speculative_config=None to decode without speculation.",
-        )
+        remedy = "Pass speculative_config=None to decode without speculation."
+        most = MAX_SPECULATIVE_TOKENS
+        check_int(where + "num_speculative_tokens", self.num_speculative_tokens, 1, most, remedy)
         shortest, longest = self.lookup_sizes
         check_int(where + "prompt_lookup_min", shortest, 1)
-        check_int(
-            where + "prompt_lookup_max",
-            longest,
-            shortest,
-            remedy="It must not be smaller than `prompt_lookup_min`.",
-        )
-        if self.draft_sample_method is not None:
-            check_choice(
-                where + "draft_sample_method",
-                self.draft_sample_method,
-                DRAFT_SAMPLE_METHODS,
+        remedy = "It must not be smaller than `prompt_lookup_min`."
+        check_int(where + "prompt_lookup_max", longest, shortest, remedy=remedy)
+        method = self.draft_sample_method
+        if method is not None:
+            gumbel = (
                 "`gumbel` is called `probabilistic` here: drafts are drawn by Gumbel-max from q."
-                if self.draft_sample_method == "gumbel"
-                else "",
             )
-        check_choice(
-            where + "rejection_sample_method",
-            self.rejection_sample_method,
-            REJECTION_SAMPLE_METHODS,
-        )
+            remedy = gumbel if method == "gumbel" else ""
+            check_choice(where + "draft_sample_method", method, DRAFT_SAMPLE_METHODS, remedy)
+        rule = self.rejection_sample_method
+        check_choice(where + "rejection_sample_method", rule, REJECTION_SAMPLE_METHODS)
         self._check_synthetic(where)
         if self.method is None:
             if self.model is None:
@@ -310,7 +293,7 @@ class EngineConfig:
     tokenizer: str | None = None
     revision: str | None = None
     local_files_only: bool = False
-    load_format: Literal["auto", "dummy"] = "auto"
+    load_format: str = "auto"
     backend: str = "auto"
     threads: int | None = None
     use_fp64_gumbel: bool = False
@@ -321,9 +304,10 @@ class EngineConfig:
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", check_model("tokenizer", self.tokenizer))
         check_revision("revision", self.revision)
-        check_choice("device", self.device, DEVICES, "This version runs on the CPU.")
+        check_choice("device", self.device, ("auto", "cpu"), "This version runs on the CPU.")
         dtype = str(self.dtype).removeprefix("torch.")
-        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
+        aliases = {"half": "float16", "float": "float32"}
+        object.__setattr__(self, "dtype", aliases.get(dtype, dtype))
         check_choice("dtype", self.dtype, DTYPES)
         if self.seed is None:
             object.__setattr__(self, "seed", 0)
@@ -344,16 +328,13 @@ class EngineConfig:
             raise ConfigError("kv_cache_gib", gib, "a finite number > 0")
         speculation = SpeculativeConfig.parse(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculation)
-        check_choice("load_format", self.load_format, LOAD_FORMATS)
-        check_choice(
-            "generation_config",
-            self.generation_config,
-            GENERATION_CONFIGS,
-            "A file of its own belongs into the checkpoint's folder.",
-        )
-        for name in ("enable_prefix_caching", "local_files_only", "use_fp64_gumbel"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, getattr(self, name), "true or false")
+        check_choice("load_format", self.load_format, ("auto", "dummy"))
+        own_file = "A file of its own belongs into the checkpoint's folder."
+        check_choice("generation_config", self.generation_config, ("auto", "vllm"), own_file)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise ConfigError(field.name, value, "true or false")
 
     @classmethod
     def parse(

@@ -52,11 +52,7 @@ def with_fields(**defaults: Any) -> Callable[[_Command], _Command]:
 
 
 def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """The request that a command's options ask for.
-
-    Raises:
-        RequestError: a value is out of bounds, or no UTF-8.
-    """
+    """The request that a command's options ask for, or a `RequestError`."""
     return SamplingParams(**dict(_given(SamplingParams, options)))
 
 
@@ -116,7 +112,7 @@ def _plain_default(field: Field[Any]) -> Any:
 def _annotation(field: Field[Any], text: str) -> Any:
     """The type that Typer reads for a field, by the words of its annotation."""
     option = "--" + field.name.replace("_", "-")
-    kinds = re.findall(r"\b(str|int|float|bool|Literal)\b", str(field.type))
+    kinds = re.findall(r"\b(str|int|float|bool)\b", str(field.type))
     if _is_map(field):
         return Annotated[str | None, typer.Option(option, metavar="JSON", help=text)]
     if re.search(r"(list|tuple|Sequence)\[", str(field.type)):

@@ -154,11 +154,10 @@ def sampled_audit(
 
     Every completion has its own noise (no seed is given), so the two sides are independent.
 
+    A completion that failed raises its error: what is cut short is no sample.
+
     Args:
         params: temperature and filters; length, stopping and seed are set here.
-
-    Raises:
-        ForetokenError: a completion failed; what is cut short is no sample.
     """
     _check_lossless(llm)
     speculative = replace(params, max_tokens=length, ignore_eos=True, seed=None)

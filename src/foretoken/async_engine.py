@@ -9,7 +9,6 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 from foretoken.config import EngineConfig, SpeculativeConfig
@@ -213,10 +212,5 @@ class AsyncEngine:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()

@@ -238,11 +238,11 @@ class EngineConfig:
             downloaded if it is not in the local cache.
         speculative_config: drafting and verification; None decodes one token per step.
         device: `cpu`, or `auto`: the best device this version runs on, which is `cpu`.
-        dtype: `float32`, `bfloat16`, `float16`, also as torch dtypes; `float` and `half` are the
-            first and the last; `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX).
-            Where the target runs in native kernels, in float32, a request with a seed gets the same
-            tokens in every batch. PyTorch's attention and products round by what is computed beside
-            a row: in float32 that parts near-ties (1e-5 in a logit) alone, in half types many.
+        dtype: `float32`, `bfloat16`, `float16`, a torch dtype, or `auto`, which is float32 on a
+            CPU; `float` and `half` are the first and the last. Where native kernels run the target,
+            in float32, a request with a seed gets the same tokens in every batch. PyTorch's kernels
+            round by what else is in the batch: in float32 that decides near-ties alone (1e-5 in a
+            logit), in half types many choices.
         seed: engine seed; a request without a seed gets mix(seed, admission number); None is 0.
         max_model_len: longest prompt + output; None: the checkpoint's own limit.
         max_num_seqs: most requests running at once; each owns one permanent slot.
@@ -266,13 +266,11 @@ class EngineConfig:
         backend: `native`, `torch`, `triton`, `reference` (the fp64 oracle), or `auto`: the
             fastest for the device.
         threads: threads to compute with, exactly so many. None: one, or one per physical core that
-            the process may use (no more than `OMP_NUM_THREADS`), whichever is faster: both are
-            timed on the first steps of every size, and again from time to time, since other
-            processes on the machine change it. Every step of an engine sets it for the whole
-            process; where the target runs in native kernels PyTorch gets one thread. In native
-            kernels the number of threads changes no bit; in PyTorch's float32 it may change the
-            last bits of logits, so that a seeded request, too, needs a number given here to be the
-            same to the bit.
+            the process may use (no more than `OMP_NUM_THREADS`), whichever is faster, as steps of
+            every size are timed now and then. Every step sets the number for the whole process;
+            where native kernels run the target, PyTorch gets one. Native kernels give the same bits
+            with any number; PyTorch may not, so that a request with a seed is the same to the bit
+            there only with a number given.
         use_fp64_gumbel: draw all noise in FP64.
     """
 

@@ -94,10 +94,10 @@ def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
             samples.append(_sample(CompletionDelta, request, given))
     if not samples:
         return None
-    finished, rows = group.finished, group.prompt_logprobs
     prompt, prompt_ids, prompt_logprobs = None, None, None
     if not group.gave_prompt:
         prompt, prompt_ids, group.gave_prompt = group.prompt, [*group.prompt_ids], True
+    finished, rows = group.finished, group.prompt_logprobs
     is_whole = rows is not None and (finished or len(rows) == len(group.prompt_ids))
     if rows is not None and is_whole and not group.gave_prompt_logprobs:
         prompt_logprobs, group.gave_prompt_logprobs = [*rows], True

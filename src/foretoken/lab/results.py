@@ -38,8 +38,9 @@ from foretoken.errors import ConfigError
 from foretoken.ops import get_backend, unavailable
 
 SCHEMA = 1
-_HARDWARE = {"cpu", "cores", "threads", "memory_gib", "accelerator"}
-_HARDWARE_ADDED = {"vector_instructions", "read_gb_per_s", "tunings"}  # older files lack them
+_HARDWARE = set(
+    "cpu vector_instructions read_gb_per_s cores threads memory_gib accelerator".split()
+)
 Label = str | int | float | bool | None
 
 
@@ -184,7 +185,7 @@ def validate(data: Mapping[str, Any]) -> None:
     ):
         if not isinstance(data[name], str) or not re.fullmatch(pattern, data[name]):
             raise ConfigError(name, data[name], f"text that matches {pattern}")
-    _has("hardware", data["hardware"], _HARDWARE, optional=_HARDWARE_ADDED)
+    _has("hardware", data["hardware"], _HARDWARE, optional={"tunings"})  # older files
     _has("versions", data["versions"], {"python", "torch", "transformers", "foretoken"})
     if not data["shapes"]:
         raise ConfigError("shapes", data["shapes"], "given: models, prompts, tokens, options")

@@ -145,22 +145,17 @@ def check_weights(folder: Path) -> None:
         CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
         UnsupportedModelError: weights in a type that only means something with its scales.
     """
-    with reading(folder):
-        _check_weights(folder)
-
-
-def _check_weights(folder: Path) -> None:
     index_path = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
+    with reading(folder):
+        files = sorted(path.name for path in folder.iterdir() if path.is_file())
+    if "model.safetensors" in files:
         _check_dtypes(folder / "model.safetensors")
         return
-    if not index_path.is_file():
-        others = sorted(
-            p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"}
-        )
-        if others:
+    if index_path.name not in files:
+        pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        if pickled:
             raise CheckpointError(
-                f"`{folder}` holds only pickled weights (`{others[0]}`), which can run code when "
+                f"`{folder}` holds only pickled weights (`{pickled[0]}`), which can run code when "
                 "read. Convert them to safetensors (`save_pretrained` writes it)."
             )
         raise CheckpointError(f"`{folder}` holds no `model.safetensors` and no index of shards.")
@@ -170,7 +165,7 @@ def _check_weights(folder: Path) -> None:
     shards: dict[str, set[str]] = {}
     for tensor, shard in weight_map.items():
         shards.setdefault(str(shard), set()).add(tensor)
-    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    missing = sorted(shards.keys() - {*files})
     if missing:
         raise CheckpointError(
             f"`{folder}` lacks {len(missing)} of {len(shards)} weight files: `{missing[0]}` is "

@@ -43,7 +43,9 @@ class AsyncEngine:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.parse(model, speculative_config, **options)
+        self.config = EngineConfig.parse(
+            model=model, speculative_config=speculative_config, **options
+        )
         engine = build_engine(self.config)
         self._params, self._tokenizer = ParamsReader(engine.default_params), engine.tokenizer
         self._worker = Worker(engine)

@@ -335,14 +335,8 @@ class EngineConfig:
                 raise ConfigError(field.name, value, "true or false")
 
     @classmethod
-    def parse(
-        cls, model: str | PathLike[str], speculative_config: Any, **options: Any
-    ) -> EngineConfig:
+    def parse(cls, **options: Any) -> EngineConfig:
         """Build from what a user typed; unknown names are errors with the nearest valid one."""
         options = without_foreign(options, ENGINE_OPTIONS, ConfigError)
         check_known_keys("engine option", options, [f.name for f in fields(cls)])
-        return cls(
-            model=check_model("model", model),
-            speculative_config=SpeculativeConfig.parse(speculative_config),
-            **options,
-        )
+        return cls(**options)

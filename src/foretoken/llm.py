@@ -72,7 +72,9 @@ class LLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.parse(model, speculative_config, **options)
+        self.config = EngineConfig.parse(
+            model=model, speculative_config=speculative_config, **options
+        )
         self._engine: Engine | None = build_engine(self.config)
         self._params = ParamsReader(self._engine.default_params)
         self._turns = Turns("LLM")

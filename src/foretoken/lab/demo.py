@@ -65,7 +65,7 @@ class Demo:
     Args:
         llm: an engine with a drafter.
         console: where to write; colour and width are its business.
-        note: told after each part what has been done, for whoever interrupts.
+        note: called after each part with what has been done, which Ctrl-C reports.
     """
 
     def __init__(self, llm: LLM, console: Console, note: Callable[[str], None]) -> None:

@@ -8,6 +8,7 @@ Does not: finding the folder (`locate.py`), building modules (`loader.py`), judg
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +52,24 @@ def reading(what: str | Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody` has no home
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"`{what}` cannot be read: {reason}") from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence Transformers inside, and leave the user's own settings as they were."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def read_config(folder: Path) -> dict[str, Any]:

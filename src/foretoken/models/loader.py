@@ -22,12 +22,12 @@ from foretoken.models.checkpoint import (
     check_weights,
     first_line,
     parse_config,
+    quiet_transformers,
     read_config,
 )
 from foretoken.models.leftovers import check_leftovers, some_names
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import can_pack, observe_linears, pack_linears
-from foretoken.models.quiet import quiet_transformers
 from foretoken.ops import AttentionCall, Backend, Decoder, UnfitError, get_backend
 
 _log = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def _weighted_module(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, with their names
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
     except Exception as error:
         raise CheckpointError(

@@ -7,6 +7,7 @@ makes a row's result independent of its neighbours: docs/decisions/004-packed-li
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -77,12 +78,9 @@ class _Pack:
 def _joint_bias(linears: list[nn.Linear]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
-    return torch.cat(
-        [
-            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-            for linear in linears
-        ]
-    ).detach()
+    zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
+    biases = [linear.bias for linear in linears]
+    return torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)]).detach()
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -130,9 +128,7 @@ def pack_linears(module: nn.Module, calls: LinearCalls) -> None:
         for parent in module.modules()
         for name, child in parent.named_children()
     }
-    times: dict[int, int] = {}
-    for linear, _ in calls:
-        times[id(linear)] = times.get(id(linear), 0) + 1
+    times = Counter(id(linear) for linear, _ in calls)
     packs: dict[tuple[int, int], list[nn.Linear]] = {}
     for linear, x in calls:
         if times[id(linear)] == 1:

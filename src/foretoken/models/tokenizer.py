@@ -17,6 +17,7 @@ from foretoken.models.checkpoint import (
     TOKENIZER_TEXT,
     first_line,
     parse_config,
+    quiet_transformers,
     read_config,
     read_json,
     reading,
@@ -44,8 +45,6 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
     if not _find(folder, _MAKES_ONE):
         return None
     from transformers import AutoTokenizer
-
-    from foretoken.models.quiet import quiet_transformers
 
     try:
         with quiet_transformers():

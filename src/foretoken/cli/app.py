@@ -12,11 +12,12 @@ import typer
 
 from foretoken import __version__
 from foretoken.cli.chat import Conversation, find_template, read_messages, read_template
-from foretoken.cli.options import engine_options, sampling_params, with_fields
+from foretoken.cli.options import fields_given, with_fields
 from foretoken.cli.output import check_shown, complete, exit_code
 from foretoken.cli.terminal import as_utf8, console, exit_on_sigterm, read_input, reporting
-from foretoken.config import check_int
+from foretoken.config import EngineConfig, check_int
 from foretoken.errors import ConfigError
+from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
@@ -72,7 +73,7 @@ def generate(
 ) -> None:
     """Complete PROMPT and stream the text to the terminal."""
     with reporting(debug) as note:
-        params = sampling_params(options)
+        params = SamplingParams(**fields_given(SamplingParams, options))
         check_shown(params, as_json)
         text = read_input("prompt") if prompt == "-" else as_utf8("prompt", prompt)
         llm = _start(options, speculative_config, no_speculation)
@@ -111,7 +112,7 @@ def chat(
     answer.
     """
     with reporting(debug) as note:
-        params = sampling_params(options)
+        params = SamplingParams(**fields_given(SamplingParams, options))
         check_shown(params, as_json)
         messages, given = read_messages(message, system), read_template(chat_template)
         typed = Conversation(messages, params, as_json) if message is None else None
@@ -146,7 +147,7 @@ def demo(
 
 
 def _start(options: dict[str, Any], speculative_config: str | None, off: bool) -> LLM:
-    engine = engine_options(options)
+    engine = fields_given(EngineConfig, options)
     speculation = _speculation(engine["model"], speculative_config, off)
     return _load(**engine, speculative_config=speculation)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, TypeVar
 
@@ -51,24 +51,16 @@ def with_fields(**defaults: Any) -> Callable[[_Command], _Command]:
     return decorate
 
 
-def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """The request that a command's options ask for, or a `RequestError`."""
-    return SamplingParams(**dict(_given(SamplingParams, options)))
-
-
-def engine_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `EngineConfig` among a command's options, `model` included."""
-    return dict(_given(EngineConfig, options))
-
-
-def _given(cls: type, options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def fields_given(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that a command was given; `RequestError`: no UTF-8, no JSON."""
+    given = {}
     for field in _option_fields(cls):
         value = options[field.name]
-        if value is None:
-            continue
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = [as_utf8(field.name, item) for item in value]
-        yield field.name, _parse_map(field.name, value) if _is_map(field) else value
+        if value is not None:
+            given[field.name] = _parse_map(field.name, value) if _is_map(field) else value
+    return given
 
 
 def _option_fields(cls: Any) -> list[Field[Any]]:

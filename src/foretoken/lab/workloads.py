@@ -11,15 +11,9 @@ from foretoken.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """One prompt from a file that neither model of the embedded pair saw in training.
+    """A piece of code from a file of a package that neither model of the pair saw in training.
 
-    Attributes:
-        id: a stable name.
-        package: where it comes from.
-        file: in that package.
-        licence: of that file.
-        prompt: the beginning of a piece of code.
-        reference: how the file goes on.
+    `id` stays the same; `prompt` is the beginning of the piece, `reference` how the file goes on.
     """
 
     id: str

@@ -40,7 +40,6 @@ class CausalLM:
     vocab_size:    columns of the logits (padding of the vocabulary included)
     max_model_len: most positions a request may use
     layer_shapes:  (H_kv, D, D_v) per layer: what a `KVPool` for this model needs
-    num_parameters: tied ones once
     aux_layers:    hidden states that `forward` gives
     fused:         runs in the module's stead, if given
     """
@@ -52,7 +51,6 @@ class CausalLM:
         backend: Backend,
         layer_shapes: list[LayerShape],
         max_model_len: int,
-        num_parameters: int,
         aux_layers: Sequence[int] = (),
         head: Tensor | None = None,
         fused: Decoder | None = None,
@@ -63,7 +61,6 @@ class CausalLM:
         self.config: Any = module.config
         self.vocab_size: int = self.config.get_text_config().vocab_size
         self.max_model_len = max_model_len
-        self.num_parameters = num_parameters
         self.layer_shapes = layer_shapes
         self.aux_layers = tuple(aux_layers)
         self.dtype: torch.dtype = self.embedding.dtype

@@ -97,7 +97,6 @@ def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView
         backend=backend,
         layer_shapes=[call.shape for call in calls],
         max_model_len=max_model_len,
-        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
         aux_layers=view.aux_layers,
         head=module.get_output_embeddings().weight if view.head else None,
         fused=_fused(module, backend, calls),

@@ -134,8 +134,8 @@ class LLM:
             on_interrupt: what a signal in the main thread does; a program's own signal handlers
                 are left alone. `raise`: Ctrl-C ends the call after the present step by
                 KeyboardInterrupt, SIGTERM ends the process at once. `return`: both end the call
-                after the present step, and the outputs tell (`interrupted_by`); a signal that
-                finds all of them complete is raised. A second signal is never held back.
+                after the present step, and the outputs say so (`interrupted_by`); if all of them
+                are complete, the signal is raised. A second signal is never held back.
             others: names that vLLM takes and that change nothing here (lora_request=None, ...).
 
         Returns:
@@ -266,10 +266,9 @@ class LLM:
 
         A request that fails while it runs is not raised: its last output has the `error` and what
         there is. Closing the iterator early aborts the request. Other calls may run in between:
-        they advance this request, too. Between steps signals are the caller's, who has the output
-        so far; what one does during a step is said by `on_interrupt`, as in `generate`: `raise`
-        raises KeyboardInterrupt with the output so far in its `outputs`; `return` makes the next
-        output the last, with finish_reason `interrupted`.
+        they advance this request, too. Between steps, signals are the caller's. During a step
+        `on_interrupt` decides, as in `generate`: `raise` raises KeyboardInterrupt with the output
+        so far in its `outputs`; `return` makes the next output the last, marked `interrupted`.
         """
         interrupt = Interrupt(on_interrupt)
         params = self._params.read(sampling_params)
@@ -337,7 +336,7 @@ def _abort(engine: Engine, results: Sequence[RequestGroup | RequestOutput]) -> N
 
 
 def _mark(engine: Engine, group: RequestGroup | RequestOutput, interrupt: Interrupt) -> None:
-    """End what a signal came in the way of, with its name."""
+    """End what a noticed signal interrupts, with its name as the reason."""
     if interrupt.name is None or isinstance(group, RequestOutput) or group.finished:
         return
     running = [request for request in group.samples if request.finish_reason is None]

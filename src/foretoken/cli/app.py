@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
 
 _EMBEDDED = "tiny-python"
+_OWN_DRAFT = {"method": "draft_model"}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -141,25 +142,19 @@ def demo(
         from foretoken.lab.demo import Demo
 
         # Timed prompts are repeated: each time must pay for its own prompt.
-        llm = _load(_EMBEDDED, _speculation(_EMBEDDED, None, False), enable_prefix_caching=False)
+        llm = _load(_EMBEDDED, _OWN_DRAFT, enable_prefix_caching=False)
         with exit_on_sigterm():
             Demo(llm, console(highlight=False), note).run(prompts, max_tokens, samples)
 
 
-def _start(options: dict[str, Any], speculative_config: str | None, off: bool) -> LLM:
+def _start(options: dict[str, Any], given: str | None, off: bool) -> LLM:
     engine = fields_given(EngineConfig, options)
-    speculation = _speculation(engine["model"], speculative_config, off)
-    return _load(**engine, speculative_config=speculation)
-
-
-def _speculation(model: str, given: str | None, off: bool) -> str | dict[str, Any] | None:
     if off and given is not None:
         raise ConfigError(
             "speculative-config", given, "left out with --no-speculation", "Give one of the two."
         )
-    if off or (given is None and model != _EMBEDDED):
-        return None
-    return {"method": "draft_model"} if given is None else given
+    own_draft = None if off or engine["model"] != _EMBEDDED else _OWN_DRAFT
+    return _load(**engine, speculative_config=own_draft if given is None else given)
 
 
 def _load(model: str, speculative_config: Any, **options: Any) -> LLM:

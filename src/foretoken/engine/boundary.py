@@ -120,7 +120,7 @@ def unserved(request_id: str, prompt: Any, error: ForetokenError) -> RequestOutp
 
 
 def not_begun(request_id: str, prompt: Any, params: SamplingParams, signal: str) -> RequestOutput:
-    """The output of a prompt that a signal kept from the engine, its samples marked so."""
+    """The output of a prompt that a signal came before: empty samples, marked `interrupted`."""
     text, ids = shown_parts(prompt)
     samples = [CompletionOutput(j, [], "", "interrupted", signal) for j in range(params.n)]
     return RequestOutput(request_id, text, ids, samples, RequestMetrics())

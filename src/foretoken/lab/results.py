@@ -221,7 +221,6 @@ def hardware() -> dict[str, Any]:
     """This machine, as far as it explains a figure."""
     import torch
 
-    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": _cpu_name(),
@@ -230,7 +229,7 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_gib": round(memory, 1),
-        "accelerator": accelerator,
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "tunings": {} if unavailable("native") else get_backend("native").tunings(),
     }
 

@@ -107,7 +107,11 @@ class ChatTemplate:
         """
         from jinja2 import TemplateSyntaxError
 
-        conversation = self._check(messages)
+        if not _is_list(messages):
+            raise RequestError("messages", messages, "a list of dicts with `role` and `content`")
+        if not messages:
+            raise RequestError("messages", messages, "at least one message")
+        conversation = [self._check_message(i, message) for i, message in enumerate(messages)]
         try:
             text = self._tokenizer.apply_chat_template(
                 conversation, chat_template=self._text, tokenize=False, **self._options
@@ -141,13 +145,6 @@ class ChatTemplate:
     def _check_used(self, name: str, where: str, value: Any, remedy: str) -> None:
         if not re.search(rf"\b{re.escape(name)}\b", self._text):
             raise RequestError(where, value, "left out: this chat template does not use it", remedy)
-
-    def _check(self, messages: Any) -> list[dict[str, Any]]:
-        if not _is_list(messages):
-            raise RequestError("messages", messages, "a list of dicts with `role` and `content`")
-        if not messages:
-            raise RequestError("messages", messages, "at least one message")
-        return [self._check_message(i, message) for i, message in enumerate(messages)]
 
     def _check_message(self, index: int, given: Any) -> dict[str, Any]:
         where = f"messages[{index}]"

@@ -14,14 +14,7 @@ from os import PathLike
 from typing import Any, Literal, Self, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.engine.boundary import (
-    Submission,
-    build_output,
-    not_begun,
-    prepare,
-    submit,
-    unserved,
-)
+from foretoken.engine.boundary import Submission, build_output, not_begun, prepare, submit, unserved
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import (
@@ -36,13 +29,7 @@ from foretoken.engine.request import RequestGroup
 from foretoken.engine.turns import Turns
 from foretoken.errors import ForetokenError, RequestError, UsageError
 from foretoken.interrupts import Interrupt, OnInterrupt
-from foretoken.models.chat import (
-    CHAT_OPTIONS,
-    ChatOptions,
-    ChatPrompt,
-    ChatTemplate,
-    split_conversations,
-)
+from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate, chat_prompts
 from foretoken.outputs import RequestOutput, SpeculationMetrics
 from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
@@ -179,8 +166,7 @@ class LLM:
         check_call(on_error, use_tqdm)
         options = check_options(template, known=CHAT_OPTIONS)
         chat_template = ChatTemplate(self.tokenizer, **options)
-        single, conversations = split_conversations(messages)
-        items = [ChatPrompt(chat_template, conversation) for conversation in conversations]
+        single, items = chat_prompts(chat_template, messages)
         return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
     def _complete(

@@ -20,14 +20,7 @@ from rich.text import Text
 
 from foretoken.config import check_int
 from foretoken.engine.detokenizer import Detokenizer
-from foretoken.lab.audit import (
-    ALPHA,
-    NEAR_TIE,
-    GreedyAudit,
-    SampledAudit,
-    greedy_audit,
-    sampled_audit,
-)
+from foretoken.lab.audit import ALPHA, NEAR_TIE, Verdict, greedy_audit, sampled_audit
 from foretoken.lab.workloads import HeldOut, heldout
 from foretoken.outputs import RequestMetrics, RequestOutput
 from foretoken.sampling.params import SamplingParams
@@ -188,7 +181,8 @@ class Demo:
         prompts = [item.prompt for item in heldout(AUDIT_PROMPTS)]
         with self._progress("comparing tokens", len(prompts)) as advance:
             greedy = greedy_audit(self.llm, prompts, max_tokens=48, report=advance)
-        verdict = _verdict(greedy, "equal", f"DIFFERENT in prompts {greedy.differing}")
+        different = f"DIFFERENT in prompts {greedy.differing}"
+        verdict = _shown(greedy.verdict, greedy.metrics, "equal", different)
         ties = f", {greedy.near_ties} parted at a tie within {NEAR_TIE:g}" * bool(greedy.near_ties)
         self._say(
             f"Temperature 0: {greedy.tokens} speculative tokens of {greedy.prompts} prompts "
@@ -204,7 +198,7 @@ class Demo:
                 report=advance,
             )
         test = sampled.test
-        verdict = _verdict(sampled, "no difference found", "DIFFERENT")
+        verdict = _shown(sampled.verdict, sampled.metrics, "no difference found", "DIFFERENT")
         self._say(
             f"Temperature 1: {samples} completions of `{AUDIT_PROMPT}` each way, joint "
             f"distribution of {AUDIT_LENGTH} tokens: chi-square {test.statistic:.1f} on "
@@ -238,11 +232,11 @@ class Demo:
             yield lambda done: bar.update(task, completed=done)
 
 
-def _verdict(audit: GreedyAudit | SampledAudit, equal: str, different: str) -> str:
-    if audit.verdict == "inconclusive":
-        accepted, drafted = audit.metrics.num_accepted_tokens, audit.metrics.num_draft_tokens
+def _shown(verdict: Verdict, metrics: RequestMetrics, equal: str, different: str) -> str:
+    if verdict == "inconclusive":
+        accepted, drafted = metrics.num_accepted_tokens, metrics.num_draft_tokens
         return f"inconclusive, nothing was at stake ({accepted} of {drafted} drafts accepted)"
-    return equal if audit.verdict == "equal" else different
+    return equal if verdict == "equal" else different
 
 
 def _span(speeds: list[float]) -> str:

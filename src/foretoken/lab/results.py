@@ -62,11 +62,8 @@ class Spread:
         if not measured:
             raise ConfigError("measured", [], "at least one measurement")
         ordered = sorted(measured)
-        q1, median, q3 = (
-            statistics.quantiles(ordered, n=4, method="inclusive")
-            if len(ordered) > 1
-            else ordered * 3
-        )
+        several = ordered if len(ordered) > 1 else ordered * 2  # quantiles take two at least
+        q1, median, q3 = statistics.quantiles(several, n=4, method="inclusive")
         return cls(unit, len(ordered), median, ordered[0], q1, q3, ordered[-1])
 
 

@@ -26,10 +26,9 @@ class HeldOut:
 
 def heldout(limit: int | None = None) -> list[HeldOut]:
     """The held-out prompts in file order, the first `limit` of them if given."""
-    text = (files("foretoken") / "assets" / "tiny-python" / "heldout.jsonl").read_text(
-        encoding="utf-8"
-    )
-    prompts = [HeldOut(**json.loads(line)) for line in text.split("\n") if line]
+    file = files("foretoken") / "assets" / "tiny-python" / "heldout.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n")
+    prompts = [HeldOut(**json.loads(line)) for line in lines if line]
     if limit is None:
         return prompts
     if not 1 <= limit <= len(prompts):

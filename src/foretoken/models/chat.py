@@ -185,15 +185,14 @@ class ChatPrompt:
         return self._template.render(self._messages)
 
 
-def split_conversations(messages: Any) -> tuple[bool, list[Any]]:
-    """Whether it is one conversation, and the conversations as a list."""
+def chat_prompts(template: ChatTemplate, messages: Any) -> tuple[bool, list[ChatPrompt]]:
+    """Whether it is one conversation, and a prompt for each."""
     if not _is_list(messages):
         raise RequestError(
             "messages", messages, "a list of dicts with `role` and `content`, or a list of such"
         )
-    if messages and _is_list(messages[0]):
-        return False, list(messages)
-    return True, [messages]
+    single = not (messages and _is_list(messages[0]))
+    return single, [ChatPrompt(template, one) for one in ([messages] if single else messages)]
 
 
 def _is_list(value: Any) -> bool:

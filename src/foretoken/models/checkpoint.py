@@ -25,13 +25,7 @@ TOKENIZER_JSON = (
 )
 TOKENIZER_TEXT = ("merges.txt", "vocab.txt", "chat_template.jinja")
 # Formats for which Transformers needs another package than `tokenizers`.
-TOKENIZER_FOREIGN = (
-    "tokenizer.model",
-    "spiece.model",
-    "*.bpe.model",
-    "tekken.json",
-    "*.tiktoken",
-)
+TOKENIZER_FOREIGN = ("tokenizer.model", "spiece.model", "*.bpe.model", "tekken.json", "*.tiktoken")
 TOKENIZER_FILES = (
     *TOKENIZER_JSON,
     *TOKENIZER_TEXT,

@@ -97,23 +97,22 @@ def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView
         backend=backend,
         layer_shapes=[call.shape for call in calls],
         max_model_len=max_model_len,
-        aux_layers=view.aux_layers,
-        head=module.get_output_embeddings().weight if view.head else None,
+        view=view,
         fused=_fused(module, backend, calls),
     )
-    if model.fused is not None:
-        try:
-            guards.self_check(model, expected)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(
-                f"{error} It ran in the native decoder; "
-                '`backend="torch"` runs it through its Transformers module.'
-            ) from error
-        model.fused.drop_module_weights()
-        return model
-    if can_pack(model.dtype, device):
+    if model.fused is None and can_pack(model.dtype, device):
         pack_linears(module, linears)
-    guards.self_check(model, expected)
+    try:
+        guards.self_check(model, expected)
+    except UnsupportedModelError as error:
+        if model.fused is None:
+            raise
+        raise UnsupportedModelError(
+            f"{error} It ran in the native decoder; "
+            '`backend="torch"` runs it through its Transformers module.'
+        ) from error
+    if model.fused is not None:
+        model.fused.drop_module_weights()
     return model
 
 

@@ -108,12 +108,9 @@ class AsyncEngine:
         `contextlib.aclosing`. Nothing is queued before the first step of the iterator.
 
         Args:
-            prompt: a text, token ids, or a dict with `prompt` or `prompt_token_ids`.
-            sampling_params: a `SamplingParams`, a dict of its fields, or None for the checkpoint's
-                defaults over ours.
+            prompt, sampling_params, others: as in `LLM.generate`, for one prompt.
             request_id: a name for `abort`, of no other open request; None: a number.
             deltas: yield `RequestDelta`s; the cost of a step does not grow with the output then.
-            others: names that vLLM takes and that change nothing here (lora_request=None, ...).
 
         Raises, at once:
             RequestError: an option that is unknown.

@@ -133,19 +133,13 @@ class SpeculativeConfig:
             object.__setattr__(self, "method", "draft_model")
 
     def _check_synthetic(self, where: str) -> None:
-        given = [name for name in _SYNTHETIC if getattr(self, name) is not None]
-        if self.rejection_sample_method != "synthetic":
-            for name in given:
-                raise ConfigError(
-                    where + name,
-                    getattr(self, name),
-                    f"left out with rejection_sample_method `{self.rejection_sample_method}`",
-                    "Set `rejection_sample_method` to `synthetic`, or leave it out.",
-                )
-            return
-        check_synthetic(
-            where, self.num_speculative_tokens, {name: getattr(self, name) for name in _SYNTHETIC}
-        )
+        options = {name: getattr(self, name) for name in _SYNTHETIC}
+        if self.rejection_sample_method == "synthetic":
+            check_synthetic(where, self.num_speculative_tokens, options)
+        elif given := [name for name in _SYNTHETIC if options[name] is not None]:
+            bound = f"left out with rejection_sample_method `{self.rejection_sample_method}`"
+            remedy = "Set `rejection_sample_method` to `synthetic`, or leave it out."
+            raise ConfigError(where + given[0], options[given[0]], bound, remedy)
         if self.synthetic_acceptance_rates is not None:
             rates = tuple(map(float, self.synthetic_acceptance_rates))
             object.__setattr__(self, "synthetic_acceptance_rates", rates)

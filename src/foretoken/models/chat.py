@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, Unpack
 
 from foretoken.errors import RequestError, check_known_keys
 from foretoken.models.checkpoint import first_line
@@ -58,44 +58,34 @@ class ChatTemplate:
         RequestError: no tokenizer, no template, one that is not one or that does not use an option.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any | None,
-        chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Any = None,
-        chat_template_kwargs: Any = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any | None, **options: Unpack[ChatOptions]) -> None:
         if tokenizer is None:
             remedy = "Use `generate` with token ids, or add tokenizer files to the checkpoint."
             bound = "left out: this checkpoint has no tokenizer"
             raise RequestError("messages", "a conversation", bound, remedy)
-        for name, value in (
-            ("add_generation_prompt", add_generation_prompt),
-            ("continue_final_message", continue_final_message),
-        ):
+        flags = {
+            "add_generation_prompt": options.get("add_generation_prompt", True),
+            "continue_final_message": options.get("continue_final_message", False),
+        }
+        for name, value in flags.items():
             if not isinstance(value, bool):
                 raise RequestError(name, value, "true or false")
-        if continue_final_message and add_generation_prompt:
+        if all(flags.values()):
             bound = "false where a new answer is opened"
             remedy = "Pass add_generation_prompt=False with it."
             raise RequestError("continue_final_message", True, bound, remedy)
-        form = chat_template_content_format
+        form = options.get("chat_template_content_format", "auto")
         if form not in _FORMATS:
             raise RequestError(
                 "chat_template_content_format", form, f"one of {', '.join(_FORMATS)}"
             )
         self._tokenizer = tokenizer
-        self._text = _find_template(tokenizer, chat_template, tools)
+        tools = options.get("tools")
+        self._text = _find_template(tokenizer, options.get("chat_template"), tools)
         walks = _WALKS_OVER_CONTENT.search(self._text) is not None
         self._takes_parts = form == "openai" or (form == "auto" and walks)
-        self._options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            **self._check_variables(tools, chat_template_kwargs),
-        }
+        variables = self._check_variables(tools, options.get("chat_template_kwargs"))
+        self._options = {**flags, **variables}
 
     def render(self, messages: Any) -> tuple[str, list[int]]:
         """The text of a conversation and its token ids.

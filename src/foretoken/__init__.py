@@ -12,78 +12,50 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from foretoken.async_engine import AsyncEngine
-    from foretoken.config import EngineConfig, SpeculativeConfig
-    from foretoken.engine.prompts import TextPrompt, TokensPrompt
-    from foretoken.errors import (
-        CapacityError,
-        CheckpointError,
-        ConfigError,
-        EngineMemoryError,
-        ForetokenError,
-        IntegrityError,
-        NonFiniteLogitsError,
-        OverloadedError,
-        ProcessingError,
-        RequestError,
-        StepError,
-        UnsupportedModelError,
-        UsageError,
-    )
-    from foretoken.llm import LLM
-    from foretoken.outputs import (
-        CompletionDelta,
-        CompletionOutput,
-        Logprob,
-        RequestDelta,
-        RequestOutput,
-    )
-    from foretoken.sampling.params import SamplingParams
+    from foretoken.async_engine import AsyncEngine as AsyncEngine
+    from foretoken.config import EngineConfig as EngineConfig
+    from foretoken.config import SpeculativeConfig as SpeculativeConfig
+    from foretoken.engine.prompts import TextPrompt as TextPrompt
+    from foretoken.engine.prompts import TokensPrompt as TokensPrompt
+    from foretoken.errors import CapacityError as CapacityError
+    from foretoken.errors import CheckpointError as CheckpointError
+    from foretoken.errors import ConfigError as ConfigError
+    from foretoken.errors import EngineMemoryError as EngineMemoryError
+    from foretoken.errors import ForetokenError as ForetokenError
+    from foretoken.errors import IntegrityError as IntegrityError
+    from foretoken.errors import NonFiniteLogitsError as NonFiniteLogitsError
+    from foretoken.errors import OverloadedError as OverloadedError
+    from foretoken.errors import ProcessingError as ProcessingError
+    from foretoken.errors import RequestError as RequestError
+    from foretoken.errors import StepError as StepError
+    from foretoken.errors import UnsupportedModelError as UnsupportedModelError
+    from foretoken.errors import UsageError as UsageError
+    from foretoken.llm import LLM as LLM
+    from foretoken.outputs import CompletionDelta as CompletionDelta
+    from foretoken.outputs import CompletionOutput as CompletionOutput
+    from foretoken.outputs import Logprob as Logprob
+    from foretoken.outputs import RequestDelta as RequestDelta
+    from foretoken.outputs import RequestOutput as RequestOutput
+    from foretoken.sampling.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "LLM",
-    "AsyncEngine",
-    "CapacityError",
-    "CheckpointError",
-    "CompletionDelta",
-    "CompletionOutput",
-    "ConfigError",
-    "EngineConfig",
-    "EngineMemoryError",
-    "ForetokenError",
-    "IntegrityError",
-    "Logprob",
-    "NonFiniteLogitsError",
-    "OverloadedError",
-    "ProcessingError",
-    "RequestDelta",
-    "RequestError",
-    "RequestOutput",
-    "SamplingParams",
-    "SpeculativeConfig",
-    "StepError",
-    "TextPrompt",
-    "TokensPrompt",
-    "UnsupportedModelError",
-    "UsageError",
-    "__version__",
-]
-_PLACES = {
-    "LLM": "llm",
-    "AsyncEngine": "async_engine",
-    "SamplingParams": "sampling.params",
-    "EngineConfig": "config",
-    "SpeculativeConfig": "config",
-    "TextPrompt": "engine.prompts",
-    "TokensPrompt": "engine.prompts",
-    "CompletionDelta": "outputs",
-    "CompletionOutput": "outputs",
-    "Logprob": "outputs",
-    "RequestDelta": "outputs",
-    "RequestOutput": "outputs",
+# Public names by their module, which is imported when one of them is first asked for.
+_NAMES = {
+    "llm": "LLM",
+    "async_engine": "AsyncEngine",
+    "config": "EngineConfig SpeculativeConfig",
+    "engine.prompts": "TextPrompt TokensPrompt",
+    "errors": (
+        "CapacityError CheckpointError ConfigError EngineMemoryError ForetokenError "
+        "IntegrityError NonFiniteLogitsError OverloadedError ProcessingError RequestError "
+        "StepError UnsupportedModelError UsageError"
+    ),
+    "outputs": "CompletionDelta CompletionOutput Logprob RequestDelta RequestOutput",
+    "sampling.params": "SamplingParams",
 }
+_PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = ["__version__", *_PLACES]
 
 
 def __dir__() -> list[str]:
@@ -91,8 +63,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _PLACES:
         raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"foretoken.{_PLACES.get(name, 'errors')}"), name)
+    return getattr(import_module(f"foretoken.{_PLACES[name]}"), name)

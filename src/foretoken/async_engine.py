@@ -9,7 +9,6 @@ import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from os import PathLike
-from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
 from foretoken.config import EngineConfig, SpeculativeConfig
@@ -44,7 +43,9 @@ class AsyncEngine:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.parse(model, speculative_config, **options)
+        self.config = EngineConfig.parse(
+            model=model, speculative_config=speculative_config, **options
+        )
         engine = build_engine(self.config)
         self._params, self._tokenizer = ParamsReader(engine.default_params), engine.tokenizer
         self._worker = Worker(engine)
@@ -107,12 +108,9 @@ class AsyncEngine:
         `contextlib.aclosing`. Nothing is queued before the first step of the iterator.
 
         Args:
-            prompt: a text, token ids, or a dict with `prompt` or `prompt_token_ids`.
-            sampling_params: a `SamplingParams`, a dict of its fields, or None for the checkpoint's
-                defaults over ours.
+            prompt, sampling_params, others: as in `LLM.generate`, for one prompt.
             request_id: a name for `abort`, of no other open request; None: a number.
             deltas: yield `RequestDelta`s; the cost of a step does not grow with the output then.
-            others: names that vLLM takes and that change nothing here (lora_request=None, ...).
 
         Raises, at once:
             RequestError: an option that is unknown.
@@ -213,10 +211,5 @@ class AsyncEngine:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *raised: object) -> None:
         await self.close()

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
-from typing import Any, Literal
+from typing import Any
 
 from foretoken.errors import ConfigError, check_known_keys
 from foretoken.foreign import ENGINE_OPTIONS, SPECULATIVE_FIELDS, without_foreign
@@ -18,11 +18,7 @@ from foretoken.foreign import ENGINE_OPTIONS, SPECULATIVE_FIELDS, without_foreig
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 LOSSLESS_METHODS = ("standard", "block", "coupled")
 REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
-DEVICES = ("auto", "cpu")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-GENERATION_CONFIGS = ("auto", "vllm")
-LOAD_FORMATS = ("auto", "dummy")
 MAX_SPECULATIVE_TOKENS = 64
 
 
@@ -112,35 +108,22 @@ class SpeculativeConfig:
             remedy = "Leave it out for the draft model that comes with the target, if one does."
             object.__setattr__(self, "model", check_model(where + "model", self.model, remedy))
         check_revision(where + "revision", self.revision)
-        check_int(
-            where + "num_speculative_tokens",
-            self.num_speculative_tokens,
-            1,
-            MAX_SPECULATIVE_TOKENS,
-            "Pass speculative_config=None to decode without speculation.",
-        )
+        remedy = "Pass speculative_config=None to decode without speculation."
+        most = MAX_SPECULATIVE_TOKENS
+        check_int(where + "num_speculative_tokens", self.num_speculative_tokens, 1, most, remedy)
         shortest, longest = self.lookup_sizes
         check_int(where + "prompt_lookup_min", shortest, 1)
-        check_int(
-            where + "prompt_lookup_max",
-            longest,
-            shortest,
-            remedy="It must not be smaller than `prompt_lookup_min`.",
-        )
-        if self.draft_sample_method is not None:
-            check_choice(
-                where + "draft_sample_method",
-                self.draft_sample_method,
-                DRAFT_SAMPLE_METHODS,
+        remedy = "It must not be smaller than `prompt_lookup_min`."
+        check_int(where + "prompt_lookup_max", longest, shortest, remedy=remedy)
+        method = self.draft_sample_method
+        if method is not None:
+            gumbel = (
                 "`gumbel` is called `probabilistic` here: drafts are drawn by Gumbel-max from q."
-                if self.draft_sample_method == "gumbel"
-                else "",
             )
-        check_choice(
-            where + "rejection_sample_method",
-            self.rejection_sample_method,
-            REJECTION_SAMPLE_METHODS,
-        )
+            remedy = gumbel if method == "gumbel" else ""
+            check_choice(where + "draft_sample_method", method, DRAFT_SAMPLE_METHODS, remedy)
+        rule = self.rejection_sample_method
+        check_choice(where + "rejection_sample_method", rule, REJECTION_SAMPLE_METHODS)
         self._check_synthetic(where)
         if self.method is None:
             if self.model is None:
@@ -150,19 +133,13 @@ class SpeculativeConfig:
             object.__setattr__(self, "method", "draft_model")
 
     def _check_synthetic(self, where: str) -> None:
-        given = [name for name in _SYNTHETIC if getattr(self, name) is not None]
-        if self.rejection_sample_method != "synthetic":
-            for name in given:
-                raise ConfigError(
-                    where + name,
-                    getattr(self, name),
-                    f"left out with rejection_sample_method `{self.rejection_sample_method}`",
-                    "Set `rejection_sample_method` to `synthetic`, or leave it out.",
-                )
-            return
-        check_synthetic(
-            where, self.num_speculative_tokens, {name: getattr(self, name) for name in _SYNTHETIC}
-        )
+        options = {name: getattr(self, name) for name in _SYNTHETIC}
+        if self.rejection_sample_method == "synthetic":
+            check_synthetic(where, self.num_speculative_tokens, options)
+        elif given := [name for name in _SYNTHETIC if options[name] is not None]:
+            bound = f"left out with rejection_sample_method `{self.rejection_sample_method}`"
+            remedy = "Set `rejection_sample_method` to `synthetic`, or leave it out."
+            raise ConfigError(where + given[0], options[given[0]], bound, remedy)
         if self.synthetic_acceptance_rates is not None:
             rates = tuple(map(float, self.synthetic_acceptance_rates))
             object.__setattr__(self, "synthetic_acceptance_rates", rates)
@@ -255,11 +232,11 @@ class EngineConfig:
             downloaded if it is not in the local cache.
         speculative_config: drafting and verification; None decodes one token per step.
         device: `cpu`, or `auto`: the best device this version runs on, which is `cpu`.
-        dtype: `float32`, `bfloat16`, `float16`, also as torch dtypes; `float` and `half` are the
-            first and the last; `auto` is float32 on a CPU (bf16 was slower at batch 1 without AMX).
-            Where the target runs in native kernels, in float32, a request with a seed gets the same
-            tokens in every batch. PyTorch's attention and products round by what is computed beside
-            a row: in float32 that parts near-ties (1e-5 in a logit) alone, in half types many.
+        dtype: `float32`, `bfloat16`, `float16`, a torch dtype, or `auto`, which is float32 on a
+            CPU; `float` and `half` are the first and the last. Where native kernels run the target,
+            in float32, a request with a seed gets the same tokens in every batch. PyTorch's kernels
+            round by what else is in the batch: in float32 that decides near-ties alone (1e-5 in a
+            logit), in half types many choices.
         seed: engine seed; a request without a seed gets mix(seed, admission number); None is 0.
         max_model_len: longest prompt + output; None: the checkpoint's own limit.
         max_num_seqs: most requests running at once; each owns one permanent slot.
@@ -283,13 +260,11 @@ class EngineConfig:
         backend: `native`, `torch`, `triton`, `reference` (the fp64 oracle), or `auto`: the
             fastest for the device.
         threads: threads to compute with, exactly so many. None: one, or one per physical core that
-            the process may use (no more than `OMP_NUM_THREADS`), whichever is faster: both are
-            timed on the first steps of every size, and again from time to time, since other
-            processes on the machine change it. Every step of an engine sets it for the whole
-            process; where the target runs in native kernels PyTorch gets one thread. In native
-            kernels the number of threads changes no bit; in PyTorch's float32 it may change the
-            last bits of logits, so that a seeded request, too, needs a number given here to be the
-            same to the bit.
+            the process may use (no more than `OMP_NUM_THREADS`), whichever is faster, as steps of
+            every size are timed now and then. Every step sets the number for the whole process;
+            where native kernels run the target, PyTorch gets one. Native kernels give the same bits
+            with any number; PyTorch may not, so that a request with a seed is the same to the bit
+            there only with a number given.
         use_fp64_gumbel: draw all noise in FP64.
     """
 
@@ -310,7 +285,7 @@ class EngineConfig:
     tokenizer: str | None = None
     revision: str | None = None
     local_files_only: bool = False
-    load_format: Literal["auto", "dummy"] = "auto"
+    load_format: str = "auto"
     backend: str = "auto"
     threads: int | None = None
     use_fp64_gumbel: bool = False
@@ -321,9 +296,10 @@ class EngineConfig:
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", check_model("tokenizer", self.tokenizer))
         check_revision("revision", self.revision)
-        check_choice("device", self.device, DEVICES, "This version runs on the CPU.")
+        check_choice("device", self.device, ("auto", "cpu"), "This version runs on the CPU.")
         dtype = str(self.dtype).removeprefix("torch.")
-        object.__setattr__(self, "dtype", DTYPE_ALIASES.get(dtype, dtype))
+        aliases = {"half": "float16", "float": "float32"}
+        object.__setattr__(self, "dtype", aliases.get(dtype, dtype))
         check_choice("dtype", self.dtype, DTYPES)
         if self.seed is None:
             object.__setattr__(self, "seed", 0)
@@ -344,26 +320,17 @@ class EngineConfig:
             raise ConfigError("kv_cache_gib", gib, "a finite number > 0")
         speculation = SpeculativeConfig.parse(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculation)
-        check_choice("load_format", self.load_format, LOAD_FORMATS)
-        check_choice(
-            "generation_config",
-            self.generation_config,
-            GENERATION_CONFIGS,
-            "A file of its own belongs into the checkpoint's folder.",
-        )
-        for name in ("enable_prefix_caching", "local_files_only", "use_fp64_gumbel"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, getattr(self, name), "true or false")
+        check_choice("load_format", self.load_format, ("auto", "dummy"))
+        own_file = "A file of its own belongs into the checkpoint's folder."
+        check_choice("generation_config", self.generation_config, ("auto", "vllm"), own_file)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise ConfigError(field.name, value, "true or false")
 
     @classmethod
-    def parse(
-        cls, model: str | PathLike[str], speculative_config: Any, **options: Any
-    ) -> EngineConfig:
+    def parse(cls, **options: Any) -> EngineConfig:
         """Build from what a user typed; unknown names are errors with the nearest valid one."""
         options = without_foreign(options, ENGINE_OPTIONS, ConfigError)
         check_known_keys("engine option", options, [f.name for f in fields(cls)])
-        return cls(
-            model=check_model("model", model),
-            speculative_config=SpeculativeConfig.parse(speculative_config),
-            **options,
-        )
+        return cls(**options)

@@ -81,17 +81,11 @@ class NonFiniteLogitsError(ForetokenError):
 
 
 class ProcessingError(ForetokenError):
-    """Something raised while one request was worked on; that request ends, and no other.
-
-    The message names the request; what was raised is the `__cause__`.
-    """
+    """Work for one request raised its `__cause__`; that request ends, and no other."""
 
 
 class StepError(ForetokenError):
-    """Model, sampler or drafter raised in a step; every request of the batch ends.
-
-    What was raised is the `__cause__`. The engine serves later requests as before.
-    """
+    """A step of the batch raised its `__cause__`; its requests end, later ones are served."""
 
 
 class EngineMemoryError(ForetokenError, MemoryError):
@@ -99,11 +93,7 @@ class EngineMemoryError(ForetokenError, MemoryError):
 
 
 class UsageError(ForetokenError, RuntimeError):
-    """A call at the wrong time or place.
-
-    After the engine was closed; in a fork of its process; or in a signal handler or finalizer that
-    runs in the midst of another call of the same thread.
-    """
+    """A call after `close()`, in a forked child, or from a signal handler within another call."""
 
 
 class IntegrityError(ForetokenError):

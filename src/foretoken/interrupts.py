@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM while requests run: noticed between steps instead of anywhere. No torch.
 
-Charter: no signal is swallowed. It is raised again when the results are safe, or they tell of it.
+Charter: no signal is swallowed. When the results are safe it is raised again, or they report it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class Interrupt:
     """Whether a signal came during one call, and which.
 
     Args:
-        on_interrupt: `raise` notices Ctrl-C alone; SIGTERM ends the process at once, as it does
-            without us, since nothing that we might finish first could be read by anyone. `return`
-            notices both.
+        on_interrupt: `raise` notices Ctrl-C alone; SIGTERM then ends the process at once, since
+            nobody could read what we finished first. `return` notices both.
 
     Attributes:
         name: SIGINT, SIGTERM or None.
@@ -51,7 +50,7 @@ class Interrupt:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Signals that come inside set `name` and stop nothing; a second one is not held back.
+        """Inside, the first signal sets `name` and stops nothing; a second one is not held back.
 
         Does nothing outside the main thread, where Python lets nobody handle signals.
         """
@@ -67,11 +66,11 @@ class Interrupt:
             self._restore()
 
     def deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Let a signal that came do what it does without us, unless the outputs tell of it.
+        """Raise a noticed signal again, for whoever handles it, unless the outputs report it.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C; its attribute `outputs` holds the outputs. It is no subclass:
-                uncaught, one would exit with 1, and a shell's loop over programs go on.
+            KeyboardInterrupt: Ctrl-C; its attribute `outputs` holds the outputs. A subclass would
+                exit with 1 if uncaught, and a shell's loop over programs would go on.
         """
         if self.name is None:
             return

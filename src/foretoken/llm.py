@@ -11,18 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
-from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
-from foretoken.engine.boundary import (
-    Submission,
-    build_output,
-    not_begun,
-    prepare,
-    submit,
-    unserved,
-)
+from foretoken.engine.boundary import Submission, build_output, not_begun, prepare, submit, unserved
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import (
@@ -37,13 +29,7 @@ from foretoken.engine.request import RequestGroup
 from foretoken.engine.turns import Turns
 from foretoken.errors import ForetokenError, RequestError, UsageError
 from foretoken.interrupts import Interrupt, OnInterrupt
-from foretoken.models.chat import (
-    CHAT_OPTIONS,
-    ChatOptions,
-    ChatPrompt,
-    ChatTemplate,
-    split_conversations,
-)
+from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate, chat_prompts
 from foretoken.outputs import RequestOutput, SpeculationMetrics
 from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
@@ -73,7 +59,9 @@ class LLM:
         speculative_config: SpeculativeConfig | Mapping[str, Any] | str | None = None,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig.parse(model, speculative_config, **options)
+        self.config = EngineConfig.parse(
+            model=model, speculative_config=speculative_config, **options
+        )
         self._engine: Engine | None = build_engine(self.config)
         self._params = ParamsReader(self._engine.default_params)
         self._turns = Turns("LLM")
@@ -133,8 +121,8 @@ class LLM:
             on_interrupt: what a signal in the main thread does; a program's own signal handlers
                 are left alone. `raise`: Ctrl-C ends the call after the present step by
                 KeyboardInterrupt, SIGTERM ends the process at once. `return`: both end the call
-                after the present step, and the outputs tell (`interrupted_by`); a signal that
-                finds all of them complete is raised. A second signal is never held back.
+                after the present step, and the outputs say so (`interrupted_by`); if all of them
+                are complete, the signal is raised. A second signal is never held back.
             others: names that vLLM takes and that change nothing here (lora_request=None, ...).
 
         Returns:
@@ -178,8 +166,7 @@ class LLM:
         check_call(on_error, use_tqdm)
         options = check_options(template, known=CHAT_OPTIONS)
         chat_template = ChatTemplate(self.tokenizer, **options)
-        single, conversations = split_conversations(messages)
-        items = [ChatPrompt(chat_template, conversation) for conversation in conversations]
+        single, items = chat_prompts(chat_template, messages)
         return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
     def _complete(
@@ -265,10 +252,9 @@ class LLM:
 
         A request that fails while it runs is not raised: its last output has the `error` and what
         there is. Closing the iterator early aborts the request. Other calls may run in between:
-        they advance this request, too. Between steps signals are the caller's, who has the output
-        so far; what one does during a step is said by `on_interrupt`, as in `generate`: `raise`
-        raises KeyboardInterrupt with the output so far in its `outputs`; `return` makes the next
-        output the last, with finish_reason `interrupted`.
+        they advance this request, too. Between steps, signals are the caller's. During a step
+        `on_interrupt` decides, as in `generate`: `raise` raises KeyboardInterrupt with the output
+        so far in its `outputs`; `return` makes the next output the last, marked `interrupted`.
         """
         interrupt = Interrupt(on_interrupt)
         params = self._params.read(sampling_params)
@@ -306,12 +292,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _release(self) -> None:
@@ -341,7 +322,7 @@ def _abort(engine: Engine, results: Sequence[RequestGroup | RequestOutput]) -> N
 
 
 def _mark(engine: Engine, group: RequestGroup | RequestOutput, interrupt: Interrupt) -> None:
-    """End what a signal came in the way of, with its name."""
+    """End what a noticed signal interrupts, with its name as the reason."""
     if interrupt.name is None or isinstance(group, RequestOutput) or group.finished:
         return
     running = [request for request in group.samples if request.finish_reason is None]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any, Self
 
 from foretoken.errors import ForetokenError
@@ -67,18 +68,13 @@ class SpeculationMetrics:
 
     def add(self, other: SpeculationMetrics) -> None:
         """Add another request's counts to these."""
-        self.num_steps += other.num_steps
-        self.num_drafts += other.num_drafts
-        self.num_draft_tokens += other.num_draft_tokens
-        self.num_accepted_tokens += other.num_accepted_tokens
-        self.num_synthetic_drafts += other.num_synthetic_drafts
-        for mine, theirs in (
-            (self.drafted_per_position, other.drafted_per_position),
-            (self.accepted_per_position, other.accepted_per_position),
-        ):
-            mine.extend([0] * (len(theirs) - len(mine)))
-            for i, count in enumerate(theirs):
-                mine[i] += count
+        for count in fields(SpeculationMetrics):
+            mine, theirs = getattr(self, count.name), getattr(other, count.name)
+            if isinstance(mine, list):
+                total: Any = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
+            else:
+                total = mine + theirs
+            setattr(self, count.name, total)
 
     def copy(self) -> Self:
         """These counts as they are now."""
@@ -200,26 +196,16 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class CompletionDelta:
+class CompletionDelta(CompletionOutput):
     """What one sample has that no earlier delta held; concatenated, they are `CompletionOutput`.
 
     Attributes:
         index, seed, synthetic_acceptance: as there, the same in every delta of the sample.
         token_ids, logprobs, origins: of the new tokens.
-        text: what follows the text so far; it is never taken back. A stop string may begin with it,
-            or a character be incomplete, so tokens may come without text, and text without tokens.
+        text: what follows the text so far; it is never taken back. While a stop string or a
+            character is incomplete, tokens come without text, and later text without tokens.
         finish_reason, stop_reason: as there, in the sample's last delta; None before.
     """
-
-    index: int
-    token_ids: list[int]
-    text: str
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    seed: int = 0
-    logprobs: list[dict[int, Logprob]] | None = None
-    origins: list[str] = field(default_factory=list)
-    synthetic_acceptance: bool = False
 
 
 @dataclass(frozen=True, slots=True)

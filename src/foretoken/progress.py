@@ -37,17 +37,11 @@ def progress_bar(
 
 
 def _open_bar(stack: ExitStack, total: int) -> Callable[[int], None]:
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
+    from rich import console, progress
 
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    bar = stack.enter_context(Progress(*columns, console=console, transient=True))
+    count, left = progress.MofNCompleteColumn(), progress.TimeRemainingColumn()
+    columns = (progress.TextColumn("requests"), progress.BarColumn(), count, left)
+    shown = progress.Progress(*columns, console=console.Console(stderr=True), transient=True)
+    bar = stack.enter_context(shown)
     task = bar.add_task("requests", total=total)
     return lambda done: bar.update(task, completed=done)

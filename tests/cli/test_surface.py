@@ -1,7 +1,8 @@
-"""The command line is an interface: every option, default and help text is pinned.
+"""The command line is an interface: what commands add to the dataclasses' fields is pinned.
 
 After a change that is meant, write the new surface with `python -m tests.cli.test_surface` and
-say in CHANGELOG.md what changed.
+say in CHANGELOG.md what changed. Options that are fields follow their dataclass, whose fields
+`project/test_surface.py` compares with CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -26,10 +27,30 @@ from foretoken.ops import BACKENDS
 PINNED = Path(__file__).with_name("surface.txt")
 
 
+FIELDS = {
+    field.name: field
+    for cls, others in NOT_OPTIONS.items()
+    for field in fields(cls)
+    if field.name not in others
+}
+OTHER_DEFAULTS = {
+    "generate": {"model": "tiny-python", "max_tokens": 128, "temperature": 0.8},
+    "chat": {"model": "tiny-python", "max_tokens": 512, "temperature": 0.8},
+}
+
+
 def surface() -> str:
-    runner = CliRunner(env={"COLUMNS": "100", "TERMINAL_WIDTH": "100"})
-    calls: list[list[str]] = [[], ["generate"], ["chat"], ["demo"]]
-    return "\n".join(runner.invoke(app, [*args, "--help"]).output for args in calls)
+    """Every command with its help, and with its options that are no fields."""
+    root: Any = get_command(app)
+    lines = []
+    for command in (root, *root.commands.values()):
+        lines += [f"foretoken {command.name or ''}", *(command.help or "").splitlines()]
+        for option in command.params:
+            if option.name not in FIELDS or command.name not in OTHER_DEFAULTS:
+                names = ", ".join([*option.opts, *option.secondary_opts])
+                shown = [names, option.metavar or "", f"[default: {option.default}]:", option.help]
+                lines.append("  " + " ".join(filter(None, shown)))
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
 def test_the_surface_is_the_pinned_one() -> None:
@@ -65,11 +86,11 @@ def test_module_is_the_command(module: str) -> None:
     assert done.stdout == f"foretoken {foretoken.__version__}\n"
 
 
-def options(command: str) -> dict[str, str]:
-    """The options of a command, as the fields they fill, and their help."""
+def options(command: str) -> dict[str, Any]:
+    """The options of a command by the fields they fill."""
     found: Any = get_command(app)
     parameters = found.commands[command].params
-    return {p.name: p.help for p in parameters if p.param_type_name == "option"}
+    return {p.name: p for p in parameters if p.param_type_name == "option"}
 
 
 @pytest.mark.parametrize("cls", NOT_OPTIONS)
@@ -77,11 +98,15 @@ def options(command: str) -> dict[str, str]:
 def test_every_field_is_an_option_or_said_not_to_be(command: str, cls: Any) -> None:
     names = {field.name for field in fields(cls)}
     assert names > NOT_OPTIONS[cls]
-    assert names - NOT_OPTIONS[cls] <= options(command).keys()
+    found = options(command)
+    for name in names - NOT_OPTIONS[cls]:
+        default = OTHER_DEFAULTS[command].get(name, FIELDS[name].default)
+        assert found[name].default == (None if default == () else default)
+        assert f"--{name.replace('_', '-')}" in found[name].opts
 
 
 def test_the_help_is_what_the_dataclasses_say() -> None:
-    helps = options("generate")
+    helps = {name: option.help for name, option in options("generate").items()}
     assert helps["top_k"] == "Keeps the k most likely (all ties at the k-th); 0 or -1 is off."
     assert helps["presence_penalty"] == helps["frequency_penalty"] != ""
     assert not [text for text in helps.values() if not text or "None" in text]

@@ -38,11 +38,11 @@ def test_auto_dtype_on_a_cpu_is_float32(tmp_path: Path, stored: torch.dtype) -> 
     torch.testing.assert_close(logits_of(model), expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", torch.float16])
-def test_explicit_dtype(tmp_path: Path, dtype: str | torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_explicit_dtype(tmp_path: Path, dtype: str) -> None:
     folder = families.save_model(tmp_path, "llama", {})
     model = load_model(folder, device="cpu", dtype=dtype, backend="torch")
-    assert str(model.dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
+    assert str(model.dtype) == f"torch.{dtype}"
     assert logits_of(model).dtype == model.dtype
 
 

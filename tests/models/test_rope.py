@@ -15,7 +15,7 @@ from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.draft_model import DraftModel
 from foretoken.errors import ConfigError
-from foretoken.models import CausalLM, load_model, loader
+from foretoken.models import CausalLM, guards, load_model
 from tests.models import families
 from tests.support.checkpoints import save_checkpoint
 
@@ -105,7 +105,7 @@ def test_dynamic_is_refused_beyond_the_positions_of_the_checkpoint(tmp_path: Pat
 def test_the_refusal_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it, a long request moves the logits of a short one beside it."""
     families.save_model(tmp_path, "phi3", PHI3)
-    monkeypatch.setattr(loader, "_pin_rope", lambda wanted, *_: wanted)
+    monkeypatch.setattr(guards, "rope_limit", lambda config: None)
     model = load(tmp_path)
     short, long = make_texts(7, SHORT + 8)
     alone, together = packed_logits(model, [short])[0], packed_logits(model, [short, long])[0]

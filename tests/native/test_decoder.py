@@ -388,6 +388,4 @@ def test_the_modules_weights_are_dropped(tmp_path: Path, tied: bool) -> None:
     assert len(linears) == 2 * 7 + 1
     assert all(linear.weight.is_meta and linear.bias is None for linear in linears)
     assert not model.module.model.embed_tokens.weight.is_meta
-    plain = families.plain_model(folder)
-    assert model.num_parameters == sum(p.numel() for p in plain.parameters())
     assert not model.multiplies_masked_keys

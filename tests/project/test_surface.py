@@ -9,6 +9,8 @@ import sys
 import tomllib
 from dataclasses import fields
 
+import pytest
+
 import foretoken
 from tests.project.source import ROOT, modules
 
@@ -18,22 +20,6 @@ PUBLIC = (
     "OverloadedError ProcessingError RequestDelta RequestError RequestOutput SamplingParams "
     "SpeculativeConfig StepError TextPrompt TokensPrompt UnsupportedModelError UsageError "
     "__version__"
-).split()
-SAMPLING_PARAMS = (
-    "temperature top_p top_k min_p max_tokens min_tokens n seed stop stop_token_ids "
-    "include_stop_str_in_output skip_special_tokens ignore_eos logprobs prompt_logprobs "
-    "presence_penalty frequency_penalty repetition_penalty logit_bias bad_words allowed_token_ids "
-    "num_speculative_tokens rejection_sample_method"
-).split()
-SPECULATIVE_CONFIG = (
-    "method model revision num_speculative_tokens prompt_lookup_min prompt_lookup_max "
-    "draft_sample_method rejection_sample_method synthetic_acceptance_rate "
-    "synthetic_acceptance_rates synthetic_acceptance_length"
-).split()
-ENGINE_CONFIG = (
-    "model speculative_config device dtype seed max_model_len max_num_seqs max_num_batched_tokens "
-    "max_num_waiting enable_prefix_caching block_size num_blocks kv_cache_gib generation_config "
-    "tokenizer revision local_files_only load_format backend threads use_fp64_gumbel"
 ).split()
 OPS = (
     "BACKENDS DRAFT RESIDUAL TARGET AttentionBatch AttentionCall AttentionOptions Backend Decoder "
@@ -50,14 +36,8 @@ LLM_METHODS = {
 }
 
 
-CHAT_OPTIONS = (
-    "chat_template chat_template_content_format add_generation_prompt continue_final_message tools "
-    "chat_template_kwargs"
-).split()
-
-
 def test_public_names() -> None:
-    assert foretoken.__all__ == PUBLIC
+    assert sorted(foretoken.__all__) == sorted(PUBLIC)
     for name in PUBLIC:
         assert getattr(foretoken, name) is not None
 
@@ -69,13 +49,19 @@ def test_names_for_those_who_bring_drafts_or_rules_of_their_own() -> None:
     assert sampling.__all__ == ["conditional_rates", "joint_rates"]
 
 
-def test_fields_that_users_type() -> None:
-    assert [f.name for f in fields(foretoken.SamplingParams)] == SAMPLING_PARAMS
-    assert [f.name for f in fields(foretoken.SpeculativeConfig)] == SPECULATIVE_CONFIG
-    assert [f.name for f in fields(foretoken.EngineConfig)] == ENGINE_CONFIG
-    from foretoken.models.chat import CHAT_OPTIONS as chat_options
+@pytest.mark.parametrize(
+    "cls", ["EngineConfig", "SpeculativeConfig", "SamplingParams", "ChatOptions"]
+)
+def test_fields_that_users_type_are_those_of_the_changelog(cls: str) -> None:
+    from foretoken.models.chat import CHAT_OPTIONS
 
-    assert list(chat_options) == CHAT_OPTIONS
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    found = re.search(rf"^- `{cls}`: ([^.]*)\.$", changelog, re.MULTILINE)
+    assert found
+    names = (
+        CHAT_OPTIONS if cls == "ChatOptions" else [f.name for f in fields(getattr(foretoken, cls))]
+    )
+    assert re.findall(r"`(\w+)`", found[1]) == list(names)
 
 
 def test_methods_that_users_call() -> None:

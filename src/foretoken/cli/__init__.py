@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point of the `foretoken` script; what goes wrong before a command runs is told, too."""
+    """Entry point of the `foretoken` script; errors before a command runs are reported, too."""
     from foretoken.cli.terminal import CLOSED_PIPE, prepare, reporting
 
     with reporting():

@@ -12,16 +12,18 @@ import typer
 
 from foretoken import __version__
 from foretoken.cli.chat import Conversation, find_template, read_messages, read_template
-from foretoken.cli.options import engine_options, sampling_params, with_fields
+from foretoken.cli.options import fields_given, with_fields
 from foretoken.cli.output import check_shown, complete, exit_code
 from foretoken.cli.terminal import as_utf8, console, exit_on_sigterm, read_input, reporting
-from foretoken.config import check_int
+from foretoken.config import EngineConfig, check_int
 from foretoken.errors import ConfigError
+from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
 
 _EMBEDDED = "tiny-python"
+_OWN_DRAFT = {"method": "draft_model"}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -72,7 +74,7 @@ def generate(
 ) -> None:
     """Complete PROMPT and stream the text to the terminal."""
     with reporting(debug) as note:
-        params = sampling_params(options)
+        params = SamplingParams(**fields_given(SamplingParams, options))
         check_shown(params, as_json)
         text = read_input("prompt") if prompt == "-" else as_utf8("prompt", prompt)
         llm = _start(options, speculative_config, no_speculation)
@@ -111,7 +113,7 @@ def chat(
     answer.
     """
     with reporting(debug) as note:
-        params = sampling_params(options)
+        params = SamplingParams(**fields_given(SamplingParams, options))
         check_shown(params, as_json)
         messages, given = read_messages(message, system), read_template(chat_template)
         typed = Conversation(messages, params, as_json) if message is None else None
@@ -140,25 +142,19 @@ def demo(
         from foretoken.lab.demo import Demo
 
         # Timed prompts are repeated: each time must pay for its own prompt.
-        llm = _load(_EMBEDDED, _speculation(_EMBEDDED, None, False), enable_prefix_caching=False)
+        llm = _load(_EMBEDDED, _OWN_DRAFT, enable_prefix_caching=False)
         with exit_on_sigterm():
             Demo(llm, console(highlight=False), note).run(prompts, max_tokens, samples)
 
 
-def _start(options: dict[str, Any], speculative_config: str | None, off: bool) -> LLM:
-    engine = engine_options(options)
-    speculation = _speculation(engine["model"], speculative_config, off)
-    return _load(**engine, speculative_config=speculation)
-
-
-def _speculation(model: str, given: str | None, off: bool) -> str | dict[str, Any] | None:
+def _start(options: dict[str, Any], given: str | None, off: bool) -> LLM:
+    engine = fields_given(EngineConfig, options)
     if off and given is not None:
         raise ConfigError(
             "speculative-config", given, "left out with --no-speculation", "Give one of the two."
         )
-    if off or (given is None and model != _EMBEDDED):
-        return None
-    return {"method": "draft_model"} if given is None else given
+    own_draft = None if off or engine["model"] != _EMBEDDED else _OWN_DRAFT
+    return _load(**engine, speculative_config=own_draft if given is None else given)
 
 
 def _load(model: str, speculative_config: Any, **options: Any) -> LLM:

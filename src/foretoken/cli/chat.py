@@ -18,20 +18,17 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.models.chat import ChatTemplate
 
-__all__ = ["Conversation", "find_template", "read_messages", "read_template"]
 
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer."
 
 
 def read_messages(given: str | None, system: str | None) -> list[Any]:
-    """The messages that a command line gives, none of the user's if they are to be typed.
+    """The messages that a command line gives, or a `RequestError`.
 
     Args:
-        given: a message; `-` for standard input, a message or a JSON list of them; or None.
+        given: a message; `-` for standard input, a message or a JSON list of them; or None: the
+            user will type them.
         system: the text of a system message to begin with.
-
-    Raises:
-        RequestError: no UTF-8, or broken JSON.
     """
     messages: list[Any] = []
     if system is not None:
@@ -52,11 +49,7 @@ def read_messages(given: str | None, system: str | None) -> list[Any]:
 
 
 def read_template(given: str | None) -> str | None:
-    """A chat template from its file; Jinja text and names of templates as they are.
-
-    Raises:
-        ConfigError, RequestError: the file is not there, or it is no UTF-8 text.
-    """
+    """A chat template from its file; Jinja text and names of templates as they are."""
     if given is None:
         return None
     if "{{" in given or "{%" in given:
@@ -73,11 +66,7 @@ def read_template(given: str | None) -> str | None:
 
 
 def find_template(llm: LLM, given: str | None) -> ChatTemplate:
-    """The template given, or the tokenizer's own.
-
-    Raises:
-        RequestError: there is none, or it is no template.
-    """
+    """The template given, or the tokenizer's own; `RequestError` if there is none."""
     from foretoken.models.chat import ChatTemplate
 
     try:
@@ -94,11 +83,8 @@ class Conversation:
 
     Args:
         messages: what it begins with, and begins with again after /reset.
-        params: of every answer.
+        params: of every answer; more than one sample is a `RequestError`.
         json_output: print a JSON object per answer.
-
-    Raises:
-        RequestError: more than one sample, or standard input is closed.
     """
 
     def __init__(self, messages: list[Any], params: SamplingParams, json_output: bool) -> None:
@@ -111,12 +97,7 @@ class Conversation:
         self._typed = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self, llm: LLM, template: ChatTemplate, note: Note) -> None:
-        """Answer messages until there are no more.
-
-        Raises:
-            ForetokenError: an answer failed; on a terminal a refused message may be tried again.
-            SystemExit: SIGTERM ended an answer.
-        """
+        """Answer messages until there are no more; on a terminal a refused one is asked again."""
         if self._typed:
             say(_HELP, style="dim")
         while (line := self._read()) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, TypeVar
 
@@ -19,8 +19,6 @@ from foretoken.cli.terminal import as_utf8
 from foretoken.config import EngineConfig
 from foretoken.errors import RequestError
 from foretoken.sampling.params import SamplingParams
-
-__all__ = ["NOT_OPTIONS", "engine_options", "sampling_params", "with_fields"]
 
 NOT_OPTIONS = {
     # A command's requests all draft by `--speculative-config`.
@@ -53,28 +51,16 @@ def with_fields(**defaults: Any) -> Callable[[_Command], _Command]:
     return decorate
 
 
-def sampling_params(options: dict[str, Any]) -> SamplingParams:
-    """The request that a command's options ask for.
-
-    Raises:
-        RequestError: a value is out of bounds, or no UTF-8.
-    """
-    return SamplingParams(**dict(_given(SamplingParams, options)))
-
-
-def engine_options(options: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `EngineConfig` among a command's options, `model` included."""
-    return dict(_given(EngineConfig, options))
-
-
-def _given(cls: type, options: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def fields_given(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass that a command was given; `RequestError`: no UTF-8, no JSON."""
+    given = {}
     for field in _option_fields(cls):
         value = options[field.name]
-        if value is None:
-            continue
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = [as_utf8(field.name, item) for item in value]
-        yield field.name, _parse_map(field.name, value) if _is_map(field) else value
+        if value is not None:
+            given[field.name] = _parse_map(field.name, value) if _is_map(field) else value
+    return given
 
 
 def _option_fields(cls: Any) -> list[Field[Any]]:
@@ -118,7 +104,7 @@ def _plain_default(field: Field[Any]) -> Any:
 def _annotation(field: Field[Any], text: str) -> Any:
     """The type that Typer reads for a field, by the words of its annotation."""
     option = "--" + field.name.replace("_", "-")
-    kinds = re.findall(r"\b(str|int|float|bool|Literal)\b", str(field.type))
+    kinds = re.findall(r"\b(str|int|float|bool)\b", str(field.type))
     if _is_map(field):
         return Annotated[str | None, typer.Option(option, metavar="JSON", help=text)]
     if re.search(r"(list|tuple|Sequence)\[", str(field.type)):

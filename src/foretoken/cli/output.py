@@ -22,18 +22,13 @@ if TYPE_CHECKING:
     from foretoken.models.chat import ChatPrompt
     from foretoken.outputs import Logprob, RequestOutput
 
-__all__ = ["as_json", "check_shown", "complete", "exit_code"]
 
 _SYNTHETIC = "Synthetic acceptance: this text is meaningless by design."
 _PATIENCE = 2.0  # seconds until what prints nothing shows that it is alive
 
 
 def check_shown(params: SamplingParams, json_output: bool) -> None:
-    """Refuse what would be computed and not printed.
-
-    Raises:
-        RequestError: log-probabilities without `--json`.
-    """
+    """Refuse what would be computed and not printed: log-probabilities without `--json`."""
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None and not json_output:
             raise RequestError(name, getattr(params, name), "left out without --json", "Add it.")
@@ -44,11 +39,8 @@ def complete(
 ) -> RequestOutput:
     """Complete one prompt and print what comes, the samples one after another.
 
-    Returns:
-        The last output, maybe `interrupted_by` a signal.
-
-    Raises:
-        ForetokenError: the request was refused, or failed after what is printed.
+    Returns the last output, maybe `interrupted_by` a signal; raises the error of a request that
+    was refused, or that failed after what is printed.
     """
     start, output, text = time.perf_counter(), None, _Text(params.n)
     most = f" of at most {params.n * params.max_tokens}" if params.max_tokens else ""

@@ -29,19 +29,6 @@ from foretoken.errors import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "CLOSED_PIPE",
-    "Note",
-    "as_utf8",
-    "console",
-    "exit_on_sigterm",
-    "is_utf8",
-    "prepare",
-    "read_input",
-    "read_line",
-    "reporting",
-    "say",
-]
 
 Note = Callable[[str], None]
 CLOSED_PIPE = 141
@@ -84,31 +71,19 @@ def is_utf8(stream: TextIO) -> bool:
 
 
 def as_utf8(field: str, given: str) -> str:
-    """A command-line argument as the UTF-8 text that its bytes are, whatever the locale.
-
-    Raises:
-        RequestError: they are not UTF-8.
-    """
+    """A command-line argument as the UTF-8 text that its bytes are, or a `RequestError`."""
     return _decoded(field, os.fsencode(given))
 
 
 def read_input(field: str) -> str:
-    """All of standard input, as UTF-8.
-
-    Raises:
-        RequestError: it is closed, or no text.
-    """
+    """All of standard input, as UTF-8; a `RequestError` if it is closed or no text."""
     if sys.stdin is None:
         raise RequestError(field, "-", "readable: standard input is closed")
     return _decoded(field, sys.stdin.buffer.read())
 
 
 def read_line(field: str) -> str:
-    """The next line of standard input, as UTF-8; empty at its end.
-
-    Raises:
-        RequestError: it is no text.
-    """
+    """The next line of standard input, as UTF-8, or a `RequestError`; empty at its end."""
     return _decoded(field, sys.stdin.buffer.readline())
 
 
@@ -124,7 +99,7 @@ def _decoded(field: str, given: bytes) -> str:
 def reporting(debug: bool = False) -> Iterator[Note]:
     """Turn what goes wrong into one message and an exit code.
 
-    Yields a function that the command tells what it has done so far, for Ctrl-C to report.
+    Yields a function that takes what the command has done so far, which Ctrl-C reports.
     """
     done = ["nothing was generated."]
 

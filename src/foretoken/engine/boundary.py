@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from foretoken.engine.admission import check_request
 from foretoken.engine.engine import Engine
@@ -24,6 +24,8 @@ from foretoken.outputs import (
     RequestOutput,
 )
 from foretoken.sampling.params import SamplingParams
+
+_Sample = TypeVar("_Sample", bound=CompletionOutput)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,10 @@ def submit(engine: Engine, submission: Submission) -> RequestGroup:
 
 def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
     """What a request has so far."""
-    samples = [_completion(engine, request) for request in group.samples]
+    samples = []
+    for request in group.samples:
+        engine.settle(request)  # which may end it
+        samples.append(_sample(CompletionOutput, request, Given()))
     return RequestOutput(
         request_id=group.request_id,
         prompt=group.prompt,
@@ -80,14 +85,19 @@ def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
 
 def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
     """What a request has that no delta held before, or None; its cost grows with that alone."""
-    deltas = [_completion_delta(engine, request) for request in group.samples]
-    samples = [delta for delta in deltas if delta is not None]
+    samples = []
+    for request in group.samples:
+        engine.settle(request)
+        given, is_ended = request.given, request.finish_reason is not None
+        request.given = Given(request.num_output, len(request.pieces), is_ended)
+        if request.given != given:
+            samples.append(_sample(CompletionDelta, request, given))
     if not samples:
         return None
-    finished, rows = group.finished, group.prompt_logprobs
     prompt, prompt_ids, prompt_logprobs = None, None, None
     if not group.gave_prompt:
         prompt, prompt_ids, group.gave_prompt = group.prompt, [*group.prompt_ids], True
+    finished, rows = group.finished, group.prompt_logprobs
     is_whole = rows is not None and (finished or len(rows) == len(group.prompt_ids))
     if rows is not None and is_whole and not group.gave_prompt_logprobs:
         prompt_logprobs, group.gave_prompt_logprobs = [*rows], True
@@ -110,7 +120,7 @@ def unserved(request_id: str, prompt: Any, error: ForetokenError) -> RequestOutp
 
 
 def not_begun(request_id: str, prompt: Any, params: SamplingParams, signal: str) -> RequestOutput:
-    """The output of a prompt that a signal kept from the engine, its samples marked so."""
+    """The output of a prompt that a signal came before: empty samples, marked `interrupted`."""
     text, ids = shown_parts(prompt)
     samples = [CompletionOutput(j, [], "", "interrupted", signal) for j in range(params.n)]
     return RequestOutput(request_id, text, ids, samples, RequestMetrics())
@@ -129,30 +139,10 @@ def _encoding(request_id: str) -> Iterator[None]:
         ) from error
 
 
-def _completion(engine: Engine, request: Request) -> CompletionOutput:
-    text = engine.text(request)
-    return CompletionOutput(
-        index=request.index,
-        token_ids=request.output_ids,
-        text=text,
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        seed=request.key,
-        logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
-        origins=list(request.origins),
-        synthetic_acceptance=request.rule == "synthetic",
-    )
-
-
-def _completion_delta(engine: Engine, request: Request) -> CompletionDelta | None:
-    engine.settle(request)  # which may end it
-    given, ends = request.given, request.finish_reason is not None
-    now = Given(request.num_output, len(request.pieces), ends)
-    if now == given:
-        return None
-    request.given = now
+def _sample(kind: type[_Sample], request: Request, given: Given) -> _Sample:
+    """What a sample has beyond what was given out before, as copies."""
     first = given.num_tokens
-    return CompletionDelta(
+    return kind(
         index=request.index,
         token_ids=request.token_ids[request.num_prompt + first :],
         text="".join(request.pieces[given.num_pieces :]),

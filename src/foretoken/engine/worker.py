@@ -71,11 +71,7 @@ class Mailbox:
         raise self._error or StepError("an empty mailbox was signalled")
 
     def _signal(self) -> bool:
-        """Wake the reader; False if its loop is closed.
-
-        The loop is called once per reading, not once per step, so that a loop that does not get
-        round to reading piles up nothing.
-        """
+        """Wake the reader, once per reading so that calls do not pile up; False: no loop."""
         try:
             self._loop.call_soon_threadsafe(self._arrived.set)
         except RuntimeError:
@@ -86,8 +82,8 @@ class Mailbox:
 class Worker:
     """The thread that owns the engine. Public methods are for any thread, others for its own.
 
-    In a forked child there is no such thread, and the condition may be held for ever by one that is
-    not there: there `enter` and `abort` raise `UsageError`, what ends something does nothing.
+    A forked child has no such thread, and its copy of the condition may stay locked for ever:
+    there `enter` and `abort` raise `UsageError`, and what ends something does nothing.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -180,7 +176,7 @@ class Worker:
                     self._step()
             for mailbox in [*self._groups]:
                 self._abort(mailbox)
-        except BaseException as error:  # nothing may end this thread without being told
+        except BaseException as error:  # whatever ends this thread, readers must learn of it
             with self._wake:
                 self._failure = error
                 readers = [*self._open.values()]

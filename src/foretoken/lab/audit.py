@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Literal
 
 from foretoken.config import LOSSLESS_METHODS
@@ -25,12 +26,13 @@ NEAR_TIE = 1e-4  # logits closer than this may swap between passes over 1 row an
 ALPHA = 1e-3  # a p-value below this is reported as a difference
 _REQUESTS_PER_CALL = 256
 
-Report = Callable[[int, int], None]
+Report = Callable[[int], None]
+"""Gets how many of the prompts or samples (of both sides) are done."""
 Verdict = Literal["equal", "different", "inconclusive"]
 """Inconclusive: no difference, but nothing was at stake, so that a bug could not have shown."""
 
 
-def _silent(done: int, total: int) -> None:
+def _silent(done: int) -> None:
     pass
 
 
@@ -112,7 +114,7 @@ def greedy_audit(
     metrics = RequestMetrics()
     differing = []
     for done, prompt in enumerate(prompts):
-        report(done, len(prompts))
+        report(done)
         (drafted,) = llm.generate(prompt, speculative)
         (reference,) = llm.generate(prompt, plain)
         mine, theirs = drafted.outputs[0].token_ids, reference.outputs[0].token_ids
@@ -120,15 +122,13 @@ def greedy_audit(
         metrics.add(drafted.metrics)
         if mine == theirs:
             continue
-        same = next(
-            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b),
-            min(len(mine), len(theirs)),
-        )
-        if _top_gap(llm, [*reference.prompt_token_ids, *theirs[:same]]) <= NEAR_TIE:
+        pairs = zip(mine, theirs, strict=False)
+        same = [token for token, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+        if _top_gap(llm, reference.prompt_token_ids + same) <= NEAR_TIE:
             near_ties += 1
         else:
             differing.append(done)
-    report(len(prompts), len(prompts))
+    report(len(prompts))
     return GreedyAudit(len(prompts), tokens, near_ties, tuple(differing), metrics)
 
 
@@ -154,11 +154,10 @@ def sampled_audit(
 
     Every completion has its own noise (no seed is given), so the two sides are independent.
 
+    A completion that failed raises its error: what is cut short is no sample.
+
     Args:
         params: temperature and filters; length, stopping and seed are set here.
-
-    Raises:
-        ForetokenError: a completion failed; what is cut short is no sample.
     """
     _check_lossless(llm)
     speculative = replace(params, max_tokens=length, ignore_eos=True, seed=None)
@@ -168,7 +167,7 @@ def sampled_audit(
     for start in range(0, samples, _REQUESTS_PER_CALL):
         count = min(_REQUESTS_PER_CALL, samples - start)
         for side, side_params in enumerate((speculative, plain)):
-            report(2 * start + side * count, 2 * samples)
+            report(2 * start + side * count)
             outputs = llm.generate([prompt] * count, side_params, use_tqdm=False)
             for output in outputs:
                 if output.error is not None:
@@ -176,5 +175,5 @@ def sampled_audit(
                 drawn[side].append(output.outputs[0].token_ids)
                 if side == 0:
                     metrics.add(output.metrics)
-    report(2 * samples, 2 * samples)
+    report(2 * samples)
     return SampledAudit(samples, length, homogeneity(*drawn), metrics)

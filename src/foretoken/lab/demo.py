@@ -10,9 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from textwrap import fill, indent
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,7 +20,7 @@ from rich.text import Text
 
 from foretoken.config import check_int
 from foretoken.engine.detokenizer import Detokenizer
-from foretoken.lab.audit import ALPHA, NEAR_TIE, greedy_audit, sampled_audit
+from foretoken.lab.audit import ALPHA, NEAR_TIE, Verdict, greedy_audit, sampled_audit
 from foretoken.lab.workloads import HeldOut, heldout
 from foretoken.outputs import RequestMetrics, RequestOutput
 from foretoken.sampling.params import SamplingParams
@@ -52,27 +52,13 @@ AUDIT_LENGTH = 4
 AUDIT_PROMPT = "def __init__(self, name"
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Tokens per second of each round, plain and speculative measured in turn."""
-
-    temperature: float
-    plain: list[float]
-    speculative: list[float]
-
-    @property
-    def ratio(self) -> float:
-        """Median speculative over median plain speed."""
-        return statistics.median(self.speculative) / statistics.median(self.plain)
-
-
 class Demo:
     """Runs the parts in order on one loaded engine.
 
     Args:
         llm: an engine with a drafter.
         console: where to write; colour and width are its business.
-        note: told after each part what has been done, for whoever interrupts.
+        note: called after each part with what has been done, which Ctrl-C reports.
     """
 
     def __init__(self, llm: LLM, console: Console, note: Callable[[str], None]) -> None:
@@ -119,11 +105,11 @@ class Demo:
         lines = item.prompt.splitlines(keepends=True)
         self._write("".join(lines[-PROMPT_LINES:]), "dim")
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
-        detokenizer, done, output = None, 0, None
+        tokenizer: Any = self.llm.tokenizer
+        detokenizer = Detokenizer(tokenizer, tokenizer.encode(item.prompt), ())
+        done, output = 0, None
         for output in self.llm.stream(item.prompt, params):
             sample = output.outputs[0]
-            if detokenizer is None:
-                detokenizer = Detokenizer(self.llm.tokenizer, output.prompt_token_ids, ())
             for token, origin in zip(sample.token_ids[done:], sample.origins[done:], strict=True):
                 before = len(detokenizer.text)
                 detokenizer.append(token)
@@ -157,57 +143,46 @@ class Demo:
     def show_speed(self, chosen: list[HeldOut], max_tokens: int) -> None:
         """Plain and speculative decoding of the same prompts in turn, medians."""
         self._title("Speed, batch 1, plain and speculative in turn")
-        rounds = ROUNDS * len(TEMPERATURES)
-        with self._progress("measuring", rounds) as advance:
-            timings = [self._time(chosen, max_tokens, t, advance) for t in TEMPERATURES]
-        for timing in timings:
+        ratios = []
+        for temperature in TEMPERATURES:
+            speculative = SamplingParams(
+                temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0
+            )
+            plain = replace(speculative, num_speculative_tokens=0)
+            slow: list[float] = []
+            fast: list[float] = []
+            with self._progress("measuring", ROUNDS) as advance:
+                for done in range(ROUNDS):
+                    advance(done)
+                    slow.append(self._speed(chosen, plain))
+                    fast.append(self._speed(chosen, speculative))
+            ratios.append(statistics.median(fast) / statistics.median(slow))
             self.console.print(
-                f"  temperature {timing.temperature:<4g}"
-                f" plain {_span(timing.plain)}   speculative {_span(timing.speculative)}"
-                f"   {timing.ratio:.2f}x"
+                f"  temperature {temperature:<4g} plain {_span(slow)}   speculative {_span(fast)}"
+                f"   {ratios[-1]:.2f}x"
             )
         self._say(f"Tokens per second: median of {ROUNDS} rounds (least to most).")
-        if min(timing.ratio for timing in timings) < 1.0:
+        if min(ratios) < 1.0:
             self._say(
                 "Speculation is slower than plain decoding here: at this acceptance, drafting "
                 "and checking cost more than the passes they save."
             )
 
-    def _time(
-        self,
-        chosen: list[HeldOut],
-        max_tokens: int,
-        temperature: float,
-        advance: Callable[[], None],
-    ) -> Timing:
-        speculative = SamplingParams(
-            temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=0
-        )
-        plain = replace(speculative, num_speculative_tokens=0)
-        timing = Timing(temperature, [], [])
-        for _ in range(ROUNDS):
-            for params, speeds in ((plain, timing.plain), (speculative, timing.speculative)):
-                start, tokens = time.perf_counter(), 0
-                for item in chosen:
-                    (output,) = self.llm.generate(item.prompt, params)
-                    tokens += len(output.outputs[0].token_ids)
-                speeds.append(tokens / (time.perf_counter() - start))
-            advance()
-        return timing
+    def _speed(self, chosen: list[HeldOut], params: SamplingParams) -> float:
+        """Tokens per second over all prompts, one after another."""
+        start = time.perf_counter()
+        outputs = [self.llm.generate(item.prompt, params)[0].outputs[0] for item in chosen]
+        tokens = sum(len(output.token_ids) for output in outputs)
+        return tokens / (time.perf_counter() - start)
 
     def check_losslessness(self, samples: int) -> None:
         """Equal tokens at T=0, an equal distribution at T>0, with the figures that say so."""
         self._title("Is it lossless?")
         prompts = [item.prompt for item in heldout(AUDIT_PROMPTS)]
         with self._progress("comparing tokens", len(prompts)) as advance:
-            greedy = greedy_audit(
-                self.llm, prompts, max_tokens=48, report=lambda done, total: advance(done)
-            )
-        verdict = {
-            "equal": "equal",
-            "different": f"DIFFERENT in prompts {greedy.differing}",
-            "inconclusive": _nothing_at_stake(greedy.metrics),
-        }[greedy.verdict]
+            greedy = greedy_audit(self.llm, prompts, max_tokens=48, report=advance)
+        different = f"DIFFERENT in prompts {greedy.differing}"
+        verdict = _shown(greedy.verdict, greedy.metrics, "equal", different)
         ties = f", {greedy.near_ties} parted at a tie within {NEAR_TIE:g}" * bool(greedy.near_ties)
         self._say(
             f"Temperature 0: {greedy.tokens} speculative tokens of {greedy.prompts} prompts "
@@ -220,14 +195,10 @@ class Demo:
                 samples=samples,
                 length=AUDIT_LENGTH,
                 params=SamplingParams(temperature=1.0),
-                report=lambda done, total: advance(done),
+                report=advance,
             )
         test = sampled.test
-        verdict = {
-            "equal": "no difference found",
-            "different": "DIFFERENT",
-            "inconclusive": _nothing_at_stake(sampled.metrics),
-        }[sampled.verdict]
+        verdict = _shown(sampled.verdict, sampled.metrics, "no difference found", "DIFFERENT")
         self._say(
             f"Temperature 1: {samples} completions of `{AUDIT_PROMPT}` each way, joint "
             f"distribution of {AUDIT_LENGTH} tokens: chi-square {test.statistic:.1f} on "
@@ -249,25 +220,23 @@ class Demo:
         self.console.print(Text(text, style), end="", soft_wrap=True)
 
     @contextmanager
-    def _progress(self, what: str, total: int) -> Iterator[Callable[..., None]]:
-        """A bar that vanishes when done; on anything but a terminal nothing is written."""
+    def _progress(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar that vanishes when done; on anything but a terminal nothing is written.
+
+        Yields a function that takes how many of `total` are done.
+        """
         columns = (TextColumn("  {task.description}"), BarColumn(), TimeRemainingColumn())
         shown = self.console.is_terminal
         with Progress(*columns, console=self.console, transient=True, disable=not shown) as bar:
             task = bar.add_task(what, total=total)
-
-            def advance(done: int | None = None) -> None:
-                if done is None:
-                    bar.advance(task)
-                else:
-                    bar.update(task, completed=done)
-
-            yield advance
+            yield lambda done: bar.update(task, completed=done)
 
 
-def _nothing_at_stake(metrics: RequestMetrics) -> str:
-    accepted, drafted = metrics.num_accepted_tokens, metrics.num_draft_tokens
-    return f"inconclusive, nothing was at stake ({accepted} of {drafted} drafts accepted)"
+def _shown(verdict: Verdict, metrics: RequestMetrics, equal: str, different: str) -> str:
+    if verdict == "inconclusive":
+        accepted, drafted = metrics.num_accepted_tokens, metrics.num_draft_tokens
+        return f"inconclusive, nothing was at stake ({accepted} of {drafted} drafts accepted)"
+    return equal if verdict == "equal" else different
 
 
 def _span(speeds: list[float]) -> str:

@@ -25,11 +25,11 @@ import platform
 import re
 import statistics
 import subprocess
-import time
+import timeit
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,9 @@ from foretoken.errors import ConfigError
 from foretoken.ops import get_backend, unavailable
 
 SCHEMA = 1
-_HARDWARE = {"cpu", "cores", "threads", "memory_gib", "accelerator"}
-_HARDWARE_ADDED = {"vector_instructions", "read_gb_per_s", "tunings"}  # older files lack them
+_HARDWARE = set(
+    "cpu vector_instructions read_gb_per_s cores threads memory_gib accelerator".split()
+)
 Label = str | int | float | bool | None
 
 
@@ -61,11 +62,8 @@ class Spread:
         if not measured:
             raise ConfigError("measured", [], "at least one measurement")
         ordered = sorted(measured)
-        q1, median, q3 = (
-            statistics.quantiles(ordered, n=4, method="inclusive")
-            if len(ordered) > 1
-            else ordered * 3
-        )
+        several = ordered if len(ordered) > 1 else ordered * 2  # quantiles take two at least
+        q1, median, q3 = statistics.quantiles(several, n=4, method="inclusive")
         return cls(unit, len(ordered), median, ordered[0], q1, q3, ordered[-1])
 
 
@@ -89,12 +87,12 @@ class Results:
     command: str
     shapes: dict[str, Any]
     rows: list[Row]
-    notes: list[str] = field(default_factory=list)
-    date: str = ""
-    commit: str = ""
-    dirty: bool = False
-    hardware: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
+    notes: list[str]
+    date: str
+    commit: str
+    dirty: bool
+    hardware: dict[str, Any]
+    versions: dict[str, str]
     schema: int = SCHEMA
 
     def row(self, case: str) -> Row:
@@ -184,7 +182,7 @@ def validate(data: Mapping[str, Any]) -> None:
     ):
         if not isinstance(data[name], str) or not re.fullmatch(pattern, data[name]):
             raise ConfigError(name, data[name], f"text that matches {pattern}")
-    _has("hardware", data["hardware"], _HARDWARE, optional=_HARDWARE_ADDED)
+    _has("hardware", data["hardware"], _HARDWARE, optional={"tunings"})  # older files
     _has("versions", data["versions"], {"python", "torch", "transformers", "foretoken"})
     if not data["shapes"]:
         raise ConfigError("shapes", data["shapes"], "given: models, prompts, tokens, options")
@@ -220,7 +218,6 @@ def hardware() -> dict[str, Any]:
     """This machine, as far as it explains a figure."""
     import torch
 
-    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": _cpu_name(),
@@ -229,7 +226,7 @@ def hardware() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_gib": round(memory, 1),
-        "accelerator": accelerator,
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "tunings": {} if unavailable("native") else get_backend("native").tunings(),
     }
 
@@ -242,33 +239,20 @@ def _read_bandwidth() -> float:
     import torch
 
     numbers = torch.ones(2**27)
-
-    def seconds() -> float:
-        start = time.perf_counter()
-        numbers.sum()
-        return time.perf_counter() - start
-
-    return numbers.nbytes / min(seconds() for _ in range(5)) / 1e9
+    return numbers.nbytes / min(timeit.repeat(numbers.sum, number=1, repeat=5)) / 1e9
 
 
 def versions() -> dict[str, str]:
     """Versions of what decides speed and tokens."""
-    found = {"python": platform.python_version(), "foretoken": __version__}
-    for name in ("torch", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "absent"
-    return found
+    installed = {name: version(name) for name in ("torch", "transformers")}
+    return {"python": platform.python_version(), "foretoken": __version__, **installed}
 
 
 def _cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), flags=re.MULTILINE)
-        if match:
-            return match[1].strip()
-    return platform.processor() or platform.machine()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, flags=re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 def commit() -> tuple[str, bool]:

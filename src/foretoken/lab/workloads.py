@@ -11,15 +11,9 @@ from foretoken.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """One prompt from a file that neither model of the embedded pair saw in training.
+    """A piece of code from a file of a package that neither model of the pair saw in training.
 
-    Attributes:
-        id: a stable name.
-        package: where it comes from.
-        file: in that package.
-        licence: of that file.
-        prompt: the beginning of a piece of code.
-        reference: how the file goes on.
+    `id` stays the same; `prompt` is the beginning of the piece, `reference` how the file goes on.
     """
 
     id: str
@@ -32,10 +26,9 @@ class HeldOut:
 
 def heldout(limit: int | None = None) -> list[HeldOut]:
     """The held-out prompts in file order, the first `limit` of them if given."""
-    text = (files("foretoken") / "assets" / "tiny-python" / "heldout.jsonl").read_text(
-        encoding="utf-8"
-    )
-    prompts = [HeldOut(**json.loads(line)) for line in text.split("\n") if line]
+    file = files("foretoken") / "assets" / "tiny-python" / "heldout.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n")
+    prompts = [HeldOut(**json.loads(line)) for line in lines if line]
     if limit is None:
         return prompts
     if not 1 <= limit <= len(prompts):

@@ -20,13 +20,6 @@ from foretoken.cache.kv_pool import KVPool, write_index
 from foretoken.errors import UnsupportedModelError
 from foretoken.ops import AttentionBatch, AttentionCall, AttentionOptions, Backend
 
-__all__ = [
-    "ATTENTION_NAME",
-    "AttentionPass",
-    "attention_context",
-    "register_attention",
-]
-
 ATTENTION_NAME = "foretoken_paged"
 
 # Keyword arguments that do not change the result of our attention: dropout is 0 in eval mode,

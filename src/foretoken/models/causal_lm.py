@@ -8,7 +8,6 @@ Shape suffixes: T packed tokens, N rows whose logits are wanted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,6 @@ from foretoken.cache.kv_pool import KVPool, LayerShape
 from foretoken.errors import IntegrityError, UnsupportedModelError
 from foretoken.models.attention import AttentionPass, attention_context
 from foretoken.ops import Backend, Decoder, ForwardOutput
-
-__all__ = ["CausalLM", "TargetView"]
 
 
 class TargetView(NamedTuple):
@@ -42,8 +39,7 @@ class CausalLM:
     vocab_size:    columns of the logits (padding of the vocabulary included)
     max_model_len: most positions a request may use
     layer_shapes:  (H_kv, D, D_v) per layer: what a `KVPool` for this model needs
-    num_parameters: tied ones once
-    aux_layers:    hidden states that `forward` gives
+    view:          what a drafter will ask for, `aux_layers` of every `forward`
     fused:         runs in the module's stead, if given
     """
 
@@ -54,10 +50,8 @@ class CausalLM:
         backend: Backend,
         layer_shapes: list[LayerShape],
         max_model_len: int,
-        num_parameters: int,
-        aux_layers: Sequence[int] = (),
-        head: Tensor | None = None,
-        fused: Decoder | None = None,
+        view: TargetView,
+        fused: Decoder | None,
     ) -> None:
         self.module = module
         self.fused = fused
@@ -65,12 +59,12 @@ class CausalLM:
         self.config: Any = module.config
         self.vocab_size: int = self.config.get_text_config().vocab_size
         self.max_model_len = max_model_len
-        self.num_parameters = num_parameters
         self.layer_shapes = layer_shapes
-        self.aux_layers = tuple(aux_layers)
+        self.aux_layers = view.aux_layers
         self.dtype: torch.dtype = self.embedding.dtype
         self.device: torch.device = self.embedding.device
-        self._head = head
+        head = module.get_output_embeddings().weight if view.head else None
+        self._head: Tensor | None = head
 
     @property
     def embedding(self) -> Tensor:

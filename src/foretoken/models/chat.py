@@ -8,13 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, Unpack
 
 from foretoken.errors import RequestError, check_known_keys
 from foretoken.models.checkpoint import first_line
 from foretoken.sampling.params import check_text
-
-__all__ = ["CHAT_OPTIONS", "ChatOptions", "ChatPrompt", "ChatTemplate", "split_conversations"]
 
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _EMPTY_FIELDS = ("refusal", "audio", "annotations", "function_call")  # of clients; None in a text
@@ -60,53 +58,34 @@ class ChatTemplate:
         RequestError: no tokenizer, no template, one that is not one or that does not use an option.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any | None,
-        chat_template: str | None = None,
-        chat_template_content_format: str = "auto",
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Any = None,
-        chat_template_kwargs: Any = None,
-    ) -> None:
+    def __init__(self, tokenizer: Any | None, **options: Unpack[ChatOptions]) -> None:
         if tokenizer is None:
-            raise RequestError(
-                "messages",
-                "a conversation",
-                "left out: this checkpoint has no tokenizer",
-                "Use `generate` with token ids, or add tokenizer files to the checkpoint.",
-            )
-        for name, value in (
-            ("add_generation_prompt", add_generation_prompt),
-            ("continue_final_message", continue_final_message),
-        ):
+            remedy = "Use `generate` with token ids, or add tokenizer files to the checkpoint."
+            bound = "left out: this checkpoint has no tokenizer"
+            raise RequestError("messages", "a conversation", bound, remedy)
+        flags = {
+            "add_generation_prompt": options.get("add_generation_prompt", True),
+            "continue_final_message": options.get("continue_final_message", False),
+        }
+        for name, value in flags.items():
             if not isinstance(value, bool):
                 raise RequestError(name, value, "true or false")
-        if continue_final_message and add_generation_prompt:
+        if all(flags.values()):
+            bound = "false where a new answer is opened"
+            remedy = "Pass add_generation_prompt=False with it."
+            raise RequestError("continue_final_message", True, bound, remedy)
+        form = options.get("chat_template_content_format", "auto")
+        if form not in _FORMATS:
             raise RequestError(
-                "continue_final_message",
-                True,
-                "false where a new answer is opened",
-                "Pass add_generation_prompt=False with it.",
-            )
-        if chat_template_content_format not in _FORMATS:
-            raise RequestError(
-                "chat_template_content_format",
-                chat_template_content_format,
-                f"one of {', '.join(_FORMATS)}",
+                "chat_template_content_format", form, f"one of {', '.join(_FORMATS)}"
             )
         self._tokenizer = tokenizer
-        self._text = _find_template(tokenizer, chat_template, tools)
-        self._takes_parts = chat_template_content_format == "openai" or (
-            chat_template_content_format == "auto"
-            and _WALKS_OVER_CONTENT.search(self._text) is not None
-        )
-        self._options = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            **self._check_variables(tools, chat_template_kwargs),
-        }
+        tools = options.get("tools")
+        self._text = _find_template(tokenizer, options.get("chat_template"), tools)
+        walks = _WALKS_OVER_CONTENT.search(self._text) is not None
+        self._takes_parts = form == "openai" or (form == "auto" and walks)
+        variables = self._check_variables(tools, options.get("chat_template_kwargs"))
+        self._options = {**flags, **variables}
 
     def render(self, messages: Any) -> tuple[str, list[int]]:
         """The text of a conversation and its token ids.
@@ -118,21 +97,21 @@ class ChatTemplate:
         """
         from jinja2 import TemplateSyntaxError
 
-        conversation = self._check(messages)
+        if not _is_list(messages):
+            raise RequestError("messages", messages, "a list of dicts with `role` and `content`")
+        if not messages:
+            raise RequestError("messages", messages, "at least one message")
+        conversation = [self._check_message(i, message) for i, message in enumerate(messages)]
         try:
             text = self._tokenizer.apply_chat_template(
                 conversation, chat_template=self._text, tokenize=False, **self._options
             )
         except TemplateSyntaxError as error:
-            raise RequestError(
-                "chat_template",
-                self._text,
-                f"a Jinja template; line {error.lineno}: {first_line(error)}",
-            ) from error
+            bound = f"a Jinja template; line {error.lineno}: {first_line(error)}"
+            raise RequestError("chat_template", self._text, bound) from error
         except Exception as error:  # whatever the template's own code raises
-            raise RequestError(
-                "messages", messages, f"what the chat template takes; it says: {first_line(error)}"
-            ) from error
+            bound = f"what the chat template takes; it says: {first_line(error)}"
+            raise RequestError("messages", messages, bound) from error
         check_text("messages", text)
         return text, list(self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -150,24 +129,12 @@ class ChatTemplate:
                 )
             given[str(name)] = value
         for name, value in given.items():
-            if not self._uses(name):
-                raise RequestError(
-                    name,
-                    value,
-                    "left out: this chat template does not use it",
-                    "Pass a `chat_template` that does.",
-                )
+            self._check_used(name, name, value, "Pass a `chat_template` that does.")
         return given
 
-    def _uses(self, name: str) -> bool:
-        return re.search(rf"\b{re.escape(name)}\b", self._text) is not None
-
-    def _check(self, messages: Any) -> list[dict[str, Any]]:
-        if not _is_list(messages):
-            raise RequestError("messages", messages, "a list of dicts with `role` and `content`")
-        if not messages:
-            raise RequestError("messages", messages, "at least one message")
-        return [self._check_message(i, message) for i, message in enumerate(messages)]
+    def _check_used(self, name: str, where: str, value: Any, remedy: str) -> None:
+        if not re.search(rf"\b{re.escape(name)}\b", self._text):
+            raise RequestError(where, value, "left out: this chat template does not use it", remedy)
 
     def _check_message(self, index: int, given: Any) -> dict[str, Any]:
         where = f"messages[{index}]"
@@ -187,20 +154,13 @@ class ChatTemplate:
             if not isinstance(message.get(field, ""), (str, type(None))):
                 raise RequestError(f"{where}.{field}", message[field], "a text")
         if message.get("tool_calls"):
-            if not self._uses("tool_calls"):
-                raise RequestError(
-                    f"{where}.tool_calls",
-                    message["tool_calls"],
-                    "left out: this chat template does not use it",
-                    "Write the calls as the message's `content`.",
-                )
-            message["tool_calls"] = _check_calls(f"{where}.tool_calls", message["tool_calls"])
+            calls, its_place = message["tool_calls"], f"{where}.tool_calls"
+            remedy = "Write the calls as the message's `content`."
+            self._check_used("tool_calls", its_place, calls, remedy)
+            message["tool_calls"] = _check_calls(its_place, calls)
         parts = _check_content(f"{where}.content", message)
-        message["content"] = (
-            [{"type": "text", "text": text} for text in parts]
-            if self._takes_parts
-            else "\n".join(parts)
-        )
+        listed = [{"type": "text", "text": text} for text in parts]
+        message["content"] = listed if self._takes_parts else "\n".join(parts)
         return message
 
 
@@ -215,15 +175,14 @@ class ChatPrompt:
         return self._template.render(self._messages)
 
 
-def split_conversations(messages: Any) -> tuple[bool, list[Any]]:
-    """Whether it is one conversation, and the conversations as a list."""
+def chat_prompts(template: ChatTemplate, messages: Any) -> tuple[bool, list[ChatPrompt]]:
+    """Whether it is one conversation, and a prompt for each."""
     if not _is_list(messages):
         raise RequestError(
             "messages", messages, "a list of dicts with `role` and `content`, or a list of such"
         )
-    if messages and _is_list(messages[0]):
-        return False, list(messages)
-    return True, [messages]
+    single = not (messages and _is_list(messages[0]))
+    return single, [ChatPrompt(template, one) for one in ([messages] if single else messages)]
 
 
 def _is_list(value: Any) -> bool:
@@ -266,10 +225,8 @@ def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
             try:
                 arguments = json.loads(arguments)
             except json.JSONDecodeError as error:
-                place = f"{where}[{i}].function.arguments"
-                raise RequestError(
-                    place, arguments, f"a dict, or JSON; the parser says: {error}"
-                ) from None
+                place, bound = f"{where}[{i}].function.arguments", "a dict, or JSON"
+                raise RequestError(place, arguments, f"{bound}; the parser says: {error}") from None
         found.append({**call, "function": {**function, "arguments": arguments}})
     return found
 
@@ -284,12 +241,9 @@ def _find_template(tokenizer: Any, given: Any, tools: Any) -> str:
         if "default" in named:
             return str(named["default"])
         known = f" without a name; it has {', '.join(sorted(named))}" if named else ""
-        raise RequestError(
-            "chat_template",
-            None,
-            f"given: this checkpoint's tokenizer has no chat template{known}",
-            "Use `generate`, or a checkpoint with a `chat_template.jinja`.",
-        )
+        bound = f"given: this checkpoint's tokenizer has no chat template{known}"
+        remedy = "Use `generate`, or a checkpoint with a `chat_template.jinja`."
+        raise RequestError("chat_template", None, bound, remedy)
     if isinstance(given, str) and given in named:
         return str(named[given])
     # Text without any of Jinja's marks would be the prompt itself, whatever the messages say.

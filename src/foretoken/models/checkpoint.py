@@ -8,26 +8,13 @@ Does not: finding the folder (`locate.py`), building modules (`loader.py`), judg
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
-
-__all__ = [
-    "TOKENIZER_FILES",
-    "TOKENIZER_FOREIGN",
-    "TOKENIZER_JSON",
-    "TOKENIZER_TEXT",
-    "check_generation_config",
-    "check_weights",
-    "first_line",
-    "parse_config",
-    "read_config",
-    "read_json",
-    "reading",
-]
 
 TOKENIZER_JSON = (
     "tokenizer.json",
@@ -38,13 +25,7 @@ TOKENIZER_JSON = (
 )
 TOKENIZER_TEXT = ("merges.txt", "vocab.txt", "chat_template.jinja")
 # Formats for which Transformers needs another package than `tokenizers`.
-TOKENIZER_FOREIGN = (
-    "tokenizer.model",
-    "spiece.model",
-    "*.bpe.model",
-    "tekken.json",
-    "*.tiktoken",
-)
+TOKENIZER_FOREIGN = ("tokenizer.model", "spiece.model", "*.bpe.model", "tekken.json", "*.tiktoken")
 TOKENIZER_FILES = (
     *TOKENIZER_JSON,
     *TOKENIZER_TEXT,
@@ -65,6 +46,24 @@ def reading(what: str | Path) -> Iterator[None]:
     except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody` has no home
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"`{what}` cannot be read: {reason}") from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence Transformers inside, and leave the user's own settings as they were."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -159,22 +158,17 @@ def check_weights(folder: Path) -> None:
         CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
         UnsupportedModelError: weights in a type that only means something with its scales.
     """
-    with reading(folder):
-        _check_weights(folder)
-
-
-def _check_weights(folder: Path) -> None:
     index_path = folder / "model.safetensors.index.json"
-    if (folder / "model.safetensors").is_file():
+    with reading(folder):
+        files = sorted(path.name for path in folder.iterdir() if path.is_file())
+    if "model.safetensors" in files:
         _check_dtypes(folder / "model.safetensors")
         return
-    if not index_path.is_file():
-        others = sorted(
-            p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth", ".ckpt"}
-        )
-        if others:
+    if index_path.name not in files:
+        pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        if pickled:
             raise CheckpointError(
-                f"`{folder}` holds only pickled weights (`{others[0]}`), which can run code when "
+                f"`{folder}` holds only pickled weights (`{pickled[0]}`), which can run code when "
                 "read. Convert them to safetensors (`save_pretrained` writes it)."
             )
         raise CheckpointError(f"`{folder}` holds no `model.safetensors` and no index of shards.")

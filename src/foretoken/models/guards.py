@@ -23,16 +23,6 @@ from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_
 from foretoken.models.causal_lm import CausalLM
 from foretoken.ops import AttentionCall, Backend
 
-__all__ = [
-    "check_class",
-    "check_config",
-    "check_multimodal",
-    "eager_logits",
-    "probe",
-    "rope_limit",
-    "self_check",
-]
-
 # Classes without Transformers' support flag whose attention does go through its interface: the
 # self-check passes, and the tests compare them with plain Transformers.
 _UNFLAGGED = frozenset({"stablelm"})

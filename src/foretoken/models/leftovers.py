@@ -15,8 +15,6 @@ from torch import nn
 
 from foretoken.errors import CheckpointError
 
-__all__ = ["check_leftovers", "some_names"]
-
 _log = logging.getLogger(__name__)
 _SHOWN = 3
 # Buffers that older versions of Transformers saved, and that a model computes by itself.
@@ -74,7 +72,7 @@ def _is_harmless(module: nn.Module, name: str, further: set[str]) -> bool:
 def _nearest(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The innermost module that the model has on the way to a tensor, and the rest of the name.
 
-    A name without the prefix of the base model (`layers.0…` for `model.layers.0…`) counts as with.
+    The base model's prefix may be missing: `layers.0…` means `model.layers.0…`.
     """
     base = getattr(module, "base_model", module)
     first = name.partition(".")[0]

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from foretoken.config import DTYPES, check_choice
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
+from foretoken.models import guards
 from foretoken.models.attention import ATTENTION_NAME, register_attention
 from foretoken.models.causal_lm import CausalLM, TargetView
 from foretoken.models.checkpoint import (
@@ -20,19 +22,17 @@ from foretoken.models.checkpoint import (
     check_weights,
     first_line,
     parse_config,
+    quiet_transformers,
     read_config,
 )
 from foretoken.models.leftovers import check_leftovers, some_names
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import can_pack, observe_linears, pack_linears
-from foretoken.models.quiet import quiet_transformers
 from foretoken.ops import AttentionCall, Backend, Decoder, UnfitError, get_backend
-
-__all__ = ["load_model"]
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DUMMY_LOGIT_STD = 2.0
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -40,7 +40,7 @@ def load_model(
     path_or_name: str | Path,
     *,
     device: str | torch.device,
-    dtype: str | torch.dtype = "auto",
+    dtype: str = "auto",
     backend: Backend | str,
     dummy_seed: int | None = None,
     max_model_len: int | None = None,
@@ -51,8 +51,8 @@ def load_model(
 
     Args:
         path_or_name: what `resolve_checkpoint` takes.
-        dtype: "auto" is float32 on a CPU, whatever the checkpoint holds (bfloat16 was slower there
-            at the sizes a CPU serves), and the checkpoint's own dtype elsewhere.
+        dtype: one of `config.DTYPES`; "auto" is float32 on a CPU, whatever the checkpoint holds,
+            and the checkpoint's own dtype elsewhere.
         dummy_seed: if given, weights are random numbers of this seed, and `config.json` is all
             that the folder must have.
         max_model_len: most positions of a request; the checkpoint's limit if None.
@@ -87,8 +87,6 @@ def load_model(
 
 def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView) -> CausalLM:
     """The module made fast as far as it can be, after the self-check."""
-    from foretoken.models import guards
-
     device = module.get_input_embeddings().weight.device
     with observe_linears(module) as linears:
         calls, _ = guards.probe(module, backend, device)
@@ -99,24 +97,22 @@ def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView
         backend=backend,
         layer_shapes=[call.shape for call in calls],
         max_model_len=max_model_len,
-        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
-        aux_layers=view.aux_layers,
-        head=module.get_output_embeddings().weight if view.head else None,
+        view=view,
         fused=_fused(module, backend, calls),
     )
-    if model.fused is not None:
-        try:
-            guards.self_check(model, expected)
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(
-                f"{error} It ran in the native decoder; "
-                '`backend="torch"` runs it through its Transformers module.'
-            ) from error
-        model.fused.drop_module_weights()
-        return model
-    if can_pack(model.dtype, device):
+    if model.fused is None and can_pack(model.dtype, device):
         pack_linears(module, linears)
-    guards.self_check(model, expected)
+    try:
+        guards.self_check(model, expected)
+    except UnsupportedModelError as error:
+        if model.fused is None:
+            raise
+        raise UnsupportedModelError(
+            f"{error} It ran in the native decoder; "
+            '`backend="torch"` runs it through its Transformers module.'
+        ) from error
+    if model.fused is not None:
+        model.fused.drop_module_weights()
     return model
 
 
@@ -148,8 +144,6 @@ def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
     """The configuration and the class for it, after the guards that need no weights."""
     from transformers.models.auto import modeling_auto as auto
 
-    from foretoken.models import guards
-
     model_type = raw["model_type"]
     text_class = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     class_names = [text_class, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)]
@@ -176,7 +170,7 @@ def _weighted_module(
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are told below, with their names
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
     except Exception as error:
         raise CheckpointError(
@@ -203,34 +197,32 @@ def _dummy_module(
     seed: int,
     backend: Backend,
 ) -> Any:
-    from foretoken.models import guards
-    from foretoken.models.dummy import build_dummy, sharpen
+    """A module with the family's own random initialisation, seeded; the caller's state is kept.
 
-    module = build_dummy(
-        model_class,
-        config,
-        attn_implementation=ATTENTION_NAME,
-        dtype=dtype,
-        device=device,
-        seed=seed,
-    )
+    Its first logits are nearly flat (standard deviation 0.3 at hidden size 256), so that every
+    argmax would be a near-tie: the output embedding is scaled until they have one of 2. A tied
+    input embedding is scaled with it, which the first norm undoes.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(device):
+        torch.manual_seed(seed)
+        module = model_class._from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
     module = module.to(device).eval().requires_grad_(False)
     _, logits = guards.probe(module, backend, device)
-    sharpen(module, logits)
+    head, std = module.get_output_embeddings(), logits.float().std().item()
+    if head is not None and 0 < std < _DUMMY_LOGIT_STD:
+        head.weight.mul_(_DUMMY_LOGIT_STD / std)
     return module
 
 
-def _choose_dtype(dtype: str | torch.dtype, config: Any, device: torch.device) -> torch.dtype:
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
+def _choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
+    check_choice("dtype", dtype, DTYPES)
     if dtype == "auto":
-        stored = config.get_text_config().dtype
-        if device.type == "cpu":
-            return torch.float32
-        return stored if stored in _DTYPES.values() else torch.bfloat16
-    if dtype not in _DTYPES:
-        raise ConfigError("dtype", dtype, f"one of auto, {', '.join(_DTYPES)}")
-    return _DTYPES[dtype]
+        stored = str(config.get_text_config().dtype).removeprefix("torch.")
+        elsewhere = stored if stored in DTYPES else "bfloat16"
+        dtype = "float32" if device.type == "cpu" else elsewhere
+    chosen: torch.dtype = getattr(torch, dtype)
+    return chosen
 
 
 def _check_layers(aux_layers: tuple[int, ...], config: Any) -> None:
@@ -254,17 +246,9 @@ def _choose_max_len(wanted: int | None, config: Any, shorten: bool) -> int:
         raise ConfigError(
             "max_model_len", wanted, f"in 1..{limit}, the positions of the checkpoint"
         )
-    return _pin_rope(wanted, config, shorten)
-
-
-def _pin_rope(wanted: int, config: Any, shorten: bool) -> int:
-    """The context in which RoPE gives every request what it gives it alone."""
-    from foretoken.models.guards import rope_limit
-
-    pinned = rope_limit(config)
-    if pinned is None or wanted <= pinned[1]:
+    kind, most = guards.rope_limit(config) or ("", wanted)
+    if wanted <= most:
         return wanted
-    kind, most = pinned
     if shorten:
         return most
     raise ConfigError(

@@ -18,8 +18,6 @@ from typing import Any
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.checkpoint import TOKENIZER_FILES, first_line, reading
 
-__all__ = ["BUILT_IN", "resolve_checkpoint"]
-
 BUILT_IN = ("tiny-python", "tiny-python-draft")
 """Checkpoints that come with the package, under `foretoken/assets`."""
 
@@ -95,20 +93,19 @@ def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) 
     from huggingface_hub.errors import HFValidationError
 
     try:
-        folder = Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                local_files_only=local_only,
-                allow_patterns=[*_SETTINGS, *(_WEIGHTS if weights else ())],
-                tqdm_class=_patient_bar(),
-            )
+        snapshot = snapshot_download(
+            name,
+            revision=revision,
+            local_files_only=local_only,
+            allow_patterns=[*_SETTINGS, *(_WEIGHTS if weights else ())],
+            tqdm_class=_patient_bar(),
         )
     except HFValidationError as error:
         remedy = "Give a folder that holds `config.json` and safetensors weights, or a hub id."
         raise _nowhere(name, remedy) from error
     except Exception as error:
         raise CheckpointError(_explain(error, name, revision, local_only)) from error
+    folder = Path(snapshot)
     if weights and not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"`{folder}` holds no weights of `{name}` in safetensors. Either the repository has "
@@ -139,10 +136,8 @@ def _explain(error: Exception, name: str, revision: str | None, local_only: bool
     """What a failure of `huggingface_hub` means, and what to do about it."""
     from huggingface_hub import constants, errors
 
-    hub, named = (
-        constants.ENDPOINT,
-        f"`{name}`" + (f" at revision `{revision}`" if revision else ""),
-    )
+    hub = constants.ENDPOINT
+    named = f"`{name}`" + (f" at revision `{revision}`" if revision else "")
     if any(getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for e in _chain(error)):
         return (
             f"The disk is full: {named} cannot be downloaded to `{constants.HF_HUB_CACHE}`. Free "

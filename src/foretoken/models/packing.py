@@ -1,22 +1,13 @@
 """Linear layers for a CPU: packed for oneDNN, and one call for layers that read the same input.
 
 Belongs here: replacing `nn.Linear` inside a loaded module. Model code stays as it is, and the
-self-check compares the result with logits computed before.
-
-Why: all linears of one forward (20 layers x 256 hidden, V 4096, float32, 2 threads, AMD EPYC with
-AVX-512), ms:
-
-    rows | stock (MKL) | packed | packed, q/k/v and gate/up in one call
-    1    | 4.7         | 3.1    | 2.0
-    5    | 5.0 to 6.8  | 3.3    | 2.2
-
-And a row's result no longer depends on how many rows are computed with it: bit for bit from 1 to
-256 rows, on that machine, for inputs of up to 768; at 2048 a single row still differs. With MKL two
-and five rows always do.
+self-check compares the result with logits computed before. What it gains, and for which shapes it
+makes a row's result independent of its neighbours: docs/decisions/004-packed-linears-on-cpu.md.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,14 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["PackedLinear", "can_pack", "observe_linears", "pack_linears"]
-
-# The row count that the packed layout is tuned for, one for all. With 1, single rows take another
-# kernel, slower (3.5 ms instead of 2.7 in all) and with other rounding than several rows.
+# The row count that the packed layout is tuned for. With 1, single rows would take another kernel,
+# which is slower and rounds differently.
 _ROWS_HINT = 64
 
 # Smaller models stay as they are: their weights stay in the cache, where MKL's single rows are as
-# fast and its calls 10 us cheaper (a draft of 2 layers x 256, one row: 0.57 ms stock, 0.73 packed).
+# fast and its calls 10 us cheaper.
 MIN_BYTES = 16 << 20
 
 LinearCalls = list[tuple[nn.Linear, Tensor]]
@@ -89,12 +78,9 @@ class _Pack:
 def _joint_bias(linears: list[nn.Linear]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
-    return torch.cat(
-        [
-            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-            for linear in linears
-        ]
-    ).detach()
+    zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
+    biases = [linear.bias for linear in linears]
+    return torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)]).detach()
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -142,9 +128,7 @@ def pack_linears(module: nn.Module, calls: LinearCalls) -> None:
         for parent in module.modules()
         for name, child in parent.named_children()
     }
-    times: dict[int, int] = {}
-    for linear, _ in calls:
-        times[id(linear)] = times.get(id(linear), 0) + 1
+    times = Counter(id(linear) for linear, _ in calls)
     packs: dict[tuple[int, int], list[nn.Linear]] = {}
     for linear, x in calls:
         if times[id(linear)] == 1:

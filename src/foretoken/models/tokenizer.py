@@ -17,13 +17,12 @@ from foretoken.models.checkpoint import (
     TOKENIZER_TEXT,
     first_line,
     parse_config,
+    quiet_transformers,
     read_config,
     read_json,
     reading,
 )
 from foretoken.models.locate import resolve_checkpoint
-
-__all__ = ["load_tokenizer"]
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 _MAKES_ONE = (
@@ -46,8 +45,6 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
     if not _find(folder, _MAKES_ONE):
         return None
     from transformers import AutoTokenizer
-
-    from foretoken.models.quiet import quiet_transformers
 
     try:
         with quiet_transformers():

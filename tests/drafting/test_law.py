@@ -125,7 +125,7 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
             patch.setattr(module, "load_tokenizer", lambda _: None, raising=False)
             built = build_drafter(setup)
         # A slot owns one block; no text is longer.
-        slots = GivenSlots(params, max_tokens=BLOCK, num_drafts=NUM_DRAFTS, blocks=1)
+        slots = GivenSlots(params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1)
         slots.write_blocks((slot, 0, [slot]) for slot in range(num_slots))
         built.allocate(slots, num_slots)
         return driven(built, slots, model.bos)

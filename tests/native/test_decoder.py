@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model
@@ -24,6 +23,7 @@ from foretoken.ops.backends.native import library
 from foretoken.ops.backends.native.decoder import FAMILIES
 from tests.models import families
 from tests.models.walk import CPU, new_pool, walk
+from tests.support.batches import Span, build_batch
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels

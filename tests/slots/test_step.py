@@ -12,7 +12,7 @@ from foretoken.slots.step import NONE, LogprobRows, Outcome, SlotSpan, StepInput
 STEP = StepInput(
     slot_B=[3, 0, 5],
     num_tokens_B=[1, 7, 1],
-    num_drafts_B=[2, 0, 4],
+    max_drafts_B=[2, 0, 4],
     decides_B=[True, False, True],
     top_B=[NONE, NONE, 2],
     prompt_top_B=[NONE, 4, NONE],
@@ -39,7 +39,7 @@ def make_result(**others: Any) -> StepResult:
 def test_some_of_the_requests_of_a_step() -> None:
     some = STEP.at([2, 0])
     assert some.slot_B == [5, 3]
-    assert some.num_drafts_B == [4, 2]
+    assert some.max_drafts_B == [4, 2]
     assert some.decides_B == [True, True]
     assert (STEP.most_logprobs, some.most_logprobs) == (4, 2)
     assert STEP.at([0]).most_logprobs == NONE

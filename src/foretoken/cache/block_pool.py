@@ -36,10 +36,6 @@ class BlockPool:
         """Blocks nobody holds, cached ones too."""
         return len(self._empty) + len(self._cached)
 
-    def is_cached(self, block: int) -> bool:
-        """Whether what it holds can be found, by whoever begins with the same tokens."""
-        return block in self._index
-
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of these blocks nobody holds."""
         return sum(not self._refs[block] for block in blocks)

@@ -1,4 +1,4 @@
-"""The drafter contract: wants declared as data, propose, observe what became of it.
+"""The drafter contract: needs and the view of the target as data; propose; observe the outcome.
 
 Charter: what every drafter is given and must give back. A drafter proposes up to K tokens for each
 request in one call, at the beginning of the step that verifies them, and sees every step's outcome,
@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -50,7 +51,7 @@ class DrafterSetup:
         config: the engine's options; `speculation` are those of this drafter.
         vocab_size, max_model_len: the target's.
         target_tokens: token text -> id of the target's tokenizer, or None without a tokenizer.
-        embedding, head: weights [V, H] of the target itself; the head if its `wants` name it.
+        embedding, head: weights [V, H] of the target itself; the head if `target_view` asks for it.
     """
 
     config: EngineConfig
@@ -78,7 +79,7 @@ class Drafter(ABC):
     target_ids: Tensor | None = None
 
     @classmethod
-    def wants(cls, config: EngineConfig) -> TargetView:
+    def target_view(cls, config: EngineConfig) -> TargetView:
         """What it will see of the target beyond tokens; asked before the target is loaded."""
         return TargetView()
 
@@ -98,7 +99,7 @@ class Drafter(ABC):
         from q at the request's temperature and filters: with DRAFT noise, or with the target's own
         under COUPLED. Where q is real, the block's cache states it at [slot, i] and stays so until
         the next call. Drafts see temperature and filters, not penalties, bias or bans: q says what
-        they saw. A drawn token is never replaced by -1 for what it is.
+        they saw. Every draft is a token: -1 stands only behind a request's last one, as padding.
 
         The slots' block tables cover length + num_drafts tokens. Leading blocks may be shared with
         requests that begin with the same tokens, and may have been filled by one that was never
@@ -125,8 +126,14 @@ class Drafter(ABC):
         return ()
 
 
+@cache
+def no_drafts(num_requests: int, device: torch.device) -> DraftBlock:
+    """A `DraftBlock` without drafts, the same one in every step."""
+    return one_hot_block([[]] * num_requests, device)
+
+
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:
-    """A `DraftBlock` of ragged token lists whose q is one-hot (or of no drafts at all)."""
+    """A `DraftBlock` of ragged token lists whose q is one-hot."""
     counts = [len(d) for d in drafts]
     widest = max(counts, default=0)
     rows = [[*d, *[-1] * (widest - len(d))] for d in drafts]
@@ -141,7 +148,7 @@ def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> Draf
 
 
 def in_target_ids(drafts: DraftBlock, target_ids: Tensor) -> DraftBlock:
-    """One-hot drafts, each by the target's id of it; -1 stays.
+    """One-hot drafts, each by the target's id of it; the padding of -1 stays.
 
     Raises:
         IntegrityError: they have a q over other ids than the target's, which nobody can verify.

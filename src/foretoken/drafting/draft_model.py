@@ -29,7 +29,7 @@ from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch, gather_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import Drafter, DrafterSetup, Needs, one_hot_block
+from foretoken.drafting.base import Drafter, DrafterSetup, Needs, no_drafts
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, Rows, Rule
@@ -75,7 +75,7 @@ class DraftModel(Drafter):
         counts = [self._fit(*asked) for asked in zip(slots, num_drafts, strict=True)]
         wanted = [(slot, count) for slot, count in zip(slots, counts, strict=True) if count]
         if not wanted:
-            return one_hot_block([[]] * len(slots), self.model.device)
+            return no_drafts(len(slots), self.model.device)
         for slot, _ in wanted:
             self._skip_complete(slot)
         self._catch_up([slot for slot, _ in wanted])
@@ -149,7 +149,7 @@ class DraftModel(Drafter):
         for slot, outcome in result.decisions.items():
             if outcome.num_drafts:
                 kept = min(outcome.num_accepted, outcome.num_drafts - 1)
-                self._num_computed_S[slot] += kept
+                self._advance(slot, self._num_computed_S[slot] + kept)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Remove these blocks' marks; zero their K/V if the model multiplies masked keys."""
@@ -178,11 +178,9 @@ class DraftModel(Drafter):
 
     def _advance(self, slot: int, num_computed: int) -> None:
         """Count a request's leading known tokens that were computed, and mark blocks they fill."""
+        size, first = self.config.block_size, self._num_computed_S[slot]
         self._num_computed_S[slot] = num_computed
-        for i in reversed(range(num_computed // self.config.block_size)):
-            block = self.slots.block_SL[slot, i]
-            if self._complete[block]:
-                return  # and so are those before it
+        for block in self.slots.block_SL[slot, first // size : num_computed // size]:
             self._complete[block] = True
 
     def _missing(self, slot: int) -> SlotSpan:

@@ -98,15 +98,6 @@ def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingPar
     return params
 
 
-def choose_rule(params: SamplingParams, engine_rule: str, num_drafts: int) -> str:
-    """The name of the rule that decides a request: its own, or the engine's.
-
-    `synthetic` without drafts is plain decoding, with the target's law, and is not called so.
-    """
-    rule = params.rejection_sample_method or engine_rule
-    return "standard" if rule == "synthetic" and not num_drafts else rule
-
-
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from foretoken.engine.admission import check_request
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import encode, shown_parts
-from foretoken.engine.request import Given, Request, RequestGroup
+from foretoken.engine.request import NOTHING, Given, Request, RequestGroup
 from foretoken.errors import ForetokenError, ProcessingError
 from foretoken.outputs import (
     CompletionDelta,
@@ -24,6 +24,8 @@ from foretoken.outputs import (
     RequestOutput,
 )
 from foretoken.sampling.params import SamplingParams
+
+Sample = TypeVar("Sample", CompletionOutput, CompletionDelta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,9 @@ def submit(engine: Engine, submission: Submission) -> RequestGroup:
 
 def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
     """What a request has so far."""
-    samples = [_completion(engine, request) for request in group.samples]
+    for request in group.samples:
+        engine.settle(request)
+    samples = [_since(NOTHING, request, CompletionOutput) for request in group.samples]
     return RequestOutput(
         request_id=group.request_id,
         prompt=group.prompt,
@@ -129,21 +133,6 @@ def _encoding(request_id: str) -> Iterator[None]:
         ) from error
 
 
-def _completion(engine: Engine, request: Request) -> CompletionOutput:
-    text = engine.text(request)
-    return CompletionOutput(
-        index=request.index,
-        token_ids=request.output_ids,
-        text=text,
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        seed=request.key,
-        logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
-        origins=list(request.origins),
-        synthetic_acceptance=request.rule == "synthetic",
-    )
-
-
 def _completion_delta(engine: Engine, request: Request) -> CompletionDelta | None:
     engine.settle(request)  # which may end it
     given, ends = request.given, request.finish_reason is not None
@@ -151,8 +140,13 @@ def _completion_delta(engine: Engine, request: Request) -> CompletionDelta | Non
     if now == given:
         return None
     request.given = now
+    return _since(given, request, CompletionDelta)
+
+
+def _since(given: Given, request: Request, kind: type[Sample]) -> Sample:
+    """What a sample has beyond what was `given`, its text as far as it is settled."""
     first = given.num_tokens
-    return CompletionDelta(
+    return kind(
         index=request.index,
         token_ids=request.token_ids[request.num_prompt + first :],
         text="".join(request.pieces[given.num_pieces :]),

@@ -58,7 +58,7 @@ def _build(config: EngineConfig) -> Engine:
     _check_token_budget(config)
     view = None
     if config.speculative_config is not None:  # a wrong name is refused before anything is loaded
-        view = find_drafter(config.speculative_config).wants(config)
+        view = find_drafter(config.speculative_config).target_view(config)
     device = torch.device("cpu")
     backend = _choose_backend(config)
     folder = resolve_checkpoint(
@@ -213,7 +213,7 @@ def _slots(config: EngineConfig, model: CausalLM, num_blocks: int) -> SlotTable:
         config.max_num_seqs,
         model.device,
         max_tokens=most_tokens,
-        num_drafts=speculation.num_speculative_tokens if speculation else 0,
+        max_drafts=speculation.num_speculative_tokens if speculation else 0,
         blocks=-(-most_tokens // config.block_size),
     )
 

@@ -28,6 +28,7 @@ class Detokenizer:
         prompt_ids: Sequence[int],
         stop: Sequence[str],
         *,
+        include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
@@ -40,8 +41,10 @@ class Detokenizer:
         self._start = 0
         self._shown = len(self._ids)
         self._stop = tuple(stop)
+        self._includes_stop = include_stop
         self._unread: list[int] = []
         self._text = ""
+        self._num_before = 0  # characters before the last token's
 
     @property
     def text(self) -> str:
@@ -52,6 +55,7 @@ class Detokenizer:
     def append(self, token_id: int) -> None:
         """Add a generated token."""
         if self._stop:
+            self._num_before = len(self._text)
             self._read(token_id)
         else:
             self._unread.append(token_id)
@@ -89,26 +93,20 @@ class Detokenizer:
     def flush(self) -> None:
         """The output ended: show what waited, incomplete characters as U+FFFD."""
         self._catch_up()
-        end = len(self._ids)
+        self._num_before, end = len(self._text), len(self._ids)
         self._show(self._decode(self._start, self._shown), self._decode(self._start, end), end)
 
-    def find_stop(self, length_before: int, include: bool) -> str | None:
-        """Cut the text at the earliest stop string that the last token completed, if any did.
-
-        Args:
-            length_before: length of `text` before the last token.
-            include: keep the stop string itself.
-        """
-        found: tuple[int, str] | None = None
-        text = self.text
+    def find_stop(self) -> str | None:
+        """Cut the text at the earliest stop string that `append` or `flush` just completed."""
+        text, found = self._text, None
         for stop in self._stop:
-            at = text.find(stop, max(0, length_before - len(stop) + 1))
+            at = text.find(stop, max(0, self._num_before - len(stop) + 1))
             if at >= 0 and (found is None or at < found[0]):
                 found = at, stop
         if found is None:
             return None
         at, stop = found
-        self._text = text[: at + len(stop)] if include else text[:at]
+        self._text = text[: at + len(stop)] if self._includes_stop else text[:at]
         return stop
 
     @property

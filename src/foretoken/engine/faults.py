@@ -1,4 +1,4 @@
-"""What a request is told when it, its batch or its admission fails. No torch."""
+"""The errors by which requests end, alone or with their batch, or are refused. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foretoken.errors import (
 
 
 def processing_error(request: Request, cause: Exception) -> ProcessingError:
-    """What was raised while one request was worked on, with its name."""
+    """The error of a request whose own part of the work raised `cause`."""
     error = ProcessingError(
         f"request {request.group.request_id}, sample {request.index}: "
         f"{type(cause).__name__} while it was processed: {cause}"
@@ -25,7 +25,7 @@ def processing_error(request: Request, cause: Exception) -> ProcessingError:
 
 
 def overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
-    """Why a request was not queued."""
+    """The error of a request for which the queue has no room."""
     return OverloadedError(
         "max_num_waiting",
         num_waiting,
@@ -35,7 +35,7 @@ def overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
 
 
 def step_failure(cause: BaseException) -> ForetokenError:
-    """What every request of a batch is told when the work for all of it raised."""
+    """The error of every request of a batch when the work for all of it raised `cause`."""
     if is_out_of_memory(cause):
         return memory_error("a step was computed", cause)
     error = StepError(f"{type(cause).__name__} in a step of the whole batch: {cause}")
@@ -44,13 +44,16 @@ def step_failure(cause: BaseException) -> ForetokenError:
 
 
 def no_token(request: Request, bans_all: bool) -> ForetokenError:
-    """Why nothing could be drawn at the request's next position: its own bans, or the target."""
+    """The error of a request for whose next position nothing can be drawn.
+
+    Either its own parameters ban every token there, or the target's logits are not finite.
+    """
     position, params = len(request.token_ids), request.params
     if bans_all:
         given = {
             "allowed_token_ids": params.allowed_token_ids is not None,
             "bad_words": params.bad_words,
-            "min_tokens": len(request.output_ids) < params.min_tokens,
+            "min_tokens": request.num_output < params.min_tokens,
         }
         names = [name for name, used in given.items() if used]
         return RequestError(

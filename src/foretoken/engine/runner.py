@@ -23,9 +23,9 @@ from torch import Tensor
 
 from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import Drafter, in_target_ids, one_hot_block
+from foretoken.drafting.base import Drafter, in_target_ids, no_drafts
 from foretoken.engine.sampler import Sampler
-from foretoken.engine.step import PhaseClock
+from foretoken.engine.trace import PhaseClock
 from foretoken.errors import IntegrityError
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock
@@ -45,7 +45,6 @@ class Runner:
         self.drafter = drafter
         self.slots: SlotTable = sampler.slots
         self.clock = PhaseClock()
-        self._no_drafts: dict[int, DraftBlock] = {}
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Tell who keeps something by block that these changed hands.
@@ -67,7 +66,7 @@ class Runner:
             step = step.at(live)
         deciding = [b for b, decides in enumerate(step.decides_B) if decides]
         slot_D = [step.slot_B[b] for b in deciding]
-        drafts = self._propose(slot_D, [step.num_drafts_B[b] for b in deciding])
+        drafts = self._propose(slot_D, [step.max_drafts_B[b] for b in deciding])
         mark("draft")
         edits, faults = self.sampler.edits(slot_D, drafts, self.model.vocab_size)
         spans = self._spans(step, dict(zip(slot_D, drafts.num_B.tolist(), strict=True)))
@@ -77,7 +76,7 @@ class Runner:
         mark("forward")
         rows_NV = _decision_rows(output.logits_NV, spans, slot_D, drafts)
         verdict = self.sampler.verify(rows_NV, slot_D, drafts, edits)
-        result = StepResult(spans, slot_D, drafts, verdict, faults, hidden=output.aux)
+        result = StepResult(spans, slot_D, drafts, verdict, faults, aux=output.aux)
         _mark_banned(result, rows_NV)
         mark("verify")
         if step.most_logprobs != NONE:
@@ -93,10 +92,7 @@ class Runner:
             self.slots.num_drafts(slot, most) for slot, most in zip(slot_D, most_D, strict=True)
         ]
         if self.drafter is None or not any(num_D):
-            size = len(slot_D)
-            if size not in self._no_drafts:
-                self._no_drafts[size] = one_hot_block([[]] * size, self.slots.device)
-            return self._no_drafts[size]
+            return no_drafts(len(slot_D), self.slots.device)
         drafts = self.drafter.propose(slot_D, num_D)
         if self.drafter.target_ids is not None:
             drafts = in_target_ids(drafts, self.drafter.target_ids)

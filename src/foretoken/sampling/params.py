@@ -234,11 +234,6 @@ class SamplingParams:
         return cast(tuple[str, ...], self.bad_words)
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether log-probabilities of output or prompt tokens are asked for."""
-        return self.logprobs is not None or self.prompt_logprobs is not None
-
-    @property
     def filters_logits(self) -> bool:
         """Whether tokens may be dropped after temperature."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0

@@ -2,8 +2,8 @@
 
 Charter: the records between scheduler, runner, drafters and engine. A `StepInput` names slots,
 never requests: it can be replayed, delayed, or sent to other ranks, and true lengths are read from
-the slots when it runs. A `StepResult` owns its tensors, so that it may be read after the next step
-was launched. Nothing here decides or computes what a step is about.
+the slots when it runs. A `StepResult` may be read after the next step was launched. Nothing here
+decides or computes what a step is about.
 
 Shape suffixes: B requests of the step, D those that decide, K drafts, M rows with
 log-probabilities, N rows of logits, T packed tokens.
@@ -30,7 +30,7 @@ class StepInput(NamedTuple):
     Attributes:
         slot_B: where their state is.
         num_tokens_B: known tokens to compute.
-        num_drafts_B: most drafts to verify after them; K_b is smaller where fewer tokens may
+        max_drafts_B: most drafts to verify after them; K_b is smaller where fewer tokens may
             follow, or where the drafter has fewer.
         decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
         top_B: likeliest tokens to report beside each that is drawn; NONE: no log-probabilities.
@@ -39,7 +39,7 @@ class StepInput(NamedTuple):
 
     slot_B: Sequence[int]
     num_tokens_B: Sequence[int]
-    num_drafts_B: Sequence[int]
+    max_drafts_B: Sequence[int]
     decides_B: Sequence[bool]
     top_B: Sequence[int]
     prompt_top_B: Sequence[int]
@@ -97,7 +97,10 @@ class LogprobRows(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step computed; it reads nothing that a later step may overwrite.
+    """What a step computed.
+
+    What `read` reads is its own. Two parts are not, and are gone with the next step: `aux`, and the
+    q in `drafts.cache`, which the next proposal overwrites.
 
     Attributes:
         spans: the tokens that were computed, drafts included, of every request that ran: not of one
@@ -108,8 +111,8 @@ class StepResult:
         faults: by slot, what the part of one request alone raised.
         banned_all: slots whose logits were finite, but whose requests' parameters left no token.
         logprobs: of M rows, by slot in `logprob_rows`; None if none are wanted.
-        hidden: [T, H] of each layer that the drafter wants, in the order of `spans`; the one part
-            that is gone with the next pass.
+        aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of
+            `spans`.
     """
 
     spans: Sequence[SlotSpan]
@@ -120,7 +123,7 @@ class StepResult:
     banned_all: set[int] = field(default_factory=set)
     logprobs: Logprobs | None = None
     logprob_rows: dict[int, LogprobRows] = field(default_factory=dict)
-    hidden: tuple[Tensor, ...] = ()
+    aux: tuple[Tensor, ...] = ()
     _decisions: dict[int, Outcome] | None = None
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from foretoken.ops import DraftBlock, Logprobs, Verdict
-from foretoken.slots.step import NONE, LogprobRows, Outcome, SlotSpan, StepInput, StepResult
+from foretoken.slots.step import NONE, Outcome, SlotSpan, StepInput, StepResult, some_rows
 
 STEP = StepInput(
     slot_B=[3, 0, 5],
@@ -69,8 +69,12 @@ def test_what_is_wrong_with_one_request_is_said_of_it_alone() -> None:
 def test_log_probabilities_are_cut_into_prompts_and_decisions() -> None:
     values = torch.arange(7.0)
     found = Logprobs(values, values.long(), values[:, None], values.long()[:, None])
-    rows = {0: LogprobRows(0, 3, 3), 5: LogprobRows(3, 3, 5), 3: LogprobRows(5, 6, 7)}
-    outcomes = make_result(logprobs=found, logprob_rows=rows).read()
+    borders = {0: (0, 3, 3), 5: (3, 3, 5), 3: (5, 6, 7)}
+    parts = {
+        slot: (some_rows(found, begin, middle), some_rows(found, middle, end))
+        for slot, (begin, middle, end) in borders.items()
+    }
+    outcomes = make_result(logprobs=parts).read()
 
     def logprobs(part: Logprobs | None) -> list[float] | None:
         return None if part is None else part.logprob_N.tolist()

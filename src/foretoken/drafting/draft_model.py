@@ -50,9 +50,10 @@ class DraftModel(Drafter):
         self.backend = setup.backend
         self.probabilistic = setup.speculation.draft_sample_method != "greedy"
         num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
-        self._cache_shape = (setup.config.max_num_seqs, num_drafts, self.model.vocab_size)
+        self._cache_shape = (num_drafts, self.model.vocab_size, self.model.dtype)
+        one = DraftCache.empty(1, *self._cache_shape, torch.device("meta"))
         self.needs = Needs(
-            bytes_per_slot=_cache_bytes(num_drafts, self.model.vocab_size, self.model.dtype),
+            bytes_per_slot=one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes,
             kv_bytes_per_block=KVPool.bytes_per_block(
                 self.model.layer_shapes, setup.config.block_size, self.model.dtype
             ),
@@ -66,13 +67,15 @@ class DraftModel(Drafter):
         self._complete = bytearray(num_blocks)
         self._cache = None
         if self.probabilistic:
-            self._cache = DraftCache.empty(*self._cache_shape, dtype, device)
+            self._cache = DraftCache.empty(slots.num_slots, *self._cache_shape, device)
         size = self.config.block_size
         self.kv = KVPool(self.model.layer_shapes, num_blocks, size, dtype=dtype, device=device)
 
     def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
-        counts = [self._fit(*asked) for asked in zip(slots, num_drafts, strict=True)]
+        end = self.model.max_model_len + 1  # the last draft is drawn, not computed
+        asked = zip(slots, num_drafts, strict=True)
+        counts = [max(0, min(num, end - self.slots.length_S[slot])) for slot, num in asked]
         wanted = [(slot, count) for slot, count in zip(slots, counts, strict=True) if count]
         if not wanted:
             return no_drafts(len(slots), self.model.device)
@@ -99,10 +102,6 @@ class DraftModel(Drafter):
             real_q_B=torch.from_numpy(np.array(real, dtype=bool)),
         )
 
-    def _fit(self, slot: int, num_drafts: int) -> int:
-        """Drafts that the draft model's context still allows: the last is drawn, not computed."""
-        return max(0, min(num_drafts, self.model.max_model_len - self.slots.length_S[slot] + 1))
-
     def _keeps_q(self, slot: int) -> bool:
         """Whether verification will ask for the q of its drafts, if they are drawn from one."""
         return self.slots.temperatures[slot] > 0 and self.slots.rules[slot] is not Rule.COUPLED
@@ -116,8 +115,8 @@ class DraftModel(Drafter):
         ahead = max(count for _, count in wanted) - 1
         first = self._gather([self._missing(slot) for slot, _ in wanted], ahead)
         slot_B, num_B = torch.from_numpy(np.array(wanted, dtype=np.int64).T.copy())
-        fp64_noise = self.config.use_fp64_gumbel
-        drafting = DraftRound(self.slots.params, slot_B, num_B, cache, fp64_noise)
+        fp64 = self.config.use_fp64_gumbel
+        drafting = DraftRound(self.slots.params, slot_B, num_B, cache, fp64)
         return self.model.fused.draft(  # type: ignore[union-attr]
             first.token_T, first.attention, self.kv.keys, self.kv.values, drafting
         )
@@ -227,12 +226,6 @@ def _spread(token_BK: Tensor, counts: Sequence[int]) -> Tensor:
     return all_BK
 
 
-def _cache_bytes(num_drafts: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a `DraftCache` for one slot."""
-    one = DraftCache.empty(1, num_drafts, vocab_size, dtype, torch.device("meta"))
-    return sum(t.numel() * t.element_size() for t in (one.logits_SKV, one.threshold_SK, one.lse_SK))
-
-
 def _load_checked(setup: DrafterSetup) -> CausalLM:
     """Load the draft model; `ConfigError` unless it has the target's vocabulary."""
     config, name = setup.config, setup.speculation.model
@@ -251,8 +244,11 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
         weights=config.load_format == "auto",
     )
     tokenizer = load_tokenizer(folder)
-    if setup.target_tokens is not None and tokenizer is not None:
-        _check_same_tokens(name, tokenizer.get_vocab(), setup.target_tokens)
+    target = setup.target_tokens
+    if target is not None and tokenizer is not None and (draft := tokenizer.get_vocab()) != target:
+        num_differing = sum(target.get(token) != i for token, i in draft.items())
+        difference = f"{len(draft)} tokens where the target has {len(target)}"
+        raise _other_vocabulary(name, f"{difference}, {num_differing} with another id")
     model = load_model(
         folder,
         device=setup.device,
@@ -263,20 +259,9 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
         shorten=True,
     )
     if model.vocab_size != setup.vocab_size:
-        raise _other_vocabulary(
-            name, f"{model.vocab_size} logits where the target has {setup.vocab_size}"
-        )
+        difference = f"{model.vocab_size} logits where the target has {setup.vocab_size}"
+        raise _other_vocabulary(name, difference)
     return model
-
-
-def _check_same_tokens(name: str, draft: dict[str, int], target: dict[str, int]) -> None:
-    if draft == target:
-        return
-    differing = sum(target.get(token) != i for token, i in draft.items())
-    raise _other_vocabulary(
-        name,
-        f"{len(draft)} tokens where the target has {len(target)}, {differing} with another id",
-    )
 
 
 def _other_vocabulary(name: str, difference: str) -> ConfigError:

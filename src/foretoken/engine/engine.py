@@ -79,6 +79,7 @@ class Engine:
         self._detokenizers: dict[Request, Detokenizer] = {}
         self._num_admitted = 0
         speculation = config.speculative_config
+        self.num_speculative_tokens = speculation.num_speculative_tokens if speculation else 0
         self._rule = speculation.rejection_sample_method if speculation else "standard"
 
     @property
@@ -92,12 +93,6 @@ class Engine:
             has_tokenizer=self.tokenizer is not None,
             allows_synthetic=self._rule == "synthetic",
         )
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        """The engine's K; 0 without speculation."""
-        speculation = self.config.speculative_config
-        return speculation.num_speculative_tokens if speculation and self.runner.drafter else 0
 
     @property
     def has_work(self) -> bool:

@@ -29,7 +29,7 @@ from foretoken.engine.trace import PhaseClock
 from foretoken.errors import IntegrityError
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock
-from foretoken.slots.step import NONE, LogprobRows, SlotSpan, StepInput, StepResult
+from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult, some_rows
 from foretoken.slots.table import SlotTable
 
 
@@ -134,6 +134,7 @@ class Runner:
         """Log-probabilities of prompts and of decisions, before the next pass takes the logits."""
         rows: list[int] = []
         tokens: list[int] = []
+        borders: dict[int, tuple[int, int, int]] = {}  # of the prompt's rows and the decision's
         end = 0
         for b, span in enumerate(result.spans):
             first, end, begin = end, end + span.num_logits, len(rows)
@@ -147,11 +148,14 @@ class Runner:
                 first = end - 1 - outcome.num_drafts
                 rows += range(first, first + len(outcome.token_ids))
                 tokens += outcome.token_ids
-            result.logprob_rows[span.slot] = LogprobRows(begin, middle, len(rows))
+            borders[span.slot] = (begin, middle, len(rows))
         if rows:  # not of a prompt whose last token alone was computed
-            result.logprobs = self.sampler.logprobs(
-                logits_NV[torch.tensor(rows)], torch.tensor(tokens), step.most_logprobs
-            )
+            num_top = min(step.most_logprobs, logits_NV.shape[1])
+            wanted_NV, token_N = logits_NV[torch.tensor(rows)], torch.tensor(tokens)
+            found = self.sampler.backend.logprobs(wanted_NV, token_N, num_top)
+            for slot, (begin, middle, end) in borders.items():
+                of_prompt = some_rows(found, begin, middle)
+                result.logprobs[slot] = of_prompt, some_rows(found, middle, end)
 
 
 def _decision_rows(

@@ -79,10 +79,6 @@ class Sampler:
         )
         return self.backend.verify(batch)
 
-    def logprobs(self, logits_NV: Tensor, token_N: Tensor, num_top: int) -> Logprobs:
-        """Log-probabilities of given tokens and of the likeliest; see `Backend.logprobs`."""
-        return self.backend.logprobs(logits_NV, token_N, min(num_top, logits_NV.shape[1]))
-
     def describe(
         self, found: Logprobs, token_ids: Sequence[int], num_top: int
     ) -> list[dict[int, Logprob]]:

@@ -217,7 +217,6 @@ class Worker:
             mailbox.fail(error)
 
     def _abort(self, mailbox: Mailbox) -> None:
-        """End a request, unless it has ended, and show what it has."""
         group = self._groups.get(mailbox)
         if group is not None:
             self._engine.abort(group)

@@ -5,8 +5,8 @@ never requests: it can be replayed, delayed, or sent to other ranks, and true le
 the slots when it runs. A `StepResult` may be read after the next step was launched. Nothing here
 decides or computes what a step is about.
 
-Shape suffixes: B requests of the step, D those that decide, K drafts, M rows with
-log-probabilities, N rows of logits, T packed tokens.
+Shape suffixes: B requests of the step, D those that decide, K drafts, N rows of logits, T
+packed tokens.
 """
 
 from __future__ import annotations
@@ -87,14 +87,6 @@ class Outcome(NamedTuple):
     prompt_logprobs: Logprobs | None = None
 
 
-class LogprobRows(NamedTuple):
-    """Rows of `StepResult.logprobs` about one request: first its prompt, then its decision."""
-
-    begin: int
-    decision: int
-    end: int
-
-
 @dataclass(slots=True)
 class StepResult:
     """What a step computed.
@@ -110,7 +102,7 @@ class StepResult:
         verdict: the new tokens.
         faults: by slot, what the part of one request alone raised.
         banned_all: slots whose logits were finite, but whose requests' parameters left no token.
-        logprobs: of M rows, by slot in `logprob_rows`; None if none are wanted.
+        logprobs: by slot, of the prompt's tokens and of the decision's, each None if there are none.
         aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of
             `spans`.
     """
@@ -121,8 +113,7 @@ class StepResult:
     verdict: Verdict
     faults: dict[int, Exception] = field(default_factory=dict)
     banned_all: set[int] = field(default_factory=set)
-    logprobs: Logprobs | None = None
-    logprob_rows: dict[int, LogprobRows] = field(default_factory=dict)
+    logprobs: dict[int, tuple[Logprobs | None, Logprobs | None]] = field(default_factory=dict)
     aux: tuple[Tensor, ...] = ()
     _decisions: dict[int, Outcome] | None = None
 
@@ -158,17 +149,14 @@ class StepResult:
             outcomes[slot] = outcomes[slot]._replace(bans_all=True)
         for slot, fault in self.faults.items():
             outcomes[slot] = outcomes[slot]._replace(fault=fault)
-        if self.logprobs is not None:
-            for slot, (begin, decision, end) in self.logprob_rows.items():
-                outcomes[slot] = outcomes[slot]._replace(
-                    prompt_logprobs=_some(self.logprobs, begin, decision),
-                    logprobs=_some(self.logprobs, decision, end),
-                )
+        for slot, (of_prompt, of_decision) in self.logprobs.items():
+            found = outcomes[slot]._replace(prompt_logprobs=of_prompt, logprobs=of_decision)
+            outcomes[slot] = found
         return outcomes
 
 
-def _some(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:
-    """Some of the rows, None if there are none."""
+def some_rows(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:
+    """The rows `begin` to `end`, None if there are none."""
     if begin == end:
         return None
     return Logprobs(

@@ -16,7 +16,7 @@ from foretoken.errors import IntegrityError
 from foretoken.ops.pass_checks import check_attention_batch
 from foretoken.slots.step import SlotSpan
 from foretoken.slots.table import NO_TOKEN
-from tests.support.batches import Span, build_batch
+from tests.models.batches import Span, build_batch
 from tests.support.cases import make_params
 from tests.support.slots import GivenSlots
 

@@ -16,7 +16,7 @@ from foretoken.drafting.base import DrafterSetup
 from foretoken.drafting.draft_model import DraftModel
 from foretoken.models import CausalLM
 from foretoken.ops import TARGET, DraftBlock, Noise, Rows, Rule, SlotParams, get_backend
-from tests.support.batches import Span, build_batch
+from tests.models.batches import Span, build_batch
 from tests.support.cases import make_params
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels

@@ -12,8 +12,8 @@ import torch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models import load_model, packing
 from tests.models import families
+from tests.models.batches import Span, build_batch
 from tests.models.walk import walk
-from tests.support.batches import Span, build_batch
 
 BLOCK = 4
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from foretoken.models.packing import PackedLinear, can_pack, observe_linears, pa
 from foretoken.ops import ForwardOutput
 from foretoken.ops.backends.native.decoder import FusedDecoder
 from tests.models import families
-from tests.support.batches import Span, build_batch
+from tests.models.batches import Span, build_batch
 from tests.support.kernels import needs_kernels
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from foretoken.drafting.draft_model import DraftModel
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, loader
 from tests.models import families
-from tests.support.batches import Span, build_batch
+from tests.models.batches import Span, build_batch
 from tests.support.checkpoints import save_checkpoint
 
 SHORT = 24  # the longest context at which the frequencies are one set

@@ -12,8 +12,8 @@ import torch
 from foretoken.errors import ConfigError, IntegrityError, UnsupportedModelError
 from foretoken.models import CausalLM, TargetView, load_model, packing
 from tests.models import families
+from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool
-from tests.support.batches import Span, build_batch
 from tests.support.cases import host_backends
 
 BLOCK = 4

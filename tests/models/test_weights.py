@@ -16,7 +16,7 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models import load_model
 from tests.models import families
-from tests.support.batches import Span, build_batch
+from tests.models.batches import Span, build_batch
 
 TOKENS = list(range(3, 25))
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -8,7 +8,7 @@ import torch
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models import CausalLM
-from tests.support.batches import Span, build_batch
+from tests.models.batches import Span, build_batch
 
 CPU = torch.device("cpu")
 

@@ -22,8 +22,8 @@ from foretoken.ops import Decoder, UnfitError, get_backend
 from foretoken.ops.backends.native import library
 from foretoken.ops.backends.native.decoder import FAMILIES
 from tests.models import families
+from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool, walk
-from tests.support.batches import Span, build_batch
 from tests.support.kernels import needs_kernels
 
 pytestmark = needs_kernels

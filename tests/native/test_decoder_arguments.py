@@ -12,8 +12,8 @@ from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model
 from foretoken.ops import DraftCache, DraftRound
 from tests.models import families
+from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool
-from tests.support.batches import Span, build_batch
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels
 

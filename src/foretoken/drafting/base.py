@@ -66,7 +66,7 @@ class DrafterSetup:
 
 
 class Drafter(ABC):
-    """Base class of all drafters; built as `cls(setup)` by the registry.
+    """Base class of all drafters; built as `cls(setup)`.
 
     options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
     needs: set by the instance if it needs anything.

@@ -231,12 +231,8 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
     config, name = setup.config, setup.speculation.model
     name = name or BUILT_IN_DRAFTS.get(config.model)
     if name is None:
-        raise ConfigError(
-            "speculative_config.model",
-            None,
-            "a draft model",
-            "Name a small checkpoint that shares the target's tokenizer, or use `ngram`.",
-        )
+        remedy = "Name a small checkpoint that shares the target's tokenizer, or use `ngram`."
+        raise ConfigError("speculative_config.model", None, "a draft model", remedy)
     folder = resolve_checkpoint(
         name,
         revision=setup.speculation.revision,
@@ -265,9 +261,6 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
 
 
 def _other_vocabulary(name: str, difference: str) -> ConfigError:
-    return ConfigError(
-        "speculative_config.model",
-        name,
-        "a model with the target's vocabulary",
-        f"It has {difference}. Choose a draft that shares the target's tokenizer, or `ngram`.",
-    )
+    bound = "a model with the target's vocabulary"
+    remedy = f"It has {difference}. Choose a draft that shares the target's tokenizer, or `ngram`."
+    return ConfigError("speculative_config.model", name, bound, remedy)

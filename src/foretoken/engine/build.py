@@ -13,7 +13,7 @@ from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import EngineConfig
 from foretoken.drafting.base import Drafter, DrafterSetup, Needs
-from foretoken.drafting.registry import build_drafter, find_drafter
+from foretoken.drafting.registry import find_drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
 from foretoken.engine.runner import Runner
@@ -145,10 +145,10 @@ def _choose_backend(config: EngineConfig) -> Backend:
     """The backend asked for, or the fastest that this machine has; says which one runs."""
     name = config.backend
     if name == "auto":
-        reason = unavailable("native")
-        if reason is not None:
+        name = "native"
+        if (reason := unavailable(name)) is not None:
+            name = "torch"
             _log.warning("Backend `torch`, without native kernels: %s.", reason)
-        name = "torch" if reason else "native"
     _log.info("Backend `%s`.", name)
     return get_backend(name)
 
@@ -157,12 +157,9 @@ def _check_token_budget(config: EngineConfig) -> None:
     """Every running request must be able to verify its drafts in one step, whoever else runs."""
     least = config.max_num_seqs * (1 + _engine_drafts(config))
     if config.max_num_batched_tokens < least:
-        raise ConfigError(
-            "max_num_batched_tokens",
-            config.max_num_batched_tokens,
-            f"at least max_num_seqs x (1 + num_speculative_tokens) = {least}",
-            "Raise it, or lower `max_num_seqs` or `num_speculative_tokens`.",
-        )
+        bound = f"at least max_num_seqs x (1 + num_speculative_tokens) = {least}"
+        remedy = "Raise it, or lower `max_num_seqs` or `num_speculative_tokens`."
+        raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, bound, remedy)
 
 
 def _engine_drafts(config: EngineConfig) -> int:
@@ -179,19 +176,18 @@ def _build_drafter(
 ) -> Drafter | None:
     if config.speculative_config is None or view is None:
         return None
-    return build_drafter(
-        DrafterSetup(
-            config=config,
-            speculation=config.speculative_config,
-            backend=backend,
-            device=model.device,
-            vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
-            target_tokens=tokenizer.get_vocab() if tokenizer is not None else None,
-            embedding=model.embedding,
-            head=model.head if view.head else None,
-        )
+    setup = DrafterSetup(
+        config=config,
+        speculation=config.speculative_config,
+        backend=backend,
+        device=model.device,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        target_tokens=tokenizer.get_vocab() if tokenizer is not None else None,
+        embedding=model.embedding,
+        head=model.head if view.head else None,
     )
+    return find_drafter(setup.speculation)(setup)
 
 
 def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> int:
@@ -206,13 +202,10 @@ def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) 
         most = config.max_num_seqs * -(-model.max_model_len // config.block_size)
         num_blocks = min(most, int((config.kv_cache_gib * 2**30 - slots_bytes) / per_block))
         if num_blocks < 1:
-            raise ConfigError(
-                "kv_cache_gib",
-                config.kv_cache_gib,
-                f"at least {(per_block + slots_bytes) / 2**30:.3g}: one block of this model, and "
-                "the draft probabilities of every slot",
-                "Raise it, or lower `max_num_seqs` or `block_size`.",
-            )
+            least = f"at least {(per_block + slots_bytes) / 2**30:.3g}"
+            bound = f"{least}: one block of this model, and the draft probabilities of every slot"
+            remedy = "Raise it, or lower `max_num_seqs` or `block_size`."
+            raise ConfigError("kv_cache_gib", config.kv_cache_gib, bound, remedy)
     check_fits(num_blocks * per_block + slots_bytes)
     return num_blocks
 

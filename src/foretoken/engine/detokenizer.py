@@ -49,7 +49,9 @@ class Detokenizer:
     @property
     def text(self) -> str:
         """What the tokens say, up to the last complete character; what was taken is gone."""
-        self._catch_up()
+        unread, self._unread = self._unread, []
+        for i in range(0, len(unread), self._at_once):
+            self._read_many(unread[i : i + self._at_once])
         return self._text
 
     def append(self, token_id: int) -> None:
@@ -59,11 +61,6 @@ class Detokenizer:
             self._read(token_id)
         else:
             self._unread.append(token_id)
-
-    def _catch_up(self) -> None:
-        unread, self._unread = self._unread, []
-        for i in range(0, len(unread), self._at_once):
-            self._read_many(unread[i : i + self._at_once])
 
     def _read_many(self, token_ids: list[int]) -> None:
         """Add tokens to the text: what adding one by one gives."""
@@ -92,8 +89,7 @@ class Detokenizer:
 
     def flush(self) -> None:
         """The output ended: show what waited, incomplete characters as U+FFFD."""
-        self._catch_up()
-        self._num_before, end = len(self._text), len(self._ids)
+        self._num_before, end = len(self.text), len(self._ids)
         self._show(self._decode(self._start, self._shown), self._decode(self._start, end), end)
 
     def find_stop(self) -> str | None:
@@ -112,13 +108,9 @@ class Detokenizer:
     @property
     def settled_text(self) -> str:
         """Text that no later token can take back: without a possible beginning of a stop string."""
-        held, text = 0, self.text
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(text)), held, -1):
-                if text.endswith(stop[:size]):
-                    held = size
-                    break
-        return text[: len(text) - held]
+        text = self.text
+        begun = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
+        return text[: len(text) - max((len(b) for b in begun if text.endswith(b)), default=0)]
 
     def take(self) -> str:
         """The settled text; it is kept here no longer, so that long outputs cost no more."""
@@ -128,7 +120,9 @@ class Detokenizer:
 
     def _show(self, before: str, now: str, end: int) -> None:
         """Add what the tokens before `end` say: `now`, of which `before` has been said."""
-        self._text += _added(before, now)
+        pairs = enumerate(zip(before, now, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(now)))
+        self._text += now[same:]  # not all of `before`: a prompt may end within a character
         self._start, self._shown = self._shown, end
 
     def _show_invalid(self, before: str, now: str) -> None:
@@ -149,10 +143,3 @@ class Detokenizer:
     def _decode(self, start: int, end: int) -> str:
         ids = self._ids[start:end]
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skips_special))
-
-
-def _added(before: str, now: str) -> str:
-    """What `now` has after what both begin with: a prompt may end within a character."""
-    pairs = enumerate(zip(before, now, strict=False))
-    same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(now)))
-    return now[same:]

@@ -26,12 +26,9 @@ def processing_error(request: Request, cause: Exception) -> ProcessingError:
 
 def overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
     """The error of a request for which the queue has no room."""
-    return OverloadedError(
-        "max_num_waiting",
-        num_waiting,
-        f"less than {bound} requests that wait for another to be queued",
-        "Send it again when some have ended, or raise `max_num_waiting`.",
-    )
+    rule = f"less than {bound} requests that wait for another to be queued"
+    remedy = "Send it again when some have ended, or raise `max_num_waiting`."
+    return OverloadedError("max_num_waiting", num_waiting, rule, remedy)
 
 
 def step_failure(cause: BaseException) -> ForetokenError:
@@ -50,17 +47,15 @@ def no_token(request: Request, bans_all: bool) -> ForetokenError:
     """
     position, params = len(request.token_ids), request.params
     if bans_all:
-        given = {
+        is_used = {
             "allowed_token_ids": params.allowed_token_ids is not None,
             "bad_words": params.bad_words,
             "min_tokens": request.num_output < params.min_tokens,
         }
-        names = [name for name, used in given.items() if used]
-        return RequestError(
-            ", ".join(names),
-            getattr(params, names[0]) if len(names) == 1 else "together they ban every token",
-            f"such that some token is left at position {position}",
-        )
+        names = [name for name, used in is_used.items() if used]
+        value = getattr(params, names[0]) if len(names) == 1 else "together they ban every token"
+        bound = f"such that some token is left at position {position}"
+        return RequestError(", ".join(names), value, bound)
     return NonFiniteLogitsError(
         f"request {request.group.request_id}: the target's logits are not finite at position "
         f"{position}. Try dtype float32, or check the checkpoint."

@@ -130,10 +130,7 @@ def encode(tokenizer: Any | None, prompt: Any) -> tuple[str | None, list[int]]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError(
-                "prompt",
-                prompt,
-                "token ids: this checkpoint has no tokenizer",
-                "Encode it first.",
+                "prompt", prompt, "token ids: this checkpoint has no tokenizer", "Encode it first."
             )
         check_text("prompt", prompt)
         return prompt, list(tokenizer.encode(prompt)) if prompt else []

@@ -41,11 +41,8 @@ class Sampler:
         self.slots = slots
         self.fp64_noise = fp64_noise
         self._decode: Callable[[int], str | None] = decode or (lambda token: None)
-        self.synthetic_rate_K = (
-            torch.tensor(synthetic_rates, dtype=torch.float64, device=slots.device)
-            if synthetic_rates
-            else None
-        )
+        rate_K = torch.tensor(synthetic_rates, dtype=torch.float64, device=slots.device)
+        self.synthetic_rate_K = rate_K if synthetic_rates else None
 
     def edits(
         self, slot_D: Sequence[int], drafts: DraftBlock, vocab_size: int

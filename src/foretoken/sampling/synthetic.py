@@ -16,12 +16,7 @@ from math import floor
 from operator import mul
 from typing import cast
 
-from foretoken.config import (
-    MAX_SPECULATIVE_TOKENS,
-    SpeculativeConfig,
-    check_int,
-    check_synthetic,
-)
+from foretoken.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, check_int, check_synthetic
 
 DECAY = 0.85  # g: what acceptance loses from one position to the next
 _HALVINGS = 100  # of an interval within [0, 1]: far below the spacing of floats

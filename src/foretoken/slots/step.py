@@ -102,7 +102,7 @@ class StepResult:
         verdict: the new tokens.
         faults: by slot, what the part of one request alone raised.
         banned_all: slots whose logits were finite, but whose requests' parameters left no token.
-        logprobs: by slot, of the prompt's tokens and of the decision's, each None if there are none.
+        logprobs: by slot, those of the prompt and of the decision, each None if not wanted.
         aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of
             `spans`.
     """

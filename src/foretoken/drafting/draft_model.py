@@ -89,8 +89,10 @@ class DraftModel(Drafter):
         token_BK = draft(wanted, cache)
         for slot, _ in wanted:
             self._advance(slot, self.slots.length_S[slot])
-        if len(wanted) < len(slots):
-            token_BK = _spread(token_BK, counts)
+        if len(wanted) < len(slots):  # the others have rows, too
+            all_BK = token_BK.new_full((len(slots), token_BK.shape[1]), -1)
+            all_BK[torch.tensor(counts) > 0] = token_BK
+            token_BK = all_BK
         real = [
             cache is not None and count > 0 and self._keeps_q(slot)
             for slot, count in zip(slots, counts, strict=True)
@@ -217,13 +219,6 @@ class DraftModel(Drafter):
             Noise(position_B, index_B, DRAFT, self.config.use_fp64_gumbel),
             cache if any(map(self._keeps_q, slots)) else None,
         )
-
-
-def _spread(token_BK: Tensor, counts: Sequence[int]) -> Tensor:
-    """Drafts of the requests that have some, as rows of a batch in which others have none."""
-    all_BK = token_BK.new_full((len(counts), token_BK.shape[1]), -1)
-    all_BK[torch.tensor([count > 0 for count in counts])] = token_BK
-    return all_BK
 
 
 def _load_checked(setup: DrafterSetup) -> CausalLM:

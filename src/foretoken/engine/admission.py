@@ -40,7 +40,7 @@ def check_request(
     size = limits.vocab_size
     all_ids: dict[str, Iterable[int]] = {
         "prompt": prompt_ids,
-        "stop_token_ids": params.stop_ids,
+        "stop_token_ids": params.stop_token_ids or (),
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
     }
@@ -95,7 +95,7 @@ def bad_word_ids(
     A sequence with an id that the model does not have can never be drawn and is left out.
     """
     found: dict[tuple[int, ...], None] = {}
-    for word in params.bad_word_strings:
+    for word in params.bad_words or ():
         for text in (word, " " + word.lstrip()):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else ()
             if ids and max(ids) < vocab_size:

@@ -81,16 +81,12 @@ class Engine:
         speculation = config.speculative_config
         self.num_speculative_tokens = speculation.num_speculative_tokens if speculation else 0
         self._rule = speculation.rejection_sample_method if speculation else "standard"
-
-    @property
-    def limits(self) -> Limits:
-        """What a request must stay within."""
-        return Limits(
-            vocab_size=self.runner.model.vocab_size,
-            max_model_len=self.runner.model.max_model_len,
-            cache_tokens=self.scheduler.pool.num_blocks * self.scheduler.pool.block_size,
+        self.limits = Limits(
+            vocab_size=runner.model.vocab_size,
+            max_model_len=runner.model.max_model_len,
+            cache_tokens=scheduler.pool.num_blocks * scheduler.pool.block_size,
             num_speculative_tokens=self.num_speculative_tokens,
-            has_tokenizer=self.tokenizer is not None,
+            has_tokenizer=tokenizer is not None,
             allows_synthetic=self._rule == "synthetic",
         )
 
@@ -185,7 +181,7 @@ class Engine:
         group = RequestGroup(request_id, prompt, list(prompt_ids), params)
         admission = self._num_admitted + 1
         seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
-        stop_ids = frozenset(params.stop_ids)
+        stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_ids |= self.eos_ids
         bad_words = bad_word_ids(params, self.tokenizer, self.runner.model.vocab_size)
@@ -280,7 +276,7 @@ class Engine:
             self._detokenizers[request] = Detokenizer(
                 self.tokenizer,
                 request.group.prompt_ids,
-                request.params.stop_strings,
+                request.params.stop or (),
                 include_stop=request.params.include_stop_str_in_output,
                 skip_special_tokens=request.params.skip_special_tokens,
             )
@@ -339,7 +335,7 @@ class Engine:
             detokenizer.append(token)
         if ends:
             request.finish_reason = "stop"
-            request.stop_reason = token if token in params.stop_ids else None
+            request.stop_reason = token if token in (params.stop_token_ids or ()) else None
         elif may_stop and detokenizer is not None:
             _stop_by_text(request, detokenizer)
         if request.finish_reason is None and not request.num_remaining:

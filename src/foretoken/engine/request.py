@@ -43,11 +43,6 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
     decides: bool
     num_preemptions: int
 
-    @property
-    def wants_prompt_logits(self) -> bool:
-        """Whether the logits of every token that it computes are wanted."""
-        return self.start < self.request.num_prompt and self.request.needs_prompt_logits
-
 
 class Given(NamedTuple):
     """What the deltas of a sample have held so far: tokens, pieces of text, its end."""

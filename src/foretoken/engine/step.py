@@ -14,9 +14,10 @@ def step_input(shares: Sequence[Share]) -> StepInput:
 
 
 def _numbers(share: Share) -> tuple[int, int, int, bool, int, int]:
-    params = share.request.params
+    request, params = share.request, share.request.params
     top = params.logprobs if share.decides else None
-    prompt_top = params.prompt_logprobs if share.wants_prompt_logits else None
+    is_wanted = share.start < request.num_prompt and request.needs_prompt_logits
+    prompt_top = params.prompt_logprobs if is_wanted else None
     return (
         share.slot,
         share.num_tokens,

@@ -233,12 +233,12 @@ def test_the_memory_plan_is_what_is_allocated(folder: Path) -> None:
     cache = asked(drafter, [request]).cache
     assert cache is not None
     held = (cache.logits_SKV, cache.threshold_SK, cache.lse_SK)
-    assert SLOTS * drafter.needs.bytes_per_slot == sum(t.nbytes for t in held)
+    assert SLOTS * drafter.bytes_per_slot == sum(t.nbytes for t in held)
     assert cache.logits_SKV.dtype is drafter.model.dtype
     held_kv = sum(t.nbytes for t in (*drafter.kv.keys, *drafter.kv.values))
-    assert len(drafter.kv.keys[0]) * drafter.needs.kv_bytes_per_block == held_kv
+    assert len(drafter.kv.keys[0]) * drafter.kv_bytes_per_block == held_kv
     greedy = build(folder, params, draft_sample_method="greedy")
-    assert greedy.needs.bytes_per_slot == 0
+    assert greedy.bytes_per_slot == 0
     assert asked(greedy, [request]).cache is None
 
 

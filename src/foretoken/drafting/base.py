@@ -1,4 +1,4 @@
-"""The drafter contract: needs and the view of the target as data; propose; observe the outcome.
+"""The drafter contract: memory and the view of the target as data; propose; observe the outcome.
 
 Charter: what every drafter is given and must give back. A drafter proposes up to K tokens for each
 request in one call, at the beginning of the step that verifies them, and sees every step's outcome,
@@ -30,20 +30,6 @@ from foretoken.slots.table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What a drafter asks of the engine, counted in its memory plan.
-
-    Attributes:
-        kv_bytes_per_block: K/V bytes of one cache block; the drafter keeps its own tensors but
-            addresses them by the engine's block ids, so its cache rolls back with the target's.
-        bytes_per_slot: what it keeps for one request beside K/V, the q of its drafts above all.
-    """
-
-    kv_bytes_per_block: int = 0
-    bytes_per_slot: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class DrafterSetup:
     """What a drafter is built from; the pool's size comes later, with `allocate`.
 
@@ -69,13 +55,16 @@ class Drafter(ABC):
     """Base class of all drafters; built as `cls(setup)`.
 
     options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
-    needs: set by the instance if it needs anything.
+    kv_bytes_per_block, bytes_per_slot: memory that the instance asks for: K/V of one cache block,
+        addressed by the engine's block ids, so that they roll back with the target's; and what it
+        keeps for one request beside K/V, the q of its drafts above all.
     target_ids: int64 [V'], the target's id of each id that it proposes; None if they are the same.
         With such a map q is one-hot: verification has no q over other ids.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
-    needs: Needs = Needs()
+    kv_bytes_per_block: int = 0
+    bytes_per_slot: int = 0
     target_ids: Tensor | None = None
 
     @classmethod

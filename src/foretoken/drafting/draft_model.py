@@ -29,7 +29,7 @@ from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch, gather_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import Drafter, DrafterSetup, Needs, no_drafts
+from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, Rows, Rule
@@ -52,11 +52,9 @@ class DraftModel(Drafter):
         num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
         self._cache_shape = (num_drafts, self.model.vocab_size, self.model.dtype)
         one = DraftCache.empty(1, *self._cache_shape, torch.device("meta"))
-        self.needs = Needs(
-            bytes_per_slot=one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes,
-            kv_bytes_per_block=KVPool.bytes_per_block(
-                self.model.layer_shapes, setup.config.block_size, self.model.dtype
-            ),
+        self.bytes_per_slot = one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes
+        self.kv_bytes_per_block = KVPool.bytes_per_block(
+            self.model.layer_shapes, setup.config.block_size, self.model.dtype
         )
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import EngineConfig
-from foretoken.drafting.base import Drafter, DrafterSetup, Needs
+from foretoken.drafting.base import Drafter, DrafterSetup
 from foretoken.drafting.registry import find_drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
@@ -192,11 +192,12 @@ def _build_drafter(
 
 def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> int:
     """Blocks of the pool: as asked, or what the memory holds, never more than can be used."""
-    needs = Needs() if drafter is None else drafter.needs
     per_block = KVPool.bytes_per_block(model.layer_shapes, config.block_size, model.dtype)
-    per_block += needs.kv_bytes_per_block
     per_slot = SlotTable.bytes_per_slot(model.max_model_len, config.block_size)
-    slots_bytes = config.max_num_seqs * (per_slot + needs.bytes_per_slot)
+    if drafter is not None:
+        per_block += drafter.kv_bytes_per_block
+        per_slot += drafter.bytes_per_slot
+    slots_bytes = config.max_num_seqs * per_slot
     num_blocks = config.num_blocks
     if num_blocks is None:
         most = config.max_num_seqs * -(-model.max_model_len // config.block_size)

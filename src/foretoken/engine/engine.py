@@ -33,7 +33,6 @@ from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.step import step_input
 from foretoken.engine.threads import StepThreads
 from foretoken.engine.trace import OnStep, StepTrace
-from foretoken.errors import IntegrityError
 from foretoken.ops import Rule
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
@@ -76,7 +75,6 @@ class Engine:
         self.metrics = SpeculationMetrics()
         self.on_step: OnStep | None = None
         self._slots = runner.slots
-        self._detokenizers: dict[Request, Detokenizer] = {}
         self._num_admitted = 0
         speculation = config.speculative_config
         self.num_speculative_tokens = speculation.num_speculative_tokens if speculation else 0
@@ -207,7 +205,7 @@ class Engine:
         This may end it: a tokenizer that raises is a fault of the request.
         """
         with self._alone(request):
-            if (detokenizer := self._detokenizers.get(request)) and (piece := detokenizer.take()):
+            if (detokenizer := request.detokenizer) and (piece := detokenizer.take()):
                 request.pieces.append(piece)
 
     def abort(self, group: RequestGroup, reason: str = "abort") -> None:
@@ -222,12 +220,9 @@ class Engine:
             self._finish(request, "abort")
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if any block, slot or per-request state is leaked."""
+        """Raise `IntegrityError` if any block, slot or what is kept by slot is leaked."""
         self.scheduler.check_integrity()
         self._slots.check_integrity({request.slot for request in self.scheduler.running})
-        live = {*self.scheduler.running, *self.scheduler.waiting}
-        if leaked := self._detokenizers.keys() - live:
-            raise IntegrityError(f"detokenizers of requests that ended: {leaked}")
 
     @contextmanager
     def _alone(self, request: Request) -> Iterator[None]:
@@ -272,8 +267,8 @@ class Engine:
         self._slots.admit(request.slot, state)
         if request.index == 0 and not request.num_preemptions:
             request.group.metrics.num_cached_tokens = request.num_computed
-        if self.tokenizer is not None and request not in self._detokenizers:
-            self._detokenizers[request] = Detokenizer(
+        if self.tokenizer is not None and request.detokenizer is None:
+            request.detokenizer = Detokenizer(
                 self.tokenizer,
                 request.group.prompt_ids,
                 request.params.stop or (),
@@ -328,7 +323,7 @@ class Engine:
 
     def _stops(self, request: Request, token: int) -> bool:
         """Show the token and decide whether it ends the request: stops before length."""
-        params, detokenizer = request.params, self._detokenizers.get(request)
+        params, detokenizer = request.params, request.detokenizer
         may_stop = request.num_output >= params.min_tokens
         ends = may_stop and token in request.stop_ids
         if detokenizer is not None and (not ends or params.include_stop_str_in_output):
@@ -348,7 +343,7 @@ class Engine:
         group, slot = request.group, request.slot
         keep_blocks = reason != "error"  # what a fault left in them is not to be trusted
         self.scheduler.finish(request, keep_blocks=keep_blocks)
-        detokenizer = self._detokenizers.pop(request, None)
+        detokenizer, request.detokenizer = request.detokenizer, None
         try:
             if slot >= 0:
                 self._slots.release(slot)

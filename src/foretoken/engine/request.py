@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from foretoken.engine.detokenizer import Detokenizer
 from foretoken.errors import ForetokenError
 from foretoken.outputs import Logprob, RequestMetrics
 from foretoken.sampling.params import SamplingParams
@@ -75,6 +76,7 @@ class Request:
             the serials of their contents.
         arrival: its place in the order in which requests came; lower is older.
         num_preemptions: how often it lost its blocks and had to compute them again.
+        detokenizer: makes its text while it runs; None without a tokenizer.
         pieces: the text that no later token can take back, as it was read.
         given: how much of it was given out as deltas.
     """
@@ -97,6 +99,7 @@ class Request:
     num_preemptions: int = 0
     origins: list[str] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    detokenizer: Detokenizer | None = None
     pieces: list[str] = field(default_factory=list)
     given: Given = NOTHING
     finish_reason: str | None = None

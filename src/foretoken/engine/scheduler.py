@@ -93,7 +93,7 @@ class Scheduler:
             # Not all drafts of both steps can be accepted where that passes the request's limit.
             self._grow(request, min(request.most_known + request.max_drafts, request.limit - 1))
         self._admit()
-        self._plan.shares.extend(self._shares())
+        self._share()
         plan, self._plan = self._plan, Plan()
         return plan
 
@@ -194,7 +194,7 @@ class Scheduler:
             before = serials[-1] if serials else ROOT
             serials.append(self.pool.enter(before, tokens, request.block_ids[i]))
 
-    def _shares(self) -> list[Share]:
+    def _share(self) -> None:
         """Decode steps whole; the rest of the budget evenly to prefills, any surplus to the oldest.
 
         So every prefill advances in every step, and a short prompt does not wait for a long one.
@@ -209,7 +209,7 @@ class Scheduler:
             more = min(request.num_prefill - chunks[request], room)
             chunks[request] += more
             room -= more
-        shares: list[Share] = []
+        shares = self._plan.shares
         for request in self.running:
             slot, start, times = request.slot, request.num_scheduled, request.num_preemptions
             if request in decoding:
@@ -217,7 +217,6 @@ class Scheduler:
             elif chunk := chunks.get(request, 0):
                 ends_prompt = chunk == request.num_prefill and not request.num_output
                 shares.append(Share(request, slot, start, chunk, 0, ends_prompt, times))
-        return shares
 
     def preempt(self, request: Request) -> None:
         """Send a running request back to its place in the queue; its tokens stay known."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.ops import AttentionBatch
 
-_BEHIND = 16  # numbers: see `_zeros`
+_BEHIND = 16  # numbers that can be read behind a tensor: kernels load whole vectors, the last, too
 
 LayerShape = tuple[int, int, int]
 """(H_kv, D of keys, D of values); layers of one model may differ."""
@@ -42,7 +42,9 @@ class KVPool:
         self.block_size, self._device = block_size, device
 
         def zeros(heads: int, head_size: int) -> Tensor:
-            return _zeros((num_blocks, block_size, heads, head_size), dtype, device)
+            shape = (num_blocks, block_size, heads, head_size)
+            count = prod(shape)
+            return torch.zeros(count + _BEHIND, dtype=dtype, device=device)[:count].view(shape)
 
         self.keys = tuple(zeros(heads, key_size) for heads, key_size, _ in layer_shapes)
         self.values = tuple(zeros(heads, value_size) for heads, _, value_size in layer_shapes)
@@ -86,9 +88,3 @@ def write_index(batch: AttentionBatch) -> Tensor:
             blocks[i // size] * size + i % size for i in range(length - end + start, length)
         ]
     return torch.tensor(index_T, device=batch.length_B.device)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros with readable memory behind them: kernels load whole vectors, the last one too."""
-    count = prod(shape)
-    return torch.zeros(count + _BEHIND, dtype=dtype, device=device)[:count].view(shape)

@@ -68,11 +68,11 @@ class Detokenizer:
         self._ids += token_ids
         now = self._decode(self._start, len(self._ids))
         if now != before and not now.endswith(_INCOMPLETE):
-            return self._show(before, now, len(self._ids))
-        del self._ids[-len(token_ids) :]
-        for token_id in token_ids:
-            self._read(token_id)
-        return None
+            self._show(before, now, len(self._ids))
+        else:
+            del self._ids[-len(token_ids) :]
+            for token_id in token_ids:
+                self._read(token_id)
 
     def _read(self, token_id: int) -> None:
         """Add a token to the text, or to the bytes that wait for their character."""
@@ -135,10 +135,10 @@ class Detokenizer:
         for cut in range(end - 1, self._shown, -1):
             head = self._decode(self._start, cut)
             if head + self._decode(cut, end) == now:
-                return self._show(before, head, cut)
+                self._show(before, head, cut)
+                return
         if end - self._shown >= 2 * _PATIENCE:
             self._show(before, now, end)
-        return None
 
     def _decode(self, start: int, end: int) -> str:
         ids = self._ids[start:end]

@@ -30,7 +30,6 @@ from foretoken.errors import IntegrityError
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock
 from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult, some_rows
-from foretoken.slots.table import SlotTable
 
 
 class Runner:
@@ -43,13 +42,13 @@ class Runner:
         self.kv = kv
         self.sampler = sampler
         self.drafter = drafter
-        self.slots: SlotTable = sampler.slots
+        self.slots = sampler.slots
         self.clock = PhaseClock()
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Tell who keeps something by block that these changed hands.
+        """Forget what is kept for blocks that change hands.
 
-        If a model multiplies masked keys, theirs are zeroed: a NaN would poison the new owner.
+        If the model multiplies masked keys, they are zeroed: a NaN would poison the new owner.
         """
         if self.model.multiplies_masked_keys:
             self.kv.clear(block_ids)
@@ -86,11 +85,9 @@ class Runner:
         mark("advance")
         return result
 
-    def _propose(self, slot_D: Sequence[int], most_D: Sequence[int]) -> DraftBlock:
+    def _propose(self, slot_D: Sequence[int], max_drafts_D: Sequence[int]) -> DraftBlock:
         """Drafts of the requests that decide, written behind their known tokens."""
-        num_D = [
-            self.slots.num_drafts(slot, most) for slot, most in zip(slot_D, most_D, strict=True)
-        ]
+        num_D = list(map(self.slots.num_drafts, slot_D, max_drafts_D))
         if self.drafter is None or not any(num_D):
             return no_drafts(len(slot_D), self.slots.device)
         drafts = self.drafter.propose(slot_D, num_D)

@@ -52,7 +52,7 @@ class StepThreads:
         asked: None takes one thread, or all usable cores but no more than OpenMP had when this
             module was imported (`openmp_threads`), by steps of the same size; what is set by
             others, by `torch.set_num_threads` for example, does not count and is overwritten.
-        backend: what it computes with is told, too.
+        backend: the threads of its kernels are set, too.
         native_target: the target runs in the native decoder: PyTorch gets one thread. A draft model
             beside it that does not is small: one thread is as fast there.
         clock: seconds.

@@ -180,7 +180,7 @@ class Worker:
                     self._step()
             for mailbox in [*self._groups]:
                 self._abort(mailbox)
-        except BaseException as error:  # nothing may end this thread without being told
+        except BaseException as error:  # whatever ends this thread, its readers hear of it
             with self._wake:
                 self._failure = error
                 readers = [*self._open.values()]

@@ -196,9 +196,9 @@ class SlotTable:
         first = self.computed_S[slot] + 1
         return self.known(slot, first, min(count, self.prompt_S[slot] - first))
 
-    def num_drafts(self, slot: int, most: int) -> int:
+    def num_drafts(self, slot: int, max_drafts: int) -> int:
         """K_b: as many drafts as were asked for, and none that could not be emitted."""
-        return max(min(most, self.limit_S[slot] - self.length_S[slot] - 1), 0)
+        return max(min(max_drafts, self.limit_S[slot] - self.length_S[slot] - 1), 0)
 
     def put_drafts(self, slots: Sequence[int], token_BK: Array) -> None:
         """Write drafts behind the known tokens, padded by NO_TOKEN behind a request's last."""

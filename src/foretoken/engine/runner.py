@@ -29,6 +29,7 @@ from foretoken.engine.trace import PhaseClock
 from foretoken.errors import IntegrityError
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock
+from foretoken.slots.edits import build_edits
 from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult, some_rows
 
 
@@ -67,7 +68,8 @@ class Runner:
         slot_D = [step.slot_B[b] for b in deciding]
         drafts = self._propose(slot_D, [step.max_drafts_B[b] for b in deciding])
         mark("draft")
-        edits, faults = self.sampler.edits(slot_D, drafts, self.model.vocab_size)
+        histories, vocab_size = self.slots.histories, self.model.vocab_size
+        edits, faults = build_edits(histories, slot_D, drafts, vocab_size)
         spans = self._spans(step, dict(zip(slot_D, drafts.num_B.tolist(), strict=True)))
         batch = gather_batch(self.slots, spans, self.kv.block_size)
         mark("batch")

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from foretoken.engine.admission import check_request
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import encode, shown_parts
-from foretoken.engine.request import NOTHING, Given, Request, RequestGroup
+from foretoken.engine.request import Given, Request, RequestGroup
 from foretoken.errors import ForetokenError, ProcessingError
 from foretoken.outputs import (
     CompletionDelta,
@@ -25,7 +25,7 @@ from foretoken.outputs import (
 )
 from foretoken.sampling.params import SamplingParams
 
-Sample = TypeVar("Sample", CompletionOutput, CompletionDelta)
+_Sample = TypeVar("_Sample", CompletionOutput, CompletionDelta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,10 @@ def submit(engine: Engine, submission: Submission) -> RequestGroup:
 
 def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
     """What a request has so far."""
+    samples = []
     for request in group.samples:
-        engine.settle(request)
-    samples = [_since(NOTHING, request, CompletionOutput) for request in group.samples]
+        engine.settle(request)  # which may end it
+        samples.append(_sample(CompletionOutput, request, Given()))
     return RequestOutput(
         request_id=group.request_id,
         prompt=group.prompt,
@@ -84,14 +85,19 @@ def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
 
 def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
     """What a request has that no delta held before, or None; its cost grows with that alone."""
-    deltas = [_completion_delta(engine, request) for request in group.samples]
-    samples = [delta for delta in deltas if delta is not None]
+    samples = []
+    for request in group.samples:
+        engine.settle(request)
+        given, is_ended = request.given, request.finish_reason is not None
+        request.given = Given(request.num_output, len(request.pieces), is_ended)
+        if request.given != given:
+            samples.append(_sample(CompletionDelta, request, given))
     if not samples:
         return None
-    finished, rows = group.finished, group.prompt_logprobs
     prompt, prompt_ids, prompt_logprobs = None, None, None
     if not group.gave_prompt:
         prompt, prompt_ids, group.gave_prompt = group.prompt, [*group.prompt_ids], True
+    finished, rows = group.finished, group.prompt_logprobs
     is_whole = rows is not None and (finished or len(rows) == len(group.prompt_ids))
     if rows is not None and is_whole and not group.gave_prompt_logprobs:
         prompt_logprobs, group.gave_prompt_logprobs = [*rows], True
@@ -114,7 +120,7 @@ def unserved(request_id: str, prompt: Any, error: ForetokenError) -> RequestOutp
 
 
 def not_begun(request_id: str, prompt: Any, params: SamplingParams, signal: str) -> RequestOutput:
-    """The output of a prompt that a signal kept from the engine, its samples marked so."""
+    """The output of a prompt that a signal came before: empty samples, marked `interrupted`."""
     text, ids = shown_parts(prompt)
     samples = [CompletionOutput(j, [], "", "interrupted", signal) for j in range(params.n)]
     return RequestOutput(request_id, text, ids, samples, RequestMetrics())
@@ -133,18 +139,8 @@ def _encoding(request_id: str) -> Iterator[None]:
         ) from error
 
 
-def _completion_delta(engine: Engine, request: Request) -> CompletionDelta | None:
-    engine.settle(request)  # which may end it
-    given, ends = request.given, request.finish_reason is not None
-    now = Given(request.num_output, len(request.pieces), ends)
-    if now == given:
-        return None
-    request.given = now
-    return _since(given, request, CompletionDelta)
-
-
-def _since(given: Given, request: Request, kind: type[Sample]) -> Sample:
-    """What a sample has beyond what was `given`, its text as far as it is settled."""
+def _sample(kind: type[_Sample], request: Request, given: Given) -> _Sample:
+    """What a sample has beyond what was given out before, as copies."""
     first = given.num_tokens
     return kind(
         index=request.index,

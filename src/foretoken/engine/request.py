@@ -53,7 +53,7 @@ class Given(NamedTuple):
     end: bool = False
 
 
-NOTHING = Given()
+_NOTHING = Given()
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +101,7 @@ class Request:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     detokenizer: Detokenizer | None = None
     pieces: list[str] = field(default_factory=list)
-    given: Given = NOTHING
+    given: Given = _NOTHING
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 

@@ -180,7 +180,7 @@ class Worker:
                     self._step()
             for mailbox in [*self._groups]:
                 self._abort(mailbox)
-        except BaseException as error:  # whatever ends this thread, its readers hear of it
+        except BaseException as error:  # nothing may end this thread without being told
             with self._wake:
                 self._failure = error
                 readers = [*self._open.values()]
@@ -217,6 +217,7 @@ class Worker:
             mailbox.fail(error)
 
     def _abort(self, mailbox: Mailbox) -> None:
+        """End a request, unless it has ended, and show what it has."""
         group = self._groups.get(mailbox)
         if group is not None:
             self._engine.abort(group)

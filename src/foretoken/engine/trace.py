@@ -1,4 +1,4 @@
-"""What a step did and how long its phases took, for whoever asked (`Engine.on_step`)."""
+"""The trace of a step: what it computed, and how long its phases took. See `Engine.on_step`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from foretoken.slots.step import StepResult
 
 @dataclass(slots=True)
 class StepTrace:
-    """What one step did and how long its phases took, for whoever asked for it.
+    """One step in numbers.
 
     Attributes:
         seconds: by phase, in this order: schedule, admit, draft, batch, forward, verify,

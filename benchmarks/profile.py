@@ -23,7 +23,7 @@ from benchmarks.common import (
     use_cores,
 )
 from foretoken import LLM, SamplingParams
-from foretoken.engine.step import StepTrace
+from foretoken.engine.trace import StepTrace
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.lab.workloads import heldout
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common import DRAFT, TARGET
 from foretoken import LLM, AsyncEngine, SamplingParams
-from foretoken.engine.step import StepTrace
+from foretoken.engine.trace import StepTrace
 from foretoken.errors import UsageError
 from foretoken.lab.workloads import heldout
 from foretoken.outputs import RequestOutput

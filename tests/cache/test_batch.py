@@ -10,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.cache.batch import ForwardBatch, Span, build_batch, gather_batch
+from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import write_index
 from foretoken.errors import IntegrityError
 from foretoken.ops.pass_checks import check_attention_batch
 from foretoken.slots.step import SlotSpan
 from foretoken.slots.table import NO_TOKEN
+from tests.models.batches import Span, build_batch
 from tests.support.cases import make_params
 from tests.support.slots import GivenSlots
 
@@ -81,7 +82,7 @@ def test_a_batch_gathered_from_slots_is_the_one_of_their_spans(
     order = random.sample(range(8), len(spans))
     longest = max(span.start + len(span.tokens) for span in spans)
     columns = -(-(longest + ahead) // block_size)
-    slots = GivenSlots(make_params(8), max_tokens=99, num_drafts=0, blocks=columns + 3)
+    slots = GivenSlots(make_params(8), max_tokens=99, max_drafts=0, blocks=columns + 3)
     for slot, span in zip(order, spans, strict=True):
         before = [random.randrange(99) for _ in range(span.start)]
         slots.put(slot, [*before, *span.tokens], span.block_ids[: columns + 3])
@@ -107,9 +108,9 @@ def test_a_batch_gathered_from_slots_is_the_one_of_their_spans(
 
 @pytest.mark.parametrize(("start", "count"), [(0, 5), (3, 2), (4, 1), (7, 1)])
 def test_a_placeholder_is_never_gathered(start: int, count: int) -> None:
-    slots = GivenSlots(make_params(3), max_tokens=8, num_drafts=2, blocks=3)
+    slots = GivenSlots(make_params(3), max_tokens=8, max_drafts=2, blocks=3)
     for slot in range(3):
-        slots.put(slot, [5, 6, 7, 8], [slot])
+        slots.put(slot, [5, 6, 7, 8], [slot, 3 + slot])
     fine, wrong = SlotSpan(0, 0, 4, 1), SlotSpan(1, start, count, 1)
     with pytest.raises(IntegrityError, match=f"slot 1: a placeholder in tokens {start} "):
         gather_batch(slots, [fine, wrong], 4)
@@ -121,21 +122,16 @@ def test_a_placeholder_is_never_gathered(start: int, count: int) -> None:
 
 def test_no_logits_wanted() -> None:
     batch = build_batch([Span([3], 0, [5, 6], 0)], 4, CPU)
-    assert isinstance(batch, ForwardBatch)
     assert batch.logit_row_N.tolist() == []
 
 
-@pytest.mark.parametrize(
-    "span",
-    [
-        Span([1], 0, [], 0),
-        Span([1], 0, [5], 2),
-        Span([1], 0, [5], -1),
-        Span([1], -1, [5], 1),
-        Span([1], 3, [5, 6], 1),
-    ],
-    ids=["empty", "too many logits", "negative logits", "negative start", "block missing"],
-)
-def test_impossible_spans_are_our_bug(span: Span) -> None:
-    with pytest.raises(IntegrityError):
-        build_batch([span], 4, CPU)
+@pytest.mark.parametrize(("blocks", "start", "count"), [([1], 3, 2), ([1, 2], 0, 9), ([], 0, 1)])
+def test_tokens_without_a_block_are_our_bug(blocks: list[int], start: int, count: int) -> None:
+    """They would be written into block 0, whoever has it."""
+    slots = GivenSlots(make_params(3), max_tokens=12, max_drafts=0, blocks=3)
+    for slot in range(3):
+        slots.put(slot, [7] * 12, [3, 4, 5] if slot else blocks)
+    message = f"slot 0: {len(blocks)} blocks of 4 for {start + count} tokens"
+    with pytest.raises(IntegrityError, match=message):
+        gather_batch(slots, [SlotSpan(1, 0, 12, 1), SlotSpan(0, start, count, 1)], 4)
+    assert len(gather_batch(slots, [SlotSpan(2, start, count, 1)], 4).token_T) == count

@@ -15,7 +15,6 @@ CPU = torch.device("cpu")
 def test_memory_is_what_was_announced(dtype: torch.dtype) -> None:
     pool = KVPool(SHAPES, 5, 4, dtype=dtype, device=CPU)
     held = sum(t.numel() * t.element_size() for t in (*pool.keys, *pool.values))
-    assert pool.memory_bytes == held
     assert held == 5 * KVPool.bytes_per_block(SHAPES, 4, dtype)
 
 

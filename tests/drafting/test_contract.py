@@ -292,7 +292,7 @@ def test_a_map_of_ids_leaves_placeholders_and_refuses_a_q() -> None:
 
 
 def test_slots_say_who_registered() -> None:
-    table = SlotTable(2, CPU, max_tokens=8, num_drafts=2, blocks=2)
+    table = SlotTable(2, CPU, max_tokens=8, max_drafts=2, blocks=2)
     drafter: Any = type("Holds", (), {"release": lambda *_: None, "held_slots": lambda _: [1]})()
     table.register("drafts", drafter)
     table.check_integrity({1})

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from foretoken.cache.batch import Span, build_batch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DrafterSetup
 from foretoken.drafting.draft_model import DraftModel
 from foretoken.models import CausalLM
 from foretoken.ops import TARGET, DraftBlock, Noise, Rows, Rule, SlotParams, get_backend
+from tests.models.batches import Span, build_batch
 from tests.support.cases import make_params
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels
@@ -60,7 +60,7 @@ def build(
         built = DraftModel(setup, Unfused(built.model))  # type: ignore[arg-type]
     columns = -(-(MAX_LEN + MOST) // block_size)
     # One request may be longer than the draft model's context.
-    sizes = {"max_tokens": MAX_LEN + MOST, "num_drafts": MOST, "blocks": columns}
+    sizes = {"max_tokens": MAX_LEN + MOST, "max_drafts": MOST, "blocks": columns}
     built.allocate(GivenSlots(params, **sizes), 1 + SLOTS * columns)
     return built
 
@@ -233,12 +233,12 @@ def test_the_memory_plan_is_what_is_allocated(folder: Path) -> None:
     cache = asked(drafter, [request]).cache
     assert cache is not None
     held = (cache.logits_SKV, cache.threshold_SK, cache.lse_SK)
-    assert SLOTS * drafter.needs.bytes_per_slot == sum(t.nbytes for t in held)
+    assert SLOTS * drafter.bytes_per_slot == sum(t.nbytes for t in held)
     assert cache.logits_SKV.dtype is drafter.model.dtype
     held_kv = sum(t.nbytes for t in (*drafter.kv.keys, *drafter.kv.values))
-    assert drafter.kv.num_blocks * drafter.needs.kv_bytes_per_block == held_kv
+    assert len(drafter.kv.keys[0]) * drafter.kv_bytes_per_block == held_kv
     greedy = build(folder, params, draft_sample_method="greedy")
-    assert greedy.needs.bytes_per_slot == 0
+    assert greedy.bytes_per_slot == 0
     assert asked(greedy, [request]).cache is None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
-from foretoken.drafting.registry import DRAFTERS, build_drafter
+from foretoken.drafting.registry import DRAFTERS, find_drafter
 from foretoken.lab.laws.chain import CPU, Chain, Setting, random_chain
 from foretoken.lab.laws.emission import TRIALS, MakePropose, Propose, emit, joint_p_value
 from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P
@@ -123,9 +123,9 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
             patch.setattr(module, "resolve_checkpoint", lambda *_, **__: None, raising=False)
             patch.setattr(module, "load_model", lambda *_, **__: model, raising=False)
             patch.setattr(module, "load_tokenizer", lambda _: None, raising=False)
-            built = build_drafter(setup)
+            built = find_drafter(setup.speculation)(setup)
         # A slot owns one block; no text is longer.
-        slots = GivenSlots(params, max_tokens=BLOCK, num_drafts=NUM_DRAFTS, blocks=1)
+        slots = GivenSlots(params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1)
         slots.write_blocks((slot, 0, [slot]) for slot in range(num_slots))
         built.allocate(slots, num_slots)
         return driven(built, slots, model.bos)

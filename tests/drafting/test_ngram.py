@@ -23,7 +23,7 @@ def make_drafter(shortest: int, longest: int) -> NGram:
     config = EngineConfig(model="none", speculative_config=speculation)
     setup = DrafterSetup(config, speculation, get_backend("torch"), CPU, 400, 4096)
     drafter = NGram(setup)
-    drafter.allocate(GivenSlots(make_params(4), max_tokens=60, num_drafts=6, blocks=0), 0)
+    drafter.allocate(GivenSlots(make_params(4), max_tokens=60, max_drafts=6, blocks=0), 0)
     return drafter
 
 

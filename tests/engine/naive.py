@@ -115,7 +115,7 @@ def ending(request: Request) -> tuple[list[int], str, str, str | int | None]:
         output, text = list(tokens[:count]), said(tokens[:count])
         if output[-1] in request.stop_ids:
             return output, text[:-1], "stop", output[-1]
-        ends = [stop for stop in params.stop_strings if text.endswith(stop)]
+        ends = [stop for stop in params.stop or () if text.endswith(stop)]
         if ends:  # the one that begins first
             longest = max(ends, key=len)
             return output, text.removesuffix(longest), "stop", longest

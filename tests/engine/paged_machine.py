@@ -106,7 +106,7 @@ class NaiveModel:
             assert position >= known or upto == text[: position + 1], "another request's token"
             cell = kv.at(blocks, position)
             assert owners[cell[0]] == 1, "a shared block is written"
-            assert not self.scheduler.pool.is_cached(cell[0]), "a cached block is written"
+            assert cell[0] not in self.scheduler.pool._index, "a cached block is written"
             kv.held[cell] = upto
             computed.append(upto)
         return computed
@@ -190,12 +190,12 @@ class WatchedScheduler(Scheduler):
         unfinished = [r for r in self.running if r.num_prefill or r.most_remaining]
         assert [s.request for s in plan.shares] == unfinished, "all advance, in order of arrival"
         stayed = set(self.running) - set(plan.admitted)  # one that gives way may come back at once
-        drafts = {s.request: s.num_drafts for s in plan.shares if s.decides}
+        drafts = {s.request: s.max_drafts for s in plan.shares if s.decides}
         for request in drafts:
-            unresolved = bool(request.launched and request.launched.decides)
+            unresolved = bool(request.launched_share and request.launched_share.decides)
             assert request.num_remaining > unresolved, "a request that has surely ended"
         for request in set(decoding) & stayed:
-            assert drafts[request] == request.num_drafts, "drafts were dropped"
+            assert drafts[request] == request.max_drafts, "drafts were dropped"
         last = max((request.arrival for request in plan.admitted), default=0)
         for request in self.waiting:
             leader = request.group.samples[0]
@@ -238,7 +238,7 @@ class PagedMachine:
             self.scheduler.max_num_seqs,
             CPU,
             max_tokens=tokens,
-            num_drafts=MOST_DRAFTS,
+            max_drafts=MOST_DRAFTS,
             blocks=num_blocks,
         )
         self.drafter = NaiveDrafter(self.scheduler)
@@ -287,7 +287,7 @@ class PagedMachine:
 
     def draft(self, request: Request, most: int) -> None:
         """Change a request's K."""
-        request.max_drafts = most
+        request.num_speculative_tokens = most
         self.with_other_drafts.add(request)
 
     def run(self, most_steps: int = 3000) -> None:
@@ -314,7 +314,7 @@ class PagedMachine:
 
     def check_sample(self, request: Request) -> None:
         output, truth = request.output_ids, truth_of(request)
-        given = (output, request.text, request.finish_reason, request.stop_reason)
+        given = (output, "".join(request.pieces), request.finish_reason, request.stop_reason)
         assert request.token_ids == list(truth.upto(len(request.token_ids)))
         assert request.finish_reason in ("abort", "error") or given == ending(request)
         if request not in self.with_other_drafts:
@@ -328,7 +328,7 @@ class PagedMachine:
     def check_decisions(self, request: Request, truth: Truth) -> None:
         """As many drafts were verified at each position as without neighbours."""
         made = self.drafter.decisions.get(request, [])
-        expected = truth.decisions(request.max_drafts, request.limit)
+        expected = truth.decisions(request.num_speculative_tokens, request.limit)
         assert made == expected[: len(made)], "drafts were dropped"
         needed = sum(known < len(request.token_ids) for known, _ in expected)
         most = needed + 2 * self.late  # when a request ends, two steps may wait for their commit

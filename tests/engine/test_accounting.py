@@ -325,7 +325,7 @@ def naive(llm: LLM, prompt: list[int], tokens: list[int], params: SamplingParams
         if count >= params.min_tokens and not text.endswith("\ufffd"):
             found = sorted(
                 (at, stop)
-                for stop in params.stop_strings
+                for stop in params.stop or ()
                 if (at := text.find(stop, max(0, complete_before - len(stop) + 1))) >= 0
             )
             if found:

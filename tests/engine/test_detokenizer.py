@@ -48,12 +48,11 @@ def test_half_a_character_at_the_end_is_shown_as_a_replacement() -> None:
 
 @pytest.mark.parametrize(("include", "expected"), [(False, "ab"), (True, "abcd")])
 def test_a_stop_string_across_tokens_cuts_the_text(include: bool, expected: str) -> None:
-    out = Detokenizer(ByteTokenizer(), [], ("xyz", "cd"))
+    out = Detokenizer(ByteTokenizer(), [], ("xyz", "cd"), include_stop=include)
     hits = []
     for byte in b"abcd":
-        before = len(out.text)
         out.append(byte)
-        hits.append(out.find_stop(before, include))
+        hits.append(out.find_stop())
     assert hits == [None, None, None, "cd"]
     assert out.text == expected
 
@@ -63,7 +62,7 @@ def test_the_earliest_of_several_stop_strings_wins() -> None:
     for byte in b"abc":
         out.append(byte)
     out.append(ord("d"))
-    assert out.find_stop(3, False) == "bcd"
+    assert out.find_stop() == "bcd"
     assert out.text == "a"
 
 

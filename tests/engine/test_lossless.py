@@ -160,7 +160,7 @@ def test_k_zero_stretches_are_caught_up(target: Path, backend: str) -> None:
     request = group.samples[0]
     while not group.finished:
         # A stretch in which nothing is verified.
-        request.max_drafts = 0 if 10 < request.num_output < 30 else 4
+        request.num_speculative_tokens = 0 if 10 < request.num_output < 30 else 4
         engine.step()
     late = group.metrics
     assert late.num_steps > 20

@@ -257,7 +257,7 @@ def test_a_stretch_without_drafts_is_caught_up_also_by_who_reuses_it(selfish: LL
     request = first.samples[0]
     while not first.finished:
         # Verified without drafts for a while: the drafter falls behind.
-        request.max_drafts = 0 if 8 < request.num_output < 24 else SELF_K
+        request.num_speculative_tokens = 0 if 8 < request.num_output < 24 else SELF_K
         engine.step()
         engine.check_integrity()
     check_all_accepted(first)

@@ -81,7 +81,7 @@ def test_bytes_that_waited_stop_nothing_that_was_ended_from_outside(llm: LLM, re
     llm.engine.abort(group, reason)
     (sample,) = group.samples
     assert (sample.finish_reason, sample.stop_reason) == (reason, None)
-    assert sample.text == "\ufffd\ufffd"
+    assert "".join(sample.pieces) == "\ufffd\ufffd"
 
 
 def test_length_stop_and_min_tokens(llm: LLM, text: list[int]) -> None:

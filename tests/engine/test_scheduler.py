@@ -70,7 +70,7 @@ class EngineMachine(RuleBasedStateMachine):
     def step(self, count: int) -> None:
         for _ in range(count):
             plan = self.machine.step()
-            total = sum(s.num_tokens + s.num_drafts for s in plan.shares)
+            total = sum(s.num_tokens + s.max_drafts for s in plan.shares)
             assert total <= self.machine.scheduler.max_num_batched_tokens
             assert total or self.machine.late or not self.machine.scheduler.has_work
 
@@ -180,7 +180,7 @@ def test_a_long_prefill_stalls_neither_decoding_nor_a_short_prompt_behind_it() -
     fair.step()
     fair.add("long", [0] * 60, 8)
     fair.add("short", [2] * 5, 8)
-    drafts = fair.scheduler.running[0].num_drafts
+    drafts = fair.scheduler.running[0].max_drafts
     shares = {s.request.group.request_id: s for s in fair.step().shares}
     room = 18 - 1 - drafts
     short = min(5, room // 2)
@@ -200,7 +200,7 @@ def test_a_prompt_that_ends_in_a_chunk_of_one_is_not_drafted_for() -> None:
     cut.step()
     assert (request.num_prefill, request.decodes) == (1, False)
     [share] = cut.step().shares
-    assert (share.num_tokens, share.num_drafts, share.decides) == (1, 0, True)
+    assert (share.num_tokens, share.max_drafts, share.decides) == (1, 0, True)
     cut.run()
 
 

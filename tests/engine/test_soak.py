@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
+from foretoken.engine.boundary import build_output
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import Request, RequestGroup
@@ -70,7 +71,8 @@ def make_request(rng: random.Random, number: int) -> tuple[list[int], SamplingPa
 
 
 def results(engine: Engine, group: RequestGroup) -> list[tuple[list[int], list[str], str]]:
-    return [(r.output_ids, list(r.origins), engine.text(r)) for r in group.samples]
+    samples = build_output(engine, group).outputs
+    return [(sample.token_ids, sample.origins, sample.text) for sample in samples]
 
 
 def run_alone(engine: Engine, prompt: list[int], params: SamplingParams) -> Spec:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from foretoken import LLM, SamplingParams
-from foretoken.engine.step import PhaseClock, StepTrace
+from foretoken.engine.trace import PhaseClock, StepTrace
 
 PHASES = ["schedule", "admit", "draft", "batch", "forward", "verify", "advance", "commit"]
 
@@ -36,7 +36,7 @@ def test_a_trace_adds_up_to_what_was_done(llm: LLM) -> None:
     # Every token but the last of each is computed, and every draft that was not accepted.
     tokens = sum(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) - 1 for o in outputs)
     rejected = metrics.num_draft_tokens - metrics.num_accepted_tokens
-    behind = sum(trace.num_rows for trace in traces) - tokens - rejected
+    behind = sum(trace.num_tokens for trace in traces) - tokens - rejected
     assert 0 <= behind <= 3 * len(prompts), "what was accepted behind the last token"
     assert traces[0].num_requests == 2
     assert [trace.num_decoding for trace in traces][:2] == [0, 1]
@@ -63,5 +63,5 @@ def test_a_step_that_failed_is_told_of_too(llm: LLM, monkeypatch: pytest.MonkeyP
     traces, (output,) = traces_of(llm, ["abc"], None)
     assert output.error is not None
     (trace,) = traces
-    assert trace.num_requests == trace.num_rows == 0
+    assert trace.num_requests == trace.num_tokens == 0
     assert "forward" not in trace.seconds

@@ -67,11 +67,11 @@ def test_turns_come_in_the_order_of_asking(crew: Crew) -> None:
     with turns:
         for name in range(5):
             crew.start(lambda name=name: once(name))  # type: ignore[misc]
-            wait_until(lambda name=name: turns.num_inside == name + 2)  # type: ignore[misc]
+            wait_until(lambda name=name: len(turns._line) == name + 2)  # type: ignore[misc]
     once(99)  # at once, and yet last
     crew.join()
     assert served == [0, 1, 2, 3, 4, 99]
-    assert turns.num_inside == 0
+    assert len(turns._line) == 0
     assert not turns.inside
 
 
@@ -90,7 +90,7 @@ def test_one_at_a_time(crew: Crew) -> None:
         crew.start(many)
     crew.join()
     assert (most, crew.raised) == (1, [])
-    assert turns.num_inside == 0
+    assert len(turns._line) == 0
 
 
 def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
@@ -102,15 +102,15 @@ def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
 
     def interrupt() -> None:
         crew.start(lambda: turns.later(lambda: done.append("behind")))
-        wait_until(lambda: turns.num_inside == 3)
+        wait_until(lambda: len(turns._line) == 3)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     crew.start(hold)
-    wait_until(lambda: turns.num_inside == 1)
-    threading.Timer(0.01, lambda: wait_until(lambda: turns.num_inside == 2) or interrupt()).start()
+    wait_until(lambda: len(turns._line) == 1)
+    threading.Timer(0.01, lambda: wait_until(lambda: len(turns._line) == 2) or interrupt()).start()
     with pytest.raises(KeyboardInterrupt):
         turns.later(lambda: done.append("mine"))
-    assert (turns.num_inside, done) == (2, [])
+    assert (len(turns._line), done) == (2, [])
     free.set()
     crew.join()
     assert sorted(done) == ["behind", "mine"]  # what was left undone is done in the next turn
@@ -139,14 +139,14 @@ def test_ctrl_c_while_a_turn_ends_leaves_it_to_the_next(crew: Crew, removed: boo
     def begin() -> None:
         with turns:
             crew.start(wait)
-            wait_until(lambda: turns.num_inside == 2)
+            wait_until(lambda: len(turns._line) == 2)
 
     turns._line = Line()
     with pytest.raises(KeyboardInterrupt):
         begin()
     crew.join()
     wait()
-    assert (served, turns.num_inside, turns.inside) == ([1, 1], 0, False)
+    assert (served, len(turns._line), turns.inside) == ([1, 1], 0, False)
 
 
 def test_a_call_within_a_call_is_refused(crew: Crew) -> None:
@@ -224,7 +224,7 @@ def test_calls_of_two_threads_are_one_batch(
         nonlocal steps
         steps += 1
         if steps == 1:  # the other call is made now
-            wait_until(lambda: turns.num_inside == 2)
+            wait_until(lambda: len(turns._line) == 2)
         return step()
 
     monkeypatch.setattr(llm.engine, "step", counted)
@@ -256,7 +256,7 @@ def test_ctrl_c_while_another_thread_has_its_turn(
     main, others = threading.main_thread(), []
 
     def interrupt() -> None:
-        wait_until(lambda: threading.current_thread() is main or turns.num_inside == 2)
+        wait_until(lambda: threading.current_thread() is main or len(turns._line) == 2)
         signal.pthread_kill(main.ident or 0, signal.SIGINT)
 
     monkeypatch.setattr(llm.engine, "step", at_step(llm, 5, interrupt))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models import load_model, packing
 from tests.models import families
+from tests.models.batches import Span, build_batch
 from tests.models.walk import walk
 
 BLOCK = 4

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.models import CausalLM, load_model, packing
@@ -17,6 +16,7 @@ from foretoken.models.packing import PackedLinear, can_pack, observe_linears, pa
 from foretoken.ops import ForwardOutput
 from foretoken.ops.backends.native.decoder import FusedDecoder
 from tests.models import families
+from tests.models.batches import Span, build_batch
 from tests.support.kernels import needs_kernels
 
 CPU = torch.device("cpu")

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.draft_model import DraftModel
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, guards, load_model
 from tests.models import families
+from tests.models.batches import Span, build_batch
 from tests.support.checkpoints import save_checkpoint
 
 SHORT = 24  # the longest context at which the frequencies are one set

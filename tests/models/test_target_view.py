@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.cache.batch import Span, build_batch
 from foretoken.errors import ConfigError, IntegrityError, UnsupportedModelError
 from foretoken.models import CausalLM, TargetView, load_model, packing
 from tests.models import families
+from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool
 from tests.support.cases import host_backends
 

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models import load_model
 from tests.models import families
+from tests.models.batches import Span, build_batch
 
 TOKENS = list(range(3, 25))
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

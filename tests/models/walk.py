@@ -6,9 +6,9 @@ import random
 
 import torch
 
-from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models import CausalLM
+from tests.models.batches import Span, build_batch
 
 CPU = torch.device("cpu")
 

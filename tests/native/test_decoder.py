@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foretoken.cache.batch import Span, build_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model
@@ -23,6 +22,7 @@ from foretoken.ops import Decoder, UnfitError, get_backend
 from foretoken.ops.backends.native import library
 from foretoken.ops.backends.native.decoder import FAMILIES
 from tests.models import families
+from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool, walk
 from tests.support.kernels import needs_kernels
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from foretoken.cache.batch import Span, build_batch
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model
 from foretoken.ops import DraftCache, DraftRound
 from tests.models import families
+from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool
 from tests.support.cases import make_params
 from tests.support.kernels import needs_kernels

@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foretoken.drafting.base import one_hot_block
 from foretoken.ops import Edits
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.edits import build_edits
 from foretoken.slots.history import HistoryRows, SlotHistory
 
-CPU = torch.device("cpu")
 VOCABULARY = 40
 BAN = -math.inf
 
@@ -31,8 +31,17 @@ def history_of(
     return history
 
 
+def edits_of_batch(
+    batch: Sequence[tuple[SlotHistory | None, list[int]]], vocab_size: int = VOCABULARY
+) -> tuple[Edits | None, dict[int, Exception]]:
+    """Each request in the slot of its index."""
+    histories = {slot: history for slot, (history, _) in enumerate(batch) if history}
+    drafts = one_hot_block([drafts for _, drafts in batch], torch.device("cpu"))
+    return build_edits(histories, range(len(batch)), drafts, vocab_size)
+
+
 def edits_of(history: SlotHistory, drafts: list[int], vocab_size: int = VOCABULARY) -> Edits:
-    edits, faults = build_edits([(history, drafts)], vocab_size, CPU)
+    edits, faults = edits_of_batch([(history, drafts)], vocab_size)
     assert edits is not None
     assert not faults
     return edits
@@ -60,7 +69,7 @@ def changes(edits: Edits) -> list[dict[int, tuple[float, float, float]]]:
 
 
 def test_requests_without_edits_build_none() -> None:
-    assert build_edits([(None, [5]), (None, [])], VOCABULARY, CPU) == (None, {})
+    assert edits_of_batch([(None, [5]), (None, [])]) == (None, {})
 
 
 def test_penalties_count_the_drafts_before_the_row() -> None:
@@ -102,7 +111,7 @@ def test_min_tokens_holds_back_stops_until_enough_tokens() -> None:
     ban = {0: (BAN, 1.0, 0.0), 9: (BAN, 1.0, 0.0)}
     assert changes(edits_of(history, [3, 3, 3])) == [ban, ban, {}, {}]
     history.append([3, 3])
-    nothing = build_edits([(history, [3])], VOCABULARY, CPU)
+    nothing = edits_of_batch([(history, [3])])
     assert nothing == (None, {}), "nothing is left to edit"
 
 
@@ -147,7 +156,7 @@ def test_each_request_has_its_own_rows_entries_and_mask() -> None:
     masked = history_of(SamplingParams(allowed_token_ids=[7]), [1], [])
     other = history_of(SamplingParams(allowed_token_ids=[8], logit_bias={8: 1.0}), [1], [])
     batch = [(biased, [2]), (None, [1, 1]), (masked, []), (other, [8])]
-    edits, _ = build_edits(batch, VOCABULARY, CPU)
+    edits, _ = edits_of_batch(batch)
     assert edits is not None
     three, eight = {3: (1.5, 1, 0)}, {8: (1.0, 1, 0)}
     assert changes(edits) == [three, three, {}, {}, {}, {}, eight, eight]
@@ -171,13 +180,13 @@ def test_a_history_that_cannot_be_read_names_its_request_and_edits_none_of_its_r
     good = history_of(SamplingParams(logit_bias={3: 1.5}), [1], [])
     bad = Unreadable(SamplingParams(frequency_penalty=1.0, allowed_token_ids=[3]), [1])
     batch = [(good, []), (None, []), (bad, [2]), (good, [4])]
-    edits, faults = build_edits(batch, VOCABULARY, CPU)
+    edits, faults = edits_of_batch(batch)
     assert [(index, type(error)) for index, error in faults.items()] == [(2, ZeroDivisionError)]
     assert edits is not None
     three = {3: (1.5, 1, 0)}
     assert changes(edits) == [three, {}, {}, {}, three, three]
     assert [bits(edits, row) for row in range(6)] == [None] * 6
-    assert build_edits([(bad, [])], VOCABULARY, CPU)[0] is None
+    assert edits_of_batch([(bad, [])])[0] is None
 
 
 TOKENS = st.lists(st.integers(0, 11), max_size=8)
@@ -208,7 +217,7 @@ def test_equals_the_definition_as_a_sequence(
         frequency_penalty=frequency, presence_penalty=presence,
     )  # fmt: skip
     history = history_of(params, prompt, output, stop_ids=[0, 5], bad_word_ids=words)
-    edits, faults = build_edits([(history, drafts)], VOCABULARY, CPU)
+    edits, faults = edits_of_batch([(history, drafts)])
     assert not faults
     found = changes(edits) if edits is not None else [{}] * (len(drafts) + 1)
     for j, row in enumerate(found):

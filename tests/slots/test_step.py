@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from foretoken.ops import DraftBlock, Logprobs, Verdict
-from foretoken.slots.step import NONE, LogprobRows, Outcome, SlotSpan, StepInput, StepResult
+from foretoken.slots.step import NONE, Outcome, SlotSpan, StepInput, StepResult, some_rows
 
 STEP = StepInput(
     slot_B=[3, 0, 5],
     num_tokens_B=[1, 7, 1],
-    num_drafts_B=[2, 0, 4],
+    max_drafts_B=[2, 0, 4],
     decides_B=[True, False, True],
     top_B=[NONE, NONE, 2],
     prompt_top_B=[NONE, 4, NONE],
@@ -39,7 +39,7 @@ def make_result(**others: Any) -> StepResult:
 def test_some_of_the_requests_of_a_step() -> None:
     some = STEP.at([2, 0])
     assert some.slot_B == [5, 3]
-    assert some.num_drafts_B == [4, 2]
+    assert some.max_drafts_B == [4, 2]
     assert some.decides_B == [True, True]
     assert (STEP.most_logprobs, some.most_logprobs) == (4, 2)
     assert STEP.at([0]).most_logprobs == NONE
@@ -69,8 +69,12 @@ def test_what_is_wrong_with_one_request_is_said_of_it_alone() -> None:
 def test_log_probabilities_are_cut_into_prompts_and_decisions() -> None:
     values = torch.arange(7.0)
     found = Logprobs(values, values.long(), values[:, None], values.long()[:, None])
-    rows = {0: LogprobRows(0, 3, 3), 5: LogprobRows(3, 3, 5), 3: LogprobRows(5, 6, 7)}
-    outcomes = make_result(logprobs=found, logprob_rows=rows).read()
+    borders = {0: (0, 3, 3), 5: (3, 3, 5), 3: (5, 6, 7)}
+    parts = {
+        slot: (some_rows(found, begin, middle), some_rows(found, middle, end))
+        for slot, (begin, middle, end) in borders.items()
+    }
+    outcomes = make_result(logprobs=parts).read()
 
     def logprobs(part: Logprobs | None) -> list[float] | None:
         return None if part is None else part.logprob_N.tolist()

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def make_table(num_slots: int = 3, max_tokens: int = 12, num_drafts: int = 3) -> SlotTable:
-    return SlotTable(num_slots, CPU, max_tokens=max_tokens, num_drafts=num_drafts, blocks=4)
+    return SlotTable(num_slots, CPU, max_tokens=max_tokens, max_drafts=num_drafts, blocks=4)
 
 
 def admit(

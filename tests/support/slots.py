@@ -17,10 +17,10 @@ class GivenSlots(SlotTable):
     """A table with these parameters; every slot is in use, and may have any number of tokens."""
 
     def __init__(
-        self, params: SlotParams, *, max_tokens: int, num_drafts: int, blocks: int
+        self, params: SlotParams, *, max_tokens: int, max_drafts: int, blocks: int
     ) -> None:
         num_slots = len(params.key_S)
-        sizes = {"max_tokens": max_tokens, "num_drafts": num_drafts, "blocks": blocks}
+        sizes = {"max_tokens": max_tokens, "max_drafts": max_drafts, "blocks": blocks}
         super().__init__(num_slots, CPU, **sizes)
         self.given = params
         self.temperatures = dict(enumerate(params.temperature_S.tolist()))
@@ -32,11 +32,12 @@ class GivenSlots(SlotTable):
         return self.given
 
     def put(self, slot: int, tokens: Sequence[int], blocks: Sequence[int] = ()) -> None:
-        """Known tokens of a request, and its cache blocks."""
+        """Known tokens of a request, and its cache blocks unless it has them."""
         self.token_SL[slot, : len(tokens)] = tokens
         self.token_SL[slot, len(tokens) :] = NO_TOKEN
         self.length_S[slot] = len(tokens)
-        self.write_blocks([(slot, 0, blocks)])
+        if blocks:
+            self.write_blocks([(slot, 0, blocks)])
 
 
 def outcome(

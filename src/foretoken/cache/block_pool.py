@@ -36,10 +36,6 @@ class BlockPool:
         """Blocks nobody holds, cached ones too."""
         return len(self._empty) + len(self._cached)
 
-    def is_cached(self, block: int) -> bool:
-        """Whether what it holds can be found, by whoever begins with the same tokens."""
-        return block in self._index
-
     def num_unheld(self, blocks: Iterable[int]) -> int:
         """How many of these blocks nobody holds."""
         return sum(not self._refs[block] for block in blocks)
@@ -67,8 +63,12 @@ class BlockPool:
             if self._refs[block] <= 0:
                 raise IntegrityError(f"block {block} freed more often than it was taken")
             self._refs[block] -= 1
-            if not self._refs[block]:
-                self._put_back(block)
+            if self._refs[block]:
+                continue
+            if block in self._index:
+                self._cached[block] = None
+            else:
+                self._empty.append(block)
 
     def match(self, token_ids: Sequence[int], num_blocks: int) -> list[Entry]:
         """The cached blocks that hold the first tokens: as many as follow, at most `num_blocks`."""
@@ -125,12 +125,6 @@ class BlockPool:
                 raise IntegrityError(f"block {block} is in the free list {empty[block]} times")
             if (block in self._cached) != (not refs and not unheld_empty):
                 raise IntegrityError(f"block {block} is held or not cached, yet can be evicted")
-
-    def _put_back(self, block: int) -> None:
-        if block in self._index:
-            self._cached[block] = None
-        else:
-            self._empty.append(block)
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

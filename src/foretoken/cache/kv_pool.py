@@ -16,9 +16,7 @@ from torch import Tensor
 
 from foretoken.ops import AttentionBatch
 
-__all__ = ["KVPool", "LayerShape", "write_index"]
-
-_BEHIND = 16
+_BEHIND = 16  # numbers that can be read behind a tensor: kernels load whole vectors, the last, too
 
 LayerShape = tuple[int, int, int]
 """(H_kv, D of keys, D of values); layers of one model may differ."""
@@ -41,17 +39,15 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.layer_shapes = tuple(layer_shapes)
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.dtype = dtype
-        self.device = device
-        keys, values = [], []
-        for heads, key_size, value_size in self.layer_shapes:
-            shape = (num_blocks, block_size, heads)
-            keys.append(_zeros((*shape, key_size), dtype, device))
-            values.append(_zeros((*shape, value_size), dtype, device))
-        self.keys, self.values = tuple(keys), tuple(values)
+        self.block_size, self._device = block_size, device
+
+        def zeros(heads: int, head_size: int) -> Tensor:
+            shape = (num_blocks, block_size, heads, head_size)
+            count = prod(shape)
+            return torch.zeros(count + _BEHIND, dtype=dtype, device=device)[:count].view(shape)
+
+        self.keys = tuple(zeros(heads, key_size) for heads, key_size, _ in layer_shapes)
+        self.values = tuple(zeros(heads, value_size) for heads, _, value_size in layer_shapes)
         self._flat_keys = [keys.flatten(0, 1) for keys in self.keys]
         self._flat_values = [values.flatten(0, 1) for values in self.values]
 
@@ -63,17 +59,10 @@ class KVPool:
         numbers = sum(heads * (key + value) for heads, key, value in layer_shapes)
         return numbers * block_size * dtype.itemsize
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the whole pool."""
-        return self.num_blocks * self.bytes_per_block(
-            self.layer_shapes, self.block_size, self.dtype
-        )
-
-    def write(self, layer: int, slot_T: Tensor, key_THD: Tensor, value_THD: Tensor) -> None:
+    def write(self, layer: int, index_T: Tensor, key_THD: Tensor, value_THD: Tensor) -> None:
         """Store new tokens' keys and values at the flat indices of `write_index`."""
-        self._flat_keys[layer].index_copy_(0, slot_T, key_THD)
-        self._flat_values[layer].index_copy_(0, slot_T, value_THD)
+        self._flat_keys[layer].index_copy_(0, index_T, key_THD)
+        self._flat_values[layer].index_copy_(0, index_T, value_THD)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero blocks that change hands: needed if the model multiplies masked keys.
@@ -81,7 +70,7 @@ class KVPool:
         They are then multiplied by zero, and NaN times zero is NaN: stale NaN in the unused tail of
         a block would reach its next owner.
         """
-        index = torch.tensor(list(block_ids), dtype=torch.int64, device=self.device)
+        index = torch.tensor(list(block_ids), dtype=torch.int64, device=self._device)
         for cache in (*self.keys, *self.values):
             cache.index_fill_(0, index, 0)
 
@@ -99,9 +88,3 @@ def write_index(batch: AttentionBatch) -> Tensor:
             blocks[i // size] * size + i % size for i in range(length - end + start, length)
         ]
     return torch.tensor(index_T, device=batch.length_B.device)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros with readable memory behind them: kernels load whole vectors, the last one too."""
-    count = prod(shape)
-    return torch.zeros(count + _BEHIND, dtype=dtype, device=device)[:count].view(shape)

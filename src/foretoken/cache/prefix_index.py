@@ -33,9 +33,6 @@ class PrefixIndex:
     def __contains__(self, block: int) -> bool:
         return block in self._keys
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def find(self, before: int, tokens: Sequence[int]) -> Entry | None:
         """The block of these tokens behind the one with serial `before`, if it is cached."""
         return self._entries.get((before, tuple(tokens)))

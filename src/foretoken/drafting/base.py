@@ -1,4 +1,4 @@
-"""The drafter contract: wants declared as data, propose, observe what became of it.
+"""The drafter contract: memory and the view of the target as data; propose; observe the outcome.
 
 Charter: what every drafter is given and must give back. A drafter proposes up to K tokens for each
 request in one call, at the beginning of the step that verifies them, and sees every step's outcome,
@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import ClassVar
 
 import numpy as np
@@ -29,20 +30,6 @@ from foretoken.slots.table import SlotTable
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """What a drafter asks of the engine, counted in its memory plan.
-
-    Attributes:
-        kv_bytes_per_block: K/V bytes of one cache block; the drafter keeps its own tensors but
-            addresses them by the engine's block ids, so its cache rolls back with the target's.
-        bytes_per_slot: what it keeps for one request beside K/V, the q of its drafts above all.
-    """
-
-    kv_bytes_per_block: int = 0
-    bytes_per_slot: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class DrafterSetup:
     """What a drafter is built from; the pool's size comes later, with `allocate`.
 
@@ -50,7 +37,7 @@ class DrafterSetup:
         config: the engine's options; `speculation` are those of this drafter.
         vocab_size, max_model_len: the target's.
         target_tokens: token text -> id of the target's tokenizer, or None without a tokenizer.
-        embedding, head: weights [V, H] of the target itself; the head if its `wants` name it.
+        embedding, head: weights [V, H] of the target itself; the head if `target_view` asks for it.
     """
 
     config: EngineConfig
@@ -65,20 +52,23 @@ class DrafterSetup:
 
 
 class Drafter(ABC):
-    """Base class of all drafters; built as `cls(setup)` by the registry.
+    """Base class of all drafters; built as `cls(setup)`.
 
     options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
-    needs: set by the instance if it needs anything.
+    kv_bytes_per_block, bytes_per_slot: memory that the instance asks for: K/V of one cache block,
+        addressed by the engine's block ids, so that they roll back with the target's; and what it
+        keeps for one request beside K/V, the q of its drafts above all.
     target_ids: int64 [V'], the target's id of each id that it proposes; None if they are the same.
         With such a map q is one-hot: verification has no q over other ids.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
-    needs: Needs = Needs()
+    kv_bytes_per_block: int = 0
+    bytes_per_slot: int = 0
     target_ids: Tensor | None = None
 
     @classmethod
-    def wants(cls, config: EngineConfig) -> TargetView:
+    def target_view(cls, config: EngineConfig) -> TargetView:
         """What it will see of the target beyond tokens; asked before the target is loaded."""
         return TargetView()
 
@@ -98,7 +88,7 @@ class Drafter(ABC):
         from q at the request's temperature and filters: with DRAFT noise, or with the target's own
         under COUPLED. Where q is real, the block's cache states it at [slot, i] and stays so until
         the next call. Drafts see temperature and filters, not penalties, bias or bans: q says what
-        they saw. A drawn token is never replaced by -1 for what it is.
+        they saw. Every draft is a token: -1 stands only behind a request's last one, as padding.
 
         The slots' block tables cover length + num_drafts tokens. Leading blocks may be shared with
         requests that begin with the same tokens, and may have been filled by one that was never
@@ -125,8 +115,14 @@ class Drafter(ABC):
         return ()
 
 
+@cache
+def no_drafts(num_requests: int, device: torch.device) -> DraftBlock:
+    """A `DraftBlock` without drafts, the same one in every step."""
+    return one_hot_block([[]] * num_requests, device)
+
+
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:
-    """A `DraftBlock` of ragged token lists whose q is one-hot (or of no drafts at all)."""
+    """A `DraftBlock` of ragged token lists whose q is one-hot."""
     counts = [len(d) for d in drafts]
     widest = max(counts, default=0)
     rows = [[*d, *[-1] * (widest - len(d))] for d in drafts]
@@ -141,7 +137,7 @@ def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> Draf
 
 
 def in_target_ids(drafts: DraftBlock, target_ids: Tensor) -> DraftBlock:
-    """One-hot drafts, each by the target's id of it; -1 stays.
+    """One-hot drafts, each by the target's id of it; the padding of -1 stays.
 
     Raises:
         IntegrityError: they have a q over other ids than the target's, which nobody can verify.

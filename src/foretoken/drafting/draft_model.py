@@ -29,7 +29,7 @@ from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch, gather_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import Drafter, DrafterSetup, Needs, one_hot_block
+from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, Rows, Rule
@@ -50,12 +50,11 @@ class DraftModel(Drafter):
         self.backend = setup.backend
         self.probabilistic = setup.speculation.draft_sample_method != "greedy"
         num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
-        self._cache_shape = (setup.config.max_num_seqs, num_drafts, self.model.vocab_size)
-        self.needs = Needs(
-            bytes_per_slot=_cache_bytes(num_drafts, self.model.vocab_size, self.model.dtype),
-            kv_bytes_per_block=KVPool.bytes_per_block(
-                self.model.layer_shapes, setup.config.block_size, self.model.dtype
-            ),
+        self._cache_shape = (num_drafts, self.model.vocab_size, self.model.dtype)
+        one = DraftCache.empty(1, *self._cache_shape, torch.device("meta"))
+        self.bytes_per_slot = one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes
+        self.kv_bytes_per_block = KVPool.bytes_per_block(
+            self.model.layer_shapes, setup.config.block_size, self.model.dtype
         )
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
@@ -66,16 +65,18 @@ class DraftModel(Drafter):
         self._complete = bytearray(num_blocks)
         self._cache = None
         if self.probabilistic:
-            self._cache = DraftCache.empty(*self._cache_shape, dtype, device)
+            self._cache = DraftCache.empty(slots.num_slots, *self._cache_shape, device)
         size = self.config.block_size
         self.kv = KVPool(self.model.layer_shapes, num_blocks, size, dtype=dtype, device=device)
 
     def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
-        counts = [self._fit(*asked) for asked in zip(slots, num_drafts, strict=True)]
+        end = self.model.max_model_len + 1  # the last draft is drawn, not computed
+        asked = zip(slots, num_drafts, strict=True)
+        counts = [max(0, min(num, end - self.slots.length_S[slot])) for slot, num in asked]
         wanted = [(slot, count) for slot, count in zip(slots, counts, strict=True) if count]
         if not wanted:
-            return one_hot_block([[]] * len(slots), self.model.device)
+            return no_drafts(len(slots), self.model.device)
         for slot, _ in wanted:
             self._skip_complete(slot)
         self._catch_up([slot for slot, _ in wanted])
@@ -86,8 +87,10 @@ class DraftModel(Drafter):
         token_BK = draft(wanted, cache)
         for slot, _ in wanted:
             self._advance(slot, self.slots.length_S[slot])
-        if len(wanted) < len(slots):
-            token_BK = _spread(token_BK, counts)
+        if len(wanted) < len(slots):  # the others have rows, too
+            all_BK = token_BK.new_full((len(slots), token_BK.shape[1]), -1)
+            all_BK[torch.tensor(counts) > 0] = token_BK
+            token_BK = all_BK
         real = [
             cache is not None and count > 0 and self._keeps_q(slot)
             for slot, count in zip(slots, counts, strict=True)
@@ -98,10 +101,6 @@ class DraftModel(Drafter):
             cache=cache if any(real) else None,
             real_q_B=torch.from_numpy(np.array(real, dtype=bool)),
         )
-
-    def _fit(self, slot: int, num_drafts: int) -> int:
-        """Drafts that the draft model's context still allows: the last is drawn, not computed."""
-        return max(0, min(num_drafts, self.model.max_model_len - self.slots.length_S[slot] + 1))
 
     def _keeps_q(self, slot: int) -> bool:
         """Whether verification will ask for the q of its drafts, if they are drawn from one."""
@@ -116,8 +115,8 @@ class DraftModel(Drafter):
         ahead = max(count for _, count in wanted) - 1
         first = self._gather([self._missing(slot) for slot, _ in wanted], ahead)
         slot_B, num_B = torch.from_numpy(np.array(wanted, dtype=np.int64).T.copy())
-        fp64_noise = self.config.use_fp64_gumbel
-        drafting = DraftRound(self.slots.params, slot_B, num_B, cache, fp64_noise)
+        fp64 = self.config.use_fp64_gumbel
+        drafting = DraftRound(self.slots.params, slot_B, num_B, cache, fp64)
         return self.model.fused.draft(  # type: ignore[union-attr]
             first.token_T, first.attention, self.kv.keys, self.kv.values, drafting
         )
@@ -149,7 +148,7 @@ class DraftModel(Drafter):
         for slot, outcome in result.decisions.items():
             if outcome.num_drafts:
                 kept = min(outcome.num_accepted, outcome.num_drafts - 1)
-                self._num_computed_S[slot] += kept
+                self._advance(slot, self._num_computed_S[slot] + kept)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Remove these blocks' marks; zero their K/V if the model multiplies masked keys."""
@@ -178,11 +177,9 @@ class DraftModel(Drafter):
 
     def _advance(self, slot: int, num_computed: int) -> None:
         """Count a request's leading known tokens that were computed, and mark blocks they fill."""
+        size, first = self.config.block_size, self._num_computed_S[slot]
         self._num_computed_S[slot] = num_computed
-        for i in reversed(range(num_computed // self.config.block_size)):
-            block = self.slots.block_SL[slot, i]
-            if self._complete[block]:
-                return  # and so are those before it
+        for block in self.slots.block_SL[slot, first // size : num_computed // size]:
             self._complete[block] = True
 
     def _missing(self, slot: int) -> SlotSpan:
@@ -222,30 +219,13 @@ class DraftModel(Drafter):
         )
 
 
-def _spread(token_BK: Tensor, counts: Sequence[int]) -> Tensor:
-    """Drafts of the requests that have some, as rows of a batch in which others have none."""
-    all_BK = token_BK.new_full((len(counts), token_BK.shape[1]), -1)
-    all_BK[torch.tensor([count > 0 for count in counts])] = token_BK
-    return all_BK
-
-
-def _cache_bytes(num_drafts: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a `DraftCache` for one slot."""
-    one = DraftCache.empty(1, num_drafts, vocab_size, dtype, torch.device("meta"))
-    return sum(t.numel() * t.element_size() for t in (one.logits_SKV, one.threshold_SK, one.lse_SK))
-
-
 def _load_checked(setup: DrafterSetup) -> CausalLM:
     """Load the draft model; `ConfigError` unless it has the target's vocabulary."""
     config, name = setup.config, setup.speculation.model
     name = name or BUILT_IN_DRAFTS.get(config.model)
     if name is None:
-        raise ConfigError(
-            "speculative_config.model",
-            None,
-            "a draft model",
-            "Name a small checkpoint that shares the target's tokenizer, or use `ngram`.",
-        )
+        remedy = "Name a small checkpoint that shares the target's tokenizer, or use `ngram`."
+        raise ConfigError("speculative_config.model", None, "a draft model", remedy)
     folder = resolve_checkpoint(
         name,
         revision=setup.speculation.revision,
@@ -253,8 +233,11 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
         weights=config.load_format == "auto",
     )
     tokenizer = load_tokenizer(folder)
-    if setup.target_tokens is not None and tokenizer is not None:
-        _check_same_tokens(name, tokenizer.get_vocab(), setup.target_tokens)
+    target = setup.target_tokens
+    if target is not None and tokenizer is not None and (draft := tokenizer.get_vocab()) != target:
+        num_differing = sum(target.get(token) != i for token, i in draft.items())
+        difference = f"{len(draft)} tokens where the target has {len(target)}"
+        raise _other_vocabulary(name, f"{difference}, {num_differing} with another id")
     model = load_model(
         folder,
         device=setup.device,
@@ -265,26 +248,12 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
         shorten=True,
     )
     if model.vocab_size != setup.vocab_size:
-        raise _other_vocabulary(
-            name, f"{model.vocab_size} logits where the target has {setup.vocab_size}"
-        )
+        difference = f"{model.vocab_size} logits where the target has {setup.vocab_size}"
+        raise _other_vocabulary(name, difference)
     return model
 
 
-def _check_same_tokens(name: str, draft: dict[str, int], target: dict[str, int]) -> None:
-    if draft == target:
-        return
-    differing = sum(target.get(token) != i for token, i in draft.items())
-    raise _other_vocabulary(
-        name,
-        f"{len(draft)} tokens where the target has {len(target)}, {differing} with another id",
-    )
-
-
 def _other_vocabulary(name: str, difference: str) -> ConfigError:
-    return ConfigError(
-        "speculative_config.model",
-        name,
-        "a model with the target's vocabulary",
-        f"It has {difference}. Choose a draft that shares the target's tokenizer, or `ngram`.",
-    )
+    bound = "a model with the target's vocabulary"
+    remedy = f"It has {difference}. Choose a draft that shares the target's tokenizer, or `ngram`."
+    return ConfigError("speculative_config.model", name, bound, remedy)

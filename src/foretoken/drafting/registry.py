@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from importlib import import_module
 from typing import cast
 
 from foretoken.config import SpeculativeConfig, check_choice
-from foretoken.drafting.base import Drafter, DrafterSetup
+from foretoken.drafting.base import Drafter
 from foretoken.errors import ConfigError
 
 DRAFTERS = {
@@ -14,8 +15,7 @@ DRAFTERS = {
     "ngram": "foretoken.drafting.ngram:NGram",
 }
 
-
-_OPTIONAL = ("model", "revision", "prompt_lookup_min", "prompt_lookup_max", "draft_sample_method")
+_FOR_ALL = ("method", "num_speculative_tokens", "rejection_sample_method", "synthetic_")
 
 
 def find_drafter(speculation: SpeculativeConfig) -> type[Drafter]:
@@ -24,18 +24,11 @@ def find_drafter(speculation: SpeculativeConfig) -> type[Drafter]:
     check_choice("speculative_config.method", method, tuple(DRAFTERS))
     module, name = DRAFTERS[method].split(":")
     found = cast(type[Drafter], getattr(import_module(module), name))
-    for option in _OPTIONAL:
-        value = getattr(speculation, option)
-        if value is not None and option not in found.options:
-            raise ConfigError(
-                f"speculative_config.{option}",
-                value,
-                f"left out with method `{method}`",
-                f"`{method}` takes {', '.join(sorted(found.options)) or 'no options'}.",
-            )
+    for field in fields(speculation):
+        option, value = field.name, getattr(speculation, field.name)
+        is_taken = option.startswith(_FOR_ALL) or option in found.options
+        if value != field.default and not is_taken:
+            bound = f"left out with method `{method}`"
+            remedy = f"`{method}` takes {', '.join(sorted(found.options)) or 'no options'}."
+            raise ConfigError(f"speculative_config.{option}", value, bound, remedy)
     return found
-
-
-def build_drafter(setup: DrafterSetup) -> Drafter:
-    """Build the drafter that `setup.speculation` describes."""
-    return find_drafter(setup.speculation)(setup)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,34 +37,32 @@ def check_request(
     """
     if not prompt_ids:
         raise RequestError("prompt", list(prompt_ids), "at least one token", "Give it some text.")
-    _check_ids("prompt", prompt_ids, limits.vocab_size)
-    _check_ids("stop_token_ids", params.stop_ids, limits.vocab_size)
-    _check_ids("logit_bias", list(params.logit_bias or ()), limits.vocab_size)
-    _check_ids("allowed_token_ids", params.allowed_token_ids or (), limits.vocab_size)
+    size = limits.vocab_size
+    all_ids: dict[str, Iterable[int]] = {
+        "prompt": prompt_ids,
+        "stop_token_ids": params.stop_token_ids or (),
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+    }
+    for name, ids in all_ids.items():
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
+                raise RequestError(name, token, f"made of token ids in [0, {size})")
     params = _fit(len(prompt_ids), params, limits)
     wanted = params.num_speculative_tokens
     if wanted is not None and wanted > limits.num_speculative_tokens:
-        raise RequestError(
-            "num_speculative_tokens",
-            wanted,
-            f"at most the engine's {limits.num_speculative_tokens}",
-            "Raise `num_speculative_tokens` in `speculative_config`.",
-        )
+        bound = f"at most the engine's {limits.num_speculative_tokens}"
+        remedy = "Raise `num_speculative_tokens` in `speculative_config`."
+        raise RequestError("num_speculative_tokens", wanted, bound, remedy)
     if params.rejection_sample_method == "synthetic" and not limits.allows_synthetic:
-        raise RequestError(
-            "rejection_sample_method",
-            "synthetic",
-            f"one of {', '.join(LOSSLESS_METHODS)}: this engine does not allow `synthetic`",
-            "Its output has no model's law; set it in `speculative_config`, with its rates.",
-        )
+        bound = f"one of {', '.join(LOSSLESS_METHODS)}: this engine does not allow `synthetic`"
+        remedy = "Its output is no model's; set it in `speculative_config`, with its rates."
+        raise RequestError("rejection_sample_method", "synthetic", bound, remedy)
     if not limits.has_tokenizer and (params.stop or params.bad_words):
         name = "stop" if params.stop else "bad_words"
-        raise RequestError(
-            name,
-            getattr(params, name),
-            "left out: this checkpoint has no tokenizer",
-            "Use `stop_token_ids`, or add tokenizer files to the checkpoint.",
-        )
+        bound = "left out: this checkpoint has no tokenizer"
+        remedy = "Use `stop_token_ids`, or add tokenizer files to the checkpoint."
+        raise RequestError(name, getattr(params, name), bound, remedy)
     return params
 
 
@@ -73,44 +71,20 @@ def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingPar
     context, cache = limits.max_model_len, limits.cache_tokens
     room = context - num_prompt
     if room < 1:
-        raise CapacityError(
-            "prompt",
-            f"{num_prompt} tokens",
-            f"shorter than the context of {context} tokens",
-            "Shorten it, or raise `max_model_len` if the model allows.",
-        )
+        bound = f"shorter than the context of {context} tokens"
+        remedy = "Shorten it, or raise `max_model_len` if the model allows."
+        raise CapacityError("prompt", f"{num_prompt} tokens", bound, remedy)
     if params.max_tokens is None:
         params = replace(params, max_tokens=max(1, min(room, cache - num_prompt)))
     if params.token_limit > room:
-        raise CapacityError(
-            "max_tokens",
-            params.max_tokens,
-            f"at most {room} after this prompt of {num_prompt} tokens (context {context})",
-            "Lower it or shorten the prompt; None takes all that is left.",
-        )
+        bound = f"at most {room} after this prompt of {num_prompt} tokens (context {context})"
+        remedy = "Lower it or shorten the prompt; None takes all that is left."
+        raise CapacityError("max_tokens", params.max_tokens, bound, remedy)
     if num_prompt + params.token_limit > cache:
-        raise CapacityError(
-            "max_tokens",
-            params.max_tokens,
-            f"such that prompt ({num_prompt}) and output fit the cache of {cache} tokens",
-            "Lower `max_tokens`, shorten the prompt, or raise `kv_cache_gib` or `num_blocks`.",
-        )
+        bound = f"such that prompt ({num_prompt}) and output fit the cache of {cache} tokens"
+        remedy = "Lower `max_tokens`, shorten the prompt, or raise `kv_cache_gib` or `num_blocks`."
+        raise CapacityError("max_tokens", params.max_tokens, bound, remedy)
     return params
-
-
-def choose_rule(params: SamplingParams, engine_rule: str, num_drafts: int) -> str:
-    """The name of the rule that decides a request: its own, or the engine's.
-
-    `synthetic` without drafts is plain decoding, with the target's law, and is not called so.
-    """
-    rule = params.rejection_sample_method or engine_rule
-    return "standard" if rule == "synthetic" and not num_drafts else rule
-
-
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestError(name, token, f"made of token ids in [0, {vocab_size})")
 
 
 def bad_word_ids(
@@ -121,7 +95,7 @@ def bad_word_ids(
     A sequence with an id that the model does not have can never be drawn and is left out.
     """
     found: dict[tuple[int, ...], None] = {}
-    for word in params.bad_word_strings:
+    for word in params.bad_words or ():
         for text in (word, " " + word.lstrip()):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else ()
             if ids and max(ids) < vocab_size:

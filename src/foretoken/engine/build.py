@@ -12,8 +12,8 @@ import torch
 from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import EngineConfig
-from foretoken.drafting.base import Drafter, DrafterSetup, Needs
-from foretoken.drafting.registry import build_drafter, find_drafter
+from foretoken.drafting.base import Drafter, DrafterSetup
+from foretoken.drafting.registry import find_drafter
 from foretoken.engine.engine import Engine
 from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
 from foretoken.engine.runner import Runner
@@ -58,7 +58,7 @@ def _build(config: EngineConfig) -> Engine:
     _check_token_budget(config)
     view = None
     if config.speculative_config is not None:  # a wrong name is refused before anything is loaded
-        view = find_drafter(config.speculative_config).wants(config)
+        view = find_drafter(config.speculative_config).target_view(config)
     device = torch.device("cpu")
     backend = _choose_backend(config)
     folder = resolve_checkpoint(
@@ -85,9 +85,14 @@ def _build(config: EngineConfig) -> Engine:
     tokenizer = _tokenizer(config, folder)
     drafter = _build_drafter(config, backend, model, view, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
-    per_block, per_slot = _sizes(config, model, drafter)
-    check_fits(num_blocks * per_block + config.max_num_seqs * per_slot)
-    slots = _slots(config, model, num_blocks)
+    most_tokens = min(model.max_model_len, num_blocks * config.block_size)
+    slots = SlotTable(
+        config.max_num_seqs,
+        device,
+        max_tokens=most_tokens,
+        max_drafts=_engine_drafts(config),
+        blocks=-(-most_tokens // config.block_size),
+    )
     if drafter is not None:
         drafter.allocate(slots, num_blocks)
         slots.register("drafts", drafter)
@@ -114,14 +119,12 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
     """The tokenizer that was asked for, or the model's own, if it has one."""
     if config.tokenizer is None:
         return load_tokenizer(folder)
-    place = resolve_checkpoint(
-        config.tokenizer, local_files_only=config.local_files_only, weights=False
-    )
-    tokenizer = load_tokenizer(place)
+    local_only = config.local_files_only
+    folder = resolve_checkpoint(config.tokenizer, local_files_only=local_only, weights=False)
+    tokenizer = load_tokenizer(folder)
     if tokenizer is None:
-        raise ConfigError(
-            "tokenizer", config.tokenizer, "a folder or hub id with tokenizer files", "It has none."
-        )
+        bound = "a folder or hub id with tokenizer files"
+        raise ConfigError("tokenizer", config.tokenizer, bound, "It has none.")
     return tokenizer
 
 
@@ -142,26 +145,26 @@ def _choose_backend(config: EngineConfig) -> Backend:
     """The backend asked for, or the fastest that this machine has; says which one runs."""
     name = config.backend
     if name == "auto":
-        reason = unavailable("native")
-        if reason is not None:
+        name = "native"
+        if (reason := unavailable(name)) is not None:
+            name = "torch"
             _log.warning("Backend `torch`, without native kernels: %s.", reason)
-        name = "torch" if reason else "native"
     _log.info("Backend `%s`.", name)
     return get_backend(name)
 
 
 def _check_token_budget(config: EngineConfig) -> None:
     """Every running request must be able to verify its drafts in one step, whoever else runs."""
+    least = config.max_num_seqs * (1 + _engine_drafts(config))
+    if config.max_num_batched_tokens < least:
+        bound = f"at least max_num_seqs x (1 + num_speculative_tokens) = {least}"
+        remedy = "Raise it, or lower `max_num_seqs` or `num_speculative_tokens`."
+        raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, bound, remedy)
+
+
+def _engine_drafts(config: EngineConfig) -> int:
     speculation = config.speculative_config
-    per_request = 1 + (speculation.num_speculative_tokens if speculation else 0)
-    if config.max_num_batched_tokens < config.max_num_seqs * per_request:
-        raise ConfigError(
-            "max_num_batched_tokens",
-            config.max_num_batched_tokens,
-            f"at least max_num_seqs x (1 + num_speculative_tokens) = "
-            f"{config.max_num_seqs * per_request}",
-            "Raise it, or lower `max_num_seqs` or `num_speculative_tokens`.",
-        )
+    return speculation.num_speculative_tokens if speculation else 0
 
 
 def _build_drafter(
@@ -173,57 +176,39 @@ def _build_drafter(
 ) -> Drafter | None:
     if config.speculative_config is None or view is None:
         return None
-    return build_drafter(
-        DrafterSetup(
-            config=config,
-            speculation=config.speculative_config,
-            backend=backend,
-            device=model.device,
-            vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
-            target_tokens=tokenizer.get_vocab() if tokenizer is not None else None,
-            embedding=model.embedding,
-            head=model.head if view.head else None,
-        )
+    setup = DrafterSetup(
+        config=config,
+        speculation=config.speculative_config,
+        backend=backend,
+        device=model.device,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        target_tokens=tokenizer.get_vocab() if tokenizer is not None else None,
+        embedding=model.embedding,
+        head=model.head if view.head else None,
     )
+    return find_drafter(setup.speculation)(setup)
 
 
 def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> int:
     """Blocks of the pool: as asked, or what the memory holds, never more than can be used."""
-    if config.num_blocks is not None:
-        return config.num_blocks
-    per_block, per_slot = _sizes(config, model, drafter)
-    room = config.kv_cache_gib * 2**30 - per_slot * config.max_num_seqs
-    fitting = int(room / per_block)
-    if fitting < 1:
-        raise ConfigError(
-            "kv_cache_gib",
-            config.kv_cache_gib,
-            f"at least {(per_block + per_slot * config.max_num_seqs) / 2**30:.3g}: one block of "
-            "this model, and the draft probabilities of every slot",
-            "Raise it, or lower `max_num_seqs` or `block_size`.",
-        )
-    return min(fitting, config.max_num_seqs * -(-model.max_model_len // config.block_size))
-
-
-def _slots(config: EngineConfig, model: CausalLM, num_blocks: int) -> SlotTable:
-    most_tokens = min(model.max_model_len, num_blocks * config.block_size)
-    speculation = config.speculative_config
-    return SlotTable(
-        config.max_num_seqs,
-        model.device,
-        max_tokens=most_tokens,
-        num_drafts=speculation.num_speculative_tokens if speculation else 0,
-        blocks=-(-most_tokens // config.block_size),
-    )
-
-
-def _sizes(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> tuple[int, int]:
-    """Bytes of one block over target and drafter, and of one slot."""
     per_block = KVPool.bytes_per_block(model.layer_shapes, config.block_size, model.dtype)
     per_slot = SlotTable.bytes_per_slot(model.max_model_len, config.block_size)
-    needs = Needs() if drafter is None else drafter.needs
-    return per_block + needs.kv_bytes_per_block, per_slot + needs.bytes_per_slot
+    if drafter is not None:
+        per_block += drafter.kv_bytes_per_block
+        per_slot += drafter.bytes_per_slot
+    slots_bytes = config.max_num_seqs * per_slot
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        most = config.max_num_seqs * -(-model.max_model_len // config.block_size)
+        num_blocks = min(most, int((config.kv_cache_gib * 2**30 - slots_bytes) / per_block))
+        if num_blocks < 1:
+            least = f"at least {(per_block + slots_bytes) / 2**30:.3g}"
+            bound = f"{least}: one block of this model, and the draft probabilities of every slot"
+            remedy = "Raise it, or lower `max_num_seqs` or `block_size`."
+            raise ConfigError("kv_cache_gib", config.kv_cache_gib, bound, remedy)
+    check_fits(num_blocks * per_block + slots_bytes)
+    return num_blocks
 
 
 def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:

@@ -28,6 +28,7 @@ class Detokenizer:
         prompt_ids: Sequence[int],
         stop: Sequence[str],
         *,
+        include_stop: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
@@ -40,26 +41,26 @@ class Detokenizer:
         self._start = 0
         self._shown = len(self._ids)
         self._stop = tuple(stop)
+        self._includes_stop = include_stop
         self._unread: list[int] = []
         self._text = ""
+        self._num_before = 0  # characters before the last token's
 
     @property
     def text(self) -> str:
         """What the tokens say, up to the last complete character; what was taken is gone."""
-        self._catch_up()
+        unread, self._unread = self._unread, []
+        for i in range(0, len(unread), self._at_once):
+            self._read_many(unread[i : i + self._at_once])
         return self._text
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
         if self._stop:
+            self._num_before = len(self._text)
             self._read(token_id)
         else:
             self._unread.append(token_id)
-
-    def _catch_up(self) -> None:
-        unread, self._unread = self._unread, []
-        for i in range(0, len(unread), self._at_once):
-            self._read_many(unread[i : i + self._at_once])
 
     def _read_many(self, token_ids: list[int]) -> None:
         """Add tokens to the text: what adding one by one gives."""
@@ -67,11 +68,11 @@ class Detokenizer:
         self._ids += token_ids
         now = self._decode(self._start, len(self._ids))
         if now != before and not now.endswith(_INCOMPLETE):
-            return self._show(before, now, len(self._ids))
-        del self._ids[-len(token_ids) :]
-        for token_id in token_ids:
-            self._read(token_id)
-        return None
+            self._show(before, now, len(self._ids))
+        else:
+            del self._ids[-len(token_ids) :]
+            for token_id in token_ids:
+                self._read(token_id)
 
     def _read(self, token_id: int) -> None:
         """Add a token to the text, or to the bytes that wait for their character."""
@@ -88,39 +89,28 @@ class Detokenizer:
 
     def flush(self) -> None:
         """The output ended: show what waited, incomplete characters as U+FFFD."""
-        self._catch_up()
-        end = len(self._ids)
+        self._num_before, end = len(self.text), len(self._ids)
         self._show(self._decode(self._start, self._shown), self._decode(self._start, end), end)
 
-    def find_stop(self, length_before: int, include: bool) -> str | None:
-        """Cut the text at the earliest stop string that the last token completed, if any did.
-
-        Args:
-            length_before: length of `text` before the last token.
-            include: keep the stop string itself.
-        """
-        found: tuple[int, str] | None = None
-        text = self.text
+    def find_stop(self) -> str | None:
+        """Cut the text at the earliest stop string that `append` or `flush` just completed."""
+        text, found = self._text, None
         for stop in self._stop:
-            at = text.find(stop, max(0, length_before - len(stop) + 1))
+            at = text.find(stop, max(0, self._num_before - len(stop) + 1))
             if at >= 0 and (found is None or at < found[0]):
                 found = at, stop
         if found is None:
             return None
         at, stop = found
-        self._text = text[: at + len(stop)] if include else text[:at]
+        self._text = text[: at + len(stop)] if self._includes_stop else text[:at]
         return stop
 
     @property
     def settled_text(self) -> str:
         """Text that no later token can take back: without a possible beginning of a stop string."""
-        held, text = 0, self.text
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(text)), held, -1):
-                if text.endswith(stop[:size]):
-                    held = size
-                    break
-        return text[: len(text) - held]
+        text = self.text
+        begun = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
+        return text[: len(text) - max((len(b) for b in begun if text.endswith(b)), default=0)]
 
     def take(self) -> str:
         """The settled text; it is kept here no longer, so that long outputs cost no more."""
@@ -130,7 +120,9 @@ class Detokenizer:
 
     def _show(self, before: str, now: str, end: int) -> None:
         """Add what the tokens before `end` say: `now`, of which `before` has been said."""
-        self._text += _added(before, now)
+        pairs = enumerate(zip(before, now, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(now)))
+        self._text += now[same:]  # not all of `before`: a prompt may end within a character
         self._start, self._shown = self._shown, end
 
     def _show_invalid(self, before: str, now: str) -> None:
@@ -143,18 +135,11 @@ class Detokenizer:
         for cut in range(end - 1, self._shown, -1):
             head = self._decode(self._start, cut)
             if head + self._decode(cut, end) == now:
-                return self._show(before, head, cut)
+                self._show(before, head, cut)
+                return
         if end - self._shown >= 2 * _PATIENCE:
             self._show(before, now, end)
-        return None
 
     def _decode(self, start: int, end: int) -> str:
         ids = self._ids[start:end]
         return str(self._tokenizer.decode(ids, skip_special_tokens=self._skips_special))
-
-
-def _added(before: str, now: str) -> str:
-    """What `now` has after what both begin with: a prompt may end within a character."""
-    pairs = enumerate(zip(before, now, strict=False))
-    same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(now)))
-    return now[same:]

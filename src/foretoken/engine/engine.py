@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.config import EngineConfig
-from foretoken.engine.admission import Limits, bad_word_ids, check_request, choose_rule
+from foretoken.engine.admission import Limits, bad_word_ids, check_request
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.faults import no_token, overloaded, processing_error, step_failure
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Plan, Scheduler
-from foretoken.engine.step import OnStep, StepTrace, step_input
+from foretoken.engine.step import step_input
 from foretoken.engine.threads import StepThreads
-from foretoken.errors import IntegrityError
+from foretoken.engine.trace import OnStep, StepTrace
 from foretoken.ops import Rule
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
@@ -41,7 +41,6 @@ from foretoken.slots.step import Outcome, StepResult
 from foretoken.slots.table import SlotRequest
 
 _NO_RESULT = StepResult.empty()
-_RULES = {rule.name.lower(): rule for rule in Rule}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,32 +75,25 @@ class Engine:
         self.metrics = SpeculationMetrics()
         self.on_step: OnStep | None = None
         self._slots = runner.slots
-        self._detokenizers: dict[Request, Detokenizer] = {}
         self._num_admitted = 0
         speculation = config.speculative_config
+        self.num_speculative_tokens = speculation.num_speculative_tokens if speculation else 0
         self._rule = speculation.rejection_sample_method if speculation else "standard"
-
-    @property
-    def limits(self) -> Limits:
-        """What a request must stay within."""
-        return Limits(
-            vocab_size=self.runner.model.vocab_size,
-            max_model_len=self.runner.model.max_model_len,
-            cache_tokens=self.scheduler.pool.num_blocks * self.scheduler.pool.block_size,
+        self.limits = Limits(
+            vocab_size=runner.model.vocab_size,
+            max_model_len=runner.model.max_model_len,
+            cache_tokens=scheduler.pool.num_blocks * scheduler.pool.block_size,
             num_speculative_tokens=self.num_speculative_tokens,
-            has_tokenizer=self.tokenizer is not None,
+            has_tokenizer=tokenizer is not None,
             allows_synthetic=self._rule == "synthetic",
         )
 
     @property
-    def num_speculative_tokens(self) -> int:
-        """The engine's K; 0 without speculation."""
-        speculation = self.config.speculative_config
-        return speculation.num_speculative_tokens if speculation and self.runner.drafter else 0
-
-    @property
     def has_work(self) -> bool:
-        """Whether any request waits or runs."""
+        """Whether any request waits or runs.
+
+        A launched step whose requests have all ended since is no work: nobody wants its result.
+        """
         return self.scheduler.has_work
 
     @property
@@ -137,14 +129,15 @@ class Engine:
             for slot in plan.left_slots:
                 self._slots.release(slot)
             for request in plan.admitted:
-                with self._alone(request):
-                    self._admit(request)
+                if request.status is Status.RUNNING:  # not aborted since it was scheduled
+                    with self._alone(request):
+                        self._admit(request)
             self._slots.write_blocks(plan.new_blocks)
             if plan.fresh_blocks:
                 self.runner.clear(plan.fresh_blocks)
             shares = [s for s in plan.shares if s.request.status is Status.RUNNING]
             for share in shares:
-                share.request.launched = share
+                share.request.launched_share = share
             self.runner.clock.mark("admit")
             if shares:
                 with self.threads.during(shares):
@@ -156,8 +149,8 @@ class Engine:
     def commit(self, launched: Launched) -> list[RequestGroup]:
         """Let the requests have what a step computed; returns the groups of those that ran."""
         for share in launched.shares:
-            if share.request.launched is share:  # and not one that was launched since
-                share.request.launched = None
+            if share.request.launched_share is share:  # and not one that was launched since
+                share.request.launched_share = None
         with self._together():
             outcomes = launched.result.read()
             for share in launched.shares:
@@ -186,28 +179,25 @@ class Engine:
         group = RequestGroup(request_id, prompt, list(prompt_ids), params)
         admission = self._num_admitted + 1
         seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
-        stop_ids = frozenset(params.stop_ids)
+        stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_ids |= self.eos_ids
         bad_words = bad_word_ids(params, self.tokenizer, self.runner.model.vocab_size)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
-        own, engines = params.num_speculative_tokens, self.num_speculative_tokens
-        most = engines if own is None else own
-        rule = choose_rule(params, self._rule, most)
+        most_drafts = params.num_speculative_tokens
+        if most_drafts is None:
+            most_drafts = self.num_speculative_tokens
+        rule = params.rejection_sample_method or self._rule
+        if rule == "synthetic" and not most_drafts:
+            rule = "standard"  # plain decoding, with the target's distribution
         for j in range(params.n):
-            tokens = list(prompt_ids)
-            request = Request(group, j, mix(seed, j), tokens, stop_ids, bad_words, rule)
-            request.max_drafts = most
+            tokens, key = list(prompt_ids), mix(seed, j)
+            request = Request(group, j, key, tokens, stop_ids, bad_words, rule, most_drafts)
             self.scheduler.add(request)
             group.samples.append(request)
         self._num_admitted = admission
         return group
-
-    def text(self, request: Request) -> str:
-        """The request's text so far; while it runs, without what a stop string may take back."""
-        self.settle(request)
-        return request.text
 
     def settle(self, request: Request) -> None:
         """Let the request have what its new tokens say, as far as no stop string may take it back.
@@ -215,7 +205,7 @@ class Engine:
         This may end it: a tokenizer that raises is a fault of the request.
         """
         with self._alone(request):
-            if (detokenizer := self._detokenizers.get(request)) and (piece := detokenizer.take()):
+            if (detokenizer := request.detokenizer) and (piece := detokenizer.take()):
                 request.pieces.append(piece)
 
     def abort(self, group: RequestGroup, reason: str = "abort") -> None:
@@ -230,12 +220,9 @@ class Engine:
             self._finish(request, "abort")
 
     def check_integrity(self) -> None:
-        """Raise `IntegrityError` if any block, slot or per-request state is leaked."""
+        """Raise `IntegrityError` if any block, slot or what is kept by slot is leaked."""
         self.scheduler.check_integrity()
         self._slots.check_integrity({request.slot for request in self.scheduler.running})
-        live = {*self.scheduler.running, *self.scheduler.waiting}
-        if leaked := self._detokenizers.keys() - live:
-            raise IntegrityError(f"detokenizers of requests that ended: {leaked}")
 
     @contextmanager
     def _alone(self, request: Request) -> Iterator[None]:
@@ -243,7 +230,9 @@ class Engine:
         try:
             yield
         except Exception as error:
-            self._fail(request, error)
+            self._blame(request, error)
+            if request.status is not Status.FINISHED:
+                self._finish(request, "error")
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -258,11 +247,6 @@ class Engine:
             if not isinstance(error, Exception):  # a second Ctrl-C: not ours to keep
                 raise
 
-    def _fail(self, request: Request, cause: Exception) -> None:
-        self._blame(request, cause)
-        if request.status is not Status.FINISHED:
-            self._finish(request, "error")
-
     @staticmethod
     def _blame(request: Request, cause: Exception) -> None:
         request.group.error = request.group.error or processing_error(request, cause)
@@ -272,7 +256,7 @@ class Engine:
         state = SlotRequest(
             request.key,
             request.params,
-            _RULES[request.rule],
+            Rule[request.rule.upper()],
             request.group.prompt_ids,
             request.limit,
             request.output_ids,
@@ -283,11 +267,12 @@ class Engine:
         self._slots.admit(request.slot, state)
         if request.index == 0 and not request.num_preemptions:
             request.group.metrics.num_cached_tokens = request.num_computed
-        if self.tokenizer is not None and request not in self._detokenizers:
-            self._detokenizers[request] = Detokenizer(
+        if self.tokenizer is not None and request.detokenizer is None:
+            request.detokenizer = Detokenizer(
                 self.tokenizer,
                 request.group.prompt_ids,
-                request.params.stop_strings,
+                request.params.stop or (),
+                include_stop=request.params.include_stop_str_in_output,
                 skip_special_tokens=request.params.skip_special_tokens,
             )
 
@@ -300,24 +285,22 @@ class Engine:
             rows = self.runner.sampler.describe(outcome.prompt_logprobs, following, most)
             # After a preemption, some of these were there already.
             group.prompt_logprobs += rows[len(group.prompt_logprobs) - share.start - 1 :]
-        if share.life == request.num_preemptions:  # else its K/V are gone
+        if share.num_preemptions == request.num_preemptions:  # else its K/V are gone
             request.num_computed += share.num_tokens + outcome.num_accepted
         if not share.decides:
             return
         if outcome.fault is not None:
             raise outcome.fault
-        if not outcome.is_finite:  # the accepted drafts stand, and one of them may end it
-            self._take_tokens(request, outcome)
-            if request.status is not Status.FINISHED:
-                group.error = group.error or no_token(request, outcome.bans_all)
-                self._finish(request, "error")
-            return
-        if group.metrics.time_to_first_token is None:
-            group.metrics.time_to_first_token = time.perf_counter() - group.arrival
-        synthetic = request.rule == "synthetic"
-        for metrics in (group.metrics, self.metrics):
-            metrics.observe(outcome.num_drafts, outcome.num_accepted, synthetic=synthetic)
-        self._take_tokens(request, outcome)
+        if outcome.is_finite:
+            if group.metrics.time_to_first_token is None:
+                group.metrics.time_to_first_token = time.perf_counter() - group.arrival
+            synthetic = request.rule == "synthetic"
+            for metrics in (group.metrics, self.metrics):
+                metrics.observe(outcome.num_drafts, outcome.num_accepted, synthetic=synthetic)
+        self._take_tokens(request, outcome)  # accepted drafts stand, whatever follows them
+        if not outcome.is_finite and request.status is not Status.FINISHED:
+            group.error = group.error or no_token(request, outcome.bans_all)
+            self._finish(request, "error")
 
     def _take_tokens(self, request: Request, outcome: Outcome) -> None:
         """Append tokens until one ends the request; what follows it is dropped."""
@@ -340,21 +323,16 @@ class Engine:
 
     def _stops(self, request: Request, token: int) -> bool:
         """Show the token and decide whether it ends the request: stops before length."""
-        params = request.params
-        detokenizer = self._detokenizers.get(request)
-        length_before = 0
+        params, detokenizer = request.params, request.detokenizer
         may_stop = request.num_output >= params.min_tokens
         ends = may_stop and token in request.stop_ids
         if detokenizer is not None and (not ends or params.include_stop_str_in_output):
-            length_before = len(detokenizer.text) if params.stop else 0
             detokenizer.append(token)
         if ends:
             request.finish_reason = "stop"
-            request.stop_reason = token if token in params.stop_ids else None
-        elif may_stop and detokenizer is not None and params.stop:
-            stop = detokenizer.find_stop(length_before, params.include_stop_str_in_output)
-            if stop is not None:
-                request.finish_reason, request.stop_reason = "stop", stop
+            request.stop_reason = token if token in (params.stop_token_ids or ()) else None
+        elif may_stop and detokenizer is not None:
+            _stop_by_text(request, detokenizer)
         if request.finish_reason is None and not request.num_remaining:
             request.finish_reason = "length"
         return request.finish_reason is not None
@@ -365,12 +343,16 @@ class Engine:
         group, slot = request.group, request.slot
         keep_blocks = reason != "error"  # what a fault left in them is not to be trusted
         self.scheduler.finish(request, keep_blocks=keep_blocks)
-        detokenizer = self._detokenizers.pop(request, None)
+        detokenizer, request.detokenizer = request.detokenizer, None
         try:
             if slot >= 0:
                 self._slots.release(slot)
             if detokenizer is not None and not isinstance(request.stop_reason, str):
-                self._flush(request, detokenizer)
+                detokenizer.flush()  # what waited for more bytes; a stop string may stand in it
+                # What was ended from outside stays so: an aborted request is aborted.
+                may_stop = reason in ("length", "stop")
+                if may_stop and request.num_output >= request.params.min_tokens:
+                    _stop_by_text(request, detokenizer)
         except Exception as error:
             self._blame(request, error)
             request.finish_reason = "error"
@@ -379,16 +361,9 @@ class Engine:
         seconds = max(time.perf_counter() - group.arrival, 1e-9)
         group.metrics.tokens_per_second = sum(r.num_output for r in group.samples) / seconds
 
-    @staticmethod
-    def _flush(request: Request, detokenizer: Detokenizer) -> None:
-        """Show what waited for more bytes; a stop string may stand in it.
 
-        Nothing stops what was ended from outside: an aborted request stays aborted.
-        """
-        params, length_before = request.params, len(detokenizer.text)
-        detokenizer.flush()
-        may_stop = request.finish_reason in ("length", "stop")
-        if params.stop and may_stop and request.num_output >= params.min_tokens:
-            stop = detokenizer.find_stop(length_before, params.include_stop_str_in_output)
-            if stop is not None:
-                request.finish_reason, request.stop_reason = "stop", stop
+def _stop_by_text(request: Request, detokenizer: Detokenizer) -> None:
+    """End the request if the text that was just added completes a stop string."""
+    stop = detokenizer.find_stop()
+    if stop is not None:
+        request.finish_reason, request.stop_reason = "stop", stop

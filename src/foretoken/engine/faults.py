@@ -1,4 +1,4 @@
-"""What a request is told when it, its batch or its admission fails. No torch."""
+"""The errors by which requests end, alone or with their batch, or are refused. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from foretoken.errors import (
 
 
 def processing_error(request: Request, cause: Exception) -> ProcessingError:
-    """What was raised while one request was worked on, with its name."""
+    """The error of a request whose own part of the work raised `cause`."""
     error = ProcessingError(
         f"request {request.group.request_id}, sample {request.index}: "
         f"{type(cause).__name__} while it was processed: {cause}"
@@ -25,17 +25,14 @@ def processing_error(request: Request, cause: Exception) -> ProcessingError:
 
 
 def overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
-    """Why a request was not queued."""
-    return OverloadedError(
-        "max_num_waiting",
-        num_waiting,
-        f"less than {bound} requests that wait for another to be queued",
-        "Send it again when some have ended, or raise `max_num_waiting`.",
-    )
+    """The error of a request for which the queue has no room."""
+    rule = f"less than {bound} requests that wait for another to be queued"
+    remedy = "Send it again when some have ended, or raise `max_num_waiting`."
+    return OverloadedError("max_num_waiting", num_waiting, rule, remedy)
 
 
 def step_failure(cause: BaseException) -> ForetokenError:
-    """What every request of a batch is told when the work for all of it raised."""
+    """The error of every request of a batch when the work for all of it raised `cause`."""
     if is_out_of_memory(cause):
         return memory_error("a step was computed", cause)
     error = StepError(f"{type(cause).__name__} in a step of the whole batch: {cause}")
@@ -44,20 +41,21 @@ def step_failure(cause: BaseException) -> ForetokenError:
 
 
 def no_token(request: Request, bans_all: bool) -> ForetokenError:
-    """Why nothing could be drawn at the request's next position: its own bans, or the target."""
+    """The error of a request for whose next position nothing can be drawn.
+
+    Either its own parameters ban every token there, or the target's logits are not finite.
+    """
     position, params = len(request.token_ids), request.params
     if bans_all:
-        given = {
+        is_used = {
             "allowed_token_ids": params.allowed_token_ids is not None,
             "bad_words": params.bad_words,
-            "min_tokens": len(request.output_ids) < params.min_tokens,
+            "min_tokens": request.num_output < params.min_tokens,
         }
-        names = [name for name, used in given.items() if used]
-        return RequestError(
-            ", ".join(names),
-            getattr(params, names[0]) if len(names) == 1 else "together they ban every token",
-            f"such that some token is left at position {position}",
-        )
+        names = [name for name, used in is_used.items() if used]
+        value = getattr(params, names[0]) if len(names) == 1 else "together they ban every token"
+        bound = f"such that some token is left at position {position}"
+        return RequestError(", ".join(names), value, bound)
     return NonFiniteLogitsError(
         f"request {request.group.request_id}: the target's logits are not finite at position "
         f"{position}. Try dtype float32, or check the checkpoint."

@@ -42,7 +42,7 @@ _PROMPT_KINDS = "a text, a list of token ids, or a dict with `prompt` or `prompt
 class ParamsReader:
     """Sampling parameters as a caller gave them; None means the engine's defaults.
 
-    Whoever leaves the choice to the checkpoint is told once what it chose.
+    Where the choice is left to the checkpoint, a warning says once what it chose.
     """
 
     def __init__(self, defaults: SamplingParams) -> None:
@@ -130,10 +130,7 @@ def encode(tokenizer: Any | None, prompt: Any) -> tuple[str | None, list[int]]:
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError(
-                "prompt",
-                prompt,
-                "token ids: this checkpoint has no tokenizer",
-                "Encode it first.",
+                "prompt", prompt, "token ids: this checkpoint has no tokenizer", "Encode it first."
             )
         check_text("prompt", prompt)
         return prompt, list(tokenizer.encode(prompt)) if prompt else []

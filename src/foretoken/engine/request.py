@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from foretoken.engine.detokenizer import Detokenizer
 from foretoken.errors import ForetokenError
 from foretoken.outputs import Logprob, RequestMetrics
 from foretoken.sampling.params import SamplingParams
@@ -30,23 +31,18 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
         slot: the request's.
         start: known tokens that are computed before it, at least.
         num_tokens: known tokens to compute.
-        num_drafts: most drafts to verify after them, in a decode step.
+        max_drafts: most drafts to verify after them, in a decode step.
         decides: whether new tokens are drawn: at the end of a prompt and in every decode step.
-        life: how often the request had been preempted when it was made.
+        num_preemptions: of the request, when it was made.
     """
 
     request: Request
     slot: int
     start: int
     num_tokens: int
-    num_drafts: int
+    max_drafts: int
     decides: bool
-    life: int
-
-    @property
-    def wants_prompt_logits(self) -> bool:
-        """Whether the logits of every token that it computes are wanted."""
-        return self.start < self.request.num_prompt and self.request.needs_prompt_logits
+    num_preemptions: int
 
 
 class Given(NamedTuple):
@@ -71,8 +67,8 @@ class Request:
         stop_ids: token ids that end it: end-of-text unless ignored, and `stop_token_ids`.
         bad_word_ids: tokenised `bad_words`.
         rule: name of the verification rule that decides it.
-        max_drafts: its K.
-        launched: its share of a step whose result is not known yet.
+        num_speculative_tokens: its K.
+        launched_share: its share of a step whose result is not known yet.
         num_computed: leading tokens of `token_ids` whose K/V are in the target's cache.
         slot: permanent index into per-request device state while it runs.
         block_ids: cache blocks in order of position.
@@ -80,6 +76,7 @@ class Request:
             the serials of their contents.
         arrival: its place in the order in which requests came; lower is older.
         num_preemptions: how often it lost its blocks and had to compute them again.
+        detokenizer: makes its text while it runs; None without a tokenizer.
         pieces: the text that no later token can take back, as it was read.
         given: how much of it was given out as deltas.
     """
@@ -91,9 +88,9 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     rule: str = "standard"
+    num_speculative_tokens: int = 0
     status: Status = Status.WAITING
-    max_drafts: int = 0
-    launched: Share | None = None
+    launched_share: Share | None = None
     num_computed: int = 0
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
@@ -102,6 +99,7 @@ class Request:
     num_preemptions: int = 0
     origins: list[str] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    detokenizer: Detokenizer | None = None
     pieces: list[str] = field(default_factory=list)
     given: Given = _NOTHING
     finish_reason: str | None = None
@@ -133,19 +131,14 @@ class Request:
         return self.limit - len(self.token_ids)
 
     @property
-    def num_drafts(self) -> int:
+    def max_drafts(self) -> int:
         """Most drafts of its next decode step: its K, and no more than it can still emit."""
-        return min(self.max_drafts, self.most_remaining - 1)
+        return min(self.num_speculative_tokens, self.most_remaining - 1)
 
     @property
     def output_ids(self) -> list[int]:
         """Generated token ids (a copy)."""
         return self.token_ids[self.num_prompt :]
-
-    @property
-    def text(self) -> str:
-        """The pieces as one."""
-        return "".join(self.pieces)
 
     @property
     def num_prefill(self) -> int:
@@ -157,7 +150,7 @@ class Request:
         until it has been drafted for: where its drafts stand, and with them the noise that decides
         each token, does not depend on preemption.
         """
-        if self.launched is not None and self.launched.decides:
+        if self.launched_share is not None and self.launched_share.decides:
             return 0
         known = len(self.token_ids)
         return known - self.num_scheduled - (known > len(self.group.prompt_ids))
@@ -165,18 +158,19 @@ class Request:
     @property
     def num_scheduled(self) -> int:
         """Leading tokens whose K/V are computed once the launched step is; drafts not counted."""
-        return self.num_computed + (0 if self.launched is None else self.launched.num_tokens)
+        share = self.launched_share
+        return self.num_computed + (share.num_tokens if share else 0)
 
     @property
     def most_known(self) -> int:
         """Known tokens once the launched step is done, if all its drafts are accepted."""
-        share = self.launched
-        return len(self.token_ids) + (share.num_drafts + 1 if share and share.decides else 0)
+        share = self.launched_share
+        return len(self.token_ids) + (share.max_drafts + 1 if share and share.decides else 0)
 
     @property
     def most_remaining(self) -> int:
         """Tokens that it may still emit after the launched step; 0 if it has surely ended then."""
-        share = self.launched
+        share = self.launched_share
         return self.num_remaining - (1 if share and share.decides else 0)
 
     @property

@@ -23,14 +23,14 @@ from torch import Tensor
 
 from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import Drafter, in_target_ids, one_hot_block
+from foretoken.drafting.base import Drafter, in_target_ids, no_drafts
 from foretoken.engine.sampler import Sampler
-from foretoken.engine.step import PhaseClock
+from foretoken.engine.trace import PhaseClock
 from foretoken.errors import IntegrityError
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock
-from foretoken.slots.step import NONE, LogprobRows, SlotSpan, StepInput, StepResult
-from foretoken.slots.table import SlotTable
+from foretoken.slots.edits import build_edits
+from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult, some_rows
 
 
 class Runner:
@@ -43,14 +43,13 @@ class Runner:
         self.kv = kv
         self.sampler = sampler
         self.drafter = drafter
-        self.slots: SlotTable = sampler.slots
+        self.slots = sampler.slots
         self.clock = PhaseClock()
-        self._no_drafts: dict[int, DraftBlock] = {}
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Tell who keeps something by block that these changed hands.
+        """Forget what is kept for blocks that change hands.
 
-        If a model multiplies masked keys, theirs are zeroed: a NaN would poison the new owner.
+        If the model multiplies masked keys, they are zeroed: a NaN would poison the new owner.
         """
         if self.model.multiplies_masked_keys:
             self.kv.clear(block_ids)
@@ -67,9 +66,10 @@ class Runner:
             step = step.at(live)
         deciding = [b for b, decides in enumerate(step.decides_B) if decides]
         slot_D = [step.slot_B[b] for b in deciding]
-        drafts = self._propose(slot_D, [step.num_drafts_B[b] for b in deciding])
+        drafts = self._propose(slot_D, [step.max_drafts_B[b] for b in deciding])
         mark("draft")
-        edits, faults = self.sampler.edits(slot_D, drafts, self.model.vocab_size)
+        histories, vocab_size = self.slots.histories, self.model.vocab_size
+        edits, faults = build_edits(histories, slot_D, drafts, vocab_size)
         spans = self._spans(step, dict(zip(slot_D, drafts.num_B.tolist(), strict=True)))
         batch = gather_batch(self.slots, spans, self.kv.block_size)
         mark("batch")
@@ -77,7 +77,7 @@ class Runner:
         mark("forward")
         rows_NV = _decision_rows(output.logits_NV, spans, slot_D, drafts)
         verdict = self.sampler.verify(rows_NV, slot_D, drafts, edits)
-        result = StepResult(spans, slot_D, drafts, verdict, faults, hidden=output.aux)
+        result = StepResult(spans, slot_D, drafts, verdict, faults, aux=output.aux)
         _mark_banned(result, rows_NV)
         mark("verify")
         if step.most_logprobs != NONE:
@@ -87,16 +87,11 @@ class Runner:
         mark("advance")
         return result
 
-    def _propose(self, slot_D: Sequence[int], most_D: Sequence[int]) -> DraftBlock:
+    def _propose(self, slot_D: Sequence[int], max_drafts_D: Sequence[int]) -> DraftBlock:
         """Drafts of the requests that decide, written behind their known tokens."""
-        num_D = [
-            self.slots.num_drafts(slot, most) for slot, most in zip(slot_D, most_D, strict=True)
-        ]
+        num_D = list(map(self.slots.num_drafts, slot_D, max_drafts_D))
         if self.drafter is None or not any(num_D):
-            size = len(slot_D)
-            if size not in self._no_drafts:
-                self._no_drafts[size] = one_hot_block([[]] * size, self.slots.device)
-            return self._no_drafts[size]
+            return no_drafts(len(slot_D), self.slots.device)
         drafts = self.drafter.propose(slot_D, num_D)
         if self.drafter.target_ids is not None:
             drafts = in_target_ids(drafts, self.drafter.target_ids)
@@ -138,6 +133,7 @@ class Runner:
         """Log-probabilities of prompts and of decisions, before the next pass takes the logits."""
         rows: list[int] = []
         tokens: list[int] = []
+        borders: dict[int, tuple[int, int, int]] = {}  # of the prompt's rows and the decision's
         end = 0
         for b, span in enumerate(result.spans):
             first, end, begin = end, end + span.num_logits, len(rows)
@@ -151,11 +147,14 @@ class Runner:
                 first = end - 1 - outcome.num_drafts
                 rows += range(first, first + len(outcome.token_ids))
                 tokens += outcome.token_ids
-            result.logprob_rows[span.slot] = LogprobRows(begin, middle, len(rows))
+            borders[span.slot] = (begin, middle, len(rows))
         if rows:  # not of a prompt whose last token alone was computed
-            result.logprobs = self.sampler.logprobs(
-                logits_NV[torch.tensor(rows)], torch.tensor(tokens), step.most_logprobs
-            )
+            num_top = min(step.most_logprobs, logits_NV.shape[1])
+            wanted_NV, token_N = logits_NV[torch.tensor(rows)], torch.tensor(tokens)
+            found = self.sampler.backend.logprobs(wanted_NV, token_N, num_top)
+            for slot, (begin, middle, end) in borders.items():
+                of_prompt = some_rows(found, begin, middle)
+                result.logprobs[slot] = of_prompt, some_rows(found, middle, end)
 
 
 def _decision_rows(

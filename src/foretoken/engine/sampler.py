@@ -16,7 +16,6 @@ from torch import Tensor
 
 from foretoken.ops import Backend, DraftBlock, Edits, Logprobs, Verdict, VerifyBatch
 from foretoken.outputs import Logprob
-from foretoken.slots.edits import build_edits
 from foretoken.slots.table import SlotTable
 
 
@@ -41,25 +40,8 @@ class Sampler:
         self.slots = slots
         self.fp64_noise = fp64_noise
         self._decode: Callable[[int], str | None] = decode or (lambda token: None)
-        self.synthetic_rate_K = (
-            torch.tensor(synthetic_rates, dtype=torch.float64, device=slots.device)
-            if synthetic_rates
-            else None
-        )
-
-    def edits(
-        self, slot_D: Sequence[int], drafts: DraftBlock, vocab_size: int
-    ) -> tuple[Edits | None, dict[int, Exception]]:
-        """Edits of the K_b + 1 rows of each request, and what was raised, by slot."""
-        histories = self.slots.histories
-        if not histories:
-            return None, {}
-        rows = zip(drafts.token_BK.tolist(), drafts.num_B.tolist(), strict=True)
-        mine = (
-            (histories.get(slot), row[:num]) for slot, (row, num) in zip(slot_D, rows, strict=True)
-        )
-        edits, faults = build_edits(mine, vocab_size, self.slots.device)
-        return edits, {slot_D[row]: error for row, error in faults.items()}
+        rate_K = torch.tensor(synthetic_rates, dtype=torch.float64, device=slots.device)
+        self.synthetic_rate_K = rate_K if synthetic_rates else None
 
     def verify(
         self, logits_NV: Tensor, slot_D: Sequence[int], drafts: DraftBlock, edits: Edits | None
@@ -78,10 +60,6 @@ class Sampler:
             fp64_noise=self.fp64_noise,
         )
         return self.backend.verify(batch)
-
-    def logprobs(self, logits_NV: Tensor, token_N: Tensor, num_top: int) -> Logprobs:
-        """Log-probabilities of given tokens and of the likeliest; see `Backend.logprobs`."""
-        return self.backend.logprobs(logits_NV, token_N, min(num_top, logits_NV.shape[1]))
 
     def describe(
         self, found: Logprobs, token_ids: Sequence[int], num_top: int

@@ -14,8 +14,7 @@ prefix index gets blocks of committed tokens only.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 
 from foretoken.cache.block_pool import BlockPool
@@ -39,11 +38,11 @@ class Plan:
         left_slots: slots of requests that were preempted.
     """
 
-    shares: list[Share]
-    admitted: list[Request]
-    new_blocks: list[tuple[int, int, list[int]]]
-    fresh_blocks: list[int]
-    left_slots: list[int]
+    shares: list[Share] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    fresh_blocks: list[int] = field(default_factory=list)
+    left_slots: list[int] = field(default_factory=list)
 
 
 class Scheduler:
@@ -68,9 +67,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._num_arrived = 0
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        self._new_blocks: list[tuple[int, int, list[int]]] = []
-        self._fresh_blocks: list[int] = []
-        self._left_slots: list[int] = []
+        self._plan = Plan()  # the next one, as far as it is made
 
     @property
     def has_work(self) -> bool:
@@ -90,17 +87,15 @@ class Scheduler:
         a long prefill cannot stall the others, and no draft is ever dropped for what else is in
         the batch, which would make sampled tokens depend on it.
         """
-        self._new_blocks, self._fresh_blocks = [], []
         for request in self.running:
             self._enter_blocks(request)
         for request in [r for r in self.running if r.decodes and r.most_remaining]:
             # Not all drafts of both steps can be accepted where that passes the request's limit.
-            self._grow(request, min(request.most_known + request.num_drafts, request.limit - 1))
-        admitted = self._admit()
-        for request in admitted:
-            self._new_blocks.append((request.slot, 0, request.block_ids))
-        left_slots, self._left_slots = self._left_slots, []
-        return Plan(self._shares(), admitted, self._new_blocks, self._fresh_blocks, left_slots)
+            self._grow(request, min(request.most_known + request.max_drafts, request.limit - 1))
+        self._admit()
+        self._share()
+        plan, self._plan = self._plan, Plan()
+        return plan
 
     def finish(self, request: Request, *, keep_blocks: bool = True) -> None:
         """Take back the slot and blocks of a request that ended; also ends a waiting one.
@@ -131,26 +126,25 @@ class Scheduler:
             if missing <= self.pool.num_free:
                 if missing > 0:
                     self._hand_out(request, missing)
-                    self._new_blocks.append((request.slot, first, request.block_ids[first:]))
+                    new = (request.slot, first, request.block_ids[first:])
+                    self._plan.new_blocks.append(new)
                 return
             self.preempt(self.running[-1])
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> None:
         """Give slots and blocks to waiting requests, in order of arrival, while they fit."""
-        admitted: list[Request] = []
         for request in [*self.waiting]:
             if self._waits_for_leader(request):
                 continue
-            if request.launched is not None:  # preempted, and its last step's tokens are to come
-                break
-            if not self._free_slots or not self._take_blocks(request):
+            # One that was preempted waits until the tokens of its last step are known.
+            if request.launched_share or not self._free_slots or not self._take_blocks(request):
                 break
             self.waiting.remove(request)
             request.slot = self._free_slots.pop()
             request.status = Status.RUNNING
             insort(self.running, request, key=_BY_ARRIVAL)
-            admitted.append(request)
-        return admitted
+            self._plan.admitted.append(request)
+            self._plan.new_blocks.append((request.slot, 0, request.block_ids))
 
     def _waits_for_leader(self, request: Request) -> bool:
         """Whether it is a sample whose prompt's blocks the first sample is about to compute."""
@@ -166,7 +160,12 @@ class Scheduler:
         One block is left free for every running request: without it, an admission would be undone
         by the next request that grows.
         """
-        cached = self._match(request)
+        cached = []
+        if self.enable_prefix_caching and not request.needs_prompt_logits:
+            # One token at least is left to prefill: the request goes on from its logits, or from
+            # the step in which it is computed.
+            known = len(request.token_ids) - (request.num_output > 0)
+            cached = self.pool.match(request.token_ids, (known - 1) // self.pool.block_size)
         missing = self.pool.blocks_for(len(request.token_ids)) - len(cached)
         unheld = self.pool.num_unheld(block for block, _ in cached)
         if missing + unheld + len(self.running) > self.pool.num_free:
@@ -181,17 +180,7 @@ class Scheduler:
     def _hand_out(self, request: Request, count: int) -> None:
         fresh = self.pool.allocate(count)
         request.block_ids += fresh
-        self._fresh_blocks += fresh
-
-    def _match(self, request: Request) -> list[tuple[int, int]]:
-        """The longest cached prefix that leaves at least one token to prefill.
-
-        That token's logits, or the step in which it is computed, are what the request goes on from.
-        """
-        if not self.enable_prefix_caching or request.needs_prompt_logits:
-            return []
-        most = (len(request.token_ids) - (request.num_output > 0) - 1) // self.pool.block_size
-        return self.pool.match(request.token_ids, most)
+        self._plan.fresh_blocks.extend(fresh)
 
     def _enter_blocks(self, request: Request) -> None:
         """Let others find the blocks that the request has filled since it was last asked."""
@@ -205,13 +194,13 @@ class Scheduler:
             before = serials[-1] if serials else ROOT
             serials.append(self.pool.enter(before, tokens, request.block_ids[i]))
 
-    def _shares(self) -> list[Share]:
+    def _share(self) -> None:
         """Decode steps whole; the rest of the budget evenly to prefills, any surplus to the oldest.
 
         So every prefill advances in every step, and a short prompt does not wait for a long one.
         """
         prefilling = [r for r in self.running if not r.decodes]
-        decoding = {r: r.num_drafts for r in self.running if r.decodes and r.most_remaining}
+        decoding = {r: r.max_drafts for r in self.running if r.decodes and r.most_remaining}
         room = max(self.max_num_batched_tokens - len(decoding) - sum(decoding.values()), 0)
         even = room // max(len(prefilling), 1)
         chunks = {request: min(request.num_prefill, even) for request in prefilling}
@@ -220,20 +209,19 @@ class Scheduler:
             more = min(request.num_prefill - chunks[request], room)
             chunks[request] += more
             room -= more
-        shares: list[Share] = []
+        shares = self._plan.shares
         for request in self.running:
-            slot, start, life = request.slot, request.num_scheduled, request.num_preemptions
+            slot, start, times = request.slot, request.num_scheduled, request.num_preemptions
             if request in decoding:
-                shares.append(Share(request, slot, start, 1, decoding[request], True, life))
+                shares.append(Share(request, slot, start, 1, decoding[request], True, times))
             elif chunk := chunks.get(request, 0):
                 ends_prompt = chunk == request.num_prefill and not request.num_output
-                shares.append(Share(request, slot, start, chunk, 0, ends_prompt, life))
-        return shares
+                shares.append(Share(request, slot, start, chunk, 0, ends_prompt, times))
 
     def preempt(self, request: Request) -> None:
         """Send a running request back to its place in the queue; its tokens stay known."""
         self._enter_blocks(request)
-        self._left_slots.append(request.slot)
+        self._plan.left_slots.append(request.slot)
         self._leave(request)
         request.num_computed = 0
         request.num_preemptions += 1
@@ -258,17 +246,15 @@ class Scheduler:
         for queue, status in ((self.waiting, Status.WAITING), (self.running, Status.RUNNING)):
             if queue != sorted(queue, key=_BY_ARRIVAL):
                 raise IntegrityError(f"requests that are {status.value} are out of order")
-            _check_requests(queue, status)
+            for request in queue:
+                _check_request(request, status)
 
 
-def _check_requests(queue: Iterable[Request], status: Status) -> None:
-    for request in queue:
-        name = request.group.request_id
-        if request.status is not status:
-            raise IntegrityError(f"{name} is queued as {status} but is {request.status}")
-        if not 0 <= request.num_computed < len(request.token_ids):
-            raise IntegrityError(
-                f"{name}: {request.num_computed} tokens computed of {len(request.token_ids)} known"
-            )
-        if status is Status.WAITING and (request.num_computed or request.block_ids):
-            raise IntegrityError(f"{name} waits but holds blocks")
+def _check_request(request: Request, status: Status) -> None:
+    name, known = request.group.request_id, len(request.token_ids)
+    if request.status is not status:
+        raise IntegrityError(f"{name} is queued as {status} but is {request.status}")
+    if not 0 <= request.num_computed < known:
+        raise IntegrityError(f"{name}: {request.num_computed} tokens computed of {known} known")
+    if status is Status.WAITING and (request.num_computed or request.block_ids):
+        raise IntegrityError(f"{name} waits but holds blocks")

@@ -1,17 +1,11 @@
-"""Shares of requests as the input of a step, and what a step took.
-
-Charter: what the engine adds to the records of `slots/step.py`: the way from requests to slots, and
-times by phase.
-"""
+"""Shares of requests as the input of a step: from here on no request is known, slots are."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from foretoken.engine.request import Share
-from foretoken.slots.step import NONE, StepInput, StepResult
+from foretoken.slots.step import NONE, StepInput
 
 
 def step_input(shares: Sequence[Share]) -> StepInput:
@@ -22,80 +16,13 @@ def step_input(shares: Sequence[Share]) -> StepInput:
 def _numbers(share: Share) -> tuple[int, int, int, bool, int, int]:
     request, params = share.request, share.request.params
     top = params.logprobs if share.decides else None
-    prompt_top = params.prompt_logprobs if share.wants_prompt_logits else None
+    is_wanted = share.start < request.num_prompt and request.needs_prompt_logits
+    prompt_top = params.prompt_logprobs if is_wanted else None
     return (
-        request.slot,
+        share.slot,
         share.num_tokens,
-        share.num_drafts,
+        share.max_drafts,
         share.decides,
         NONE if top is None else top,
         NONE if prompt_top is None else prompt_top,
     )
-
-
-@dataclass(slots=True)
-class StepTrace:
-    """What one step did and how long its phases took, for whoever asked for it.
-
-    Attributes:
-        seconds: by phase, in this order: schedule, admit, draft, batch, forward, verify,
-            log-probabilities (if any are wanted), advance, commit.
-        total: their sum.
-        num_requests: requests in it; num_decoding: those that computed one known token and drafts.
-        num_rows: tokens that the target computed.
-        num_drafts, num_accepted: summed over its requests.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    total: float = 0.0
-    num_requests: int = 0
-    num_decoding: int = 0
-    num_rows: int = 0
-    num_drafts: int = 0
-    num_accepted: int = 0
-
-    def count(self, result: StepResult) -> None:
-        """Take over the numbers of its result."""
-        decisions = result.decisions
-        self.num_requests = len(result.spans)
-        self.num_rows = sum(span.num_tokens for span in result.spans)
-        self.num_drafts = sum(outcome.num_drafts for outcome in decisions.values())
-        self.num_accepted = sum(outcome.num_accepted for outcome in decisions.values())
-        self.num_decoding = sum(
-            span.slot in decisions and span.num_tokens == 1 + decisions[span.slot].num_drafts
-            for span in result.spans
-        )
-
-
-OnStep = Callable[[StepTrace], None]
-
-
-class PhaseClock:
-    """Adds up the seconds between marks, by phase, in a trace; costs nothing while there is none.
-
-    Each mark ends the phase that it names, which began at the mark before.
-    """
-
-    def __init__(self) -> None:
-        self.trace: StepTrace | None = None
-        self._start = self._last = 0.0
-
-    def start(self, trace: StepTrace | None) -> None:
-        """Time the phases that follow."""
-        self.trace = trace
-        self._start = self._last = time.perf_counter()
-
-    def mark(self, phase: str) -> None:
-        """The phase of this name ends now."""
-        if self.trace is not None:
-            now = time.perf_counter()
-            seconds = self.trace.seconds
-            seconds[phase] = seconds.get(phase, 0.0) + now - self._last
-            self._last = now
-
-    def stop(self) -> StepTrace | None:
-        """The trace, complete; nothing is timed any more."""
-        trace, self.trace = self.trace, None
-        if trace is not None:
-            trace.total = self._last - self._start
-        return trace

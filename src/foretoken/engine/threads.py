@@ -52,7 +52,7 @@ class StepThreads:
         asked: None takes one thread, or all usable cores but no more than OpenMP had when this
             module was imported (`openmp_threads`), by steps of the same size; what is set by
             others, by `torch.set_num_threads` for example, does not count and is overwritten.
-        backend: what it computes with is told, too.
+        backend: the threads of its kernels are set, too.
         native_target: the target runs in the native decoder: PyTorch gets one thread. A draft model
             beside it that does not is small: one thread is as fast there.
         clock: seconds.
@@ -84,11 +84,14 @@ class StepThreads:
         collapse with them is there a choice for prompts, too, by the time per token: one thread,
         and all of them tried again.
         """
-        tokens = sum(share.num_tokens + share.num_drafts for share in shares)
+        tokens = sum(share.num_tokens + share.max_drafts for share in shares)
         decodes = all(share.num_tokens == 1 for share in shares)
         choice = None
         if self.chooses and shares:
-            choice = self._of_decodes(tokens) if decodes else self._prompts
+            choice = self._prompts
+            if decodes:
+                counts = (1, self.most) if self._prompts else (self.most, 1)
+                choice = self._choices.setdefault(_rounded(tokens), _Choice(*counts))
         if choice is None:
             self._use(self.most)
             yield
@@ -102,11 +105,6 @@ class StepThreads:
             self._prompts = None
         elif self._prompts is None:
             self._prompts = _Choice(1, self.most, collapsed=True)
-
-    def _of_decodes(self, rows: int) -> _Choice:
-        """The choice for decode steps of so many rows."""
-        counts = (1, self.most) if self._prompts else (self.most, 1)
-        return self._choices.setdefault(_rounded(rows), _Choice(*counts))
 
     def _use(self, count: int) -> None:
         self._backend.set_num_threads(count)
@@ -165,10 +163,10 @@ class _Choice:
         self.crowded = self._taken == 1 and ratio > _HOPELESS
 
 
-def _rounded(rows: int) -> int:
-    """`rows` to two binary digits: steps of that size take about the same time."""
-    shift = max(rows.bit_length() - 2, 0)
-    return rows >> shift << shift
+def _rounded(tokens: int) -> int:
+    """`tokens` to two binary digits: steps of that size take about the same time."""
+    shift = max(tokens.bit_length() - 2, 0)
+    return tokens >> shift << shift
 
 
 def _siblings(cpu: Path) -> str:

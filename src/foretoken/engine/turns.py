@@ -60,11 +60,6 @@ class Turns:
         """Whether this thread has or awaits its turn."""
         return threading.get_ident() in self._threads
 
-    @property
-    def num_inside(self) -> int:
-        """Threads that have or await their turn."""
-        return len(self._line)
-
     def __enter__(self) -> None:
         self.home.check()
         if self.inside:

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch, Span, build_batch
+from foretoken.cache.batch import ForwardBatch, gather_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_context
 from foretoken.models.causal_lm import CausalLM
 from foretoken.ops import AttentionCall, Backend
+from foretoken.slots.step import SlotSpan
+from foretoken.slots.table import SlotTable
 
 # Classes without Transformers' support flag whose attention does go through its interface: the
 # self-check passes, and the tests compare them with plain Transformers.
@@ -190,7 +192,10 @@ def probe(
             sliding window is not the configuration's.
     """
     text = module.config.get_text_config()
-    batch = build_batch([Span([0], 0, _random_tokens(text.vocab_size, 4), 4)], _BLOCK, device)
+    slots = SlotTable(1, device, max_tokens=_BLOCK, max_drafts=0, blocks=1)
+    slots.token_SL[0] = _random_tokens(text.vocab_size, _BLOCK)
+    slots.write_blocks([(0, 0, [0])])
+    batch = gather_batch(slots, [SlotSpan(0, 0, _BLOCK, _BLOCK)], _BLOCK)
     calls: list[AttentionCall] = []
     run = AttentionPass(batch.attention, None, backend, calls)
     logits = _forward(module, batch, run)
@@ -267,16 +272,17 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
     """
     tokens = _check_tokens(model.vocab_size)
     kv = KVPool(model.layer_shapes, 16, _BLOCK, dtype=model.dtype, device=model.device)
-    # Blocks of the first sequence are adjacent, of the others scattered.
-    tables = ([1, 2, 3, 4, 13, 14], [9, 5, 7, 6], [15, 10, 12, 8, 11])
+    slots = SlotTable(len(tokens), model.device, max_tokens=_LENGTH, max_drafts=3, blocks=6)
+    slots.write_blocks((slot, 0, blocks) for slot, blocks in enumerate(_BLOCKS))
     wrong = _random_tokens(model.vocab_size, 3, 4)
     errors = []
     for step in _SCHEDULE:
         spans = []
         for i, start, count, drafts in step:
-            new = tokens[i][start : start + count] + wrong[:drafts]
-            spans.append(Span(tables[i], start, new, len(new)))
-        logits = model.forward(build_batch(spans, _BLOCK, model.device), kv).logits_NV
+            end = start + count + drafts
+            slots.token_SL[i, start:end] = tokens[i][start : start + count] + wrong[:drafts]
+            spans.append(SlotSpan(i, start, end - start, end - start))
+        logits = model.forward(gather_batch(slots, spans, _BLOCK), kv).logits_NV
         row = 0
         for i, start, count, drafts in step:
             ours, eager = logits[row : row + count], expected[i, start : start + count]
@@ -292,6 +298,9 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
         )
     return error
 
+
+# Of each sequence: those of the first are adjacent, of the others scattered.
+_BLOCKS = ([1, 2, 3, 4, 13, 14], [9, 5, 7, 6], [15, 10, 12, 8, 11])
 
 # Steps of (sequence, first position, true tokens, wrong drafts after them). Positions that held
 # wrong drafts are written again by a later step: rollback.

@@ -219,26 +219,6 @@ class SamplingParams:
         return cast(int, self.max_tokens)
 
     @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as it was normalised."""
-        return cast(tuple[str, ...], self.stop)
-
-    @property
-    def stop_ids(self) -> tuple[int, ...]:
-        """`stop_token_ids` as it was normalised."""
-        return cast(tuple[int, ...], self.stop_token_ids)
-
-    @property
-    def bad_word_strings(self) -> tuple[str, ...]:
-        """`bad_words` as it was normalised."""
-        return cast(tuple[str, ...], self.bad_words)
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether log-probabilities of output or prompt tokens are asked for."""
-        return self.logprobs is not None or self.prompt_logprobs is not None
-
-    @property
     def filters_logits(self) -> bool:
         """Whether tokens may be dropped after temperature."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0

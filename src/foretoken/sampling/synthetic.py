@@ -16,12 +16,7 @@ from math import floor
 from operator import mul
 from typing import cast
 
-from foretoken.config import (
-    MAX_SPECULATIVE_TOKENS,
-    SpeculativeConfig,
-    check_int,
-    check_synthetic,
-)
+from foretoken.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, check_int, check_synthetic
 
 DECAY = 0.85  # g: what acceptance loses from one position to the next
 _HALVINGS = 100  # of an interval within [0, 1]: far below the spacing of floats
@@ -68,8 +63,12 @@ def conditional_rates(
     if synthetic_acceptance_rate is not None:
         return _decaying(synthetic_acceptance_rate, num_speculative_tokens)
     if synthetic_acceptance_length is not None:
-        return _of_length(synthetic_acceptance_length, num_speculative_tokens)
-    return _conditional([float(rate) for rate in cast(Sequence[float], synthetic_acceptance_rates)])
+        ones = floor(synthetic_acceptance_length - 1)
+        rates = [1.0] * ones + [synthetic_acceptance_length - 1 - ones]
+        return tuple((rates + [0.0] * num_speculative_tokens)[:num_speculative_tokens])
+    joint = [float(rate) for rate in cast(Sequence[float], synthetic_acceptance_rates)]
+    pairs = zip(joint, [1.0, *joint], strict=False)
+    return tuple(rate / before if before else 0.0 for rate, before in pairs)
 
 
 def rates_of(config: SpeculativeConfig) -> tuple[float, ...]:
@@ -111,14 +110,3 @@ def _least(rising: Callable[[float], float], wanted: float, low: float) -> float
         else:
             low = middle
     return high
-
-
-def _conditional(joint: Sequence[float]) -> tuple[float, ...]:
-    before = (1.0, *joint)
-    return tuple(rate / last if last else 0.0 for rate, last in zip(joint, before, strict=False))
-
-
-def _of_length(length: float, count: int) -> tuple[float, ...]:
-    ones = floor(length - 1)
-    rates = [1.0] * ones + [length - 1 - ones] + [0.0] * count
-    return tuple(rates[:count])

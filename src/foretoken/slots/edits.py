@@ -2,48 +2,51 @@
 
 Row j of a request sees its history as if the drafts before it in the block were accepted.
 
-Shape suffixes: N rows of the batch, M entries, U and R of one request (`history.py`), W mask words.
+Shape suffixes: B requests, K drafts, N rows of the batch, M entries, W mask words; U and R of one
+request (`history.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import Edits
+from foretoken.ops import DraftBlock, Edits
 from foretoken.slots.history import Array, HistoryRows, SlotHistory
 
 
 def build_edits(
-    requests: Iterable[tuple[SlotHistory | None, Sequence[int]]],
-    vocab_size: int,
-    device: torch.device,
+    histories: Mapping[int, SlotHistory], slot_B: Sequence[int], drafts: DraftBlock, vocab_size: int
 ) -> tuple[Edits | None, dict[int, Exception]]:
-    """Edits of a batch, None if no request has any; and what was raised, by index of the request.
+    """Edits of K_b + 1 rows per request, None if nobody has any; and what was raised, by slot.
 
     The rows of a request whose history could not be read are not edited: what is drawn there must
     not be used.
 
     Args:
-        requests: per request in batch order: its history (None: no edits), its drafts.
+        histories: by slot; requests without one have no edits.
         vocab_size: ids at or past it are ignored (they cannot be drawn anyway).
     """
+    if not histories:
+        return None, {}
     faults: dict[int, Exception] = {}
     found: list[HistoryRows] = []
     sizes: list[int] = []  # entries of each row
     masks: list[Array] = []
     mask_of: list[int] = []  # of each row
-    for index, (history, drafts) in enumerate(requests):
-        count = len(drafts) + 1
+    blocks = zip(slot_B, drafts.token_BK.tolist(), drafts.num_B.tolist(), strict=True)
+    for slot, token_K, num_drafts in blocks:
+        history, count = histories.get(slot), num_drafts + 1
         rows = mask = None
         if history is not None and not history.is_spent:
             try:
-                rows, mask = history.rows(drafts, vocab_size), history.mask(vocab_size)
+                rows = history.rows(token_K[:num_drafts], vocab_size)
+                mask = history.mask(vocab_size)
             except Exception as error:
-                faults[index] = error
+                rows, faults[slot] = None, error
         if rows is not None:
             found.append(rows)
         sizes += [0 if rows is None else len(rows.token_U)] * count
@@ -54,7 +57,7 @@ def build_edits(
         return None, faults
 
     def tensor(array: Array) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        return torch.from_numpy(array).to(drafts.num_B.device)
 
     edits = Edits(
         mask_RW=tensor(np.stack(masks)) if masks else None,

@@ -2,11 +2,11 @@
 
 Charter: the records between scheduler, runner, drafters and engine. A `StepInput` names slots,
 never requests: it can be replayed, delayed, or sent to other ranks, and true lengths are read from
-the slots when it runs. A `StepResult` owns its tensors, so that it may be read after the next step
-was launched. Nothing here decides or computes what a step is about.
+the slots when it runs. A `StepResult` may be read after the next step was launched. Nothing here
+decides or computes what a step is about.
 
-Shape suffixes: B requests of the step, D those that decide, K drafts, M rows with
-log-probabilities, N rows of logits, T packed tokens.
+Shape suffixes: B requests of the step, D those that decide, K drafts, N rows of logits, T
+packed tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepInput(NamedTuple):
     Attributes:
         slot_B: where their state is.
         num_tokens_B: known tokens to compute.
-        num_drafts_B: most drafts to verify after them; K_b is smaller where fewer tokens may
+        max_drafts_B: most drafts to verify after them; K_b is smaller where fewer tokens may
             follow, or where the drafter has fewer.
         decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
         top_B: likeliest tokens to report beside each that is drawn; NONE: no log-probabilities.
@@ -39,7 +39,7 @@ class StepInput(NamedTuple):
 
     slot_B: Sequence[int]
     num_tokens_B: Sequence[int]
-    num_drafts_B: Sequence[int]
+    max_drafts_B: Sequence[int]
     decides_B: Sequence[bool]
     top_B: Sequence[int]
     prompt_top_B: Sequence[int]
@@ -87,17 +87,12 @@ class Outcome(NamedTuple):
     prompt_logprobs: Logprobs | None = None
 
 
-class LogprobRows(NamedTuple):
-    """Rows of `StepResult.logprobs` about one request: first its prompt, then its decision."""
-
-    begin: int
-    decision: int
-    end: int
-
-
 @dataclass(slots=True)
 class StepResult:
-    """What a step computed; it reads nothing that a later step may overwrite.
+    """What a step computed.
+
+    What `read` reads is its own. Two parts are not, and are gone with the next step: `aux`, and the
+    q in `drafts.cache`, which the next proposal overwrites.
 
     Attributes:
         spans: the tokens that were computed, drafts included, of every request that ran: not of one
@@ -107,9 +102,9 @@ class StepResult:
         verdict: the new tokens.
         faults: by slot, what the part of one request alone raised.
         banned_all: slots whose logits were finite, but whose requests' parameters left no token.
-        logprobs: of M rows, by slot in `logprob_rows`; None if none are wanted.
-        hidden: [T, H] of each layer that the drafter wants, in the order of `spans`; the one part
-            that is gone with the next pass.
+        logprobs: by slot, those of the prompt and of the decision, each None if not wanted.
+        aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of
+            `spans`.
     """
 
     spans: Sequence[SlotSpan]
@@ -118,9 +113,8 @@ class StepResult:
     verdict: Verdict
     faults: dict[int, Exception] = field(default_factory=dict)
     banned_all: set[int] = field(default_factory=set)
-    logprobs: Logprobs | None = None
-    logprob_rows: dict[int, LogprobRows] = field(default_factory=dict)
-    hidden: tuple[Tensor, ...] = ()
+    logprobs: dict[int, tuple[Logprobs | None, Logprobs | None]] = field(default_factory=dict)
+    aux: tuple[Tensor, ...] = ()
     _decisions: dict[int, Outcome] | None = None
 
     @classmethod
@@ -155,17 +149,14 @@ class StepResult:
             outcomes[slot] = outcomes[slot]._replace(bans_all=True)
         for slot, fault in self.faults.items():
             outcomes[slot] = outcomes[slot]._replace(fault=fault)
-        if self.logprobs is not None:
-            for slot, (begin, decision, end) in self.logprob_rows.items():
-                outcomes[slot] = outcomes[slot]._replace(
-                    prompt_logprobs=_some(self.logprobs, begin, decision),
-                    logprobs=_some(self.logprobs, decision, end),
-                )
+        for slot, (of_prompt, of_decision) in self.logprobs.items():
+            found = outcomes[slot]._replace(prompt_logprobs=of_prompt, logprobs=of_decision)
+            outcomes[slot] = found
         return outcomes
 
 
-def _some(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:
-    """Some of the rows, None if there are none."""
+def some_rows(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:
+    """The rows `begin` to `end`, None if there are none."""
     if begin == end:
         return None
     return Logprobs(

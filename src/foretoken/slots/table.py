@@ -73,7 +73,7 @@ class SlotTable:
 
     Attributes:
         token_SL: int32, known tokens, then drafts, then `NO_TOKEN`.
-        block_SL: int64, cache blocks by position.
+        block_SL: int64, cache blocks by position; num_blocks_S: how many are the request's.
         prompt_S: tokens of the prompt.
         length_S: known tokens, those of the latest step included.
         computed_S: leading tokens whose K/V are in the target's cache.
@@ -83,7 +83,7 @@ class SlotTable:
     """
 
     def __init__(
-        self, num_slots: int, device: torch.device, *, max_tokens: int, num_drafts: int, blocks: int
+        self, num_slots: int, device: torch.device, *, max_tokens: int, max_drafts: int, blocks: int
     ) -> None:
         self._table = SlotParams(
             key_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
@@ -96,9 +96,10 @@ class SlotTable:
         )
         self.device = device
         self.num_slots = num_slots
-        width = max_tokens + num_drafts  # drafts are padded to those of the request with most
+        width = max_tokens + max_drafts  # drafts are padded to those of the request with most
         self.token_SL: Array = np.full((num_slots, width), NO_TOKEN, dtype=np.int32)
         self.block_SL: Array = np.zeros((num_slots, blocks), dtype=np.int64)
+        self.num_blocks_S = [0] * num_slots
         self.prompt_S = [0] * num_slots
         self.length_S = [0] * num_slots
         self.computed_S = [0] * num_slots
@@ -148,6 +149,7 @@ class SlotTable:
         self.length_S[slot], self.limit_S[slot] = len(known), request.limit
         self.prompt_S[slot] = len(request.prompt_ids)
         self.computed_S[slot] = request.num_computed
+        self.num_blocks_S[slot] = 0
         self.rules[slot], self.temperatures[slot] = request.rule, params.temperature
         if params.filters_logits:
             self._slots_with_filters.add(slot)
@@ -161,7 +163,8 @@ class SlotTable:
     def write_blocks(self, ranges: Iterable[tuple[int, int, Sequence[int]]]) -> None:
         """Write a step's new blocks, as (slot, first column, block ids), in this order."""
         for slot, first, block_ids in ranges:
-            self.block_SL[slot, first : first + len(block_ids)] = block_ids
+            end = self.num_blocks_S[slot] = first + len(block_ids)
+            self.block_SL[slot, first:end] = block_ids
 
     def release(self, slot: int) -> None:
         """Forget a request that ended; its numbers stay until the slot's next request."""
@@ -193,9 +196,9 @@ class SlotTable:
         first = self.computed_S[slot] + 1
         return self.known(slot, first, min(count, self.prompt_S[slot] - first))
 
-    def num_drafts(self, slot: int, most: int) -> int:
+    def num_drafts(self, slot: int, max_drafts: int) -> int:
         """K_b: as many drafts as were asked for, and none that could not be emitted."""
-        return max(min(most, self.limit_S[slot] - self.length_S[slot] - 1), 0)
+        return max(min(max_drafts, self.limit_S[slot] - self.length_S[slot] - 1), 0)
 
     def put_drafts(self, slots: Sequence[int], token_BK: Array) -> None:
         """Write drafts behind the known tokens, padded by NO_TOKEN behind a request's last."""

@@ -7,7 +7,8 @@ there are (`ops/__init__.py`), what an op computes (`ops/backends/`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from foretoken.ops.checks import (
     check_sample,
     check_verify,
 )
-from foretoken.ops.decoder import AttentionCall, Decoder, no_decoder
+from foretoken.ops.decoder import AttentionCall, Decoder
 from foretoken.ops.pass_checks import check_attention
 from foretoken.ops.types import (
     DRAFT,
@@ -37,24 +38,19 @@ from foretoken.ops.types import (
 )
 
 
-class Kernels(NamedTuple):
-    """What a backend's folder provides: the functions of `Backend`, without checks.
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a backend's folder provides: the functions of `Backend`, without checks."""
 
-    In place of a function stands the name of the backend whose function serves here, too.
-
-    set_num_threads: None if there is nothing to set
-    tunings: None if nothing is tuned
-    """
-
-    process_logits: Callable[[Rows], Tensor] | str
-    sample: Callable[[Rows, Noise], Tensor] | str
-    draft: Callable[[Rows, Noise, DraftCache | None], Tensor] | str
-    verify: Callable[[VerifyBatch], Verdict] | str
-    logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs] | str
-    attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor] | str
-    decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None] = no_decoder
-    set_num_threads: Callable[[int], None] | None = None
-    tunings: Callable[[], dict[str, Any]] | None = None
+    process_logits: Callable[[Rows], Tensor]
+    sample: Callable[[Rows, Noise], Tensor]
+    draft: Callable[[Rows, Noise, DraftCache | None], Tensor]
+    verify: Callable[[VerifyBatch], Verdict]
+    logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs]
+    attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
+    decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None] = lambda *_: None
+    set_num_threads: Callable[[int], None] = lambda count: None
+    tunings: Callable[[], dict[str, Any]] = dict
 
 
 class Backend:
@@ -70,18 +66,8 @@ class Backend:
     """
 
     def __init__(self, name: str, kernels: Kernels) -> None:
-        """Of kernels all of whose functions are there: `get_backend` replaces names by them."""
-        functions: Any = kernels
         self.name = name
-        self._process_logits: Callable[[Rows], Tensor] = functions.process_logits
-        self._sample: Callable[[Rows, Noise], Tensor] = functions.sample
-        self._draft: Callable[[Rows, Noise, DraftCache | None], Tensor] = functions.draft
-        self._verify: Callable[[VerifyBatch], Verdict] = functions.verify
-        self._logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs] = functions.logprobs
-        self._attention: Callable[..., Tensor] = functions.attention
-        self._decoder = kernels.decoder
-        self._set_num_threads = kernels.set_num_threads
-        self._tunings = kernels.tunings
+        self._kernels = kernels
 
     def process_logits(self, rows: Rows) -> Tensor:
         """Apply each row's parameters, as the other functions do on load.
@@ -97,7 +83,7 @@ class Backend:
             p >= min_p * p_max.
         """
         check_rows(rows)
-        return self._process_logits(rows)
+        return self._kernels.process_logits(rows)
 
     def sample(self, rows: Rows, noise: Noise) -> Tensor:
         """Draw one token per row of raw logits, processed on load; exact (Gumbel-max).
@@ -114,7 +100,7 @@ class Backend:
             int64 [N] token ids.
         """
         check_sample(rows, noise)
-        return self._sample(rows, noise)
+        return self._kernels.sample(rows, noise)
 
     def draft(self, rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
         """Draw a draft per row of raw draft logits and keep the q it came from.
@@ -136,7 +122,7 @@ class Backend:
             int64 [N] token ids.
         """
         check_draft(rows, noise, cache)
-        return self._draft(rows, noise, cache)
+        return self._kernels.draft(rows, noise, cache)
 
     def verify(self, batch: VerifyBatch) -> Verdict:
         """Accept a prefix of each request's drafts and emit one more token (K_b = 0: just draw).
@@ -164,7 +150,7 @@ class Backend:
           0, `finite_B` False, its row of `token_BK1` -1; the others in the batch get theirs.
         """
         check_verify(batch)
-        return self._verify(batch)
+        return self._kernels.verify(batch)
 
     def logprobs(self, rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         """Log-probabilities of a given token and of the `num_top` likeliest of every row.
@@ -177,7 +163,7 @@ class Backend:
             num_top: 0 <= num_top <= 64, and <= V.
         """
         check_logprobs(rows, token_N, num_top)
-        return self._logprobs(rows, token_N, num_top)
+        return self._kernels.logprobs(rows, token_N, num_top)
 
     def attention(
         self,
@@ -200,7 +186,7 @@ class Backend:
             [T, H, D_v].
         """
         check_attention(query_THD, key_cache, value_cache, batch, options)
-        return self._attention(query_THD, key_cache, value_cache, batch, options)
+        return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
 
     def decoder(self, module: Any, calls: Sequence[AttentionCall]) -> Decoder | None:
         """An implementation of a whole model, or None if this backend has none of any model.
@@ -212,20 +198,18 @@ class Backend:
         Raises:
             UnfitError: this module has something that the decoder does not implement; it says what.
         """
-        return self._decoder(module, calls)
+        return self._kernels.decoder(module, calls)
 
     def set_num_threads(self, count: int) -> None:
-        """Share one call's work among so many threads, the calling one included.
+        """Share one call's work among so many threads of the process, the calling one included.
 
-        It holds for the whole process. What runs in PyTorch's operators is not meant: that has
-        `torch.set_num_threads`.
+        What runs in PyTorch's operators has `torch.set_num_threads` instead.
         """
-        if self._set_num_threads is not None:
-            self._set_num_threads(count)
+        self._kernels.set_num_threads(count)
 
     def tunings(self) -> dict[str, Any]:
         """What this process measured to choose how it computes, and what it took."""
-        return {} if self._tunings is None else self._tunings()
+        return self._kernels.tunings()
 
 
 def draft_cache(

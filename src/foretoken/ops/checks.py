@@ -105,12 +105,6 @@ def check_kind(name: str, value: object, kind: type) -> None:
         raise ConfigError(name, value, f"a `{kind.__name__}`")
 
 
-def check_flag(name: str, value: object) -> None:
-    """Raise `ConfigError` unless `value` is True or False."""
-    if value is not True and value is not False:
-        raise ConfigError(name, value, "True or False")
-
-
 def check_logits(name: str, logits: Tensor, shape: tuple[int | Letter, ...] = (N, V)) -> None:
     """Rows of at least one token, whose tokens are adjacent in memory."""
     check_tensor(name, logits, shape, FLOATS, grad=True)
@@ -118,9 +112,7 @@ def check_logits(name: str, logits: Tensor, shape: tuple[int | Letter, ...] = (N
     if vocabulary == 0:
         raise ConfigError(f"{name}.shape", tuple(logits.shape), "at least one token wide")
     if vocabulary > 1 and logits.stride(-1) != 1:
-        raise ConfigError(
-            f"{name}.stride", logits.stride(), "1 along the vocabulary", "Call `.contiguous()`."
-        )
+        raise ConfigError(f"{name}.stride", logits.stride(), "1 along V", "Call `.contiguous()`.")
 
 
 def check_rows(rows: Rows) -> None:
@@ -159,7 +151,7 @@ def check_sample(rows: Rows, noise: Noise) -> None:
     check_tensor("draft_index_N", draft_index_N, slot_N.shape, INT64, slot_N.device)
     if streams not in STREAM_PAIRS:
         raise ConfigError("streams", streams, "`TARGET`, `RESIDUAL` or `DRAFT`")
-    check_flag("fp64", fp64)
+    check_kind("fp64", fp64, bool)
 
 
 def check_draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> None:
@@ -233,7 +225,7 @@ def check_verify(batch: VerifyBatch) -> None:
     """All of `Backend.verify` against each other."""
     check_kind("batch", batch, VerifyBatch)
     logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise = batch
-    check_flag("fp64_noise", fp64_noise)
+    check_kind("fp64_noise", fp64_noise, bool)
     check_logits("logits_NV", logits_NV)
     device = logits_NV.device
     rules = _check_slots("slot_B", slot_B, params, logits_NV, (B,))

@@ -277,15 +277,18 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
             check_between("edits.mask_N", edits.mask_N.numpy(), -1, last, wanted)
     check_tensor("edits.start_N1", edits.start_N1, (num_rows + 1,), INT64, device)
     check_tensor("edits.token_M", edits.token_M, (M,), INT64, device)
-    for field in ("bias_M", "repetition_M", "subtract_M"):
-        value = getattr(edits, field)
-        check_tensor(f"edits.{field}", value, edits.token_M.shape, FLOAT32, device)
     if edits.token_M.is_cpu:
-        _check_entries(edits, vocabulary)
+        _check_ids(edits, vocabulary)
+    # Within these bounds a ban, which is a bias of -inf, stays one whatever follows.
+    for field, low in (("bias_M", -np.inf), ("repetition_M", 1e-30), ("subtract_M", -3e38)):
+        name, value = f"edits.{field}", getattr(edits, field)
+        check_tensor(name, value, edits.token_M.shape, FLOAT32, device)
+        if value.is_cpu:
+            check_between(name, value.numpy(), low, 3.4e38, f"in [{low:g}, 3.4e38]")
 
 
-def _check_entries(edits: Edits, vocabulary: int) -> None:
-    """`start_N1` cuts the entries in rows, in which ids rise; a ban stays one whatever follows."""
+def _check_ids(edits: Edits, vocabulary: int) -> None:
+    """`start_N1` cuts the entries in rows, in which ids rise."""
     start_N1, token_M = edits.start_N1.numpy(), edits.token_M.numpy()
     if start_N1[0] != 0 or start_N1[-1] != len(token_M) or (np.diff(start_N1) < 0).any():
         wanted = f"rising from 0 to {len(token_M)}, the number of entries"
@@ -297,9 +300,6 @@ def _check_entries(edits: Edits, vocabulary: int) -> None:
     fits_M1[start_N1[1:] - 1] = True  # from a row's last entry to the next row's first
     if not fits_M1.all():
         raise ConfigError("edits.token_M", token_M.tolist(), "rising within each row")
-    for field, low in (("bias_M", -np.inf), ("repetition_M", 1e-30), ("subtract_M", -3e38)):
-        wanted = f"in [{low:g}, 3.4e38]"
-        check_between(f"edits.{field}", getattr(edits, field).numpy(), low, 3.4e38, wanted)
 
 
 def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
@@ -332,11 +332,10 @@ def _check_slots(
     if params.values_fit:
         return params.rules
 
-    def used(column_S: Tensor) -> list[float]:
-        """The values of these slots, each once: mostly one."""
-        return list(dict.fromkeys(column_S.numpy()[slot].tolist()))
-
-    rules = set(params.rule_S.numpy()[slot].tolist())
+    columns = params.temperature_S, params.top_k_S, params.top_p_S, params.min_p_S, params.rule_S
+    # Each value once: mostly one.
+    used = ([*dict.fromkeys(column.numpy()[slot].tolist())] for column in columns)
+    temperature, top_k, top_p, min_p, rules = used
     for rule in rules:
         if rule not in RULES:
             known = ", ".join(f"{r.value} ({r.name})" for r in Rule)
@@ -344,17 +343,15 @@ def _check_slots(
         if rule not in params.rules:
             promised = ", ".join(sorted(r.name for r in params.rules))
             raise ConfigError("params.rules", promised, f"with {Rule(rule).name}, a slot's rule")
-    temperature, top_p, min_p = map(used, (params.temperature_S, params.top_p_S, params.min_p_S))
-    check_between("params.temperature_S", temperature, 0, 3.4e38, ">= 0 and finite")
-    warm = [value for value in temperature if value > 0]
-    check_between("params.temperature_S", warm, COLDEST, 3.4e38, "0 or >= 1e-5")
+    warm = [value for value in temperature if value != 0]
+    check_between("params.temperature_S", warm, COLDEST, 3.4e38, "0, or >= 1e-5 and finite")
     check_between("params.top_p_S", top_p, 1e-45, 1, "in (0, 1]")
     check_between("params.min_p_S", min_p, 0, 1, "in [0, 1]")
     if not params.has_filters:
-        cut = any(0 < top_k < logits.shape[-1] for top_k in used(params.top_k_S))
+        cut = any(0 < k < logits.shape[-1] for k in top_k)
         if cut or min(top_p) < 1 or max(min_p) > 0:
             raise ConfigError("params.has_filters", False, "True, since a slot has a filter on")
-    return rules
+    return set(rules)
 
 
 def check_between(

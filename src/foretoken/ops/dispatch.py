@@ -262,9 +262,8 @@ def draft_cache(
     if not hasattr(backend, "draft"):
         raise ConfigError("backend", backend, "what `get_backend` returns")
     check_draft_cache(logits_BKV, params, slot_B)
-    _, most, vocabulary = logits_BKV.shape
-    sizes = (params.key_S.shape[0], most, vocabulary)
-    cache = DraftCache.empty(*sizes, logits_BKV.dtype, logits_BKV.device)
+    slots, (_, most, vocabulary) = params.key_S.shape[0], logits_BKV.shape
+    cache = DraftCache.empty(slots, most, vocabulary, logits_BKV.dtype, logits_BKV.device)
     cache.threshold_SK.fill_(-torch.inf)
     cache.lse_SK.fill_(torch.nan)  # no q
     nowhere_B = torch.zeros_like(slot_B)  # the draws, and so their noise, are not used

@@ -14,13 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Words = npt.NDArray[Any]  # uint64
-Floats = npt.NDArray[Any]
+Array = npt.NDArray[Any]
 
 _MASK = 0xFFFFFFFF
 
 
-def philox4x32_10(counter: list[Words], key: list[Words]) -> list[Words]:
+def philox4x32_10(counter: list[Array], key: list[Array]) -> list[Array]:
     """The block cipher on 32-bit words, each an array of uint64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -43,7 +42,7 @@ def uniforms(
     draft_index: int,
     stream: int,
     fp64: bool,
-) -> Floats:
+) -> Array:
     """Draws `index_M` of a stream, in the open interval (0, 1); float32, or float64 with `fp64`.
 
     FP32: h = word (index mod 4) of group (index div 4); (h + 1/2) 2^-32 in FP32 arithmetic, at most
@@ -79,7 +78,7 @@ def gumbels(
     draft_index: int,
     stream: int,
     fp64: bool,
-) -> Floats:
+) -> Array:
     """Standard Gumbel noise -log(-log(1 - u)) in float64: large values come from u -> 0."""
     u_M = uniforms(index_M, key, position, draft_index, stream, fp64).astype(np.float64)
     return np.asarray(-np.log(-np.log1p(-u_M)))

@@ -60,7 +60,7 @@ def filter_row(row: Row, params: SlotParams, slot: int) -> None:
 
 
 def is_finite(row: Row) -> bool:
-    """Whether a row has a law: no NaN, no +inf, and not every token at -inf."""
+    """Whether a row has a distribution: no NaN, no +inf, and not every token at -inf."""
     return not np.isnan(row).any() and bool(np.isfinite(row.max()))
 
 

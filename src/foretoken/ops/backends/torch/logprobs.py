@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.ops.backends.torch.process import chunks, detached, ordered, processed
+from foretoken.ops.backends.torch.process import chunks, ordered, processed
 from foretoken.ops.types import Logprobs, Rows
 
 
@@ -27,11 +27,7 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     )
     index_N = torch.arange(count, device=token_N.device)
     for part in chunks(count, vocabulary):
-        x_RV = (
-            processed(detached(rows), index_N[part])
-            if isinstance(rows, Rows)
-            else logits_NV[part].float()
-        )
+        x_RV = processed(rows, index_N[part]) if isinstance(rows, Rows) else logits_NV[part].float()
         lse_R1 = x_RV.double().logsumexp(dim=1, keepdim=True)
         given_R1 = x_RV.gather(1, token_N[part, None].long())
         top_RT = _likeliest(x_RV, num_top)

@@ -43,11 +43,6 @@ class Distribution(NamedTuple):
     lse_R: Tensor
 
 
-def detached(rows: Rows) -> Rows:
-    """The rows, of whose logits no gradient is computed."""
-    return rows._replace(logits_NV=rows.logits_NV.detach())
-
-
 def temperatures(params: SlotParams, slot_R: Tensor) -> Tensor:
     """float64, 1 at T=0."""
     temperature_R = params.temperature_S[slot_R].double()
@@ -75,7 +70,7 @@ def load(rows: Rows, index_R: Tensor) -> Tensor:
     """Raw logits after edits, float32 [R, W], a copy; -inf from V on."""
     vocabulary = rows.logits_NV.shape[1]
     unit = BLOCK if vocabulary > BLOCK else 4  # 4: a group of noise
-    x_RV = rows.logits_NV.index_select(0, index_R).float()
+    x_RV = rows.logits_NV.detach().index_select(0, index_R).float()
     if rows.edits is not None:
         _edit(x_RV, rows.edits, index_R)
     return pad(x_RV, (0, -vocabulary % unit), value=-torch.inf)
@@ -212,7 +207,6 @@ def process_logits(rows: Rows) -> Tensor:
     Returns new float32 [N, V]: survivors divided by the temperature, the rest -inf. Rows at T=0
     are edited only. Rows that are not finite (NaN, +inf, all -inf) stay so, for `verify` to find.
     """
-    rows = detached(rows)
     out_NV = torch.empty_like(rows.logits_NV, dtype=torch.float32)
     index_N = torch.arange(len(rows.slot_N), device=rows.slot_N.device)
     for part in chunks(*out_NV.shape):

@@ -69,7 +69,7 @@ def verify(given: VerifyBatch) -> Verdict:
     own_B = (params.temperature_S[slot_B] == 0) | (rule_B == Rule.COUPLED)
     batch = Batch(
         given,
-        rows=Rows(given.logits_NV.detach(), params, slot_N, given.edits),
+        rows=Rows(given.logits_NV, params, slot_N, given.edits),
         first_row_B=num_rows_B.cumsum(0) - num_rows_B,
         rule_B=rule_B,
         own_B=own_B,

@@ -1,7 +1,7 @@
-"""The contract of a backend, and the one place where what it is given is checked.
+"""The contract of a backend: what every op promises; the one place that checks arguments.
 
-Belongs here: what every op promises, checks (`ops/checks.py`), the call. Does not: which backends
-there are (`ops/__init__.py`), what an op computes (`ops/backends/`).
+Does not belong here: which backends there are (`ops/__init__.py`), the checks (`ops/checks.py`),
+what an op computes (`ops/backends/`).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Backend:
     Logits have unit stride along V; rows may lie apart. All but the reference read float64 logits
     rounded to float32. A row is *finite* if, its edits applied, it holds no NaN or +inf and its
     maximum is finite: -inf is a token that was dropped. An argument that does not fit raises
-    `ConfigError` before any work; of tensors on a device shapes, dtypes, devices and strides are
-    checked, of those on the host also what they hold.
+    `ConfigError` before any work. Checked are shapes, dtypes, devices and strides; of tensors on
+    the host also what they hold.
 
     name: that of `get_backend`
     """
@@ -70,10 +70,10 @@ class Backend:
         self._kernels = kernels
 
     def process_logits(self, rows: Rows) -> Tensor:
-        """Apply each row's parameters, as the other functions do on load.
+        """Apply each row's edits, temperature, min_p, top_k, top_p, in this order.
 
-        In this order: edits, temperature, min_p, top_k, top_p. Of rows that are not finite nothing
-        is promised but that they neither crash nor pass for finite (see `verify`).
+        The other functions do so on load. A row that is not finite does not become finite (see
+        `verify`); nothing else is promised of it.
 
         Returns:
             New [N, V] logits (float32; float64 in the reference): divided by the temperature,
@@ -93,8 +93,8 @@ class Backend:
         others are hierarchical over blocks of 1024 ids: block = argmax(log-mass + G_block), token =
         argmax(logit + G_token) within it.
 
-        A row that is not finite gives an id in [0, V) that means nothing and that nothing marks:
-        `verify` without drafts draws what this does with `TARGET` streams, and marks such rows.
+        A row that is not finite gives a meaningless id in [0, V), unmarked. `verify` without drafts
+        draws what this does with `TARGET` streams, and marks such rows.
 
         Returns:
             int64 [N] token ids.
@@ -114,9 +114,8 @@ class Backend:
                 T > 0 an lse that is not finite: `verify` then takes it for no draft.
             noise: its streams are `DRAFT`.
             cache: written at [slot, draft index]; its dtype and width are those of the logits. A
-                row at T=0 leaves a threshold of -inf and an lse of 0. None if no q will be asked
-                for; tokens are then drawn all the same (`Decoder.draft` takes None for
-                greedy drafts, the argmax).
+                row at T=0 leaves a threshold of -inf and an lse of 0. None keeps no q and draws the
+                same tokens (for `Decoder.draft` None means the argmax).
 
         Returns:
             int64 [N] token ids.
@@ -135,19 +134,18 @@ class Backend:
           target. It is never accepted, nor is anything after it, and its slot is drawn from p with
           TARGET noise, as the bonus slot is.
         - A rejected draft: its slot is drawn from norm(max(w p - q, 0)) with RESIDUAL noise; if
-          that has zero mass, from p with RESIDUAL noise. From which mass below 1e-40 on it counts
-          as zero is the backend's; only SYNTHETIC rejects there.
+          that has zero mass, from p with RESIDUAL noise. A backend may take less than 1e-40 for
+          zero; only SYNTHETIC rejects there.
         - Under COUPLED every slot is the target's own draw with TARGET noise; there, and at T=0,
           nothing of q is read.
-        - A target row that is not finite has p = 0 everywhere (and S_i = 0 under BLOCK): its draft
-          is rejected, or accepted by SYNTHETIC. If such a row is among those that decided the
-          request, rows 0..n_accept, its `finite_B` is False and its last token, that after the
-          accepted drafts, is -1. It is then row n_accept itself; under SYNTHETIC an earlier one,
-          too. The accepted drafts stand, but the request cannot go on.
+        - A target row that is not finite has p = 0 everywhere (and S_i = 0 under BLOCK): only
+          SYNTHETIC can accept its draft. If such a row is among rows 0..n_accept, which decided the
+          request, `finite_B` is False and -1 follows the accepted drafts. These stand, but the
+          request cannot go on.
         - A rule that is unknown, or that cannot be applied (SYNTHETIC without rates, BLOCK where
           `params.rules` lacks it), raises `ConfigError` where slots are on the host. A backend that
           would have to wait for a device to see it gives such a request no token: `n_accept_B` is
-          0, `finite_B` False, its row of `token_BK1` -1; the others in the batch get theirs.
+          0, `finite_B` False, its row of `token_BK1` -1.
         """
         check_verify(batch)
         return self._kernels.verify(batch)

@@ -14,11 +14,7 @@ from foretoken.ops.types import DraftCache, Noise, Rows, Rule, Stream
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-    """One draft per row of raw logits, and into `cache` the q it was drawn from.
-
-    See `Backend.draft`. At T=0, where q is never asked for, no threshold and an LSE of 0 are left.
-    Returns int64 [B].
-    """
+    """See `Backend.draft`. Returns int64 [B]."""
     slot_B, index_B = rows.slot_N, noise.draft_index_N
     coupled_B = rows.params.rule_S[slot_B] == Rule.COUPLED
     own = RowNoise(

@@ -13,10 +13,7 @@ from foretoken.ops.types import Logprobs, Rows
 
 
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
-    """log softmax at `token_N` and at the `num_top` largest; see `Backend.logprobs`.
-
-    A dropped token has -inf; it ranks behind every survivor.
-    """
+    """See `Backend.logprobs`."""
     logits_NV = rows.logits_NV if isinstance(rows, Rows) else rows.detach()
     count, vocabulary = logits_NV.shape
     out = Logprobs(

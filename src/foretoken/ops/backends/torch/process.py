@@ -202,11 +202,7 @@ def processed(rows: Rows, index_R: Tensor) -> Tensor:
 
 
 def process_logits(rows: Rows) -> Tensor:
-    """Edits -> temperature -> min_p -> top_k -> top_p; see `Backend.process_logits`.
-
-    Returns new float32 [N, V]: survivors divided by the temperature, the rest -inf. Rows at T=0
-    are edited only. Rows that are not finite (NaN, +inf, all -inf) stay so, for `verify` to find.
-    """
+    """See `Backend.process_logits`. Returns new float32 [N, V]."""
     out_NV = torch.empty_like(rows.logits_NV, dtype=torch.float32)
     index_N = torch.arange(len(rows.slot_N), device=rows.slot_N.device)
     for part in chunks(*out_NV.shape):

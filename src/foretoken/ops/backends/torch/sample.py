@@ -40,10 +40,7 @@ class Drawn(NamedTuple):
 
 
 def sample(rows: Rows, noise: Noise) -> Tensor:
-    """One token per row of raw logits, as the argmax of processed logits plus Gumbel noise.
-
-    See `Backend.sample`. Rows at T=0 draw no noise. Returns int64 [N].
-    """
+    """See `Backend.sample`. Returns int64 [N]."""
     index_N = torch.arange(len(rows.slot_N), device=rows.slot_N.device)
     token_N, block_N = (torch.full_like(index_N, stream) for stream in noise.streams)
     key_N = rows.params.key_S[rows.slot_N]

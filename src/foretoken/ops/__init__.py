@@ -15,13 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from foretoken.errors import ConfigError
-from foretoken.ops.decoder import (
-    AttentionCall,
-    Decoder,
-    DraftRound,
-    ForwardOutput,
-    UnfitError,
-)
+from foretoken.ops.decoder import AttentionCall, Decoder, DraftRound, ForwardOutput, UnfitError
 from foretoken.ops.dispatch import Backend, draft_cache
 from foretoken.ops.types import (
     DRAFT,

@@ -41,7 +41,7 @@ def uniforms(
     position: int,
     draft_index: int,
     stream: int,
-    fp64: bool,
+    fp64: int,
 ) -> Array:
     """Draws `index_M` of a stream, in the open interval (0, 1); float32, or float64 with `fp64`.
 
@@ -64,21 +64,15 @@ def uniforms(
     return np.asarray(np.minimum(u_M, np.float32(1 - 2.0**-24)))
 
 
-def uniform_of(
-    index: int, key: int, position: int, draft_index: int, stream: int, fp64: bool
-) -> float:
-    """One draw of `uniforms`."""
-    return float(uniforms(np.array([index]), key, position, draft_index, stream, fp64)[0])
+def uniform_of(index: int, *name: int) -> float:
+    """One draw of `uniforms`; `name` is the rest of its arguments."""
+    return float(uniforms(np.array([index]), *name)[0])
 
 
-def gumbels(
-    index_M: npt.NDArray[np.int64],
-    key: int,
-    position: int,
-    draft_index: int,
-    stream: int,
-    fp64: bool,
-) -> Array:
-    """Standard Gumbel noise -log(-log(1 - u)) in float64: large values come from u -> 0."""
-    u_M = uniforms(index_M, key, position, draft_index, stream, fp64).astype(np.float64)
+def gumbels(index_M: npt.NDArray[np.int64], *name: int) -> Array:
+    """Standard Gumbel noise -log(-log(1 - u)) in float64: large values come from u -> 0.
+
+    u are the draws of `uniforms`, and `name` the rest of its arguments.
+    """
+    u_M = uniforms(index_M, *name).astype(np.float64)
     return np.asarray(-np.log(-np.log1p(-u_M)))

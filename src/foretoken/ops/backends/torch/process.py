@@ -62,7 +62,7 @@ def _top_k_active(rows: Rows, slot_R: Tensor) -> Tensor:
 
 def chunks(count: int, width: int) -> Iterator[slice]:
     """Cut `count` rows in parts of a bounded number of logits."""
-    step = max(1, _CHUNK // max(width, 1024))  # the tables of a search are 2048 wide
+    step = max(1, _CHUNK // max(width, 1024))  # a narrow row has a search's table, too
     return (slice(start, start + step) for start in range(0, count, step))
 
 

@@ -48,18 +48,6 @@ class Batch(NamedTuple):
     vocabulary: int
 
 
-class Decision(NamedTuple):
-    """What a rule says of each request.
-
-    rejected_B: the draft after the accepted ones has a q: the last token is the residual's
-    log_w_B:    log of the residual's weight
-    """
-
-    n_accept_B: Tensor
-    rejected_B: Tensor
-    log_w_B: Tensor
-
-
 def verify(given: VerifyBatch) -> Verdict:
     """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`."""
     params, slot_B, drafts = given.params, given.slot_B, given.drafts
@@ -78,22 +66,27 @@ def verify(given: VerifyBatch) -> Verdict:
         finite_BK1=slot_B.new_ones(len(slot_B), most + 1, dtype=torch.bool),
         vocabulary=given.logits_NV.shape[1],
     )
-    decision = _decide(batch)
-    n_accept_B1, last_B1 = decision.n_accept_B[:, None], _draw_last(batch, decision)[:, None]
+    n_accept_B, rejected_B, log_w_B = _decide(batch)
+    last_B1 = _draw_last(batch, n_accept_B, rejected_B, log_w_B)[:, None]
+    n_accept_B1 = n_accept_B[:, None]
     behind_BK1 = torch.arange(most + 1, device=slot_B.device) > n_accept_B1
     # A draft is accepted at a row that is not finite only by SYNTHETIC.
     finite_B = (batch.finite_BK1 | behind_BK1).all(dim=1)
     last_B1.masked_fill_(~finite_B[:, None], -1)
     token_BK1 = pad(batch.token_BK, (0, 1)).masked_fill_(behind_BK1, -1)
     token_BK1 = token_BK1.scatter_(1, n_accept_B1, last_B1).to(drafts.token_BK.dtype)
-    return Verdict(token_BK1, decision.n_accept_B, finite_B)
+    return Verdict(token_BK1, n_accept_B, finite_B)
 
 
-def _decide(batch: Batch) -> Decision:
-    """Stages (i) and (ii)."""
+def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Stages (i) and (ii): n_accept_B, rejected_B, log_w_B.
+
+    rejected_B: the draft after the accepted ones has a q: the last token is the residual's
+    log_w_B:    log of the residual's weight
+    """
     zero_B, rules = torch.zeros_like(batch.first_row_B), batch.given.params.rules
     if batch.token_BK.shape[1] == 0:  # plain decoding
-        return Decision(zero_B, zero_B > 0, zero_B.double())
+        return zero_B, zero_B > 0, zero_B.double()
     log_q_BK = _log_q(batch)
     drafted_BK, log_p_BK = log_q_BK > -torch.inf, torch.full_like(log_q_BK, -torch.inf)
     b_M, i_M = (drafted_BK & batch.own_B[:, None]).nonzero(as_tuple=True)
@@ -114,7 +107,7 @@ def _decide(batch: Batch) -> Decision:
         column_BK1.gather(1, n_accept_B[:, None])[:, 0]
         for column_BK1 in (pad(drafted_BK, (0, 1)), log_w_BK1)
     )
-    return Decision(n_accept_B, drafted_B & ~batch.own_B, log_w_B)
+    return n_accept_B, drafted_B & ~batch.own_B, log_w_B
 
 
 def _log_q(batch: Batch) -> Tensor:
@@ -211,25 +204,24 @@ def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R
     return rest_RW.clamp_(min=0.0)
 
 
-def _draw_last(batch: Batch, decision: Decision) -> Tensor:
-    """Stage (iii): the token after the accepted ones, int64 [B].
+def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -> Tensor:
+    """Stage (iii): the token after the i_B accepted ones, int64 [B].
 
     With RESIDUAL noise from the residual where a draft that has a q was rejected, from p if the
     residual has no mass; else from p with TARGET noise: the target's own draw, the bonus token, a
     placeholder's slot, and that of a draft row that is not finite.
     """
-    i_B, last_B = decision.n_accept_B, torch.empty_like(decision.n_accept_B)
-    row_B = batch.first_row_B + i_B
-    b = (~decision.rejected_B).nonzero()[:, 0]
+    row_B, last_B = batch.first_row_B + i_B, torch.empty_like(i_B)
+    b = (~rejected_B).nonzero()[:, 0]
     if len(b):
         drawn = draw_rows(batch.rows, row_B[b], _noise(batch, b, i_B[b], TARGET))
         last_B[b], batch.finite_BK1[b, i_B[b]] = drawn.token_M, drawn.finite_M
-    b_M = decision.rejected_B.nonzero()[:, 0]
+    b_M = rejected_B.nonzero()[:, 0]
     for part in chunks(len(b_M), batch.vocabulary):
         b = b_M[part]
         i, n = i_B[b], row_B[b]
         p = distribution(batch.rows, n)
-        rest_RW = _residual(batch, p.weight_RW, b, i, decision.log_w_B[b])
+        rest_RW = _residual(batch, p.weight_RW, b, i, log_w_B[b])
         some_R1 = rest_RW.sum(dim=1, keepdim=True) > 0
         weight_RW = torch.where(some_R1, rest_RW, p.weight_RW)
         flat_R, noise = draws_flat(batch.rows, n), _noise(batch, b, i, RESIDUAL)

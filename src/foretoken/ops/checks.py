@@ -249,16 +249,15 @@ def check_verify(batch: VerifyBatch) -> None:
 def check_rates(synthetic_rate_K: Tensor, most: int, device: torch.device) -> None:
     """One rate in [0, 1] for every column of `token_BK`, or more."""
     global _latest_rates
-    name = "synthetic_rate_K"
     known = _latest_rates and _latest_rates() is synthetic_rate_K
     if not known or synthetic_rate_K.device != device:
-        check_tensor(name, synthetic_rate_K, (K,), FLOAT64, device)
+        check_tensor("synthetic_rate_K", synthetic_rate_K, (K,), FLOAT64, device)
         _latest_rates = ref(synthetic_rate_K)
     host = synthetic_rate_K.tolist() if synthetic_rate_K.is_cpu else []
     if (len(host) or synthetic_rate_K.shape[0]) < most:
         wanted = f"[K >= {most}], one per draft"
-        raise ConfigError(f"{name}.shape", tuple(synthetic_rate_K.shape), wanted)
-    check_between(name, host, 0.0, 1.0, "in [0, 1]")
+        raise ConfigError("synthetic_rate_K.shape", tuple(synthetic_rate_K.shape), wanted)
+    check_between("synthetic_rate_K", host, 0.0, 1.0, "in [0, 1]")
 
 
 def check_edits(edits: Edits, logits_NV: Tensor) -> None:

@@ -113,9 +113,8 @@ class Backend:
                 index). A row that is not finite gives some id in [0, V'), as `sample` does, and at
                 T > 0 an lse that is not finite: `verify` then takes it for no draft.
             noise: its streams are `DRAFT`.
-            cache: written at [slot, draft index]; its dtype and width are those of the logits. A
-                row at T=0 leaves a threshold of -inf and an lse of 0. None keeps no q and draws the
-                same tokens (for `Decoder.draft` None means the argmax).
+            cache: written at [slot, draft index]; its dtype and width are those of the logits. None
+                keeps no q and draws the same tokens (for `Decoder.draft` None means the argmax).
 
         Returns:
             int64 [N] token ids.

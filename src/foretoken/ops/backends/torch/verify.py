@@ -103,11 +103,9 @@ def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     if Rule.BLOCK in rules:
         x = replace(x, residual_mass_BK=_residual_masses(batch, log_q_BK, log_w_BK1))
     n_accept_B = accept(x, batch.rule_B)
-    drafted_B, log_w_B = (
-        column_BK1.gather(1, n_accept_B[:, None])[:, 0]
-        for column_BK1 in (pad(drafted_BK, (0, 1)), log_w_BK1)
-    )
-    return n_accept_B, drafted_B & ~batch.own_B, log_w_B
+    at_B1 = n_accept_B[:, None]
+    rejected_B = pad(drafted_BK, (0, 1)).gather(1, at_B1)[:, 0] & ~batch.own_B
+    return n_accept_B, rejected_B, log_w_BK1.gather(1, at_B1)[:, 0]
 
 
 def _log_q(batch: Batch) -> Tensor:

@@ -331,10 +331,10 @@ def _check_slots(
     if params.values_fit:
         return params.rules
 
-    columns = params.temperature_S, params.top_k_S, params.top_p_S, params.min_p_S, params.rule_S
+    columns = params.temperature_S, params.top_p_S, params.min_p_S, params.rule_S
     # Each value once: mostly one.
     used = ([*dict.fromkeys(column.numpy()[slot].tolist())] for column in columns)
-    temperature, top_k, top_p, min_p, rules = used
+    temperature, top_p, min_p, rules = used
     for rule in rules:
         if rule not in RULES:
             known = ", ".join(f"{r.value} ({r.name})" for r in Rule)
@@ -347,8 +347,8 @@ def _check_slots(
     check_between("params.top_p_S", top_p, 1e-45, 1, "in (0, 1]")
     check_between("params.min_p_S", min_p, 0, 1, "in [0, 1]")
     if not params.has_filters:
-        cut = any(0 < k < logits.shape[-1] for k in top_k)
-        if cut or min(top_p) < 1 or max(min_p) > 0:
+        top_k = params.top_k_S.numpy()[slot]
+        if ((top_k > 0) & (top_k < logits.shape[-1])).any() or min(top_p) < 1 or max(min_p) > 0:
             raise ConfigError("params.has_filters", False, "True, since a slot has a filter on")
     return set(rules)
 

@@ -107,8 +107,9 @@ def check_draft_round(drafting: DraftRound, batch: AttentionBatch, vocabulary: i
     check_tensor("drafting.num_B", num_B, batch.length_B.shape, INT64, contiguous=True)
     check_params(drafting.params, slot_B.device)
     last, nums = drafting.params.key_S.shape[0] - 1, num_B.tolist()
-    wanted = f"in 0..{last}, the slots of `params`"
-    check_between("drafting.slot_B", slot_B.tolist(), 0, last, wanted)
+    for slot in slot_B.tolist():
+        if not 0 <= slot <= last:
+            raise ConfigError("drafting.slot_B", slot, f"in 0..{last}, the slots of `params`")
     most = batch.block_BL.shape[1] * batch.block_size
     for num, length in zip(nums, batch.length_B.tolist(), strict=True):
         if not 1 <= num <= most - length + 1:

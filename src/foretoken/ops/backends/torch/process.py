@@ -124,6 +124,7 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
     if min_p_on_R.any():
         exact_R = x_RW.amax(dim=1) + temperatures(params, slot_R) * min_p_R.log()
         threshold_R = torch.where(min_p_on_R, _round_up(exact_R), threshold_R)
+        weight_RW *= x_RW >= threshold_R[:, None]
     if top_k_on_R.any():
         top_k_R1 = torch.where(top_k_on_R, params.top_k_S[slot_R], 1)[:, None]
         best_RK, id_RK = x_RW.topk(int(top_k_R1.max()), dim=1)
@@ -136,13 +137,13 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
         place_R1 = short_RK.sum(dim=1, keepdim=True).clamp_(max=short_RK.shape[1] - 1)
         last_R = threshold_R.maximum(best_RK.gather(1, place_R1)[:, 0])
         threshold_R = torch.where(top_k_on_R & top_p_on_R, last_R, threshold_R)
+        weight_RW *= x_RW >= threshold_R[:, None]
     top_p_alone_R = top_p_on_R & ~top_k_on_R
     if top_p_alone_R.any():
-        weight_RW *= x_RW >= threshold_R[:, None]
         goal_R = top_p_R * weight_RW.sum(dim=1)
         last_R = threshold_R.maximum(_largest_reaching(ordered(x_RW), weight_RW, goal_R))
         threshold_R = torch.where(top_p_alone_R, last_R, threshold_R)
-    weight_RW *= x_RW >= threshold_R[:, None]
+        weight_RW *= x_RW >= threshold_R[:, None]
     return threshold_R
 
 

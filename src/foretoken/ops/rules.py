@@ -47,7 +47,7 @@ class RuleInputs:
 
 
 Decide = Callable[[RuleInputs], Tensor]
-"""RuleInputs -> accept_BK (bool): whether x_i is accepted provided those before it are."""
+"""RuleInputs -> accept_BK (bool): whether x_i is accepted."""
 
 
 def log_ratio(x: RuleInputs) -> Tensor:

@@ -36,12 +36,7 @@ def philox4x32_10(counter: list[Array], key: list[Array]) -> list[Array]:
 
 
 def uniforms(
-    index_M: npt.NDArray[np.int64],
-    key: int,
-    position: int,
-    draft_index: int,
-    stream: int,
-    fp64: int,
+    index_M: Array, key: int, position: int, draft_index: int, stream: int, fp64: int
 ) -> Array:
     """Draws `index_M` of a stream, in the open interval (0, 1); float32, or float64 with `fp64`.
 
@@ -69,7 +64,7 @@ def uniform_of(index: int, *name: int) -> float:
     return float(uniforms(np.array([index]), *name)[0])
 
 
-def gumbels(index_M: npt.NDArray[np.int64], *name: int) -> Array:
+def gumbels(index_M: Array, *name: int) -> Array:
     """Standard Gumbel noise -log(-log(1 - u)) in float64: large values come from u -> 0.
 
     u are the draws of `uniforms`, and `name` the rest of its arguments.

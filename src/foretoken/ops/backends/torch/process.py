@@ -135,7 +135,7 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
         reach_RK = weight_RW.gather(1, id_RK).cumsum(dim=1)
         short_RK = reach_RK < (top_p_R * weight_RW.sum(dim=1))[:, None]
         place_R1 = short_RK.sum(dim=1, keepdim=True).clamp_(max=short_RK.shape[1] - 1)
-        last_R = threshold_R.maximum(best_RK.gather(1, place_R1)[:, 0])
+        last_R = best_RK.gather(1, place_R1)[:, 0]
         threshold_R = torch.where(top_k_on_R & top_p_on_R, last_R, threshold_R)
         weight_RW *= x_RW >= threshold_R[:, None]
     top_p_alone_R = top_p_on_R & ~top_k_on_R

@@ -15,7 +15,6 @@ import torch
 from foretoken.errors import UnsupportedModelError
 from foretoken.models import CausalLM, guards, load_model
 from foretoken.ops.backends.torch.attention import attention
-from foretoken.ops.decoder import no_decoder
 from tests.models import families
 from tests.project.source import ROOT
 
@@ -163,7 +162,7 @@ def test_self_check_rejects_wrong_attention(tmp_path: Path, mutant: str) -> None
     family, function = MUTANTS[mutant]
     families.save_model(tmp_path, family, families.SUPPORTED[family])
     load_model(tmp_path, device="cpu", backend="torch")
-    mutant: Any = SimpleNamespace(attention=function, decoder=no_decoder)
+    mutant: Any = SimpleNamespace(attention=function, decoder=lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="eager attention"):
         load_model(tmp_path, device="cpu", backend=mutant)
 
@@ -195,6 +194,6 @@ def test_every_family_passes_in_half_precision(tmp_path: Path, family: str) -> N
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_half_precision_still_catches_gross_errors(tmp_path: Path, family: str, dtype: str) -> None:
     families.save_model(tmp_path, family, families.SUPPORTED[family])
-    wrong: Any = SimpleNamespace(attention=_wrong_request, decoder=no_decoder)
+    wrong: Any = SimpleNamespace(attention=_wrong_request, decoder=lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="eager attention"):
         load(tmp_path, dtype=dtype, backend=wrong)

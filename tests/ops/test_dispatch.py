@@ -47,7 +47,7 @@ def test_an_op_has_one_file_name_in_every_backend(name: str) -> None:
     files = {"process_logits": {"process"}, "draft": {"draft", "sample"}}
     for op in OPS:
         lender = "torch" if (name, op) == ("native", "attention") else name
-        home, _, file = getattr(backend, f"_{op}").__module__.rpartition(".")
+        home, _, file = getattr(backend._kernels, op).__module__.rpartition(".")
         assert (home, file in files.get(op, {op})) == (BACKENDS[lender], True), op
 
 

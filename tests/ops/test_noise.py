@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from foretoken.ops import Stream
 from foretoken.ops.backends.reference import noise as reference
 from foretoken.ops.backends.torch import noise as stock
 
-BOTH = pytest.mark.parametrize("noise", [reference, stock], ids=["reference", "torch"])
 ONES = 0xFFFFFFFF
 KNOWN = [  # Random123: counter, key, words
     ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
@@ -26,68 +25,75 @@ KNOWN = [  # Random123: counter, key, words
         [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
     ),
 ]
+Words = Callable[[list[int], list[int]], list[int]]
+
+
+def reference_words(counter: list[int], key: list[int]) -> list[int]:
+    arrays = ([np.array(word, np.uint64) for word in words] for words in (counter, key))
+    return [int(word) for word in reference.philox4x32_10(*arrays)]
+
+
+def stock_words(counter: list[int], key: list[int]) -> list[int]:
+    group, position, draft, stream = (torch.tensor([word]) for word in counter)
+    low, high = torch.tensor(key)
+    words = stock.words(group[:, None], (low | high << 32)[None], position, draft, stream)
+    return words.flatten().tolist()
+
+
+BOTH = pytest.mark.parametrize("words", [reference_words, stock_words], ids=["reference", "torch"])
 
 
 @BOTH
-def test_known_answers(noise: ModuleType) -> None:
-    counter, key, words = (torch.tensor([row[i] for row in KNOWN]) for i in range(3))
-    assert torch.equal(noise.philox(counter, key), words)
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_known_answers(
+    words: Words, counter: list[int], key: list[int], expected: list[int]
+) -> None:
+    assert words(counter, key) == expected
 
 
-word = st.integers(0, ONES)
+WORD = st.integers(0, ONES)
 
 
-@given(st.lists(st.tuples(*[word] * 6), min_size=1, max_size=20))
-def test_words_are_equal_on_both_backends(rows: list[tuple[int, ...]]) -> None:
-    table = torch.tensor(rows)
-    counter, key = table[:, :4], table[:, 4:]
-    assert torch.equal(reference.philox(counter, key), stock.philox(counter, key))
+@given(st.lists(WORD, min_size=4, max_size=4), st.lists(WORD, min_size=2, max_size=2))
+def test_words_are_equal_on_both_backends(counter: list[int], key: list[int]) -> None:
+    assert reference_words(counter, key) == stock_words(counter, key)
 
 
 @given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 2**20),
-            st.integers(-(2**63), 2**63 - 1),
-            st.integers(0, 2**32 - 1),
-            st.integers(0, 64),
-        ),
-        min_size=1,
-        max_size=20,
-    ),
+    st.integers(0, 2**20),
+    st.integers(-(2**63), 2**63 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 64),
     st.sampled_from(list(Stream)),
     st.booleans(),
 )
 def test_uniforms_are_equal_on_both_backends(
-    rows: list[tuple[int, ...]], stream: Stream, fp64: bool
+    group: int, key: int, position: int, draft: int, stream: Stream, fp64: bool
 ) -> None:
-    index, key, position, draft = torch.tensor(rows).unbind(1)
-    ours = stock.uniform(index, key, position, draft, stream, fp64)
-    theirs = reference.uniform(index, key, position, draft, stream, fp64)
-    assert ours.dtype == theirs.dtype == (torch.float64 if fp64 else torch.float32)
-    assert torch.equal(ours, theirs)
+    """Draw i is word i mod 4 of group i div 4; FP64: pair i mod 2 of group i div 2."""
+    per_group = 2 if fp64 else 4
+    name = (torch.tensor([number]) for number in (key, position, draft, int(stream)))
+    ours = stock.to_uniform(stock.words(torch.tensor([[group]]), *name), fp64)[0]
+    index = group * per_group + np.arange(per_group)
+    theirs = reference.uniforms(index, key, position, draft, stream, fp64)
+    assert ours.numpy().dtype == theirs.dtype == (np.float64 if fp64 else np.float32)
+    assert ours.tolist() == theirs.tolist()
     assert bool(((ours > 0) & (ours < 1)).all())
 
 
-@BOTH
 @pytest.mark.parametrize("fp64", [False, True])
-def test_draws_are_numbered_by_group_and_word(noise: ModuleType, fp64: bool) -> None:
-    """Draw i is word i mod 4 of group i div 4; FP64: pair i mod 2 of group i div 2."""
+def test_uniforms_are_made_of_words(fp64: bool) -> None:
     key, position, draft, stream = -5, 123_456, 3, int(Stream.DRAFT_TOKEN)
-    index = torch.arange(9)
-    u = noise.uniform(
-        index, *(torch.full((9,), v) for v in (key, position, draft)), stream, fp64=fp64
-    ).tolist()
-    halves = torch.tensor([[key & ONES, (key >> 32) & ONES]])
+    halves = [key & ONES, (key >> 32) & ONES]
     for i in range(9):
         group, place = divmod(i, 2 if fp64 else 4)
-        counter = torch.tensor([[group, position, draft, stream]])
-        words = noise.philox(counter, halves)[0].tolist()
+        words = reference_words([group, position, draft, stream], halves)
+        u = reference.uniform_of(i, key, position, draft, stream, fp64)
         if fp64:
             h = (words[2 * place] << 32 | words[2 * place + 1]) >> 11
-            assert u[i] == (h + 0.5) * 2.0**-53
+            assert u == (h + 0.5) * 2.0**-53
         else:
-            assert u[i] == np.float32((words[place] + 0.5) * 2.0**-32)
+            assert u == np.float32((words[place] + 0.5) * 2.0**-32)
 
 
 def as_words(*values: int) -> torch.Tensor:
@@ -119,8 +125,7 @@ def test_gumbel_tail_has_its_probability() -> None:
 
 
 def test_position_key_draft_index_and_stream_each_change_the_draw() -> None:
-    base = [0, 11, 7, 0]
-    rows = [base, [1, 11, 7, 0], [0, 12, 7, 0], [0, 11 + 2**32, 7, 0], [0, 11, 8, 0], [0, 11, 7, 1]]
-    index, key, position, draft = torch.tensor(rows).unbind(1)
-    draws = [stock.uniform(index, key, position, draft, stream) for stream in Stream]
+    rows = [[11, 7, 0], [12, 7, 0], [11 + 2**32, 7, 0], [11, 8, 0], [11, 7, 1]]
+    name = torch.tensor(rows).unbind(1)
+    draws = [stock.first_uniform(*name, stream, fp64=False) for stream in Stream]
     assert len(set(torch.cat(draws).tolist())) == len(rows) * len(Stream)

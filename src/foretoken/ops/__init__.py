@@ -15,13 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from foretoken.errors import ConfigError
-from foretoken.ops.decoder import (
-    AttentionCall,
-    Decoder,
-    DraftRound,
-    ForwardOutput,
-    UnfitError,
-)
+from foretoken.ops.decoder import AttentionCall, Decoder, DraftRound, ForwardOutput, UnfitError
 from foretoken.ops.dispatch import Backend, draft_cache
 from foretoken.ops.types import (
     DRAFT,
@@ -79,8 +73,6 @@ BACKENDS = {
 }
 """Packages with two functions: `available()` and `load()`, which returns `Kernels`."""
 
-_FORMER_NAMES = {"torch_cpu": "torch", "native_cpu": "native"}
-
 
 def unavailable(name: str) -> str | None:
     """Why the backend of this name cannot run on this machine, or None if it can."""
@@ -98,14 +90,12 @@ def get_backend(name: str) -> Backend:
 
 @cache
 def _load(name: str) -> Backend:
-    kernels = _package(name).load()
-    others = {op: other for op, other in kernels._asdict().items() if isinstance(other, str)}
-    theirs = {op: getattr(_package(other).load(), op) for op, other in others.items()}
-    return Backend(name, kernels._replace(**theirs))
+    return Backend(name, _package(name).load())
 
 
 def _package(name: str) -> Any:
     if name not in BACKENDS:
-        hint = f"It is called `{_FORMER_NAMES[name]}` now." if name in _FORMER_NAMES else ""
+        now = name.removesuffix("_cpu")  # as two of them ended once
+        hint = f"It is called `{now}` now." if now in BACKENDS else ""
         raise ConfigError("backend", name, f"one of {', '.join(BACKENDS)}", hint)
     return import_module(BACKENDS[name])

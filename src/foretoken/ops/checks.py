@@ -33,8 +33,10 @@ from foretoken.ops.types import (
 )
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-INT64, FLOAT32, FLOAT64 = (torch.int64,), (torch.float32,), (torch.float64,)
+BOOL, INT32, INT64 = (torch.bool,), (torch.int32,), (torch.int64,)
+FLOAT32, FLOAT64 = (torch.float32,), (torch.float64,)
 IDS = (torch.int64, torch.int32)
+STRIDED = torch.strided
 RULES = frozenset(int(rule) for rule in Rule)
 STREAM_PAIRS = (TARGET, RESIDUAL, DRAFT)
 """One stream for both noises would bend the distribution of rows longer than a block."""
@@ -52,18 +54,31 @@ FEW = 64
 Host = npt.NDArray[Any]
 
 
+class Letter(str):
+    """A size that may be any: it equals every number."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+B, K, M, N, R, S, V = map(Letter, "BKMNRSV")
+
+
 def check_tensor(
     name: str,
     value: Tensor,
-    shape: tuple[int, ...] | int,
+    shape: tuple[int | Letter, ...],
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
     *,
     grad: bool = False,
+    contiguous: bool = False,
 ) -> None:
     """Raise `ConfigError` unless `value` is a dense tensor of this shape, dtype, and device.
 
-    shape: a number takes any shape of so many dimensions
     device: None takes any
     grad: whether it may require a gradient, which nothing here computes
     """
@@ -72,15 +87,16 @@ def check_tensor(
     if value.dtype not in dtypes:
         wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ConfigError(f"{name}.dtype", value.dtype, wanted)
-    if value.shape != shape and value.dim() != shape:
-        wanted = f"{shape} dimensions" if isinstance(shape, int) else str([*shape])
-        raise ConfigError(f"{name}.shape", tuple(value.shape), wanted)
+    if value.shape != shape:
+        raise ConfigError(f"{name}.shape", tuple(value.shape), f"[{', '.join(map(str, shape))}]")
     if device is not None and value.device != device:
-        raise ConfigError(f"{name}.device", value.device, f"{device}, where the logits are")
-    if value.layout != torch.strided:
+        raise ConfigError(f"{name}.device", value.device, f"{device}, as the other arguments")
+    if value.layout is not STRIDED:
         raise ConfigError(f"{name}.layout", value.layout, "torch.strided", "Call `.to_dense()`.")
     if value.requires_grad and not grad:
         raise ConfigError(f"{name}.requires_grad", True, "False", "Call `.detach()`.")
+    if contiguous and not value.is_contiguous():
+        raise ConfigError(f"{name}.stride", value.stride(), "contiguous")
 
 
 def check_kind(name: str, value: object, kind: type) -> None:
@@ -89,22 +105,14 @@ def check_kind(name: str, value: object, kind: type) -> None:
         raise ConfigError(name, value, f"a `{kind.__name__}`")
 
 
-def check_flag(name: str, value: object) -> None:
-    """Raise `ConfigError` unless `value` is True or False."""
-    if value is not True and value is not False:
-        raise ConfigError(name, value, "True or False")
-
-
-def check_logits(name: str, logits: Tensor, dimensions: int = 2) -> None:
+def check_logits(name: str, logits: Tensor, shape: tuple[int | Letter, ...] = (N, V)) -> None:
     """Rows of at least one token, whose tokens are adjacent in memory."""
-    check_tensor(name, logits, dimensions, FLOATS, grad=True)
+    check_tensor(name, logits, shape, FLOATS, grad=True)
     vocabulary = logits.shape[-1]
     if vocabulary == 0:
         raise ConfigError(f"{name}.shape", tuple(logits.shape), "at least one token wide")
     if vocabulary > 1 and logits.stride(-1) != 1:
-        raise ConfigError(
-            f"{name}.stride", logits.stride(), "1 along the vocabulary", "Call `.contiguous()`."
-        )
+        raise ConfigError(f"{name}.stride", logits.stride(), "1 along V", "Call `.contiguous()`.")
 
 
 def check_rows(rows: Rows) -> None:
@@ -112,9 +120,7 @@ def check_rows(rows: Rows) -> None:
     check_kind("rows", rows, Rows)
     logits_NV, params, slot_N, edits = rows
     check_logits("logits_NV", logits_NV)
-    check_tensor("slot_N", slot_N, logits_NV.shape[:1], INT64, logits_NV.device)
-    check_params(params, logits_NV.device)
-    _check_slots("slot_N", slot_N, params, logits_NV.shape[1])
+    _check_slots("slot_N", slot_N, params, logits_NV, logits_NV.shape[:1])
     if edits is not None:
         check_edits(edits, logits_NV)
 
@@ -125,7 +131,7 @@ def check_params(params: SlotParams, device: torch.device) -> None:
         return
     check_kind("params", params, SlotParams)
     check_kind("params.rules", params.rules, AbstractSet)
-    check_tensor("params.key_S", params.key_S, 1, INT64, device)
+    check_tensor("params.key_S", params.key_S, (S,), INT64, device)
     shape = params.key_S.shape
     check_tensor("params.temperature_S", params.temperature_S, shape, FLOAT32, device)
     check_tensor("params.top_k_S", params.top_k_S, shape, INT64, device)
@@ -145,7 +151,7 @@ def check_sample(rows: Rows, noise: Noise) -> None:
     check_tensor("draft_index_N", draft_index_N, slot_N.shape, INT64, slot_N.device)
     if streams not in STREAM_PAIRS:
         raise ConfigError("streams", streams, "`TARGET`, `RESIDUAL` or `DRAFT`")
-    check_flag("fp64", fp64)
+    check_kind("fp64", fp64, bool)
 
 
 def check_draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> None:
@@ -158,30 +164,22 @@ def check_draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> None:
     if cache is None:
         return
     logits_NV, index_N = rows.logits_NV, noise.draft_index_N
+    shape = (S, K, logits_NV.shape[1])
     check_cache("cache", cache, rows.params, logits_NV.device)
-    slots, drafts, width = cache.logits_SKV.shape
-    if cache.logits_SKV.dtype != logits_NV.dtype:
-        wanted = f"{logits_NV.dtype}, as `logits_NV`"
-        raise ConfigError("cache.logits_SKV.dtype", cache.logits_SKV.dtype, wanted)
-    if width != logits_NV.shape[1]:
-        wanted = f"[{slots}, {drafts}, {logits_NV.shape[1]}]"
-        raise ConfigError("cache.logits_SKV.shape", tuple(cache.logits_SKV.shape), wanted)
-    if _on_host(index_N):
-        index = index_N.tolist()
-        if index and not 0 <= min(index) <= max(index) < drafts:
-            raise ConfigError("draft_index_N", index, f"in 0..{drafts - 1}, the cache's drafts")
+    check_tensor("cache.logits_SKV", cache.logits_SKV, shape, (logits_NV.dtype,))
+    if index_N.is_cpu:
+        index, last = index_N.tolist(), cache.lse_SK.shape[1] - 1
+        check_between("draft_index_N", index, 0, last, f"in 0..{last}, the cache's drafts")
         slot = rows.slot_N.tolist()
         if len(set(zip(slot, index, strict=True))) < len(index):
             raise ConfigError("slot_N", slot, "one row per slot and draft index")
 
 
 def check_draft_cache(logits_BKV: Tensor, params: SlotParams, slot_B: Tensor) -> None:
-    """All arguments of `draft_cache` but the backend."""
-    check_logits("logits_BKV", logits_BKV, 3)
-    check_tensor("slot_B", slot_B, logits_BKV.shape[:1], INT64, logits_BKV.device)
-    check_params(params, logits_BKV.device)
-    _check_slots("slot_B", slot_B, params, logits_BKV.shape[2])
-    if _on_host(slot_B) and len(set(slot_B.tolist())) < len(slot_B):
+    """All arguments of `draft_cache` except the backend."""
+    check_logits("logits_BKV", logits_BKV, (B, K, V))
+    _check_slots("slot_B", slot_B, params, logits_BKV, logits_BKV.shape[:1])
+    if slot_B.is_cpu and len(set(slot_B.tolist())) < len(slot_B):
         raise ConfigError("slot_B", slot_B.tolist(), "one row per slot")
 
 
@@ -191,42 +189,34 @@ def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.
     if cache in _FITTING and (at := cache.logits_SKV).device == device and at.shape[0] >= slots:
         return
     check_kind(name, cache, DraftCache)
-    logits_SKV = cache.logits_SKV
-    check_tensor(f"{name}.logits_SKV", logits_SKV, 3, FLOATS, device)
+    logits_SKV, threshold_SK, lse_SK = cache.logits_SKV, cache.threshold_SK, cache.lse_SK
+    check_tensor(f"{name}.logits_SKV", logits_SKV, (S, K, V), FLOATS, device, contiguous=True)
     shape = logits_SKV.shape
     if shape[0] < slots or shape[2] == 0:
         wanted = f"[S >= {slots}, K, V > 0]"
         raise ConfigError(f"{name}.logits_SKV.shape", tuple(shape), wanted)
-    check_tensor(f"{name}.threshold_SK", cache.threshold_SK, shape[:2], FLOAT32, device)
-    check_tensor(f"{name}.lse_SK", cache.lse_SK, shape[:2], FLOAT64, device)
-    for field in ("logits_SKV", "threshold_SK", "lse_SK"):
-        value = getattr(cache, field)
-        if not value.is_contiguous():
-            raise ConfigError(f"{name}.{field}.stride", value.stride(), "contiguous")
+    check_tensor(f"{name}.threshold_SK", threshold_SK, shape[:2], FLOAT32, device, contiguous=True)
+    check_tensor(f"{name}.lse_SK", lse_SK, shape[:2], FLOAT64, device, contiguous=True)
     _FITTING.add(cache)
 
 
 def check_drafts(drafts: DraftBlock, params: SlotParams, slot_B: Tensor) -> None:
     """The draft block belongs to these requests, is wide enough, and has the q it asks for."""
     check_kind("drafts", drafts, DraftBlock)
-    device, num_requests = slot_B.device, slot_B.shape[0]
-    check_tensor("drafts.token_BK", drafts.token_BK, 2, IDS, device)
-    requests, most = drafts.token_BK.shape
-    if requests != num_requests:
-        wanted = f"[{num_requests}, K]"
-        raise ConfigError("drafts.token_BK.shape", (requests, most), wanted)
-    check_tensor("drafts.num_B", drafts.num_B, (num_requests,), INT64, device)
-    check_tensor("drafts.real_q_B", drafts.real_q_B, (num_requests,), (torch.bool,), device)
+    device, shape_B = slot_B.device, slot_B.shape
+    check_tensor("drafts.token_BK", drafts.token_BK, (*shape_B, K), IDS, device)
+    check_tensor("drafts.num_B", drafts.num_B, shape_B, INT64, device)
+    check_tensor("drafts.real_q_B", drafts.real_q_B, shape_B, BOOL, device)
+    most = drafts.token_BK.shape[1]
     if drafts.cache is not None:
         check_cache("drafts.cache", drafts.cache, params, device)
         shape = drafts.cache.logits_SKV.shape
         if shape[1] < most:
             raise ConfigError("drafts.cache.logits_SKV.shape", tuple(shape), f"K >= {most}")
-    if not _on_host(drafts.num_B):
+    if not drafts.num_B.is_cpu:
         return
-    num_B = drafts.num_B.tolist()
-    if num_B and not 0 <= min(num_B) <= max(num_B) <= most:
-        raise ConfigError("drafts.num_B", num_B, f"in 0..{most}, the width of `token_BK`")
+    wanted = f"in 0..{most}, the width of `token_BK`"
+    check_between("drafts.num_B", drafts.num_B.tolist(), 0, most, wanted)
     if drafts.cache is None and any(drafts.real_q_B.tolist()):
         raise ConfigError("drafts.cache", None, "given, since `real_q_B` asks for it")
 
@@ -235,16 +225,14 @@ def check_verify(batch: VerifyBatch) -> None:
     """All of `Backend.verify` against each other."""
     check_kind("batch", batch, VerifyBatch)
     logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise = batch
-    check_flag("fp64_noise", fp64_noise)
+    check_kind("fp64_noise", fp64_noise, bool)
     check_logits("logits_NV", logits_NV)
     device = logits_NV.device
-    check_tensor("slot_B", slot_B, 1, INT64, device)
+    rules = _check_slots("slot_B", slot_B, params, logits_NV, (B,))
     check_tensor("position_B", position_B, slot_B.shape, INT64, device)
-    check_params(params, device)
-    rules = _check_slots("slot_B", slot_B, params, logits_NV.shape[1])
     check_drafts(drafts, params, slot_B)
     rows, requests, most = logits_NV.shape[0], slot_B.shape[0], drafts.token_BK.shape[1]
-    if _on_host(drafts.num_B):
+    if drafts.num_B.is_cpu:
         if rows != sum(drafts.num_B.tolist()) + requests:
             raise ConfigError("logits_NV.shape", tuple(logits_NV.shape), "sum(num_B + 1) rows")
     elif not requests <= rows <= requests * (most + 1):
@@ -261,16 +249,15 @@ def check_verify(batch: VerifyBatch) -> None:
 def check_rates(synthetic_rate_K: Tensor, most: int, device: torch.device) -> None:
     """One rate in [0, 1] for every column of `token_BK`, or more."""
     global _latest_rates
-    name = "synthetic_rate_K"
     known = _latest_rates and _latest_rates() is synthetic_rate_K
     if not known or synthetic_rate_K.device != device:
-        check_tensor(name, synthetic_rate_K, 1, FLOAT64, device)
+        check_tensor("synthetic_rate_K", synthetic_rate_K, (K,), FLOAT64, device)
         _latest_rates = ref(synthetic_rate_K)
-    host = synthetic_rate_K.tolist() if _on_host(synthetic_rate_K) else []
+    host = synthetic_rate_K.tolist() if synthetic_rate_K.is_cpu else []
     if (len(host) or synthetic_rate_K.shape[0]) < most:
         wanted = f"[K >= {most}], one per draft"
-        raise ConfigError(f"{name}.shape", tuple(synthetic_rate_K.shape), wanted)
-    _check_between(name, host, 0.0, 1.0, "in [0, 1]")
+        raise ConfigError("synthetic_rate_K.shape", tuple(synthetic_rate_K.shape), wanted)
+    check_between("synthetic_rate_K", host, 0.0, 1.0, "in [0, 1]")
 
 
 def check_edits(edits: Edits, logits_NV: Tensor) -> None:
@@ -280,39 +267,38 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
     if (edits.mask_RW is None) != (edits.mask_N is None):
         raise ConfigError("edits.mask_N", edits.mask_N, "None exactly if `mask_RW` is")
     if edits.mask_RW is not None and edits.mask_N is not None:
-        check_tensor("edits.mask_RW", edits.mask_RW, 2, (torch.int32,), device)
-        shape, words = tuple(edits.mask_RW.shape), -(-vocabulary // 32)
-        if shape[1] != words:
-            raise ConfigError("edits.mask_RW.shape", shape, f"[R, {words}]")
+        shape = (R, -(-vocabulary // 32))
+        check_tensor("edits.mask_RW", edits.mask_RW, shape, INT32, device)
         check_tensor("edits.mask_N", edits.mask_N, (num_rows,), INT64, device)
-        most = shape[0] - 1
-        if _on_host(edits.mask_N):
-            wanted = f"in -1..{most}, rows of `mask_RW`"
-            _check_between("edits.mask_N", edits.mask_N.numpy(), -1, most, wanted)
+        if edits.mask_N.is_cpu:
+            last = edits.mask_RW.shape[0] - 1
+            wanted = f"in -1..{last}, rows of `mask_RW`"
+            check_between("edits.mask_N", edits.mask_N.numpy(), -1, last, wanted)
     check_tensor("edits.start_N1", edits.start_N1, (num_rows + 1,), INT64, device)
-    check_tensor("edits.token_M", edits.token_M, 1, INT64, device)
-    for field in ("bias_M", "repetition_M", "subtract_M"):
-        value = getattr(edits, field)
-        check_tensor(f"edits.{field}", value, edits.token_M.shape, FLOAT32, device)
-    if _on_host(edits.token_M):
-        _check_entries(edits, vocabulary)
+    check_tensor("edits.token_M", edits.token_M, (M,), INT64, device)
+    if edits.token_M.is_cpu:
+        _check_ids(edits, vocabulary)
+    # Within these bounds a ban, which is a bias of -inf, stays one whatever follows.
+    for field, low in (("bias_M", -np.inf), ("repetition_M", 1e-30), ("subtract_M", -3e38)):
+        name, value = f"edits.{field}", getattr(edits, field)
+        check_tensor(name, value, edits.token_M.shape, FLOAT32, device)
+        if value.is_cpu:
+            check_between(name, value.numpy(), low, 3.4e38, f"in [{low:g}, 3.4e38]")
 
 
-def _check_entries(edits: Edits, vocabulary: int) -> None:
-    """`start_N1` cuts the entries in rows, in which ids rise; a ban stays one whatever follows."""
+def _check_ids(edits: Edits, vocabulary: int) -> None:
+    """`start_N1` cuts the entries in rows, in which ids rise."""
     start_N1, token_M = edits.start_N1.numpy(), edits.token_M.numpy()
     if start_N1[0] != 0 or start_N1[-1] != len(token_M) or (np.diff(start_N1) < 0).any():
         wanted = f"rising from 0 to {len(token_M)}, the number of entries"
         raise ConfigError("edits.start_N1", start_N1.tolist(), wanted)
     if len(token_M) == 0:
         return
-    _check_between("edits.token_M", token_M, 0, vocabulary - 1, f"in 0..{vocabulary - 1}")
-    falls_M = np.flatnonzero(np.diff(token_M) <= 0) + 1  # allowed where a row begins
-    if not np.isin(falls_M, start_N1).all():
+    check_between("edits.token_M", token_M, 0, vocabulary - 1, f"in 0..{vocabulary - 1}")
+    fits_M1 = np.append(token_M[1:] > token_M[:-1], True)
+    fits_M1[start_N1[1:] - 1] = True  # from a row's last entry to the next row's first
+    if not fits_M1.all():
         raise ConfigError("edits.token_M", token_M.tolist(), "rising within each row")
-    for field, low in (("bias_M", -np.inf), ("repetition_M", 1e-30), ("subtract_M", -3e38)):
-        wanted = f"in [{low:g}, 3.4e38]"
-        _check_between(f"edits.{field}", getattr(edits, field).numpy(), low, 3.4e38, wanted)
 
 
 def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
@@ -325,33 +311,30 @@ def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
         check_logits("rows", logits_NV)
     vocabulary = logits_NV.shape[1]
     check_tensor("token_N", token_N, logits_NV.shape[:1], IDS, logits_NV.device)
-    if _on_host(token_N):
+    if token_N.is_cpu:
         wanted = f"in 0..{vocabulary - 1}"
-        _check_between("token_N", token_N.numpy(), 0, vocabulary - 1, wanted)
+        check_between("token_N", token_N.numpy(), 0, vocabulary - 1, wanted)
     if type(num_top) is not int or not 0 <= num_top <= min(MOST_TOP, vocabulary):
         raise ConfigError("num_top", num_top, f"in 0..{min(MOST_TOP, vocabulary)}")
 
 
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.is_cpu
-
-
 def _check_slots(
-    name: str, slot_N: Tensor, params: SlotParams, vocabulary: int
+    name: str, slot_N: Tensor, params: SlotParams, logits: Tensor, shape: tuple[int | Letter, ...]
 ) -> AbstractSet[int]:
-    """Of tensors on the host: slots exist, and what they hold is in range; returns their rules."""
-    if not _on_host(slot_N) or slot_N.shape[0] == 0:
+    """Slots and their parameters, on the host also what they hold; returns their rules there."""
+    check_tensor(name, slot_N, shape, INT64, logits.device)
+    check_params(params, logits.device)
+    if not slot_N.is_cpu or slot_N.shape[0] == 0:
         return set()
     slot, last = slot_N.numpy(), params.key_S.shape[0] - 1
-    _check_between(name, slot, 0, last, f"in 0..{last}, the slots of `params`")
+    check_between(name, slot, 0, last, f"in 0..{last}, the slots of `params`")
     if params.values_fit:
         return params.rules
 
-    def used(column_S: Tensor) -> list[float]:
-        """The values of these slots, each once: mostly one."""
-        return list(dict.fromkeys(column_S.numpy()[slot].tolist()))
-
-    rules = set(params.rule_S.numpy()[slot].tolist())
+    columns = params.temperature_S, params.top_p_S, params.min_p_S, params.rule_S
+    # Each value once: mostly one.
+    used = ([*dict.fromkeys(column.numpy()[slot].tolist())] for column in columns)
+    temperature, top_p, min_p, rules = used
     for rule in rules:
         if rule not in RULES:
             known = ", ".join(f"{r.value} ({r.name})" for r in Rule)
@@ -359,20 +342,18 @@ def _check_slots(
         if rule not in params.rules:
             promised = ", ".join(sorted(r.name for r in params.rules))
             raise ConfigError("params.rules", promised, f"with {Rule(rule).name}, a slot's rule")
-    temperature, top_p, min_p = map(used, (params.temperature_S, params.top_p_S, params.min_p_S))
-    _check_between("params.temperature_S", temperature, 0, 3.4e38, ">= 0 and finite")
-    warm = [value for value in temperature if value > 0]
-    _check_between("params.temperature_S", warm, COLDEST, 3.4e38, "0 or >= 1e-5")
-    _check_between("params.top_p_S", top_p, 1e-45, 1, "in (0, 1]")
-    _check_between("params.min_p_S", min_p, 0, 1, "in [0, 1]")
+    warm = [value for value in temperature if value != 0]
+    check_between("params.temperature_S", warm, COLDEST, 3.4e38, "0, or >= 1e-5 and finite")
+    check_between("params.top_p_S", top_p, 1e-45, 1, "in (0, 1]")
+    check_between("params.min_p_S", min_p, 0, 1, "in [0, 1]")
     if not params.has_filters:
-        cut = any(0 < top_k < vocabulary for top_k in used(params.top_k_S))
-        if cut or min(top_p) < 1 or max(min_p) > 0:
+        top_k = params.top_k_S.numpy()[slot]
+        if ((top_k > 0) & (top_k < logits.shape[-1])).any() or min(top_p) < 1 or max(min_p) > 0:
             raise ConfigError("params.has_filters", False, "True, since a slot has a filter on")
-    return rules
+    return set(rules)
 
 
-def _check_between(
+def check_between(
     name: str, values: Host | list[float], low: float, high: float, wanted: str
 ) -> None:
     """Raise `ConfigError` unless low <= every value <= high; NaN is neither."""

@@ -10,20 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from foretoken.ops.types import AttentionBatch, DraftCache, SlotParams
-
-__all__ = [
-    "AttentionCall",
-    "Decoder",
-    "DraftRound",
-    "ForwardOutput",
-    "UnfitError",
-    "no_decoder",
-]
 
 
 class UnfitError(Exception):
@@ -122,7 +113,3 @@ class Decoder(Protocol):
         """Free the module's copies of weights that the decoder keeps itself; the module cannot be
         run any more."""
         ...
-
-
-def no_decoder(module: Any, calls: Sequence[AttentionCall]) -> None:
-    """The `decoder` of backends that have none: all models run through their modules."""

@@ -1,13 +1,14 @@
-"""The contract of a backend, and the one place where what it is given is checked.
+"""The contract of a backend: what every op promises; the one place that checks arguments.
 
-Belongs here: what every op promises, checks (`ops/checks.py`), the call. Does not: which backends
-there are (`ops/__init__.py`), what an op computes (`ops/backends/`).
+Does not belong here: which backends there are (`ops/__init__.py`), the checks (`ops/checks.py`),
+what an op computes (`ops/backends/`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from foretoken.ops.checks import (
     check_sample,
     check_verify,
 )
-from foretoken.ops.decoder import AttentionCall, Decoder, no_decoder
+from foretoken.ops.decoder import AttentionCall, Decoder
 from foretoken.ops.pass_checks import check_attention
 from foretoken.ops.types import (
     DRAFT,
@@ -37,24 +38,19 @@ from foretoken.ops.types import (
 )
 
 
-class Kernels(NamedTuple):
-    """What a backend's folder provides: the functions of `Backend`, without checks.
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a backend's folder provides: the functions of `Backend`, without checks."""
 
-    In place of a function stands the name of the backend whose function serves here, too.
-
-    set_num_threads: None if there is nothing to set
-    tunings: None if nothing is tuned
-    """
-
-    process_logits: Callable[[Rows], Tensor] | str
-    sample: Callable[[Rows, Noise], Tensor] | str
-    draft: Callable[[Rows, Noise, DraftCache | None], Tensor] | str
-    verify: Callable[[VerifyBatch], Verdict] | str
-    logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs] | str
-    attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor] | str
-    decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None] = no_decoder
-    set_num_threads: Callable[[int], None] | None = None
-    tunings: Callable[[], dict[str, Any]] | None = None
+    process_logits: Callable[[Rows], Tensor]
+    sample: Callable[[Rows, Noise], Tensor]
+    draft: Callable[[Rows, Noise, DraftCache | None], Tensor]
+    verify: Callable[[VerifyBatch], Verdict]
+    logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs]
+    attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
+    decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None] = lambda *_: None
+    set_num_threads: Callable[[int], None] = lambda count: None
+    tunings: Callable[[], dict[str, Any]] = dict
 
 
 class Backend:
@@ -63,31 +59,21 @@ class Backend:
     Logits have unit stride along V; rows may lie apart. All but the reference read float64 logits
     rounded to float32. A row is *finite* if, its edits applied, it holds no NaN or +inf and its
     maximum is finite: -inf is a token that was dropped. An argument that does not fit raises
-    `ConfigError` before any work; of tensors on a device shapes, dtypes, devices and strides are
-    checked, of those on the host also what they hold.
+    `ConfigError` before any work. Checked are shapes, dtypes, devices and strides; of tensors on
+    the host also what they hold.
 
     name: that of `get_backend`
     """
 
     def __init__(self, name: str, kernels: Kernels) -> None:
-        """Of kernels all of whose functions are there: `get_backend` replaces names by them."""
-        functions: Any = kernels
         self.name = name
-        self._process_logits: Callable[[Rows], Tensor] = functions.process_logits
-        self._sample: Callable[[Rows, Noise], Tensor] = functions.sample
-        self._draft: Callable[[Rows, Noise, DraftCache | None], Tensor] = functions.draft
-        self._verify: Callable[[VerifyBatch], Verdict] = functions.verify
-        self._logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs] = functions.logprobs
-        self._attention: Callable[..., Tensor] = functions.attention
-        self._decoder = kernels.decoder
-        self._set_num_threads = kernels.set_num_threads
-        self._tunings = kernels.tunings
+        self._kernels = kernels
 
     def process_logits(self, rows: Rows) -> Tensor:
-        """Apply each row's parameters, as the other functions do on load.
+        """Apply each row's edits, temperature, min_p, top_k, top_p, in this order.
 
-        In this order: edits, temperature, min_p, top_k, top_p. Of rows that are not finite nothing
-        is promised but that they neither crash nor pass for finite (see `verify`).
+        The other functions do so on load. A row that is not finite does not become finite (see
+        `verify`); nothing else is promised of it.
 
         Returns:
             New [N, V] logits (float32; float64 in the reference): divided by the temperature,
@@ -97,7 +83,7 @@ class Backend:
             p >= min_p * p_max.
         """
         check_rows(rows)
-        return self._process_logits(rows)
+        return self._kernels.process_logits(rows)
 
     def sample(self, rows: Rows, noise: Noise) -> Tensor:
         """Draw one token per row of raw logits, processed on load; exact (Gumbel-max).
@@ -107,14 +93,14 @@ class Backend:
         others are hierarchical over blocks of 1024 ids: block = argmax(log-mass + G_block), token =
         argmax(logit + G_token) within it.
 
-        A row that is not finite gives an id in [0, V) that means nothing and that nothing marks:
-        `verify` without drafts draws what this does with `TARGET` streams, and marks such rows.
+        A row that is not finite gives a meaningless id in [0, V), unmarked. `verify` without drafts
+        draws what this does with `TARGET` streams, and marks such rows.
 
         Returns:
             int64 [N] token ids.
         """
         check_sample(rows, noise)
-        return self._sample(rows, noise)
+        return self._kernels.sample(rows, noise)
 
     def draft(self, rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
         """Draw a draft per row of raw draft logits and keep the q it came from.
@@ -127,16 +113,14 @@ class Backend:
                 index). A row that is not finite gives some id in [0, V'), as `sample` does, and at
                 T > 0 an lse that is not finite: `verify` then takes it for no draft.
             noise: its streams are `DRAFT`.
-            cache: written at [slot, draft index]; its dtype and width are those of the logits. A
-                row at T=0 leaves a threshold of -inf and an lse of 0. None if no q will be asked
-                for; tokens are then drawn all the same (`Decoder.draft` takes None for
-                greedy drafts, the argmax).
+            cache: written at [slot, draft index]; its dtype and width are those of the logits. None
+                keeps no q and draws the same tokens (for `Decoder.draft` None means the argmax).
 
         Returns:
             int64 [N] token ids.
         """
         check_draft(rows, noise, cache)
-        return self._draft(rows, noise, cache)
+        return self._kernels.draft(rows, noise, cache)
 
     def verify(self, batch: VerifyBatch) -> Verdict:
         """Accept a prefix of each request's drafts and emit one more token (K_b = 0: just draw).
@@ -149,22 +133,21 @@ class Backend:
           target. It is never accepted, nor is anything after it, and its slot is drawn from p with
           TARGET noise, as the bonus slot is.
         - A rejected draft: its slot is drawn from norm(max(w p - q, 0)) with RESIDUAL noise; if
-          that has zero mass, from p with RESIDUAL noise. From which mass below 1e-40 on it counts
-          as zero is the backend's; only SYNTHETIC rejects there.
+          that has zero mass, from p with RESIDUAL noise. A backend may take less than 1e-40 for
+          zero; only SYNTHETIC rejects there.
         - Under COUPLED every slot is the target's own draw with TARGET noise; there, and at T=0,
           nothing of q is read.
-        - A target row that is not finite has p = 0 everywhere (and S_i = 0 under BLOCK): its draft
-          is rejected, or accepted by SYNTHETIC. If such a row is among those that decided the
-          request, rows 0..n_accept, its `finite_B` is False and its last token, that after the
-          accepted drafts, is -1. It is then row n_accept itself; under SYNTHETIC an earlier one,
-          too. The accepted drafts stand, but the request cannot go on.
+        - A target row that is not finite has p = 0 everywhere (and S_i = 0 under BLOCK): only
+          SYNTHETIC can accept its draft. If such a row is among rows 0..n_accept, which decided the
+          request, `finite_B` is False and -1 follows the accepted drafts. These stand, but the
+          request cannot go on.
         - A rule that is unknown, or that cannot be applied (SYNTHETIC without rates, BLOCK where
           `params.rules` lacks it), raises `ConfigError` where slots are on the host. A backend that
           would have to wait for a device to see it gives such a request no token: `n_accept_B` is
-          0, `finite_B` False, its row of `token_BK1` -1; the others in the batch get theirs.
+          0, `finite_B` False, its row of `token_BK1` -1.
         """
         check_verify(batch)
-        return self._verify(batch)
+        return self._kernels.verify(batch)
 
     def logprobs(self, rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         """Log-probabilities of a given token and of the `num_top` likeliest of every row.
@@ -177,7 +160,7 @@ class Backend:
             num_top: 0 <= num_top <= 64, and <= V.
         """
         check_logprobs(rows, token_N, num_top)
-        return self._logprobs(rows, token_N, num_top)
+        return self._kernels.logprobs(rows, token_N, num_top)
 
     def attention(
         self,
@@ -200,7 +183,7 @@ class Backend:
             [T, H, D_v].
         """
         check_attention(query_THD, key_cache, value_cache, batch, options)
-        return self._attention(query_THD, key_cache, value_cache, batch, options)
+        return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
 
     def decoder(self, module: Any, calls: Sequence[AttentionCall]) -> Decoder | None:
         """An implementation of a whole model, or None if this backend has none of any model.
@@ -212,20 +195,18 @@ class Backend:
         Raises:
             UnfitError: this module has something that the decoder does not implement; it says what.
         """
-        return self._decoder(module, calls)
+        return self._kernels.decoder(module, calls)
 
     def set_num_threads(self, count: int) -> None:
-        """Share one call's work among so many threads, the calling one included.
+        """Share one call's work among so many threads of the process, the calling one included.
 
-        It holds for the whole process. What runs in PyTorch's operators is not meant: that has
-        `torch.set_num_threads`.
+        What runs in PyTorch's operators has `torch.set_num_threads` instead.
         """
-        if self._set_num_threads is not None:
-            self._set_num_threads(count)
+        self._kernels.set_num_threads(count)
 
     def tunings(self) -> dict[str, Any]:
         """What this process measured to choose how it computes, and what it took."""
-        return {} if self._tunings is None else self._tunings()
+        return self._kernels.tunings()
 
 
 def draft_cache(
@@ -278,9 +259,8 @@ def draft_cache(
     if not hasattr(backend, "draft"):
         raise ConfigError("backend", backend, "what `get_backend` returns")
     check_draft_cache(logits_BKV, params, slot_B)
-    _, most, vocabulary = logits_BKV.shape
-    sizes = (params.key_S.shape[0], most, vocabulary)
-    cache = DraftCache.empty(*sizes, logits_BKV.dtype, logits_BKV.device)
+    slots, (_, most, vocabulary) = params.key_S.shape[0], logits_BKV.shape
+    cache = DraftCache.empty(slots, most, vocabulary, logits_BKV.dtype, logits_BKV.device)
     cache.threshold_SK.fill_(-torch.inf)
     cache.lse_SK.fill_(torch.nan)  # no q
     nowhere_B = torch.zeros_like(slot_B)  # the draws, and so their noise, are not used

@@ -14,6 +14,9 @@ from foretoken.errors import ConfigError
 from foretoken.ops.checks import (
     FLOATS,
     INT64,
+    B,
+    Letter,
+    check_between,
     check_cache,
     check_kind,
     check_params,
@@ -22,8 +25,8 @@ from foretoken.ops.checks import (
 from foretoken.ops.decoder import DraftRound
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
-__all__ = ["check_attention", "check_attention_batch", "check_draft_round"]
-
+L, D_V, QUERY = Letter("L"), Letter("D_v"), tuple(map(Letter, "THD"))
+POOL = tuple(map(Letter, ("num_blocks", "block_size", "H_kv")))
 _latest: tuple[ref[AttentionBatch], object] | None = None
 """The last batch that was validated, and the rest that was validated with it. A pass attends once
 per layer: without this, checks were 2 to 4 % of a decode step through 20 layers of modules."""
@@ -36,8 +39,7 @@ def check_attention(
     batch: AttentionBatch,
     options: AttentionOptions,
 ) -> None:
-    """All arguments of `Backend.attention`; at once if all but the addresses is as in the layer
-    before."""
+    """All arguments of `Backend.attention`; the layers of a pass differ in addresses alone."""
     global _latest
     check_kind("options", options, AttentionOptions)
     rest = (_looks(query_THD), _looks(key_cache), _looks(value_cache), options[:3])
@@ -52,10 +54,8 @@ def check_attention(
         _latest = (ref(batch), rest)
     sinks_H = options.sinks_H
     if sinks_H is not None:
-        check_tensor("options.sinks_H", sinks_H, query_THD.shape[1:2], FLOATS, grad=True)
-        if sinks_H.device != query_THD.device:
-            wanted = f"{query_THD.device}, as `query_THD`"
-            raise ConfigError("options.sinks_H.device", sinks_H.device, wanted)
+        heads, device = query_THD.shape[1:2], query_THD.device
+        check_tensor("options.sinks_H", sinks_H, heads, FLOATS, device, grad=True)
 
 
 def _looks(value: object) -> object:
@@ -65,23 +65,15 @@ def _looks(value: object) -> object:
 
 
 def _check_caches(query_THD: Tensor, key_cache: Tensor, value_cache: Tensor) -> None:
-    check_tensor("query_THD", query_THD, 3, FLOATS)
+    check_tensor("query_THD", query_THD, QUERY, FLOATS)
     _, heads, size = query_THD.shape
-    dtype = (query_THD.dtype,)
-    check_tensor("key_cache", key_cache, 4, dtype)
-    blocks, block_size, kv_heads, key_size = key_cache.shape
-    if key_size != size or kv_heads == 0 or heads % kv_heads:
+    dtype, device = (query_THD.dtype,), query_THD.device
+    check_tensor("key_cache", key_cache, (*POOL, size), dtype, device, contiguous=True)
+    pool = key_cache.shape[:3]
+    if pool[2] == 0 or heads % pool[2]:
         wanted = f"[num_blocks, block_size, H_kv, {size}], H_kv a divisor of {heads}"
         raise ConfigError("key_cache.shape", tuple(key_cache.shape), wanted)
-    check_tensor("value_cache", value_cache, 4, dtype)
-    if value_cache.shape[:3] != key_cache.shape[:3]:
-        wanted = f"[{blocks}, {block_size}, {kv_heads}, D_v]"
-        raise ConfigError("value_cache.shape", tuple(value_cache.shape), wanted)
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.device != query_THD.device:
-            raise ConfigError(f"{name}.device", cache.device, f"{query_THD.device}, as `query_THD`")
-        if not cache.is_contiguous():
-            raise ConfigError(f"{name}.stride", cache.stride(), "contiguous")
+    check_tensor("value_cache", value_cache, (*pool, D_V), dtype, device, contiguous=True)
 
 
 def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor) -> None:
@@ -96,19 +88,11 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
     if batch.block_size != block_size:
         wanted = f"{block_size}, that of the cache"
         raise ConfigError("batch.block_size", batch.block_size, wanted)
-    start_B1, length_B, block_BL = batch.query_start_B1, batch.length_B, batch.block_BL
-    check_tensor("batch.length_B", length_B, 1, INT64)
-    requests = length_B.shape[0]
-    check_tensor("batch.query_start_B1", start_B1, (requests + 1,), INT64)
-    check_tensor("batch.block_BL", block_BL, 2, INT64)
-    if block_BL.shape[0] != requests:
-        raise ConfigError("batch.block_BL.shape", tuple(block_BL.shape), f"[{requests}, L]")
-    fields = (("query_start_B1", start_B1), ("length_B", length_B), ("block_BL", block_BL))
-    for field, value in fields:
-        if value.device != device:
-            raise ConfigError(f"batch.{field}.device", value.device, f"{device}, as the cache")
-        if not value.is_contiguous():
-            raise ConfigError(f"batch.{field}.stride", value.stride(), "contiguous")
+    check_tensor("batch.length_B", batch.length_B, (B,), INT64, device, contiguous=True)
+    requests = batch.length_B.shape[0]
+    start_B1, shape = batch.query_start_B1, (requests + 1,)
+    check_tensor("batch.query_start_B1", start_B1, shape, INT64, device, contiguous=True)
+    check_tensor("batch.block_BL", batch.block_BL, (requests, L), INT64, device, contiguous=True)
     if device.type == "cpu":
         _check_values(batch, tokens, blocks)
 
@@ -119,11 +103,8 @@ def check_draft_round(drafting: DraftRound, batch: AttentionBatch, vocabulary: i
     All tensors are on the host.
     """
     slot_B, num_B, cache = drafting.slot_B, drafting.num_B, drafting.cache
-    check_tensor("drafting.slot_B", slot_B, batch.length_B.shape, INT64)
-    check_tensor("drafting.num_B", num_B, batch.length_B.shape, INT64)
-    for field, value in (("slot_B", slot_B), ("num_B", num_B)):
-        if not value.is_contiguous():
-            raise ConfigError(f"drafting.{field}.stride", value.stride(), "contiguous")
+    check_tensor("drafting.slot_B", slot_B, batch.length_B.shape, INT64, contiguous=True)
+    check_tensor("drafting.num_B", num_B, batch.length_B.shape, INT64, contiguous=True)
     check_params(drafting.params, slot_B.device)
     last, nums = drafting.params.key_S.shape[0] - 1, num_B.tolist()
     for slot in slot_B.tolist():
@@ -157,7 +138,5 @@ def _check_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
         if not end - start <= length <= room:
             wanted = f"in {end - start}..{room}: its new tokens, what its row of `block_BL` holds"
             raise ConfigError("batch.length_B", length, wanted)
-    for edge in torch.aminmax(batch.block_BL):
-        if not 0 <= (block := int(edge)) < blocks:
-            wanted = f"in 0..{blocks - 1}, the blocks of the cache"
-            raise ConfigError("batch.block_BL", block, wanted)
+    wanted = f"in 0..{blocks - 1}, the blocks of the cache"
+    check_between("batch.block_BL", batch.block_BL.flatten().numpy(), 0, blocks - 1, wanted)

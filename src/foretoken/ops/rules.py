@@ -47,7 +47,7 @@ class RuleInputs:
 
 
 Decide = Callable[[RuleInputs], Tensor]
-"""RuleInputs -> accept_BK (bool): whether x_i is accepted provided those before it are."""
+"""RuleInputs -> accept_BK (bool): whether x_i is accepted."""
 
 
 def log_ratio(x: RuleInputs) -> Tensor:
@@ -74,8 +74,6 @@ def block(x: RuleInputs) -> Tensor:
     """
     if x.residual_mass_BK is None:
         raise ValueError("the block rule needs `residual_mass_BK`")
-    if x.log_u_BK.shape[1] == 0:  # no request of the batch has a draft
-        return torch.zeros_like(x.log_u_BK, dtype=torch.bool)
     p_BK = block_weights(x)[:, 1:].exp()
     mass_BK = torch.cat([x.residual_mass_BK[:, 1:], p_BK[:, -1:]], dim=1)
     h_BK = mass_BK / (mass_BK + 1 - p_BK)

@@ -57,11 +57,10 @@ class SlotParams:
     top_k_S:       int64; active iff 0 < k < V
     top_p_S:       float32 in (0, 1]; 1 is off
     min_p_S:       float32 in [0, 1]; 0 is off
-    rule_S:        int64, a `Rule`. It also decides noise: slots under COUPLED always draw flat. No
-                   backend takes another number for one of them: see `Backend.verify`.
+    rule_S:        int64, a `Rule`; slots under COUPLED always draw flat noise
     has_filters:   False promises that top-k, top-p and min-p are off in every slot that is used, so
                    that a backend on a device need not look; True promises nothing
-    rules:         the rules that slots in use may be under, a promise likewise
+    rules:         promises that slots in use are under no other rule
     values_fit:    True promises that the values of slots in use are in range: ops do not look
     """
 

@@ -19,6 +19,7 @@ def available() -> str | None:
 def load() -> Kernels:
     """The functions of this backend."""
     from foretoken.ops.backends.native import decoder, library, logprobs, process, sample, verify
+    from foretoken.ops.backends.torch.attention import attention
 
     return Kernels(
         process_logits=process.process_logits,
@@ -26,7 +27,7 @@ def load() -> Kernels:
         draft=sample.draft,
         verify=verify.verify,
         logprobs=logprobs.logprobs,
-        attention="torch",
+        attention=attention,
         decoder=decoder.decoder,
         set_num_threads=library.set_num_threads,
         tunings=library.tunings,

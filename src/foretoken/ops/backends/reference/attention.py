@@ -7,8 +7,6 @@ from torch import Tensor
 
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
-__all__ = ["attention"]
-
 
 def attention(
     query_THD: Tensor,

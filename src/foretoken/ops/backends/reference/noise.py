@@ -4,7 +4,7 @@ Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 
 Counter = (group, position, draft index, stream); key = low and high half of the sample's 64 bits.
 Nothing here is shared with another backend: equal bits come from an equal definition.
 
-Shapes: M draws, N counters.
+Shapes: M draws.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-Words = npt.NDArray[Any]  # uint64
-Floats = npt.NDArray[Any]
+Array = npt.NDArray[Any]
 
 _MASK = 0xFFFFFFFF
 
 
-def philox4x32_10(counter: list[Words], key: list[Words]) -> list[Words]:
+def philox4x32_10(counter: list[Array], key: list[Array]) -> list[Array]:
     """The block cipher on 32-bit words, each an array of uint64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -39,13 +36,8 @@ def philox4x32_10(counter: list[Words], key: list[Words]) -> list[Words]:
 
 
 def uniforms(
-    index_M: npt.NDArray[np.int64],
-    key: int,
-    position: int,
-    draft_index: int,
-    stream: int,
-    fp64: bool,
-) -> Floats:
+    index_M: Array, key: int, position: int, draft_index: int, stream: int, fp64: int
+) -> Array:
     """Draws `index_M` of a stream, in the open interval (0, 1); float32, or float64 with `fp64`.
 
     FP32: h = word (index mod 4) of group (index div 4); (h + 1/2) 2^-32 in FP32 arithmetic, at most
@@ -67,47 +59,15 @@ def uniforms(
     return np.asarray(np.minimum(u_M, np.float32(1 - 2.0**-24)))
 
 
-def uniform_of(
-    index: int, key: int, position: int, draft_index: int, stream: int, fp64: bool
-) -> float:
-    """One draw of `uniforms`."""
-    return float(uniforms(np.array([index]), key, position, draft_index, stream, fp64)[0])
+def uniform_of(index: int, *name: int) -> float:
+    """One draw of `uniforms`; `name` is the rest of its arguments."""
+    return float(uniforms(np.array([index]), *name)[0])
 
 
-def gumbels(
-    index_M: npt.NDArray[np.int64],
-    key: int,
-    position: int,
-    draft_index: int,
-    stream: int,
-    fp64: bool,
-) -> Floats:
-    """Standard Gumbel noise -log(-log(1 - u)) in float64: large values come from u -> 0."""
-    u_M = uniforms(index_M, key, position, draft_index, stream, fp64).astype(np.float64)
+def gumbels(index_M: Array, *name: int) -> Array:
+    """Standard Gumbel noise -log(-log(1 - u)) in float64: large values come from u -> 0.
+
+    u are the draws of `uniforms`, and `name` the rest of its arguments.
+    """
+    u_M = uniforms(index_M, *name).astype(np.float64)
     return np.asarray(-np.log(-np.log1p(-u_M)))
-
-
-def philox(counter_N4: Tensor, key_N2: Tensor) -> Tensor:
-    """`philox4x32_10` of int64 tensors of 32-bit words: [N, 4] and [N, 2] -> [N, 4]."""
-    counter, key = (list(t.numpy().astype(np.uint64).T) for t in (counter_N4, key_N2))
-    return torch.from_numpy(np.stack(philox4x32_10(counter, key), axis=1).astype(np.int64))
-
-
-def uniform(
-    index_M: Tensor,
-    key_M: Tensor,
-    position_M: Tensor,
-    draft_index_M: Tensor,
-    stream: int,
-    fp64: bool = False,
-) -> Tensor:
-    """`uniforms` of int64 tensors [M] that name every draw on its own."""
-    each = zip(
-        index_M.tolist(),
-        key_M.tolist(),
-        position_M.tolist(),
-        draft_index_M.tolist(),
-        strict=True,
-    )
-    draws = [uniform_of(*names, stream, fp64) for names in each]
-    return torch.tensor(draws, dtype=torch.float64 if fp64 else torch.float32)

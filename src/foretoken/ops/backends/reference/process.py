@@ -54,26 +54,17 @@ def filter_row(row: Row, params: SlotParams, slot: int) -> None:
     row /= temperature
     if not is_finite(row):
         return
-    _keep_min_p(row, float(params.min_p_S[slot]))
-    _keep_top_k(row, int(params.top_k_S[slot]))
+    # min-p: keep p >= min_p * p_max
+    row[np.exp(row - row.max()) < float(params.min_p_S[slot])] = -np.inf
+    k = int(params.top_k_S[slot])
+    if 0 < k < len(row):  # keep every logit >= the k-th largest
+        row[row < np.sort(row)[len(row) - k]] = -np.inf
     _keep_top_p(row, float(params.top_p_S[slot]))
 
 
 def is_finite(row: Row) -> bool:
-    """Whether a row has a law: no NaN, no +inf, and not every token at -inf."""
+    """Whether a row has a distribution: no NaN, no +inf, and not every token at -inf."""
     return not np.isnan(row).any() and bool(np.isfinite(row.max()))
-
-
-def _keep_min_p(row: Row, min_p: float) -> None:
-    """Keep p >= min_p * p_max."""
-    if min_p > 0:
-        row[np.exp(row - row.max()) < min_p] = -np.inf
-
-
-def _keep_top_k(row: Row, k: int) -> None:
-    """Keep every logit >= the k-th largest; active iff 0 < k < V."""
-    if 0 < k < len(row):
-        row[row < np.sort(row)[len(row) - k]] = -np.inf
 
 
 def _keep_top_p(row: Row, top_p: float) -> None:

@@ -2,7 +2,7 @@
 
 argmax_v (logit_v + G_v) with independent standard Gumbel G_v is a draw from softmax(logit)
 (Gumbel 1954; Maddison et al. 2014). The same over blocks of the vocabulary, then within the block,
-is the same law, since P(block) P(token | block) = P(token).
+is the same distribution, since P(block) P(token | block) = P(token).
 
 Shapes: N rows, V vocabulary.
 """

@@ -58,15 +58,12 @@ def _verify_one(
     rows: Row, slot: Slot, position: int, drafts: list[Draft], rates: list[float]
 ) -> tuple[int, int]:
     """tau and the token after the accepted drafts, of one request's K + 1 processed rows."""
-    own: list[int] = []
+    own, p = [], [np.zeros(len(row)) for row in rows]
     if _is_certain(slot):
         own = [draw(row, slot, position + i, 0, TARGET) for i, row in enumerate(rows)]
-        p = [_one_hot(y, len(row)) for y, row in zip(own, rows, strict=True)]
-    else:
-        p = [softmax(row) if is_finite(row) else np.zeros(len(row)) for row in rows]
     for i, row in enumerate(rows):
-        if not is_finite(row):
-            p[i][:] = 0.0
+        if is_finite(row):
+            p[i] = _one_hot(own[i], len(row)) if own else softmax(row)
     u = [
         uniform_of(0, slot.key, position + i, i, Stream.ACCEPT, slot.fp64_noise)
         for i in range(len(drafts))

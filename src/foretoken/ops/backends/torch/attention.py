@@ -11,9 +11,10 @@ L keys of each.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,29 +22,12 @@ from torch import Tensor
 
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
-__all__ = ["attention"]
-
-
-class _Group(NamedTuple):
-    """Requests of one batch with equally many new tokens, attended in one call.
-
-    tokens:      their b*Q tokens in the packed axis T: a slice if adjacent, else int64 indices
-    block_bL:    int64, their rows of the block table
-    length_b:    tokens in the cache after this pass, on the host
-    num_queries: Q
-    """
-
-    tokens: Tensor | slice
-    block_bL: Tensor
-    length_b: list[int]
-    num_queries: int
-
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One SDPA call: b requests of Q queries over L keys each.
 
-    tokens:    packed tokens of the call; all of them if it is the only one
+    tokens:    their b*Q tokens in the packed axis T: a slice if adjacent, else int64 indices
     first:     flat cache index of the first key if the keys are contiguous in the pool, else None
     block_ids: int64 [b * columns], read if `first` is None
     skip:      keys to drop at the front of the gathered blocks (sliding window)
@@ -157,62 +141,65 @@ def _plan(batch: AttentionBatch, window: int | None, dtype: torch.dtype) -> list
         _last = (batch, plans)
     calls = plans.get((window, dtype))
     if calls is None:
-        calls = [_plan_call(g, batch.block_size, window, dtype) for g in _groups(batch)]
+        start_B1, length_B = batch.query_start_B1.tolist(), batch.length_B.tolist()
+        calls = [
+            _plan_call(batch, group, start_B1, length_B, window, dtype)
+            for group in _groups(start_B1, length_B)
+        ]
         plans[window, dtype] = calls
     return calls
 
 
-def _groups(batch: AttentionBatch) -> list[_Group]:
+def _groups(start_B1: list[int], length_B: list[int]) -> Iterator[list[int]]:
     """The requests by query length, cut where padding would cost more than the keys: in each
     group the longest request is at most twice the shortest, or short anyway."""
-    start_B1, length_B = batch.query_start_B1.tolist(), batch.length_B.tolist()
     by_queries: dict[int, list[int]] = {}
     for b, (start, end) in enumerate(pairwise(start_B1)):
         by_queries.setdefault(end - start, []).append(b)
-    groups = []
-    for queries, members in by_queries.items():
-        lengths = [length_B[b] for b in members]
-        parts = {0: members}
-        if len(members) * max(lengths) > 2 * sum(lengths):
+    for group in by_queries.values():
+        lengths = [length_B[b] for b in group]
+        parts = {0: group}
+        if len(group) * max(lengths) > 2 * sum(lengths):
             parts = {}
-            for b, length in zip(members, lengths, strict=True):
+            for b, length in zip(group, lengths, strict=True):
                 parts.setdefault((length // 128).bit_length(), []).append(b)
-        for part in parts.values():
-            lengths = [length_B[b] for b in part]
-            groups.append(_group(batch, part, [start_B1[b] for b in part], lengths, queries))
-    return groups
+        yield from parts.values()
 
 
-def _group(
-    batch: AttentionBatch, members: list[int], starts: list[int], lengths: list[int], queries: int
-) -> _Group:
-    first, count = members[0], len(members)
-    if members[-1] - first == count - 1:  # neighbours: views will do
-        tokens: Tensor | slice = slice(starts[0], starts[0] + count * queries)
-        return _Group(tokens, batch.block_BL[first : first + count], lengths, queries)
-    device = batch.block_BL.device
-    start_b1 = torch.tensor(starts, device=device).unsqueeze(1)
-    tokens = (start_b1 + torch.arange(queries, device=device)).flatten()
-    return _Group(tokens, batch.block_BL[members], lengths, queries)
+def _places(group: list[int], start_B1: list[int], device: torch.device) -> tuple[Any, Any]:
+    """The group's tokens in T and requests in B: slices if adjacent, so that views will do."""
+    first, last = group[0], group[-1]
+    if last - first == len(group) - 1:
+        return slice(start_B1[first], start_B1[last + 1]), slice(first, last + 1)
+    start_b1 = torch.tensor([[start_B1[b]] for b in group], device=device)
+    offset_Q = torch.arange(start_B1[first + 1] - start_B1[first], device=device)
+    return (start_b1 + offset_Q).flatten(), group
 
 
-def _plan_call(group: _Group, block_size: int, window: int | None, dtype: torch.dtype) -> _Call:
+def _plan_call(
+    batch: AttentionBatch,
+    group: list[int],
+    start_B1: list[int],
+    length_B: list[int],
+    window: int | None,
+    dtype: torch.dtype,
+) -> _Call:
     """Decide what keys to read, as a view if possible, and the smallest mask that is right."""
-    requests, queries = len(group.length_b), group.num_queries
-    shortest, longest = min(group.length_b), max(group.length_b)
+    requests, queries = len(group), start_B1[group[0] + 1] - start_B1[group[0]]
+    block_size, device = batch.block_size, batch.block_BL.device
+    tokens, places = _places(group, start_B1, device)
+    table_bL, lengths = batch.block_BL[places], [length_B[b] for b in group]
+    shortest, longest = min(lengths), max(lengths)
     # The earliest key that the earliest query of any request still sees.
     skip = 0 if window is None else max(0, shortest - queries - window + 1)
     first_column, columns = skip // block_size, -(-longest // block_size)
-    device = group.block_bL.device
-    block_bL = group.block_bL[:, first_column:columns]
+    block_bL = table_bL[:, first_column:columns]
     if shortest < longest:
         # Read the request's own first block instead of the padding's: a masked key that another
         # request left as NaN would still make this one NaN.
-        used_b = torch.tensor(
-            [-(-length // block_size) for length in group.length_b], device=device
-        )
+        used_b1 = torch.tensor([[-(-length // block_size)] for length in lengths], device=device)
         column_L = torch.arange(first_column, columns, device=device)
-        block_bL = torch.where(column_L < used_b.unsqueeze(1), block_bL, group.block_bL[:, :1])
+        block_bL = torch.where(column_L < used_b1, block_bL, table_bL[:, :1])
     first = None
     if requests == 1:
         ids = block_bL[0].tolist()
@@ -223,11 +210,11 @@ def _plan_call(group: _Group, block_size: int, window: int | None, dtype: torch.
     visible = queries == 1 and shortest == longest and (window is None or longest - skip <= window)
     mask = None
     if not (causal or visible):
-        length_b = torch.tensor(group.length_b, device=device)
-        query_bQ = length_b.unsqueeze(1) - torch.arange(queries, 0, -1, device=device)
+        length_b1 = torch.tensor(lengths, device=device).unsqueeze(1)
+        query_bQ = length_b1 - torch.arange(queries, 0, -1, device=device)
         mask = _mask(query_bQ, torch.arange(skip, longest, device=device), window, dtype)
     return _Call(
-        tokens=group.tokens,
+        tokens=tokens,
         num_requests=requests,
         num_queries=queries,
         first=first,

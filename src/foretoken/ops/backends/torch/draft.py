@@ -9,18 +9,13 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.torch.noise import RowNoise
-from foretoken.ops.backends.torch.process import detached
 from foretoken.ops.backends.torch.sample import draw_rows
 from foretoken.ops.types import DraftCache, Noise, Rows, Rule, Stream
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
-    """One draft per row of raw logits, and into `cache` the q it was drawn from.
-
-    See `Backend.draft`. At T=0, where q is never asked for, no threshold and an LSE of 0 are left.
-    Returns int64 [B].
-    """
-    rows, slot_B, index_B = detached(rows), rows.slot_N, noise.draft_index_N
+    """See `Backend.draft`. Returns int64 [B]."""
+    slot_B, index_B = rows.slot_N, noise.draft_index_N
     coupled_B = rows.params.rule_S[slot_B] == Rule.COUPLED
     own = RowNoise(
         rows.params.key_S[slot_B],
@@ -32,7 +27,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     )
     drawn = draw_rows(rows, torch.arange(len(slot_B), device=slot_B.device), own)
     if cache is not None:
-        cache.logits_SKV[slot_B, index_B] = rows.logits_NV
+        cache.logits_SKV[slot_B, index_B] = rows.logits_NV.detach()
         cache.threshold_SK[slot_B, index_B] = drawn.threshold_M
         cache.lse_SK[slot_B, index_B] = drawn.lse_M
     return drawn.token_M

@@ -1,6 +1,6 @@
 """Philox4x32-10 by name, in int64 tensors. No generator state: see `Stream` for what a name is.
 
-Shapes: N rows, G groups of four 32-bit words, M draws, C draws side by side.
+Shapes: N rows, G groups of four 32-bit words.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class RowNoise(NamedTuple):
     def _gumbel(self, first_N: Tensor, count: int, stream_N: Tensor) -> Tensor:
         groups_G = torch.arange(-(-count // self.per_group), device=first_N.device)
         group_NG = first_N[:, None] // self.per_group + groups_G
-        words = _words(group_NG, self.key_N, self.position_N, self.draft_index_N, stream_N)
-        return to_gumbel(to_uniform(words, self.fp64)[:, :count])
+        name = group_NG, self.key_N, self.position_N, self.draft_index_N, stream_N
+        return to_gumbel(to_uniform(words(*name), self.fp64)[:, :count])
 
 
 @cache
@@ -57,27 +57,24 @@ def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     return multiplier, weyl
 
 
-def _rounds(even: Tensor, odd: Tensor, key: Tensor) -> Tensor:
-    """Ten rounds on counters as even words (0, 2) and odd words (1, 3), each [2, N, G].
+def words(
+    group_NG: Tensor, key_N: Tensor, position_N: Tensor, draft_index_N: Tensor, stream_N: Tensor
+) -> Tensor:
+    """The four words of each group, counter = (group, position, draft index, stream): [N, G, 4].
 
-    Only the lower 32 bits of `odd` and `key` count. A product of two words may exceed int64: its
-    bits are those of the unsigned one. Returns [N, G, 4].
+    Philox4x32-10 (Salmon et al. 2011, with the constants of Random123) on even words (0, 2) and odd
+    words (1, 3), each [2, N, G]. A product of two words may exceed int64: its bits are those of the
+    unsigned one. Bits of `odd` and `key` above the lower 32 are masked later.
     """
-    multiplier, weyl = _constants(key.device)
+    multiplier, weyl = _constants(key_N.device)
+    even = torch.stack([group_NG, draft_index_N[:, None].expand_as(group_NG)]).bitwise_and_(_MASK)
+    odd = torch.stack([position_N, stream_N])[..., None]
+    key = torch.stack([key_N, key_N >> 32])[..., None]
     for _ in range(10):
         product = (even * multiplier).flip(0)
         even = (product >> 32).bitwise_xor_(odd).bitwise_xor_(key).bitwise_and_(_MASK)
         odd, key = product, key + weyl
     return torch.stack([even[0], odd[0], even[1], odd[1]], dim=-1).bitwise_and_(_MASK)
-
-
-def _words(
-    group_NG: Tensor, key_N: Tensor, position_N: Tensor, draft_index_N: Tensor, stream_N: Tensor
-) -> Tensor:
-    """The four words of each group, counter = (group, position, draft index, stream): [N, G, 4]."""
-    even = torch.stack([group_NG, draft_index_N[:, None].expand_as(group_NG)]).bitwise_and_(_MASK)
-    odd = torch.stack([position_N, stream_N])[..., None]
-    return _rounds(even, odd, torch.stack([key_N, key_N >> 32])[..., None])
 
 
 def to_uniform(words_NG4: Tensor, fp64: bool) -> Tensor:
@@ -99,28 +96,9 @@ def to_gumbel(u: Tensor) -> Tensor:
     return u.double().neg_().log1p_().neg_().log_().neg_()
 
 
-def philox(counter_N4: Tensor, key_N2: Tensor) -> Tensor:
-    """Philox4x32-10 of whole counters: int64 tensors of 32-bit words, [N, 4] and [N, 2] -> [N, 4].
-
-    Salmon et al. 2011, with the round constants of Random123.
-    """
-    even, odd = (counter_N4[:, i::2].T[..., None].contiguous() for i in (0, 1))
-    return _rounds(even, odd, key_N2.T[..., None])[:, 0]
-
-
-def uniform(
-    index_M: Tensor,
-    key_M: Tensor,
-    position_M: Tensor,
-    draft_index_M: Tensor,
-    stream: int,
-    fp64: bool = False,
+def first_uniform(
+    key_N: Tensor, position_N: Tensor, draft_index_N: Tensor, stream: int, fp64: bool
 ) -> Tensor:
-    """Draw index_M[m] of the stream named by (key, position, draft index): [M] in (0, 1).
-
-    All int64 [M]; float32, or float64 with `fp64`.
-    """
-    per_group, stream_M = 2 if fp64 else 4, torch.full_like(key_M, stream)
-    group_M1 = index_M[:, None] // per_group
-    u = to_uniform(_words(group_M1, key_M, position_M, draft_index_M, stream_M), fp64)
-    return u.gather(1, index_M[:, None] % per_group)[:, 0]
+    """Draw 0 of each stream: [N] in (0, 1), float32, or float64 with `fp64`."""
+    group_N1, stream_N = torch.zeros_like(key_N)[:, None], torch.full_like(key_N, stream)
+    return to_uniform(words(group_N1, key_N, position_N, draft_index_N, stream_N), fp64)[:, 0]

@@ -43,11 +43,6 @@ class Distribution(NamedTuple):
     lse_R: Tensor
 
 
-def detached(rows: Rows) -> Rows:
-    """The rows, of whose logits no gradient is computed."""
-    return rows._replace(logits_NV=rows.logits_NV.detach())
-
-
 def temperatures(params: SlotParams, slot_R: Tensor) -> Tensor:
     """float64, 1 at T=0."""
     temperature_R = params.temperature_S[slot_R].double()
@@ -67,7 +62,7 @@ def _top_k_active(rows: Rows, slot_R: Tensor) -> Tensor:
 
 def chunks(count: int, width: int) -> Iterator[slice]:
     """Cut `count` rows in parts of a bounded number of logits."""
-    step = max(1, _CHUNK // max(width, 1024))  # the tables of a search are 2048 wide
+    step = max(1, _CHUNK // max(width, 1024))  # a narrow row has a search's table, too
     return (slice(start, start + step) for start in range(0, count, step))
 
 
@@ -75,7 +70,7 @@ def load(rows: Rows, index_R: Tensor) -> Tensor:
     """Raw logits after edits, float32 [R, W], a copy; -inf from V on."""
     vocabulary = rows.logits_NV.shape[1]
     unit = BLOCK if vocabulary > BLOCK else 4  # 4: a group of noise
-    x_RV = rows.logits_NV.index_select(0, index_R).float()
+    x_RV = rows.logits_NV.detach().index_select(0, index_R).float()
     if rows.edits is not None:
         _edit(x_RV, rows.edits, index_R)
     return pad(x_RV, (0, -vocabulary % unit), value=-torch.inf)
@@ -129,6 +124,7 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
     if min_p_on_R.any():
         exact_R = x_RW.amax(dim=1) + temperatures(params, slot_R) * min_p_R.log()
         threshold_R = torch.where(min_p_on_R, _round_up(exact_R), threshold_R)
+        weight_RW *= x_RW >= threshold_R[:, None]
     if top_k_on_R.any():
         top_k_R1 = torch.where(top_k_on_R, params.top_k_S[slot_R], 1)[:, None]
         best_RK, id_RK = x_RW.topk(int(top_k_R1.max()), dim=1)
@@ -139,15 +135,15 @@ def _filter(x_RW: Tensor, weight_RW: Tensor, rows: Rows, slot_R: Tensor) -> Tens
         reach_RK = weight_RW.gather(1, id_RK).cumsum(dim=1)
         short_RK = reach_RK < (top_p_R * weight_RW.sum(dim=1))[:, None]
         place_R1 = short_RK.sum(dim=1, keepdim=True).clamp_(max=short_RK.shape[1] - 1)
-        last_R = threshold_R.maximum(best_RK.gather(1, place_R1)[:, 0])
+        last_R = best_RK.gather(1, place_R1)[:, 0]
         threshold_R = torch.where(top_k_on_R & top_p_on_R, last_R, threshold_R)
+        weight_RW *= x_RW >= threshold_R[:, None]
     top_p_alone_R = top_p_on_R & ~top_k_on_R
     if top_p_alone_R.any():
-        weight_RW *= x_RW >= threshold_R[:, None]
         goal_R = top_p_R * weight_RW.sum(dim=1)
         last_R = threshold_R.maximum(_largest_reaching(ordered(x_RW), weight_RW, goal_R))
         threshold_R = torch.where(top_p_alone_R, last_R, threshold_R)
-    weight_RW *= x_RW >= threshold_R[:, None]
+        weight_RW *= x_RW >= threshold_R[:, None]
     return threshold_R
 
 
@@ -207,12 +203,7 @@ def processed(rows: Rows, index_R: Tensor) -> Tensor:
 
 
 def process_logits(rows: Rows) -> Tensor:
-    """Edits -> temperature -> min_p -> top_k -> top_p; see `Backend.process_logits`.
-
-    Returns new float32 [N, V]: survivors divided by the temperature, the rest -inf. Rows at T=0
-    are edited only. Rows that are not finite (NaN, +inf, all -inf) stay so, for `verify` to find.
-    """
-    rows = detached(rows)
+    """See `Backend.process_logits`. Returns new float32 [N, V]."""
     out_NV = torch.empty_like(rows.logits_NV, dtype=torch.float32)
     index_N = torch.arange(len(rows.slot_N), device=rows.slot_N.device)
     for part in chunks(*out_NV.shape):

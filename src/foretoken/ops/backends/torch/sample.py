@@ -18,7 +18,6 @@ from foretoken.ops.backends.torch.noise import RowNoise
 from foretoken.ops.backends.torch.process import (
     BLOCK,
     chunks,
-    detached,
     distribution,
     draws_flat,
     load,
@@ -41,11 +40,8 @@ class Drawn(NamedTuple):
 
 
 def sample(rows: Rows, noise: Noise) -> Tensor:
-    """One token per row of raw logits, as the argmax of processed logits plus Gumbel noise.
-
-    See `Backend.sample`. Rows at T=0 draw no noise. Returns int64 [N].
-    """
-    rows, index_N = detached(rows), torch.arange(len(rows.slot_N), device=rows.slot_N.device)
+    """See `Backend.sample`. Returns int64 [N]."""
+    index_N = torch.arange(len(rows.slot_N), device=rows.slot_N.device)
     token_N, block_N = (torch.full_like(index_N, stream) for stream in noise.streams)
     key_N = rows.params.key_S[rows.slot_N]
     own = RowNoise(key_N, noise.position_N, noise.draft_index_N, token_N, block_N, noise.fp64)

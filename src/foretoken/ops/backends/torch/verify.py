@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.ops.backends.torch.noise import RowNoise, uniform
+from foretoken.ops.backends.torch.noise import RowNoise, first_uniform
 from foretoken.ops.backends.torch.process import chunks, distribution, draws_flat, temperatures
 from foretoken.ops.backends.torch.sample import draw, draw_rows
 from foretoken.ops.rules import RuleInputs, accept, rules_of, weights
-from foretoken.ops.types import DraftCache, Rows, Rule, Stream, Verdict, VerifyBatch
+from foretoken.ops.types import RESIDUAL, TARGET, Rows, Rule, Stream, Verdict, VerifyBatch
 
 
 class Batch(NamedTuple):
-    """What the stages share, fields named as in the contract, and:
+    """What the stages share.
 
     rows:        the N target rows; those of a request have the parameters of its slot
     first_row_B: the row that decides the request's first token
@@ -37,77 +37,56 @@ class Batch(NamedTuple):
     finite_BK1:  filled by the stages: False where a target row was read and is not finite
     """
 
+    given: VerifyBatch
     rows: Rows
     first_row_B: Tensor
-    slot_B: Tensor
-    position_B: Tensor
     rule_B: Tensor
     own_B: Tensor
-    num_B: Tensor
     token_BK: Tensor
     real_q_B: Tensor
-    cache: DraftCache | None
     finite_BK1: Tensor
-    fp64_noise: bool
-
-    @property
-    def vocabulary(self) -> int:
-        return self.rows.logits_NV.shape[1]
+    vocabulary: int
 
 
-class Decision(NamedTuple):
-    """What a rule says of each request.
-
-    rejected_B: the draft after the accepted ones has a q: the last token is the residual's
-    log_w_B:    log of the residual's weight
-    """
-
-    n_accept_B: Tensor
-    rejected_B: Tensor
-    log_w_B: Tensor
-
-
-def verify(asked: VerifyBatch) -> Verdict:
-    """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`.
-
-    Each request by the rule of its slot. A request whose deciding rows are not all finite gets -1
-    in place of the last token.
-    """
-    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise = asked
+def verify(given: VerifyBatch) -> Verdict:
+    """Accept a prefix of each request's drafts and draw one more token; see `Backend.verify`."""
+    params, slot_B, drafts = given.params, given.slot_B, given.drafts
     most, num_rows_B, rule_B = drafts.token_BK.shape[1], drafts.num_B + 1, params.rule_S[slot_B]
     rules_of(rule_B.tolist())
-    slot_N = slot_B.repeat_interleave(num_rows_B, output_size=len(logits_NV))
+    slot_N = slot_B.repeat_interleave(num_rows_B, output_size=len(given.logits_NV))
     own_B = (params.temperature_S[slot_B] == 0) | (rule_B == Rule.COUPLED)
     batch = Batch(
-        rows=Rows(logits_NV.detach(), params, slot_N, edits),
+        given,
+        rows=Rows(given.logits_NV, params, slot_N, given.edits),
         first_row_B=num_rows_B.cumsum(0) - num_rows_B,
-        slot_B=slot_B,
-        position_B=position_B,
         rule_B=rule_B,
         own_B=own_B,
-        num_B=drafts.num_B,
         token_BK=drafts.token_BK.long(),
         real_q_B=drafts.real_q_B & ~own_B,
-        cache=drafts.cache,
         finite_BK1=slot_B.new_ones(len(slot_B), most + 1, dtype=torch.bool),
-        fp64_noise=fp64_noise,
+        vocabulary=given.logits_NV.shape[1],
     )
-    decision = _decide(batch, synthetic_rate_K)
-    n_accept_B1, last_B1 = decision.n_accept_B[:, None], _draw_last(batch, decision)[:, None]
+    n_accept_B, rejected_B, log_w_B = _decide(batch)
+    last_B1 = _draw_last(batch, n_accept_B, rejected_B, log_w_B)[:, None]
+    n_accept_B1 = n_accept_B[:, None]
     behind_BK1 = torch.arange(most + 1, device=slot_B.device) > n_accept_B1
     # A draft is accepted at a row that is not finite only by SYNTHETIC.
     finite_B = (batch.finite_BK1 | behind_BK1).all(dim=1)
     last_B1.masked_fill_(~finite_B[:, None], -1)
     token_BK1 = pad(batch.token_BK, (0, 1)).masked_fill_(behind_BK1, -1)
     token_BK1 = token_BK1.scatter_(1, n_accept_B1, last_B1).to(drafts.token_BK.dtype)
-    return Verdict(token_BK1, decision.n_accept_B, finite_B)
+    return Verdict(token_BK1, n_accept_B, finite_B)
 
 
-def _decide(batch: Batch, synthetic_rate_K: Tensor | None) -> Decision:
-    """Stages (i) and (ii)."""
-    zero_B, rules = torch.zeros_like(batch.num_B), batch.rows.params.rules
+def _decide(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Stages (i) and (ii): n_accept_B, rejected_B, log_w_B.
+
+    rejected_B: the draft after the accepted ones has a q: the last token is the residual's
+    log_w_B:    log of the residual's weight
+    """
+    zero_B, rules = torch.zeros_like(batch.first_row_B), batch.given.params.rules
     if batch.token_BK.shape[1] == 0:  # plain decoding
-        return Decision(zero_B, zero_B > 0, zero_B.double())
+        return zero_B, zero_B > 0, zero_B.double()
     log_q_BK = _log_q(batch)
     drafted_BK, log_p_BK = log_q_BK > -torch.inf, torch.full_like(log_q_BK, -torch.inf)
     b_M, i_M = (drafted_BK & batch.own_B[:, None]).nonzero(as_tuple=True)
@@ -119,16 +98,14 @@ def _decide(batch: Batch, synthetic_rate_K: Tensor | None) -> Decision:
     log_u_BK = torch.full_like(log_p_BK, -torch.inf)  # p and q are one-hot: any u decides alike
     if len(b_M) or Rule.SYNTHETIC in rules:
         log_u_BK = _log_u(batch)
-    x = RuleInputs(log_p_BK, log_q_BK, log_u_BK, synthetic_rate_K)
+    x = RuleInputs(log_p_BK, log_q_BK, log_u_BK, batch.given.synthetic_rate_K)
     log_w_BK1 = weights(x, batch.rule_B)
     if Rule.BLOCK in rules:
         x = replace(x, residual_mass_BK=_residual_masses(batch, log_q_BK, log_w_BK1))
     n_accept_B = accept(x, batch.rule_B)
-    drafted_B, log_w_B = (
-        column_BK1.gather(1, n_accept_B[:, None])[:, 0]
-        for column_BK1 in (pad(drafted_BK, (0, 1)), log_w_BK1)
-    )
-    return Decision(n_accept_B, drafted_B & ~batch.own_B, log_w_B)
+    at_B1 = n_accept_B[:, None]
+    rejected_B = pad(drafted_BK, (0, 1)).gather(1, at_B1)[:, 0] & ~batch.own_B
+    return n_accept_B, rejected_B, log_w_BK1.gather(1, at_B1)[:, 0]
 
 
 def _log_q(batch: Batch) -> Tensor:
@@ -137,42 +114,33 @@ def _log_q(batch: Batch) -> Tensor:
     -inf (q = 0) without a draft, where the draft row is not finite, or where it cannot give x_i:
     below its threshold, or beyond its vocabulary.
     """
-    token_BK = batch.token_BK
+    token_BK, slot_B, cache = batch.token_BK, batch.given.slot_B, batch.given.drafts.cache
     index_K = torch.arange(token_BK.shape[1], device=token_BK.device)
-    known_BK = (index_K < batch.num_B[:, None]) & (token_BK >= 0)
+    known_BK = (index_K < batch.given.drafts.num_B[:, None]) & (token_BK >= 0)
     # A rate would emit ids that the target does not have.
     known_BK &= (token_BK < batch.vocabulary) | (batch.rule_B != Rule.SYNTHETIC)[:, None]
     log_q_BK = torch.zeros_like(token_BK, dtype=torch.float64)
-    if batch.cache is not None:
-        at, width = (batch.slot_B[:, None], index_K), batch.cache.logits_SKV.shape[2]
-        raw_BK = batch.cache.logits_SKV[(*at, token_BK.clamp(0, width - 1))].float()
-        real_BK = raw_BK / temperatures(batch.rows.params, batch.slot_B)[:, None]
-        real_BK -= batch.cache.lse_SK[at]
-        kept_BK = (token_BK < width) & (raw_BK >= batch.cache.threshold_SK[at])
+    if cache is not None:
+        at, width = (slot_B[:, None], index_K), cache.logits_SKV.shape[2]
+        raw_BK = cache.logits_SKV[(*at, token_BK.clamp(0, width - 1))].float()
+        real_BK = raw_BK / temperatures(batch.given.params, slot_B)[:, None] - cache.lse_SK[at]
+        kept_BK = (token_BK < width) & (raw_BK >= cache.threshold_SK[at])
         real_BK = torch.where(kept_BK & real_BK.isfinite(), real_BK, -torch.inf)
         log_q_BK = torch.where(batch.real_q_B[:, None], real_BK, log_q_BK)
     return log_q_BK.masked_fill_(known_BK.cumprod(dim=1) == 0, -torch.inf)
 
 
-def _noise(batch: Batch, b_M: Tensor, i_M: Tensor, residual: bool) -> RowNoise:
-    """TARGET or RESIDUAL noise of position i_M of requests b_M."""
-    token, block = Stream.TARGET_TOKEN, Stream.TARGET_BLOCK
-    if residual:
-        token, block = Stream.RESIDUAL_TOKEN, Stream.RESIDUAL_BLOCK
-    return RowNoise(
-        batch.rows.params.key_S[batch.slot_B[b_M]],
-        batch.position_B[b_M] + i_M,
-        torch.zeros_like(b_M),
-        torch.full_like(b_M, token),
-        torch.full_like(b_M, block),
-        batch.fp64_noise,
-    )
+def _noise(batch: Batch, b_M: Tensor, i_M: Tensor, streams: tuple[Stream, Stream]) -> RowNoise:
+    """Noise of TARGET or RESIDUAL at position i_M of requests b_M."""
+    given = batch.given
+    key_M, position_M = given.params.key_S[given.slot_B[b_M]], given.position_B[b_M] + i_M
+    token_M, block_M = (torch.full_like(b_M, stream) for stream in streams)
+    return RowNoise(key_M, position_M, torch.zeros_like(b_M), token_M, block_M, given.fp64_noise)
 
 
 def _log_p_own(batch: Batch, b_M: Tensor, i_M: Tensor) -> Tensor:
     """log p(x_i) where p is the target's own draw: 0 if that is x_i, else -inf."""
-    noise = _noise(batch, b_M, i_M, residual=False)
-    drawn = draw_rows(batch.rows, batch.first_row_B[b_M] + i_M, noise)
+    drawn = draw_rows(batch.rows, batch.first_row_B[b_M] + i_M, _noise(batch, b_M, i_M, TARGET))
     batch.finite_BK1[b_M, i_M] = drawn.finite_M
     same_M = (drawn.token_M == batch.token_BK[b_M, i_M]) & drawn.finite_M
     return torch.where(same_M, 0.0, -torch.inf).double()
@@ -185,18 +153,17 @@ def _log_p(batch: Batch, b_R: Tensor, i_R: Tensor) -> Tensor:
     batch.finite_BK1[b_R, i_R] = finite_R
     raw_R = p.logit_RW.gather(1, token_R.clamp(max=batch.vocabulary - 1)[:, None])[:, 0]
     kept_R = (token_R < batch.vocabulary) & (raw_R >= p.threshold_R) & finite_R
-    log_p_R = raw_R / temperatures(batch.rows.params, batch.slot_B[b_R]) - p.lse_R
+    log_p_R = raw_R / temperatures(batch.given.params, batch.given.slot_B[b_R]) - p.lse_R
     return torch.where(kept_R, log_p_R, -torch.inf)
 
 
 def _log_u(batch: Batch) -> Tensor:
     """log of the acceptance uniforms, [B, K]."""
-    num_requests, most = batch.token_BK.shape
+    (num_requests, most), given = batch.token_BK.shape, batch.given
     index_M = torch.arange(most, device=batch.token_BK.device).repeat(num_requests)
-    b_M = torch.arange(num_requests, device=index_M.device).repeat_interleave(most)
-    key_M, position_M = batch.rows.params.key_S[batch.slot_B[b_M]], batch.position_B[b_M] + index_M
-    first_M = torch.zeros_like(index_M)
-    u_M = uniform(first_M, key_M, position_M, index_M, Stream.ACCEPT, batch.fp64_noise)
+    key_M = given.params.key_S[given.slot_B].repeat_interleave(most)
+    position_M = given.position_B.repeat_interleave(most) + index_M
+    u_M = first_uniform(key_M, position_M, index_M, Stream.ACCEPT, given.fp64_noise)
     return u_M.double().log().view(num_requests, most)
 
 
@@ -221,42 +188,41 @@ def _residual_masses(batch: Batch, log_q_BK: Tensor, log_w_BK1: Tensor) -> Tenso
 def _residual(batch: Batch, weight_RW: Tensor, b_R: Tensor, i_R: Tensor, log_w_R: Tensor) -> Tensor:
     """max(w p - q, 0) of drafts i_R of requests b_R, float64 [R, W], from the weights of p."""
     rest_RW = weight_RW * (log_w_R.exp() / weight_RW.sum(dim=1))[:, None]
-    token_R, real_R = batch.token_BK[b_R, i_R], batch.real_q_B[b_R]
+    token_R, real_R, cache = batch.token_BK[b_R, i_R], batch.real_q_B[b_R], batch.given.drafts.cache
     one_hot = (~real_R & (token_R < batch.vocabulary)).nonzero()[:, 0]
     rest_RW[one_hot, token_R[one_hot]] = 0.0
     real = real_R.nonzero()[:, 0]
-    if batch.cache is not None and len(real):
-        slot_R = batch.slot_B[b_R[real]]
-        at, temperature_R = (slot_R, i_R[real]), temperatures(batch.rows.params, slot_R)
-        raw_RV = batch.cache.logits_SKV[at][:, : batch.vocabulary].float()
-        log_q_RV = raw_RV / temperature_R[:, None] - batch.cache.lse_SK[at][:, None]
-        q_RV = log_q_RV.exp_().mul_(raw_RV >= batch.cache.threshold_SK[at][:, None])
+    if cache is not None and len(real):
+        slot_R = batch.given.slot_B[b_R[real]]
+        at, temperature_R = (slot_R, i_R[real]), temperatures(batch.given.params, slot_R)
+        raw_RV = cache.logits_SKV[at][:, : batch.vocabulary].float()
+        log_q_RV = raw_RV / temperature_R[:, None] - cache.lse_SK[at][:, None]
+        q_RV = log_q_RV.exp_().mul_(raw_RV >= cache.threshold_SK[at][:, None])
         rest_RW[real, : q_RV.shape[1]] -= q_RV
     return rest_RW.clamp_(min=0.0)
 
 
-def _draw_last(batch: Batch, decision: Decision) -> Tensor:
-    """Stage (iii): the token after the accepted ones, int64 [B].
+def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -> Tensor:
+    """Stage (iii): the token after the i_B accepted ones, int64 [B].
 
     With RESIDUAL noise from the residual where a draft that has a q was rejected, from p if the
     residual has no mass; else from p with TARGET noise: the target's own draw, the bonus token, a
     placeholder's slot, and that of a draft row that is not finite.
     """
-    i_B, last_B = decision.n_accept_B, torch.empty_like(decision.n_accept_B)
-    row_B = batch.first_row_B + i_B
-    b = (~decision.rejected_B).nonzero()[:, 0]
+    row_B, last_B = batch.first_row_B + i_B, torch.empty_like(i_B)
+    b = (~rejected_B).nonzero()[:, 0]
     if len(b):
-        drawn = draw_rows(batch.rows, row_B[b], _noise(batch, b, i_B[b], residual=False))
+        drawn = draw_rows(batch.rows, row_B[b], _noise(batch, b, i_B[b], TARGET))
         last_B[b], batch.finite_BK1[b, i_B[b]] = drawn.token_M, drawn.finite_M
-    b_M = decision.rejected_B.nonzero()[:, 0]
+    b_M = rejected_B.nonzero()[:, 0]
     for part in chunks(len(b_M), batch.vocabulary):
         b = b_M[part]
         i, n = i_B[b], row_B[b]
         p = distribution(batch.rows, n)
-        rest_RW = _residual(batch, p.weight_RW, b, i, decision.log_w_B[b])
+        rest_RW = _residual(batch, p.weight_RW, b, i, log_w_B[b])
         some_R1 = rest_RW.sum(dim=1, keepdim=True) > 0
         weight_RW = torch.where(some_R1, rest_RW, p.weight_RW)
-        noise = _noise(batch, b, i, residual=True)
-        last_B[b] = draw(weight_RW, draws_flat(batch.rows, n), noise)
+        flat_R, noise = draws_flat(batch.rows, n), _noise(batch, b, i, RESIDUAL)
+        last_B[b] = draw(weight_RW, flat_R, noise)
         batch.finite_BK1[b, i] = p.max_R.isfinite()
     return last_B

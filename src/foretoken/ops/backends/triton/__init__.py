@@ -29,6 +29,7 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
+    from foretoken.ops.backends.torch.attention import attention
     from foretoken.ops.backends.triton import logprobs, process, sample, verify
 
     return Kernels(
@@ -37,5 +38,5 @@ def load() -> Kernels:
         draft=sample.draft,
         verify=verify.verify,
         logprobs=logprobs.logprobs,
-        attention="torch",
+        attention=attention,
     )

@@ -70,12 +70,13 @@ class Runner:
         mark("draft")
         histories, vocab_size = self.slots.histories, self.model.vocab_size
         edits, faults = build_edits(histories, slot_D, drafts, vocab_size)
-        spans = self._spans(step, dict(zip(slot_D, drafts.num_B.tolist(), strict=True)))
+        num_D = drafts.num_B.tolist()
+        spans = self._spans(step, dict(zip(slot_D, num_D, strict=True)))
         batch = gather_batch(self.slots, spans, self.kv.block_size)
         mark("batch")
         output = self.model.forward(batch, self.kv)
         mark("forward")
-        rows_NV = _decision_rows(output.logits_NV, spans, slot_D, drafts)
+        rows_NV = _decision_rows(output.logits_NV, spans, slot_D, num_D)
         verdict = self.sampler.verify(rows_NV, slot_D, drafts, edits)
         result = StepResult(spans, slot_D, drafts, verdict, faults, aux=output.aux)
         _mark_banned(result, rows_NV)
@@ -158,15 +159,14 @@ class Runner:
 
 
 def _decision_rows(
-    logits_NV: Tensor, spans: Sequence[SlotSpan], slot_D: Sequence[int], drafts: DraftBlock
+    logits_NV: Tensor, spans: Sequence[SlotSpan], slot_D: Sequence[int], num_D: Sequence[int]
 ) -> Tensor:
     """The last K_b + 1 rows of every deciding request; the same tensor if those are all."""
-    num_D = [num_drafts + 1 for num_drafts in drafts.num_B.tolist()]
-    if len(logits_NV) == sum(num_D):
+    if logits_NV.shape[0] == sum(num_D) + len(num_D):
         return logits_NV
     ends = dict(zip((s.slot for s in spans), accumulate(s.num_logits for s in spans), strict=True))
     decided = zip(slot_D, num_D, strict=True)
-    keep = [row for slot, num in decided for row in range(ends[slot] - num, ends[slot])]
+    keep = [row for slot, num in decided for row in range(ends[slot] - num - 1, ends[slot])]
     return logits_NV[torch.tensor(keep, dtype=torch.int64, device=logits_NV.device)]
 
 

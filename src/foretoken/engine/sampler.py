@@ -48,12 +48,12 @@ class Sampler:
     ) -> Verdict:
         """Verify drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
         numbers = [slot_D, [self.slots.length_S[slot] for slot in slot_D]]
-        numbers_2D = torch.from_numpy(np.array(numbers, dtype=np.int64))
+        slot_B, position_B = torch.from_numpy(np.array(numbers, dtype=np.int64)).unbind()
         batch = VerifyBatch(
             logits_NV,
             self.slots.params,
-            numbers_2D[0],
-            numbers_2D[1],
+            slot_B,
+            position_B,
             drafts,
             edits=edits,
             synthetic_rate_K=self.synthetic_rate_K,

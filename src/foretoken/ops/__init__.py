@@ -5,7 +5,7 @@ A backend is a folder under `ops/backends/` plus one line in `BACKENDS`. All kee
 counts. `reference` is the fp64 oracle in the papers' notation; the others are fast.
 
 Noise is addressed by name, never by generator state: key = the sample's 64 bits, counter =
-(group, position, draft index, stream); see `ops/types.py: Stream` and `docs/`.
+(group, position, draft index, stream); see `ops/types.py: Stream`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 class Stream(IntEnum):
-    """Named noise streams: the fourth word of the Philox counter (design: noise by name)."""
+    """Named noise streams: the fourth word of the Philox counter."""
 
     TARGET_TOKEN = 0
     TARGET_BLOCK = 1

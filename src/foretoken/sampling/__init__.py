@@ -1,4 +1,4 @@
-"""Sampling: what a request asks for (`params`), its state by slot, and the sampler over `ops`."""
+"""What a request asks for, the name of its noise, the rates of synthetic acceptance."""
 
 from foretoken.sampling.synthetic import conditional_rates, joint_rates
 

@@ -47,7 +47,7 @@ OnStep = Callable[[StepTrace], None]
 
 
 class PhaseClock:
-    """Adds up the seconds between marks, by phase, in a trace; costs nothing while there is none."""
+    """Adds up the seconds between marks, by phase; costs nothing while there is no trace."""
 
     def __init__(self) -> None:
         self.trace: StepTrace | None = None

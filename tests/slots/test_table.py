@@ -49,7 +49,7 @@ def test_a_request_is_written_into_its_slot() -> None:
     assert (table.computed_S[1], table.limit_S[1]) == (2, 12)
     assert table.token_SL[1].tolist() == [4, 5, 6, *[NO_TOKEN] * 12]
     assert (table.token_SL[[0, 2]] == NO_TOKEN).all()
-    assert table.temperatures == {1: 0.5}
+    assert table.requests[1].params.temperature == 0.5
 
 
 def test_filters_are_promised_off_only_while_every_used_slot_has_none() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
+from foretoken.sampling.params import SamplingParams
 from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult
-from foretoken.slots.table import NO_TOKEN, SlotTable
+from foretoken.slots.table import NO_TOKEN, SlotRequest, SlotTable
 
 CPU = torch.device("cpu")
 
@@ -23,8 +24,10 @@ class GivenSlots(SlotTable):
         sizes = {"max_tokens": max_tokens, "max_drafts": max_drafts, "blocks": blocks}
         super().__init__(num_slots, CPU, **sizes)
         self.given = params
-        self.temperatures = dict(enumerate(params.temperature_S.tolist()))
-        self.rules = {slot: Rule(rule) for slot, rule in enumerate(params.rule_S.tolist())}
+        asked = zip(params.temperature_S.tolist(), params.rule_S.tolist(), strict=True)
+        for slot, (temperature, rule) in enumerate(asked):
+            its_params = SamplingParams(temperature=temperature)
+            self.requests[slot] = SlotRequest(0, its_params, Rule(rule), [], 2**31)
         self.limit_S = [2**31] * num_slots
 
     @property

@@ -65,11 +65,7 @@ class KVPool:
         self._flat_values[layer].index_copy_(0, index_T, value_THD)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero blocks that change hands: needed if the model multiplies masked keys.
-
-        They are then multiplied by zero, and NaN times zero is NaN: stale NaN in the unused tail of
-        a block would reach its next owner.
-        """
+        """Zero blocks that change hands, if the model multiplies masked keys: they may hold NaN."""
         index = torch.tensor(list(block_ids), dtype=torch.int64, device=self._device)
         for cache in (*self.keys, *self.values):
             cache.index_fill_(0, index, 0)

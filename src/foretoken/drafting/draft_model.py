@@ -59,15 +59,14 @@ class DraftModel(Drafter):
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """K/V tensors for as many blocks as the target has, and q for every slot."""
-        dtype, device = self.model.dtype, self.model.device
+        shapes, dtype, device = self.model.layer_shapes, self.model.dtype, self.model.device
         self.slots = slots
         self._num_computed_S = [0] * slots.num_slots
         self._complete = bytearray(num_blocks)
         self._cache = None
         if self.probabilistic:
             self._cache = DraftCache.empty(slots.num_slots, *self._cache_shape, device)
-        size = self.config.block_size
-        self.kv = KVPool(self.model.layer_shapes, num_blocks, size, dtype=dtype, device=device)
+        self.kv = KVPool(shapes, num_blocks, self.config.block_size, dtype=dtype, device=device)
 
     def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
@@ -81,7 +80,7 @@ class DraftModel(Drafter):
             self._skip_complete(slot)
         self._catch_up([slot for slot, _ in wanted])
         # Coupled requests keep no q, but draw, too: with the target's own noise.
-        warm = any(self.slots.temperatures[slot] > 0 for slot, _ in wanted)
+        warm = any(self.slots.requests[slot].params.temperature > 0 for slot, _ in wanted)
         cache = self._cache if warm else None
         draft = self._draft_by_passes if self.model.fused is None else self._draft_at_once
         token_BK = draft(wanted, cache)
@@ -104,7 +103,8 @@ class DraftModel(Drafter):
 
     def _keeps_q(self, slot: int) -> bool:
         """Whether verification will ask for the q of its drafts, if they are drawn from one."""
-        return self.slots.temperatures[slot] > 0 and self.slots.rules[slot] is not Rule.COUPLED
+        request = self.slots.requests[slot]
+        return request.params.temperature > 0 and request.rule is not Rule.COUPLED
 
     def _draft_at_once(self, wanted: Sequence[tuple[int, int]], cache: DraftCache | None) -> Tensor:
         """All passes and draws in one native call; the drafts, -1 behind a request's last.
@@ -221,8 +221,8 @@ class DraftModel(Drafter):
 
 def _load_checked(setup: DrafterSetup) -> CausalLM:
     """Load the draft model; `ConfigError` unless it has the target's vocabulary."""
-    config, name = setup.config, setup.speculation.model
-    name = name or BUILT_IN_DRAFTS.get(config.model)
+    config = setup.config
+    name = setup.speculation.model or BUILT_IN_DRAFTS.get(config.model)
     if name is None:
         remedy = "Name a small checkpoint that shares the target's tokenizer, or use `ngram`."
         raise ConfigError("speculative_config.model", None, "a draft model", remedy)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 from foretoken.engine.admission import check_request
 from foretoken.engine.engine import Engine
@@ -28,14 +28,13 @@ from foretoken.sampling.params import SamplingParams
 _Sample = TypeVar("_Sample", bound=CompletionOutput)
 
 
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A prompt that was encoded and found servable, and is not queued yet."""
+class Submission(NamedTuple):
+    """A prompt that was encoded and found servable, and is not queued yet; see `Engine.add`."""
 
     request_id: str
-    prompt: str | None
     prompt_ids: list[int]
     params: SamplingParams
+    prompt: str | None
 
 
 def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams) -> Submission:
@@ -50,7 +49,7 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     limits = engine.limits
     if params is engine.default_params and len(ids) + params.token_limit > limits.max_model_len:
         params = replace(params, max_tokens=None)  # nobody asked for as many as do not fit
-    return Submission(request_id, text, ids, check_request(ids, params, limits))
+    return Submission(request_id, ids, check_request(ids, params, limits), text)
 
 
 def submit(engine: Engine, submission: Submission) -> RequestGroup:
@@ -61,9 +60,7 @@ def submit(engine: Engine, submission: Submission) -> RequestGroup:
         ProcessingError: the tokenizer raised, on bad words.
     """
     with _encoding(submission.request_id):
-        return engine.add(
-            submission.request_id, submission.prompt_ids, submission.params, submission.prompt
-        )
+        return engine.add(*submission)
 
 
 def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:

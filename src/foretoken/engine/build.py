@@ -29,15 +29,8 @@ from foretoken.slots.table import SlotTable
 
 _log = logging.getLogger(__name__)
 
-# What generation_config.json may set, and how we call it; the names that vLLM reads there.
-_GENERATION_FIELDS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "max_new_tokens": "max_tokens",
-}
+# What generation_config.json may set, besides `max_new_tokens`: the names that vLLM reads there.
+_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def build_engine(config: EngineConfig) -> Engine:
@@ -142,7 +135,7 @@ def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
 
 
 def _choose_backend(config: EngineConfig) -> Backend:
-    """The backend asked for, or the fastest that this machine has; says which one runs."""
+    """The backend asked for, or the fastest that this machine has."""
     name = config.backend
     if name == "auto":
         name = "native"
@@ -216,7 +209,8 @@ def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:
     source = getattr(model.module, "generation_config", None)
     if config.generation_config == "vllm" or source is None:
         return SamplingParams()
-    named = {ours: getattr(source, theirs, None) for theirs, ours in _GENERATION_FIELDS.items()}
+    named = {name: getattr(source, name, None) for name in _GENERATION_FIELDS}
+    named["max_tokens"] = getattr(source, "max_new_tokens", None)
     try:
         return SamplingParams(**{k: v for k, v in named.items() if v is not None})
     except RequestError as error:

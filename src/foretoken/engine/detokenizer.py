@@ -51,37 +51,29 @@ class Detokenizer:
         """What the tokens say, up to the last complete character; what was taken is gone."""
         unread, self._unread = self._unread, []
         for i in range(0, len(unread), self._at_once):
-            self._read_many(unread[i : i + self._at_once])
+            self._read(unread[i : i + self._at_once])
         return self._text
 
     def append(self, token_id: int) -> None:
         """Add a generated token."""
         if self._stop:
             self._num_before = len(self._text)
-            self._read(token_id)
+            self._read([token_id])
         else:
             self._unread.append(token_id)
 
-    def _read_many(self, token_ids: list[int]) -> None:
-        """Add tokens to the text: what adding one by one gives."""
-        before = self._decode(self._start, self._shown)
+    def _read(self, token_ids: list[int]) -> None:
+        """Add tokens to the text, or to the bytes that wait for their character."""
         self._ids += token_ids
-        now = self._decode(self._start, len(self._ids))
-        if now != before and not now.endswith(_INCOMPLETE):
-            self._show(before, now, len(self._ids))
-        else:
-            del self._ids[-len(token_ids) :]
-            for token_id in token_ids:
-                self._read(token_id)
-
-    def _read(self, token_id: int) -> None:
-        """Add a token to the text, or to the bytes that wait for their character."""
-        self._ids.append(token_id)
         before = self._decode(self._start, self._shown)
         now = self._decode(self._start, len(self._ids))
         waiting = len(self._ids) - self._shown
         if now != before and not now.endswith(_INCOMPLETE):
             self._show(before, now, len(self._ids))
+        elif len(token_ids) > 1:
+            del self._ids[-len(token_ids) :]
+            for token_id in token_ids:
+                self._read([token_id])
         elif waiting >= _PATIENCE and now == before:
             del self._ids[self._shown :]  # special tokens: no text, and none to come from them
         elif waiting >= _PATIENCE:

@@ -24,9 +24,8 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory could not be had."""
-    if isinstance(error, MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(s in str(error).lower() for s in _SAID)
+    says_so = any(said in str(error).lower() for said in _SAID)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)
 
 
 def memory_error(doing: str, cause: BaseException) -> EngineMemoryError:
@@ -39,8 +38,7 @@ def memory_error(doing: str, cause: BaseException) -> EngineMemoryError:
 def check_fits(num_bytes: int) -> None:
     """Raise `EngineMemoryError` for a cache that this machine can never hold.
 
-    Linux grants memory that it does not have and kills the process when it is used, so asking and
-    seeing what happens would not do.
+    Linux grants memory that it does not have, and kills the process once it is used.
     """
     limit = machine_bytes()
     if limit is not None and num_bytes > limit:
@@ -56,8 +54,6 @@ def machine_bytes() -> int | None:
     with suppress(AttributeError, OSError, ValueError):  # not a POSIX system
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for path in _CGROUP_LIMITS:
-        try:
+        with suppress(OSError, ValueError):  # no such control group, or "max"
             limits.append(int(Path(path).read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            continue  # no such control group, or "max"
     return min((limit for limit in limits if limit > 0), default=None)

@@ -47,12 +47,23 @@ class ParamsReader:
 
     def __init__(self, defaults: SamplingParams) -> None:
         self.defaults = defaults
-        self._is_told = defaults == SamplingParams()
+        ours = SamplingParams()
+        pairs = [(f.name, getattr(defaults, f.name)) for f in fields(defaults)]
+        self._chosen = [
+            f"{name}={value!r}" for name, value in pairs if value != getattr(ours, name)
+        ]
 
     def read(self, given: Any) -> SamplingParams:
         """A checked copy of one set of parameters: the caller may go on changing theirs."""
         if given is None:
-            self._tell()
+            if self._chosen:
+                _log.warning(
+                    "Without sampling parameters the checkpoint's own hold, from its "
+                    "generation_config.json: %s. Pass SamplingParams, or build the engine with "
+                    "generation_config='vllm', to leave them aside.",
+                    ", ".join(self._chosen),
+                )
+                self._chosen = []
             return self.defaults
         if isinstance(given, SamplingParams):
             return replace(given)
@@ -68,22 +79,6 @@ class ParamsReader:
             shown = f"a list of {len(given)}" if isinstance(given, Sequence) else given
             raise RequestError("sampling_params", shown, f"one, or a list of {count}")
         return [self.read(one) for one in given]
-
-    def _tell(self) -> None:
-        if not self._is_told:
-            ours, theirs = SamplingParams(), self.defaults
-            chosen = [
-                f"{f.name}={getattr(theirs, f.name)!r}"
-                for f in fields(theirs)
-                if getattr(theirs, f.name) != getattr(ours, f.name)
-            ]
-            _log.warning(
-                "Without sampling parameters the checkpoint's own hold, from its "
-                "generation_config.json: %s. Pass SamplingParams, or build the engine with "
-                "generation_config='vllm', to leave them aside.",
-                ", ".join(chosen),
-            )
-        self._is_told = True
 
 
 def check_options(others: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:

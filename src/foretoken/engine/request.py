@@ -53,9 +53,6 @@ class Given(NamedTuple):
     end: bool = False
 
 
-_NOTHING = Given()
-
-
 @dataclass(slots=True, eq=False)
 class Request:
     """State of one sample.
@@ -101,7 +98,7 @@ class Request:
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     detokenizer: Detokenizer | None = None
     pieces: list[str] = field(default_factory=list)
-    given: Given = _NOTHING
+    given: Given = field(default_factory=Given)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
 

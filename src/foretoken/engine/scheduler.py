@@ -75,7 +75,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request; admission has seen to it that the whole pool can hold it."""
+        """Queue a request; it was checked that the whole pool can hold it."""
         self._num_arrived += 1
         request.arrival = self._num_arrived
         self.waiting.append(request)
@@ -126,8 +126,7 @@ class Scheduler:
             if missing <= self.pool.num_free:
                 if missing > 0:
                     self._hand_out(request, missing)
-                    new = (request.slot, first, request.block_ids[first:])
-                    self._plan.new_blocks.append(new)
+                    self._plan.new_blocks.append((request.slot, first, request.block_ids[first:]))
                 return
             self.preempt(self.running[-1])
 
@@ -199,23 +198,19 @@ class Scheduler:
 
         So every prefill advances in every step, and a short prompt does not wait for a long one.
         """
-        prefilling = [r for r in self.running if not r.decodes]
-        decoding = {r: r.max_drafts for r in self.running if r.decodes and r.most_remaining}
-        room = max(self.max_num_batched_tokens - len(decoding) - sum(decoding.values()), 0)
-        even = room // max(len(prefilling), 1)
-        chunks = {request: min(request.num_prefill, even) for request in prefilling}
-        room -= sum(chunks.values())
-        for request in prefilling:
-            more = min(request.num_prefill - chunks[request], room)
-            chunks[request] += more
-            room -= more
+        missing = {r: r.num_prefill for r in self.running if not r.decodes}
+        drafts = {r: r.max_drafts for r in self.running if r.decodes and r.most_remaining}
+        room = max(self.max_num_batched_tokens - len(drafts) - sum(drafts.values()), 0)
+        even = room // max(len(missing), 1)
+        surplus = room - sum(min(count, even) for count in missing.values())
         shares = self._plan.shares
         for request in self.running:
             slot, start, times = request.slot, request.num_scheduled, request.num_preemptions
-            if request in decoding:
-                shares.append(Share(request, slot, start, 1, decoding[request], True, times))
-            elif chunk := chunks.get(request, 0):
-                ends_prompt = chunk == request.num_prefill and not request.num_output
+            if request in drafts:
+                shares.append(Share(request, slot, start, 1, drafts[request], True, times))
+            elif chunk := min(missing.get(request, 0), even + surplus):
+                surplus -= max(chunk - even, 0)
+                ends_prompt = chunk == missing[request] and not request.num_output
                 shares.append(Share(request, slot, start, chunk, 0, ends_prompt, times))
 
     def preempt(self, request: Request) -> None:

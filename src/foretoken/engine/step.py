@@ -14,15 +14,9 @@ def step_input(shares: Sequence[Share]) -> StepInput:
 
 
 def _numbers(share: Share) -> tuple[int, int, int, bool, int, int]:
-    request, params = share.request, share.request.params
-    top = params.logprobs if share.decides else None
-    is_wanted = share.start < request.num_prompt and request.needs_prompt_logits
-    prompt_top = params.prompt_logprobs if is_wanted else None
-    return (
-        share.slot,
-        share.num_tokens,
-        share.max_drafts,
-        share.decides,
-        NONE if top is None else top,
-        NONE if prompt_top is None else prompt_top,
-    )
+    request, top, prompt_top = share.request, NONE, NONE
+    if share.decides and request.params.logprobs is not None:
+        top = request.params.logprobs
+    if share.start < request.num_prompt and request.needs_prompt_logits:
+        prompt_top = request.params.prompt_logprobs or 0
+    return share.slot, share.num_tokens, share.max_drafts, share.decides, top, prompt_top

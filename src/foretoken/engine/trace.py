@@ -47,10 +47,7 @@ OnStep = Callable[[StepTrace], None]
 
 
 class PhaseClock:
-    """Adds up the seconds between marks, by phase, in a trace; costs nothing while there is none.
-
-    Each mark ends the phase that it names, which began at the mark before.
-    """
+    """Adds up the seconds between marks, by phase; costs nothing while there is no trace."""
 
     def __init__(self) -> None:
         self.trace: StepTrace | None = None
@@ -62,11 +59,10 @@ class PhaseClock:
         self._start = self._last = time.perf_counter()
 
     def mark(self, phase: str) -> None:
-        """The phase of this name ends now."""
+        """The phase of this name, which began at the mark before, ends now."""
         if self.trace is not None:
             now = time.perf_counter()
-            seconds = self.trace.seconds
-            seconds[phase] = seconds.get(phase, 0.0) + now - self._last
+            self.trace.seconds[phase] = self.trace.seconds.get(phase, 0.0) + now - self._last
             self._last = now
 
     def stop(self) -> StepTrace | None:

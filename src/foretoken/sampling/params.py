@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from foretoken.config import REJECTION_SAMPLE_METHODS, plain
 from foretoken.errors import RequestError, check_known_keys
@@ -14,8 +14,6 @@ from foretoken.foreign import SAMPLING_FIELDS, without_foreign
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
-
-T = TypeVar("T")
 
 
 def check_text(name: str, text: str) -> None:
@@ -65,18 +63,17 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _names_checked(cls: type[T]) -> type[T]:
-    """Have a dataclass refuse a name that it does not have by an error of ours, not `TypeError`."""
+def _names_checked(cls: type[SamplingParams]) -> type[SamplingParams]:
+    """Have a name that it does not have refused by an error of ours, not by `TypeError`."""
     initialise = cls.__init__
 
     @functools.wraps(initialise)
-    def checked(self: T, **given: Any) -> None:
+    def checked(self: SamplingParams, **given: Any) -> None:
         given = without_foreign(given, SAMPLING_FIELDS, RequestError)
-        names = [f.name for f in fields(cls)]  # type: ignore[arg-type]
-        check_known_keys("sampling_params", given, names, RequestError)
+        check_known_keys("sampling_params", given, [f.name for f in fields(cls)], RequestError)
         initialise(self, **given)
 
-    cls.__init__ = checked  # type: ignore[assignment]
+    cls.__init__ = checked  # type: ignore[method-assign]
     return cls
 
 

@@ -34,25 +34,24 @@ def build_edits(
         return None, {}
     faults: dict[int, Exception] = {}
     found: list[HistoryRows] = []
-    sizes: list[int] = []  # entries of each row
     masks: list[Array] = []
+    sizes: list[int] = []  # entries of each row
     mask_of: list[int] = []  # of each row
     blocks = zip(slot_B, drafts.token_BK.tolist(), drafts.num_B.tolist(), strict=True)
     for slot, token_K, num_drafts in blocks:
-        history, count = histories.get(slot), num_drafts + 1
-        rows = mask = None
+        history, size, at = histories.get(slot), 0, -1
         if history is not None and not history.is_spent:
             try:
-                rows = history.rows(token_K[:num_drafts], vocab_size)
                 mask = history.mask(vocab_size)
+                found.append(history.rows(token_K[:num_drafts], vocab_size))
+                size = len(found[-1].token_U)
+                if mask is not None:
+                    at = len(masks)
+                    masks.append(mask)
             except Exception as error:
-                rows, faults[slot] = None, error
-        if rows is not None:
-            found.append(rows)
-        sizes += [0 if rows is None else len(rows.token_U)] * count
-        mask_of += [-1 if mask is None else len(masks)] * count
-        if mask is not None:
-            masks.append(mask)
+                faults[slot] = error
+        sizes += [size] * (num_drafts + 1)
+        mask_of += [at] * (num_drafts + 1)
     if not found:
         return None, faults
 

@@ -99,13 +99,12 @@ class SlotHistory:
     def rows(self, drafts: Sequence[int], vocab_size: int) -> HistoryRows:
         """Entries of the rows before, between and behind these drafts.
 
-        Row j sees the history as if the drafts before it were accepted. A draft of -1, which never
-        is, is nothing; tokens at or past `vocab_size` are left out (they cannot be drawn anyway).
+        Row j sees the history as if the drafts before it were accepted; a placeholder of -1 changes
+        nothing. Tokens at or past `vocab_size` are left out (they cannot be drawn anyway).
         """
         size = len(drafts) + 1
-        known = [draft for draft in drafts if draft >= 0]
-        if self._penalizes:
-            self._touch(known)  # they may come again; if not, they change nothing
+        if self._penalizes:  # they may come again; if not, they change nothing
+            self._touch([draft for draft in drafts if draft >= 0])
         bias_RU = np.repeat(self._bias_U[None], size, axis=0)
         num_early = min(max(self.params.min_tokens - len(self.output_ids), 0), size)
         if num_early and len(self._early):

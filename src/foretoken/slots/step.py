@@ -12,7 +12,8 @@ packed tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +88,7 @@ class Outcome(NamedTuple):
     prompt_logprobs: Logprobs | None = None
 
 
-@dataclass(slots=True)
+@dataclass
 class StepResult:
     """What a step computed.
 
@@ -115,7 +116,6 @@ class StepResult:
     banned_all: set[int] = field(default_factory=set)
     logprobs: dict[int, tuple[Logprobs | None, Logprobs | None]] = field(default_factory=dict)
     aux: tuple[Tensor, ...] = ()
-    _decisions: dict[int, Outcome] | None = None
 
     @classmethod
     def empty(cls) -> StepResult:
@@ -124,23 +124,21 @@ class StepResult:
         drafts = DraftBlock(token_BK=none.view(0, 0), num_B=none, cache=None, real_q_B=flags)
         return cls((), (), drafts, Verdict(none.view(0, 1), none, flags))
 
-    @property
+    @cached_property
     def decisions(self) -> dict[int, Outcome]:
         """What was decided, by slot; waits for the device, once."""
-        if self._decisions is None:
-            columns = zip(
-                self.slot_D,
-                self.verdict.token_BK1.tolist(),
-                self.drafts.num_B.tolist(),
-                self.verdict.n_accept_B.tolist(),
-                self.verdict.finite_B.tolist(),
-                strict=True,
-            )
-            self._decisions = {
-                slot: Outcome(tokens[: accepted + finite], drafted, accepted, finite)
-                for slot, tokens, drafted, accepted, finite in columns
-            }
-        return self._decisions
+        columns = zip(
+            self.slot_D,
+            self.verdict.token_BK1.tolist(),
+            self.drafts.num_B.tolist(),
+            self.verdict.n_accept_B.tolist(),
+            self.verdict.finite_B.tolist(),
+            strict=True,
+        )
+        return {
+            slot: Outcome(tokens[: accepted + finite], drafted, accepted, finite)
+            for slot, tokens, drafted, accepted, finite in columns
+        }
 
     def read(self) -> dict[int, Outcome]:
         """The outcome of every request that ran, by slot."""
@@ -150,8 +148,8 @@ class StepResult:
         for slot, fault in self.faults.items():
             outcomes[slot] = outcomes[slot]._replace(fault=fault)
         for slot, (of_prompt, of_decision) in self.logprobs.items():
-            found = outcomes[slot]._replace(prompt_logprobs=of_prompt, logprobs=of_decision)
-            outcomes[slot] = found
+            outcome = outcomes[slot]
+            outcomes[slot] = outcome._replace(prompt_logprobs=of_prompt, logprobs=of_decision)
         return outcomes
 
 
@@ -159,9 +157,4 @@ def some_rows(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:
     """The rows `begin` to `end`, None if there are none."""
     if begin == end:
         return None
-    return Logprobs(
-        logprobs.logprob_N[begin:end],
-        logprobs.rank_N[begin:end],
-        logprobs.top_logprob_NT[begin:end],
-        logprobs.top_token_NT[begin:end],
-    )
+    return Logprobs(*(getattr(logprobs, f.name)[begin:end] for f in fields(logprobs)))

@@ -14,20 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from foretoken.errors import IntegrityError
 from foretoken.ops import Rule, SlotParams
 from foretoken.sampling.noise_key import to_int64
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.history import SlotHistory
+from foretoken.slots.history import Array, SlotHistory
 from foretoken.slots.step import Outcome
-
-Array = NDArray[Any]
 
 LEAST_TOP_P = 2.0**-149
 """Less is 0 in float32, which no nucleus has. The likeliest token alone reaches both."""
@@ -79,7 +76,7 @@ class SlotTable:
         computed_S: leading tokens whose K/V are in the target's cache.
         limit_S: most tokens the request may have; its length, once nothing may be added.
         histories: of slots whose requests edit logits.
-        rules, temperatures: of slots in use.
+        requests: as they were admitted, of slots in use.
     """
 
     def __init__(
@@ -105,9 +102,7 @@ class SlotTable:
         self.computed_S = [0] * num_slots
         self.limit_S = [0] * num_slots
         self.histories: dict[int, SlotHistory] = {}
-        self.rules: dict[int, Rule] = {}
-        self.temperatures: dict[int, float] = {}
-        self._slots_with_filters: set[int] = set()
+        self.requests: dict[int, SlotRequest] = {}
         self._changed = True
         self._owners: dict[str, SlotOwner] = {}
 
@@ -124,7 +119,8 @@ class SlotTable:
         device, and stated anew only once a request has come or gone.
         """
         if self._changed:
-            has_filters, rules = bool(self._slots_with_filters), frozenset(self.rules.values())
+            has_filters = any(r.params.filters_logits for r in self.requests.values())
+            rules = frozenset(request.rule for request in self.requests.values())
             self._table = replace(self._table, has_filters=has_filters, rules=rules)
             self._changed = False
         return self._table
@@ -150,9 +146,7 @@ class SlotTable:
         self.prompt_S[slot] = len(request.prompt_ids)
         self.computed_S[slot] = request.num_computed
         self.num_blocks_S[slot] = 0
-        self.rules[slot], self.temperatures[slot] = request.rule, params.temperature
-        if params.filters_logits:
-            self._slots_with_filters.add(slot)
+        self.requests[slot] = request
         if params.edits_logits:
             history = SlotHistory(
                 params, request.prompt_ids, request.stop_ids, request.bad_word_ids
@@ -169,9 +163,7 @@ class SlotTable:
     def release(self, slot: int) -> None:
         """Forget a request that ended; its numbers stay until the slot's next request."""
         self.histories.pop(slot, None)
-        self._slots_with_filters.discard(slot)
-        self.rules.pop(slot, None)
-        self.temperatures.pop(slot, None)
+        self.requests.pop(slot, None)
         self._changed = True
         for owner in self._owners.values():
             owner.release(slot)
@@ -227,11 +219,7 @@ class SlotTable:
 
     def check_integrity(self, live: set[int]) -> None:
         """Raise `IntegrityError` if anything is kept for a slot that no request has."""
-        own = {
-            "parameters": self.rules.keys(),
-            "filters": self._slots_with_filters,
-            "histories": self.histories.keys(),
-        }
+        own = {"parameters": self.requests.keys(), "histories": self.histories.keys()}
         others = {name: owner.held_slots() for name, owner in self._owners.items()}
         for name, held in (own | others).items():
             if leaked := set(held) - live:

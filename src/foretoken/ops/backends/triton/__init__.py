@@ -1,10 +1,10 @@
 """Triton kernels on a GPU, or on a CPU through Triton's interpreter. See `foretoken.ops.Backend`.
 
-Reading order: `records` (what kernels are given), `rows` (what they load), `scan` (the one pass),
-`filters` (thresholds), `draw` (one token); `request`, `rules`, `decide` and `residual`
-(verification), `settle` (of few requests); `guess`, `sweep` and `wide` (wide nuclei). `sample`,
-`verify`, `process` and `logprobs` launch them, through `launch`. Attention is that of `torch`,
-whose operators run on any device.
+Reading order: `records` (what kernels are given, and the letters of shapes), `rows` (what they
+load), `scan` (the one pass), `filters` (thresholds), `draw` (one token); `request`, `rules`,
+`decide` and `residual` (verification), `settle` (of few requests); `guess`, `sweep` and `wide`
+(wide nuclei). `sample`, `verify`, `process` and `logprobs` launch them, through `launch`. Attention
+is that of `torch`, whose operators run on any device.
 """
 
 from __future__ import annotations

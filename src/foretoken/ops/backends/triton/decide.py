@@ -9,9 +9,6 @@ draft. Drawn here is what is decided by draws (T=0, COUPLED), or everything if n
 needed.
 
 All that follows the wait is one chain of latencies: what can be loaded before it is.
-
-Shapes: B requests, K most drafts, KP and NBP powers of 2 (see `records.py`), N rows,
-V vocabulary, NB blocks of a row.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ A *compact* row is drawn from its short list, a *dense* one from its logits (`fi
 *flat* noise the token is the argmax of log weight + Gumbel noise over all ids: the passes before
 leave the best of these scores of each block. Otherwise a block is drawn by its mass, with noise of
 its own, and then a token of the block.
-
-Shapes: N rows, V vocabulary, NB blocks of a row, C list entries.
 """
 
 from __future__ import annotations

@@ -9,8 +9,6 @@ A row leaves here in one of two states: *compact*, its survivors in a short list
 entries; or *dense* (count DENSE), to be read through its threshold, because nothing is dropped, or
 because its list would overflow: then `sweep.py` and `wide.py` search the whole row. Until then its
 count is UNDECIDED and its number in the queue.
-
-Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries.
 """
 
 from __future__ import annotations

@@ -14,8 +14,6 @@ no short list; the memory of that holds notes instead:
                 10   1.0 if the first sweep missed
     list_id_NC  as int64, of each of two sweeps: W of the row, W(x >= a), W(x >= b) in units of
                 1 / FIXED, and the number of logits in [a, b)
-
-Shapes: V vocabulary, NBP a power of 2 from the number of blocks on.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ The kernels of an op are launched one upon the other (programmatic dependent lau
 while the one before it ends, and waits for its results with `wait_for_writes`. Every program must
 wait before it returns, or the kernel after next would not be kept from reading too early. What a
 kernel reads before it waits was written before the op's scan began, and is not changed by the op.
-
-Shapes: N rows, V vocabulary, NB blocks, NG groups, C list entries, B requests, K drafts.
 """
 
 from __future__ import annotations
@@ -23,17 +21,8 @@ from torch import Tensor
 from triton.runtime import driver
 
 from foretoken.errors import ConfigError
-from foretoken.ops.backends.triton.records import (
-    Batch,
-    Entries,
-    Filtered,
-    Mask,
-    Q,
-    RawRows,
-    Requests,
-    Scratch,
-    Slots,
-)
+from foretoken.ops.backends.triton import records
+from foretoken.ops.backends.triton.records import Batch, RawRows, Requests, Scratch
 from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kernel
 from foretoken.ops.types import DraftCache, Edits, Rule, SlotParams, Stream
 
@@ -81,7 +70,7 @@ class Call:
         check_device(logits_NV)
         rows, slots, flat, cut = rows_of(logits_NV, edits), None, False, False
         if params is not None:
-            slots = Slots(
+            slots = records.Slots(
                 params.key_S.contiguous(), params.temperature_S.contiguous(),
                 params.top_k_S.contiguous(), params.top_p_S.contiguous(),
                 params.min_p_S.contiguous(), params.rule_S.contiguous(),
@@ -90,7 +79,7 @@ class Call:
         q, q_dtype = None, None
         if cache is not None:
             q_dtype, (_, drafts, vocabulary) = cache.logits_SKV.dtype, cache.logits_SKV.shape
-            q = Q(cache.logits_SKV, cache.threshold_SK, cache.lse_SK, drafts, vocabulary)
+            q = records.Q(cache.logits_SKV, cache.threshold_SK, cache.lse_SK, drafts, vocabulary)
         self.batch = Batch(rows, requests, slots, q, scratch_of(rows, flat, cut))
         self.width, self.blocks_padded = width, max(4, 1 << (rows.NB - 1).bit_length())
         self.flat, self.fp64 = flat, fp64
@@ -215,13 +204,15 @@ def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
     mask = None
     if edits is not None and edits.mask_RW is not None and edits.mask_N is not None:
         words = edits.mask_RW.shape[1]
-        mask = Mask(edits.mask_RW.contiguous(), edits.mask_N.contiguous(), words)
+        mask = records.Mask(edits.mask_RW.contiguous(), edits.mask_N.contiguous(), words)
     rows = RawRows(logits_NV, logits_NV.stride(0), vocabulary, blocks, groups, mask, None)
     if edits is None or not edits.token_M.shape[0]:
         return rows
     columns, bias_M = blocks + BLOCKS_AT_ONCE, edits.bias_M.contiguous()
     begin_NJ = torch.empty(number * columns, dtype=torch.int32, device=logits_NV.device)
-    entries = Entries(edits.token_M.contiguous(), torch.empty_like(bias_M), begin_NJ, columns)
+    entries = records.Entries(
+        edits.token_M.contiguous(), torch.empty_like(bias_M), begin_NJ, columns
+    )
     edit_kernel[(number,)](
         rows, entries, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
         edits.subtract_M.contiguous(), 1 << (columns - 1).bit_length(), num_warps=4,
@@ -244,7 +235,7 @@ def scratch_of(rows: RawRows, flat: bool, cut: bool) -> Scratch:
     if not cut:
         return Scratch(mass, lse, best, None)
     list_x = torch.empty(number * CAPACITY.value, dtype=f32, device=device)
-    filtered = Filtered(
+    filtered = records.Filtered(
         threshold_N=torch.empty_like(lse),
         count_N=torch.empty_like(lse, dtype=i32),
         list_id_NC=torch.empty_like(list_x, dtype=i32),

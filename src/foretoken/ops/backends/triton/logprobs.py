@@ -10,7 +10,7 @@ Processed logits are edited and cut on load; their thresholds are those that sam
 rows with filters are read twice. Scratch takes 1.76 % of raw logits at fp32 size (V = 151 936);
 with filters and edits it is that of sampling.
 
-Shapes: N rows, V vocabulary, T likeliest tokens, NB blocks and NG groups of a row.
+Shapes: T likeliest tokens; others as in `records.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Processed logits written out, for tools and tests: sampling and verification never need them.
-
-Shapes: N rows, V vocabulary.
-"""
+"""Processed logits written out, for tools and tests: sampling and verification never need them."""
 
 from __future__ import annotations
 

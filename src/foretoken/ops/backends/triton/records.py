@@ -14,9 +14,9 @@ How to read the kernels:
   OVERLAP, kernels overlap (`launch.py`).
 - Indices: b a request, i one of its drafts or rows, j a block, g a group, c an entry of a list.
 
-Field names end in the shape of their tensor: N rows, V vocabulary, NB blocks of 1024 ids and NG
-groups of 64 of a row, J columns of a row of blocks, C entries of a short list, B requests, K most
-drafts of one, S slots, R masks, W words of a mask, M entries of edits.
+In all files here names end in the shape of their tensor: N rows, V vocabulary, NB blocks of 1024
+ids and NG groups of 64 of a row, J columns of a row of blocks, C entries of a short list, B
+requests, K most drafts of one, S slots, R masks, W words of a mask, M entries of edits.
 """
 
 from __future__ import annotations

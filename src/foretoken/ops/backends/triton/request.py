@@ -1,8 +1,6 @@
 """What the verification kernels share: a request, its outcome, and what is planned to finish it.
 
 `decide.py` plans what `residual.py` does: what is pending, two counters, and up to K rows.
-
-Shapes: B requests, K most drafts of one, KP a power of 2 above K.
 """
 
 from __future__ import annotations

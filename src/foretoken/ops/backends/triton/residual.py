@@ -3,9 +3,6 @@
 Many programs sum a request's residual, each some blocks of a row, and count themselves; the last
 one to arrive finishes the request: the block rule, and the draw. As a launch of its own that end
 would be the fourth. A request that has nothing to sum is drawn by its first program.
-
-Shapes: B requests, K most drafts, KP and NBP powers of 2 (see `records.py`), N rows,
-V vocabulary, NB blocks of a row.
 """
 
 from __future__ import annotations

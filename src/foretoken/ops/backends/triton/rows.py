@@ -2,8 +2,6 @@
 
 Kernels run over requests b and the rows i = 0..K_b of each. Logits are loaded raw in any float
 dtype, edited on load, and held in float32; nothing writes them back.
-
-Shapes: B requests, N rows, V vocabulary, S slots, M entries.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The scan and the draw are two launches: with the draw done by the last program of a row the pass
 takes longer (decision 010).
-
-Shapes: N rows, V vocabulary, B requests, S slots.
 """
 
 from __future__ import annotations
@@ -19,12 +17,7 @@ from foretoken.ops.backends.triton.guess import GUESS_PROGRAMS, guess_kernel
 from foretoken.ops.backends.triton.launch import Call, at_most_registers, requests_of
 from foretoken.ops.backends.triton.noise import LN2, block_address, noise_span
 from foretoken.ops.backends.triton.records import Batch
-from foretoken.ops.backends.triton.rows import (
-    load_blocks,
-    log2_sum,
-    read_settings,
-    wait_for_writes,
-)
+from foretoken.ops.backends.triton.rows import load_blocks, log2_sum, read_settings, wait_for_writes
 from foretoken.ops.backends.triton.scan import (
     BLOCKS_PER_PROGRAM,
     FEW_PROGRAMS,

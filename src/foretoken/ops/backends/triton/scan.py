@@ -2,8 +2,6 @@
 
 A program is one warp and takes two blocks: without a barrier between warps the pass runs at the
 speed of memory (decision 010).
-
-Shapes: B requests, N rows, V vocabulary, NB blocks and NG groups of a row.
 """
 
 from __future__ import annotations

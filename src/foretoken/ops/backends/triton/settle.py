@@ -8,9 +8,6 @@ goes through `residual.py`.
 All programs of a request must come to one decision, though some are ahead of others. So until all
 have arrived, a program changes nothing that decisions read: what it stores there (`Scratch.lse_N`)
 is the number that was there before.
-
-Shapes: B requests, K most drafts, KP and NBP powers of 2 (see `records.py`), N rows, V vocabulary,
-NB blocks of a row.
 """
 
 from __future__ import annotations
@@ -19,13 +16,7 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.decide import decision, draw_at_once
-from foretoken.ops.backends.triton.draw import (
-    Softmax,
-    Target,
-    draw_verified,
-    q_offset,
-    weigh,
-)
+from foretoken.ops.backends.triton.draw import Softmax, Target, draw_verified, q_offset, weigh
 from foretoken.ops.backends.triton.noise import (
     RESIDUAL_TOKEN,
     Address,

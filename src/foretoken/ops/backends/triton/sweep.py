@@ -11,8 +11,6 @@ A block reserves a stretch of the row's list, so that stretches lie in any order
 on it: weights are summed as integers of 2^-40 (`FIXED`; each loses less than that, and the largest
 weight is 1), and what the list adds to a block's mass is added in the order of ids. In its entry
 of `best_NJ` a block leaves where its stretch starts, and its length (`packed`).
-
-Shapes: N rows, V vocabulary, NB blocks, NG groups of a row.
 """
 
 from __future__ import annotations

@@ -2,21 +2,14 @@
 
 Three launches without filters (two for few requests), more with them, and one for edit entries.
 Nothing here waits for the device.
-
-Shapes: B requests, K most drafts, N rows, V vocabulary, S slots.
 """
 
 from __future__ import annotations
 
 import torch
 
+from foretoken.ops.backends.triton import launch
 from foretoken.ops.backends.triton.decide import decide_kernel
-from foretoken.ops.backends.triton.launch import (
-    BLOCKS_AT_ONCE,
-    Call,
-    at_most_registers,
-    requests_of,
-)
 from foretoken.ops.backends.triton.records import Candidates, Drafts, Outcome, Plan
 from foretoken.ops.backends.triton.request import FLOATS, HEAD, INTEGERS
 from foretoken.ops.backends.triton.residual import residual_kernel
@@ -41,11 +34,11 @@ def verify(batch: VerifyBatch) -> Verdict:
     verdict = Verdict(*outcome)
     if not number:
         return verdict
-    requests = requests_of(block.num_B, slot_B, position_B, block.num_B)
+    requests = launch.requests_of(block.num_B, slot_B, position_B, block.num_B)
     block_rule = Rule.BLOCK in params.rules
     later = most > 0 and (block.cache is not None or block_rule or params.has_filters)
     few = later and number <= FEW.value and not block_rule
-    call = Call(
+    call = launch.Call(
         logits_NV, params, requests, edits, block.cache, fp64_noise, Stream.TARGET_TOKEN, most + 1,
         block.token_BK.dtype, rate_K is not None, later, few,
     )  # fmt: skip
@@ -75,9 +68,9 @@ def verify(batch: VerifyBatch) -> Verdict:
     planned = (drafts, outcome, plan)
     call.launch(decide_kernel, number, planned, most > 0, block_rule, *widths, num_warps=4)
     if later:
-        lines, parts = most if block_rule else 1, -(-blocks // BLOCKS_AT_ONCE)
+        lines, parts = most if block_rule else 1, -(-blocks // launch.BLOCKS_AT_ONCE)
         call.launch(
             residual_kernel, number * lines * parts, (*planned, parts, lines), *widths,
-            BLOCKS_AT_ONCE, num_warps=4, **at_most_registers(96),
+            launch.BLOCKS_AT_ONCE, num_warps=4, **launch.at_most_registers(96),
         )  # fmt: skip
     return verdict

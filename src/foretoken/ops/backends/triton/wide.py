@@ -15,8 +15,6 @@ on. Flat noise takes a pass of its own, which writes masses and best scores as t
 Weights are relative to the row's maximum, and so are the masses until they are complete: a block
 that underflows next to it has no part in any draw, since top-p drops it, min-p drops what is below
 2^-126, and under flat noise the masses say no more than whether a row is empty.
-
-Shapes: N rows, V vocabulary, NB blocks, NG groups of a row.
 """
 
 from __future__ import annotations

@@ -29,12 +29,7 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
 
 # Underline and bold tell the kinds apart where there is no colour.
-STYLES = {
-    "accepted": "green",
-    "resampled": "yellow underline",
-    "bonus": "cyan bold",
-    "plain": "",
-}
+STYLES = {"accepted": "green", "resampled": "yellow underline", "bonus": "cyan bold", "plain": ""}
 MEANING = {
     "accepted": "drafted, and accepted by the target",
     "resampled": "drawn by the target in place of a rejected draft",

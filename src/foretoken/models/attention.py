@@ -84,17 +84,14 @@ def paged_attention(
         raise RuntimeError("attention was called outside of `CausalLM.forward`")
     layer: int = module.layer_idx  # type: ignore[assignment]
     if run.calls is not None:
-        _check_call(layer, query, key, value, attention_mask, kwargs)
+        _check_call(layer, query, key, value, {**kwargs, "attention_mask": attention_mask})
         shape = (key.shape[1], key.shape[3], value.shape[3])
         run.calls.append(AttentionCall(layer, shape, sliding_window))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if run.kv is None:  # a shape probe: the result does not matter
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     run.kv.write(
-        layer,
-        run.write_index_T,
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
+        layer, run.write_index_T, key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
     )
     out_THD = run.backend.attention(
         query.squeeze(0).transpose(0, 1),
@@ -107,19 +104,12 @@ def paged_attention(
 
 
 def _check_call(
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    kwargs: dict[str, Any],
+    layer: int, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
 ) -> None:
     # None and False switch nothing on, whatever their name (`output_router_logits=False`).
     unknown = sorted(
-        k for k, v in kwargs.items() if not (v is None or v is False or k in _HARMLESS)
+        k for k, v in options.items() if not (v is None or v is False or k in _HARMLESS)
     )
-    if attention_mask is not None:
-        unknown.append("attention_mask")
     if unknown:
         raise UnsupportedModelError(
             f"Attention of layer {layer} asks for {', '.join(f'`{k}`' for k in unknown)}, which "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch, gather_batch
+from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_context
@@ -61,15 +61,10 @@ _BLOCK = 4  # tokens per cache block there
 
 
 def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
-    """Refuse by what `config.json` says: remote code, another architecture, quantised weights.
+    """The class that `config.json` names, the first if it names none.
 
-    Args:
-        raw: `config.json`.
-        class_names: what Transformers has for this `model_type`: its causal language model first,
-            then the class that takes pictures or sound, too.
-
-    Returns:
-        The one that `config.json` names, or the first if it names none.
+    Remote code, another architecture and quantised weights are refused. `class_names` are what
+    Transformers has for the `model_type`: a causal language model, then one of pictures or sound.
     """
     names = raw.get("architectures") or []
     same = [name for name in class_names if name in map(str, names)]
@@ -99,12 +94,7 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
 
 
 def check_class(model_class: Any, config: Any) -> None:
-    """Refuse, before any weight is read, what paged attention cannot do for this model.
-
-    Args:
-        model_class: the causal language model of Transformers.
-        config: its configuration, parsed.
-    """
+    """Refuse, before any weight is read, what paged attention cannot do for this model."""
     text = config.get_text_config()
     _check_rope_types(text)
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
@@ -151,8 +141,8 @@ def _check_rope_types(text: Any) -> None:
             )
 
 
-def rope_limit(config: Any) -> tuple[str, int] | None:
-    """The RoPE type that looks at the batch, and the longest context at which it does not.
+def rope_limit(config: Any) -> tuple[int, str] | None:
+    """The longest context at which RoPE does not look at the batch, and the type that does beyond.
 
     `longrope` and `dynamic` choose one set of frequencies for the whole packed batch, by its
     highest position; one request's text would change another's logits (measured: by 2.8). While
@@ -167,10 +157,7 @@ def rope_limit(config: Any) -> tuple[str, int] | None:
             found.append((int(parameters["original_max_position_embeddings"]), kind))
         elif "dynamic" in kind:
             found.append((int(text.max_position_embeddings), kind))
-    if not found:
-        return None
-    limit, kind = min(found)
-    return kind, limit
+    return min(found, default=None)
 
 
 def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -198,7 +185,20 @@ def probe(
     batch = gather_batch(slots, [SlotSpan(0, 0, _BLOCK, _BLOCK)], _BLOCK)
     calls: list[AttentionCall] = []
     run = AttentionPass(batch.attention, None, backend, calls)
-    logits = _forward(module, batch, run)
+    try:
+        with torch.inference_mode(), attention_context(run):
+            output = module(
+                input_ids=batch.token_T.unsqueeze(0),
+                position_ids=batch.position_T.unsqueeze(0),
+                use_cache=False,
+            )
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{'' if text is module.config else 'The text part of '}`{module.config.model_type}` "
+            f"fails on packed input with explicit positions ({type(error).__name__})."
+        ) from error
     layers = text.num_hidden_layers
     if [call.layer for call in calls] != list(range(layers)):
         raise UnsupportedModelError(
@@ -206,7 +206,7 @@ def probe(
             "attention needs exactly one call in every layer."
         )
     _check_windows(text, [call.sliding_window for call in calls])
-    return calls, logits
+    return calls, output.logits.squeeze(0)
 
 
 def _check_windows(text: Any, windows: list[int | None]) -> None:
@@ -231,26 +231,6 @@ def _check_windows(text: Any, windows: list[int | None]) -> None:
                 f"Layer {layer} of `{text.model_type}` attends with a sliding window of {window} "
                 f"where its configuration says {expected}."
             )
-
-
-def _forward(module: Any, batch: ForwardBatch, run: AttentionPass) -> Tensor:
-    try:
-        with torch.inference_mode(), attention_context(run):
-            output = module(
-                input_ids=batch.token_T.unsqueeze(0),
-                position_ids=batch.position_T.unsqueeze(0),
-                use_cache=False,
-            )
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        composite = module.config.get_text_config() is not module.config
-        raise UnsupportedModelError(
-            f"{'The text part of ' if composite else ''}`{module.config.model_type}` fails on "
-            f"packed input with explicit positions ({type(error).__name__})."
-        ) from error
-    logits: Tensor = output.logits
-    return logits.squeeze(0)
 
 
 def self_check(model: CausalLM, expected: Tensor) -> float:

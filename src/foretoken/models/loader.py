@@ -246,7 +246,7 @@ def _choose_max_len(wanted: int | None, config: Any, shorten: bool) -> int:
         raise ConfigError(
             "max_model_len", wanted, f"in 1..{limit}, the positions of the checkpoint"
         )
-    kind, most = guards.rope_limit(config) or ("", wanted)
+    most, kind = guards.rope_limit(config) or (wanted, "")
     if wanted <= most:
         return wanted
     if shorten:

@@ -83,11 +83,8 @@ def _blame_unreadable(folder: Path) -> None:
     for name in _find(folder, TOKENIZER_JSON):
         read_json(folder / name)
     for name in _find(folder, TOKENIZER_TEXT):
-        try:
-            with reading(folder / name):
-                (folder / name).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"`{folder / name}` cannot be read: {error}") from error
+        with reading(folder / name):
+            (folder / name).read_text(encoding="utf-8")
 
 
 def _explain(folder: Path, reason: str) -> str:

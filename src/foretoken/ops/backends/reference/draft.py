@@ -32,7 +32,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
             raw = logits_BV[b].double().numpy()
             cache.logits_SKV[s, i] = logits_BV[b]
             cache.threshold_SK[s, i] = threshold_of(raw, processed[b])
-            cache.lse_SK[s, i] = lse_of(processed[b]) if slot.temperature > 0 else 0.0
+            cache.lse_SK[s, i] = log_sum_exp(processed[b]) if slot.temperature > 0 else 0.0
     return token_B
 
 
@@ -44,11 +44,6 @@ def threshold_of(raw: Row, filtered: Row) -> float:
     least = raw[kept].min()
     threshold = np.float32(least)
     return float(threshold if threshold <= least else np.nextafter(threshold, np.float32(-np.inf)))
-
-
-def lse_of(filtered: Row) -> float:
-    """log sum exp of what the filters kept; NaN if the row is not finite."""
-    return log_sum_exp(filtered) if is_finite(filtered) else math.nan
 
 
 def q_of(cache: DraftCache, slot: int, i: int, temperature: float) -> Row:

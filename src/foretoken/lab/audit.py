@@ -91,12 +91,10 @@ def _verdict(different: bool, metrics: RequestMetrics) -> Verdict:
 def _check_lossless(llm: LLM) -> None:
     speculation = llm.config.speculative_config
     if speculation is not None and speculation.rejection_sample_method == "synthetic":
-        raise ConfigError(
-            "speculative_config.rejection_sample_method",
-            "synthetic",
-            f"one of {', '.join(LOSSLESS_METHODS)} for an audit",
-            "Synthetic acceptance is not lossless, by design.",
-        )
+        field = "speculative_config.rejection_sample_method"
+        bound = f"one of {', '.join(LOSSLESS_METHODS)} for an audit"
+        remedy = "Synthetic acceptance is not lossless, by design."
+        raise ConfigError(field, "synthetic", bound, remedy)
 
 
 def greedy_audit(

@@ -69,8 +69,7 @@ class Demo:
         for number, item in enumerate(chosen):
             self.note(f"{number} of {len(chosen)} prompts were completed.")
             temperature = TEMPERATURES[number % len(TEMPERATURES)]
-            output = self.complete(number, len(chosen), item, temperature, max_tokens)
-            metrics.add(output.metrics)
+            metrics.add(self.complete(number, len(chosen), item, temperature, max_tokens).metrics)
         self.note("the prompts were completed; speed was not measured.")
         self.show_acceptance(metrics)
         self.show_speed(chosen, max_tokens)

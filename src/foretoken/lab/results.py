@@ -40,9 +40,7 @@ from foretoken.errors import ConfigError
 from foretoken.ops import get_backend, unavailable
 
 SCHEMA = 1
-_HARDWARE = set(
-    "cpu vector_instructions read_gb_per_s cores threads memory_gib accelerator".split()
-)
+_HARDWARE = {*"cpu vector_instructions read_gb_per_s cores threads memory_gib accelerator".split()}
 Label = str | int | float | bool | None
 
 

@@ -21,7 +21,7 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_context
 from foretoken.models.causal_lm import CausalLM
-from foretoken.ops import AttentionCall, Backend
+from foretoken.ops import AttentionCall
 from foretoken.slots.step import SlotSpan
 from foretoken.slots.table import SlotTable
 
@@ -83,8 +83,7 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
             f"The checkpoint is of architecture {names}; for `{raw['model_type']}` we run "
             f"`{class_names[0]}`."
         )
-    if raw.get("quantization_config"):
-        given = raw["quantization_config"]
+    if given := raw.get("quantization_config"):
         method = given.get("quant_method", "unknown") if isinstance(given, dict) else "unknown"
         raise UnsupportedModelError(
             f"Quantised weights (`quant_method`: {method}) are not supported. Use a checkpoint in "
@@ -169,9 +168,7 @@ def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _rope_parameters(value)
 
 
-def probe(
-    module: Any, backend: Backend, device: torch.device
-) -> tuple[list[AttentionCall], Tensor]:
+def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tensor]:
     """Run a few tokens without a cache: what each layer asks of attention, and logits to look at.
 
     Raises:
@@ -184,9 +181,8 @@ def probe(
     slots.write_blocks([(0, 0, [0])])
     batch = gather_batch(slots, [SlotSpan(0, 0, _BLOCK, _BLOCK)], _BLOCK)
     calls: list[AttentionCall] = []
-    run = AttentionPass(batch.attention, None, backend, calls)
     try:
-        with torch.inference_mode(), attention_context(run):
+        with torch.inference_mode(), attention_context(AttentionPass(batch.attention, calls=calls)):
             output = module(
                 input_ids=batch.token_T.unsqueeze(0),
                 position_ids=batch.position_T.unsqueeze(0),

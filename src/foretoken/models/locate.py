@@ -52,9 +52,8 @@ def resolve_checkpoint(
     folder = _built_in(text) if text in BUILT_IN else _local_folder(text)
     if folder is not None:
         if revision is not None:
-            raise ConfigError(
-                "revision", revision, f"left out: `{text}` is not a hub id", "It has one state."
-            )
+            bound = f"left out: `{text}` is not a hub id"
+            raise ConfigError("revision", revision, bound, "It has one state.")
         return folder
     near = difflib.get_close_matches(text, BUILT_IN, n=1, cutoff=0.6)
     if near:

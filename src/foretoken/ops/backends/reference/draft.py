@@ -24,10 +24,9 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     for b, s in enumerate(rows.slot_N.tolist()):
         slot = Slot.of(rows.params, s, noise.fp64)
         position, i = int(noise.position_N[b]), int(noise.draft_index_N[b])
-        if slot.rule == Rule.COUPLED:  # the target's own noise
-            token_B[b] = draw(processed[b], slot, position, 0, TARGET)
-        else:
-            token_B[b] = draw(processed[b], slot, position, i, DRAFT)
+        # Under COUPLED with the target's own noise.
+        index, streams = (0, TARGET) if slot.rule == Rule.COUPLED else (i, DRAFT)
+        token_B[b] = draw(processed[b], slot, position, index, streams)
         if cache is not None:
             raw = logits_BV[b].double().numpy()
             cache.logits_SKV[s, i] = logits_BV[b]

@@ -36,7 +36,7 @@ from foretoken.sampling.params import SamplingParams
 
 OnError = Literal["raise", "return"]
 _Prepared = Submission | RequestOutput  # what can be queued, or the output of what cannot
-_Begun = RequestGroup | RequestOutput
+_Begun = RequestGroup | RequestOutput  # what runs or has ended, or such an output
 _PREPARED_PER_TURN = 16  # prompts that threads with running requests wait for between two steps
 
 

@@ -166,8 +166,7 @@ class Demo:
         """Tokens per second over all prompts, one after another."""
         start = time.perf_counter()
         outputs = [self.llm.generate(item.prompt, params)[0].outputs[0] for item in chosen]
-        tokens = sum(len(output.token_ids) for output in outputs)
-        return tokens / (time.perf_counter() - start)
+        return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - start)
 
     def check_losslessness(self, samples: int) -> None:
         """Equal tokens at T=0, an equal distribution at T>0, with the figures that say so."""

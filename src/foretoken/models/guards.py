@@ -172,8 +172,8 @@ def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tenso
     """Run a few tokens without a cache: what each layer asks of attention, and logits to look at.
 
     Raises:
-        UnsupportedModelError: not exactly one attention call per layer, in order, or a layer whose
-            sliding window is not the configuration's.
+        UnsupportedModelError: not exactly one attention call per layer, in order; a layer whose
+            sliding window is not the configuration's; a module that fails on packed input.
     """
     text = module.config.get_text_config()
     slots = SlotTable(1, device, max_tokens=_BLOCK, max_drafts=0, blocks=1)

@@ -266,8 +266,7 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
     if (edits.mask_RW is None) != (edits.mask_N is None):
         raise ConfigError("edits.mask_N", edits.mask_N, "None exactly if `mask_RW` is")
     if edits.mask_RW is not None and edits.mask_N is not None:
-        shape = (R, -(-vocabulary // 32))
-        check_tensor("edits.mask_RW", edits.mask_RW, shape, INT32, device)
+        check_tensor("edits.mask_RW", edits.mask_RW, (R, -(-vocabulary // 32)), INT32, device)
         check_tensor("edits.mask_N", edits.mask_N, (num_rows,), INT64, device)
         if edits.mask_N.is_cpu:
             last = edits.mask_RW.shape[0] - 1

@@ -9,6 +9,7 @@ decides the text, so the two columns differ in nothing else.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 
 from benchmarks.common import DRAFT, TARGET, parse, progress, record
 from foretoken import LLM, SamplingParams
-from foretoken.lab.cycles import ending_cycle
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.lab.workloads import heldout
 from foretoken.ops import Verdict, VerifyBatch
@@ -24,6 +24,7 @@ from foretoken.outputs import RequestOutput, SpeculationMetrics
 
 TEMPERATURES = (0.0, 0.8)
 MASK = 2**64 - 1
+LONGEST_PERIOD = 48
 
 
 @dataclass
@@ -100,6 +101,22 @@ def run_case(case: Case, temperature: float, options: Any) -> Row:
         values["same_drafts_as_one_hot_accepted"] = as_one_hot
         values["same_drafts_as_one_hot_length"] = 1 + as_one_hot / drafts
     return Row(f"{case.name}, T={temperature:g}", labels, values)
+
+
+def ending_cycle(token_ids: Sequence[int]) -> int | None:
+    """Period of the cycle that an output ends in, or None; a small model at T=0 often does.
+
+    The tail must repeat at least 3 times and span at least 16 tokens, so that ordinary runs (a line
+    of dashes, nested brackets) do not count.
+    """
+    size = len(token_ids)
+    for period in range(1, min(LONGEST_PERIOD, size // 3) + 1):
+        tail = period
+        while tail < size and token_ids[size - 1 - tail] == token_ids[size - 1 - tail + period]:
+            tail += 1
+        if tail >= max(3 * period, 16):
+            return period
+    return None
 
 
 def count(outputs: list[RequestOutput], k: int) -> dict[str, Value]:

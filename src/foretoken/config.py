@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, Self
 
 from foretoken.errors import ConfigError, check_known_keys
 from foretoken.foreign import ENGINE_OPTIONS, SPECULATIVE_FIELDS, without_foreign
@@ -116,10 +116,8 @@ class SpeculativeConfig:
         remedy = "It must not be smaller than `prompt_lookup_min`."
         check_int(where + "prompt_lookup_max", longest, shortest, remedy=remedy)
         method = self.draft_sample_method
+        gumbel = "`gumbel` is called `probabilistic` here: drafts are drawn by Gumbel-max from q."
         if method is not None:
-            gumbel = (
-                "`gumbel` is called `probabilistic` here: drafts are drawn by Gumbel-max from q."
-            )
             remedy = gumbel if method == "gumbel" else ""
             check_choice(where + "draft_sample_method", method, DRAFT_SAMPLE_METHODS, remedy)
         rule = self.rejection_sample_method
@@ -127,9 +125,8 @@ class SpeculativeConfig:
         self._check_synthetic(where)
         if self.method is None:
             if self.model is None:
-                raise ConfigError(
-                    where + "method", None, "given", "Use `draft_model` (with `model`) or `ngram`."
-                )
+                remedy = "Use `draft_model` (with `model`) or `ngram`."
+                raise ConfigError(where + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
 
     def _check_synthetic(self, where: str) -> None:
@@ -153,19 +150,16 @@ class SpeculativeConfig:
         return shortest, max(4, shortest) if longest is None else longest
 
     @classmethod
-    def parse(
-        cls, given: Mapping[str, Any] | str | SpeculativeConfig | None
-    ) -> SpeculativeConfig | None:
+    def parse(cls, given: Mapping[str, Any] | str | Self | None) -> Self | None:
         """Accept a dict, its JSON text, an instance, or None (no speculation)."""
-        if given is None or isinstance(given, SpeculativeConfig):
+        if given is None or isinstance(given, cls):
             return given
         if isinstance(given, str):
             try:
                 given = json.loads(given)
             except json.JSONDecodeError as error:
-                raise ConfigError(
-                    "speculative_config", given, "a JSON object", f"The parser says: {error}."
-                ) from error
+                remedy = f"The parser says: {error}."
+                raise ConfigError("speculative_config", given, "a JSON object", remedy) from error
         if not isinstance(given, Mapping):
             raise ConfigError("speculative_config", given, "a JSON object or a dict")
         given = without_foreign(given, SPECULATIVE_FIELDS, ConfigError)
@@ -178,11 +172,7 @@ def _make_plain(config: Any) -> None:
         object.__setattr__(config, f.name, plain(getattr(config, f.name)))
 
 
-_SYNTHETIC = (
-    "synthetic_acceptance_rate",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-)
+_SYNTHETIC = tuple(f"synthetic_acceptance_{kind}" for kind in ("rate", "rates", "length"))
 
 
 def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
@@ -213,9 +203,8 @@ def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
 def _check_rates(field: str, given: Any, count: int) -> None:
     """K unconditional rates; each is in [0, 1] and at most the one before."""
     if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
-        raise ConfigError(
-            field, given, f"a list of num_speculative_tokens = {count} numbers in [0, 1]"
-        )
+        bound = f"a list of num_speculative_tokens = {count} numbers in [0, 1]"
+        raise ConfigError(field, given, bound)
     before = 1.0
     for i, rate in enumerate(given):
         remedy = f"It is the chance that the first {i + 1} drafts are all accepted: it cannot rise."

@@ -35,6 +35,8 @@ from foretoken.progress import progress_bar
 from foretoken.sampling.params import SamplingParams
 
 OnError = Literal["raise", "return"]
+_Prepared = Submission | RequestOutput  # what can be queued, or the output of what cannot
+_Begun = RequestGroup | RequestOutput  # what runs or has ended, or such an output
 _PREPARED_PER_TURN = 16  # prompts that threads with running requests wait for between two steps
 
 
@@ -165,8 +167,7 @@ class LLM:
         """
         check_call(on_error, use_tqdm)
         options = check_options(template, known=CHAT_OPTIONS)
-        chat_template = ChatTemplate(self.tokenizer, **options)
-        single, items = chat_prompts(chat_template, messages)
+        single, items = chat_prompts(ChatTemplate(self.tokenizer, **options), messages)
         return self._complete(single, items, sampling_params, use_tqdm, on_error, on_interrupt)
 
     def _complete(
@@ -181,8 +182,8 @@ class LLM:
         """One output per item; all are prepared before the first one runs."""
         interrupt, engine = Interrupt(on_interrupt), self.engine
         params = self._params.read_per_prompt(sampling_params, len(items))
-        left: deque[Submission | RequestOutput] = deque()
-        results: list[RequestGroup | RequestOutput] = []
+        left: deque[_Prepared] = deque()
+        results: list[_Begun] = []
         outputs = None
 
         def count() -> int:
@@ -210,7 +211,7 @@ class LLM:
 
     def _prepare(
         self, item: Any, params: SamplingParams, interrupt: Interrupt, on_error: str
-    ) -> Submission | RequestOutput:
+    ) -> _Prepared:
         """A prompt that can be queued, or the output of one that will not be."""
         self._num_requests += 1
         name = str(self._num_requests)
@@ -224,10 +225,7 @@ class LLM:
             return unserved(name, item, error)
 
     def _turn(
-        self,
-        left: deque[Submission | RequestOutput],
-        results: list[RequestGroup | RequestOutput],
-        interrupt: Interrupt,
+        self, left: deque[_Prepared], results: list[_Begun], interrupt: Interrupt
     ) -> list[RequestOutput] | None:
         """Queue what fits and advance all requests by one step; the outputs when all are done."""
         with self._turns:
@@ -300,9 +298,7 @@ class LLM:
             self._engine.abort_all()
         self._engine = None
 
-    def _take(
-        self, item: Submission | RequestOutput, interrupt: Interrupt
-    ) -> RequestGroup | RequestOutput:
+    def _take(self, item: _Prepared, interrupt: Interrupt) -> _Begun:
         """Queue one of several prompts, or its output if it cannot or need not be queued."""
         if isinstance(item, RequestOutput):
             return item
@@ -315,13 +311,13 @@ class LLM:
             return unserved(item.request_id, shown, error)
 
 
-def _abort(engine: Engine, results: Sequence[RequestGroup | RequestOutput]) -> None:
+def _abort(engine: Engine, results: Sequence[_Begun]) -> None:
     for result in results:
         if isinstance(result, RequestGroup):
             engine.abort(result)
 
 
-def _mark(engine: Engine, group: RequestGroup | RequestOutput, interrupt: Interrupt) -> None:
+def _mark(engine: Engine, group: _Begun, interrupt: Interrupt) -> None:
     """End what a noticed signal interrupts, with its name as the reason."""
     if interrupt.name is None or isinstance(group, RequestOutput) or group.finished:
         return

@@ -58,10 +58,8 @@ class SpeculationMetrics:
         self.num_synthetic_drafts += synthetic
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
-        for counts, upto in (
-            (self.drafted_per_position, num_drafted),
-            (self.accepted_per_position, num_accepted),
-        ):
+        drafted, accepted = self.drafted_per_position, self.accepted_per_position
+        for counts, upto in ((drafted, num_drafted), (accepted, num_accepted)):
             counts.extend([0] * (num_drafted - len(counts)))
             for i in range(upto):
                 counts[i] += 1
@@ -157,9 +155,8 @@ class CompletionOutput:
         """Sum of the log-probabilities of `token_ids`; None unless `logprobs` were asked for."""
         if self.logprobs is None:
             return None
-        return sum(
-            row[token].logprob for row, token in zip(self.logprobs, self.token_ids, strict=True)
-        )
+        pairs = zip(self.logprobs, self.token_ids, strict=True)
+        return sum(row[token].logprob for row, token in pairs)
 
 
 @dataclass(frozen=True, slots=True)

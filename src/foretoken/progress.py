@@ -11,16 +11,14 @@ _PATIENCE_S = 2.0  # a call that ends sooner needs no bar, and a flash of one di
 
 
 @contextmanager
-def progress_bar(
-    count: Callable[[], int], total: int, wanted: bool
-) -> Iterator[Callable[[], None]]:
+def progress_bar(count: Callable[[], int], total: int, asked: bool) -> Iterator[Callable[[], None]]:
     """A bar over requests on the error stream; the caller invokes what it yields after every step.
 
     Args:
         count: how many requests have ended.
         total: how many there are; a single one has nothing to show.
     """
-    if not wanted or total < 2 or sys.stderr is None or not sys.stderr.isatty():
+    if not asked or total < 2 or sys.stderr is None or not sys.stderr.isatty():
         yield lambda: None
         return
     start, show = time.perf_counter(), None

@@ -336,7 +336,7 @@ def loose_module() -> Any:
 
 def fuse(module: Any) -> Decoder | None:
     backend = get_backend("native")
-    calls, _ = probe(module, backend, CPU)
+    calls, _ = probe(module, CPU)
     return backend.decoder(module, calls)
 
 
@@ -374,7 +374,7 @@ def test_odd_modules_do_not_fit(change: Any, message: str) -> None:
 def test_without_kernels_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     module = loose_module()
     native = get_backend("native")
-    calls, _ = probe(module, native, CPU)
+    calls, _ = probe(module, CPU)
     monkeypatch.setattr(library, "missing", lambda: "of a test")
     with pytest.raises(UnfitError, match="there are no native kernels: of a test"):
         native.decoder(module, calls)

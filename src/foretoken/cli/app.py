@@ -150,9 +150,8 @@ def demo(
 def _start(options: dict[str, Any], given: str | None, off: bool) -> LLM:
     engine = fields_given(EngineConfig, options)
     if off and given is not None:
-        raise ConfigError(
-            "speculative-config", given, "left out with --no-speculation", "Give one of the two."
-        )
+        bound = "left out with --no-speculation"
+        raise ConfigError("speculative-config", given, bound, "Give one of the two.")
     own_draft = None if off or engine["model"] != _EMBEDDED else _OWN_DRAFT
     return _load(**engine, speculative_config=own_draft if given is None else given)
 

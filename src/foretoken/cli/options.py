@@ -73,7 +73,10 @@ def _parameters(cls: Any, defaults: dict[str, Any]) -> list[inspect.Parameter]:
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=defaults.get(field.name, _plain_default(field)),
+            # An empty list cannot be shown: it is left out instead.
+            default=defaults.get(
+                field.name, None if field.default in (MISSING, ()) else field.default
+            ),
             annotation=_annotation(field, _help(field, documented.get(field.name, ""))),
         )
         for field in _option_fields(cls)
@@ -94,11 +97,6 @@ def _help(field: Field[Any], text: str) -> str:
     if field.default is not None:  # left out, it is something else
         text = re.sub(r"; None: [^.;]*", "", text)
     return re.sub(r"\bNone\b", "left out", text[:1].upper() + text[1:])
-
-
-def _plain_default(field: Field[Any]) -> Any:
-    """A field's default if it can be shown; an empty list is left out instead."""
-    return None if field.default in (MISSING, ()) else field.default
 
 
 def _annotation(field: Field[Any], text: str) -> Any:

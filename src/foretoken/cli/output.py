@@ -124,8 +124,9 @@ def _sign_of_life(wanted: bool) -> Iterator[Callable[[str], None]]:
 
 def as_json(output: RequestOutput) -> dict[str, Any]:
     """A `RequestOutput` field by field, as docs/cli.md describes it."""
-    metrics = output.metrics
     fields = asdict(replace(output, error=None, prompt_logprobs=None, outputs=[]))
+    derived = ("synthetic_acceptance", "mean_acceptance_length", "acceptance_rate")
+    metrics = fields["metrics"] | {name: getattr(output.metrics, name) for name in derived}
     return fields | {
         "prompt_logprobs": _logprobs(output.prompt_logprobs),
         "outputs": [
@@ -137,12 +138,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
             for sample in output.outputs
         ],
         "synthetic_acceptance": output.synthetic_acceptance,
-        "metrics": fields["metrics"]
-        | {
-            "synthetic_acceptance": metrics.synthetic_acceptance,
-            "mean_acceptance_length": metrics.mean_acceptance_length,
-            "acceptance_rate": metrics.acceptance_rate,
-        },
+        "metrics": metrics,
         "error": None if output.error is None else str(output.error),
     }
 

@@ -32,10 +32,6 @@ Verdict = Literal["equal", "different", "inconclusive"]
 """Inconclusive: no difference, but nothing was at stake, so that a bug could not have shown."""
 
 
-def _silent(done: int) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class GreedyAudit:
     """Speculative against plain tokens at T=0.
@@ -95,16 +91,14 @@ def _verdict(different: bool, metrics: RequestMetrics) -> Verdict:
 def _check_lossless(llm: LLM) -> None:
     speculation = llm.config.speculative_config
     if speculation is not None and speculation.rejection_sample_method == "synthetic":
-        raise ConfigError(
-            "speculative_config.rejection_sample_method",
-            "synthetic",
-            f"one of {', '.join(LOSSLESS_METHODS)} for an audit",
-            "Synthetic acceptance is not lossless, by design.",
-        )
+        field = "speculative_config.rejection_sample_method"
+        bound = f"one of {', '.join(LOSSLESS_METHODS)} for an audit"
+        remedy = "Synthetic acceptance is not lossless, by design."
+        raise ConfigError(field, "synthetic", bound, remedy)
 
 
 def greedy_audit(
-    llm: LLM, prompts: Sequence[str], *, max_tokens: int, report: Report = _silent
+    llm: LLM, prompts: Sequence[str], *, max_tokens: int, report: Report = lambda done: None
 ) -> GreedyAudit:
     """Complete every prompt at T=0 with and without speculation and compare token by token."""
     _check_lossless(llm)
@@ -148,7 +142,7 @@ def sampled_audit(
     samples: int,
     length: int,
     params: SamplingParams,
-    report: Report = _silent,
+    report: Report = lambda done: None,
 ) -> SampledAudit:
     """Draw `samples` completions of `length` tokens each way and compare their joint distribution.
 

@@ -29,10 +29,8 @@ def upper_tail(statistic: float, degrees: int) -> float:
     return float(torch.special.gammaincc(shape, x))
 
 
-def goodness_of_fit(
-    counts: Sequence[int], probabilities: Sequence[float], least: float = MIN_EXPECTED
-) -> ChiSquare:
-    """Test of counts against known probabilities; cells expected below `least` are pooled.
+def goodness_of_fit(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
+    """Test of counts against known probabilities; cells expected below 5 are pooled.
 
     A count where the probability is 0 has p = 0, whatever else was counted. One cell alone, for
     want of observations or of outcomes, has p = 1.
@@ -41,11 +39,11 @@ def goodness_of_fit(
     cells = [(n, total * chance) for n, chance in zip(counts, probabilities, strict=True)]
     if any(n and not expected for n, expected in cells):
         return ChiSquare(math.inf, len(cells) - 1, 0.0)
-    kept = [cell for cell in cells if cell[1] >= least]
-    rare = [cell for cell in cells if 0 < cell[1] < least]
+    kept = [cell for cell in cells if cell[1] >= MIN_EXPECTED]
+    rare = [cell for cell in cells if 0 < cell[1] < MIN_EXPECTED]
     if rare:
         pool = sum(n for n, _ in rare), sum(expected for _, expected in rare)
-        if pool[1] < least and kept:  # the pool itself is rare: the last cell takes it
+        if pool[1] < MIN_EXPECTED and kept:  # the pool itself is rare: the last cell takes it
             n, expected = kept.pop()
             pool = pool[0] + n, pool[1] + expected
         kept.append(pool)

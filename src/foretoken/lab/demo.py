@@ -29,12 +29,7 @@ if TYPE_CHECKING:
     from foretoken.llm import LLM
 
 # Underline and bold tell the kinds apart where there is no colour.
-STYLES = {
-    "accepted": "green",
-    "resampled": "yellow underline",
-    "bonus": "cyan bold",
-    "plain": "",
-}
+STYLES = {"accepted": "green", "resampled": "yellow underline", "bonus": "cyan bold", "plain": ""}
 MEANING = {
     "accepted": "drafted, and accepted by the target",
     "resampled": "drawn by the target in place of a rejected draft",
@@ -74,8 +69,7 @@ class Demo:
         for number, item in enumerate(chosen):
             self.note(f"{number} of {len(chosen)} prompts were completed.")
             temperature = TEMPERATURES[number % len(TEMPERATURES)]
-            output = self.complete(number, len(chosen), item, temperature, max_tokens)
-            metrics.add(output.metrics)
+            metrics.add(self.complete(number, len(chosen), item, temperature, max_tokens).metrics)
         self.note("the prompts were completed; speed was not measured.")
         self.show_acceptance(metrics)
         self.show_speed(chosen, max_tokens)
@@ -172,8 +166,7 @@ class Demo:
         """Tokens per second over all prompts, one after another."""
         start = time.perf_counter()
         outputs = [self.llm.generate(item.prompt, params)[0].outputs[0] for item in chosen]
-        tokens = sum(len(output.token_ids) for output in outputs)
-        return tokens / (time.perf_counter() - start)
+        return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - start)
 
     def check_losslessness(self, samples: int) -> None:
         """Equal tokens at T=0, an equal distribution at T>0, with the figures that say so."""

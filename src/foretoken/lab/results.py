@@ -33,14 +33,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foretoken import __version__
 from foretoken.errors import ConfigError
 from foretoken.ops import get_backend, unavailable
 
 SCHEMA = 1
-_HARDWARE = set(
-    "cpu vector_instructions read_gb_per_s cores threads memory_gib accelerator".split()
-)
+_HARDWARE = {*"cpu vector_instructions read_gb_per_s cores threads memory_gib accelerator".split()}
 Label = str | int | float | bool | None
 
 
@@ -216,8 +216,6 @@ def _check_value(field_name: str, value: Any) -> None:
 
 def hardware() -> dict[str, Any]:
     """This machine, as far as it explains a figure."""
-    import torch
-
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": _cpu_name(),
@@ -236,8 +234,6 @@ def _read_bandwidth() -> float:
 
     Machines of one name differ threefold here, and a decode step on a CPU is mostly reading.
     """
-    import torch
-
     numbers = torch.ones(2**27)
     return numbers.nbytes / min(timeit.repeat(numbers.sum, number=1, repeat=5)) / 1e9
 

@@ -33,7 +33,7 @@ class AttentionPass:
     """One forward pass: its batch, where K/V lives, and who computes.
 
     Args:
-        kv: None probes shapes: nothing is attended to.
+        kv, backend: None probes shapes: nothing is attended to.
         calls: gets what each layer asks for, in call order, if not None. Recording also refuses
             keyword arguments that would change attention in a way we do not implement.
     """
@@ -41,8 +41,8 @@ class AttentionPass:
     def __init__(
         self,
         batch: AttentionBatch,
-        kv: KVPool | None,
-        backend: Backend,
+        kv: KVPool | None = None,
+        backend: Backend | None = None,
         calls: list[AttentionCall] | None = None,
     ) -> None:
         self.batch, self.kv, self.backend, self.calls = batch, kv, backend, calls
@@ -84,42 +84,27 @@ def paged_attention(
         raise RuntimeError("attention was called outside of `CausalLM.forward`")
     layer: int = module.layer_idx  # type: ignore[assignment]
     if run.calls is not None:
-        _check_call(layer, query, key, value, attention_mask, kwargs)
+        _check_call(layer, query, key, value, {**kwargs, "attention_mask": attention_mask})
         shape = (key.shape[1], key.shape[3], value.shape[3])
         run.calls.append(AttentionCall(layer, shape, sliding_window))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if run.kv is None:  # a shape probe: the result does not matter
+    if run.kv is None or run.backend is None:  # a shape probe: the result does not matter
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     run.kv.write(
-        layer,
-        run.write_index_T,
-        key.squeeze(0).transpose(0, 1),
-        value.squeeze(0).transpose(0, 1),
+        layer, run.write_index_T, key.squeeze(0).transpose(0, 1), value.squeeze(0).transpose(0, 1)
     )
-    out_THD = run.backend.attention(
-        query.squeeze(0).transpose(0, 1),
-        run.kv.keys[layer],
-        run.kv.values[layer],
-        run.batch,
-        AttentionOptions(scale, sliding_window, softcap, s_aux),
-    )
+    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
+    query_THD = query.squeeze(0).transpose(0, 1)
+    keys, values = run.kv.keys[layer], run.kv.values[layer]
+    out_THD = run.backend.attention(query_THD, keys, values, run.batch, options)
     return out_THD.unsqueeze(0), None
 
 
 def _check_call(
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    kwargs: dict[str, Any],
+    layer: int, query: Tensor, key: Tensor, value: Tensor, asked: dict[str, Any]
 ) -> None:
     # None and False switch nothing on, whatever their name (`output_router_logits=False`).
-    unknown = sorted(
-        k for k, v in kwargs.items() if not (v is None or v is False or k in _HARMLESS)
-    )
-    if attention_mask is not None:
-        unknown.append("attention_mask")
+    unknown = sorted(k for k, v in asked.items() if not (v is None or v is False or k in _HARMLESS))
     if unknown:
         raise UnsupportedModelError(
             f"Attention of layer {layer} asks for {', '.join(f'`{k}`' for k in unknown)}, which "

@@ -63,8 +63,7 @@ class CausalLM:
         self.aux_layers = view.aux_layers
         self.dtype: torch.dtype = self.embedding.dtype
         self.device: torch.device = self.embedding.device
-        head = module.get_output_embeddings().weight if view.head else None
-        self._head: Tensor | None = head
+        self._head: Tensor | None = module.get_output_embeddings().weight if view.head else None
 
     @property
     def embedding(self) -> Tensor:
@@ -95,16 +94,12 @@ class CausalLM:
             Raw logits [N, V] in the model's dtype, one row per `batch.logit_row_N` in its order; N
             may be 0. And the hidden states of `aux_layers`, of all tokens.
         """
+        rows = batch.logit_row_N
         if self.fused is not None:
             return self.fused.forward(
-                batch.token_T,
-                batch.logit_row_N,
-                batch.attention,
-                kv.keys,
-                kv.values,
-                self.aux_layers,
+                batch.token_T, rows, batch.attention, kv.keys, kv.values, self.aux_layers
             )
-        rows, run = batch.logit_row_N, AttentionPass(batch.attention, kv, self.backend)
+        run = AttentionPass(batch.attention, kv, self.backend)
         with torch.inference_mode(), attention_context(run):
             output = self.module(
                 input_ids=batch.token_T.unsqueeze(0),

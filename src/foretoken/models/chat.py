@@ -17,7 +17,7 @@ from foretoken.sampling.params import check_text
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _EMPTY_FIELDS = ("refusal", "audio", "annotations", "function_call")  # of clients; None in a text
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_FORMATS = ("auto", "string", "openai")
+_FORMS = ("auto", "string", "openai")
 # A template that walks over a message's content takes lists of parts, others take a text.
 _WALKS_OVER_CONTENT = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content\b|\[['"]content['"]\])""")
 
@@ -75,10 +75,8 @@ class ChatTemplate:
             remedy = "Pass add_generation_prompt=False with it."
             raise RequestError("continue_final_message", True, bound, remedy)
         form = options.get("chat_template_content_format", "auto")
-        if form not in _FORMATS:
-            raise RequestError(
-                "chat_template_content_format", form, f"one of {', '.join(_FORMATS)}"
-            )
+        if form not in _FORMS:
+            raise RequestError("chat_template_content_format", form, f"one of {', '.join(_FORMS)}")
         self._tokenizer = tokenizer
         tools = options.get("tools")
         self._text = _find_template(tokenizer, options.get("chat_template"), tools)
@@ -124,9 +122,8 @@ class ChatTemplate:
         given = {} if tools is None else {"tools": list(tools)}
         for name, value in (variables or {}).items():
             if name in CHAT_OPTIONS:
-                raise RequestError(
-                    f"chat_template_kwargs.{name}", value, "given as an argument of its own"
-                )
+                bound = "given as an argument of its own"
+                raise RequestError(f"chat_template_kwargs.{name}", value, bound)
             given[str(name)] = value
         for name, value in given.items():
             self._check_used(name, name, value, "Pass a `chat_template` that does.")
@@ -147,9 +144,8 @@ class ChatTemplate:
             raise RequestError(f"{where}.role", role, "a text")
         # Most templates drop a message of a role that they do not know, and say nothing.
         if role not in _ROLES and not any(f"{q}{role}{q}" in self._text for q in "'\""):
-            raise RequestError(
-                f"{where}.role", role, f"one of {', '.join(_ROLES)}, or one the template names"
-            )
+            bound = f"one of {', '.join(_ROLES)}, or one the template names"
+            raise RequestError(f"{where}.role", role, bound)
         for field in ("name", "tool_call_id", "reasoning_content"):
             if not isinstance(message.get(field, ""), (str, type(None))):
                 raise RequestError(f"{where}.{field}", message[field], "a text")
@@ -178,9 +174,8 @@ class ChatPrompt:
 def chat_prompts(template: ChatTemplate, messages: Any) -> tuple[bool, list[ChatPrompt]]:
     """Whether it is one conversation, and a prompt for each."""
     if not _is_list(messages):
-        raise RequestError(
-            "messages", messages, "a list of dicts with `role` and `content`, or a list of such"
-        )
+        bound = "a list of dicts with `role` and `content`, or a list of such"
+        raise RequestError("messages", messages, bound)
     single = not (messages and _is_list(messages[0]))
     return single, [ChatPrompt(template, one) for one in ([messages] if single else messages)]
 
@@ -200,9 +195,8 @@ def _check_content(where: str, message: Mapping[str, Any]) -> list[str]:
         its_place = where if parts[0] is content else f"{where}[{i}]"
         kind = part.get("type") if isinstance(part, Mapping) else "text"
         if kind != "text":
-            raise RequestError(
-                f"{its_place}.type", kind, "`text`", "Images, audio and video are not read."
-            )
+            remedy = "Images, audio and video are not read."
+            raise RequestError(f"{its_place}.type", kind, "`text`", remedy)
         text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str):
             raise RequestError(its_place, text, "a text, or a list of parts of type `text`")

@@ -40,10 +40,10 @@ _MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 
 @contextmanager
 def reading(what: str | Path) -> Iterator[None]:
-    """Failures of the file system, permissions above all, as `CheckpointError`."""
+    """Failures of the file system and bytes that are no text as `CheckpointError`."""
     try:
         yield
-    except (OSError, RuntimeError) as error:  # RuntimeError: `~nobody` has no home
+    except (OSError, RuntimeError, UnicodeDecodeError) as error:  # Runtime: `~nobody` has no home
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"`{what}` cannot be read: {reason}") from error
 
@@ -137,8 +137,6 @@ def read_json(path: Path) -> dict[str, Any]:
             if not path.exists():
                 raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
             content = json.loads(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"`{path}` cannot be read: {error}") from error
     except json.JSONDecodeError as error:
         raise CheckpointError(
             f"`{path}` is not valid JSON: {error.msg} at line {error.lineno}."
@@ -223,13 +221,10 @@ def _read_header(path: Path) -> dict[str, Any]:
         )
     try:
         header: dict[str, Any] = json.loads(text)
-        end = max(
-            (int(v["data_offsets"][1]) for k, v in header.items() if k != "__metadata__"),
-            default=0,
-        )
+        ends = (int(v["data_offsets"][1]) for k, v in header.items() if k != "__metadata__")
+        expected = 8 + length + max(ends, default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"`{path}` has a corrupt header. Download it again.") from error
-    expected = 8 + length + end
     if size != expected:
         state = "truncated" if size < expected else "corrupt"
         raise CheckpointError(

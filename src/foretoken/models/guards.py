@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch, gather_batch
+from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_context
 from foretoken.models.causal_lm import CausalLM
-from foretoken.ops import AttentionCall, Backend
+from foretoken.ops import AttentionCall
 from foretoken.slots.step import SlotSpan
 from foretoken.slots.table import SlotTable
 
@@ -61,15 +61,10 @@ _BLOCK = 4  # tokens per cache block there
 
 
 def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
-    """Refuse by what `config.json` says: remote code, another architecture, quantised weights.
+    """The class that `config.json` names, the first if it names none.
 
-    Args:
-        raw: `config.json`.
-        class_names: what Transformers has for this `model_type`: its causal language model first,
-            then the class that takes pictures or sound, too.
-
-    Returns:
-        The one that `config.json` names, or the first if it names none.
+    Remote code, another architecture and quantised weights are refused. `class_names` are what
+    Transformers has for the `model_type`: a causal language model, then one of pictures or sound.
     """
     names = raw.get("architectures") or []
     same = [name for name in class_names if name in map(str, names)]
@@ -88,8 +83,7 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
             f"The checkpoint is of architecture {names}; for `{raw['model_type']}` we run "
             f"`{class_names[0]}`."
         )
-    if raw.get("quantization_config"):
-        given = raw["quantization_config"]
+    if given := raw.get("quantization_config"):
         method = given.get("quant_method", "unknown") if isinstance(given, dict) else "unknown"
         raise UnsupportedModelError(
             f"Quantised weights (`quant_method`: {method}) are not supported. Use a checkpoint in "
@@ -99,12 +93,7 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
 
 
 def check_class(model_class: Any, config: Any) -> None:
-    """Refuse, before any weight is read, what paged attention cannot do for this model.
-
-    Args:
-        model_class: the causal language model of Transformers.
-        config: its configuration, parsed.
-    """
+    """Refuse, before any weight is read, what paged attention cannot do for this model."""
     text = config.get_text_config()
     _check_rope_types(text)
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
@@ -151,8 +140,8 @@ def _check_rope_types(text: Any) -> None:
             )
 
 
-def rope_limit(config: Any) -> tuple[str, int] | None:
-    """The RoPE type that looks at the batch, and the longest context at which it does not.
+def rope_limit(config: Any) -> tuple[int, str] | None:
+    """The longest context at which RoPE does not look at the batch, and the type that does beyond.
 
     `longrope` and `dynamic` choose one set of frequencies for the whole packed batch, by its
     highest position; one request's text would change another's logits (measured: by 2.8). While
@@ -167,10 +156,7 @@ def rope_limit(config: Any) -> tuple[str, int] | None:
             found.append((int(parameters["original_max_position_embeddings"]), kind))
         elif "dynamic" in kind:
             found.append((int(text.max_position_embeddings), kind))
-    if not found:
-        return None
-    limit, kind = min(found)
-    return kind, limit
+    return min(found, default=None)
 
 
 def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -182,14 +168,12 @@ def _rope_parameters(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _rope_parameters(value)
 
 
-def probe(
-    module: Any, backend: Backend, device: torch.device
-) -> tuple[list[AttentionCall], Tensor]:
+def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tensor]:
     """Run a few tokens without a cache: what each layer asks of attention, and logits to look at.
 
     Raises:
-        UnsupportedModelError: not exactly one attention call per layer, in order, or a layer whose
-            sliding window is not the configuration's.
+        UnsupportedModelError: not exactly one attention call per layer, in order; a layer whose
+            sliding window is not the configuration's; a module that fails on packed input.
     """
     text = module.config.get_text_config()
     slots = SlotTable(1, device, max_tokens=_BLOCK, max_drafts=0, blocks=1)
@@ -197,8 +181,20 @@ def probe(
     slots.write_blocks([(0, 0, [0])])
     batch = gather_batch(slots, [SlotSpan(0, 0, _BLOCK, _BLOCK)], _BLOCK)
     calls: list[AttentionCall] = []
-    run = AttentionPass(batch.attention, None, backend, calls)
-    logits = _forward(module, batch, run)
+    try:
+        with torch.inference_mode(), attention_context(AttentionPass(batch.attention, calls=calls)):
+            output = module(
+                input_ids=batch.token_T.unsqueeze(0),
+                position_ids=batch.position_T.unsqueeze(0),
+                use_cache=False,
+            )
+    except UnsupportedModelError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{'' if text is module.config else 'The text part of '}`{module.config.model_type}` "
+            f"fails on packed input with explicit positions ({type(error).__name__})."
+        ) from error
     layers = text.num_hidden_layers
     if [call.layer for call in calls] != list(range(layers)):
         raise UnsupportedModelError(
@@ -206,7 +202,7 @@ def probe(
             "attention needs exactly one call in every layer."
         )
     _check_windows(text, [call.sliding_window for call in calls])
-    return calls, logits
+    return calls, output.logits.squeeze(0)
 
 
 def _check_windows(text: Any, windows: list[int | None]) -> None:
@@ -231,26 +227,6 @@ def _check_windows(text: Any, windows: list[int | None]) -> None:
                 f"Layer {layer} of `{text.model_type}` attends with a sliding window of {window} "
                 f"where its configuration says {expected}."
             )
-
-
-def _forward(module: Any, batch: ForwardBatch, run: AttentionPass) -> Tensor:
-    try:
-        with torch.inference_mode(), attention_context(run):
-            output = module(
-                input_ids=batch.token_T.unsqueeze(0),
-                position_ids=batch.position_T.unsqueeze(0),
-                use_cache=False,
-            )
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        composite = module.config.get_text_config() is not module.config
-        raise UnsupportedModelError(
-            f"{'The text part of ' if composite else ''}`{module.config.model_type}` fails on "
-            f"packed input with explicit positions ({type(error).__name__})."
-        ) from error
-    logits: Tensor = output.logits
-    return logits.squeeze(0)
 
 
 def self_check(model: CausalLM, expected: Tensor) -> float:

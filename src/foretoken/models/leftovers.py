@@ -43,12 +43,8 @@ def check_leftovers(module: nn.Module, names: Iterable[str], folder: Path) -> No
             f"tensors, for example {some_names(wrong)}."
         )
     if harmless:
-        _log.warning(
-            "`%s` holds %d tensors that the model does not use, for example %s.",
-            folder,
-            len(harmless),
-            some_names(harmless),
-        )
+        message = "`%s` holds %d tensors that the model does not use, for example %s."
+        _log.warning(message, folder, len(harmless), some_names(harmless))
 
 
 def some_names(names: list[str]) -> str:

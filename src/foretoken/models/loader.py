@@ -81,7 +81,7 @@ def load_model(
         if dummy_seed is None:
             module = _weighted_module(model_class, config, folder, torch_dtype, device)
         else:
-            module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed, backend)
+            module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed)
         return _checked(module, backend, limit, view)
 
 
@@ -89,7 +89,7 @@ def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView
     """The module made fast as far as it can be, after the self-check."""
     device = module.get_input_embeddings().weight.device
     with observe_linears(module) as linears:
-        calls, _ = guards.probe(module, backend, device)
+        calls, _ = guards.probe(module, device)
     _drop_towers(module, {id(linear) for linear, _ in linears})
     expected = guards.eager_logits(module, device)
     model = CausalLM(
@@ -117,11 +117,7 @@ def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView
 
 
 def _drop_towers(module: Any, ran: set[int]) -> None:
-    """Free what only pictures or sound pass through in a multimodal model.
-
-    Args:
-        ran: ids of the linear layers that ran on a text.
-    """
+    """Free what only pictures or sound pass through: none of its linear layers `ran` on a text."""
     if module.config.get_text_config() is module.config:
         return
     for name, child in list(module.base_model.named_children()):
@@ -190,12 +186,7 @@ def _weighted_module(
 
 
 def _dummy_module(
-    model_class: Any,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int,
-    backend: Backend,
+    model_class: Any, config: Any, dtype: torch.dtype, device: torch.device, seed: int
 ) -> Any:
     """A module with the family's own random initialisation, seeded; the caller's state is kept.
 
@@ -208,7 +199,7 @@ def _dummy_module(
         torch.manual_seed(seed)
         module = model_class._from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
     module = module.to(device).eval().requires_grad_(False)
-    _, logits = guards.probe(module, backend, device)
+    _, logits = guards.probe(module, device)
     head, std = module.get_output_embeddings(), logits.float().std().item()
     if head is not None and 0 < std < _DUMMY_LOGIT_STD:
         head.weight.mul_(_DUMMY_LOGIT_STD / std)
@@ -233,8 +224,7 @@ def _check_layers(aux_layers: tuple[int, ...], config: Any) -> None:
 
 
 def _choose_max_len(wanted: int | None, config: Any, shorten: bool) -> int:
-    text = config.get_text_config()
-    stated = (getattr(text, name, None) for name in _POSITIONS)
+    stated = (getattr(config.get_text_config(), name, None) for name in _POSITIONS)
     limit: int | None = next((int(n) for n in stated if n), None)
     if wanted is None:
         wanted = limit
@@ -246,11 +236,9 @@ def _choose_max_len(wanted: int | None, config: Any, shorten: bool) -> int:
         raise ConfigError(
             "max_model_len", wanted, f"in 1..{limit}, the positions of the checkpoint"
         )
-    kind, most = guards.rope_limit(config) or ("", wanted)
-    if wanted <= most:
-        return wanted
-    if shorten:
-        return most
+    most, kind = guards.rope_limit(config) or (wanted, "")
+    if wanted <= most or shorten:
+        return min(wanted, most)
     raise ConfigError(
         "max_model_len",
         wanted,

@@ -52,9 +52,8 @@ def resolve_checkpoint(
     folder = _built_in(text) if text in BUILT_IN else _local_folder(text)
     if folder is not None:
         if revision is not None:
-            raise ConfigError(
-                "revision", revision, f"left out: `{text}` is not a hub id", "It has one state."
-            )
+            bound = f"left out: `{text}` is not a hub id"
+            raise ConfigError("revision", revision, bound, "It has one state.")
         return folder
     near = difflib.get_close_matches(text, BUILT_IN, n=1, cutoff=0.6)
     if near:
@@ -149,7 +148,9 @@ def _explain(error: Exception, name: str, revision: str | None, local_only: bool
             "`hf auth login`, or set HF_TOKEN."
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        near = difflib.get_close_matches(name, _cached_names(), n=1, cutoff=0.8)
+        folders = Path(constants.HF_HUB_CACHE).glob("models--*")
+        cached = [f.name.removeprefix("models--").replace("--", "/") for f in folders]
+        near = difflib.get_close_matches(name, cached, n=1, cutoff=0.8)
         hint = f" Did you mean `{near[0]}`, which is in the local cache?" if near else ""
         return (
             f"No model `{name}`: there is no such folder, and {hub} has no such repository, or a "
@@ -194,10 +195,3 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-def _cached_names() -> list[str]:
-    from huggingface_hub import constants
-
-    folders = Path(constants.HF_HUB_CACHE).glob("models--*")
-    return [folder.name.removeprefix("models--").replace("--", "/") for folder in folders]

@@ -83,22 +83,18 @@ def _blame_unreadable(folder: Path) -> None:
     for name in _find(folder, TOKENIZER_JSON):
         read_json(folder / name)
     for name in _find(folder, TOKENIZER_TEXT):
-        try:
-            with reading(folder / name):
-                (folder / name).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"`{folder / name}` cannot be read: {error}") from error
+        with reading(folder / name):
+            (folder / name).read_text(encoding="utf-8")
 
 
 def _explain(folder: Path, reason: str) -> str:
     """Why files that can be read make no tokenizer, as far as their names tell."""
-    if (folder / "tokenizer_config.json").is_file():
-        settings = read_json(folder / "tokenizer_config.json")
-        if settings.get("auto_map"):
-            return (
-                f"`{folder / 'tokenizer_config.json'}` names a tokenizer of the checkpoint's own "
-                "code (`auto_map`), which is never run."
-            )
+    settings = folder / "tokenizer_config.json"
+    if settings.is_file() and read_json(settings).get("auto_map"):
+        return (
+            f"`{settings}` names a tokenizer of the checkpoint's own code (`auto_map`), which is "
+            "never run."
+        )
     if (folder / "tokenizer.json").is_file():
         return f"`{folder / 'tokenizer.json'}` cannot be loaded: {reason}"
     foreign = _find(folder, TOKENIZER_FOREIGN)

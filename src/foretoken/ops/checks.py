@@ -193,8 +193,7 @@ def check_cache(name: str, cache: DraftCache, params: SlotParams, device: torch.
     check_tensor(f"{name}.logits_SKV", logits_SKV, (S, K, V), FLOATS, device, contiguous=True)
     shape = logits_SKV.shape
     if shape[0] < slots or shape[2] == 0:
-        wanted = f"[S >= {slots}, K, V > 0]"
-        raise ConfigError(f"{name}.logits_SKV.shape", tuple(shape), wanted)
+        raise ConfigError(f"{name}.logits_SKV.shape", tuple(shape), f"[S >= {slots}, K, V > 0]")
     check_tensor(f"{name}.threshold_SK", threshold_SK, shape[:2], FLOAT32, device, contiguous=True)
     check_tensor(f"{name}.lse_SK", lse_SK, shape[:2], FLOAT64, device, contiguous=True)
     _FITTING.add(cache)
@@ -267,8 +266,7 @@ def check_edits(edits: Edits, logits_NV: Tensor) -> None:
     if (edits.mask_RW is None) != (edits.mask_N is None):
         raise ConfigError("edits.mask_N", edits.mask_N, "None exactly if `mask_RW` is")
     if edits.mask_RW is not None and edits.mask_N is not None:
-        shape = (R, -(-vocabulary // 32))
-        check_tensor("edits.mask_RW", edits.mask_RW, shape, INT32, device)
+        check_tensor("edits.mask_RW", edits.mask_RW, (R, -(-vocabulary // 32)), INT32, device)
         check_tensor("edits.mask_N", edits.mask_N, (num_rows,), INT64, device)
         if edits.mask_N.is_cpu:
             last = edits.mask_RW.shape[0] - 1
@@ -312,8 +310,7 @@ def check_logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> None:
     vocabulary = logits_NV.shape[1]
     check_tensor("token_N", token_N, logits_NV.shape[:1], IDS, logits_NV.device)
     if token_N.is_cpu:
-        wanted = f"in 0..{vocabulary - 1}"
-        check_between("token_N", token_N.numpy(), 0, vocabulary - 1, wanted)
+        check_between("token_N", token_N.numpy(), 0, vocabulary - 1, f"in 0..{vocabulary - 1}")
     if type(num_top) is not int or not 0 <= num_top <= min(MOST_TOP, vocabulary):
         raise ConfigError("num_top", num_top, f"in 0..{min(MOST_TOP, vocabulary)}")
 

@@ -86,8 +86,7 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
         return
     (blocks, block_size), device = key_cache.shape[:2], key_cache.device
     if batch.block_size != block_size:
-        wanted = f"{block_size}, that of the cache"
-        raise ConfigError("batch.block_size", batch.block_size, wanted)
+        raise ConfigError("batch.block_size", batch.block_size, f"{block_size}, that of the cache")
     check_tensor("batch.length_B", batch.length_B, (B,), INT64, device, contiguous=True)
     requests = batch.length_B.shape[0]
     start_B1, shape = batch.query_start_B1, (requests + 1,)

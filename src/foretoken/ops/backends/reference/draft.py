@@ -24,15 +24,14 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     for b, s in enumerate(rows.slot_N.tolist()):
         slot = Slot.of(rows.params, s, noise.fp64)
         position, i = int(noise.position_N[b]), int(noise.draft_index_N[b])
-        if slot.rule == Rule.COUPLED:  # the target's own noise
-            token_B[b] = draw(processed[b], slot, position, 0, TARGET)
-        else:
-            token_B[b] = draw(processed[b], slot, position, i, DRAFT)
+        # Under COUPLED with the target's own noise.
+        index, streams = (0, TARGET) if slot.rule == Rule.COUPLED else (i, DRAFT)
+        token_B[b] = draw(processed[b], slot, position, index, streams)
         if cache is not None:
             raw = logits_BV[b].double().numpy()
             cache.logits_SKV[s, i] = logits_BV[b]
             cache.threshold_SK[s, i] = threshold_of(raw, processed[b])
-            cache.lse_SK[s, i] = lse_of(processed[b]) if slot.temperature > 0 else 0.0
+            cache.lse_SK[s, i] = log_sum_exp(processed[b]) if slot.temperature > 0 else 0.0
     return token_B
 
 
@@ -44,11 +43,6 @@ def threshold_of(raw: Row, filtered: Row) -> float:
     least = raw[kept].min()
     threshold = np.float32(least)
     return float(threshold if threshold <= least else np.nextafter(threshold, np.float32(-np.inf)))
-
-
-def lse_of(filtered: Row) -> float:
-    """log sum exp of what the filters kept; NaN if the row is not finite."""
-    return log_sum_exp(filtered) if is_finite(filtered) else math.nan
 
 
 def q_of(cache: DraftCache, slot: int, i: int, temperature: float) -> Row:

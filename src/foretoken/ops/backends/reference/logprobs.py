@@ -16,8 +16,7 @@ from foretoken.ops.types import Logprobs, Rows
 
 def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     """See `Backend.logprobs`. log p(v) = logit_v - log sum exp of the row."""
-    logits_NV = process_logits(rows) if isinstance(rows, Rows) else rows.detach().double()
-    x_NV = logits_NV.numpy()
+    x_NV = (process_logits(rows) if isinstance(rows, Rows) else rows.detach().double()).numpy()
     out = Logprobs(
         logprob_N=torch.empty(len(x_NV), dtype=torch.float32),
         rank_N=torch.empty(len(x_NV), dtype=torch.int64),

@@ -44,9 +44,8 @@ def verify(batch: VerifyBatch) -> Verdict:
     for b, num in enumerate(drafts.num_B.tolist()):
         s, mine = int(slot_B[b]), rows[start : start + num + 1]
         slot = Slot.of(params, s, fp64_noise)
-        tau, y = _verify_one(
-            mine, slot, int(position_B[b]), _drafts(drafts, b, s, slot, mine), rates
-        )
+        own_drafts = _drafts(drafts, b, s, slot, mine)
+        tau, y = _verify_one(mine, slot, int(position_B[b]), own_drafts, rates)
         token_BK1[b, :tau] = drafts.token_BK[b, :tau]
         n_accept_B[b], finite_B[b] = tau, all(is_finite(row) for row in mine[: tau + 1])
         token_BK1[b, tau] = y if finite_B[b] else -1

@@ -80,9 +80,8 @@ def _edit(x_RV: Tensor, edits: Edits, index_R: Tensor) -> None:
     """The mask, then one entry per (row, token), in place."""
     if edits.mask_RW is not None and edits.mask_N is not None:
         mask_R = edits.mask_N[index_R]
-        bits = edits.mask_RW[mask_R.clamp(min=0)][:, :, None] >> torch.arange(
-            32, dtype=torch.int32, device=x_RV.device
-        )
+        bit_32 = torch.arange(32, dtype=torch.int32, device=x_RV.device)
+        bits = edits.mask_RW[mask_R.clamp(min=0)][:, :, None] >> bit_32
         kept_RV = (bits & 1).bool().flatten(1)[:, : x_RV.shape[1]] | (mask_R < 0)[:, None]
         x_RV.masked_fill_(~kept_RV, -torch.inf)
     start_R = edits.start_N1[index_R]
@@ -180,8 +179,7 @@ def _largest_reaching(key_RW: Tensor, weight_RW: Tensor, goal_R: Tensor) -> Tens
         digit_R, above_R = _digit_reaching(mass.view(-1, digits), goal_R, above_R)
         found_R = found_R * digits + digit_R
         weight_M = weight_M * (digit_M == digit_R[row_M])
-    bits_R = found_R ^ ((found_R >> 31) & 0x7FFFFFFF)
-    return bits_R.int().view(torch.float32)
+    return (found_R ^ ((found_R >> 31) & 0x7FFFFFFF)).int().view(torch.float32)
 
 
 def _digit_reaching(mass_RD: Tensor, goal_R: Tensor, above_R: Tensor) -> tuple[Tensor, Tensor]:

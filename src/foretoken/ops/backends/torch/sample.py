@@ -15,13 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops.backends.torch.noise import RowNoise
-from foretoken.ops.backends.torch.process import (
-    BLOCK,
-    chunks,
-    distribution,
-    draws_flat,
-    load,
-)
+from foretoken.ops.backends.torch.process import BLOCK, chunks, distribution, draws_flat, load
 from foretoken.ops.types import Noise, Rows
 
 

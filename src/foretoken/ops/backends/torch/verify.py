@@ -220,8 +220,7 @@ def _draw_last(batch: Batch, i_B: Tensor, rejected_B: Tensor, log_w_B: Tensor) -
         i, n = i_B[b], row_B[b]
         p = distribution(batch.rows, n)
         rest_RW = _residual(batch, p.weight_RW, b, i, log_w_B[b])
-        some_R1 = rest_RW.sum(dim=1, keepdim=True) > 0
-        weight_RW = torch.where(some_R1, rest_RW, p.weight_RW)
+        weight_RW = torch.where(rest_RW.sum(dim=1, keepdim=True) > 0, rest_RW, p.weight_RW)
         flat_R, noise = draws_flat(batch.rows, n), _noise(batch, b, i, RESIDUAL)
         last_B[b] = draw(weight_RW, flat_R, noise)
         batch.finite_BK1[b, i] = p.max_R.isfinite()

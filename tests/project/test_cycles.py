@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.lab.cycles import ending_cycle
+from benchmarks.acceptance import ending_cycle
 
 TOKENS = st.lists(st.integers(0, 50), max_size=30)
 

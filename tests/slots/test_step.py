@@ -14,8 +14,8 @@ STEP = StepInput(
     num_tokens_B=[1, 7, 1],
     max_drafts_B=[2, 0, 4],
     decides_B=[True, False, True],
-    top_B=[NONE, NONE, 2],
-    prompt_top_B=[NONE, 4, NONE],
+    num_logprobs_B=[NONE, NONE, 2],
+    num_prompt_logprobs_B=[NONE, 4, NONE],
 )
 
 

@@ -98,7 +98,8 @@ class Drafter(ABC):
     def observe(self, step: StepInput, result: StepResult) -> None:  # noqa: B027 (optional hook)
         """See what the target computed, prompts too, and what became of the drafts.
 
-        The slots hold the outcome already: lengths count the tokens that were drawn.
+        The slots hold the outcome already: lengths count the tokens that were drawn. Hidden states
+        that `target_view` asks for are `result.aux`, in the order of `result.spans`.
         """
 
     def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027

@@ -79,7 +79,7 @@ class DraftModel(Drafter):
         for slot, _ in wanted:
             self._skip_complete(slot)
         self._catch_up([slot for slot, _ in wanted])
-        # Coupled requests keep no q, but draw, too: with the target's own noise.
+        # None means argmax to a native round. Coupled requests draw, if without keeping q.
         warm = any(self.slots.requests[slot].params.temperature > 0 for slot, _ in wanted)
         cache = self._cache if warm else None
         draft = self._draft_by_passes if self.model.fused is None else self._draft_at_once

@@ -75,7 +75,7 @@ class Engine:
         self.metrics = SpeculationMetrics()
         self.on_step: OnStep | None = None
         self._slots = runner.slots
-        self._num_admitted = 0
+        self._num_added = 0
         speculation = config.speculative_config
         self.num_speculative_tokens = speculation.num_speculative_tokens if speculation else 0
         self._rule = speculation.rejection_sample_method if speculation else "standard"
@@ -124,7 +124,7 @@ class Engine:
     def launch(self, plan: Plan) -> Launched:
         """Run a step: its tokens are in the slots then, and the requests know nothing of it yet."""
         groups = list(dict.fromkeys(request.group for request in self.scheduler.running))
-        launched = Launched((), groups, _NO_RESULT)
+        launched = Launched((), groups, _NO_RESULT)  # of a step that fails: `_together` ends all
         with self._together():
             for slot in plan.left_slots:
                 self._slots.release(slot)
@@ -177,7 +177,7 @@ class Engine:
         if not self.has_room:
             raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
         group = RequestGroup(request_id, prompt, list(prompt_ids), params)
-        admission = self._num_admitted + 1
+        admission = self._num_added + 1
         seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
         stop_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
@@ -196,7 +196,7 @@ class Engine:
             request = Request(group, j, key, tokens, stop_ids, bad_words, rule, most_drafts)
             self.scheduler.add(request)
             group.samples.append(request)
-        self._num_admitted = admission
+        self._num_added = admission
         return group
 
     def settle(self, request: Request) -> None:
@@ -283,8 +283,8 @@ class Engine:
             following = group.prompt_ids[share.start + 1 :][: share.num_tokens]
             most = request.params.prompt_logprobs or 0
             rows = self.runner.sampler.describe(outcome.prompt_logprobs, following, most)
-            # After a preemption, some of these were there already.
-            group.prompt_logprobs += rows[len(group.prompt_logprobs) - share.start - 1 :]
+            done = len(group.prompt_logprobs) - 1  # past `start` after a preemption
+            group.prompt_logprobs += rows[done - share.start :]
         if share.num_preemptions == request.num_preemptions:  # else its K/V are gone
             request.num_computed += share.num_tokens + outcome.num_accepted
         if not share.decides:

@@ -29,7 +29,7 @@ class Share(NamedTuple):  # made for every request in every step: a dataclass ta
 
     Attributes:
         slot: the request's.
-        start: known tokens that are computed before it, at least.
+        start: known tokens that are computed before it, accepted drafts of a launched step aside.
         num_tokens: known tokens to compute.
         max_drafts: most drafts to verify after them, in a decode step.
         decides: whether new tokens are drawn: at the end of a prompt and in every decode step.

@@ -107,10 +107,11 @@ class Runner:
     def _spans(self, step: StepInput, num_drafts: dict[int, int]) -> list[SlotSpan]:
         """Which tokens of each slot are computed, and the logits of how many are needed."""
         spans = []
-        for slot, num_tokens, *_, prompt_top in zip(*step, strict=True):
+        columns = (step.slot_B, step.num_tokens_B, step.num_prompt_logprobs_B)
+        for slot, num_tokens, num_prompt_logprobs in zip(*columns, strict=True):
             count = num_tokens + num_drafts.get(slot, 0)
             num_logits = 1 + num_drafts[slot] if slot in num_drafts else 0
-            if prompt_top != NONE:
+            if num_prompt_logprobs != NONE:
                 num_logits = count
             spans.append(SlotSpan(slot, self.slots.computed_S[slot], count, num_logits))
         return spans
@@ -138,12 +139,12 @@ class Runner:
         end = 0
         for b, span in enumerate(result.spans):
             first, end, begin = end, end + span.num_logits, len(rows)
-            if step.prompt_top_B[b] != NONE:
+            if step.num_prompt_logprobs_B[b] != NONE:
                 following = self.slots.following(span.slot, step.num_tokens_B[b])
                 rows += range(first, first + len(following))
                 tokens += following
             middle = len(rows)
-            if step.top_B[b] != NONE:
+            if step.num_logprobs_B[b] != NONE:
                 outcome = result.decisions[span.slot]
                 first = end - 1 - outcome.num_drafts
                 rows += range(first, first + len(outcome.token_ids))

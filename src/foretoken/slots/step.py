@@ -34,16 +34,16 @@ class StepInput(NamedTuple):
         max_drafts_B: most drafts to verify after them; K_b is smaller where fewer tokens may
             follow, or where the drafter has fewer.
         decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
-        top_B: likeliest tokens to report beside each that is drawn; NONE: no log-probabilities.
-        prompt_top_B: the same of the prompt's tokens; their logits are wanted in every row.
+        num_logprobs_B: likeliest tokens to report beside each that is drawn; NONE: no report.
+        num_prompt_logprobs_B: the same of the prompt's tokens: logits of every row are wanted.
     """
 
     slot_B: Sequence[int]
     num_tokens_B: Sequence[int]
     max_drafts_B: Sequence[int]
     decides_B: Sequence[bool]
-    top_B: Sequence[int]
-    prompt_top_B: Sequence[int]
+    num_logprobs_B: Sequence[int]
+    num_prompt_logprobs_B: Sequence[int]
 
     def at(self, index: Sequence[int]) -> StepInput:
         """Some of the requests."""
@@ -53,7 +53,7 @@ class StepInput(NamedTuple):
     @property
     def most_logprobs(self) -> int:
         """Likeliest tokens that any row wants; NONE if no row wants log-probabilities."""
-        return max(*self.top_B, *self.prompt_top_B, NONE)
+        return max(*self.num_logprobs_B, *self.num_prompt_logprobs_B, NONE)
 
 
 class SlotSpan(NamedTuple):

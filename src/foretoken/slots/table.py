@@ -27,7 +27,7 @@ from foretoken.slots.history import Array, SlotHistory
 from foretoken.slots.step import Outcome
 
 LEAST_TOP_P = 2.0**-149
-"""Less is 0 in float32, which no nucleus has. The likeliest token alone reaches both."""
+"""Smaller values round to 0 in float32, which is out of range; both keep the likeliest token."""
 
 NO_TOKEN = -1
 """What stands behind a slot's last known token and its drafts: no gather may read it."""
@@ -82,7 +82,7 @@ class SlotTable:
     def __init__(
         self, num_slots: int, device: torch.device, *, max_tokens: int, max_drafts: int, blocks: int
     ) -> None:
-        self._table = SlotParams(
+        self._params = SlotParams(
             key_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
             temperature_S=torch.ones(num_slots, dtype=torch.float32, device=device),
             top_k_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
@@ -121,9 +121,9 @@ class SlotTable:
         if self._changed:
             has_filters = any(r.params.filters_logits for r in self.requests.values())
             rules = frozenset(request.rule for request in self.requests.values())
-            self._table = replace(self._table, has_filters=has_filters, rules=rules)
+            self._params = replace(self._params, has_filters=has_filters, rules=rules)
             self._changed = False
-        return self._table
+        return self._params
 
     def register(self, name: str, owner: SlotOwner) -> None:
         """Have what `owner` keeps by slot released and checked with the table's own."""
@@ -132,7 +132,7 @@ class SlotTable:
     def admit(self, slot: int, request: SlotRequest) -> None:
         """Write a request's state into its slot; its blocks come with `write_blocks`."""
         self.release(slot)
-        params, table = request.params, self._table
+        params, table = request.params, self._params
         table.key_S[slot] = to_int64(request.key)
         table.temperature_S[slot] = params.temperature
         table.top_k_S[slot] = min(max(params.top_k, 0), 2**31)  # past any vocabulary: off

@@ -5,8 +5,7 @@ scan's masses, and applies the request's rule (`decision`, which `settle.py` use
 down for `residual.py` what is then pending: DRAW, the next token is to be drawn; ONE_ROW, the
 residual that it is drawn from is to be summed first; ALL_ROWS, those of all rows are, since BLOCK
 decides by them. So K + 1 rows are read, then p and q of one row for each request that rejects a
-draft. Drawn here is what is decided by draws (T=0, COUPLED), or everything if no residual can be
-needed.
+draft. This kernel draws where draws decide (T=0, COUPLED), or for all if no residual pass follows.
 
 All that follows the wait is one chain of latencies: what can be loaded before it is.
 """
@@ -108,7 +107,7 @@ def decide_kernel(
         if (decided.pending == DRAW) | (decided.pending == ONE_ROW):
             row = request.first + i
             planned = _planned(batch, request, decided.drafted, p, i, row, decided.mode)
-            store_planned(plan_b, i * 0, planned, i == accepted)
+            store_planned(plan_b, i * 0, planned, i == accepted)  # one lane writes, to line 0
         tl.store(plan_b.pending, decided.pending)
         tl.store(plan_b.arrived, 0)
         tl.store(plan_b.arrived_first, 0)

@@ -105,7 +105,8 @@ class Filtered(NamedTuple):
 class Scratch(NamedTuple):
     """What the kernels of one op leave to each other.
 
-    mass_NJ: log2 masses of blocks; at T=0 their maxima
+    mass_NJ: log2 masses of blocks; at T=0 their maxima. After a sweep, until `_add_listed` has made
+             them complete: masses above its keys, linear, or numbers of tokens for top-k
     best_NJ: best scores of blocks under flat noise. Before that, of rows with filters, maxima of
              blocks; then where each block's stretch of a search's list is (`sweep.py: packed`)
     lse_N:   log2 of a row's mass; of a row that is UNDECIDED its maximum

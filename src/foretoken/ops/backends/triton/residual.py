@@ -1,8 +1,8 @@
 """The pass over p and q together, and the draw of what `decide.py` planned.
 
 Many programs sum a request's residual, each some blocks of a row, and count themselves; the last
-one to arrive finishes the request: the block rule, and the draw. As a launch of its own that end
-would be the fourth. A request that has nothing to sum is drawn by its first program.
+one to arrive finishes the request: the block rule, and the draw. That saves a fourth launch. A request
+that has nothing to sum is drawn by its first program.
 """
 
 from __future__ import annotations
@@ -108,6 +108,7 @@ def residual_kernel(
         tl.debug_barrier()
         if tl.atomic_add(arrived, 1, sem="acq_rel") != expected - 1:
             return
+    # Of requests that are finite alone a draw or one row is planned.
     row, position, target, finite = planned.row, planned.position, planned.target, True
     if pending == ALL_ROWS:
         request = read_request(batch, b, True, REQUESTS_AT_ONCE)
@@ -120,7 +121,7 @@ def residual_kernel(
             if (accepted == 0) & (others > 0) & (load_planned(plan_b, 0, True).row >= 0):
                 tl.debug_barrier()
                 if tl.atomic_add(plan_b.arrived_first, 1, sem="acq_rel") != parts:
-                    return  # row 0 is still being summed
+                    return  # row 0 is still being summed; if a draft was accepted, it is not needed
             tl.store(plan_b.pending, DONE)  # programs of row 0 that come later have nothing to do
         else:  # the rule was applied by another program, and accepted nothing
             finite = tl.load(outcome.finite_B + b) != 0

@@ -59,8 +59,8 @@ Swept = namedtuple("Swept", "whole from_a from_b listed")
 def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr):
     """Programs: any number; each takes parts of queued rows until none is left.
 
-    parts: of a row, each of every parts-th block. TURN: 0 sweeps all queued rows, 1 those where the
-    first sweep missed.
+    parts: of a row; part n takes blocks n, n + parts, ... TURN: 0 sweeps all queued rows, 1 those
+    where the first sweep missed.
     """
     let_next_start(OVERLAP)
     wait_for_writes(OVERLAP)
@@ -84,9 +84,9 @@ def sweep_kernel(batch: Batch, parts, TURN: tl.constexpr, OVERLAP: tl.constexpr)
 def _second_guess(filtered: Filtered, row, first: Guess, room):
     """(whether the first sweep missed, the guess for a second).
 
-    It missed if the threshold is not in [a, b), or if the list overflowed. How many were listed
-    between the first keys says how dense logits are near them, and so how many keys away the
-    threshold is, or, if the list overflowed, where between them.
+    It missed if W(b) < need <= W(a) does not hold (W as in `guess.py`), or if the list overflowed,
+    and is repeated if something was listed: that says how dense logits are near the first keys, and
+    so how many keys away the threshold is, or, if the list overflowed, where between them.
     """
     a, b = first.a, first.b
     search, swept = load_search(filtered, row), load_sweep(filtered, row, 0)

@@ -27,7 +27,7 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention="torch",
-        decoder=decoder.decoder,
+        decoder=decoder.FusedDecoder,
         set_num_threads=library.set_num_threads,
-        tunings=library.tunings,
+        tunings=decoder.tunings,
     )

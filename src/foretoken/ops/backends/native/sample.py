@@ -5,18 +5,11 @@ Shapes: N rows, B requests, V vocabulary.
 
 from __future__ import annotations
 
-from ctypes import byref
-
 import torch
 from torch import Tensor
 
 from foretoken.ops.backends.native import library
-from foretoken.ops.backends.native.arguments import (
-    native_cache,
-    native_params,
-    native_places,
-    native_rows,
-)
+from foretoken.ops.backends.native.arguments import native_cache, native_places, native_rows
 from foretoken.ops.types import DraftCache, Noise, Rows
 
 
@@ -26,12 +19,7 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
     See `Backend.sample`. A row that is not finite gives 0. Returns int64 [N].
     """
     token_N = torch.empty(len(rows.slot_N), dtype=torch.int64)
-    library.load().foretoken_sample(
-        byref(native_params(rows.params)),
-        byref(native_rows(rows)),
-        byref(native_places(noise)),
-        token_N.data_ptr(),
-    )
+    library.load().foretoken_sample(native_rows(rows), native_places(noise), token_N.data_ptr())
     return token_N
 
 
@@ -43,11 +31,7 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     """
     token_B = torch.empty(len(rows.slot_N), dtype=torch.int64)
     library.load().foretoken_draft(
-        byref(native_params(rows.params)),
-        byref(native_rows(rows)),
-        byref(native_places(noise)),
-        native_cache(cache),
-        token_B.data_ptr(),
+        native_rows(rows), native_places(noise), native_cache(cache), token_B.data_ptr()
     )
     if cache is not None and cache.logits_SKV.dtype is torch.float64:  # a copy was written
         cache.logits_SKV[rows.slot_N, noise.draft_index_N] = rows.logits_NV

@@ -4,12 +4,15 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
 namespace foretoken {
+
+constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
@@ -33,10 +36,6 @@ inline Vec load(const float* from) {
 inline void store(float* to, Vec v) { std::memcpy(to, &v, sizeof v); }
 
 inline Vec splat(float x) { return x - Vec{}; }  // 0 + x would turn -0 into 0
-
-inline Vec select(IntVec mask, Vec yes, Vec no) {
-  return (Vec)((mask & (IntVec)yes) | (~mask & (IntVec)no));
-}
 
 // b if either is NaN. Compilers make two operations of it where one side is a constant.
 inline Vec max(Vec a, Vec b) {
@@ -130,8 +129,8 @@ inline Vec exp(Vec x) {
   p = p * r * r + r + 1.0f;
   IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
   Vec result = p * (Vec)exponent;
-  result = select(x < splat(-87.33f), Vec{}, result);
-  return select(x != x, x, result);
+  result = x < splat(-87.33f) ? Vec{} : result;
+  return x != x ? x : result;
 }
 
 // Natural logarithm to about 1 ulp for positive normal numbers; -inf at 0, NaN below it.
@@ -141,7 +140,7 @@ inline Vec log(Vec x) {
   Vec m = (Vec)((bits & 0x007fffff) | 0x3f000000);  // mantissa in [0.5, 1)
   const IntVec small = m < splat(0.70710678f);
   exponent += small;  // -1 where true
-  m = select(small, m + m, m) - 1.0f;
+  m = (small ? m + m : m) - 1.0f;
   const Vec e = __builtin_convertvector(exponent, Vec), z = m * m;
   Vec p = splat(7.0376836292e-2f);
   p = p * m - 1.1514610310e-1f;
@@ -154,14 +153,14 @@ inline Vec log(Vec x) {
   p = p * m + 3.3333331174e-1f;
   Vec y = p * m * z + e * -2.12194440e-4f - 0.5f * z;
   y = m + y + e * 0.693359375f;
-  y = select(x == Vec{}, splat(-__builtin_inff()), y);
-  return select((x < Vec{}) | (x != x), splat(__builtin_nanf("")), y);
+  y = x == Vec{} ? splat(kMinusInfinity) : y;
+  return (x < Vec{}) | (x != x) ? splat(__builtin_nanf("")) : y;
 }
 
 // log(1 - u) for u in (0, 1), exact in the leading digits as u goes to 0.
 inline Vec log1m(Vec u) {
   const Vec w = 1.0f - u;
-  return select(w == splat(1.0f), -u, log(w) * (u / (1.0f - w)));
+  return w == splat(1.0f) ? -u : log(w) * (u / (1.0f - w));
 }
 
 // Adding it to a number rounds it to an integer n, and the sum's low bits are then 2^n's exponent.

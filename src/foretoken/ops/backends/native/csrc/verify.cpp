@@ -47,21 +47,20 @@ struct Request {
     if (i >= batch.num_B[index] || token(i) < 0) return false;
     return token(i) < batch.logits.vocabulary || !synthetic();
   }
-  bool real_q() const {
-    return batch.real_q_B[index] && batch.cache && !greedy() && !params.coupled(slot);
-  }
-
-  Draft q(int64_t i) const {
+  // What draft i was drawn from, if that was kept and is looked at.
+  std::optional<Draft> q(int64_t i) const {
+    if (!batch.real_q_B[index] || !batch.cache || greedy() || params.coupled(slot)) return {};
     const Cache& cache = *batch.cache;
     const int64_t at = slot * cache.drafts + i;
-    return {Row{cache.row(slot, i), cache.dtype, cache.vocabulary}, cache.threshold_SK[at],
-            cache.lse_SK[at]};
+    return Draft{Row{cache.row(slot, i), cache.dtype, cache.vocabulary}, cache.threshold_SK[at],
+                 cache.lse_SK[at]};
   }
 
   // -inf: q = 0 everywhere.
   double log_q(int64_t i) const {
     if (!has_draft(i)) return kNothing;
-    return real_q() ? q(i).log_of(token(i), params.temperature_S[slot]) : 0;
+    const std::optional<Draft> draft = q(i);
+    return draft ? draft->log_of(token(i), params.temperature_S[slot]) : 0;
   }
 
   double log_u(int64_t i) const {
@@ -90,17 +89,16 @@ struct Request {
     return d.finite() ? draw(d, noise(i, kTargetToken, kTargetBlock)) : -1;
   }
 
-  // The token in place of draft i, which was rejected; `d` is its measured row.
+  // max(w p - q, 0) of row i, which `d` has measured and found finite.
+  Residual residual(int64_t i, const Distribution& d, double log_w) const {
+    return Residual(d, q(i), token(i), log_w);
+  }
+
+  // The token in place of draft i, which was rejected.
   int64_t instead(int64_t i, const Distribution& d, double log_w) const {
-    const Noise residual = noise(i, kResidualToken, kResidualBlock);
-    int64_t found;
-    if (real_q()) {
-      const Draft draft = q(i);
-      found = Residual(d, draft, log_w).draw(residual);
-    } else {
-      found = Residual(d, token(i)).draw(residual);
-    }
-    return found < 0 ? draw(d, residual) : found;
+    const Noise how = noise(i, kResidualToken, kResidualBlock);
+    const int64_t found = residual(i, d, log_w).draw(how);
+    return found < 0 ? draw(d, how) : found;
   }
 
   void write(const Verdict& out, int64_t accepted, int64_t last) const {
@@ -132,14 +130,6 @@ void verify_one(const Request& r, const Verdict& out) {
   }
 }
 
-// S_i = sum of max(w p - q, 0) over row i, measured, which decides draft i.
-double residual_mass(const Request& r, int64_t i, const Distribution& d, double log_w) {
-  if (!d.finite()) return 0;
-  if (!r.real_q()) return -std::exp(log_w) * std::expm1(d.log_of(r.token(i)));
-  const Draft draft = r.q(i);
-  return Residual(d, draft, log_w).mass();
-}
-
 // BLOCK (Sun et al. 2024, algorithm 2), a row at a time: the weight w = p_i of row i is known once the
 // rows before it are. The prefix of i drafts counts if u_i < h_i = S_i / (S_i + 1 - p_i), and where no
 // draft follows if u_i < p_i. S_i <= p_i, so that h_i <= p_i, and p_i = 1 makes it 1: S_i is summed
@@ -154,7 +144,7 @@ void verify_block(const Request& r, const Verdict& out) {
     if (drafted) measure(r.row(i), r.params.filters(r.slot), d);
     bool counts = i > 0 && r.log_u(i - 1) < log_w;
     if (counts && drafted && log_w < 0) {
-      const double mass = residual_mass(r, i, d, log_w);
+      const double mass = d.finite() ? r.residual(i, d, log_w).mass() : 0;  // S_i
       counts = r.log_u(i - 1) < std::log(mass / (mass + 1 - std::exp(log_w)));
     }
     if (counts) accepted = i, accepted_log_w = log_w;

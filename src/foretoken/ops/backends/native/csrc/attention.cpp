@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "pool.h"
@@ -72,8 +73,18 @@ void score_rows(const QueryTile& t, int first_row) {
   for (; b <= t.last_block; b++) score_blocks<R, 1>(t, first_row, b);
 }
 
-constexpr void (*kScore[kRowBlock])(const QueryTile&, int) = {
-    score_rows<1>, score_rows<2>, score_rows<3>, score_rows<4>, score_rows<5>, score_rows<6>};
+// work(R), a constant: `rows`, at most kRowBlock.
+template <typename Work>
+void by_rows(int rows, const Work& work) {
+  switch (rows) {
+    case 1: return work(std::integral_constant<int, 1>());
+    case 2: return work(std::integral_constant<int, 2>());
+    case 3: return work(std::integral_constant<int, 3>());
+    case 4: return work(std::integral_constant<int, 4>());
+    case 5: return work(std::integral_constant<int, 5>());
+    default: return work(std::integral_constant<int, 6>());
+  }
+}
 
 // Scores of one row to weights, in place; what it does not see gets weight 0.
 void softmax(float* score, int64_t size, int64_t begin, int64_t end) {
@@ -128,9 +139,6 @@ void mix_values(const QueryTile& t, int first_row, int64_t begin, int64_t end) {
   for (; v < t.shape.value_size; v += kWidth) mix_columns<R, 1>(t, first_row, begin, end, v);
 }
 
-constexpr void (*kMix[kRowBlock])(const QueryTile&, int, int64_t, int64_t) = {
-    mix_values<1>, mix_values<2>, mix_values<3>, mix_values<4>, mix_values<5>, mix_values<6>};
-
 // Keys that all rows see are read once for kRowBlock rows; each row's own before and after alone.
 void mix(const QueryTile& t) {
   for (int first = 0; first < t.rows; first += kRowBlock) {
@@ -142,9 +150,11 @@ void mix(const QueryTile& t) {
       end = std::min(end, t.end[r]);
     }
     if (begin >= end) begin = end = t.end[first];  // windows so far apart that they share nothing
-    for (int r = first; r < first + rows; r++) kMix[0](t, r, t.begin[r], std::min(begin, t.end[r]));
-    if (begin < end) kMix[rows - 1](t, first, begin, end);
-    for (int r = first; r < first + rows; r++) kMix[0](t, r, std::max(end, t.begin[r]), t.end[r]);
+    for (int r = first; r < first + rows; r++)
+      if (t.begin[r] < begin) mix_values<1>(t, r, t.begin[r], std::min(begin, t.end[r]));
+    if (begin < end) by_rows(rows, [&](auto R) { mix_values<R>(t, first, begin, end); });
+    for (int r = first; r < first + rows; r++)
+      if (t.end[r] > end) mix_values<1>(t, r, std::max(end, t.begin[r]), t.end[r]);
   }
 }
 
@@ -199,7 +209,7 @@ void attend(const float* query, const float* keys, const float* values,
           t.stride = (t.last_block - t.first_block + 1) * s.block_size / kWidth * kWidth + 2 * kWidth;
           t.score = scratch(t.rows * t.stride);
           for (int r = 0; r < t.rows; r += kRowBlock)
-            kScore[std::min(t.rows - r, kRowBlock) - 1](t, r);
+            by_rows(t.rows - r, [&](auto R) { score_rows<R>(t, r); });
           for (int r = 0; r < t.rows; r++)
             softmax(t.scores_of(r), t.stride, t.begin[r] - t.origin(), t.end[r] - t.origin());
           mix(t);

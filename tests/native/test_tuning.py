@@ -1,4 +1,4 @@
-"""How a decoder fetches its weights: measured, told, and without a trace in what it computes."""
+"""How a decoder fetches its weights: measured, reported, and without effect on what it computes."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def test_how_weights_are_fetched_changes_no_bit(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, seen[0], strict=True))
 
 
-def test_times_of_tiny_weights_are_told_to_three_digits() -> None:
+def test_times_of_tiny_weights_have_three_digits() -> None:
     """In microseconds alone, those within 3 % of each other could read 0.003 and 0.004 ms."""
-    told = decoder.describe_fetches(2, (3.44e-6, 3.51e-6, 4e-7))
-    assert told == {
+    few = decoder.describe_fetches(2, (3.44e-6, 3.51e-6, 4e-7))
+    assert few == {
         "taken": "past the caches",
         "no hint": 0.00344,
         "cached": 0.00351,
@@ -62,7 +62,7 @@ def test_times_of_tiny_weights_are_told_to_three_digits() -> None:
     }  # fmt: skip
 
 
-def test_what_is_taken_was_measured_here_and_is_told(
+def test_what_is_taken_was_measured_here_and_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "foretoken"):

@@ -26,7 +26,7 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     """One draft per row of raw draft logits, and in `cache` the q it came from.
 
-    See `Backend.draft`. Rows at T=0 leave threshold -inf and LSE 0: their q is never asked for.
+    See `Backend.draft`. Rows at T=0 leave threshold -inf and LSE 0: their q is never read.
     Returns int64 [B].
     """
     token_B = torch.empty(len(rows.slot_N), dtype=torch.int64)

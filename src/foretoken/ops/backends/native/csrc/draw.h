@@ -14,11 +14,11 @@ struct Noise {
   bool flat, fp64;
 };
 
-// A draw from `d`; some id if it is not finite.
+// A draw from `d`; an arbitrary id if it is not finite.
 int64_t draw(const Distribution& d, const Noise& noise);
 
-// The same token, 0 if the row is not finite, where nothing else is wanted: it leaves in `scratch` what
-// it came upon, not a distribution.
+// The same token, 0 if the row is not finite, without measuring more of the row than it takes:
+// `scratch` then holds no distribution.
 int64_t draw(const Row& row, const Filters& filters, const Noise& noise, Distribution& scratch);
 
 // q of a draft row, stated again from what is cached: softmax of x / T over x >= threshold.

@@ -39,14 +39,14 @@ struct Pool {
   std::condition_variable wake;
   std::vector<std::thread> workers;
   pid_t process = getpid();
-  const int size;  // asked for, the calling thread included
+  const int size;  // threads wanted, the calling one included
 
   explicit Pool(int threads) : size(threads) {
     workers.reserve(threads);  // what may throw beside the system comes before the first thread
     try {
       for (int i = 1; i < threads; i++) workers.emplace_back([this] { work(); });
     } catch (const std::system_error&) {
-      // The system gives no more threads: those there are share the work.
+      // The system gives no more threads: those that there are share the work.
     }
   }
 

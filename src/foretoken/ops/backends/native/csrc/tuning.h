@@ -1,7 +1,7 @@
 // Which way of fetching weights is the fastest on this machine, by measurement.
 //
-// Nothing else tells: past the caches is as fast as any on a Zen 5, and four times as slow on a Xeon
-// whose L3 holds the weights.
+// It cannot be known beforehand: past the caches is as fast as any on a Zen 5, and four times as slow
+// on a Xeon whose L3 holds the weights.
 #pragma once
 
 #include "gemm.h"

@@ -68,8 +68,8 @@ struct Request {
     return std::log(uniform_at(0, a, batch.fp64));
   }
 
-  // Whether draft i is accepted once those before it are. SYNTHETIC is given what it does not look at,
-  // too: it is there to take the time of STANDARD.
+  // Whether draft i is accepted once those before it are. For SYNTHETIC the ratio is computed, too,
+  // and not used: it must take the time of STANDARD.
   bool accepts(int64_t i, double log_ratio) const {
     return log_u(i) < (synthetic() ? std::log(batch.synthetic_rate_K[i]) : log_ratio);
   }

@@ -17,7 +17,6 @@ and five rows always do.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -67,12 +66,7 @@ class _Pack:
         self._op = ops._linear_pointwise.default
         weight = torch.cat([linear.weight.detach() for linear in linears])
         self._weight = ops._reorder_linear_weight(weight, _ROWS_HINT)
-        biases: list[Tensor] = [
-            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-            for linear in linears
-        ]
-        has_bias = any(linear.bias is not None for linear in linears)
-        self._bias = torch.cat(biases).detach() if has_bias else None
+        self._bias = _joint_bias(linears)
         self._sizes = [linear.out_features for linear in linears]
         self._last: tuple[Tensor | None, Sequence[Tensor]] = (None, ())
 
@@ -90,6 +84,17 @@ class _Pack:
     def _compute(self, x: Tensor) -> Tensor:
         out: Tensor = self._op(x, self._weight, self._bias, "none", [], "")
         return out
+
+
+def _joint_bias(linears: list[nn.Linear]) -> Tensor | None:
+    if all(linear.bias is None for linear in linears):
+        return None
+    return torch.cat(
+        [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+            for linear in linears
+        ]
+    ).detach()
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -137,7 +142,9 @@ def pack_linears(module: nn.Module, calls: LinearCalls) -> None:
         for parent in module.modules()
         for name, child in parent.named_children()
     }
-    times = Counter(id(linear) for linear, _ in calls)
+    times: dict[int, int] = {}
+    for linear, _ in calls:
+        times[id(linear)] = times.get(id(linear), 0) + 1
     packs: dict[tuple[int, int], list[nn.Linear]] = {}
     for linear, x in calls:
         if times[id(linear)] == 1:

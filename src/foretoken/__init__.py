@@ -55,11 +55,12 @@ _NAMES = {
     "sampling.params": "SamplingParams",
 }
 _PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = ["__version__", *_PLACES]
+if not TYPE_CHECKING:  # type checkers go by the imports above
+    __all__ = ["__version__", *_PLACES]
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return ["__version__", *sorted(_PLACES)]
 
 
 def __getattr__(name: str) -> Any:

@@ -204,6 +204,8 @@ class CompletionDelta(CompletionOutput):
         finish_reason, stop_reason: as there, in the sample's last delta; None before.
     """
 
+    finish_reason: str | None = None
+
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:

@@ -8,6 +8,7 @@ say in CHANGELOG.md what changed. Options that are fields follow their dataclass
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -103,6 +104,11 @@ def test_every_field_is_an_option_or_said_not_to_be(command: str, cls: Any) -> N
         default = OTHER_DEFAULTS[command].get(name, FIELDS[name].default)
         assert found[name].default == (None if default == () else default)
         assert f"--{name.replace('_', '-')}" in found[name].opts
+        kind = str(FIELDS[name].type)
+        assert found[name].multiple == ("Sequence[" in kind or "tuple[" in kind or "list[" in kind)
+        assert bool(found[name].secondary_opts) == ("bool" in kind and default is not False)
+        numbers = [number for number in ("int", "float") if re.search(rf"\b{number}\b", kind)]
+        assert "[" in kind or not numbers or found[name].type.name.startswith(numbers[0])
 
 
 def test_the_help_is_what_the_dataclasses_say() -> None:

@@ -1,4 +1,4 @@
-"""How a decoder fetches its weights: measured, told, and without a trace in what it computes."""
+"""How a decoder fetches its weights: measured, reported, and without effect on what it computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from foretoken.models import CausalLM, load_model
-from foretoken.ops.backends.native import library
+from foretoken.ops.backends.native import decoder, library
 from tests.models import families
 from tests.models.walk import walk
 from tests.support.kernels import needs_kernels
@@ -35,7 +35,7 @@ def test_how_weights_are_fetched_changes_no_bit(tmp_path: Path) -> None:
     texts = [[(7 * i + j) % 301 for j in range(22)] for i in range(4)]
     seen = []
     try:
-        for one_row, few_rows in itertools.product(range(len(library.FETCHES)), repeat=2):
+        for one_row, few_rows in itertools.product(range(len(decoder.FETCHES)), repeat=2):
             model.fused.set_fetches(one_row, few_rows)
             for threads in (1, 2):
                 library.set_num_threads(threads)
@@ -48,30 +48,29 @@ def test_how_weights_are_fetched_changes_no_bit(tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(found, seen[0], strict=True))
 
 
-def test_times_of_tiny_weights_are_told_to_three_digits() -> None:
+def test_times_of_tiny_weights_have_three_digits() -> None:
     """In microseconds alone, those within 3 % of each other could read 0.003 and 0.004 ms."""
-    few = (3.44e-6, 3.51e-6, 4e-7)
-    told = library.Tuning(1, 2, (1.23456e-3, 1.2e-3, 9.8765), few).describe()
-    assert told == {
-        "1 row": {"taken": "cached", "no hint": 1.23, "cached": 1.2, "past the caches": 9880.0},
-        "6 rows": {
-            "taken": "past the caches",
-            "no hint": 0.00344,
-            "cached": 0.00351,
-            "past the caches": 0.0004,
-        },
+    few = decoder.describe_fetches(2, (3.44e-6, 3.51e-6, 4e-7))
+    assert few == {
+        "taken": "past the caches",
+        "no hint": 0.00344,
+        "cached": 0.00351,
+        "past the caches": 0.0004,
     }
+    assert decoder.describe_fetches(1, (1.23456e-3, 1.2e-3, 9.8765)) == {
+        "taken": "cached", "no hint": 1.23, "cached": 1.2, "past the caches": 9880.0
+    }  # fmt: skip
 
 
-def test_what_is_taken_was_measured_here_and_is_told(
+def test_what_is_taken_was_measured_here_and_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "foretoken"):
         model = load(tmp_path)
     linears = [m for m in model.module.modules() if isinstance(m, nn.Linear)]
-    tuning = library.tunings()[f"{sum(m.weight.nbytes for m in linears) / 2**20:.1f} MiB"]
+    tuning = decoder.tunings()[f"{sum(m.weight.nbytes for m in linears) / 2**20:.1f} MiB"]
     for rows in ("1 row", "6 rows"):
-        measured = {name: float(tuning[rows][name]) for name in library.FETCHES}
+        measured = {name: float(tuning[rows][name]) for name in decoder.FETCHES}
         assert min(measured.values()) > 0
         assert measured[str(tuning[rows]["taken"])] <= 1.06 * min(measured.values())
         assert any(f"{rows}, ms: {tuning[rows]}" in line for line in caplog.messages)

@@ -33,6 +33,9 @@ def test_unknown_and_former_names() -> None:
     for ask in (get_backend, unavailable):
         with pytest.raises(ConfigError, match="one of reference, torch, native, triton"):
             ask("nonesuch")
+        for wrong in (None, 3):
+            with pytest.raises(ConfigError, match=f"is {wrong}: must be one of reference"):
+                ask(wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="called `torch` now"):
         get_backend("torch_cpu")
     with pytest.raises(ConfigError, match="called `native` now"):

@@ -100,9 +100,11 @@ class Detokenizer:
     @property
     def settled_text(self) -> str:
         """Text that no later token can take back: without a possible beginning of a stop string."""
-        text = self.text
-        begun = (stop[:size] for stop in self._stop for size in range(1, len(stop)))
-        return text[: len(text) - max((len(b) for b in begun if text.endswith(b)), default=0)]
+        held, text = 0, self.text
+        for stop in self._stop:
+            sizes = range(min(len(stop) - 1, len(text)), held, -1)
+            held = next((size for size in sizes if text.endswith(stop[:size])), held)
+        return text[: len(text) - held]
 
     def take(self) -> str:
         """The settled text; it is kept here no longer, so that long outputs cost no more."""

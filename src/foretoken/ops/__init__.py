@@ -95,7 +95,7 @@ def _load(name: str) -> Backend:
 
 def _package(name: str) -> Any:
     if name not in BACKENDS:
-        now = name.removesuffix("_cpu")  # as two of them ended once
-        hint = f"It is called `{now}` now." if now in BACKENDS else ""
+        former = {"torch_cpu": "torch", "native_cpu": "native"}
+        hint = f"It is called `{former[name]}` now." if name in former else ""
         raise ConfigError("backend", name, f"one of {', '.join(BACKENDS)}", hint)
     return import_module(BACKENDS[name])

@@ -28,7 +28,7 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention=attention,
-        decoder=decoder.decoder,
+        decoder=decoder.FusedDecoder,
         set_num_threads=library.set_num_threads,
-        tunings=library.tunings,
+        tunings=decoder.tunings,
     )

@@ -4,9 +4,9 @@ Belongs here: compiler, flags, file names. Standard library only, and no import 
 hook that builds a wheel loads this file by its path before anything is installed.
 
 There is one library per instruction set, chosen when it is loaded, so that a wheel built anywhere
-runs anywhere. A file's name holds a digest of the sources: a library of other sources is never
-loaded. Its last bytes are a digest of the others, which the loader of the system does not read: a
-damaged library is found by it, and not by the process dying of SIGBUS.
+runs anywhere. A file's name holds a digest of the sources, so that a library of other sources is
+never loaded. Its last bytes, which the system's loader does not read, are a digest of the rest: a
+damaged library is noticed before the process dies of SIGBUS in it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ Shape suffixes: as in `ops/types.py`.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import weakref
 from collections.abc import Sequence
@@ -24,15 +23,23 @@ from torch import Tensor, nn
 
 from foretoken.errors import ConfigError
 from foretoken.ops.backends.native import library
-from foretoken.ops.backends.native.arguments import native_cache, native_params
+from foretoken.ops.backends.native.arguments import (
+    Struct,
+    address,
+    native_cache,
+    native_params,
+    struct,
+)
 from foretoken.ops.decoder import AttentionCall, DraftRound, ForwardOutput, UnfitError
 from foretoken.ops.pass_checks import check_attention_batch, check_draft_round
 from foretoken.ops.types import AttentionBatch
 
-__all__ = ["FAMILIES", "FusedDecoder", "decoder"]
+__all__ = ["FAMILIES", "FETCHES", "FusedDecoder", "tunings"]
 
 FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
 """Model types built of RMSNorm, rotary attention and a gated SiLU layer, in that order."""
+FETCHES = ("no hint", "cached", "past the caches")
+"""`foretoken::Fetch` by number: how weights are fetched ahead of their use."""
 
 _log = logging.getLogger(__name__)
 
@@ -40,14 +47,22 @@ _HEAD_MULTIPLE = 16  # the widest vector: values are read by whole vectors
 # Frequencies that do not depend on what is computed; the others move with the longest position.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
+_tunings: dict[str, dict[str, dict[str, float | str]]] = {}
 
-def decoder(module: Any, calls: Sequence[AttentionCall]) -> FusedDecoder:
-    """See `Backend.decoder`."""
-    return FusedDecoder(module, calls)
+
+def tunings() -> dict[str, dict[str, dict[str, float | str]]]:
+    """What this process measured and took: by size of the weights, by rows (`describe_fetches`)."""
+    return dict(_tunings)
+
+
+def describe_fetches(taken: int, seconds: Sequence[float]) -> dict[str, float | str]:
+    """What was taken, and milliseconds of a pass over the weights with each of `FETCHES`."""
+    measured = {name: float(f"{1000 * s:.3g}") for name, s in zip(FETCHES, seconds, strict=True)}
+    return {"taken": FETCHES[taken], **measured}
 
 
 class FusedDecoder:
-    """The native `Decoder`. Keeps its own copy of all weights but the embedding.
+    """The native `Decoder`. Keeps its own copy of all matrices but the embedding.
 
     Keys and values are laid out as `csrc/attention.h` says.
 
@@ -58,21 +73,19 @@ class FusedDecoder:
     def __init__(self, module: Any, calls: Sequence[AttentionCall]) -> None:
         _check_fit(module, calls)
         self._library = library.load()
-        self._module = module
+        self._module = module  # whose embedding and norms are read
         self._vocab_size: int = module.lm_head.out_features
         self._hidden_size: int = module.config.hidden_size
         self._num_layers = len(calls)
-        shape, layers = _shape(module), (library.LayerWeights * len(calls))()
-        for weights, layer, call in zip(layers, module.model.layers, calls, strict=True):
-            _fill_layer(weights, layer, call)
+        pairs = zip(module.model.layers, calls, strict=True)
+        layers = [_native_layer(layer, call.sliding_window) for layer, call in pairs]
         self._handle = c_void_p()
         self._library.foretoken_decoder_new(
-            byref(shape),
-            layers,
-            _address(module.model.embed_tokens.weight),
-            _address(module.model.norm.weight),
-            _address(module.lm_head.weight),
-            _address(module.model.rotary_emb.inv_freq),
+            _native_model(module),
+            struct((), *map(address, layers)),
+            module.model.norm.variance_epsilon,
+            module.model.layers[0].self_attn.scaling,
+            module.model.rotary_emb.attention_scaling,
             byref(self._handle),
         )
         # Not at exit: a daemon thread may still compute then.
@@ -81,17 +94,22 @@ class FusedDecoder:
         self._cache: tuple[Any, ...] = (None,) * 4  # keys, values, their addresses
 
     def _tune(self) -> None:
-        """Measure how weights are fetched fastest on this machine, and say what was taken."""
-        tuning = library.Tuning()
-        self._library.foretoken_decoder_tune(self._handle, byref(tuning))
+        """Measure how weights are fetched fastest on this machine, take it and say so."""
+        taken_R = torch.empty(2, dtype=torch.int64)
+        seconds_RF = torch.empty(2, len(FETCHES), dtype=torch.float64)
+        self._library.foretoken_decoder_measure_fetches(
+            self._handle, taken_R.data_ptr(), seconds_RF.data_ptr()
+        )
+        self.set_fetches(*taken_R.tolist())
         linears = [m for m in self._module.modules() if isinstance(m, nn.Linear)]
-        size = sum(linear.weight.nbytes for linear in linears) / 2**20
-        library.record_tuning(f"{size:.1f} MiB", tuning)
-        for rows, measured in tuning.describe().items():
-            _log.info("Weights of %.1f MiB, %s, ms: %s", size, rows, measured)
+        size = f"{sum(linear.weight.nbytes for linear in linears) / 2**20:.1f} MiB"
+        found = map(describe_fetches, taken_R.tolist(), seconds_RF.tolist())
+        _tunings[size] = dict(zip(("1 row", "6 rows"), found, strict=True))
+        for rows, measured in _tunings[size].items():
+            _log.info("Weights of %s, %s, ms: %s", size, rows, measured)
 
     def set_fetches(self, one_row: int, few_rows: int) -> None:
-        """Fetch weights so (`library.FETCHES`), whatever was measured; no logit changes."""
+        """Fetch weights so (`FETCHES`) for one row and for a few; no logit changes."""
         self._library.foretoken_decoder_set_fetches(self._handle, one_row, few_rows)
 
     def drop_module_weights(self) -> None:
@@ -113,19 +131,12 @@ class FusedDecoder:
         """See `Decoder.forward`: float32."""
         logits_NV = torch.empty(len(logit_row_N), self._vocab_size)
         aux = {i: torch.empty(len(token_T), self._hidden_size) for i in aux_layers}
-        wanted = None
-        if aux:
-            wanted = (c_void_p * (self._num_layers + 1))()
-            for i, hidden in aux.items():
-                wanted[i] = hidden.data_ptr()
-        key_addresses, value_addresses = self._addresses(keys, values)
         self._library.foretoken_decoder_forward(
             self._handle,
-            byref(_native_batch(token_T, logit_row_N, batch, keys[0])),
-            key_addresses,
-            value_addresses,
+            _native_batch(token_T, logit_row_N, batch, keys[0]),
+            *self._addresses(keys, values),
             logits_NV.data_ptr(),
-            wanted,
+            struct([aux.get(i) for i in range(self._num_layers + 1)]) if aux else None,
         )
         return ForwardOutput(logits_NV, tuple(aux[i] for i in aux_layers))
 
@@ -140,29 +151,18 @@ class FusedDecoder:
         """See `Decoder.draft`."""
         nums = check_draft_round(drafting, batch, self._vocab_size)
         token_BK = torch.full((len(nums), max(nums)), -1, dtype=torch.int64)
-        drawn = library.DraftRound(
-            drafting.slot_B.data_ptr(),
-            drafting.num_B.data_ptr(),
-            max(nums),
-            native_cache(drafting.cache),
-            drafting.fp64_noise,
-            token_BK.data_ptr(),
-        )
-        key_addresses, value_addresses = self._addresses(keys, values)
+        kept = native_params(drafting.params), native_cache(drafting.cache)
+        tensors = (drafting.slot_B, drafting.num_B, token_BK)
         last_B = batch.query_start_B1[1:] - 1
         self._library.foretoken_decoder_draft(
             self._handle,
-            byref(_native_batch(token_T, last_B, batch, keys[0])),
-            key_addresses,
-            value_addresses,
-            byref(native_params(drafting.params)),
-            byref(drawn),
+            _native_batch(token_T, last_B, batch, keys[0]),
+            *self._addresses(keys, values),
+            struct(tensors, *map(address, kept), max(nums), drafting.fp64_noise, kept=kept),
         )
         return token_BK
 
-    def _addresses(
-        self, keys: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> tuple[ctypes.Array[c_void_p], ctypes.Array[c_void_p]]:
+    def _addresses(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Struct, Struct]:
         """Where the tensors are; looked up once for a pool that is used again and again."""
         known_keys, known_values, *addresses = self._cache
         if keys is not known_keys or values is not known_values:
@@ -170,8 +170,7 @@ class FusedDecoder:
                 raise ConfigError("keys", len(keys), f"tensors of {self._num_layers} layers")
             if keys[0].dtype is not torch.float32:
                 raise ConfigError("keys.dtype", keys[0].dtype, "torch.float32")
-            layers = c_void_p * len(keys)
-            addresses = [layers(*[t.data_ptr() for t in side]) for side in (keys, values)]
+            addresses = [struct(keys), struct(values)]
             self._cache = (keys, values, *addresses)
         key_addresses, value_addresses = addresses
         return key_addresses, value_addresses
@@ -179,24 +178,11 @@ class FusedDecoder:
 
 def _native_batch(
     token_T: Tensor, row_N: Tensor, batch: AttentionBatch, key_cache: Tensor
-) -> library.Batch:
-    """Addresses within the tensors, which the caller keeps alive."""
+) -> Struct:
+    """`Batch`."""
     check_attention_batch(batch, len(token_T), key_cache)
-    requests, columns = batch.block_BL.shape
-    return library.Batch(
-        token_T.data_ptr(),
-        row_N.data_ptr(),
-        len(token_T),
-        len(row_N),
-        library.AttentionBatch(
-            batch.query_start_B1.data_ptr(),
-            batch.length_B.data_ptr(),
-            batch.block_BL.data_ptr(),
-            requests,
-            columns,
-            batch.block_size,
-        ),
-    )
+    tensors = (token_T, row_N, batch.query_start_B1, batch.length_B, batch.block_BL)
+    return struct(tensors, *batch.block_BL.shape, batch.block_size, len(token_T), len(row_N))
 
 
 def _check_fit(module: Any, calls: Sequence[AttentionCall]) -> None:
@@ -221,42 +207,41 @@ def _check_fit(module: Any, calls: Sequence[AttentionCall]) -> None:
         raise UnfitError(f"heads of sizes {sorted(sizes)}: not one multiple of {_HEAD_MULTIPLE}")
 
 
-def _shape(module: Any) -> library.DecoderShape:
-    config, rotary = module.config, module.model.rotary_emb
-    attention = module.model.layers[0].self_attn
-    return library.DecoderShape(
-        layers=len(module.model.layers),
-        hidden=config.hidden_size,
-        intermediate=module.model.layers[0].mlp.gate_proj.out_features,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_size=attention.q_proj.out_features // config.num_attention_heads,
-        vocabulary=module.lm_head.out_features,
-        rotary_size=2 * len(rotary.inv_freq),
-        norm_epsilon=module.model.norm.variance_epsilon,
-        attention_scale=attention.scaling,
-        rotary_scale=rotary.attention_scaling,
+def _native_model(module: Any) -> Struct:
+    """`Model`."""
+    model, config = module.model, module.config
+    tensors = (
+        model.embed_tokens.weight,
+        model.norm.weight,
+        module.lm_head.weight,
+        model.rotary_emb.inv_freq,
+    )
+    return struct(
+        _checked(*tensors),
+        len(model.layers),
+        config.hidden_size,
+        model.layers[0].mlp.gate_proj.out_features,
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        model.layers[0].self_attn.q_proj.out_features // config.num_attention_heads,
+        module.lm_head.out_features,
+        2 * len(model.rotary_emb.inv_freq),
     )
 
 
-def _fill_layer(weights: library.LayerWeights, layer: Any, call: AttentionCall) -> None:
-    """Addresses of one layer's tensors; the native decoder copies what they hold."""
-    weights.input_norm = _address(layer.input_layernorm.weight)
-    weights.post_attention_norm = _address(layer.post_attention_layernorm.weight)
-    linears = {name: getattr(layer.self_attn, f"{name}_proj") for name in "qkvo"}
-    linears |= {name: getattr(layer.mlp, f"{name}_proj") for name in ("gate", "up", "down")}
-    for name, linear in linears.items():
-        setattr(weights, name, _address(linear.weight))
-        setattr(weights, f"{name}_bias", _address(linear.bias))
-    for name in ("q_norm", "k_norm"):
-        norm = getattr(layer.self_attn, name, None)
-        setattr(weights, name, None if norm is None else _address(norm.weight))
-    weights.window = call.sliding_window or 0
+def _native_layer(layer: Any, window: int | None) -> Struct:
+    """`LayerWeights`."""
+    attention, mlp = layer.self_attn, layer.mlp
+    head_norms = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
+    norms = (layer.input_layernorm, layer.post_attention_layernorm, *head_norms)
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+    linears = (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    weights = [None if part is None else part.weight for part in (*norms, *linears)]
+    return struct(_checked(*weights, *(linear.bias for linear in linears)), window or 0)
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    if tensor is None:
-        return None
-    if not tensor.is_contiguous() or tensor.dtype is not torch.float32:
-        raise UnfitError("a weight is not contiguous float32")
-    return tensor.data_ptr()
+def _checked(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    for weight in weights:
+        if weight is not None and not (weight.is_contiguous() and weight.dtype is torch.float32):
+            raise UnfitError("a weight is not contiguous float32")
+    return weights

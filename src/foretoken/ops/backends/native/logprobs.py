@@ -5,13 +5,11 @@ Shapes: N rows, V vocabulary, T likeliest tokens.
 
 from __future__ import annotations
 
-from ctypes import byref
-
 import torch
 from torch import Tensor
 
 from foretoken.ops.backends.native import library
-from foretoken.ops.backends.native.arguments import native_params, native_rows
+from foretoken.ops.backends.native.arguments import native_rows
 from foretoken.ops.types import Logprobs, Rows
 
 
@@ -20,7 +18,6 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
 
     A row that is not finite has NaN throughout.
     """
-    params = rows.params if isinstance(rows, Rows) else None
     num_rows = len(token_N)
     found = Logprobs(
         torch.empty(num_rows, dtype=torch.float32),
@@ -28,18 +25,14 @@ def logprobs(rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         torch.empty(num_rows, num_top, dtype=torch.float32),
         torch.empty(num_rows, num_top, dtype=torch.int64),
     )
-    out = library.TopLogprobs(
+    given_N = token_N.long().contiguous()
+    library.load().foretoken_logprobs(
+        native_rows(rows),
+        given_N.data_ptr(),
         found.logprob_N.data_ptr(),
         found.rank_N.data_ptr(),
         found.top_logprob_NT.data_ptr(),
         found.top_token_NT.data_ptr(),
         num_top,
-    )
-    given_N = token_N.to(torch.int64).contiguous()
-    library.load().foretoken_logprobs(
-        None if params is None else byref(native_params(params)),
-        byref(native_rows(rows)),
-        given_N.data_ptr(),
-        byref(out),
     )
     return found

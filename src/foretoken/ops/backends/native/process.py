@@ -5,13 +5,11 @@ Shapes: N rows, V vocabulary.
 
 from __future__ import annotations
 
-from ctypes import byref
-
 import torch
 from torch import Tensor
 
 from foretoken.ops.backends.native import library
-from foretoken.ops.backends.native.arguments import native_params, native_rows
+from foretoken.ops.backends.native.arguments import native_rows
 from foretoken.ops.types import Rows
 
 
@@ -21,7 +19,5 @@ def process_logits(rows: Rows) -> Tensor:
     Rows that are not finite (NaN, +inf or all -inf) are edited and scaled, not filtered.
     """
     out_NV = torch.empty(rows.logits_NV.shape, dtype=torch.float32)
-    library.load().foretoken_process(
-        byref(native_params(rows.params)), byref(native_rows(rows)), out_NV.data_ptr()
-    )
+    library.load().foretoken_process(native_rows(rows), out_NV.data_ptr())
     return out_NV

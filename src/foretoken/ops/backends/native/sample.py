@@ -5,18 +5,11 @@ Shapes: N rows, B requests, V vocabulary.
 
 from __future__ import annotations
 
-from ctypes import byref
-
 import torch
 from torch import Tensor
 
 from foretoken.ops.backends.native import library
-from foretoken.ops.backends.native.arguments import (
-    native_cache,
-    native_params,
-    native_places,
-    native_rows,
-)
+from foretoken.ops.backends.native.arguments import native_cache, native_places, native_rows
 from foretoken.ops.types import DraftCache, Noise, Rows
 
 
@@ -26,28 +19,19 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
     See `Backend.sample`. A row that is not finite gives 0. Returns int64 [N].
     """
     token_N = torch.empty(len(rows.slot_N), dtype=torch.int64)
-    library.load().foretoken_sample(
-        byref(native_params(rows.params)),
-        byref(native_rows(rows)),
-        byref(native_places(noise)),
-        token_N.data_ptr(),
-    )
+    library.load().foretoken_sample(native_rows(rows), native_places(noise), token_N.data_ptr())
     return token_N
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     """One draft per row of raw draft logits, and in `cache` the q it came from.
 
-    See `Backend.draft`. Rows at T=0 leave threshold -inf and LSE 0: their q is never asked for.
+    See `Backend.draft`. Rows at T=0 leave threshold -inf and LSE 0: their q is never read.
     Returns int64 [B].
     """
     token_B = torch.empty(len(rows.slot_N), dtype=torch.int64)
     library.load().foretoken_draft(
-        byref(native_params(rows.params)),
-        byref(native_rows(rows)),
-        byref(native_places(noise)),
-        native_cache(cache),
-        token_B.data_ptr(),
+        native_rows(rows), native_places(noise), native_cache(cache), token_B.data_ptr()
     )
     if cache is not None and cache.logits_SKV.dtype is torch.float64:  # a copy was written
         cache.logits_SKV[rows.slot_N, noise.draft_index_N] = rows.logits_NV

@@ -1,7 +1,7 @@
 """The pass over p and q together, and the draw of what `decide.py` planned.
 
 Many programs sum a request's residual, each some blocks of a row, and count themselves; the last
-one to arrive finishes the request: the block rule, and the draw. That saves a fourth launch. A request
+to arrive finishes the request: the block rule, and the draw. That saves a fourth launch. A request
 that has nothing to sum is drawn by its first program.
 """
 

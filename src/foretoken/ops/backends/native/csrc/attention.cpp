@@ -1,7 +1,7 @@
 #include "attention.h"
 
-#include <cmath>
-#include <limits>
+#include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "pool.h"
@@ -12,7 +12,6 @@ namespace {
 
 constexpr int kMostRows = 24;  // (query, head) pairs of a tile: they share each read of K and V
 constexpr int kRowBlock = 6;   // of them in registers at once
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Rows of one tile: queries q0.. of one request times the heads that share one K/V head.
 struct QueryTile {
@@ -20,13 +19,13 @@ struct QueryTile {
   const int64_t* blocks;
   const float* keys;
   const float* values;
-  int rows;
-  const float* query[kMostRows];
-  float* out[kMostRows];
-  int64_t begin[kMostRows], end[kMostRows];  // keys that the row sees
-  int64_t first_block, last_block;           // blocks that any row sees
-  float* score;                              // [rows][stride], from the first key of first_block
-  int64_t stride;
+  int rows = 0;
+  const float* query[kMostRows] = {};
+  float* out[kMostRows] = {};
+  int64_t begin[kMostRows] = {}, end[kMostRows] = {};  // keys that the row sees
+  int64_t first_block = 0, last_block = 0;             // blocks that any row sees
+  float* score = nullptr;  // [rows][stride], from the first key of first_block
+  int64_t stride = 0;
 
   float* scores_of(int r) const { return score + r * stride; }
   int64_t origin() const { return first_block * shape.block_size; }
@@ -74,16 +73,16 @@ void score_rows(const QueryTile& t, int first_row) {
   for (; b <= t.last_block; b++) score_blocks<R, 1>(t, first_row, b);
 }
 
-void score_keys(const QueryTile& t) {
-  for (int r = 0; r < t.rows; r += kRowBlock) {
-    switch (t.rows - r) {
-      case 1: score_rows<1>(t, r); break;
-      case 2: score_rows<2>(t, r); break;
-      case 3: score_rows<3>(t, r); break;
-      case 4: score_rows<4>(t, r); break;
-      case 5: score_rows<5>(t, r); break;
-      default: score_rows<6>(t, r);
-    }
+// work(R), a constant: `rows`, at most kRowBlock.
+template <typename Work>
+void by_rows(int rows, const Work& work) {
+  switch (rows) {
+    case 1: return work(std::integral_constant<int, 1>());
+    case 2: return work(std::integral_constant<int, 2>());
+    case 3: return work(std::integral_constant<int, 3>());
+    case 4: return work(std::integral_constant<int, 4>());
+    case 5: return work(std::integral_constant<int, 5>());
+    default: return work(std::integral_constant<int, 6>());
   }
 }
 
@@ -114,7 +113,7 @@ void mix_columns(const QueryTile& t, int first_row, int64_t begin, int64_t end, 
     for (int j = 0; j < V; j++) sum[r][j] = load(t.out[first_row + r] + v + j * kWidth);
   for (int64_t key = begin; key < end;) {
     const int64_t b = key / s.block_size, offset = key % s.block_size;
-    const int64_t left = s.block_size - offset, run = end - key < left ? end - key : left;
+    const int64_t run = std::min(end - key, s.block_size - offset);
     const float* value = t.values + t.blocks[b] * per_block + offset * size + v;
     const float* next = t.values + t.blocks[b < t.last_block ? b + 1 : b] * per_block + v;
     for (int64_t i = 0; i < run; i++, value += size, next += size) {
@@ -140,39 +139,23 @@ void mix_values(const QueryTile& t, int first_row, int64_t begin, int64_t end) {
   for (; v < t.shape.value_size; v += kWidth) mix_columns<R, 1>(t, first_row, begin, end, v);
 }
 
-void mix_rows(const QueryTile& t, int first_row, int rows, int64_t begin, int64_t end) {
-  switch (rows) {
-    case 1: return mix_values<1>(t, first_row, begin, end);
-    case 2: return mix_values<2>(t, first_row, begin, end);
-    case 3: return mix_values<3>(t, first_row, begin, end);
-    case 4: return mix_values<4>(t, first_row, begin, end);
-    case 5: return mix_values<5>(t, first_row, begin, end);
-    default: return mix_values<6>(t, first_row, begin, end);
-  }
-}
-
 // Keys that all rows see are read once for kRowBlock rows; each row's own before and after alone.
 void mix(const QueryTile& t) {
   for (int first = 0; first < t.rows; first += kRowBlock) {
-    const int rows = t.rows - first < kRowBlock ? t.rows - first : kRowBlock;
+    const int rows = std::min(t.rows - first, kRowBlock);
     int64_t begin = t.begin[first], end = t.end[first];
     for (int r = first; r < first + rows; r++) {
       std::memset(t.out[r], 0, t.shape.value_size * sizeof(float));
-      begin = t.begin[r] > begin ? t.begin[r] : begin;
-      end = t.end[r] < end ? t.end[r] : end;
+      begin = std::max(begin, t.begin[r]);
+      end = std::min(end, t.end[r]);
     }
     if (begin >= end) begin = end = t.end[first];  // windows so far apart that they share nothing
     for (int r = first; r < first + rows; r++)
-      mix_rows(t, r, 1, t.begin[r], begin < t.end[r] ? begin : t.end[r]);
-    if (begin < end) mix_rows(t, first, rows, begin, end);
+      if (t.begin[r] < begin) mix_values<1>(t, r, t.begin[r], std::min(begin, t.end[r]));
+    if (begin < end) by_rows(rows, [&](auto R) { mix_values<R>(t, first, begin, end); });
     for (int r = first; r < first + rows; r++)
-      mix_rows(t, r, 1, end > t.begin[r] ? end : t.begin[r], t.end[r]);
+      if (t.end[r] > end) mix_values<1>(t, r, std::max(end, t.begin[r]), t.end[r]);
   }
-}
-
-// Tokens of a tile: as many as fill its rows.
-int64_t tile_tokens(int64_t heads_per_kv) {
-  return heads_per_kv < kMostRows ? kMostRows / heads_per_kv : 1;
 }
 
 float* scratch(int64_t size) {
@@ -185,7 +168,7 @@ float* scratch(int64_t size) {
 
 void plan_attention(const AttentionBatch& batch, int64_t heads, int64_t kv_heads,
                     AttentionPlan* plan) {
-  const int64_t most = tile_tokens(heads / kv_heads);
+  const int64_t most = std::max(kMostRows / (heads / kv_heads), int64_t{1});  // tokens of a tile
   plan->tiles.clear();
   plan->num_scores = 0;
   for (int64_t b = 0; b < batch.requests; b++) {
@@ -193,7 +176,7 @@ void plan_attention(const AttentionBatch& batch, int64_t heads, int64_t kv_heads
     plan->num_scores += batch.length_B[b] * batch.queries(b);
     for (int64_t head = 0; head < kv_heads; head++)
       for (int64_t t = batch.query_start_B1[b]; t < end; t += most)
-        plan->tiles.push_back({b, head, t, end - t < most ? end - t : most});
+        plan->tiles.push_back({b, head, t, std::min(end - t, most)});
   }
 }
 
@@ -207,10 +190,9 @@ void attend(const float* query, const float* keys, const float* values,
         const int64_t b = tile.request, head = tile.kv_head;
         const int64_t origin = batch.length_B[b] - batch.query_start_B1[b + 1];  // of positions
         for (int64_t h0 = 0; h0 < per_kv; h0 += kMostRows) {  // more heads than a tile has rows
-          const int64_t h1 = per_kv < h0 + kMostRows ? per_kv : h0 + kMostRows;
+          const int64_t h1 = std::min(per_kv, h0 + kMostRows);
           QueryTile t{s, batch.blocks(b), keys + head * s.key_size * s.block_size,
-                      values + head * s.value_size * s.block_size, 0, {}, {}, {}, {}, 0, 0,
-                      nullptr, 0};
+                      values + head * s.value_size * s.block_size};
           for (int64_t token = tile.first_token; token < tile.first_token + tile.tokens; token++) {
             for (int64_t h = h0; h < h1; h++) {
               const int r = t.rows++;
@@ -226,7 +208,8 @@ void attend(const float* query, const float* keys, const float* values,
           // Whole vectors, and one more: the last block may end within one.
           t.stride = (t.last_block - t.first_block + 1) * s.block_size / kWidth * kWidth + 2 * kWidth;
           t.score = scratch(t.rows * t.stride);
-          score_keys(t);
+          for (int r = 0; r < t.rows; r += kRowBlock)
+            by_rows(t.rows - r, [&](auto R) { score_rows<R>(t, r); });
           for (int r = 0; r < t.rows; r++)
             softmax(t.scores_of(r), t.stride, t.begin[r] - t.origin(), t.end[r] - t.origin());
           mix(t);

@@ -1,6 +1,8 @@
 // Gumbel-max draws: flat over tokens, or hierarchical over blocks and then the tokens of one.
 #pragma once
 
+#include <optional>
+
 #include "distribution.h"
 #include "noise.h"
 
@@ -12,38 +14,11 @@ struct Noise {
   bool flat, fp64;
 };
 
-// argmax(z + G_id), the lowest id of equals, over what is offered.
-class Race {
- public:
-  Race(const Address& a, bool fp64) : address_(a), fp64_(fp64) {}
-  void offer(float z, int64_t id);
-  // 64 ids from `first`, a multiple of 4.
-  void offer64(const float* z, int64_t first);
-  // `count` ids, a multiple of 64.
-  void offer(const float* z, int64_t first, int64_t count) {
-    for (int64_t i = 0; i < count; i += 64) offer64(z + i, first + i);
-  }
-  // Whether no id with this z can win any more, whatever its noise.
-  bool beats(float z) const { return z + (fp64_ ? 38.0f : 23.0f) < score_; }
-  double score() const { return score_; }
-  int64_t id() const { return id_; }
-  bool some() const { return score_ > kNothing; }  // whether there was anything but -inf
-
- private:
-  void enter(double score, int64_t id) {
-    if (score > score_ || (score == score_ && id < id_)) score_ = score, id_ = id;
-  }
-  Address address_;
-  bool fp64_;
-  double score_ = kNothing;
-  int64_t id_ = 0;
-};
-
-// A draw from `d`; some id if it is not finite.
+// A draw from `d`; an arbitrary id if it is not finite.
 int64_t draw(const Distribution& d, const Noise& noise);
 
-// The same token, 0 if the row is not finite, where nothing else is wanted: it leaves in `scratch` what
-// it came upon, not a distribution.
+// The same token, 0 if the row is not finite, without measuring more of the row than it takes:
+// `scratch` then holds no distribution.
 int64_t draw(const Row& row, const Filters& filters, const Noise& noise, Distribution& scratch);
 
 // q of a draft row, stated again from what is cached: softmax of x / T over x >= threshold.
@@ -54,15 +29,12 @@ struct Draft {
   double log_of(int64_t id, float temperature) const;
 };
 
-// max(w p - q, 0) over the vocabulary; p is finite.
+// max(w p - q, 0) over the vocabulary; p is finite. Without a q, all of it is on `token`.
 class Residual {
  public:
-  // q real; p and q have one temperature.
-  Residual(const Distribution& p, const Draft& q, double log_w)
-      : p_(p), q_(&q), shift_(q.lse - p.lse + log_w), log_w_(log_w) {}
-  // q all on one token, where w p does not exceed it.
-  Residual(const Distribution& p, int64_t token) : p_(p), token_(token) {}
-  // Its mass, for a real q.
+  // p and q have one temperature. Without a q, w p(token) <= 1.
+  Residual(const Distribution& p, const std::optional<Draft>& q, int64_t token, double log_w)
+      : p_(p), q_(q), token_(token), log_w_(log_w), shift_(q ? q->lse - p.lse + log_w : 0) {}
   double mass() const;
   // A token of it; -1 if it has no mass.
   int64_t draw(const Noise& noise) const;
@@ -75,9 +47,9 @@ class Residual {
   void fill_list() const;
 
   const Distribution& p_;
-  const Draft* q_ = nullptr;
-  int64_t token_ = -1;
-  double shift_ = 0, log_w_ = 0;
+  const std::optional<Draft> q_;
+  const int64_t token_;
+  const double log_w_, shift_;
 };
 
 }  // namespace foretoken

@@ -17,8 +17,8 @@ constexpr int kRows = 6;                          // rows of a register tile
 constexpr int kVecs = kWidth == 16 ? 4 : 2;       // vectors of a register tile
 constexpr int kPanel = kVecs * kWidth;            // columns of a register tile
 
-// Memory of a decoder's weights, in one piece: matrices of some 100 KB would get no huge pages of
-// their own (reading 59 MB took one Xeon 2.18 ms, with huge pages 1.85).
+// Memory of a decoder's weights, in one piece, so that matrices of some 100 KB lie in huge pages, too
+// (decision 013).
 class Arena {
  public:
   explicit Arena(int64_t floats);

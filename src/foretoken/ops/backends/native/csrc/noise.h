@@ -19,7 +19,7 @@ struct Address {
   uint32_t position, draft_index, stream;
 };
 
-inline Address at(int64_t key, int64_t position, int64_t draft_index, int stream) {
+inline Address at(int64_t key, int64_t position, int64_t draft_index, int64_t stream) {
   const auto bits = static_cast<uint64_t>(key);
   return {{static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)},
           static_cast<uint32_t>(position),

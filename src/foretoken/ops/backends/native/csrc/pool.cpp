@@ -11,6 +11,8 @@
 #include <thread>
 #include <vector>
 
+#include "call.h"
+
 namespace foretoken {
 namespace {
 
@@ -37,14 +39,14 @@ struct Pool {
   std::condition_variable wake;
   std::vector<std::thread> workers;
   pid_t process = getpid();
-  const int size;  // asked for, the calling thread included
+  const int size;  // threads wanted, the calling one included
 
   explicit Pool(int threads) : size(threads) {
     workers.reserve(threads);  // what may throw beside the system comes before the first thread
     try {
       for (int i = 1; i < threads; i++) workers.emplace_back([this] { work(); });
     } catch (const std::system_error&) {
-      // The system gives no more threads: those there are share the work.
+      // The system gives no more threads: those that there are share the work.
     }
   }
 
@@ -124,14 +126,11 @@ std::shared_ptr<Pool>& pool = *new std::shared_ptr<Pool>;
 std::shared_ptr<Pool> current() {
   std::lock_guard<std::mutex> lock(pool_lock);
   if (pool && pool->process != getpid()) new std::shared_ptr<Pool>(std::move(pool));
-  if (!pool || pool->size != wanted)
-    pool = std::make_shared<Pool>(wanted);
+  if (!pool || pool->size != wanted) pool = std::make_shared<Pool>(wanted);
   return pool;
 }
 
 }  // namespace
-
-void set_num_threads(int count) { wanted = count; }
 
 void parallel(int64_t count, Tile tile, void* context) {
   if (wanted > 1) {
@@ -140,6 +139,11 @@ void parallel(int64_t count, Tile tile, void* context) {
     if (own) return shared->run(count, tile, context);
   }
   for (int64_t i = 0; i < count; i++) tile(context, i);
+}
+
+extern "C" int foretoken_set_num_threads(int64_t count) {
+  wanted = static_cast<int>(count);
+  return kDone;
 }
 
 }  // namespace foretoken

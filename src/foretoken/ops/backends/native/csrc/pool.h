@@ -26,6 +26,4 @@ void parallel_for(int64_t count, bool worth, const Work& work) {
       const_cast<Work*>(&work));
 }
 
-void set_num_threads(int count);
-
 }  // namespace foretoken

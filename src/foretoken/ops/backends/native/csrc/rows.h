@@ -2,13 +2,11 @@
 // block at a time, so that no FP32 copy of a row is ever made.
 #pragma once
 
-#include <cstdint>
-#include <limits>
+#include "simd.h"
 
 namespace foretoken {
 
 constexpr int64_t kBlock = 1024;  // ids per block of the hierarchical draw
-constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 constexpr double kNothing = -std::numeric_limits<double>::infinity();
 
 enum Dtype { kFloat32, kBFloat16, kFloat16 };

@@ -3,11 +3,44 @@
 #include <algorithm>
 #include <cstring>
 
+#include "call.h"
 #include "pool.h"
 #include "simd.h"
 
 namespace foretoken {
+
+// `ops.Rows`. No parameters and no slots: raw logits are meant (`foretoken_logprobs` alone).
+struct Rows {
+  const int64_t* slot_N;
+  Logits logits;
+  const Params* params;
+  const Edits* edits;
+  int64_t count;
+
+  Row row(int64_t n) const { return row_of(logits, edits, n); }
+  Filters filters(int64_t n) const { return params->filters(slot_N[n]); }
+};
+
+// `ops.Noise`.
+struct Places {
+  const int64_t *position_N, *draft_index_N;
+  int64_t token_stream, block_stream, fp64;
+
+  Place at(int64_t n, const Rows& rows) const {
+    return {rows.slot_N[n], position_N[n], draft_index_N[n], rows.logits.vocabulary, fp64};
+  }
+};
+
 namespace {
+
+// `ops.Logprobs`, to be written.
+struct TopLogprobs {
+  float* logprob_N;
+  int64_t* rank_N;
+  float* top_logprob_NT;
+  int64_t* top_token_NT;
+  int64_t top;
+};
 
 // Number of logits above `least`, and not dropped.
 int64_t count_above(const Distribution& d, float least) {
@@ -66,6 +99,13 @@ void write_logprobs(Distribution& d, int64_t token, const TopLogprobs& out, int6
   if (out.top) write_top(d, out, n);
 }
 
+// work(n) for every row.
+template <typename Work>
+int for_rows(const Rows& rows, const Work& work) {
+  const bool worth = worth_waking(rows.count, rows.logits.vocabulary);
+  return guarded([&] { parallel_for(rows.count, worth, work); });
+}
+
 }  // namespace
 
 Distribution& scratch() {
@@ -73,17 +113,37 @@ Distribution& scratch() {
   return d;
 }
 
-Noise Place::noise(const Params& params, int token_stream, int block_stream) const {
+Noise Place::noise(const Params& params, int64_t token_stream, int64_t block_stream) const {
   const int64_t key = params.key_S[slot];
   return {at(key, position, draft_index, token_stream), at(key, position, draft_index, block_stream),
-          params.filters(slot).by_rank(vocabulary) || params.coupled(slot), fp64};
+          params.filters(slot).by_rank(vocabulary) || params.coupled(slot), fp64 != 0};
 }
 
-void process(const Params& params, const Rows& rows, float* out_NV) {
-  const int64_t size = rows.logits.vocabulary;
-  parallel_for(rows.count, worth_waking(rows.count, size), [&](int64_t n) {
-    const Filters filters = params.filters(rows.slot_N[n]);
-    const Row row = row_of(rows.logits, rows.edits, n);
+int64_t draft_row(const Params& params, const Row& row, const Place& place, const Cache* cache) {
+  Distribution& d = scratch();
+  const bool greedy = params.greedy(place.slot);
+  if (!greedy) measure(row, params.filters(place.slot), d);
+  if (cache) {
+    const int64_t at = place.slot * cache->drafts + place.draft_index;
+    std::memcpy(cache->row(place.slot, place.draft_index), row.data,
+                row.size * bytes_of(row.dtype));
+    cache->threshold_SK[at] = greedy ? kMinusInfinity : d.threshold;
+    cache->lse_SK[at] = greedy ? 0 : d.lse;
+  }
+  if (greedy) return largest(row).id;
+  if (!d.finite()) return 0;
+  if (!params.coupled(place.slot)) return draw(d, place.noise(params, kDraftToken, kDraftBlock));
+  Place shared = place;  // the target's own noise
+  shared.draft_index = 0;
+  return draw(d, shared.noise(params, kTargetToken, kTargetBlock));
+}
+
+extern "C" {
+
+int foretoken_process(const Rows& rows, float* out_NV) {
+  return for_rows(rows, [&](int64_t n) {
+    const Filters filters = rows.filters(n);
+    const Row row = rows.row(n);
     float threshold = kMinusInfinity, temperature = filters.temperature;
     if (temperature > 0) {
       measure(row, filters, scratch());
@@ -98,66 +158,40 @@ void process(const Params& params, const Rows& rows, float* out_NV) {
         const Vec v = load(x + i);
         store(buffer + i, v < splat(threshold) ? splat(kMinusInfinity) : v / temperature);
       }
-      std::memcpy(out_NV + n * size + j * kBlock, buffer,
-                  std::min(kBlock, size - j * kBlock) * sizeof(float));
+      std::memcpy(out_NV + n * row.size + j * kBlock, buffer,
+                  std::min(kBlock, row.size - j * kBlock) * sizeof(float));
     }
   });
 }
 
-void sample(const Params& params, const Rows& rows, const Places& p, int64_t* token_N) {
-  const int64_t size = rows.logits.vocabulary;
-  parallel_for(rows.count, worth_waking(rows.count, size), [&](int64_t n) {
-    const int64_t slot = rows.slot_N[n];
-    const Row row = row_of(rows.logits, rows.edits, n);
-    if (params.temperature_S[slot] == 0) {
-      token_N[n] = largest(row).id;
+int foretoken_sample(const Rows& rows, const Places& places, int64_t* token_N) {
+  return for_rows(rows, [&](int64_t n) {
+    if (rows.params->greedy(rows.slot_N[n])) {
+      token_N[n] = largest(rows.row(n)).id;
       return;
     }
-    const Place place{slot, p.position_N[n], p.draft_index_N[n], size, p.fp64_noise != 0};
-    const Noise noise = place.noise(params, static_cast<int>(p.token_stream),
-                                    static_cast<int>(p.block_stream));
-    token_N[n] = foretoken::draw(row, params.filters(slot), noise, scratch());
+    const Noise noise =
+        places.at(n, rows).noise(*rows.params, places.token_stream, places.block_stream);
+    token_N[n] = draw(rows.row(n), rows.filters(n), noise, scratch());
   });
 }
 
-int64_t draft_row(const Params& params, const Row& row, const Place& place, const Cache* cache) {
-  Distribution& d = scratch();
-  const bool greedy = params.temperature_S[place.slot] == 0;
-  if (!greedy) measure(row, params.filters(place.slot), d);
-  if (cache) {
-    const int64_t at = place.slot * cache->drafts + place.draft_index;
-    std::memcpy(cache->row(place.slot, place.draft_index), row.data,
-                row.size * bytes_of(row.dtype));
-    cache->threshold_SK[at] = greedy ? kMinusInfinity : d.threshold;
-    cache->lse_SK[at] = greedy ? 0 : d.lse;
-  }
-  if (greedy) return largest(row).id;
-  if (!d.finite()) return 0;
-  if (!params.coupled(place.slot))
-    return foretoken::draw(d, place.noise(params, kDraftToken, kDraftBlock));
-  Place shared = place;  // the target's own noise
-  shared.draft_index = 0;
-  return foretoken::draw(d, shared.noise(params, kTargetToken, kTargetBlock));
-}
-
-void draft(const Params& params, const Rows& rows, const Places& p, const Cache* cache,
-           int64_t* token_B) {
-  const int64_t size = rows.logits.vocabulary;
-  parallel_for(rows.count, worth_waking(rows.count, size), [&](int64_t n) {
-    const Place place{rows.slot_N[n], p.position_N[n], p.draft_index_N[n], size, p.fp64_noise != 0};
-    token_B[n] = draft_row(params, row_of(rows.logits, nullptr, n), place, cache);
+// The streams of `places` do not count.
+int foretoken_draft(const Rows& rows, const Places& places, const Cache* cache, int64_t* token_N) {
+  return for_rows(rows, [&](int64_t n) {
+    token_N[n] = draft_row(*rows.params, rows.row(n), places.at(n, rows), cache);
   });
 }
 
-void logprobs(const Params* params, const Rows& rows, const int64_t* token_N,
-              const TopLogprobs& out) {
-  parallel_for(rows.count, worth_waking(rows.count, rows.logits.vocabulary), [&](int64_t n) {
-    Filters filters{1, 0, 1, 0};
-    if (params && params->temperature_S[rows.slot_N[n]] > 0)
-      filters = params->filters(rows.slot_N[n]);
-    measure(row_of(rows.logits, rows.edits, n), filters, scratch());
+int foretoken_logprobs(const Rows& rows, const int64_t* token_N, float* logprob_N, int64_t* rank_N,
+                       float* top_logprob_NT, int64_t* top_token_NT, int64_t top) {
+  const TopLogprobs out{logprob_N, rank_N, top_logprob_NT, top_token_NT, top};
+  return for_rows(rows, [&](int64_t n) {
+    const bool raw = !rows.params || rows.params->greedy(rows.slot_N[n]);
+    measure(rows.row(n), raw ? Filters{1, 0, 1, 0} : rows.filters(n), scratch());
     write_logprobs(scratch(), token_N[n], out, n);
   });
+}
 }
 
 }  // namespace foretoken

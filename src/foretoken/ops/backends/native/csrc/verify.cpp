@@ -1,12 +1,34 @@
-#include "verify.h"
-
+// `ops.Backend.verify`: each request by the rule of its slot. Rows are read as far as the rule needs
+// them, each once, and by BLOCK the one that is drawn from twice.
 #include <algorithm>
 #include <vector>
 
+#include "call.h"
 #include "pool.h"
+#include "sampling.h"
 
 namespace foretoken {
+
+// `ops.VerifyBatch`: num_B[b] + 1 rows of logits for each request. `cache` may be null, and so may
+// `synthetic_rate_K` if no request is under SYNTHETIC.
+struct VerifyBatch {
+  const int64_t *slot_B, *position_B, *num_B, *token_BK;
+  const bool* real_q_B;
+  const double* synthetic_rate_K;
+  Logits logits;
+  const Params* params;
+  const Edits* edits;
+  const Cache* cache;
+  int64_t requests, drafts, fp64;
+};
+
 namespace {
+
+// `ops.Verdict`, to be written.
+struct Verdict {
+  int64_t *token_BK1, *n_accept_B;
+  bool* finite_B;
+};
 
 // One request of a batch.
 struct Request {
@@ -14,52 +36,46 @@ struct Request {
   const VerifyBatch& batch;
   int64_t index, slot, first_row;
 
-  bool greedy() const { return params.temperature_S[slot] == 0; }
+  bool greedy() const { return params.greedy(slot); }
   bool synthetic() const { return params.rule_S[slot] == kSynthetic; }
   Row row(int64_t i) const { return row_of(batch.logits, batch.edits, first_row + i); }
 
-  int64_t token(int64_t i) const {
-    const int64_t n = index * batch.drafts + i;
-    return batch.narrow ? static_cast<const int32_t*>(batch.token_BK)[n]
-                        : static_cast<const int64_t*>(batch.token_BK)[n];
-  }
+  int64_t token(int64_t i) const { return batch.token_BK[index * batch.drafts + i]; }
 
   // A rate does not make a token out of an id that the target lacks.
   bool has_draft(int64_t i) const {
     if (i >= batch.num_B[index] || token(i) < 0) return false;
     return token(i) < batch.logits.vocabulary || !synthetic();
   }
-  bool real_q() const {
-    return batch.real_q_B[index] && batch.cache && !greedy() && !params.coupled(slot);
-  }
-
-  Draft q(int64_t i) const {
+  // What draft i was drawn from, if that was kept and is looked at.
+  std::optional<Draft> q(int64_t i) const {
+    if (!batch.real_q_B[index] || !batch.cache || greedy() || params.coupled(slot)) return {};
     const Cache& cache = *batch.cache;
     const int64_t at = slot * cache.drafts + i;
-    return {Row{cache.row(slot, i), cache.dtype, cache.vocabulary}, cache.threshold_SK[at],
-            cache.lse_SK[at]};
+    return Draft{Row{cache.row(slot, i), cache.dtype, cache.vocabulary}, cache.threshold_SK[at],
+                 cache.lse_SK[at]};
   }
 
   // -inf: q = 0 everywhere.
   double log_q(int64_t i) const {
     if (!has_draft(i)) return kNothing;
-    return real_q() ? q(i).log_of(token(i), params.temperature_S[slot]) : 0;
+    const std::optional<Draft> draft = q(i);
+    return draft ? draft->log_of(token(i), params.temperature_S[slot]) : 0;
   }
 
   double log_u(int64_t i) const {
     const Address a = at(params.key_S[slot], batch.position_B[index] + i, i, kAccept);
-    return std::log(uniform_at(0, a, batch.fp64_noise));
+    return std::log(uniform_at(0, a, batch.fp64));
   }
 
-  // Whether draft i is accepted once those before it are. SYNTHETIC is given what it does not look at,
-  // too: it is there to take the time of STANDARD.
+  // Whether draft i is accepted once those before it are. For SYNTHETIC the ratio is computed, too,
+  // and not used: it must take the time of STANDARD.
   bool accepts(int64_t i, double log_ratio) const {
     return log_u(i) < (synthetic() ? std::log(batch.synthetic_rate_K[i]) : log_ratio);
   }
 
-  Noise noise(int64_t i, int token_stream, int block_stream) const {
-    const Place place{slot, batch.position_B[index] + i, 0, batch.logits.vocabulary,
-                      batch.fp64_noise != 0};
+  Noise noise(int64_t i, Stream token_stream, Stream block_stream) const {
+    const Place place{slot, batch.position_B[index] + i, 0, batch.logits.vocabulary, batch.fp64};
     return place.noise(params, token_stream, block_stream);
   }
 
@@ -73,45 +89,29 @@ struct Request {
     return d.finite() ? draw(d, noise(i, kTargetToken, kTargetBlock)) : -1;
   }
 
-  // The token in place of draft i, which was rejected; `d` is its measured row.
-  int64_t instead(int64_t i, const Distribution& d, double log_w) const {
-    const Noise residual = noise(i, kResidualToken, kResidualBlock);
-    int64_t found;
-    if (real_q()) {
-      const Draft draft = q(i);
-      found = Residual(d, draft, log_w).draw(residual);
-    } else {
-      found = Residual(d, token(i)).draw(residual);
-    }
-    return found < 0 ? draw(d, residual) : found;
+  // max(w p - q, 0) of row i, which `d` has measured and found finite.
+  Residual residual(int64_t i, const Distribution& d, double log_w) const {
+    return Residual(d, q(i), token(i), log_w);
   }
 
-  void write(const Outcome& out, int64_t accepted, int64_t last) const {
-    const int64_t from = index * (batch.drafts + 1);
+  // The token in place of draft i, which was rejected.
+  int64_t instead(int64_t i, const Distribution& d, double log_w) const {
+    const Noise how = noise(i, kResidualToken, kResidualBlock);
+    const int64_t found = residual(i, d, log_w).draw(how);
+    return found < 0 ? draw(d, how) : found;
+  }
+
+  void write(const Verdict& out, int64_t accepted, int64_t last) const {
+    int64_t* tokens = out.token_BK1 + index * (batch.drafts + 1);
+    for (int64_t i = 0; i <= batch.drafts; i++)
+      tokens[i] = i < accepted ? token(i) : i == accepted ? last : -1;
     out.n_accept_B[index] = accepted;
     out.finite_B[index] = last >= 0;
-    for (int64_t i = 0; i <= batch.drafts; i++) {
-      const int64_t id = i < accepted ? token(i) : i == accepted ? last : -1;
-      if (batch.narrow) {
-        static_cast<int32_t*>(out.token_BK1)[from + i] = static_cast<int32_t>(id);
-      } else {
-        static_cast<int64_t*>(out.token_BK1)[from + i] = id;
-      }
-    }
   }
 };
 
-std::vector<Request> requests_of(const Params& params, const VerifyBatch& batch) {
-  std::vector<Request> all;
-  all.reserve(batch.requests);
-  int64_t row = 0;
-  for (int64_t index = 0; index < batch.requests; row += batch.num_B[index++] + 1)
-    all.push_back({params, batch, index, batch.slot_B[index], row});
-  return all;
-}
-
 // STANDARD, COUPLED and SYNTHETIC: draft by draft, as far as they are accepted.
-void verify_one(const Request& r, const Outcome& out) {
+void verify_one(const Request& r, const Verdict& out) {
   Distribution& d = scratch();
   const bool by_own_draw = r.greedy() || r.params.coupled(r.slot);
   bool finite = true;  // all rows so far; SYNTHETIC alone goes past one that is not
@@ -130,19 +130,11 @@ void verify_one(const Request& r, const Outcome& out) {
   }
 }
 
-// S_i = sum of max(w p - q, 0) over row i, measured, which decides draft i.
-double residual_mass(const Request& r, int64_t i, const Distribution& d, double log_w) {
-  if (!d.finite()) return 0;
-  if (!r.real_q()) return -std::exp(log_w) * std::expm1(d.log_of(r.token(i)));
-  const Draft draft = r.q(i);
-  return Residual(d, draft, log_w).mass();
-}
-
 // BLOCK (Sun et al. 2024, algorithm 2), a row at a time: the weight w = p_i of row i is known once the
 // rows before it are. The prefix of i drafts counts if u_i < h_i = S_i / (S_i + 1 - p_i), and where no
 // draft follows if u_i < p_i. S_i <= p_i, so that h_i <= p_i, and p_i = 1 makes it 1: S_i is summed
 // only where u_i lies below p_i < 1.
-void verify_block(const Request& r, const Outcome& out) {
+void verify_block(const Request& r, const Verdict& out) {
   Distribution& d = scratch();
   int64_t accepted = 0, i = 0;
   double log_w = 0, accepted_log_w = 0;
@@ -152,7 +144,7 @@ void verify_block(const Request& r, const Outcome& out) {
     if (drafted) measure(r.row(i), r.params.filters(r.slot), d);
     bool counts = i > 0 && r.log_u(i - 1) < log_w;
     if (counts && drafted && log_w < 0) {
-      const double mass = residual_mass(r, i, d, log_w);
+      const double mass = d.finite() ? r.residual(i, d, log_w).mass() : 0;  // S_i
       counts = r.log_u(i - 1) < std::log(mass / (mass + 1 - std::exp(log_w)));
     }
     if (counts) accepted = i, accepted_log_w = log_w;
@@ -167,16 +159,25 @@ void verify_block(const Request& r, const Outcome& out) {
 
 }  // namespace
 
-bool verify(const Params& params, const VerifyBatch& batch, const Outcome& out) {
-  const auto all = requests_of(params, batch);
-  for (const Request& r : all)
-    if (params.rule_S[r.slot] < 0 || params.rule_S[r.slot] > kSynthetic) return false;
-  const bool worth = worth_waking(batch.requests * (batch.drafts + 1), batch.logits.vocabulary);
-  parallel_for(batch.requests, worth, [&](int64_t b) {
-    const bool block = params.rule_S[all[b].slot] == kBlockRule && !all[b].greedy();
-    block ? verify_block(all[b], out) : verify_one(all[b], out);
+extern "C" int foretoken_verify(const VerifyBatch& batch, int64_t* token_BK1, int64_t* n_accept_B,
+                                bool* finite_B) {
+  const Params& params = *batch.params;
+  for (int64_t b = 0; b < batch.requests; b++) {
+    const int64_t rule = params.rule_S[batch.slot_B[b]];
+    if (rule < 0 || rule > kSynthetic) return kNotCovered;
+  }
+  const Verdict out{token_BK1, n_accept_B, finite_B};
+  return guarded([&] {
+    std::vector<int64_t> first_row(batch.requests, 0);
+    for (int64_t b = 1; b < batch.requests; b++)
+      first_row[b] = first_row[b - 1] + batch.num_B[b - 1] + 1;
+    const bool worth = worth_waking(batch.requests * (batch.drafts + 1), batch.logits.vocabulary);
+    parallel_for(batch.requests, worth, [&](int64_t b) {
+      const Request request{params, batch, b, batch.slot_B[b], first_row[b]};
+      const bool block = params.rule_S[request.slot] == kBlockRule && !request.greedy();
+      block ? verify_block(request, out) : verify_one(request, out);
+    });
   });
-  return true;
 }
 
 }  // namespace foretoken

@@ -80,7 +80,7 @@ def test_a_long_stop_string_costs_no_more_than_the_text_that_waits() -> None:
     out = Detokenizer(ByteTokenizer(), [], ("b" * 1_000_000,))
     start = time.perf_counter()
     for _ in range(200):
-        out.append([ord("a")])
+        out.append(ord("a"))
         assert out.take() == "a"
     assert time.perf_counter() - start < 2
 

@@ -56,7 +56,9 @@ def check_request(
         raise RequestError("num_speculative_tokens", wanted, bound, remedy)
     if params.rejection_sample_method == "synthetic" and not limits.allows_synthetic:
         bound = f"one of {', '.join(LOSSLESS_METHODS)}: this engine does not allow `synthetic`"
-        remedy = "No model stands behind its output: set it in `speculative_config`, with its rates."
+        remedy = (
+            "No model stands behind its output: set it in `speculative_config`, with its rates."
+        )
         raise RequestError("rejection_sample_method", "synthetic", bound, remedy)
     if not limits.has_tokenizer and (params.stop or params.bad_words):
         name = "stop" if params.stop else "bad_words"

@@ -226,8 +226,7 @@ class EngineConfig:
             in float32, a request with a seed gets the same tokens in every batch. PyTorch's kernels
             round by what else is in the batch: in float32 that decides near-ties alone (1e-5 in a
             logit), in half types many choices.
-        seed: engine seed; a request without a seed gets one made of this and of how many came
-            before it; None is 0.
+        seed: the engine's; requests without one get one made of it and their number; None is 0.
         max_model_len: longest prompt + output; None: the checkpoint's own limit.
         max_num_seqs: most requests running at once; each owns one permanent slot.
         max_num_batched_tokens: most tokens in one forward pass; longer prompts are prefilled in

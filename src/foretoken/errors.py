@@ -1,18 +1,4 @@
-"""Every error a user can meet, in one tree.
-
-ForetokenError
-├── ConfigError            an engine or speculative option: unknown name, value out of bounds
-├── RequestError           one request: its prompt or its sampling parameters
-│   ├── CapacityError      the request can never fit the context or the block pool
-│   └── OverloadedError    too many requests wait: this one may be sent again later
-├── CheckpointError        a model folder that cannot be read: path, config, tokenizer, weights
-├── UnsupportedModelError  a model that loads but that we cannot run exactly
-├── NonFiniteLogitsError   the target produced NaN, +inf, or a row with every token at -inf
-├── ProcessingError        work for one request raised: it ended, the others go on
-├── StepError              a step of the whole batch raised: every request in it ended
-├── EngineMemoryError      there is not the memory that the options ask for
-├── UsageError             a call after `close()`, in a forked child, or from within another call
-└── IntegrityError         our own bookkeeping is wrong: a bug, please report it
+"""Every error a user can meet: what is raised on purpose is a `ForetokenError`.
 
 Ctrl-C during `LLM.generate`, `chat` and `stream` is Python's own KeyboardInterrupt; its attribute
 `outputs` holds what was generated.

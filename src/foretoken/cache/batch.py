@@ -42,8 +42,7 @@ def gather_batch(
 ) -> ForwardBatch:
     """Pack tokens that slots hold, in this order.
 
-    Every number is written into one host array, moved to the device once and cut into views: 6 µs
-    for one decode row (2-core CPU; 16 requests of 6 rows 23 µs, a prefill of 512 tokens 26 µs).
+    One host array is moved to the device and cut into views: 6 µs for a decode row (2-core CPU).
 
     Args:
         ahead: positions behind each span that the block table reaches over, too.

@@ -1,6 +1,6 @@
 """Tensor functions of sampling, verification and attention: one contract, several backends.
 
-A backend is a folder under `ops/backends/` plus one line in `BACKENDS`. All keep the contract,
+A backend is a folder under `ops/backends/` plus its name in `BACKENDS`. All keep the contract,
 `Backend` in `ops/dispatch.py`, with equal results: for equal logits and noise, equal tokens and
 counts. `reference` is the fp64 oracle in the papers' notation; the others are fast.
 
@@ -65,13 +65,8 @@ __all__ = [
     "unavailable",
 ]
 
-BACKENDS = {
-    "reference": "foretoken.ops.backends.reference",
-    "torch": "foretoken.ops.backends.torch",
-    "native": "foretoken.ops.backends.native",
-    "triton": "foretoken.ops.backends.triton",
-}
-"""Packages with two functions: `available()` and `load()`, which returns `Kernels`."""
+BACKENDS = ("reference", "torch", "native", "triton")
+"""Folders with two functions: `available()` and `load()`, which returns `Kernels`."""
 
 
 def unavailable(name: str) -> str | None:
@@ -98,4 +93,4 @@ def _package(name: str) -> Any:
         former = {"torch_cpu": "torch", "native_cpu": "native"}
         hint = f"It is called `{former[name]}` now." if name in former else ""
         raise ConfigError("backend", name, f"one of {', '.join(BACKENDS)}", hint)
-    return import_module(BACKENDS[name])
+    return import_module(f"foretoken.ops.backends.{name}")

@@ -34,8 +34,6 @@ from foretoken.ops.decoder import AttentionCall, DraftRound, ForwardOutput, Unfi
 from foretoken.ops.pass_checks import check_attention_batch, check_draft_round
 from foretoken.ops.types import AttentionBatch
 
-__all__ = ["FAMILIES", "FETCHES", "FusedDecoder", "tunings"]
-
 FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
 """Model types built of RMSNorm, rotary attention and a gated SiLU layer, in that order."""
 FETCHES = ("no hint", "cached", "past the caches")

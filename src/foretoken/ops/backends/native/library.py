@@ -18,8 +18,6 @@ from typing import Any
 
 from foretoken.ops.backends.native import build
 
-__all__ = ["load", "missing", "set_num_threads"]
-
 _REMEDY = "run `python -m foretoken.ops.backends.native.build` (needs g++)"
 _CPUINFO = Path("/proc/cpuinfo")
 _NEEDS = {

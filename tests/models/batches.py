@@ -41,4 +41,4 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
         table.write_blocks([(slot, 0, block_ids)])
         asked.append(SlotSpan(slot, start, len(tokens), num_logits))
     batch = gather_batch(table, asked, block_size)
-    return replace(batch, attention=replace(batch.attention, values_fit=False))
+    return batch._replace(attention=replace(batch.attention, values_fit=False))

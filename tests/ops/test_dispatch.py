@@ -104,6 +104,9 @@ def test_what_was_checked_is_handed_on_and_what_was_refused_is_not() -> None:
         with pytest.raises(ConfigError):
             call()
     assert len(recorder.calls) == len(names)
+    promised = batch._replace(slot_B=torch.tensor([0, 2]), values_fit=True)
+    ops.verify(promised)  # who promises is taken at their word
+    assert recorder.calls[-1] == ("verify", (promised,))
 
 
 def test_the_number_of_threads_reaches_the_kernels() -> None:

@@ -52,7 +52,7 @@ class StandIn:
         return rows.logits_NV.argmax(1)
 
     def verify(self, batch: VerifyBatch) -> Verdict:
-        logits_NV, params, slot_B, position_B, drafts, _, synthetic_rate_K, _ = batch
+        logits_NV, params, slot_B, position_B, drafts, _, synthetic_rate_K, _, _ = batch
         num_requests, k = drafts.token_BK.shape
         assert len(logits_NV) == num_requests * (k + 1)
         synthetic = bool((params.rule_S[slot_B] == Rule.SYNTHETIC).all())

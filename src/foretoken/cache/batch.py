@@ -9,7 +9,7 @@ Shape suffixes: T packed tokens, N rows whose logits are wanted, B requests, L b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,7 @@ from foretoken.slots.step import SlotSpan
 from foretoken.slots.table import SlotTable
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
+class ForwardBatch(NamedTuple):
     """Packed input of one forward pass; rows come in the order of the spans.
 
     token_T:     int64 token ids

@@ -91,7 +91,8 @@ class StepThreads:
             choice = self._prompts
             if decodes:
                 counts = (1, self.most) if self._prompts else (self.most, 1)
-                choice = self._choices.setdefault(_rounded(tokens), _Choice(*counts))
+                size = _rounded(tokens)
+                choice = self._choices.get(size) or self._choices.setdefault(size, _Choice(*counts))
         if choice is None:
             self._use(self.most)
             yield

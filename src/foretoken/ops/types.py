@@ -1,7 +1,6 @@
 """Data that crosses the boundary of `ops`. Plain tensors in named fields, no behaviour.
 
-What a call is given is a `NamedTuple`, since one is made for every call (0.3 us, a frozen dataclass
-1.2); what an engine keeps is a dataclass.
+What is made for every call is a `NamedTuple` (0.3 us, a frozen dataclass 1.2).
 
 Shape suffixes: B requests in the batch, K most drafts of a request, N rows (= sum of K_b + 1),
 V vocabulary, S request slots, T packed tokens, M entries of edits, R masks, W mask words, H heads,
@@ -199,6 +198,7 @@ class VerifyBatch(NamedTuple):
                 it are; at least as long as `token_BK` is wide. Needed iff a slot of the batch is
                 under `Rule.SYNTHETIC`
     fp64_noise: as `Noise.fp64`
+    values_fit: True promises all of the above, so that ops need not look
     """
 
     logits_NV: Tensor
@@ -209,10 +209,10 @@ class VerifyBatch(NamedTuple):
     edits: Edits | None = None
     synthetic_rate_K: Tensor | None = None
     fp64_noise: bool = False
+    values_fit: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
+class Logprobs(NamedTuple):
     """Log-probabilities of one given token per row and of the likeliest, of N rows.
 
     logprob_N:      float32, of the given token
@@ -227,16 +227,14 @@ class Logprobs:
     top_token_NT: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The outcome of verification.
 
     token_BK1:  accepted drafts, then the resampled or bonus token, or -1 where `finite_B` is False,
                 then -1; dtype of the drafts
     n_accept_B: int64 in 0..K_b; a request emits n_accept + 1 tokens, one less if it is not finite
-    finite_B:   bool; False if a target row that decided this request (rows 0..n_accept) was not
-                finite, edits applied, or if no rule decides it: there is no token after its
-                accepted drafts
+    finite_B:   bool; False if there is no token after the accepted drafts: a target row among those
+                that decided (0..n_accept) was not finite, edits applied, or no rule decides it
     """
 
     token_BK1: Tensor
@@ -244,7 +242,7 @@ class Verdict:
     finite_B: Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class AttentionBatch:
     """Ragged queries of B requests over paged keys and values.
 

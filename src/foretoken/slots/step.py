@@ -12,7 +12,7 @@ packed tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -155,6 +155,4 @@ class StepResult:
 
 def some_rows(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:
     """The rows `begin` to `end`, None if there are none."""
-    if begin == end:
-        return None
-    return Logprobs(*(getattr(logprobs, f.name)[begin:end] for f in fields(logprobs)))
+    return None if begin == end else Logprobs(*(column[begin:end] for column in logprobs))

@@ -223,7 +223,7 @@ def _drawn_again(backend: Backend, x: VerifyBatch, verdict: Verdict, masses: Wei
         Noise(x.position_B[b_R] + i_R, torch.zeros_like(i_R), RESIDUAL),
     )
     token_BK1[b_R, i_R] = token_R.to(token_BK1.dtype)
-    return replace(verdict, token_BK1=token_BK1)
+    return verdict._replace(token_BK1=token_BK1)
 
 
 def _softmax(backend: Backend, rows: Rows) -> Tensor:

@@ -125,7 +125,7 @@ def native_places(noise: Noise) -> Struct:
 
 def native_batch(batch: VerifyBatch) -> Struct:
     """`VerifyBatch`."""
-    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise = batch
+    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise, _ = batch
     token_BK, logits_NV = drafts.token_BK, _as_native(logits_NV)
     kept = native_params(params), _native_edits(edits), native_cache(drafts.cache)
     return struct(

@@ -32,7 +32,7 @@ from foretoken.ops.types import (
 
 def verify(batch: VerifyBatch) -> Verdict:
     """See `Backend.verify`. A request that is not finite gets -1 for its last token."""
-    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise = batch
+    logits_NV, params, slot_B, position_B, drafts, edits, synthetic_rate_K, fp64_noise, _ = batch
     slot_N = slot_B.repeat_interleave(drafts.num_B + 1)
     rows = process_logits(Rows(logits_NV, params, slot_N, edits)).numpy()
     rates = [] if synthetic_rate_K is None else synthetic_rate_K.tolist()

@@ -24,7 +24,7 @@ def verify(batch: VerifyBatch) -> Verdict:
     The output is distributed exactly as the target's (Leviathan et al. 2023, appendix A.1; Sun et
     al. 2024, theorem 1; Daliri et al. 2024). A request whose deciding row is not finite gets -1.
     """
-    logits_NV, params, slot_B, position_B, block, edits, rate_K, fp64_noise = batch
+    logits_NV, params, slot_B, position_B, block, edits, rate_K, fp64_noise, _ = batch
     device, (number, most) = logits_NV.device, block.token_BK.shape
     outcome = Outcome(
         torch.empty(number, most + 1, dtype=block.token_BK.dtype, device=device),

@@ -129,6 +129,12 @@ def no_drafts(num_requests: int, device: torch.device) -> DraftBlock:
     return one_hot_block([[]] * num_requests, device)
 
 
+@cache
+def q_flags(num_requests: int, device: torch.device, *, real: bool) -> Tensor:
+    """`DraftBlock.real_q_B` of requests that are alike, the same tensor in every step."""
+    return torch.full((num_requests,), real, device=device)
+
+
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:
     """A `DraftBlock` of ragged token lists whose q is one-hot."""
     counts = [len(d) for d in drafts]

@@ -94,7 +94,9 @@ def _build(config: EngineConfig) -> Engine:
     if on_host:
         slots = SlotTable(config.max_num_seqs, device, **sizes)
     else:
-        slots = DeviceSlotTable(config.max_num_seqs, device, **sizes, trash_block=num_blocks)
+        slots = DeviceSlotTable(
+            config.max_num_seqs, device, **sizes, trash_block=num_blocks, steps=backend.steps
+        )
         pool_blocks += 1
     if drafter is not None:
         drafter.allocate(slots, pool_blocks)

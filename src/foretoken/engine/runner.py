@@ -23,7 +23,7 @@ from foretoken.cache.batch import ForwardBatch, gather_step
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, in_target_ids, no_drafts
 from foretoken.engine.graphs import Graphs
-from foretoken.engine.pending import PendingResult, packed
+from foretoken.engine.pending import PendingResult
 from foretoken.engine.readout import readout
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.trace import PhaseClock
@@ -141,6 +141,4 @@ class Runner:
         self.slots.advance_step(rows, result)
         if self.drafter is not None:
             self.drafter.observe(rows, batch, result)
-        if not self.slots.on_host:
-            result.packet = packed(rows, batch, result)
         return result

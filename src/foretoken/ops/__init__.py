@@ -17,6 +17,7 @@ from typing import Any
 from foretoken.errors import ConfigError
 from foretoken.ops.decoder import AttentionCall, Decoder, DraftRound, ForwardOutput, UnfitError
 from foretoken.ops.dispatch import Backend, draft_cache
+from foretoken.ops.steps import Packed, PackSizes, Round, RoundSizes, SlotState, Steps, StepTokens
 from foretoken.ops.types import (
     DRAFT,
     RESIDUAL,
@@ -63,6 +64,13 @@ __all__ = [
     "draft_cache",
     "get_backend",
     "unavailable",
+    "Packed",
+    "PackSizes",
+    "Round",
+    "RoundSizes",
+    "SlotState",
+    "Steps",
+    "StepTokens",
 ]
 
 BACKENDS = ("reference", "torch", "native", "triton")

@@ -24,6 +24,7 @@ from foretoken.ops.checks import (
 )
 from foretoken.ops.decoder import AttentionCall, Decoder
 from foretoken.ops.pass_checks import check_attention
+from foretoken.ops.steps import Steps
 from foretoken.ops.types import (
     DRAFT,
     AttentionBatch,
@@ -48,6 +49,7 @@ class Kernels:
     verify: Callable[[VerifyBatch], Verdict]
     logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs]
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
+    steps: Steps
     decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None] = lambda *_: None
     set_num_threads: Callable[[int], None] = lambda count: None
     tunings: Callable[[], dict[str, Any]] = dict
@@ -63,10 +65,12 @@ class Backend:
     the host also what they hold.
 
     name: that of `get_backend`
+    steps: what an engine does with its slots; of these alone nothing is checked
     """
 
     def __init__(self, name: str, kernels: Kernels) -> None:
         self.name = name
+        self.steps = kernels.steps
         self._kernels = kernels
 
     def process_logits(self, rows: Rows) -> Tensor:

@@ -22,13 +22,12 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import IntegrityError
-from foretoken.ops import DraftBlock
+from foretoken.ops import DraftBlock, SlotState
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
 from foretoken.slots.step import (
     DraftRows,
     Outcome,
-    SlotState,
     StepInput,
     StepResult,
     StepRows,
@@ -122,9 +121,9 @@ class SlotTable(SlotParameters):
         num_D = [self.num_drafts(step.slot_B[b], step.max_drafts_B[b]) for b in deciding]
         slot_B, num_tokens_B = _int64((step.slot_B, step.num_tokens_B)).unbind()
         slots_D, nums_D = _int64((slot_D, num_D)).unbind()
-        at_D = None if len(deciding) == len(step.slot_B) else _int64(deciding)
+        of_B = None if len(deciding) == len(step.slot_B) else _int64(step.of_B)
         most = max(num_D, default=0)
-        return StepRows(step, slot_B, num_tokens_B, slots_D, nums_D, at_D, most)
+        return StepRows(step, slot_B, num_tokens_B, slots_D, nums_D, of_B, most)
 
     def asked(self, rows: StepRows) -> DraftRows:
         """How many drafts each deciding request may have, K_b, and where they stand."""

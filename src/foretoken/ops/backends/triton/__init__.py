@@ -30,7 +30,7 @@ def available() -> str | None:
 def load() -> Kernels:
     """The functions of this backend."""
     from foretoken.ops.backends.torch.attention import attention
-    from foretoken.ops.backends.triton import logprobs, process, sample, verify
+    from foretoken.ops.backends.triton import logprobs, process, sample, steps, verify
 
     return Kernels(
         process_logits=process.process_logits,
@@ -39,4 +39,5 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention=attention,
+        steps=steps,
     )

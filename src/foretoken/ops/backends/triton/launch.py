@@ -120,21 +120,60 @@ class Call:
             found = _KERNELS[key] = packer(given), {}
         pack, kernels = found
         (batch, of_batch), (addresses, of_given) = self._packed, pack(given)
-        compiled = kernels.get((of_batch, of_given))
-        if compiled is not None:
-            run, function, metadata = compiled
-            stream = driver.active.get_current_stream(self.variant[0].index)
-            run(
-                programs, 1, 1, stream, function, metadata, None, None, None, batch, *addresses,
-                *constants,
-            )  # fmt: skip
-            return
         if self.overlap and early:
             options["launch_pdl"] = True
-        compiled = kernel[(programs,)](self.batch, *given, *constants, **options)
-        if compiled is not None and not torch.version.hip:  # None: interpreted
-            # AMD's kernels also depend on the size of each tensor
-            kernels[of_batch, of_given] = compiled.run, compiled.function, compiled.packed_metadata
+        packed = (batch, *addresses), (of_batch, of_given)
+        given, device = (self.batch, *given), self.variant[0]
+        _start(kernel, (programs, 1, 1), device, kernels, given, packed, constants, options)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    device: torch.device,
+    given: tuple[Any, ...],
+    *constants: Any,
+    variant: Any = None,
+) -> None:
+    """Launch a kernel of no `Call` with `given`, `constants` and, last of these, `overlap`.
+
+    Args:
+        variant: dtypes that may be others, and what may be None.
+    """
+    constants = (*constants, overlaps(device))
+    key = (id(kernel), device, constants, variant)
+    found = _KERNELS.get(key)
+    if found is None:
+        found = _KERNELS[key] = packer(given), {}
+    pack, kernels = found
+    options: dict[str, Any] = {"num_warps": 4}
+    if constants[-1]:
+        options["launch_pdl"] = True
+    _start(kernel, grid, device, kernels, given, pack(given), constants, options)
+
+
+def _start(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    device: torch.device,
+    kernels: dict[Any, Any],
+    given: tuple[Any, ...],
+    packed: tuple[tuple[Any, ...], Any],
+    constants: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    """Call the kernel that was compiled for arguments like these; compile it if there is none."""
+    addresses, of_given = packed
+    compiled = kernels.get(of_given)
+    if compiled is not None:
+        run, function, metadata = compiled
+        stream = driver.active.get_current_stream(device.index)
+        run(*grid, stream, function, metadata, None, None, None, *addresses, *constants)
+        return
+    compiled = kernel[grid](*given, *constants, **options)
+    if compiled is not None and not torch.version.hip:  # None: interpreted
+        # AMD's kernels also depend on the size of each tensor
+        kernels[of_given] = compiled.run, compiled.function, compiled.packed_metadata
 
 
 def packer(given: tuple[Any, ...]) -> Packer:

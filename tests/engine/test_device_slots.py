@@ -17,9 +17,10 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.engine.graphs import Graphs
 from foretoken.errors import ForetokenError
+from foretoken.ops import DraftRows
 from foretoken.outputs import RequestOutput
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
 
 PROMPTS = [
     "def f(x):\n",

@@ -25,9 +25,9 @@ from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
-from foretoken.ops import Backend, DraftBlock
+from foretoken.ops import Backend, DraftBlock, DraftRows
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 

@@ -23,9 +23,9 @@ from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import q_flags
 from foretoken.drafting.draft_model import DraftModel
-from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, RoundSizes, Rows
+from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, DraftRows, Noise, Rows
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
 
 _FIRST = 2  # known tokens that a round computes
 
@@ -47,10 +47,8 @@ class LockstepDraftModel(DraftModel):
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`; every request takes part in every pass, if only as padding."""
         table, block_size = self.table, self.config.block_size
-        sizes = RoundSizes(rows.most, _FIRST, self.model.max_model_len)
-        plan = table.steps.begin_round(
-            table.state, rows.slot_B, rows.num_B, rows.position_B, sizes, block_size
-        )
+        max_len = self.model.max_model_len
+        plan = table.steps.begin_round(table.state, rows, _FIRST, max_len, block_size)
         cache = self._cache if rows.warm else None
         batch = ForwardBatch(*plan.first)
         block_BL, row_B = batch.attention.block_BL, plan.index_B1[:-1]

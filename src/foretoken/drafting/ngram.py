@@ -8,10 +8,10 @@ has K tokens after it, else the one that has most (Saxena 2023, "Prompt Lookup D
 from __future__ import annotations
 
 import numpy as np
+
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block, q_flags
-from foretoken.ops import DraftBlock
+from foretoken.ops import DraftBlock, DraftRows
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows
 from foretoken.slots.table import SlotTable
 
 _BYTES = 4  # token ids are searched as 4-byte words: bytes.rfind runs at C speed
@@ -32,10 +32,8 @@ class NGram(Drafter):
     def propose(self, rows: DraftRows) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
         if isinstance(self.slots, DeviceSlotTable):
-            token_BK, num_B = self.slots.steps.look_up(
-                self.slots.state, rows.slot_B, rows.num_B, rows.position_B, rows.most,
-                (self.shortest, self.longest),
-            )  # fmt: skip
+            steps, state = self.slots.steps, self.slots.state
+            token_BK, num_B = steps.look_up(state, rows, self.shortest, self.longest)
             return DraftBlock(token_BK, num_B, None, q_flags(len(num_B), num_B.device, real=False))
         asked = zip(rows.slot_B.tolist(), rows.num_B.tolist(), strict=True)
         return one_hot_block([self._lookup(self.slots, *one) for one in asked], self.slots.device)

@@ -28,9 +28,9 @@ from foretoken.engine.readout import readout
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.trace import PhaseClock
 from foretoken.models import CausalLM
-from foretoken.ops import DraftBlock, Edits, ForwardOutput
+from foretoken.ops import DraftBlock, DraftRows, Edits, ForwardOutput
 from foretoken.slots.edits import build_edits
-from foretoken.slots.step import DraftRows, StepInput, StepResult, StepRows, StepShape
+from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
 
 
 class Runner:

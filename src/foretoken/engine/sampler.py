@@ -13,10 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, Edits, Logprobs, Verdict, VerifyBatch
+from foretoken.ops import Backend, DraftBlock, DraftRows, Edits, Logprobs, Verdict, VerifyBatch
 from foretoken.outputs import Logprob
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows
 from foretoken.slots.table import SlotTable
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from foretoken.errors import ConfigError
 from foretoken.ops.decoder import AttentionCall, Decoder, DraftRound, ForwardOutput, UnfitError
 from foretoken.ops.dispatch import Backend, draft_cache
-from foretoken.ops.steps import Packed, PackSizes, Round, RoundSizes, SlotState, Steps, StepTokens
+from foretoken.ops.steps import DraftRows, Packed, PackSizes, Round, SlotState, Steps, StepTokens
 from foretoken.ops.types import (
     DRAFT,
     RESIDUAL,
@@ -50,13 +50,20 @@ __all__ = [
     "DraftBlock",
     "DraftCache",
     "DraftRound",
+    "DraftRows",
     "Edits",
     "ForwardOutput",
     "Logprobs",
     "Noise",
+    "PackSizes",
+    "Packed",
+    "Round",
     "Rows",
     "Rule",
     "SlotParams",
+    "SlotState",
+    "StepTokens",
+    "Steps",
     "Stream",
     "UnfitError",
     "Verdict",
@@ -64,13 +71,6 @@ __all__ = [
     "draft_cache",
     "get_backend",
     "unavailable",
-    "Packed",
-    "PackSizes",
-    "Round",
-    "RoundSizes",
-    "SlotState",
-    "Steps",
-    "StepTokens",
 ]
 
 BACKENDS = ("reference", "torch", "native", "triton")

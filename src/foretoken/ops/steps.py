@@ -84,17 +84,21 @@ class Packed(NamedTuple):
     attention: AttentionBatch
 
 
-class RoundSizes(NamedTuple):
-    """A round of drafting by passes of a model: bounds that the host knows.
+class DraftRows(NamedTuple):
+    """Whom to draft for, and how much.
 
-    most:    passes, and most drafts of a request
-    known:   so many known tokens of each request are computed first, or all it has
-    max_len: positions that the model has
+    slot_B:     int64
+    num_B:      int64, most drafts of each, 0 allowed: K_b
+    position_B: int64, known tokens of each: where its first draft stands
+    most:       no request wants more, as far as the host knows
+    warm:       whether a request draws at random; True says nothing
     """
 
+    slot_B: Tensor
+    num_B: Tensor
+    position_B: Tensor
     most: int
-    known: int
-    max_len: int
+    warm: bool = True
 
 
 class Round(NamedTuple):
@@ -119,23 +123,17 @@ class Round(NamedTuple):
 
 
 class Steps(Protocol):
-    """Functions of a backend; `state` is what some of them change."""
+    """Functions of a backend; `write_drafts` and `advance` change the state."""
 
     def count_drafts(
         self, state: SlotState, slot_B: Tensor, most_B: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """K_b = min(most, what may follow but one token), and the known tokens of each slot."""
+        """K_b = min(most, tokens that may follow, less one), and the known tokens of each slot."""
 
     def write_drafts(
-        self,
-        state: SlotState,
-        slot_B: Tensor,
-        position_B: Tensor,
-        num_B: Tensor,
-        token_BK: Tensor,
-        last_id: int,
+        self, state: SlotState, rows: DraftRows, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
-        """Write each slot's first `num_B` drafts from its position on, as ids in 0..last_id."""
+        """Write the first `num_B` drafts of each behind its known tokens, as ids in 0..last_id."""
 
     def pack(
         self, state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int
@@ -154,35 +152,23 @@ class Steps(Protocol):
         """
 
     def begin_round(
-        self,
-        state: SlotState,
-        slot_B: Tensor,
-        num_B: Tensor,
-        position_B: Tensor,
-        sizes: RoundSizes,
-        block_size: int,
+        self, state: SlotState, rows: DraftRows, known: int, max_len: int, block_size: int
     ) -> Round:
-        """Plan a round behind `position_B` known tokens of each; see `Round`.
+        """Plan a round of `rows.most` passes of a model that has `max_len` positions.
 
-        Slots' blocks reach over position + num tokens. A request that has more tokens than the
-        model has positions takes part as the spare.
+        The first pass computes the last `known` tokens of each, or all it has. Blocks of slots
+        reach over position + num tokens. A request that has more tokens than the model positions
+        takes part as the spare.
         """
 
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
         """Drafts [B] of each pass as `DraftBlock.token_BK`, -1 behind a request's last."""
 
     def look_up(
-        self,
-        state: SlotState,
-        slot_B: Tensor,
-        num_B: Tensor,
-        position_B: Tensor,
-        most: int,
-        sizes: tuple[int, int],
+        self, state: SlotState, rows: DraftRows, shortest: int, longest: int
     ) -> tuple[Tensor, Tensor]:
-        """Drafts by prompt lookup (`drafting/ngram.py`): `token_BK` of `most` columns, and `num_B`.
+        """`token_BK` of `rows.most` columns and `num_B`, by prompt lookup (`drafting/ngram.py`).
 
         Args:
-            position_B: known tokens of each.
-            sizes: tokens of the shortest and the longest suffix that counts.
+            shortest, longest: tokens of a suffix that counts.
         """

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import DraftBlock, Packed, PackSizes, SlotState, Steps, StepTokens
+from foretoken.ops import DraftBlock, DraftRows, Packed, PackSizes, SlotState, Steps, StepTokens
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
-from foretoken.slots.step import DraftRows, StepInput, StepResult, StepRows, StepShape
+from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
 
 _RING = 4
 """Host buffers in turn: a step's numbers are on the device before its result is read, and no more
@@ -129,8 +129,7 @@ class DeviceSlotTable(SlotParameters):
 
     def write_drafts(self, rows: DraftRows, drafts: DraftBlock, last_id: int) -> None:
         """Write drafts behind the known tokens, ids past the last as the last."""
-        where = (rows.slot_B, rows.position_B, drafts.num_B)
-        self.steps.write_drafts(self.state, *where, drafts.token_BK, last_id)
+        self.steps.write_drafts(self.state, rows, drafts.num_B, drafts.token_BK, last_id)
 
     def pack(self, rows: StepRows, num_D: Tensor, sizes: PackSizes, block_size: int) -> Packed:
         """What a step computes: the requests' next known tokens, then the drafts of who decides."""

@@ -118,24 +118,6 @@ class StepRows(NamedTuple):
     shape: StepShape | None = None
 
 
-class DraftRows(NamedTuple):
-    """Whom to draft for, and how much.
-
-    Attributes:
-        slot_B: int64.
-        num_B: int64, most drafts of each, 0 allowed: K_b.
-        position_B: int64, known tokens of each: where its first draft stands.
-        most: no request wants more, as far as the host knows.
-        warm: as in `StepRows`.
-    """
-
-    slot_B: Tensor
-    num_B: Tensor
-    position_B: Tensor
-    most: int
-    warm: bool = True
-
-
 class SlotSpan(NamedTuple):
     """Tokens of a slot from position `start` on; logits are wanted for the last of them."""
 

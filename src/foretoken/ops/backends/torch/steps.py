@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.ops.steps import Packed, PackSizes, Round, RoundSizes, SlotState, StepTokens
+from foretoken.ops.steps import DraftRows, Packed, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
 
@@ -20,15 +20,10 @@ def count_drafts(state: SlotState, slot_B: Tensor, most_B: Tensor) -> tuple[Tens
 
 
 def write_drafts(
-    state: SlotState,
-    slot_B: Tensor,
-    position_B: Tensor,
-    num_B: Tensor,
-    token_BK: Tensor,
-    last_id: int,
+    state: SlotState, rows: DraftRows, num_B: Tensor, token_BK: Tensor, last_id: int
 ) -> None:
     """See `Steps.write_drafts`."""
-    _put(state, slot_B, position_B, num_B, token_BK.clamp(0, last_id))
+    _put(state, rows.slot_B, rows.position_B, num_B, token_BK.clamp(0, last_id))
 
 
 def pack(state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int) -> Packed:
@@ -61,33 +56,29 @@ def advance(state: SlotState, tokens: StepTokens, verdict: Verdict) -> Tensor:
 
 
 def begin_round(
-    state: SlotState,
-    slot_B: Tensor,
-    num_B: Tensor,
-    position_B: Tensor,
-    sizes: RoundSizes,
-    block_size: int,
+    state: SlotState, rows: DraftRows, known: int, max_len: int, block_size: int
 ) -> Round:
     """See `Steps.begin_round`."""
+    slot_B, num_B, position_B, most, _ = rows
     requests, columns = len(slot_B), state.block_SL.shape[1]
     spare, device = len(state.length_S) - 1, slot_B.device
-    fits_B = position_B <= sizes.max_len
-    slot_B, known_B = torch.where(fits_B, slot_B, spare), torch.where(fits_B, position_B, 1)
-    num_B = torch.minimum(num_B, (sizes.max_len + 1 - position_B).clamp(min=0))
-    count_B = known_B.clamp(max=sizes.known)
+    fits_B = position_B <= max_len
+    slot_B, length_B = torch.where(fits_B, slot_B, spare), torch.where(fits_B, position_B, 1)
+    num_B = torch.minimum(num_B, (max_len + 1 - position_B).clamp(min=0))
+    count_B = length_B.clamp(max=known)
     # On a host the truth costs nothing, and native decoders insist on it.
-    tokens = int(count_B.sum()) if device.type == "cpu" else sizes.known * requests
-    pack_sizes = PackSizes(tokens, requests, sizes.known)
+    tokens = int(count_B.sum()) if device.type == "cpu" else known * requests
+    sizes = PackSizes(tokens, requests, known)
     first = _packed(
-        state, slot_B, known_B - count_B, count_B, torch.ones_like(count_B), pack_sizes, block_size
+        state, slot_B, length_B - count_B, count_B, torch.ones_like(count_B), sizes, block_size
     )
-    used_B = (known_B + num_B + block_size - 1) // block_size
+    used_B = (length_B + num_B + block_size - 1) // block_size
     is_own_BL = torch.arange(columns, device=device) < used_B[:, None]
     first.attention.block_BL = torch.where(
         is_own_BL, first.attention.block_BL, state.block_SL[spare, 0]
     )
-    index_K1 = torch.arange(sizes.most, device=device)[:, None]
-    length_KB = (known_B + index_K1).clamp(max=min(sizes.max_len, columns * block_size))
+    index_K1 = torch.arange(most, device=device)[:, None]
+    length_KB = (length_B + index_K1).clamp(max=min(max_len, columns * block_size))
     index_KB = index_K1.expand(-1, requests).contiguous()
     index_B1 = torch.arange(requests + 1, device=device)
     return Round(num_B, first, index_B1, length_KB - 1, length_KB, index_KB)
@@ -100,19 +91,14 @@ def join_drafts(drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
 
 
 def look_up(
-    state: SlotState,
-    slot_B: Tensor,
-    num_B: Tensor,
-    position_B: Tensor,
-    most: int,
-    sizes: tuple[int, int],
+    state: SlotState, rows: DraftRows, shortest: int, longest: int
 ) -> tuple[Tensor, Tensor]:
     """See `Steps.look_up`.
 
     An occurrence is named by where it ends: `run_BL` is how many tokens up to there are equal to
     the last ones.
     """
-    shortest, longest = sizes
+    slot_B, num_B, position_B, most, _ = rows
     text_BL, length_B1 = state.token_SL[slot_B], position_B[:, None]
     width = text_BL.shape[1]
     place_L = torch.arange(width, device=text_BL.device)

@@ -124,12 +124,12 @@ class Call:
             options["launch_pdl"] = True
         packed = (batch, *addresses), (of_batch, of_given)
         given, device = (self.batch, *given), self.variant[0]
-        _start(kernel, (programs, 1, 1), device, kernels, given, packed, constants, options)
+        _start(kernel, (programs,), device, kernels, given, packed, constants, options)
 
 
 def launch(
     kernel: Any,
-    grid: tuple[int, int, int],
+    grid: tuple[int, ...],
     device: torch.device,
     given: tuple[Any, ...],
     *constants: Any,
@@ -154,7 +154,7 @@ def launch(
 
 def _start(
     kernel: Any,
-    grid: tuple[int, int, int],
+    grid: tuple[int, ...],
     device: torch.device,
     kernels: dict[Any, Any],
     given: tuple[Any, ...],
@@ -168,7 +168,8 @@ def _start(
     if compiled is not None:
         run, function, metadata = compiled
         stream = driver.active.get_current_stream(device.index)
-        run(*grid, stream, function, metadata, None, None, None, *addresses, *constants)
+        x, y, z = (*grid, 1, 1)[:3]
+        run(x, y, z, stream, function, metadata, None, None, None, *addresses, *constants)
         return
     compiled = kernel[grid](*given, *constants, **options)
     if compiled is not None and not torch.version.hip:  # None: interpreted

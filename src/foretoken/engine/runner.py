@@ -50,7 +50,7 @@ class Runner:
         self.drafter = drafter
         self.slots = sampler.slots
         self.graphs = graphs or Graphs()
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(self.slots.device)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Forget what is kept for blocks that change hands.
@@ -70,9 +70,10 @@ class Runner:
         rows = self.slots.begin(step, shape)
         if rows is None:  # launched before it was known that all have their tokens
             return StepResult.empty()
-        stage, mark = self.graphs.stage, self.clock.mark
+        stage, mark = self.graphs.stage, self.clock.mark_stage
+        self.clock.begin()
         asked, drafts = stage("draft", self._propose, rows)
-        mark("draft")
+        mark("draft", "draft")
         edits, faults = build_edits(
             self.slots.histories,
             rows.step.deciding_slots,
@@ -81,14 +82,14 @@ class Runner:
             without_drafts=not self.slots.on_host,
         )
         batch, output = stage("target", self._forward, rows, drafts)
-        mark("forward")
+        mark("forward", "forward")
         if edits is None:
             result = stage("verify", self._settle, rows, asked, drafts, batch, output)
         else:
             result = self._settle(rows, asked, drafts, batch, output, edits, faults)
-        mark("verify")
+        mark("verify", "advance")
         read = readout(self.sampler, rows, batch, output, result, edits)
-        mark("read")
+        mark("read", "read")
         return read
 
     def _shape_of(self, step: StepInput) -> StepShape | None:
@@ -121,6 +122,7 @@ class Runner:
     def _forward(self, rows: StepRows, drafts: DraftBlock) -> tuple[ForwardBatch, ForwardOutput]:
         """One pass of the target over known tokens and drafts."""
         batch = gather_step(self.slots, rows, drafts, self.kv.block_size)
+        self.clock.mark("batch")
         return batch, self.model.forward(batch, self.kv)
 
     def _settle(
@@ -136,6 +138,7 @@ class Runner:
         """Verify, and let slots and drafter have the outcome."""
         logits_NV = output.logits_NV[batch.decision_N]
         verdict = self.sampler.verify(logits_NV, asked, drafts, edits)
+        self.clock.mark("verify")
         slot_D, faults = rows.step.deciding_slots, {} if faults is None else faults
         result = StepResult(batch.spans, slot_D, drafts, verdict, faults, aux=output.aux)
         self.slots.advance_step(rows, result)

@@ -15,8 +15,8 @@ from pathlib import Path
 from benchmarks.common import RESULTS, ROOT, goal
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
-from benchmarks.plot import Series, line_chart
 from benchmarks.speed_tables import speed, summary
+from foretoken.lab.plot import Series, line_chart
 from foretoken.lab.results import Results, Spread, read
 
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", flags=re.DOTALL)

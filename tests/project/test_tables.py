@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.common import goal
 from benchmarks.ops_tables import ops_figures
-from benchmarks.plot import Series, decades, line_chart, ticks
 from benchmarks.tables import (
     CURVES,
     FIGURES,
@@ -22,6 +21,7 @@ from benchmarks.tables import (
     outputs,
     regenerate,
 )
+from foretoken.lab.plot import Series, decades, line_chart, ticks
 from foretoken.lab.results import Row, Spread, collect, write
 from tests.project.source import ROOT
 

@@ -57,6 +57,9 @@ class Command:
         for title, table in tables(measured.rows).items():
             self._console.print(title, style="bold", markup=False)
             self._console.print(as_text(table), markup=False, soft_wrap=True)
+        origin = "given" if bench.options.bandwidth else "measured"
+        floor = f"The floor is for memory that reads {bench.floor.bandwidth:.1f} GB/s ({origin})."
+        self._console.print(floor, markup=False, soft_wrap=True)
         written = []
         if bench.options.output is not None:
             write_file(measured, Path(bench.options.output))

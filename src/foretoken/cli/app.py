@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _EMBEDDED = "tiny-python"
 _OWN_DRAFT = {"method": "draft_model"}
 # `bench` has its own seed, and of how long an output is and what ends it the length alone.
-_SET_BY_BENCH = {
+SET_BY_BENCH = {
     *("seed", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens"),
 }
@@ -164,7 +164,7 @@ def demo(
 @app.command()
 @with_fields(
     BenchOptions,
-    without=_SET_BY_BENCH,
+    without=SET_BY_BENCH,
     model=_EMBEDDED,
     temperature=0.0,
     max_num_seqs=None,

@@ -37,7 +37,9 @@ OTHER_DEFAULTS = {
     "generate": {"model": "tiny-python", "max_tokens": 128, "temperature": 0.8},
     "chat": {"model": "tiny-python", "max_tokens": 512, "temperature": 0.8},
     "bench": {
-        **{"model": "tiny-python", "temperature": 0.0, "enable_prefix_caching": False},
+        "model": "tiny-python",
+        "temperature": 0.0,
+        "enable_prefix_caching": False,
         **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")),
     },
 }
@@ -115,7 +117,9 @@ def test_every_field_is_an_option_or_said_not_to_be(command: str, cls: Any) -> N
         assert f"--{name.replace('_', '-')}" in found[name].opts
         kind = str(FIELDS[name].type)
         assert found[name].multiple == ("Sequence[" in kind or "tuple[" in kind or "list[" in kind)
-        assert bool(found[name].secondary_opts) == ("bool" in kind and FIELDS[name].default is not False)
+        assert bool(found[name].secondary_opts) == (
+            "bool" in kind and FIELDS[name].default is not False
+        )
 
 
 def test_the_help_is_what_the_dataclasses_say() -> None:

@@ -57,8 +57,12 @@ def test_tables_results_and_figure(target: Path, speculation: str, tmp_path: Pat
     assert list(ElementTree.parse(figure).getroot().iter("{http://www.w3.org/2000/svg}rect"))
 
 
-def test_a_shape_alone_is_enough(target: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((target / "config.json").read_bytes())
+def test_a_shape_alone_is_enough(tmp_path: Path) -> None:
+    """That of Llama-3.1-8B, made small."""
+    shape = json.loads((ROOT / "benchmarks/shapes/llama-3.1-8b/config.json").read_text())
+    shape |= {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 512}
+    shape |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape | {"head_dim": 16}))
     result = bench("--model", tmp_path, "--load-format", "dummy", "--batch-size", "2")
     assert (result.exit_code, result.exception) == (0, None)
     assert "batch 2, plain" in result.stdout

@@ -72,17 +72,25 @@ class Command:
 
     @contextmanager
     def _progress(self, total: int) -> Iterator[Report]:
-        """A bar that vanishes when done; on anything but a terminal nothing is written."""
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-        shown = self._errors.is_terminal
+        """A bar that vanishes when done; on anything but a terminal nothing is written.
+
+        It is drawn between runs alone: the thread that would redraw it takes time from a step.
+        """
         bar = Progress(
-            *columns, TimeRemainingColumn(), console=self._errors, transient=True, disable=not shown
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=self._errors,
+            auto_refresh=False,
+            transient=True,
+            disable=not self._errors.is_terminal,
         )
         with bar:
             task = bar.add_task("", total=total)
 
             def report(done: int, what: str) -> None:
-                bar.update(task, completed=done, description=what)
+                bar.update(task, completed=done, description=what, refresh=True)
                 self._note(f"{done} of {total} runs were done.")
 
             yield report

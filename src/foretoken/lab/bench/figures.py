@@ -134,10 +134,8 @@ def _latency(run: Run) -> dict[str, float]:
 
 
 def _throughput(run: Run) -> dict[str, float]:
-    tokens, requests = (
-        sum(len(output.outputs[0].token_ids) for output in run.outputs),
-        len(run.outputs),
-    )
+    requests = len(run.outputs)
+    tokens = sum(len(output.outputs[0].token_ids) for output in run.outputs)
     cached = sum(output.metrics.num_cached_tokens for output in run.outputs)
     return {
         "output_tokens_per_second": tokens / run.seconds,

@@ -192,9 +192,8 @@ def bench(
         loading = f"Loading took {time.perf_counter() - start:.1f} s."
         from foretoken.lab.bench.command import Command
 
-        command = Command(
-            as_typed(), console(highlight=False), console(stderr=True, highlight=False), note
-        )
+        tables, errors = console(highlight=False), console(stderr=True, highlight=False)
+        command = Command(as_typed(), tables, errors, note)
         with exit_on_sigterm():
             command.run(llm, asked, params, [loading])
 

@@ -10,7 +10,8 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.engine.trace import PhaseClock, StepTrace
 
-PHASES = ["schedule", "admit", "draft", "batch", "forward", "verify", "advance", "read", "commit"]
+PHASES = ["schedule", "admit", "batch", "draft", "forward", "verify", "advance", "observe"]
+PHASES += ["read", "commit"]
 
 
 @pytest.fixture

@@ -18,9 +18,9 @@ class StepTrace:
     """One step in numbers.
 
     Attributes:
-        seconds: by phase. On a host, in this order: schedule, admit, draft, batch, forward, verify,
-            advance, read, commit. On a GPU the device's own: gap (nothing to do since the step
-            before), draft, forward, verify, read.
+        seconds: by phase. On a host, in this order: schedule, admit, batch, draft, forward, verify,
+            advance, observe (if there is a drafter), read, commit. On a GPU the device's own: gap
+            (nothing to do since the step before), draft, forward, verify, observe, read.
         total: their sum.
         host_seconds: what the host spent on the step, waiting included; on a host as `total`.
         num_requests: requests in it; num_decoding: those that computed one known token and drafts.

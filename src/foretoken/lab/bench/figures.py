@@ -14,7 +14,7 @@ from foretoken.engine.trace import StepTrace
 from foretoken.lab.bench.floor import Reads
 from foretoken.outputs import RequestMetrics, RequestOutput
 
-PARTS = {"draft": "draft", "target": "forward", "verify": "verify"}
+PARTS = {"draft": ("draft", "observe"), "target": ("forward",), "verify": ("verify",)}
 """What a device does in a step, and the phases of a trace that it is timed by."""
 UNITS = {
     "ttft_ms": "ms",
@@ -80,7 +80,10 @@ class Floor:
 
 def device_seconds(trace: StepTrace) -> dict[str, float]:
     """Seconds of a step that are draft, target and verify; what they leave of it is host gap."""
-    seconds = {part: trace.seconds.get(phase, 0.0) for part, phase in PARTS.items()}
+    seconds = {
+        part: sum(trace.seconds.get(phase, 0.0) for phase in phases)
+        for part, phases in PARTS.items()
+    }
     if not trace.num_drafts:
         seconds["draft"] = 0.0  # finding that there is nothing to draft is the host's work
     return seconds

@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.ops import DraftBlock, Logprobs, Rule, Verdict
+from foretoken.ops import DraftBlock, DraftRows, Logprobs, Rule, Verdict
 
 NONE = -1
 """In the place of a number of log-probabilities: none are wanted."""
+
+
+_NO_PACKET = torch.empty(0, dtype=torch.int64)
 
 
 class StepInput(NamedTuple):
@@ -105,6 +108,7 @@ class StepRows(NamedTuple):
         most_drafts: no request has more.
         warm: whether a request draws at random; True says nothing.
         shape: of a captured step; None runs operator by operator.
+        known: on a host, where numbers are the truth: who decides.
     """
 
     step: StepInput
@@ -116,6 +120,7 @@ class StepRows(NamedTuple):
     most_drafts: int
     warm: bool = True
     shape: StepShape | None = None
+    known: DraftRows | None = None
 
 
 class SlotSpan(NamedTuple):
@@ -179,7 +184,7 @@ class StepResult:
     banned_all: set[int] = field(default_factory=set)
     logprobs: dict[int, tuple[Logprobs | None, Logprobs | None]] = field(default_factory=dict)
     aux: tuple[Tensor, ...] = ()
-    packet: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    packet: Tensor = _NO_PACKET
 
     def resolve(self) -> StepResult:
         """Itself: nothing is on its way any more. See `engine/pending.py`."""

@@ -3,6 +3,7 @@
 On a device that nobody waits for, tokens and lengths are known there alone; what the host gives
 besides are bounds. Every function here launches a kernel or two, whatever the batch, and reads
 nothing on the host, so that steps can be captured. They are an engine's own: nothing is checked.
+All tensors are contiguous.
 
 The last slot is the spare: padding of a batch names it, as often as it takes. It has one token, may
 have no more, and all its blocks are one that belongs to nobody.

@@ -118,7 +118,7 @@ class DeviceSlotTable(SlotParameters):
             return StepRows(
                 step, slot_B, num_tokens_B, slot_B, max_drafts_B, None, most, warm, shape
             )
-        slot_D, max_drafts_D = self._sent(numbers[::2, step.decides_B])
+        slot_D, max_drafts_D = self._sent(np.ascontiguousarray(numbers[::2, step.decides_B]))
         of_B = self._sent(np.array(step.of_B, dtype=np.int64))
         return StepRows(step, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most, warm)
 

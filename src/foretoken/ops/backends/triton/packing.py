@@ -79,7 +79,9 @@ def pack_kernel(
     step, plan: one of them is None.
     """
     wait_for_writes(OVERLAP)
-    table, step, plan, out = table, step, plan, out  # see `records.py`
+    table, out = table, out  # see `records.py`
+    if plan is not None:
+        plan = plan
     b, part = tl.program_id(0), tl.program_id(1)
     span = _span(table, step, plan, b, b < out.B)
     length = span.start + span.count
@@ -109,8 +111,8 @@ def pack_kernel(
             tl.store(plan.index_B1 + out.B, out.B)
     first_token, first_row = span.count * 0, span.want * 0
     for begin in range(0, b, AT_ONCE):
-        i = begin + tl.arange(0, AT_ONCE)
-        before = _span(table, step, plan, i, i < b)
+        others = begin + tl.arange(0, AT_ONCE)
+        before = _span(table, step, plan, others, others < b)
         first_token += tl.sum(before.count, 0)
         first_row += tl.sum(before.want, 0)
     _store_packed(table, out, b, span, first_token, first_row)
@@ -119,7 +121,7 @@ def pack_kernel(
 @triton.jit
 def _span(table: Table, step: StepTokens, plan: RoundPlan, i, live):
     """What request i computes, or each of a vector; nothing where not live."""
-    if step is not None:
+    if plan is None:
         slot, of = tl.load(step.slot_B + i, mask=live, other=0), i.to(tl.int64)
         if step.of_B is not None:
             of = tl.load(step.of_B + i, mask=live, other=-1)

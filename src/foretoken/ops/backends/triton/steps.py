@@ -58,7 +58,7 @@ def advance_kernel(
 ):  # fmt: skip
     """A program takes over the step of a request. The spare may have many; none changes it."""
     wait_for_writes(OVERLAP)
-    table, step = table, step
+    table = table
     b, i = tl.program_id(0), tl.arange(0, KP)
     slot, num_tokens = tl.load(step.slot_B + b), tl.load(step.num_tokens_B + b)
     length, limit = tl.load(table.length_S + slot), tl.load(table.limit_S + slot)

@@ -152,9 +152,7 @@ def compare_step(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
 def compare_drafting(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
     """A round of drafting, the end of it, and a look-up; some have more tokens than the model."""
     state, max_len = case.state, case.state.token_SL.shape[1] - random.Random(seed).randint(1, 20)
-    rows = DraftRows(
-        case.slot_D, *theirs.count_drafts(state, case.slot_D, case.most_D), case.most
-    )
+    rows = DraftRows(case.slot_D, *theirs.count_drafts(state, case.slot_D, case.most_D), case.most)
     one, other = (s.begin_round(state, rows, 2, max_len, BLOCK_SIZE) for s in (mine, theirs))
     check_batch(one.first, other.first, other.length_KB[-1])
     for name in ("num_B", "index_B1", "position_KB", "length_KB", "index_KB"):

@@ -20,13 +20,18 @@ from foretoken.ops import (
     TARGET,
     DraftBlock,
     DraftCache,
+    DraftRows,
     Edits,
     Noise,
+    PackSizes,
     Rows,
     Rule,
     SlotParams,
+    Steps,
+    StepTokens,
     VerifyBatch,
 )
+from tests.ops.test_steps import BLOCK_SIZE, make_case, make_verdict
 
 typed: set[str] = set()
 
@@ -120,6 +125,20 @@ def every_op(
         )
 
 
+def every_step(steps: Steps, requests: int, most: int) -> None:
+    """All launches of a step's bookkeeping; `most` drafts."""
+    case = make_case(1, requests, most, prompts=requests > 1, device=torch.device("cpu"))
+    num_D, position_D = steps.count_drafts(case.state, case.slot_D, case.most_D)
+    tokens = StepTokens(case.slot_B, case.num_tokens_B, case.of_B, num_D)
+    steps.pack(case.state, tokens, PackSizes(64, 8, 9), BLOCK_SIZE)
+    steps.advance(case.state, tokens, make_verdict(1, case.most_D * 0, most))
+    rows = DraftRows(case.slot_D, num_D, position_D, most)
+    steps.begin_round(case.state, rows, 2, 50, BLOCK_SIZE)
+    drafts = steps.join_drafts([num_D] * most, num_D)
+    steps.write_drafts(case.state, rows, num_D, drafts, 6)
+    steps.look_up(case.state, rows, 1, 3)
+
+
 def main() -> None:
     driver.set_active(NoDriver())
     run = JITFunction.run
@@ -134,6 +153,8 @@ def main() -> None:
     every_op(ops, torch.float16, frozenset(Rule) - {Rule.BLOCK}, True, True, only="verify")
     every_op(ops, torch.float32, frozenset(Rule), False, False, only="verify")
     every_op(ops, torch.float32, frozenset(Rule), False, True, width=1)
+    for requests, most in ((1, 1), (5, 4)):
+        every_step(ops.steps, requests, most)
     print(" ".join(sorted(typed)))
 
 

@@ -105,13 +105,21 @@ class Runner:
         shape = self.graphs.shape_of(step, self.slots.params, warm=warm)
         if shape is not None and shape not in self.graphs:
             self.capture(shape)
-        return shape
+        return shape if shape in self.graphs else None
 
     def capture(self, shape: StepShape) -> None:
-        """Record the stages of such steps, on padding alone: nobody's slot is touched."""
-        for mode in (self.graphs.warming(), self.graphs.recording(shape)):
-            with mode:
+        """Record the stages of such steps, on padding alone: nobody's slot is touched.
+
+        A model that looks at the device in the midst of a pass cannot be recorded, whatever the
+        shape: every step runs operator by operator then.
+        """
+        with self.graphs.warming():
+            self._run(StepInput.padding(), shape)
+        try:
+            with self.graphs.recording(shape):
                 self._run(StepInput.padding(), shape)
+        except RuntimeError as error:
+            self.graphs.give_up(error)
 
     def _propose(self, rows: StepRows) -> tuple[DraftRows, DraftBlock]:
         """Drafts of the requests that decide, written behind their known tokens."""

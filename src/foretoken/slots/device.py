@@ -34,8 +34,8 @@ class DeviceSlotTable(SlotParameters):
     """State by slot as tensors, `state`; see `SlotTable` for what they hold.
 
     Args:
+        steps: of the backend: what reads and changes `state` in a step.
         trash_block: the cache block of whatever is computed for nobody.
-        steps: of the backend: what changes `state` in a step.
     """
 
     on_host = False
@@ -44,12 +44,12 @@ class DeviceSlotTable(SlotParameters):
         self,
         num_slots: int,
         device: torch.device,
+        steps: Steps,
         *,
         max_tokens: int,
         max_drafts: int,
         blocks: int,
         trash_block: int,
-        steps: Steps,
     ) -> None:
         super().__init__(num_slots + 1, device)
         self.steps = steps

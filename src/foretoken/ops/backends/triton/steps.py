@@ -37,7 +37,7 @@ def count_kernel(table: Table, slot_B, most_B, num_B, position_B, B, OVERLAP: tl
 
 
 @triton.jit
-def write_kernel(
+def put_kernel(
     table: Table, slot_B, position_B, num_B, token_BK, K, last_id, KP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def write_drafts(
     (requests, most), token_BK = token_BK.shape, token_BK.contiguous()
     given = (_table(state), rows.slot_B, rows.position_B, num_B, token_BK, most, last_id)
     width = triton.next_power_of_2(most)
-    launch(write_kernel, (requests,), num_B.device, given, width, variant=token_BK.dtype)
+    launch(put_kernel, (requests,), num_B.device, given, width, variant=token_BK.dtype)
 
 
 def pack(state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int) -> Packed:

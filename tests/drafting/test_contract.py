@@ -20,7 +20,8 @@ from foretoken.drafting.base import DrafterSetup, in_target_ids, one_hot_block
 from foretoken.drafting.ngram import NGram
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import IntegrityError, StepError
-from foretoken.ops import DraftBlock, DraftCache, DraftRows, Rule
+from foretoken.ops import DraftBlock, DraftCache, Rule
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import NONE, Outcome, StepInput, StepResult, StepRows
 from foretoken.slots.table import SlotTable

@@ -29,7 +29,8 @@ from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.threads import StepThreads
-from foretoken.ops import DraftBlock, DraftRows, ForwardOutput, get_backend, unavailable
+from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
+from foretoken.ops.steps import DraftRows
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import NO_TOKEN, SlotTable

@@ -17,7 +17,7 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.engine.graphs import Graphs
 from foretoken.errors import ForetokenError
-from foretoken.ops import DraftRows
+from foretoken.ops.steps import DraftRows
 from foretoken.outputs import RequestOutput
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows

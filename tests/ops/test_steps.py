@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.ops import DraftRows, PackSizes, SlotState, Steps, StepTokens, Verdict, get_backend
+from foretoken.ops import Verdict, get_backend
+from foretoken.ops.steps import DraftRows, PackSizes, SlotState, Steps, StepTokens
 
 BLOCK_SIZE, VOCABULARY = 4, 7
 needs_triton = pytest.mark.skipif(

@@ -20,17 +20,14 @@ from foretoken.ops import (
     TARGET,
     DraftBlock,
     DraftCache,
-    DraftRows,
     Edits,
     Noise,
-    PackSizes,
     Rows,
     Rule,
     SlotParams,
-    Steps,
-    StepTokens,
     VerifyBatch,
 )
+from foretoken.ops.steps import DraftRows, PackSizes, Steps, StepTokens
 from tests.ops.test_steps import BLOCK_SIZE, make_case, make_verdict
 
 typed: set[str] = set()

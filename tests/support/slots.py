@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from foretoken.drafting.base import Drafter
-from foretoken.ops import DraftBlock, DraftRows, Rule, SlotParams, Verdict
+from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
+from foretoken.ops.steps import DraftRows
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult, StepRows

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import IntegrityError
-from foretoken.ops import AttentionBatch, DraftBlock, PackSizes
+from foretoken.ops import AttentionBatch, DraftBlock
+from foretoken.ops.steps import PackSizes
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import NONE, SlotSpan, StepRows
 from foretoken.slots.table import SlotTable

@@ -25,7 +25,8 @@ from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
-from foretoken.ops import Backend, DraftBlock, DraftRows
+from foretoken.ops import Backend, DraftBlock
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable

@@ -32,7 +32,8 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
-from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, DraftRows, Noise, Rows, Rule
+from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, Rows, Rule
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.step import SlotSpan, StepResult, StepRows
 from foretoken.slots.table import SlotTable
 

@@ -23,7 +23,8 @@ from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import q_flags
 from foretoken.drafting.draft_model import DraftModel
-from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, DraftRows, Noise, Rows
+from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block, q_flags
-from foretoken.ops import DraftBlock, DraftRows
+from foretoken.ops import DraftBlock
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.table import SlotTable
 

@@ -23,7 +23,8 @@ from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, TargetView, load_model, load_tokenizer, resolve_checkpoint
-from foretoken.ops import Backend, Steps, get_backend, unavailable
+from foretoken.ops import Backend, get_backend, unavailable
+from foretoken.ops.steps import Steps
 from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.synthetic import joint_rates, rates_of
 from foretoken.slots.device import DeviceSlotTable

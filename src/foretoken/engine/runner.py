@@ -28,7 +28,8 @@ from foretoken.engine.readout import readout
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.trace import PhaseClock
 from foretoken.models import CausalLM
-from foretoken.ops import DraftBlock, DraftRows, Edits, ForwardOutput
+from foretoken.ops import DraftBlock, Edits, ForwardOutput
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.edits import build_edits
 from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
 

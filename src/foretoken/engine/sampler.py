@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, DraftRows, Edits, Logprobs, Verdict, VerifyBatch
+from foretoken.ops import Backend, DraftBlock, Edits, Logprobs, Verdict, VerifyBatch
+from foretoken.ops.steps import DraftRows
 from foretoken.outputs import Logprob
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.table import SlotTable

@@ -17,7 +17,6 @@ from typing import Any
 from foretoken.errors import ConfigError
 from foretoken.ops.decoder import AttentionCall, Decoder, DraftRound, ForwardOutput, UnfitError
 from foretoken.ops.dispatch import Backend, draft_cache
-from foretoken.ops.steps import DraftRows, Packed, PackSizes, Round, SlotState, Steps, StepTokens
 from foretoken.ops.types import (
     DRAFT,
     RESIDUAL,
@@ -50,20 +49,13 @@ __all__ = [
     "DraftBlock",
     "DraftCache",
     "DraftRound",
-    "DraftRows",
     "Edits",
     "ForwardOutput",
     "Logprobs",
     "Noise",
-    "PackSizes",
-    "Packed",
-    "Round",
     "Rows",
     "Rule",
     "SlotParams",
-    "SlotState",
-    "StepTokens",
-    "Steps",
     "Stream",
     "UnfitError",
     "Verdict",

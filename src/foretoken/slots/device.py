@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import DraftBlock, DraftRows, Packed, PackSizes, SlotState, Steps, StepTokens
+from foretoken.ops import DraftBlock
+from foretoken.ops.steps import DraftRows, Packed, PackSizes, SlotState, Steps, StepTokens
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
 from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape

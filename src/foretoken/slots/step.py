@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.ops import DraftBlock, DraftRows, Logprobs, Rule, Verdict
+from foretoken.ops import DraftBlock, Logprobs, Rule, Verdict
+from foretoken.ops.steps import DraftRows
 
 NONE = -1
 """In the place of a number of log-probabilities: none are wanted."""

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import IntegrityError
-from foretoken.ops import DraftBlock, DraftRows, SlotState
+from foretoken.ops import DraftBlock
+from foretoken.ops.steps import DraftRows, SlotState
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
 from foretoken.slots.step import (

@@ -185,13 +185,12 @@ class Scheduler:
         """Let others find the blocks that the request has filled since it was last asked."""
         if not self.enable_prefix_caching:
             return
-        size, serials = self.pool.block_size, request.block_serials
+        pool, serials = self.pool, request.block_serials
         # Behind a stop, accepted drafts are computed that are no tokens of the request.
-        num_full = min(request.num_computed, len(request.token_ids)) // size
-        for i in range(len(serials), num_full):
-            tokens = request.token_ids[i * size : (i + 1) * size]
-            before = serials[-1] if serials else ROOT
-            serials.append(self.pool.enter(before, tokens, request.block_ids[i]))
+        known = len(request.token_ids) - pool.lookahead
+        for i in range(len(serials), min(request.num_computed, known) // pool.block_size):
+            before, tokens = serials[-1] if serials else ROOT, pool.key(request.token_ids, i)
+            serials.append(pool.enter(before, tokens, request.block_ids[i]))
 
     def _share(self) -> None:
         """Decode steps whole; the rest of the budget evenly to prefills, any surplus to the oldest.

@@ -254,6 +254,8 @@ class EngineConfig:
             where native kernels run the target, PyTorch gets one. Native kernels give the same bits
             with any number; PyTorch may not, so that a request with a seed is the same to the bit
             there only with a number given.
+        async_scheduling: launch each step before the one before is read, so that a GPU never waits
+            for the host. None: on a GPU; on a CPU True changes the order of work, not a token.
         use_fp64_gumbel: draw all noise in FP64.
     """
 
@@ -277,6 +279,7 @@ class EngineConfig:
     load_format: str = "auto"
     backend: str = "auto"
     threads: int | None = None
+    async_scheduling: bool | None = None
     use_fp64_gumbel: bool = False
 
     def __post_init__(self) -> None:
@@ -304,6 +307,8 @@ class EngineConfig:
             check_int("num_blocks", self.num_blocks, 1)
         if self.threads is not None:
             check_int("threads", self.threads, 1, 1024)
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError("async_scheduling", self.async_scheduling, "None, true or false")
         gib = self.kv_cache_gib
         if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < 2**40:
             raise ConfigError("kv_cache_gib", gib, "a finite number > 0")

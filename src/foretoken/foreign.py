@@ -118,7 +118,6 @@ ENGINE_OPTIONS = {
     "max_context_len_to_capture": _NO_GRAPHS,
     "enable_chunked_prefill": Foreign((None, True), "Long prompts are always computed in chunks."),
     "use_v2_block_manager": _EITHER,
-    "async_scheduling": Foreign(_OFF, "Leave it out."),
     "scheduling_policy": Foreign(("fcfs",), "Requests are served in order of arrival."),
     "attention_backend": Foreign((None,), "`backend` chooses the kernels."),
     "disable_sliding_window": Foreign(_OFF, "Lower `max_model_len` to the window."),

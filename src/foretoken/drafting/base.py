@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
-from foretoken.slots.step import StepInput, StepResult
+from foretoken.slots.step import DraftRows, StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 
@@ -84,7 +85,7 @@ class Drafter(ABC):
         """Remember the slots, allocate memory; called once, when the engine has sized its pool."""
 
     @abstractmethod
-    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+    def propose(self, rows: DraftRows) -> DraftBlock:
         """Draft up to so many tokens (0 allowed) behind the known ones of each slot, in this order.
 
         Token i of a request is drawn by `Backend.draft` at (position length + i, draft index i),
@@ -98,11 +99,13 @@ class Drafter(ABC):
         drafted for.
         """
 
-    def observe(self, step: StepInput, result: StepResult) -> None:  # noqa: B027 (optional hook)
+    def observe(  # noqa: B027 (optional hook)
+        self, rows: StepRows, batch: ForwardBatch, result: StepResult
+    ) -> None:
         """See what the target computed, prompts too, and what became of the drafts.
 
         The slots hold the outcome already: lengths count the tokens that were drawn. Hidden states
-        that `target_view` asks for are `result.aux`, in the order of `result.spans`.
+        that `target_view` asks for are `result.aux`, in the order of `batch`.
         """
 
     def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027

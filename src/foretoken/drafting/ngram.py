@@ -7,12 +7,11 @@ has K tokens after it, else the one that has most (Saxena 2023, "Prompt Lookup D
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.ops import DraftBlock
+from foretoken.slots.step import DraftRows
 from foretoken.slots.table import SlotTable
 
 _BYTES = 4  # token ids are searched as 4-byte words: bytes.rfind runs at C speed
@@ -30,9 +29,9 @@ class NGram(Drafter):
         """Remember where the tokens are."""
         self.slots = slots
 
-    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+    def propose(self, rows: DraftRows) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
-        asked = zip(slots, num_drafts, strict=True)
+        asked = zip(rows.slot_B.tolist(), rows.num_B.tolist(), strict=True)
         return one_hot_block([self._lookup(*one) for one in asked], self.slots.device)
 
     def _lookup(self, slot: int, num_drafts: int) -> list[int]:

@@ -28,12 +28,12 @@ from foretoken.ops import (
 )
 from tests.support.cases import host_backends, make_params
 from tests.support.checkpoints import save_checkpoint
-from tests.support.eagle3 import NaiveHead, save_head
+from tests.support.eagle3 import NaiveHead, NaiveRows, save_head
 
 CPU = torch.device("cpu")
 HIDDEN, VOCABULARY, BLOCK, MOST, COLUMNS = 32, 60, 4, 4, 12
 SLOTS = 3  # and the spare
-PAD = 0
+PAD = 1  # requests of nobody, and two rows of nobody for each
 PARAMS = make_params(
     SLOTS + 1,
     temperature=[0.0, 0.8, 1.2, 1.0],
@@ -122,7 +122,11 @@ class Target:
         aux.append(torch.full((3, 2 * pad, HIDDEN), 1e3))
         slot_B = torch.tensor(slots)
         attention = AttentionBatch(
-            torch.tensor(starts), torch.tensor(lengths), self.state.block_SL[slot_B], BLOCK
+            torch.tensor(starts),
+            torch.tensor(lengths),
+            self.state.block_SL[slot_B],
+            BLOCK,
+            values_fit=True,  # rows of nobody are for devices, where nobody looks
         )
         token_T = torch.tensor([*tokens, *[0] * (2 * pad)])
         batch = ForwardBatch(token_T, torch.tensor(positions), token_T[:0], attention)
@@ -147,14 +151,14 @@ def expected_drafts(
     naive: NaiveHead, text: list[int], slot: int, count: int, greedy: bool
 ) -> tuple[list[int], list[Tensor]]:
     """Drafts behind a text and the logits that they are drawn from."""
-    features = [naive.feature(state) for state in aux_of(text[:-1]).unbind(1)]
-    tokens, drafts, logits = text[1:], list[int](), list[Tensor]()
+    rows, drafts, logits = NaiveRows(naive), list[int](), list[Tensor]()
+    for state, token in zip(aux_of(text[:-1]).unbind(1), text[1:], strict=True):
+        hidden_C = rows.append(naive.feature(state), token)
     for i in range(count):
-        hidden_C = naive.run(features, tokens)[-1]
+        if i:
+            hidden_C = rows.append(hidden_C, drafts[-1])
         logits.append(naive.logits(hidden_C).float())
         drafts.append(int(drawn(logits[-1], slot, len(text) + i, i, greedy)))
-        features.append(hidden_C)
-        tokens = [*tokens, drafts[-1]]
     return drafts, logits
 
 

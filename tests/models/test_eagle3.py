@@ -20,7 +20,7 @@ from foretoken.models.eagle3_checkpoint import default_aux_layers, load_eagle3, 
 from foretoken.ops import get_backend
 from tests.models.batches import Span, build_batch
 from tests.support.cases import host_backends
-from tests.support.eagle3 import NaiveHead, save_head
+from tests.support.eagle3 import NaiveHead, NaiveRows, save_head
 
 CPU = torch.device("cpu")
 HIDDEN, VOCABULARY, BLOCK, LENGTH = 32, 60, 4, 19
@@ -74,8 +74,10 @@ def test_packed_rows_are_those_of_the_equations(
         for i, start, end in parts:
             found[i, start:end], hidden_TC = hidden_TC[: end - start], hidden_TC[end - start :]
     for i, text in enumerate(texts):
-        features = [naive.feature(aux[i, :, t].unbind()) for t in range(LENGTH)]
-        expected = naive.run(features, text)
+        rows = NaiveRows(naive)
+        expected = [
+            rows.append(naive.feature(aux[i, :, t].unbind()), token) for t, token in enumerate(text)
+        ]
         want_TC = torch.stack(expected).float()
         torch.testing.assert_close(found[i], want_TC, atol=1e-5, rtol=1e-5)
         want_TV = torch.stack([naive.logits(hidden_C) for hidden_C in expected]).float()

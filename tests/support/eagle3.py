@@ -84,16 +84,28 @@ def save_head(
     return folder
 
 
+def head_of(target: Path, **given: Any) -> Path:
+    """A head for a target's checkpoint, made beside it when it is first asked for."""
+    told = json.loads((target / "config.json").read_text())
+    layers = told["num_hidden_layers"]
+    sizes = {"hidden": told["hidden_size"], "vocabulary": told["vocab_size"]}
+    name = "-".join([target.name, "head", *map(str, given.values())])
+    if not (target.parent / name / "model.safetensors").exists():
+        save_head(target.parent / name, **{**sizes, "aux_layers": (0, 1, layers), **given})
+    return target.parent / name
+
+
 class NaiveHead:
-    """The equations in float64: whole sequences, every row from the beginning, no cache."""
+    """The equations in float64, a row at a time, on lists."""
 
     def __init__(self, folder: Path, embedding: Tensor) -> None:
         self.told = json.loads((folder / "config.json").read_text())
-        self.tensors = load_file(folder / "model.safetensors")
+        stored = load_file(folder / "model.safetensors")
+        self.tensors = {name.removesuffix(".weight"): t.double() for name, t in stored.items()}
         self.embedding = embedding.double()
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.tensors[f"{name}.weight"].double()
+        return self.tensors[name]
 
     def norm(self, x_C: Tensor, name: str) -> Tensor:
         return x_C / (x_C.pow(2).mean() + self.told["rms_norm_eps"]).sqrt() * self[name]
@@ -102,48 +114,57 @@ class NaiveHead:
         """Of one position, from its hidden states in the order of layers."""
         return self["fc"] @ torch.cat([state.double() for state in aux])
 
-    def turned(self, x_D: Tensor, position: int) -> Tensor:
-        half = len(x_D) // 2
-        out = x_D.clone()
-        for i in range(half):
-            angle = position * self.told.get("rope_theta", 10000.0) ** (-i / half)
-            a, b = x_D[i], x_D[i + half]
-            out[i] = a * math.cos(angle) - b * math.sin(angle)
-            out[i + half] = b * math.cos(angle) + a * math.sin(angle)
-        return out
-
-    def run(self, features: Sequence[Tensor], next_tokens: Sequence[int]) -> list[Tensor]:
-        """What each row puts out, from its position's feature and the token behind it."""
-        size, heads = self.told["head_dim"], self.told["num_attention_heads"]
-        group = heads // self.told["num_key_value_heads"]
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-        outputs = []
-        for position, (feature_C, token) in enumerate(zip(features, next_tokens, strict=True)):
-            normed_C = self.norm(feature_C, LAYER + "hidden_norm")
-            token_C = self.norm(self.embedding[token], LAYER + "input_layernorm")
-            both = torch.cat([token_C, normed_C])
-            q, k, v = ((self[f"{LAYER}self_attn.{n}_proj"] @ both).view(-1, size) for n in "qkv")
-            keys.append(torch.stack([self.turned(head, position) for head in k]))
-            values.append(v)
-            seen = []
-            for head in range(heads):
-                query_D = self.turned(q[head], position) / math.sqrt(size)
-                weights = torch.stack([key[head // group] @ query_D for key in keys]).softmax(0)
-                seen.append(sum(w * v[head // group] for w, v in zip(weights, values, strict=True)))
-            residual_C = normed_C if self.told.get("norm_before_residual") else feature_C
-            hidden_C = residual_C + self[LAYER + "self_attn.o_proj"] @ torch.cat(seen)
-            inner_C = self.norm(hidden_C, LAYER + "post_attention_layernorm")
-            gate, up = (self[f"{LAYER}mlp.{n}_proj"] @ inner_C for n in ("gate", "up"))
-            outputs.append(hidden_C + self[LAYER + "mlp.down_proj"] @ (gate * gate.sigmoid() * up))
-        return outputs
-
     def logits(self, hidden_C: Tensor) -> Tensor:
         """[V] by the target's ids, -inf for those that it does not draft."""
         own = self["lm_head"] @ self.norm(hidden_C, "norm")
         if "d2t" not in self.tensors:
             return own
         out = torch.full((self.told["vocab_size"],), -torch.inf, dtype=torch.float64)
-        for i, offset in enumerate(self.tensors["d2t"].tolist()):
-            out[i + offset] = own[i]
+        for i, offset in enumerate(self["d2t"].tolist()):
+            out[i + int(offset)] = own[i]
+        return out
+
+
+class NaiveRows:
+    """The rows of one text, from its first position on."""
+
+    def __init__(self, head: NaiveHead, before: NaiveRows | None = None) -> None:
+        self.head = head
+        self.keys: list[Tensor] = [] if before is None else before.keys[:]
+        self.values: list[Tensor] = [] if before is None else before.values[:]
+
+    def fork(self) -> NaiveRows:
+        """The same rows, to go on with others."""
+        return NaiveRows(self.head, self)
+
+    def append(self, feature_C: Tensor, next_token: int) -> Tensor:
+        """What the next position's row puts out, from its feature and the token behind it."""
+        head, told, position = self.head, self.head.told, len(self.keys)
+        size, heads = told["head_dim"], told["num_attention_heads"]
+        group = heads // told["num_key_value_heads"]
+        normed_C = head.norm(feature_C, LAYER + "hidden_norm")
+        token_C = head.norm(head.embedding[next_token], LAYER + "input_layernorm")
+        both = torch.cat([token_C, normed_C])
+        q, k, v = ((head[f"{LAYER}self_attn.{n}_proj"] @ both).view(-1, size) for n in "qkv")
+        self.keys.append(self.turned(k, position))
+        self.values.append(v)
+        seen, turned = [], self.turned(q, position) / math.sqrt(size)
+        for h in range(heads):
+            scores = torch.stack([key[h // group] @ turned[h] for key in self.keys])
+            values = torch.stack([value[h // group] for value in self.values])
+            seen.append(scores.softmax(0) @ values)
+        residual_C = normed_C if told.get("norm_before_residual") else feature_C
+        hidden_C = residual_C + head[LAYER + "self_attn.o_proj"] @ torch.cat(seen)
+        inner_C = head.norm(hidden_C, LAYER + "post_attention_layernorm")
+        gate, up = (head[f"{LAYER}mlp.{n}_proj"] @ inner_C for n in ("gate", "up"))
+        return hidden_C + head[LAYER + "mlp.down_proj"] @ (gate * gate.sigmoid() * up)
+
+    def turned(self, x_HD: Tensor, position: int) -> Tensor:
+        half = x_HD.shape[1] // 2
+        out = x_HD.clone()
+        for i in range(half):
+            angle = position * self.head.told.get("rope_theta", 10000.0) ** (-i / half)
+            a, b = x_HD[:, i], x_HD[:, i + half]
+            out[:, i] = a * math.cos(angle) - b * math.sin(angle)
+            out[:, i + half] = b * math.cos(angle) + a * math.sin(angle)
         return out

@@ -29,10 +29,8 @@ from foretoken.models.checkpoint import parse_config, read_config
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import default_aux_layers, load_eagle3, read_eagle3_config
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
-from foretoken.slots.step import StepResult
+from foretoken.slots.step import DraftRows, StepResult, StepRows
 from foretoken.slots.table import SlotTable
-
-DraftRows = StepRows = object  # TODO
 
 
 class Eagle3(Drafter):
@@ -107,7 +105,7 @@ class Eagle3(Drafter):
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`. Passes run for all requests; of some, more than are read."""
-        size, device = len(rows.slot_B), self.head.device
+        size, device, block_size = len(rows.slot_B), self.head.device, self.config.block_size
         if rows.most == 0:
             return no_drafts(size, device)
         block_BL = self.slots.state.block_SL[rows.slot_B]
@@ -119,7 +117,7 @@ class Eagle3(Drafter):
             if i:
                 position_B = rows.position_B - 1 + last_B.clamp(max=i - 1)
                 attention = AttentionBatch(
-                    start_B1, position_B + 1, block_BL, self.config.block_size, values_fit=True
+                    start_B1, position_B + 1, block_BL, block_size, most_queries=1, values_fit=True
                 )
                 batch = ForwardBatch(drafts[-1], position_B, row_B, attention)
                 hidden_BC = self.head.forward(batch, hidden_BC, self.kv)

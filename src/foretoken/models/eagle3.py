@@ -155,7 +155,8 @@ class Eagle3Head:
         qkv_THD = F.linear(both_T2C, self.weights.qkv).view(len(both_T2C), -1, head_dim)
         turned_THD = self._rotate(qkv_THD[:, :turned], batch.position_T)
         query_THD, key_THD = turned_THD[:, :heads], turned_THD[:, heads:]
-        kv.write(0, write_index(batch.attention), key_THD, qkv_THD[:, turned:])
+        index_T = write_index(batch.attention, len(batch.token_T), kv.num_blocks)
+        kv.write(0, index_T, key_THD, qkv_THD[:, turned:])
         out_THD = self.backend.attention(
             query_THD, kv.keys[0], kv.values[0], batch.attention, self._attention
         )

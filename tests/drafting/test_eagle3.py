@@ -26,6 +26,7 @@ from foretoken.ops import (
     Rule,
     get_backend,
 )
+from foretoken.slots.step import DraftRows
 from tests.support.cases import host_backends, make_params
 from tests.support.checkpoints import save_checkpoint
 from tests.support.eagle3 import NaiveHead, NaiveRows, save_head
@@ -137,10 +138,7 @@ class Target:
     def propose(self, num_drafts: dict[int, int], pad: int) -> DraftBlock:
         slot_B = torch.tensor([*num_drafts, *[SLOTS] * pad])
         num_B = torch.tensor([*num_drafts.values(), *[0] * pad])
-        rows: Any = SimpleNamespace(
-            slot_B=slot_B, num_B=num_B, position_B=self.state.length_S[slot_B], most=MOST
-        )
-        return self.drafter.propose(rows)
+        return self.drafter.propose(DraftRows(slot_B, num_B, self.state.length_S[slot_B], MOST))
 
     def write_drafts(self, slot: int, drafts: list[int]) -> None:
         at = len(self.texts[slot])

@@ -115,11 +115,15 @@ def params(**given: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("drafted", [None, 5])
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("slots", ["host, native", "host", "device"])
 def test_chunks_ragged_drafts_and_rejections(
-    few: Path, backend: str, drafted: int | None, ahead: bool
+    few: Path, slots: str, drafted: int | None, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda _: slots != "device")
+    backend = "auto" if "native" in slots else "torch"
     head = head_of(few, drafted=drafted)
     llm = build(few, head, backend=backend, async_scheduling=ahead)
+    assert llm.engine.runner.slots.on_host == (slots != "device")
     checked = Checked(llm, few, head)
     asked = [
         params(seed=i, temperature=t, num_speculative_tokens=k, max_tokens=12 + i)

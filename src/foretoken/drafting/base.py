@@ -26,6 +26,7 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
+from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import DraftRows, StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
@@ -61,12 +62,15 @@ class Drafter(ABC):
         keeps for one request beside K/V, the q of its drafts above all.
     reads_next_token: what it keeps for a position depends on the token behind it, too. A block is
         then shared only among requests that agree in the token behind its last one.
+    num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
+        is found by others once the target has computed so many tokens past its end.
     target_ids: int64 [V'], the target's id of each id that it proposes; None if they are the same.
         With such a map q is one-hot: verification has no q over other ids.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
     reads_next_token: ClassVar[bool] = False
+    num_behind: int = 0
     kv_bytes_per_block: int = 0
     bytes_per_slot: int = 0
     target_ids: Tensor | None = None
@@ -81,7 +85,7 @@ class Drafter(ABC):
         """Load what it drafts with; memory by slot and block comes with `allocate`."""
 
     @abstractmethod
-    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
         """Remember the slots, allocate memory; called once, when the engine has sized its pool."""
 
     @abstractmethod

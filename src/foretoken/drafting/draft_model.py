@@ -57,7 +57,7 @@ class DraftModel(Drafter):
             self.model.layer_shapes, setup.config.block_size, self.model.dtype
         )
 
-    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:  # type: ignore[override]
         """K/V tensors for as many blocks as the target has, and q for every slot."""
         shapes, dtype, device = self.model.layer_shapes, self.model.dtype, self.model.device
         self.slots = slots

@@ -29,6 +29,7 @@ from foretoken.models.checkpoint import parse_config, read_config
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import default_aux_layers, load_eagle3, read_eagle3_config
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
+from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import DraftRows, StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
@@ -73,7 +74,7 @@ class Eagle3(Drafter):
             self.head.layer_shapes, setup.config.block_size, self.head.dtype
         )
 
-    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
         """K/V for as many blocks as the target has; a hidden state and q for every slot."""
         shapes, dtype, device = self.head.layer_shapes, self.head.dtype, self.head.device
         self.slots = slots
@@ -113,6 +114,7 @@ class Eagle3(Drafter):
         # A request whose drafts are all made stays where its last pass was, in its own blocks.
         last_B = (rows.num_B - 2).clamp_(min=0)
         hidden_BC, drafts = self._hidden_SC[rows.slot_B], list[Tensor]()
+        cache = self._cache if rows.warm else None
         for i in range(rows.most):
             if i:
                 position_B = rows.position_B - 1 + last_B.clamp(max=i - 1)
@@ -121,29 +123,27 @@ class Eagle3(Drafter):
                 )
                 batch = ForwardBatch(drafts[-1], position_B, row_B, attention)
                 hidden_BC = self.head.forward(batch, hidden_BC, self.kv)
-            drafts.append(self._draw(hidden_BC, rows, i))
+            drafts.append(self._draw(hidden_BC, rows, i, cache))
         index_K = torch.arange(rows.most, device=device)
         return DraftBlock(
             token_BK=torch.stack(drafts, 1).masked_fill_(index_K >= rows.num_B[:, None], -1),
             num_B=rows.num_B,
-            cache=self._cache,
-            real_q_B=(rows.num_B > 0) & self.probabilistic,
+            cache=cache,
+            real_q_B=(rows.num_B > 0) & (cache is not None),
         )
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero K/V that attention multiplies also where it is masked: a NaN would spread."""
         self.kv.clear(block_ids)
 
-    def _draw(self, hidden_BC: Tensor, rows: DraftRows, i: int) -> Tensor:
+    def _draw(self, hidden_BC: Tensor, rows: DraftRows, i: int, cache: DraftCache | None) -> Tensor:
         """Draft i of each request, and the q that it came from, by slot."""
         logits_BV = self.head.logits(hidden_BC)
-        if self._cache is None:
+        if cache is None:
             return logits_BV.argmax(dim=-1)
         index_B = torch.full_like(rows.slot_B, i)
         noise = Noise(rows.position_B + i, index_B, DRAFT, self.config.use_fp64_gumbel)
-        return self.backend.draft(
-            Rows(logits_BV, self.slots.params, rows.slot_B), noise, self._cache
-        )
+        return self.backend.draft(Rows(logits_BV, self.slots.params, rows.slot_B), noise, cache)
 
 
 def _folder(config: EngineConfig, weights: bool) -> Path:

@@ -38,14 +38,14 @@ class Graphs:
         self.sizes = sizes
         self.num_drafts = num_drafts
         self._captured: dict[StepShape, dict[str, _Captured]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if sizes else None
+        self._pool: Any = None  # one for all: no two stages run at the same time
         self._recording: dict[str, _Captured] | None = None
         self._warming = False
 
     def __contains__(self, shape: StepShape) -> bool:
         return shape in self._captured
 
-    def shape_of(self, step: StepInput, params: SlotParams, warm: bool) -> StepShape | None:
+    def shape_of(self, step: StepInput, params: SlotParams, *, warm: bool) -> StepShape | None:
         """The shape under which this step is replayed; None if it is not.
 
         Args:
@@ -66,6 +66,7 @@ class Graphs:
         if rows.shape is None or self._warming:
             return run(rows, *given)
         if self._recording is not None:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
                 out = run(rows, *given)

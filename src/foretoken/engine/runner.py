@@ -95,7 +95,7 @@ class Runner:
         """The shape under which a step is replayed; what is new is captured first."""
         requests = self.slots.requests
         warm = any(requests[slot].params.temperature > 0 for slot in step.slot_B)
-        shape = self.graphs.shape_of(step, self.slots.params, warm)
+        shape = self.graphs.shape_of(step, self.slots.params, warm=warm)
         if shape is not None and shape not in self.graphs:
             self.capture(shape)
         return shape

@@ -58,11 +58,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
+        num_behind: int = 0,
     ) -> None:
+        """num_behind: see `Drafter`."""
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_behind = num_behind
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._num_arrived = 0
@@ -188,7 +191,8 @@ class Scheduler:
         pool, serials = self.pool, request.block_serials
         # Behind a stop, accepted drafts are computed that are no tokens of the request.
         known = len(request.token_ids) - pool.lookahead
-        for i in range(len(serials), min(request.num_computed, known) // pool.block_size):
+        num_full = min(request.num_computed - self.num_behind, known) // pool.block_size
+        for i in range(len(serials), num_full):
             before, tokens = serials[-1] if serials else ROOT, pool.key(request.token_ids, i)
             serials.append(pool.enter(before, tokens, request.block_ids[i]))
 

@@ -58,9 +58,7 @@ class DeviceSlotTable(SlotParameters):
     ) -> None:
         super().__init__(num_slots + 1, device)
         self.num_slots, self.spare = num_slots, num_slots
-        width = (
-            max_tokens + max_drafts + 1
-        )  # the token behind the drafts is written before it is cut
+        width = max_tokens + max_drafts + 1  # nobody reads the last column
 
         def numbers(fill: int) -> Tensor:
             return torch.full((num_slots + 1,), fill, dtype=torch.int64, device=device)
@@ -112,24 +110,29 @@ class DeviceSlotTable(SlotParameters):
         if shape is None:
             slot_B, num_tokens_B, max_drafts_B = host.to(self.device, non_blocking=True).unbind()
             most = max(step.max_drafts_B)
+            asked = (self.requests.get(slot) for slot in step.slot_B)
+            warm = any(request is None or request.params.temperature > 0 for request in asked)
         else:  # a captured step reads its numbers where it read them when it was captured
             if size not in self._inputs:
                 self._inputs[size] = torch.empty_like(host, device=self.device)
             self._inputs[size].copy_(host, non_blocking=True)
             slot_B, num_tokens_B, max_drafts_B = self._inputs[size].unbind()
-            most = shape.most_drafts
+            most, warm = shape.most_drafts, shape.warm
         if all(step.decides_B):
-            return StepRows(step, slot_B, num_tokens_B, slot_B, max_drafts_B, None, most, shape)
+            return StepRows(
+                step, slot_B, num_tokens_B, slot_B, max_drafts_B, None, most, warm, shape
+            )
         deciding = [b for b, decides in enumerate(step.decides_B) if decides]
         at_D = self._sent(np.array(deciding, dtype=np.int64))
-        return StepRows(step, slot_B, num_tokens_B, slot_B[at_D], max_drafts_B[at_D], at_D, most)
+        of_D = (slot_B[at_D], max_drafts_B[at_D], at_D)
+        return StepRows(step, slot_B, num_tokens_B, *of_D, most, warm)
 
     def asked(self, rows: StepRows) -> DraftRows:
         """How many drafts each deciding request may have, K_b, and where they stand."""
         length_D = self.state.length_S[rows.slot_D]
         left_D = self.state.limit_S[rows.slot_D] - length_D - 1
         num_D = torch.minimum(rows.max_drafts_D, left_D).clamp(min=0)
-        return DraftRows(rows.slot_D, num_D, length_D, rows.most_drafts)
+        return DraftRows(rows.slot_D, num_D, length_D, rows.most_drafts, rows.warm)
 
     def write_drafts(self, rows: DraftRows, drafts: DraftBlock, last_id: int) -> None:
         """Write drafts behind the known tokens, ids past the last as the last."""

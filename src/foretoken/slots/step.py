@@ -114,6 +114,7 @@ class StepRows(NamedTuple):
         slot_D, max_drafts_D: int64; of those that decide.
         at_D: int64, which of the B requests these are; None: all of them.
         most_drafts: no request has more.
+        warm: whether a request draws at random; True says nothing.
         shape: of a captured step; None runs operator by operator.
     """
 
@@ -124,6 +125,7 @@ class StepRows(NamedTuple):
     max_drafts_D: Tensor
     at_D: Tensor | None
     most_drafts: int
+    warm: bool = True
     shape: StepShape | None = None
 
 
@@ -135,12 +137,14 @@ class DraftRows(NamedTuple):
         num_B: int64, most drafts of each, 0 allowed: K_b.
         position_B: int64, known tokens of each: where its first draft stands.
         most: no request wants more, as far as the host knows.
+        warm: as in `StepRows`.
     """
 
     slot_B: Tensor
     num_B: Tensor
     position_B: Tensor
     most: int
+    warm: bool = True
 
 
 class SlotSpan(NamedTuple):

@@ -94,9 +94,8 @@ class Eagle3(Drafter):
         # Padding behind the last request's rows takes that request's tokens: nobody reads it.
         owner_T = torch.searchsorted(end_B, index_T, right=True).clamp_(max=len(end_B) - 1)
         next_T = (batch.position_T + 1).clamp_(max=state.token_SL.shape[1] - 1)
-        token_T = state.token_SL[rows.slot_B[owner_T], next_T].long()
-        # Behind a request's last token stand leftovers, which must not lead out of the embedding.
-        token_T.clamp_(0, self.head.config.vocab_size - 1)
+        # Behind a request's last token stand leftovers, on a host -1.
+        token_T = state.token_SL[rows.slot_B[owner_T], next_T].long().clamp_(min=0)
         feature_TC = self.head.features(result.aux)
         hidden_TC = self.head.forward(batch._replace(token_T=token_T), feature_TC, self.kv)
         first_B = attention.length_B - (end_B - start_B)

@@ -24,8 +24,8 @@ from foretoken.ops import DraftBlock, DraftCache, Rule
 from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import NONE, DraftRows, Outcome, StepInput, StepResult, StepRows
 from foretoken.slots.table import SlotTable
+from tests.models.heads import head_of
 from tests.support.checkpoints import VOCABULARY, ids_of
-from tests.support.eagle3 import head_of
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}

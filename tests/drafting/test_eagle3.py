@@ -27,9 +27,9 @@ from foretoken.ops import (
     get_backend,
 )
 from foretoken.slots.step import DraftRows
+from tests.models.heads import NaiveHead, NaiveRows, save_head
 from tests.support.cases import host_backends, make_params
 from tests.support.checkpoints import save_checkpoint
-from tests.support.eagle3 import NaiveHead, NaiveRows, save_head
 
 CPU = torch.device("cpu")
 HIDDEN, VOCABULARY, BLOCK, MOST, COLUMNS = 32, 60, 4, 4, 12

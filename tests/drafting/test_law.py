@@ -39,7 +39,7 @@ from foretoken.ops import (
     get_backend,
     unavailable,
 )
-from tests.support.eagle3 import save_head
+from tests.models.heads import save_head
 from tests.support.slots import GivenSlots
 from tests.support.slots import observe as observe_outcome
 from tests.support.table_model import TableModel

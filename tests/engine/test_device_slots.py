@@ -20,7 +20,7 @@ from foretoken.errors import ForetokenError
 from foretoken.outputs import RequestOutput
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import DraftRows, StepResult, StepRows
-from tests.support.eagle3 import head_of
+from tests.models.heads import head_of
 
 PROMPTS = [
     "def f(x):\n",

@@ -18,8 +18,8 @@ from foretoken.errors import ConfigError
 from foretoken.ops import DraftBlock
 from foretoken.slots.step import DraftRows
 from tests.models import families
+from tests.models.heads import NaiveHead, NaiveRows, head_of
 from tests.support.checkpoints import save_checkpoint
-from tests.support.eagle3 import NaiveHead, NaiveRows, head_of
 
 VOCABULARY, K = 12, 3
 TEXT = [5, 3, 8, 1, 1, 9, 0, 4, 7, 2, 11, 6, 3, 3, 10, 5, 8, 2, 0, 1, 6, 4]

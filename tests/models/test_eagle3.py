@@ -19,8 +19,8 @@ from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import default_aux_layers, load_eagle3, read_eagle3_config
 from foretoken.ops import get_backend
 from tests.models.batches import Span, build_batch
+from tests.models.heads import NaiveHead, NaiveRows, save_head
 from tests.support.cases import host_backends
-from tests.support.eagle3 import NaiveHead, NaiveRows, save_head
 
 CPU = torch.device("cpu")
 HIDDEN, VOCABULARY, BLOCK, LENGTH = 32, 60, 4, 19

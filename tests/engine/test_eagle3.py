@@ -15,10 +15,7 @@ import torch
 from foretoken import LLM, SamplingParams
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ConfigError
-from foretoken.ops import DraftBlock
-from foretoken.slots.step import DraftRows
-from tests.models import families
-from tests.models.heads import NaiveHead, NaiveRows, head_of
+from tests.models.heads import Checked, head_of
 from tests.support.checkpoints import save_checkpoint
 
 VOCABULARY, K = 12, 3
@@ -48,61 +45,6 @@ def build(target: Path, head: Path | None = None, **options: Any) -> LLM:
     return LLM(str(target), speculation, **{**defaults, **options})
 
 
-class Checked:
-    """Compares what a drafter proposes with the equations, by request."""
-
-    def __init__(self, llm: LLM, target: Path, head: Path) -> None:
-        self.plain = families.plain_model(target)
-        self.naive = NaiveHead(head, self.plain.get_input_embeddings().weight.detach())
-        self.layers = llm.engine.runner.model.aux_layers
-        self.num_checked, self.worst = 0, 0.0
-        self.rows: dict[tuple[int, ...], Any] = {}
-        self.drafter: Any = llm.engine.runner.drafter
-        self._propose = self.drafter.propose
-        self.drafter.propose = self.propose
-
-    def propose(self, rows: DraftRows) -> DraftBlock:
-        state, block = self.drafter.slots.state, self._propose(rows)
-        for b, slot in enumerate(rows.slot_B.tolist()):
-            text = state.token_SL[slot, : int(rows.position_B[b])].tolist()
-            drafts = block.token_BK[b, : int(block.num_B[b])].tolist()
-            if drafts and block.cache is not None:
-                self.check(text, drafts, block.cache.logits_SKV[slot])
-        return block
-
-    def check(self, text: list[int], drafts: list[int], q_KV: torch.Tensor) -> None:
-        rows, hidden_C = self.known(text)
-        rows = rows.fork()
-        for i, draft in enumerate(drafts):
-            want_V, found_V = self.naive.logits(hidden_C).float(), q_KV[i]
-            never_V = want_V == -torch.inf
-            assert torch.equal(never_V, found_V == -torch.inf)
-            error = (want_V - found_V)[~never_V].abs().max().item()
-            assert error == error, "not a number"
-            self.worst, self.num_checked = max(self.worst, error), self.num_checked + 1
-            hidden_C = rows.append(hidden_C, draft)
-
-    def known(self, text: list[int]) -> Any:
-        """The rows of a text and what the last one puts out."""
-        key = tuple(text)
-        if key not in self.rows:
-            with torch.inference_mode():
-                output = self.plain(torch.tensor([text]), output_hidden_states=True)
-            aux = torch.stack([output.hidden_states[i][0] for i in self.layers], dim=1)
-            cut = next((c for c in range(len(text) - 1, 1, -1) if key[:c] in self.rows), 1)
-            rows = self.rows[key[:cut]][0].fork() if cut > 1 else NaiveRows(self.naive)
-            for position in range(cut - 1, len(text) - 1):
-                feature_C = self.naive.feature(aux[position].unbind())
-                hidden_C = rows.append(feature_C, text[position + 1])
-            self.rows[key] = rows, hidden_C
-        return self.rows[key]
-
-    def done(self, least: int) -> None:
-        """At least so many drafts were checked, and all were right."""
-        assert self.num_checked >= least
-        assert self.worst < 2e-4
-
-
 def finish(llm: LLM, *groups: RequestGroup) -> list[list[int]]:
     while not all(group.finished for group in groups):
         llm.engine.step()
@@ -126,7 +68,7 @@ def test_chunks_ragged_drafts_and_rejections(
     head = head_of(few, drafted=drafted)
     llm = build(few, head, backend=backend, async_scheduling=ahead)
     assert llm.engine.runner.slots.on_host == (slots != "device")
-    checked = Checked(llm, few, head)
+    checked = Checked(llm.engine.runner, few, head)
     asked = [
         params(seed=i, temperature=t, num_speculative_tokens=k, max_tokens=12 + i)
         for i, (t, k) in enumerate([(0.0, 3), (1.0, 2), (2.0, 3), (1.0, 0), (1.5, 1), (0.7, 3)])
@@ -173,7 +115,7 @@ def branches(llm: LLM) -> list[int]:
 def test_shared_blocks_are_right_for_all_who_share_them(few: Path, backend: str) -> None:
     head = head_of(few)
     llm = build(few, head, backend=backend)
-    checked = Checked(llm, few, head)
+    checked = Checked(llm.engine.runner, few, head)
     # Behind TEXT[:8] comes 7 at first, then 9: its second block is computed once for each.
     assert branches(llm) == [0, 4, 12, 12, 16]
     checked.done(least=30)
@@ -187,7 +129,7 @@ def test_blocks_found_by_their_own_tokens_alone_would_be_wrong(few: Path, left_o
     pool: Any = llm.engine.scheduler.pool
     match, pool.lookahead = pool.match, 0
     pool.match = lambda tokens, most: (found := match(tokens, most))[: len(found) - left_out]
-    checked = Checked(llm, few, head)
+    checked = Checked(llm.engine.runner, few, head)
     branches(llm)
     assert checked.worst > 1e-2
 
@@ -195,7 +137,7 @@ def test_blocks_found_by_their_own_tokens_alone_would_be_wrong(few: Path, left_o
 def test_a_request_that_was_preempted_drafts_as_if_it_was_not(few: Path, backend: str) -> None:
     head = head_of(few, drafted=5)
     llm = build(few, head, backend=backend, num_blocks=22, max_num_batched_tokens=24)
-    checked = Checked(llm, few, head)
+    checked = Checked(llm.engine.runner, few, head)
     groups = [
         llm.engine.add(str(i), TEXT[: 6 + 3 * i], params(seed=i, max_tokens=40)) for i in range(5)
     ]
@@ -208,7 +150,7 @@ def test_what_the_last_owner_of_a_block_left_there_does_not_spread(few: Path) ->
     """Masked keys are multiplied with: a NaN among them would make every number one."""
     head = head_of(few)
     llm = build(few, head)
-    checked = Checked(llm, few, head)
+    checked = Checked(llm.engine.runner, few, head)
     for cache in (*checked.drafter.kv.keys, *checked.drafter.kv.values):
         cache.fill_(torch.nan)
     llm.generate([TEXT, TEXT[:5]], params(seed=1))
@@ -219,7 +161,7 @@ def test_a_conversation_and_an_abort_leave_blocks_that_others_can_use(few: Path)
     """Blocks of generated tokens too, the last of which was never computed."""
     head = head_of(few)
     llm = build(few, head, max_num_batched_tokens=64)
-    checked = Checked(llm, few, head)
+    checked = Checked(llm.engine.runner, few, head)
     for length in range(5, 14):
         [text] = finish(llm, llm.engine.add("first", TEXT[:9], params(seed=3, max_tokens=length)))
         longer = llm.engine.add("longer", [*text, 1], params(seed=length, max_tokens=5))
@@ -237,7 +179,7 @@ def test_a_conversation_and_an_abort_leave_blocks_that_others_can_use(few: Path)
 def test_a_stretch_without_drafts_costs_no_catching_up(few: Path) -> None:
     head = head_of(few)
     llm = build(few, head)
-    checked = Checked(llm, few, head)
+    checked = Checked(llm.engine.runner, few, head)
     group = llm.engine.add("0", TEXT, params(max_tokens=40))
     request = group.samples[0]
     while not group.finished:

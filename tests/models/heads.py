@@ -15,6 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretoken.engine.runner import Runner
+from foretoken.ops import DraftBlock
+from foretoken.slots.step import DraftRows
+from tests.models import families
+
 LAYER = "midlayer."
 
 
@@ -168,3 +173,61 @@ class NaiveRows:
             out[:, i] = a * math.cos(angle) - b * math.sin(angle)
             out[:, i + half] = b * math.cos(angle) + a * math.sin(angle)
         return out
+
+
+class Checked:
+    """Compares what a runner's drafter proposes with the equations, request by request.
+
+    Features are what plain Transformers gives for the request's own text.
+    """
+
+    def __init__(self, runner: Runner, target: Path, head: Path) -> None:
+        self.plain = families.plain_model(target)
+        self.naive = NaiveHead(head, self.plain.get_input_embeddings().weight.detach())
+        self.layers = runner.model.aux_layers
+        self.num_checked, self.worst = 0, 0.0
+        self.rows: dict[tuple[int, ...], Any] = {}
+        self.drafter: Any = runner.drafter
+        self._propose = self.drafter.propose
+        self.drafter.propose = self.propose
+
+    def propose(self, rows: DraftRows) -> DraftBlock:
+        state, block = self.drafter.slots.state, self._propose(rows)
+        for b, slot in enumerate(rows.slot_B.tolist()):
+            text = state.token_SL[slot, : int(rows.position_B[b])].tolist()
+            drafts = block.token_BK[b, : int(block.num_B[b])].tolist()
+            if drafts and block.cache is not None:
+                self.check(text, drafts, block.cache.logits_SKV[slot].cpu())
+        return block
+
+    def check(self, text: list[int], drafts: list[int], q_KV: Tensor) -> None:
+        rows, hidden_C = self.known(text)
+        rows = rows.fork()
+        for i, draft in enumerate(drafts):
+            want_V, found_V = self.naive.logits(hidden_C).float(), q_KV[i]
+            never_V = want_V == -torch.inf
+            assert torch.equal(never_V, found_V == -torch.inf)
+            error = (want_V - found_V)[~never_V].abs().max().item()
+            assert error == error, "not a number"
+            self.worst, self.num_checked = max(self.worst, error), self.num_checked + 1
+            hidden_C = rows.append(hidden_C, draft)
+
+    def known(self, text: list[int]) -> Any:
+        """The rows of a text and what the last one puts out."""
+        key = tuple(text)
+        if key not in self.rows:
+            with torch.inference_mode():
+                output = self.plain(torch.tensor([text]), output_hidden_states=True)
+            aux = torch.stack([output.hidden_states[i][0] for i in self.layers], dim=1)
+            cut = next((c for c in range(len(text) - 1, 1, -1) if key[:c] in self.rows), 1)
+            rows = self.rows[key[:cut]][0].fork() if cut > 1 else NaiveRows(self.naive)
+            for position in range(cut - 1, len(text) - 1):
+                feature_C = self.naive.feature(aux[position].unbind())
+                hidden_C = rows.append(feature_C, text[position + 1])
+            self.rows[key] = rows, hidden_C
+        return self.rows[key]
+
+    def done(self, least: int) -> None:
+        """At least so many drafts were checked, and all were right."""
+        assert self.num_checked >= least
+        assert self.worst < 2e-4

@@ -25,7 +25,7 @@ from foretoken.config import EngineConfig
 from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView, resolve_checkpoint
-from foretoken.models.checkpoint import parse_config, read_config
+from foretoken.models.checkpoint import parse_config, quiet_transformers, read_config
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import default_aux_layers, load_eagle3, read_eagle3_config
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
@@ -55,7 +55,8 @@ class Eagle3(Drafter):
                 local_files_only=config.local_files_only,
                 weights=False,
             )
-            parsed = parse_config(target, read_config(target)["model_type"])
+            with quiet_transformers():
+                parsed = parse_config(target, read_config(target)["model_type"])
             layers = default_aux_layers(parsed.get_text_config().num_hidden_layers)
         return TargetView(aux_layers=layers)
 

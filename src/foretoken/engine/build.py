@@ -100,8 +100,9 @@ def _build(config: EngineConfig) -> Engine:
         fp64_noise=config.use_fp64_gumbel,
         decode=None if tokenizer is None else cache(lambda token: str(tokenizer.decode([token]))),
     )
+    lookahead = int(drafter is not None and drafter.reads_next_token)
     scheduler = Scheduler(
-        BlockPool(num_blocks, config.block_size),
+        BlockPool(num_blocks, config.block_size, lookahead),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,

@@ -7,6 +7,10 @@ computes in the same step, over the same packed tokens. Then at most one known t
 missing when a round begins, the last draft of a round that was accepted whole, and every round
 computes the last two known tokens. What this costs: a draft pass in steps that draft nothing.
 
+A request that wants no more drafts takes part in the passes that are left, behind its drafts. What
+that leaves in its own blocks is what a rejected draft leaves: computed again before it counts.
+Where these blocks end, the round's table leads to one that belongs to nobody.
+
 A block can be found by others once the target has computed past its end (`num_behind`): only then
 is the draft's half of it complete.
 

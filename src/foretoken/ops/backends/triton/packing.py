@@ -133,7 +133,7 @@ def _span(table: Table, step: StepTokens, plan: RoundPlan, i, live):
         position = tl.load(plan.position_B + i, mask=live, other=0)
         fits = position <= plan.max_len
         length = tl.where(fits, position, 1)
-        count = tl.minimum(length, plan.known)
+        count = tl.where(live, tl.minimum(length, plan.known), 0)
         return Span(tl.where(fits, slot, table.spare), length - count, count, live.to(tl.int64))
 
 

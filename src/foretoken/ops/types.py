@@ -258,6 +258,7 @@ class AttentionBatch:
                     is a block, 0 by convention
     block_size:     tokens per block
     values_fit:     True promises all of the above, so that ops need not look
+    most_queries:   no request has more new tokens than this; 0 if the host knows no bound but T
     """
 
     query_start_B1: Tensor
@@ -265,6 +266,7 @@ class AttentionBatch:
     block_BL: Tensor
     block_size: int
     values_fit: bool = False
+    most_queries: int = 0
 
 
 class AttentionOptions(NamedTuple):

@@ -18,6 +18,9 @@ from foretoken.ops.backends.triton.attention.attend import (
     attention as attention,
 )
 from foretoken.ops.backends.triton.attention.attend import (
+    prepare as prepare,
+)
+from foretoken.ops.backends.triton.attention.attend import (
     write_new as write_new,
 )
 from foretoken.ops.backends.triton.attention.records import HeadInputs as HeadInputs

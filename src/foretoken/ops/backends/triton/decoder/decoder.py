@@ -85,7 +85,7 @@ class FusedDecoder:
         if not len(keys) == len(values) == len(self._layers):
             raise ConfigError("keys", len(keys), f"tensors of {len(self._layers)} layers")
         for options in {layer.options for layer in self._layers}:
-            prepare(batch, self._query_heads, keys[0], values[0], options)
+            prepare(batch, len(token_T), self._query_heads, keys[0], values[0], options)
         gains = [layer.attention_gain_H for layer in self._layers] + [self._gain_H]
         stream = ResidualStream(self._products, embed(token_T, self._table_VH), gains[0])
         aux = {0: stream.state_TH}

@@ -24,7 +24,7 @@ FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
 # Frequencies that do not depend on what is computed; the others move with the longest position.
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_HEAD_SIZES = (16, 32, 64, 128, 256)
+_LARGEST_HEAD = 256
 
 
 class Layer(NamedTuple):
@@ -62,8 +62,8 @@ def check_fit(module: Any, calls: Sequence[AttentionCall]) -> None:
         raise UnfitError(f"the gated layer's activation is `{config.hidden_act}`, not SiLU")
     sizes = {call.shape for call in calls}
     _, key_size, value_size = calls[0].shape
-    if len(sizes) > 1 or key_size != value_size or key_size not in _HEAD_SIZES:
-        raise UnfitError(f"heads of sizes {sorted(sizes)}: not one size of {_HEAD_SIZES}")
+    if len(sizes) > 1 or key_size != value_size or key_size > _LARGEST_HEAD:
+        raise UnfitError(f"heads of sizes {sorted(sizes)}: not one of at most {_LARGEST_HEAD}")
     for name, parameter in module.named_parameters():
         same = parameter.dtype is weight.dtype and parameter.device == weight.device
         if not (same and parameter.is_contiguous()):

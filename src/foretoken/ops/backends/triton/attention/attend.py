@@ -31,7 +31,7 @@ from foretoken.ops.backends.triton.attention.plan import (
 from foretoken.ops.backends.triton.attention.prefill import prefill_kernel
 from foretoken.ops.backends.triton.attention.records import HeadInputs
 from foretoken.ops.backends.triton.attention.write import write_kernel
-from foretoken.ops.backends.triton.launch import check_device
+from foretoken.ops.backends.triton.launch import at_most_registers, check_device
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 MOST_NEW: int = NEW.value  # new tokens of a request that `attend_new` takes
@@ -239,7 +239,7 @@ def _decode(
         ROTARY=0 if heads is None else 2 * heads.cos_PR.shape[1], WINDOW=shape.window,
         R=config.rows, SETS=config.sets, GROUPS=config.groups, KEYS=config.keys,
         STAGES=config.stages, PRECISION=shape.precision, OVERLAP=overlap, **shape.constants,
-        num_warps=config.warps, **_dependent(overlap),
+        num_warps=config.warps, **at_most_registers(config.registers), **_dependent(overlap),
     )  # fmt: skip
     if plan.partials.pieces > 1:
         constants = shape.constants

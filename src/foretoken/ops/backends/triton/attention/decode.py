@@ -33,14 +33,10 @@ NEW = tl.constexpr(16)  # new tokens of a request at once
 
 
 @triton.jit
-def _for_warps(x, GROUPS: tl.constexpr, SETS: tl.constexpr):
-    """Rows [R, ...] as each warp has them, [W, Q, ...]."""
-    Q: tl.constexpr = x.shape[0] // SETS
-    if len(x.shape) == 1:
-        x = tl.broadcast_to(x.reshape(SETS, 1, Q), (SETS, GROUPS, Q))
-        return x.reshape(SETS * GROUPS, Q)
-    x = tl.broadcast_to(x.reshape(SETS, 1, Q, x.shape[1]), (SETS, GROUPS, Q, x.shape[1]))
-    return x.reshape(SETS * GROUPS, Q, x.shape[3])
+def _for_warps(x, GROUPS: tl.constexpr, SETS: tl.constexpr, Q: tl.constexpr, D: tl.constexpr):
+    """Rows [R, D] as each warp has them, [W, Q, D]."""
+    x = tl.broadcast_to(x.reshape(SETS, 1, Q, D), (SETS, GROUPS, Q, D))
+    return x.reshape(SETS * GROUPS, Q, D)
 
 
 @triton.jit
@@ -57,12 +53,12 @@ def _piece(
     query, position, cache: Cache, scores: Scores, item, h,
     H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr,
     WIDTH_V: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr, GROUPS: tl.constexpr,
-    KEYS: tl.constexpr, SETS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, SETS: tl.constexpr, Q: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The softmaxes of all warps over a piece: top and total [W, Q], acc [W, Q, D_v]."""
     TILE: tl.constexpr = GROUPS * KEYS
     W: tl.constexpr = GROUPS * SETS
-    Q: tl.constexpr = query.shape[1]
     d, d_v = tl.arange(0, WIDTH)[None, None, :], tl.arange(0, WIDTH_V)[None, None, :]
     lane = tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     table = cache.block_BL + item.request.to(tl.int64) * cache.columns
@@ -87,9 +83,9 @@ def _piece(
         key, value = _for_sets(key, SETS), _for_sets(value, SETS)
         s = tl.dot(query, tl.trans(key, (0, 2, 1)), input_precision=PRECISION)
         key_at = tl.broadcast_to(at[None, :, :], (SETS, GROUPS, KEYS)).reshape(W, 1, KEYS)
-        seen = key_at <= position[:, :, None]
+        seen = key_at <= position
         if WINDOW:
-            seen &= key_at > position[:, :, None] - WINDOW
+            seen &= key_at > position - WINDOW
         s = tl.where(seen, score(s, scores), UNSEEN)
         higher = tl.maximum(top, tl.max(s, 2))
         weight = tl.exp2(s - higher[:, :, None])
@@ -115,6 +111,7 @@ def decode_kernel(
     heads: None if `rows` attend as they are and their K/V is in the cache; else rows of qkv.
     """
     let_next_start(OVERLAP)
+    rows, cache, partials = rows, cache, partials  # see `triton/records.py`
     G: tl.constexpr = H // H_KV
     Q: tl.constexpr = R // SETS
     h = tl.program_id(0)
@@ -143,9 +140,9 @@ def decode_kernel(
             query = turned_heads(row_p, position, live, heads.q_norm_D, heads, D, WIDTH, ROTARY)
             query = query.to(rows.query.dtype.element_ty)
         top, total, acc = _piece(
-            _for_warps(query, GROUPS, SETS), _for_warps(position, GROUPS, SETS), cache, scores,
-            item, h, H_KV, D, D_V, WIDTH, WIDTH_V, PAGE, WINDOW, GROUPS, KEYS, SETS, STAGES,
-            PRECISION,
+            _for_warps(query, GROUPS, SETS, Q, WIDTH),
+            _for_warps(position[:, None], GROUPS, SETS, Q, 1), cache, scores, item, h,
+            H_KV, D, D_V, WIDTH, WIDTH_V, PAGE, WINDOW, GROUPS, KEYS, SETS, Q, STAGES, PRECISION,
         )  # fmt: skip
         top = top.reshape(SETS, GROUPS, Q)
         highest = tl.max(top, 1)
@@ -174,6 +171,7 @@ def merge_kernel(
 ):  # fmt: skip
     """Program (h, f) merges the pieces of one head of row f, in their order."""
     let_next_start(OVERLAP)
+    partials = partials  # see `triton/records.py`
     h, f = tl.program_id(0), tl.program_id(1)
     n, d_v = tl.arange(0, MERGED), tl.arange(0, WIDTH_V)
     rows = tl.load(work.totals + 1)

@@ -65,6 +65,7 @@ def prefill_kernel(
     R: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program h + H_KV * i takes K/V head h of tile i."""
+    rows, cache = rows, cache  # see `triton/records.py`
     G: tl.constexpr = H // H_KV
     h, i = tl.program_id(0) % H_KV, tl.program_id(0) // H_KV
     if i < tl.load(work.totals + 2):

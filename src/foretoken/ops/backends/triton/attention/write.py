@@ -22,6 +22,7 @@ def write_kernel(
     AT_ONCE: requests at once, in the search for whose token is whose.
     """
     let_next_start(OVERLAP)
+    rows, cache = rows, cache  # see `triton/records.py`
     h = tl.program_id(1)
     t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = tl.zeros((ROWS,), tl.int32)

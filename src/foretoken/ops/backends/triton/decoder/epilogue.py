@@ -7,8 +7,8 @@
 
 RMSNorm costs no kernel and no pass over memory. Whoever adds to the residual stream also writes
 `scaled` and `squares`; whoever multiplies the normed stream next multiplies `scaled` instead and
-scales its rows by n = 1 / sqrt(mean of squares + eps). With no parts of squares (P = 0) n is 1 and x
-is what is multiplied.
+scales its rows by n = 1 / sqrt(mean of squares + eps). Without parts of squares (P = 0), n is 1:
+x is multiplied as it is.
 """
 
 from __future__ import annotations

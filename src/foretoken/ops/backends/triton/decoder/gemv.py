@@ -1,9 +1,7 @@
-"""y = f(x W^T) for one row, on CUDA cores: a program takes BN rows of W, each thread 16 bytes of them
-at a time along K.
+"""y = f(x W^T) for one row, on CUDA cores: a program takes BN rows of W, a thread 16 bytes of one.
 
-At one row this keeps more loads in flight than tensor cores need feeding: 4.20 to 4.58 TB/s of
-weights for the wide products, where `streamk.py` reaches 4.17 to 4.44. The first weights are on their
-way before the kernel before this one has ended.
+For one row this is faster than feeding tensor cores: 3.5 to 4.6 TB/s of weights, where `streamk.py`
+reaches 3.3 to 4.4. The first weights are on their way before the kernel before this one has ended.
 
 In the names of tensors: N columns of y, K of x, P parts of a sum of squares.
 """
@@ -18,10 +16,11 @@ from foretoken.ops.backends.triton.decoder.epilogue import RESIDUAL, SILU
 
 
 @triton.jit
-def gemv_kernel(weight, x, y, bias, residual, gain, scaled, squares_in, squares_out, N: tl.constexpr,
-                K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, EPS: tl.constexpr,
-                EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-                OVERLAP: tl.constexpr):  # fmt: skip
+def gemv_kernel(
+    weight, x, y, bias, residual, gain, scaled, squares_in, squares_out,
+    N: tl.constexpr, K: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, EPS: tl.constexpr,
+    EPILOGUE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """As `epilogue.py` says; N / BN programs, each of which is one part of `squares_out`."""
     tile = tl.program_id(0)
     n = tile * BN + tl.arange(0, BN)
@@ -30,6 +29,7 @@ def gemv_kernel(weight, x, y, bias, residual, gain, scaled, squares_in, squares_
     if OVERLAP:
         gdc_launch_dependents()
     w = tl.load(rows)
+    w_up = w
     if EPILOGUE == SILU:
         w_up = tl.load(rows + N * K)
     if OVERLAP:

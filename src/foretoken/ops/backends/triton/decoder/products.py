@@ -1,10 +1,10 @@
 """The residual stream of one pass, and the products that read it and add to it.
 
-Belongs here: which kernel multiplies, and what it is given. Does not: tiles (`tiles.py`), what a layer
-is (`layers.py`).
+Belongs here: which kernel multiplies, and what it is given. Does not: tiles (`tiles.py`), what a
+layer is (`layers.py`).
 
-Shape suffixes: T packed tokens, H hidden size, N columns of a result, K of an input, P parts of a sum
-of squares.
+Shape suffixes: T packed tokens, H hidden size, N columns of a result, K of an input, P parts of a
+sum of squares, V vocabulary, I columns of a gated layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernels that go over rows once: embedding, RMSNorm, SiLU of a gate.
 
-In the names of tensors: T packed tokens, N wanted rows, H hidden size, I inner size, V vocabulary, P
-parts of a sum of squares.
+In the names of tensors: T packed tokens, N wanted rows, H hidden size, V vocabulary, P parts of a
+sum of squares.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ def embed_kernel(token_T, table_VH, x_TH, V: tl.constexpr, H: tl.constexpr, HP: 
 
 
 @triton.jit(do_not_specialize=["T"])
-def scale_kernel(x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl.constexpr,
-                 P: tl.constexpr, PP: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """`scaled`, and the sum of squares of each row as the first of its P parts (`epilogue.py`)."""
+def scale_kernel(
+    x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl.constexpr, P: tl.constexpr,
+    PP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """`scaled`, and the sum of squares of each row as the first of its P parts (`epilogue.py`).
+
+    Launched when all before it has ended: it lets the next kernel start at once.
+    """
     t = tl.program_id(0).to(tl.int64)
     if OVERLAP:
         gdc_launch_dependents()
@@ -37,8 +42,9 @@ def scale_kernel(x_TH, gain_H, scaled_TH, squares_PT, T, H: tl.constexpr, HP: tl
 
 
 @triton.jit
-def norm_kernel(x_TH, row_N, gain_H, normed_NH, H: tl.constexpr, HP: tl.constexpr,
-                EPS: tl.constexpr):  # fmt: skip
+def norm_kernel(
+    x_TH, row_N, gain_H, normed_NH, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr
+):
     """RMSNorm of the rows `row_N` of x; None: of all."""
     n = tl.program_id(0).to(tl.int64)
     t = n
@@ -52,12 +58,13 @@ def norm_kernel(x_TH, row_N, gain_H, normed_NH, H: tl.constexpr, HP: tl.constexp
 
 
 @triton.jit
-def silu_kernel(gate_up_T2I, I: tl.constexpr, BLOCK: tl.constexpr):
+def silu_kernel(gate_up, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """silu(gate) * up in the place of gate: 8192 rows of an 8B model would need 235 MB more."""
     t, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    at = gate_up_T2I + t * (2 * I) + i
-    gate = tl.load(at, mask=i < I, other=0.0).to(tl.float32)
-    up = tl.load(at + I, mask=i < I, other=0.0).to(tl.float32)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    there = column < WIDTH
+    at = gate_up + t * (2 * WIDTH) + column
+    gate = tl.load(at, mask=there, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=there, other=0.0).to(tl.float32)
     out = gate / (1 + tl.exp(-gate)) * up
-    tl.store(at, out.to(gate_up_T2I.dtype.element_ty), mask=i < I)
+    tl.store(at, out.to(gate_up.dtype.element_ty), mask=there)

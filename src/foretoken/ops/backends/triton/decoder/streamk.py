@@ -8,9 +8,9 @@ a ring of STAGES buffers, and four multiply them with wgmma: W is the wide opera
 cost no more than one.
 
 The first STAGES blocks of weights are asked for before `gdc_wait`: while the kernel before this one
-still runs. Where several programs share a tile, the last to finish adds up what they left in memory,
-in the order of K: equal input gives equal bits. A row's bits depend on the tile's shape and on the
-number of programs, not on the rows beside it.
+still runs. Where several programs share a tile, the last to finish adds up what they left in
+memory, in the order of K: equal input gives equal bits. A row's bits depend on the tile's shape and
+on the number of programs, not on the rows beside it.
 
 In the names of tensors: M rows of x, N columns of y, K of x, P parts of a sum of squares.
 """
@@ -40,8 +40,10 @@ SLOTS = 2  # a program shares at most the first and the last of its tiles with o
 
 
 @gluon.jit
-def _ask_weights(weight, full, weights, unit, stage, N: gl.constexpr, KT: gl.constexpr,
-                 BN: gl.constexpr, BK: gl.constexpr, MP: gl.constexpr, HALVES: gl.constexpr):  # fmt: skip
+def _ask_weights(
+    weight, full, weights, unit, stage, N: gl.constexpr, KT: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, MP: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
     mbarrier.expect(full.index(stage), (HALVES * BN + MP) * BK * 2)
     for half in gl.static_range(HALVES):
         tma.async_copy_global_to_shared(
@@ -51,9 +53,11 @@ def _ask_weights(weight, full, weights, unit, stage, N: gl.constexpr, KT: gl.con
 
 
 @gluon.jit
-def _load(weight, x, full, free, weights, xs, begin, end, N: gl.constexpr, KT: gl.constexpr,
-          BN: gl.constexpr, BK: gl.constexpr, MP: gl.constexpr, STAGES: gl.constexpr,
-          HALVES: gl.constexpr):  # fmt: skip
+def _load(
+    weight, x, full, free, weights, xs, begin, end, N: gl.constexpr, KT: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, MP: gl.constexpr, STAGES: gl.constexpr,
+    HALVES: gl.constexpr,
+):  # fmt: skip
     """Fill the ring: weights need not wait for the kernel before this one, x must."""
     early = min(begin + STAGES, end)
     for unit in range(begin, early):
@@ -70,8 +74,10 @@ def _load(weight, x, full, free, weights, xs, begin, end, N: gl.constexpr, KT: g
 
 
 @gluon.jit
-def _inverse_rms(squares_PM, M, K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr,
-                 EPS: gl.constexpr, MP: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+def _inverse_rms(
+    squares_PM, M, K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr,
+    MP: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
     """1 / rms of each row, from the parts of its sum of squares: [1, MP]."""
     tall: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [gl.num_warps(), 1], [1, 0])
     part = gl.arange(0, PP, gl.SliceLayout(1, tall))
@@ -83,23 +89,25 @@ def _inverse_rms(squares_PM, M, K: gl.constexpr, P: gl.constexpr, PP: gl.constex
 
 
 @gluon.jit
-def _multiply(full, free, weights, xs, begin, end, y, bias, residual, gain, scaled, squares_in,
-              squares_out, partial, arrived, M, N: gl.constexpr, K: gl.constexpr, P: gl.constexpr,
-              PP: gl.constexpr, EPS: gl.constexpr, EPILOGUE: gl.constexpr, MP: gl.constexpr,
-              BN: gl.constexpr, KT: gl.constexpr, STAGES: gl.constexpr,
-              HALVES: gl.constexpr):  # fmt: skip
+def _multiply(
+    full, free, weights, xs, begin, end, y, bias, residual, gain, scaled, squares_in, squares_out,
+    partial, arrived, M, N: gl.constexpr, K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr,
+    EPS: gl.constexpr, EPILOGUE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr,
+    KT: gl.constexpr, STAGES: gl.constexpr, HALVES: gl.constexpr,
+):  # fmt: skip
     UNITS: gl.constexpr = N // BN * KT
     WARPS: gl.constexpr = gl.num_warps()
     program, programs = gl.program_id(0), gl.num_programs(0)
     wide: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, MP, 16])
-    # Neighbours in a row of y in one thread.
-    flat: gl.constexpr = gl.BlockedLayout([4 if MP < 16 else 8, 1], [16 if MP < 16 else 8, 2 if MP < 16 else 4],
-                                          [1, WARPS], [0, 1])  # fmt: skip
+    # Neighbours in a row of y in one thread; a warp has 64 of them, of 2 or 4 rows.
+    NEAR: gl.constexpr = 4 if MP < 16 else 8
+    flat: gl.constexpr = gl.BlockedLayout([NEAR, 1], [64 // NEAR, NEAR // 2], [1, WARPS], [0, 1])
     column = gl.arange(0, BN, gl.SliceLayout(1, wide))
     spot = column[:, None] * MP + gl.arange(0, MP, gl.SliceLayout(0, wide))[None, :]
     m = gl.arange(0, MP, gl.SliceLayout(0, flat))
     there = (m < M)[None, :]
     gdc_wait()
+    inverse_rms = 1.0
     if P > 0:
         inverse_rms = _inverse_rms(squares_in, M, K, P, PP, EPS, MP, wide)
     unit = begin
@@ -164,10 +172,12 @@ def _multiply(full, free, weights, xs, begin, end, y, bias, residual, gain, scal
 
 
 @gluon.jit(do_not_specialize=["M"])
-def streamk_kernel(weight, x, y, bias, residual, gain, scaled, squares_in, squares_out, partial,
-                  arrived, M, N: gl.constexpr, K: gl.constexpr, P: gl.constexpr,
-                  PP: gl.constexpr, EPS: gl.constexpr, EPILOGUE: gl.constexpr, MP: gl.constexpr,
-                  BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr):  # fmt: skip
+def streamk_kernel(
+    weight, x, y, bias, residual, gain, scaled, squares_in, squares_out, partial, arrived, M,
+    N: gl.constexpr, K: gl.constexpr, P: gl.constexpr, PP: gl.constexpr, EPS: gl.constexpr,
+    EPILOGUE: gl.constexpr, MP: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
     """As `epilogue.py` says; with SILU the N rows of `up` lie behind the N of `gate`.
 
     Args:

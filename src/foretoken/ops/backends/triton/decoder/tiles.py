@@ -2,8 +2,8 @@
 
 Belongs here: choices by numbers alone. Does not: launching (`products.py`).
 
-Measured on an H200 within whole decode steps of an 8B model: alone, other tiles win (o by 4 %), since
-a product's first loads overlap the end of the one before it.
+Measured on an H200 within whole decode steps of an 8B model. Alone, other tiles win: here a
+product's first loads overlap the end of the one before it.
 """
 
 from __future__ import annotations

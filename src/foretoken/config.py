@@ -7,6 +7,7 @@ the nearest valid name for an unknown key. Environment switches, if there ever a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
@@ -20,6 +21,7 @@ LOSSLESS_METHODS = ("standard", "block", "coupled")
 REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_SPECULATIVE_TOKENS = 64
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
 def plain(value: Any) -> Any:
@@ -220,7 +222,7 @@ class EngineConfig:
         model: `tiny-python`, a checkpoint folder (a text or a `Path`), or a hub id, which is
             downloaded if it is not in the local cache.
         speculative_config: drafting and verification; None decodes one token per step.
-        device: `cpu`, or `auto`: the best device this version runs on, which is `cpu`.
+        device: `cpu`, `cuda`, `cuda:N`, or `auto`: a GPU if there is one that PyTorch can use.
         dtype: `float32`, `bfloat16`, `float16`, a torch dtype, or `auto`, which is float32 on a
             CPU; `float` and `half` are the first and the last. Where native kernels run the target,
             in float32, a request with a seed gets the same tokens in every batch. PyTorch's kernels
@@ -254,6 +256,9 @@ class EngineConfig:
             where native kernels run the target, PyTorch gets one. Native kernels give the same bits
             with any number; PyTorch may not, so that a request with a seed is the same to the bit
             there only with a number given.
+        enforce_eager: launch every step operator by operator, and capture no CUDA graphs.
+        async_scheduling: launch each step before the one before is read, so that a GPU never waits
+            for the host. None: on a GPU; on a CPU True changes the order of work, not a token.
         use_fp64_gumbel: draw all noise in FP64.
     """
 
@@ -277,6 +282,8 @@ class EngineConfig:
     load_format: str = "auto"
     backend: str = "auto"
     threads: int | None = None
+    enforce_eager: bool = False
+    async_scheduling: bool | None = None
     use_fp64_gumbel: bool = False
 
     def __post_init__(self) -> None:
@@ -285,7 +292,8 @@ class EngineConfig:
         if self.tokenizer is not None:
             object.__setattr__(self, "tokenizer", check_model("tokenizer", self.tokenizer))
         check_revision("revision", self.revision)
-        check_choice("device", self.device, ("auto", "cpu"), "This version runs on the CPU.")
+        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
+            raise ConfigError("device", self.device, "one of auto, cpu, cuda, cuda:N")
         dtype = str(self.dtype).removeprefix("torch.")
         aliases = {"half": "float16", "float": "float32"}
         object.__setattr__(self, "dtype", aliases.get(dtype, dtype))
@@ -304,6 +312,8 @@ class EngineConfig:
             check_int("num_blocks", self.num_blocks, 1)
         if self.threads is not None:
             check_int("threads", self.threads, 1, 1024)
+        if self.async_scheduling not in (None, True, False):
+            raise ConfigError("async_scheduling", self.async_scheduling, "None, true or false")
         gib = self.kv_cache_gib
         if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < 2**40:
             raise ConfigError("kv_cache_gib", gib, "a finite number > 0")

@@ -112,13 +112,11 @@ ENGINE_OPTIONS = {
     "kv_cache_dtype": Foreign(("auto",), "The cache has the dtype of the weights."),
     "swap_space": Foreign((None, 0, 4), "Preempted requests compute their tokens again."),
     "cpu_offload_gb": Foreign((None, 0), "Leave it out: the weights are in the CPU's memory."),
-    "enforce_eager": _EITHER,  # there are no graphs to forbid
     "compilation_config": Foreign((None, 0, {}), "Leave it out: nothing is compiled."),
     "max_seq_len_to_capture": _NO_GRAPHS,
     "max_context_len_to_capture": _NO_GRAPHS,
     "enable_chunked_prefill": Foreign((None, True), "Long prompts are always computed in chunks."),
     "use_v2_block_manager": _EITHER,
-    "async_scheduling": Foreign(_OFF, "Leave it out."),
     "scheduling_policy": Foreign(("fcfs",), "Requests are served in order of arrival."),
     "attention_backend": Foreign((None,), "`backend` chooses the kernels."),
     "disable_sliding_window": Foreign(_OFF, "Lower `max_model_len` to the window."),

@@ -53,7 +53,7 @@ def test_batch_says_what_the_spans_say(case: tuple[list[Span], int]) -> None:
     assert batch.token_T.tolist() == tokens
     assert batch.position_T.tolist() == positions
     assert batch.logit_row_N.tolist() == rows
-    assert write_index(batch.attention).tolist() == slots
+    assert write_index(batch.attention, len(tokens), 1).tolist() == slots
     assert {t.dtype for t in (batch.token_T, batch.position_T, batch.logit_row_N)} == {torch.int64}
 
 

@@ -6,7 +6,7 @@ one call per step, of prompts too; nothing is kept for a request that is gone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,15 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
+from foretoken.cache.batch import ForwardBatch
 from foretoken.drafting.base import DrafterSetup, in_target_ids, one_hot_block
 from foretoken.drafting.ngram import NGram
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import IntegrityError, StepError
 from foretoken.ops import DraftBlock, DraftCache, Rule
-from foretoken.slots.step import NONE, Outcome, StepInput, StepResult
-from foretoken.slots.table import SlotRequest, SlotTable
+from foretoken.slots.parameters import SlotRequest
+from foretoken.slots.step import NONE, DraftRows, Outcome, StepInput, StepResult, StepRows
+from foretoken.slots.table import SlotTable
 from tests.support.checkpoints import VOCABULARY, ids_of
 
 CPU = torch.device("cpu")
@@ -44,7 +46,7 @@ def build(target: Path, name: str, **speculation: Any) -> LLM:
     return LLM(str(target), options, num_blocks=64, **OPTIONS)
 
 
-Propose = Callable[[Sequence[int], Sequence[int]], DraftBlock]
+Propose = Callable[[DraftRows], DraftBlock]
 Change = Callable[[Propose], Propose]
 
 
@@ -83,8 +85,8 @@ def test_drafts_and_q_reach_their_request_in_any_order(target: Path, name: str) 
 def with_q_by_row(propose: Propose) -> Propose:
     """A mutant: q is kept by the order of the batch."""
 
-    def mutant(slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
-        block = propose(slots, num_drafts)
+    def mutant(rows: DraftRows) -> DraftBlock:
+        block, slots = propose(rows), rows.slot_B.tolist()
         if block.cache is None:
             return block
         of_row = torch.tensor([slots.index(slot) for slot in range(4)])
@@ -102,9 +104,9 @@ def test_a_q_that_is_kept_by_the_order_of_the_batch_is_noticed(target: Path, dra
 
 def without_q_of(lost: int) -> Change:
     def change(propose: Propose) -> Propose:
-        def forgetful(slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
-            block = propose(slots, num_drafts)
-            real_q_B = block.real_q_B & torch.tensor([slot != lost for slot in slots])
+        def forgetful(rows: DraftRows) -> DraftBlock:
+            block = propose(rows)
+            real_q_B = block.real_q_B & (rows.slot_B != lost)
             return replace(block, real_q_B=real_q_B)
 
         return forgetful
@@ -128,9 +130,9 @@ def test_a_proposal_keeps_to_what_was_asked(target: Path, name: str) -> None:
     proposals = []
 
     def recorded(propose: Propose) -> Propose:
-        def record(slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
-            block = propose(slots, num_drafts)
-            proposals.append((slots, num_drafts, block))
+        def record(rows: DraftRows) -> DraftBlock:
+            block = propose(rows)
+            proposals.append((rows.slot_B.tolist(), rows.num_B.tolist(), block))
             return block
 
         return record
@@ -165,9 +167,9 @@ class Watching(NGram):
         self.seen: list[tuple[StepInput, StepResult]] = []
         self.lengths: dict[int, int] = {}
 
-    def observe(self, step: StepInput, result: StepResult) -> None:
-        self.seen.append((step, result))
-        for slot in step.slot_B:
+    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+        self.seen.append((rows.step, result))
+        for slot in rows.step.slot_B:
             self.lengths[slot] = self.slots.length_S[slot]
 
     def release(self, slot: int) -> None:
@@ -189,24 +191,24 @@ class OtherIds(NGram):
         super().__init__(setup)
         self.target_ids = torch.arange(setup.vocab_size).flip(0)
 
-    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+    def propose(self, rows: DraftRows) -> DraftBlock:
         assert self.target_ids is not None
-        return in_target_ids(super().propose(slots, num_drafts), self.target_ids)
+        return in_target_ids(super().propose(rows), self.target_ids)
 
 
 class ForeignIds(NGram):
     """Every other draft is an id that the target lacks."""
 
-    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
-        block = super().propose(slots, num_drafts)
+    def propose(self, rows: DraftRows) -> DraftBlock:
+        block = super().propose(rows)
         token_BK = block.token_BK.clone()
         token_BK[:, 1::2] = VOCABULARY + 7
         return replace(block, token_BK=token_BK)
 
 
 class TooMany(NGram):
-    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
-        return one_hot_block([[1] * (num + 1) for num in num_drafts], CPU)
+    def propose(self, rows: DraftRows) -> DraftBlock:
+        return one_hot_block([[1] * (num + 1) for num in rows.num_B.tolist()], CPU)
 
 
 @pytest.fixture

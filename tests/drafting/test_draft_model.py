@@ -20,7 +20,7 @@ from tests.models.batches import Span, build_batch
 from tests.support.cases import make_params
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels
-from tests.support.slots import GivenSlots, outcome
+from tests.support.slots import GivenSlots, observe
 
 pytestmark = needs_kernels
 
@@ -90,7 +90,8 @@ class Asked(NamedTuple):
 def asked(built: DraftModel, requests: Sequence[Asked]) -> DraftBlock:
     for slot, tokens, blocks, _ in requests:
         built.slots.put(slot, tokens, blocks)  # type: ignore[attr-defined]
-    return built.propose([r.slot for r in requests], [r.num_drafts for r in requests])
+    slots: Any = built.slots
+    return built.propose(slots.asking([r.slot for r in requests], [r.num_drafts for r in requests]))
 
 
 @dataclass
@@ -156,7 +157,7 @@ def drive(pair: Pair, *, rounds: int = 12, seed: int = 0) -> int:
         accepted = [rng.randint(0, num) for num in block.num_B.tolist()]
         num_drafted += int(block.num_B.sum())
         for built in (pair.at_once, pair.by_passes):
-            built.observe(*outcome([request.slot for request in requests], block, accepted))
+            observe(built, [request.slot for request in requests], block, accepted)
         for request, tokens, kept in zip(requests, block.token_BK.tolist(), accepted, strict=True):
             text = texts[request.slot]
             text += [*tokens[:kept], rng.randrange(VOCABULARY)]

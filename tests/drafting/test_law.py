@@ -35,7 +35,8 @@ from foretoken.ops import (
     get_backend,
     unavailable,
 )
-from tests.support.slots import GivenSlots, outcome
+from tests.support.slots import GivenSlots
+from tests.support.slots import observe as observe_outcome
 from tests.support.table_model import TableModel
 
 TORCH = get_backend("torch")
@@ -87,7 +88,7 @@ def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
         again = [(slot, known) for slot, known in zip(asked, known_B, strict=True) if slot in last]
         drafts = one_hot_block([[0] * last[slot][1] for slot, _ in again], CPU)
         accepted = [known - last[slot][0] - 1 for slot, known in again]
-        built.observe(*outcome([slot for slot, _ in again], drafts, accepted))
+        observe_outcome(built, [slot for slot, _ in again], drafts, accepted)
 
     def propose(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
         asked, known_B = slot_B.tolist(), (position_B + 1).tolist()
@@ -95,7 +96,7 @@ def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
             slots.put(slot, [bos, *tokens[: known - 1]])
         if last:
             observe(asked, known_B)
-        block = built.propose(asked, [NUM_DRAFTS] * len(asked))
+        block = built.propose(slots.asking(asked, [NUM_DRAFTS] * len(asked)))
         made = zip(known_B, block.num_B.tolist(), strict=True)
         last.update(zip(asked, made, strict=True))
         return block

@@ -29,7 +29,7 @@ def make_drafter(shortest: int, longest: int) -> NGram:
 
 def propose(drafter: NGram, tokens: list[int], k: int, slot: int = 0) -> list[int]:
     drafter.slots.put(slot, tokens)  # type: ignore[attr-defined]
-    block = drafter.propose([slot], [k])
+    block = drafter.propose(drafter.slots.asking([slot], [k]))
     assert block.cache is None
     assert not block.real_q_B.any()
     return block.token_BK[0, : int(block.num_B[0])].tolist()
@@ -78,7 +78,7 @@ def test_each_request_is_looked_up_in_its_own_slot_in_any_order() -> None:
     texts = {3: [5, 6, 5], 0: [7, 8, 9], 2: [1, 1], 1: [4, 3, 4]}
     for slot, text in texts.items():
         drafter.slots.put(slot, text)  # type: ignore[attr-defined]
-    block = drafter.propose([*texts], [2, 2, 1, 0])
+    block = drafter.propose(drafter.slots.asking([*texts], [2, 2, 1, 0]))
     assert block.token_BK.tolist() == [[6, 5], [-1, -1], [1, -1], [-1, -1]]
     assert block.num_B.tolist() == [2, 0, 1, 0]
     assert list(drafter.held_slots()) == []

@@ -31,7 +31,7 @@ from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.step import StepInput, StepResult
+from foretoken.slots.step import DraftRows, StepResult, StepRows
 from foretoken.slots.table import NO_TOKEN, SlotTable
 from tests.engine.naive import (
     MOST_DRAFTS,
@@ -127,15 +127,15 @@ class NaiveDrafter(Drafter):
         (request,) = (r for r in self.scheduler.running if r.slot == slot)
         return request
 
-    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+    def propose(self, rows: DraftRows) -> DraftBlock:
         drafts = [
             truth_of(self.of(slot)).drafts(self.slots.length_S[slot], most) if most else []
-            for slot, most in zip(slots, num_drafts, strict=True)
+            for slot, most in zip(rows.slot_B.tolist(), rows.num_B.tolist(), strict=True)
         ]
         return one_hot_block(drafts, CPU)
 
-    def observe(self, step: StepInput, result: StepResult) -> None:
-        slots = self.slots
+    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+        slots, step = self.slots, rows.step
         for slot, outcome in result.decisions.items():
             known = slots.length_S[slot] - len(outcome.token_ids)
             self.decisions.setdefault(self.of(slot), []).append((known, outcome.num_drafts))

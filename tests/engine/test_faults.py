@@ -21,7 +21,7 @@ from foretoken.errors import (
     StepError,
 )
 from foretoken.slots.history import SlotHistory
-from foretoken.slots.table import SlotRequest
+from foretoken.slots.parameters import SlotRequest
 from tests.support.steps import OneLate
 
 FAULTY = "bad prompt"

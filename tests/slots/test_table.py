@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from foretoken.errors import IntegrityError
 from foretoken.ops import Rule
 from foretoken.sampling.params import SamplingParams
+from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import Outcome
-from foretoken.slots.table import NO_TOKEN, SlotRequest, SlotTable
+from foretoken.slots.table import NO_TOKEN, SlotTable
 
 CPU = torch.device("cpu")
 
@@ -146,10 +147,9 @@ def test_drafts_leave_room_for_the_token_after_them_and_none_follow_a_stop() -> 
 def test_what_follows_in_a_prompt() -> None:
     table = make_table()
     admit(table, 0, [4, 5, 6, 7], [8], num_computed=1)
-    assert table.following(0, 2) == [6, 7]
-    assert table.following(0, 3) == [6, 7], "the output is no part of it"
-    table.computed_S[0] = 3
-    assert table.following(0, 1) == []
+    assert table.following(0, 1, 2) == [6, 7]
+    assert table.following(0, 1, 3) == [6, 7], "the output is no part of it"
+    assert table.following(0, 3, 1) == []
 
 
 def test_blocks_are_written_in_order_the_last_word_counts() -> None:

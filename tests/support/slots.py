@@ -1,15 +1,18 @@
-"""Slots as tests of drafters fill them, and the outcome of a step in them."""
+"""Slots as tests of drafters fill them, and the outcome of a step as drafters see it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
+from foretoken.drafting.base import Drafter
 from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult
-from foretoken.slots.table import NO_TOKEN, SlotRequest, SlotTable
+from foretoken.slots.parameters import SlotRequest
+from foretoken.slots.step import NONE, DraftRows, SlotSpan, StepInput, StepResult, StepRows
+from foretoken.slots.table import NO_TOKEN, SlotTable
 
 CPU = torch.device("cpu")
 
@@ -30,6 +33,12 @@ class GivenSlots(SlotTable):
             self.requests[slot] = SlotRequest(0, its_params, Rule(rule), [], 2**31)
         self.limit_S = [2**31] * num_slots
 
+    def asking(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftRows:
+        """Whom to draft for, as a drafter is told."""
+        positions = [self.length_S[slot] for slot in slots]
+        columns = torch.tensor([list(slots), list(num_drafts), positions]).unbind()
+        return DraftRows(*columns, most=max(num_drafts, default=0))
+
     @property
     def params(self) -> SlotParams:
         return self.given
@@ -43,10 +52,10 @@ class GivenSlots(SlotTable):
             self.write_blocks([(slot, 0, blocks)])
 
 
-def outcome(
-    slots: Sequence[int], drafts: DraftBlock, accepted: Sequence[int]
-) -> tuple[StepInput, StepResult]:
-    """A decode step in which so many drafts of each request were accepted, then token 0 drawn."""
+def observe(
+    drafter: Drafter, slots: Sequence[int], drafts: DraftBlock, accepted: Sequence[int]
+) -> None:
+    """Show a decode step in which so many drafts of each request were accepted, then token 0."""
     nums = drafts.num_B.tolist()
     tokens = [
         [*row[:kept], 0, *[-1] * (len(row) - kept)]
@@ -58,4 +67,7 @@ def outcome(
     verdict = Verdict(
         torch.tensor(tokens), torch.tensor(accepted), torch.ones(size, dtype=torch.bool)
     )
-    return step, StepResult(spans, slots, drafts, verdict)
+    slot_B = torch.tensor(slots)
+    rows = StepRows(step, slot_B, torch.ones_like(slot_B), slot_B, drafts.num_B, None, max(nums))
+    batch: Any = None
+    drafter.observe(rows, batch, StepResult(spans, slots, drafts, verdict))

@@ -35,10 +35,13 @@ class TableModel:
 
     def forward(self, batch: ForwardBatch, kv: KVPool) -> ForwardOutput:
         attention = batch.attention
-        self.memory[write_index(attention)] = batch.token_T
+        sizes = (len(batch.token_T), len(self.memory))
+        self.memory[write_index(attention, *sizes)] = batch.token_T
         self.num_tokens_computed += len(batch.token_T)
         first_T = batch.position_T == 0
-        held_T = self.memory[write_index(replace(attention, length_B=attention.length_B - 1))]
+        held_T = self.memory[
+            write_index(replace(attention, length_B=attention.length_B - 1), *sizes)
+        ]
         assert not bool((held_T[~first_T] < 0).any()), "read a position never computed"
         previous_T = torch.where(first_T, self.bos, held_T)
         context_T = previous_T * (self.vocab_size + 1) + batch.token_T

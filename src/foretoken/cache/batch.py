@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import IntegrityError
-from foretoken.ops import AttentionBatch
-from foretoken.slots.step import SlotSpan
+from foretoken.ops import AttentionBatch, DraftBlock
+from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.step import NONE, SlotSpan, SlotState, StepRows
 from foretoken.slots.table import SlotTable
 
 
@@ -28,12 +29,91 @@ class ForwardBatch(NamedTuple):
     position_T:  int64 absolute positions
     logit_row_N: int64 indices into T whose logits are wanted, ascending
     attention:   whose the tokens are, and where their K/V go
+    decision_N:  which of the rows decide: the last K_b + 1 of each deciding request, in order
+    spans:       the tokens of each request as numbers, where the host knows them
     """
 
     token_T: Tensor
     position_T: Tensor
     logit_row_N: Tensor
     attention: AttentionBatch
+    decision_N: Tensor | slice = slice(None)
+    spans: Sequence[SlotSpan] = ()
+
+
+class PackSizes(NamedTuple):
+    """How large a batch is that is packed on a device: bounds that the host knows.
+
+    tokens, rows: no more than so many tokens, and rows whose logits are wanted
+    queries:      no request has more new tokens
+    """
+
+    tokens: int
+    rows: int
+    queries: int
+
+
+def gather_step(
+    slots: SlotTable | DeviceSlotTable, rows: StepRows, drafts: DraftBlock, block_size: int
+) -> ForwardBatch:
+    """What the target computes in a step: known tokens, then the drafts of who decides."""
+    if isinstance(slots, SlotTable):
+        return _gather_spans(slots, rows, drafts, block_size)
+    return _pack_step(slots, rows, drafts, block_size)
+
+
+def _gather_spans(
+    table: SlotTable, rows: StepRows, drafts: DraftBlock, block_size: int
+) -> ForwardBatch:
+    step, num_D = rows.step, drafts.num_B.tolist()
+    num_drafts = dict(zip(rows.slot_D.tolist(), num_D, strict=True))
+    spans: list[SlotSpan] = []
+    keep: list[int] = []
+    end = 0
+    columns = (step.slot_B, step.num_tokens_B, step.num_prompt_logprobs_B)
+    for slot, num_tokens, num_prompt_logprobs in zip(*columns, strict=True):
+        count = num_tokens + num_drafts.get(slot, 0)
+        deciding = 1 + num_drafts[slot] if slot in num_drafts else 0
+        num_logits = deciding if num_prompt_logprobs == NONE else count
+        spans.append(SlotSpan(slot, table.computed_S[slot], count, num_logits))
+        end += num_logits
+        keep += range(end - deciding, end)
+    batch = gather_batch(table, spans, block_size)
+    if len(keep) == end:
+        return batch
+    return batch._replace(decision_N=torch.tensor(keep, dtype=torch.int64))
+
+
+def _pack_step(
+    slots: DeviceSlotTable, rows: StepRows, drafts: DraftBlock, block_size: int
+) -> ForwardBatch:
+    """Rows that decide come first here, then those of prompts whose log-probabilities are wanted.
+
+    Their numbers are those of the host's bounds: what is wanted of whom, the host knows.
+    """
+    step, most = rows.step, drafts.token_BK.shape[1]
+    size_B, size_D = len(rows.slot_B), len(rows.slot_D)
+    num_drafts_B, want_B = drafts.num_B, drafts.num_B + 1
+    if rows.at_D is not None:
+        num_drafts_B = torch.zeros_like(rows.slot_B).index_copy(0, rows.at_D, drafts.num_B)
+        want_B = torch.zeros_like(rows.slot_B).index_copy(0, rows.at_D, want_B)
+    start_B = slots.state.computed_S[rows.slot_B]
+    count_B = rows.num_tokens_B + num_drafts_B
+    num_tokens = sum(step.num_tokens_B) + size_B - len(step.slot_B)
+    queries = [n + most * d for n, d in zip(step.num_tokens_B, step.decides_B, strict=True)]
+    sizes = PackSizes(
+        num_tokens + size_D * most, size_D * (most + 1), max(queries, default=1 + most)
+    )
+    if slots.device.type == "cpu":  # where the truth costs nothing, and ops insist on it
+        sizes = sizes._replace(tokens=int(count_B.sum()), rows=int(want_B.sum()))
+    batch = pack_batch(slots.state, rows.slot_B, start_B, count_B, want_B, sizes, block_size)
+    prompts = [b for b, most in enumerate(step.num_prompt_logprobs_B) if most != NONE]
+    if not prompts:
+        return batch
+    starts = batch.attention.query_start_B1
+    row_P = [starts[b] + torch.arange(step.num_tokens_B[b], device=slots.device) for b in prompts]
+    row_N = torch.cat([batch.logit_row_N, *row_P])
+    return batch._replace(logit_row_N=row_N, decision_N=slice(0, sizes.rows))
 
 
 def gather_batch(
@@ -77,4 +157,50 @@ def gather_batch(
         block_BL = block_BL.to(table.device)
     token_T, position_T, row_N, start_B1, length_B = torch.split_with_sizes(packed, sizes)
     attention = AttentionBatch(start_B1, length_B, block_BL, block_size, values_fit=True)
+    return ForwardBatch(token_T, position_T, row_N, attention, spans=spans)
+
+
+def pack_batch(
+    state: SlotState,
+    slot_B: Tensor,
+    start_B: Tensor,
+    count_B: Tensor,
+    want_B: Tensor,
+    sizes: PackSizes,
+    block_size: int,
+) -> ForwardBatch:
+    """Pack tokens that slots hold, on their device, where alone their numbers are known.
+
+    Args:
+        start_B, count_B: int64; the first token of each, and how many, one at least.
+        want_B: int64; logits are wanted for the last so many tokens of each.
+
+    Returns:
+        `sizes.tokens` tokens. Behind those of the last request follow tokens of the spare slot at
+        position 0, and rows behind the last one that is wanted name token 0: nobody reads them.
+    """
+    ends_B, device = count_B.cumsum(0), slot_B.device
+    starts_B = ends_B - count_B
+    index_T = torch.arange(sizes.tokens, device=device)
+    owner_T = torch.searchsorted(ends_B, index_T, right=True)
+    spare = state.length_S.shape[0] - 1
+    is_real_T = owner_T < len(slot_B)
+    owner_T = owner_T.clamp(max=len(slot_B) - 1)
+    slot_T = torch.where(is_real_T, slot_B[owner_T], spare)
+    position_T = torch.where(is_real_T, index_T + (start_B - starts_B)[owner_T], 0)
+    token_T = state.token_SL[slot_T, position_T].to(torch.int64)
+    wanted_B = want_B.cumsum(0)
+    index_N = torch.arange(sizes.rows, device=device)
+    of_N = torch.searchsorted(wanted_B, index_N, right=True)
+    is_real_N = of_N < len(slot_B)
+    of_N = of_N.clamp(max=len(slot_B) - 1)
+    row_N = torch.where(is_real_N, index_N + (ends_B - wanted_B)[of_N], 0)
+    attention = AttentionBatch(
+        torch.cat([ends_B.new_zeros(1), ends_B]),
+        start_B + count_B,
+        state.block_SL[slot_B],
+        block_size,
+        most_queries=sizes.queries,
+        values_fit=True,
+    )
     return ForwardBatch(token_T, position_T, row_N, attention)

@@ -39,7 +39,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.block_size, self._device = block_size, device
+        self.block_size, self.num_blocks, self._device = block_size, num_blocks, device
 
         def zeros(heads: int, head_size: int) -> Tensor:
             shape = (num_blocks, block_size, heads, head_size)
@@ -71,16 +71,26 @@ class KVPool:
             cache.index_fill_(0, index, 0)
 
 
-def write_index(batch: AttentionBatch) -> Tensor:
+def write_index(batch: AttentionBatch, num_tokens: int, num_blocks: int) -> Tensor:
     """Where each layer writes new tokens: int64 [T], block * block_size + offset.
 
-    In plain numbers: as operators on a CPU, a pass of one token took 40 us instead of 9.
+    Padding behind the last request's tokens goes to the pool's last block. On a CPU in plain
+    numbers: as operators there, a pass of one token took 40 us instead of 9.
     """
-    index_T: list[int] = []
-    size, starts = batch.block_size, batch.query_start_B1.tolist()
-    requests = zip(pairwise(starts), batch.length_B.tolist(), batch.block_BL.tolist(), strict=True)
-    for (start, end), length, blocks in requests:
-        index_T += [
-            blocks[i // size] * size + i % size for i in range(length - end + start, length)
-        ]
-    return torch.tensor(index_T, device=batch.length_B.device)
+    size, trash = batch.block_size, (num_blocks - 1) * batch.block_size
+    if batch.length_B.device.type == "cpu":
+        index_T: list[int] = []
+        starts = batch.query_start_B1.tolist()
+        columns = (pairwise(starts), batch.length_B.tolist(), batch.block_BL.tolist())
+        for (start, end), length, blocks in zip(*columns, strict=True):
+            index_T += [
+                blocks[i // size] * size + i % size for i in range(length - end + start, length)
+            ]
+        return torch.tensor(index_T + [trash] * (num_tokens - len(index_T)))
+    token_T = torch.arange(num_tokens, device=batch.length_B.device)
+    end_B = batch.query_start_B1[1:]
+    owner_T = torch.searchsorted(end_B, token_T, right=True)
+    is_real_T, owner_T = owner_T < len(end_B), owner_T.clamp(max=len(end_B) - 1)
+    position_T = torch.where(is_real_T, token_T + (batch.length_B - end_B)[owner_T], 0)
+    block_T = batch.block_BL[owner_T, position_T // size]
+    return torch.where(is_real_T, block_T * size + position_T % size, trash)

@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
-from foretoken.slots.step import StepInput, StepResult
+from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.step import DraftRows, StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 
@@ -58,11 +60,14 @@ class Drafter(ABC):
     kv_bytes_per_block, bytes_per_slot: memory that the instance asks for: K/V of one cache block,
         addressed by the engine's block ids, so that they roll back with the target's; and what it
         keeps for one request beside K/V, the q of its drafts above all.
+    num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
+        is found by others once the target has computed so many tokens past its end.
     target_ids: int64 [V'], the target's id of each id that it proposes; None if they are the same.
         With such a map q is one-hot: verification has no q over other ids.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
+    num_behind: int = 0
     kv_bytes_per_block: int = 0
     bytes_per_slot: int = 0
     target_ids: Tensor | None = None
@@ -77,11 +82,11 @@ class Drafter(ABC):
         """Load what it drafts with; memory by slot and block comes with `allocate`."""
 
     @abstractmethod
-    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
         """Remember the slots, allocate memory; called once, when the engine has sized its pool."""
 
     @abstractmethod
-    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+    def propose(self, rows: DraftRows) -> DraftBlock:
         """Draft up to so many tokens (0 allowed) behind the known ones of each slot, in this order.
 
         Token i of a request is drawn by `Backend.draft` at (position length + i, draft index i),
@@ -95,11 +100,13 @@ class Drafter(ABC):
         drafted for.
         """
 
-    def observe(self, step: StepInput, result: StepResult) -> None:  # noqa: B027 (optional hook)
+    def observe(  # noqa: B027 (optional hook)
+        self, rows: StepRows, batch: ForwardBatch, result: StepResult
+    ) -> None:
         """See what the target computed, prompts too, and what became of the drafts.
 
         The slots hold the outcome already: lengths count the tokens that were drawn. Hidden states
-        that `target_view` asks for are `result.aux`, in the order of `result.spans`.
+        that `target_view` asks for are `result.aux`, in the order of `batch`.
         """
 
     def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027

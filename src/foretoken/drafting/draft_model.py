@@ -33,7 +33,7 @@ from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, Rows, Rule
-from foretoken.slots.step import SlotSpan, StepInput, StepResult
+from foretoken.slots.step import DraftRows, SlotSpan, StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
@@ -57,7 +57,7 @@ class DraftModel(Drafter):
             self.model.layer_shapes, setup.config.block_size, self.model.dtype
         )
 
-    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:  # type: ignore[override]
         """K/V tensors for as many blocks as the target has, and q for every slot."""
         shapes, dtype, device = self.model.layer_shapes, self.model.dtype, self.model.device
         self.slots = slots
@@ -68,8 +68,9 @@ class DraftModel(Drafter):
             self._cache = DraftCache.empty(slots.num_slots, *self._cache_shape, device)
         self.kv = KVPool(shapes, num_blocks, self.config.block_size, dtype=dtype, device=device)
 
-    def propose(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftBlock:
+    def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
+        slots, num_drafts = rows.slot_B.tolist(), rows.num_B.tolist()
         end = self.model.max_model_len + 1  # the last draft is drawn, not computed
         asked = zip(slots, num_drafts, strict=True)
         counts = [max(0, min(num, end - self.slots.length_S[slot])) for slot, num in asked]
@@ -143,7 +144,7 @@ class DraftModel(Drafter):
             token_BK[live, i] = token_A.numpy()
         return torch.from_numpy(token_BK)
 
-    def observe(self, step: StepInput, result: StepResult) -> None:
+    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
         """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
         for slot, outcome in result.decisions.items():
             if outcome.num_drafts:

@@ -15,14 +15,18 @@ DRAFTERS = {
     "ngram": "foretoken.drafting.ngram:NGram",
 }
 
+ON_DEVICE = {"draft_model": "foretoken.drafting.lockstep:LockstepDraftModel"}
+"""Those that are others on a device that nobody waits for."""
+
 _FOR_ALL = ("method", "num_speculative_tokens", "rejection_sample_method", "synthetic_")
 
 
-def find_drafter(speculation: SpeculativeConfig) -> type[Drafter]:
+def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> type[Drafter]:
     """The class that `method` names; `ConfigError` for a name or an option it does not know."""
     method = speculation.method or ""
     check_choice("speculative_config.method", method, tuple(DRAFTERS))
-    module, name = DRAFTERS[method].split(":")
+    named = DRAFTERS if on_host else DRAFTERS | ON_DEVICE
+    module, name = named[method].split(":")
     found = cast(type[Drafter], getattr(import_module(module), name))
     for field in fields(speculation):
         option, value = field.name, getattr(speculation, field.name)

@@ -15,6 +15,7 @@ from foretoken.config import EngineConfig
 from foretoken.drafting.base import Drafter, DrafterSetup
 from foretoken.drafting.registry import find_drafter
 from foretoken.engine.engine import Engine
+from foretoken.engine.graphs import Graphs
 from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
 from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
@@ -25,6 +26,7 @@ from foretoken.models import CausalLM, TargetView, load_model, load_tokenizer, r
 from foretoken.ops import Backend, get_backend, unavailable
 from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.synthetic import joint_rates, rates_of
+from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.table import SlotTable
 
 _log = logging.getLogger(__name__)
@@ -49,11 +51,12 @@ def build_engine(config: EngineConfig) -> Engine:
 
 def _build(config: EngineConfig) -> Engine:
     _check_token_budget(config)
-    view = None
+    device = choose_device(config.device)
+    view, on_host = None, is_on_host(device)
     if config.speculative_config is not None:  # a wrong name is refused before anything is loaded
-        view = find_drafter(config.speculative_config).target_view(config)
-    device = torch.device("cpu")
-    backend = _choose_backend(config)
+        drafter_class = find_drafter(config.speculative_config, on_host=on_host)
+        view = drafter_class.target_view(config)
+    backend = _choose_backend(config, device)
     folder = resolve_checkpoint(
         config.model,
         revision=config.revision,
@@ -69,7 +72,9 @@ def _build(config: EngineConfig) -> Engine:
         max_model_len=config.max_model_len,
         view=view,
     )
-    threads = StepThreads(config.threads, backend, native_target=model.fused is not None)
+    native_target = model.fused is not None and device.type == "cpu"
+    asked_threads = config.threads if device.type == "cpu" else 1
+    threads = StepThreads(asked_threads, backend, native_target=native_target)
     _log.info(
         "Threads: %s, PyTorch's: %d; for the whole process.",
         f"{threads.most} or 1 by speed" if threads.chooses else threads.most,
@@ -79,17 +84,24 @@ def _build(config: EngineConfig) -> Engine:
     drafter = _build_drafter(config, backend, model, view, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
     most_tokens = min(model.max_model_len, num_blocks * config.block_size)
-    slots = SlotTable(
-        config.max_num_seqs,
-        device,
-        max_tokens=most_tokens,
-        max_drafts=_engine_drafts(config),
-        blocks=-(-most_tokens // config.block_size),
-    )
+    sizes = {
+        "max_tokens": most_tokens,
+        "max_drafts": _engine_drafts(config),
+        "blocks": -(-most_tokens // config.block_size),
+    }
+    slots: SlotTable | DeviceSlotTable
+    pool_blocks = num_blocks
+    if on_host:
+        slots = SlotTable(config.max_num_seqs, device, **sizes)
+    else:
+        slots = DeviceSlotTable(config.max_num_seqs, device, **sizes, trash_block=num_blocks)
+        pool_blocks += 1
     if drafter is not None:
-        drafter.allocate(slots, num_blocks)
+        drafter.allocate(slots, pool_blocks)
         slots.register("drafts", drafter)
-    kv = KVPool(model.layer_shapes, num_blocks, config.block_size, dtype=model.dtype, device=device)
+    kv = KVPool(
+        model.layer_shapes, pool_blocks, config.block_size, dtype=model.dtype, device=device
+    )
     sampler = Sampler(
         backend,
         slots,
@@ -102,8 +114,12 @@ def _build(config: EngineConfig) -> Engine:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        num_behind=drafter.num_behind if drafter else 0,
     )
-    runner = Runner(model, kv, sampler, drafter)
+    graphs = None
+    if device.type == "cuda" and backend.name == "triton" and not config.enforce_eager:
+        graphs = Graphs(graph_sizes(config.max_num_seqs), _engine_drafts(config))
+    runner = Runner(model, kv, sampler, drafter, graphs)
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
     return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads)
 
@@ -134,14 +150,49 @@ def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
     return rates
 
 
-def _choose_backend(config: EngineConfig) -> Backend:
+def choose_device(name: str) -> torch.device:
+    """The device of this name; `auto` is the GPU that PyTorch takes by itself, or the CPU.
+
+    Raises:
+        ConfigError: there is no such GPU, or PyTorch cannot use it.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = int(name.partition(":")[2] or 0) if name != "auto" else torch.cuda.current_device()
+    if index >= count:
+        found = f"PyTorch finds {count} GPUs" if count else "PyTorch finds no GPU that it can use"
+        remedy = f"{found} ({_why_no_gpu()}). Choose `cpu`, or leave it out."
+        raise ConfigError("device", name, "a device of this machine", remedy)
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _why_no_gpu() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"this PyTorch, {torch.__version__}, was built for CPUs"
+    return "no GPU, or a driver that is too old for this PyTorch: `nvidia-smi` says which"
+
+
+def is_on_host(device: torch.device) -> bool:
+    """Whether what is kept by slot is kept as numbers on the host."""
+    return device.type == "cpu"
+
+
+def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of requests that decode steps are padded to when they are captured."""
+    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64)]
+    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+def _choose_backend(config: EngineConfig, device: torch.device) -> Backend:
     """The backend asked for, or the fastest that this machine has."""
     name = config.backend
     if name == "auto":
-        name = "native"
+        name = "native" if device.type == "cpu" else "triton"
         if (reason := unavailable(name)) is not None:
+            _log.warning("Backend `torch`, which is slower: `%s` cannot run: %s.", name, reason)
             name = "torch"
-            _log.warning("Backend `torch`, without native kernels: %s.", reason)
     _log.info("Backend `%s`.", name)
     return get_backend(name)
 
@@ -180,7 +231,8 @@ def _build_drafter(
         embedding=model.embedding,
         head=model.head if view.head else None,
     )
-    return find_drafter(setup.speculation)(setup)
+    found = find_drafter(setup.speculation, on_host=is_on_host(model.device))
+    return found(setup)
 
 
 def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> int:

@@ -27,6 +27,7 @@ from foretoken.config import EngineConfig
 from foretoken.engine.admission import Limits, bad_word_ids, check_request
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.faults import no_token, overloaded, processing_error, step_failure
+from foretoken.engine.pending import PendingResult
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Plan, Scheduler
@@ -37,8 +38,8 @@ from foretoken.ops import Rule
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
+from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import Outcome, StepResult
-from foretoken.slots.table import SlotRequest
 
 _NO_RESULT = StepResult.empty()
 
@@ -49,7 +50,10 @@ class Launched:
 
     shares: Sequence[Share]
     groups: list[RequestGroup]
-    result: StepResult
+    result: StepResult | PendingResult
+
+
+_NOTHING = Launched((), [], _NO_RESULT)
 
 
 class Engine:
@@ -74,6 +78,9 @@ class Engine:
         self.threads = threads
         self.metrics = SpeculationMetrics()
         self.on_step: OnStep | None = None
+        ahead = config.async_scheduling
+        self.runs_ahead = not runner.slots.on_host if ahead is None else ahead
+        self._unread = _NOTHING
         self._slots = runner.slots
         self._num_added = 0
         speculation = config.speculative_config
@@ -112,7 +119,10 @@ class Engine:
         clock.start(StepTrace() if self.on_step else None)
         plan = self.scheduler.schedule()
         clock.mark("schedule")
-        changed = self.commit(self.launch(plan))
+        latest = self.launch(plan)
+        if self.runs_ahead:
+            latest, self._unread = self._unread, latest
+        changed = self.commit(latest)
         clock.mark("commit")
         trace = clock.stop()
         if self.on_step and trace:
@@ -142,8 +152,6 @@ class Engine:
             if shares:
                 with self.threads.during(shares):
                     launched = Launched(shares, groups, self.runner.run(step_input(shares)))
-            if trace := self.runner.clock.trace:
-                trace.count(launched.result)
         return launched
 
     def commit(self, launched: Launched) -> list[RequestGroup]:
@@ -153,6 +161,8 @@ class Engine:
                 share.request.launched_share = None
         with self._together():
             outcomes = launched.result.read()
+            if trace := self.runner.clock.trace:
+                trace.count(launched.result.resolve())
             for share in launched.shares:
                 if share.request.status is not Status.FINISHED:  # since it was launched
                     with self._alone(share.request):
@@ -191,9 +201,13 @@ class Engine:
         rule = params.rejection_sample_method or self._rule
         if rule == "synthetic" and not most_drafts:
             rule = "standard"  # plain decoding, with the target's distribution
+        edits_on_host = params.edits_logits and not self._slots.on_host
+        if edits_on_host:  # made from tokens that the host has seen: drafts it has not
+            most_drafts = 0
         for j in range(params.n):
             tokens, key = list(prompt_ids), mix(seed, j)
             request = Request(group, j, key, tokens, stop_ids, bad_words, rule, most_drafts)
+            request.waits_for_tokens = edits_on_host
             self.scheduler.add(request)
             group.samples.append(request)
         self._num_added = admission
@@ -297,6 +311,7 @@ class Engine:
             synthetic = request.rule == "synthetic"
             for metrics in (group.metrics, self.metrics):
                 metrics.observe(outcome.num_drafts, outcome.num_accepted, synthetic=synthetic)
+        self._slots.committed(share.slot, outcome.token_ids)
         self._take_tokens(request, outcome)  # accepted drafts stand, whatever follows them
         if not outcome.is_finite and request.status is not Status.FINISHED:
             group.error = group.error or no_token(request, outcome.bans_all)

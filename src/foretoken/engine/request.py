@@ -65,6 +65,8 @@ class Request:
         bad_word_ids: tokenised `bad_words`.
         rule: name of the verification rule that decides it.
         num_speculative_tokens: its K.
+        waits_for_tokens: whether no step may be launched for it before the last one's tokens are
+            known here.
         launched_share: its share of a step whose result is not known yet.
         num_computed: leading tokens of `token_ids` whose K/V are in the target's cache.
         slot: permanent index into per-request device state while it runs.
@@ -87,6 +89,7 @@ class Request:
     rule: str = "standard"
     num_speculative_tokens: int = 0
     status: Status = Status.WAITING
+    waits_for_tokens: bool = False
     launched_share: Share | None = None
     num_computed: int = 0
     slot: int = -1
@@ -166,8 +169,11 @@ class Request:
 
     @property
     def most_remaining(self) -> int:
-        """Tokens that it may still emit after the launched step; 0 if it has surely ended then."""
+        """Tokens that it may still emit after the launched step; 0 if it has surely ended then, or
+        has to wait for what that one emits."""
         share = self.launched_share
+        if self.waits_for_tokens and share and share.decides:
+            return 0
         return self.num_remaining - (1 if share and share.decides else 0)
 
     @property

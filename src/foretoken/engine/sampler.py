@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from foretoken.ops import Backend, DraftBlock, Edits, Logprobs, Verdict, VerifyBatch
 from foretoken.outputs import Logprob
+from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.step import DraftRows
 from foretoken.slots.table import SlotTable
 
 
@@ -30,7 +31,7 @@ class Sampler:
     def __init__(
         self,
         backend: Backend,
-        slots: SlotTable,
+        slots: SlotTable | DeviceSlotTable,
         *,
         synthetic_rates: Sequence[float] = (),
         fp64_noise: bool = False,
@@ -44,16 +45,14 @@ class Sampler:
         self.synthetic_rate_K = rate_K if synthetic_rates else None
 
     def verify(
-        self, logits_NV: Tensor, slot_D: Sequence[int], drafts: DraftBlock, edits: Edits | None
+        self, logits_NV: Tensor, asked: DraftRows, drafts: DraftBlock, edits: Edits | None
     ) -> Verdict:
         """Verify drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
-        numbers = [slot_D, [self.slots.length_S[slot] for slot in slot_D]]
-        slot_B, position_B = torch.from_numpy(np.array(numbers, dtype=np.int64)).unbind()
         batch = VerifyBatch(
             logits_NV,
             self.slots.params,
-            slot_B,
-            position_B,
+            asked.slot_B,
+            asked.position_B,
             drafts,
             edits=edits,
             synthetic_rate_K=self.synthetic_rate_K,

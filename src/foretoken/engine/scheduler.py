@@ -58,11 +58,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
+        num_behind: int = 0,
     ) -> None:
+        """num_behind: see `Drafter`."""
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
+        self.num_behind = num_behind
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._num_arrived = 0
@@ -187,7 +190,7 @@ class Scheduler:
             return
         size, serials = self.pool.block_size, request.block_serials
         # Behind a stop, accepted drafts are computed that are no tokens of the request.
-        num_full = min(request.num_computed, len(request.token_ids)) // size
+        num_full = min(request.num_computed - self.num_behind, len(request.token_ids)) // size
         for i in range(len(serials), num_full):
             tokens = request.token_ids[i * size : (i + 1) * size]
             before = serials[-1] if serials else ROOT

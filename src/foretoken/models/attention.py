@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, write_index
 from foretoken.errors import UnsupportedModelError
-from foretoken.ops import AttentionBatch, AttentionCall, AttentionOptions, Backend
+from foretoken.ops import AttentionCall, AttentionOptions, Backend
 
 ATTENTION_NAME = "foretoken_paged"
 
@@ -40,13 +41,14 @@ class AttentionPass:
 
     def __init__(
         self,
-        batch: AttentionBatch,
+        batch: ForwardBatch,
         kv: KVPool | None = None,
         backend: Backend | None = None,
         calls: list[AttentionCall] | None = None,
     ) -> None:
-        self.batch, self.kv, self.backend, self.calls = batch, kv, backend, calls
-        self.write_index_T = write_index(batch)
+        self.batch, self.kv, self.backend, self.calls = batch.attention, kv, backend, calls
+        if kv is not None:
+            self.write_index_T = write_index(batch.attention, len(batch.token_T), kv.num_blocks)
 
 
 _current: ContextVar[AttentionPass | None] = ContextVar("foretoken_attention", default=None)

@@ -99,7 +99,7 @@ class CausalLM:
             return self.fused.forward(
                 batch.token_T, rows, batch.attention, kv.keys, kv.values, self.aux_layers
             )
-        run = AttentionPass(batch.attention, kv, self.backend)
+        run = AttentionPass(batch, kv, self.backend)
         with torch.inference_mode(), attention_context(run):
             output = self.module(
                 input_ids=batch.token_T.unsqueeze(0),

@@ -182,7 +182,7 @@ def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tenso
     batch = gather_batch(slots, [SlotSpan(0, 0, _BLOCK, _BLOCK)], _BLOCK)
     calls: list[AttentionCall] = []
     try:
-        with torch.inference_mode(), attention_context(AttentionPass(batch.attention, calls=calls)):
+        with torch.inference_mode(), attention_context(AttentionPass(batch, calls=calls)):
             output = module(
                 input_ids=batch.token_T.unsqueeze(0),
                 position_ids=batch.position_T.unsqueeze(0),

@@ -170,8 +170,9 @@ def check_draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> None:
     if index_N.is_cpu:
         index, last = index_N.tolist(), cache.lse_SK.shape[1] - 1
         check_between("draft_index_N", index, 0, last, f"in 0..{last}, the cache's drafts")
-        slot = rows.slot_N.tolist()
-        if len(set(zip(slot, index, strict=True))) < len(index):
+        slot, spare = rows.slot_N.tolist(), rows.params.key_S.shape[0] - 1
+        named = [place for place in zip(slot, index, strict=True) if place[0] != spare]
+        if len(set(named)) < len(named):
             raise ConfigError("slot_N", slot, "one row per slot and draft index")
 
 

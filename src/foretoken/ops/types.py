@@ -257,16 +257,19 @@ class AttentionBatch:
     block_BL:       int64 [B, L] block ids, contiguous; behind a request's last block anything that
                     is a block, 0 by convention
     block_size:     tokens per block
+    most_queries:   no request has more new tokens, as far as the host knows; 0: T
     values_fit:     True promises all of the above, so that ops need not look
-    most_queries:   no request has more new tokens than this; 0 if the host knows no bound but T
+
+    On a device T may be more than query_start_B1[B]: the tokens behind are padding, whose result
+    nobody reads.
     """
 
     query_start_B1: Tensor
     length_B: Tensor
     block_BL: Tensor
     block_size: int
-    values_fit: bool = False
     most_queries: int = 0
+    values_fit: bool = False
 
 
 class AttentionOptions(NamedTuple):

@@ -2,13 +2,14 @@
 
 Row j of a request sees its history as if the drafts before it in the block were accepted.
 
-Shape suffixes: B requests, K drafts, N rows of the batch, M entries, W mask words; U and R of one
-request (`history.py`).
+Shape suffixes: B requests, D those that decide, K drafts, N rows of the batch, E rows that are
+edited, M entries, W mask words; U and R of one request (`history.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,12 @@ from foretoken.slots.history import Array, HistoryRows, SlotHistory
 
 
 def build_edits(
-    histories: Mapping[int, SlotHistory], slot_B: Sequence[int], drafts: DraftBlock, vocab_size: int
+    histories: Mapping[int, SlotHistory],
+    slot_D: Sequence[int],
+    drafts: DraftBlock,
+    vocab_size: int,
+    *,
+    without_drafts: bool = False,
 ) -> tuple[Edits | None, dict[int, Exception]]:
     """Edits of K_b + 1 rows per request, None if nobody has any; and what was raised, by slot.
 
@@ -29,42 +35,64 @@ def build_edits(
     Args:
         histories: by slot; requests without one have no edits.
         vocab_size: ids at or past it are ignored (they cannot be drawn anyway).
+        without_drafts: who edits has none; so drafts are not looked at, nor the device waited for.
     """
-    if not histories:
+    if not any(slot in histories for slot in slot_D):
         return None, {}
+    drafts_D: list[list[int]] = [[] for _ in slot_D]
+    if not without_drafts:
+        columns = zip(drafts.token_BK.tolist(), drafts.num_B.tolist(), strict=True)
+        drafts_D = [token_K[:num] for token_K, num in columns]
     faults: dict[int, Exception] = {}
-    found: list[HistoryRows] = []
-    masks: list[Array] = []
-    sizes: list[int] = []  # entries of each row
-    mask_of: list[int] = []  # of each row
-    blocks = zip(slot_B, drafts.token_BK.tolist(), drafts.num_B.tolist(), strict=True)
-    for slot, token_K, num_drafts in blocks:
-        history, size, at = histories.get(slot), 0, -1
+    found: list[_Found] = []
+    for d, (slot, drafted) in enumerate(zip(slot_D, drafts_D, strict=True)):
+        history = histories.get(slot)
         if history is not None and not history.is_spent:
             try:
-                mask = history.mask(vocab_size)
-                found.append(history.rows(token_K[:num_drafts], vocab_size))
-                size = len(found[-1].token_U)
-                if mask is not None:
-                    at = len(masks)
-                    masks.append(mask)
+                mask, entries = history.mask(vocab_size), history.rows(drafted, vocab_size)
+                found.append(_Found(d, len(drafted) + 1, mask, entries))
             except Exception as error:
                 faults[slot] = error
-        sizes += [size] * (num_drafts + 1)
-        mask_of += [at] * (num_drafts + 1)
-    if not found:
-        return None, faults
+    return (_pack(found, drafts) if found else None), faults
+
+
+class _Found(NamedTuple):
+    """The edits of deciding request d: entries for the same tokens in each of its rows."""
+
+    d: int
+    num_rows: int
+    mask: Array | None
+    entries: HistoryRows
+
+
+def _pack(found: list[_Found], drafts: DraftBlock) -> Edits:
+    """One tensor for each part; where rows begin is found where drafts are."""
+    device, width = drafts.num_B.device, drafts.token_BK.shape[1] + 1
 
     def tensor(array: Array) -> Tensor:
-        return torch.from_numpy(array).to(drafts.num_B.device)
+        return torch.from_numpy(array).to(device, non_blocking=True)
 
-    edits = Edits(
+    count_D = drafts.num_B + 1
+    num_rows = int(count_D.sum()) if device.type == "cpu" else len(count_D) * width
+    masks: list[Array] = []
+    of_rows: list[tuple[int, int, int, int]] = []
+    for d, rows, mask, its_entries in found:
+        at = -1
+        if mask is not None:
+            at = len(masks)
+            masks.append(mask)
+        of_rows += [(d, i, len(its_entries.token_U), at) for i in range(rows)]
+    d_E, i_E, size_E, mask_E = tensor(np.array(of_rows, dtype=np.int64).T.copy())
+    row_E = (count_D.cumsum(0) - count_D)[d_E] + i_E
+    size_N = torch.zeros(num_rows, dtype=torch.int64, device=device).index_copy(0, row_E, size_E)
+    start_N1 = torch.cat([size_N.new_zeros(1), size_N.cumsum(0)])
+    entries = [f.entries for f in found]
+    return Edits(
         mask_RW=tensor(np.stack(masks)) if masks else None,
-        mask_N=tensor(np.array(mask_of, dtype=np.int64)) if masks else None,
-        start_N1=tensor(np.cumsum([0, *sizes], dtype=np.int64)),
-        token_M=tensor(np.concatenate([np.tile(r.token_U, len(r.bias_RU)) for r in found])),
-        bias_M=tensor(np.concatenate([r.bias_RU.ravel() for r in found])),
-        repetition_M=tensor(np.concatenate([r.repetition_RU.ravel() for r in found])),
-        subtract_M=tensor(np.concatenate([r.subtract_RU.ravel() for r in found])),
+        mask_N=torch.full_like(size_N, -1).index_copy(0, row_E, mask_E) if masks else None,
+        start_N1=start_N1,
+        token_M=tensor(np.concatenate([np.tile(e.token_U, len(e.bias_RU)) for e in entries])),
+        bias_M=tensor(np.concatenate([e.bias_RU.ravel() for e in entries])),
+        repetition_M=tensor(np.concatenate([e.repetition_RU.ravel() for e in entries])),
+        subtract_M=tensor(np.concatenate([e.subtract_RU.ravel() for e in entries])),
     )
-    return edits, faults

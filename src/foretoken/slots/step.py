@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.ops import DraftBlock, Logprobs, Verdict
+from foretoken.ops import DraftBlock, Logprobs, Rule, Verdict
 
 NONE = -1
 """In the place of a number of log-probabilities: none are wanted."""
@@ -53,7 +53,98 @@ class StepInput(NamedTuple):
     @property
     def most_logprobs(self) -> int:
         """Likeliest tokens that any row wants; NONE if no row wants log-probabilities."""
-        return max(*self.num_logprobs_B, *self.num_prompt_logprobs_B, NONE)
+        return max([*self.num_logprobs_B, *self.num_prompt_logprobs_B, NONE])
+
+    @property
+    def deciding_slots(self) -> list[int]:
+        """Slots of the requests that decide."""
+        return [s for s, decides in zip(self.slot_B, self.decides_B, strict=True) if decides]
+
+    @classmethod
+    def padding(cls) -> StepInput:
+        """No request at all: a captured step of padding alone."""
+        return cls([], [], [], [], [], [])
+
+
+class SlotState(NamedTuple):
+    """Tokens, blocks and lengths of all slots, as tensors on the slots' device.
+
+    Attributes:
+        token_SL: int32, known tokens, then drafts, then anything.
+        block_SL: int64, cache blocks by position.
+        length_S: int64, known tokens, those of the latest step included.
+        computed_S: int64, leading tokens whose K/V are in the target's cache.
+        limit_S: int64, most tokens the request may have; its length, once nothing may be added.
+    """
+
+    token_SL: Tensor
+    block_SL: Tensor
+    length_S: Tensor
+    computed_S: Tensor
+    limit_S: Tensor
+
+
+class StepShape(NamedTuple):
+    """What a captured step depends on beside tensors.
+
+    Attributes:
+        size: requests, padding included; all of them decode.
+        most_drafts: columns of drafts.
+        has_filters, rules: as in `SlotParams`.
+        warm: whether a request draws at random, so that the q of drafts is kept.
+    """
+
+    size: int
+    most_drafts: int
+    has_filters: bool
+    rules: frozenset[Rule]
+    warm: bool
+
+
+class StepRows(NamedTuple):
+    """The requests of a step that go on, as tensors on the slots' device.
+
+    On a host the numbers are the truth. On a device that nobody waits for they are bounds, and what
+    depends on lengths is found there: `SlotTable.num_drafts`.
+
+    Attributes:
+        step: the same requests as numbers.
+        slot_B, num_tokens_B: int64; slots and known tokens to compute. Behind the requests of
+            `step` may follow padding: the spare slot, with one token and no drafts.
+        slot_D, max_drafts_D: int64; of those that decide.
+        at_D: int64, which of the B requests these are; None: all of them.
+        most_drafts: no request has more.
+        warm: whether a request draws at random; True says nothing.
+        shape: of a captured step; None runs operator by operator.
+    """
+
+    step: StepInput
+    slot_B: Tensor
+    num_tokens_B: Tensor
+    slot_D: Tensor
+    max_drafts_D: Tensor
+    at_D: Tensor | None
+    most_drafts: int
+    warm: bool = True
+    shape: StepShape | None = None
+
+
+class DraftRows(NamedTuple):
+    """Whom to draft for, and how much.
+
+    Attributes:
+        slot_B: int64.
+        num_B: int64, most drafts of each, 0 allowed: K_b.
+        position_B: int64, known tokens of each: where its first draft stands.
+        most: no request wants more, as far as the host knows.
+        warm: as in `StepRows`.
+    """
+
+    slot_B: Tensor
+    num_B: Tensor
+    position_B: Tensor
+    most: int
+    warm: bool = True
 
 
 class SlotSpan(NamedTuple):
@@ -105,7 +196,8 @@ class StepResult:
         banned_all: slots whose logits were finite, but whose requests' parameters left no token.
         logprobs: by slot, those of the prompt and of the decision, each None if not wanted.
         aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of
-            `spans`.
+            the batch.
+        packet: of a step on a device: what the host will read, see `engine/pending.py`.
     """
 
     spans: Sequence[SlotSpan]
@@ -116,6 +208,11 @@ class StepResult:
     banned_all: set[int] = field(default_factory=set)
     logprobs: dict[int, tuple[Logprobs | None, Logprobs | None]] = field(default_factory=dict)
     aux: tuple[Tensor, ...] = ()
+    packet: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    def resolve(self) -> StepResult:
+        """Itself: nothing is on its way any more. See `engine/pending.py`."""
+        return self
 
     @classmethod
     def empty(cls) -> StepResult:

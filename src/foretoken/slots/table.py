@@ -1,4 +1,4 @@
-"""Everything that is kept by request slot: parameters, tokens, lengths, blocks, histories.
+"""Everything that is kept by request slot, on a host: tokens, lengths, blocks as plain numbers.
 
 A slot is a request's permanent index from admission to release. Nothing is ever reordered: a batch
 gathers the rows it needs.
@@ -6,6 +6,8 @@ gathers the rows it needs.
 Charter: the one owner of request state that a step reads and writes. The scheduler's view of a
 request may be a step late; lengths here are the truth. What others keep by slot (a drafter, above
 all) they register, so that one `release` reaches all of it and one check finds what is left behind.
+In a step the runner calls `begin`, `asked`, `write_drafts` and `advance_step`, in this order, of
+this table or of `device.py`'s.
 
 Shape suffixes: S slots, L tokens or blocks of a slot, B requests, D deciding requests, K drafts.
 """
@@ -13,59 +15,31 @@ Shape suffixes: S slots, L tokens or blocks of a slot, B requests, D deciding re
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import NamedTuple, Protocol
+from operator import gt
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from foretoken.errors import IntegrityError
-from foretoken.ops import Rule, SlotParams
-from foretoken.sampling.noise_key import to_int64
-from foretoken.sampling.params import SamplingParams
-from foretoken.slots.history import Array, SlotHistory
-from foretoken.slots.step import Outcome
-
-LEAST_TOP_P = 2.0**-149
-"""Smaller values round to 0 in float32, which is out of range; both keep the likeliest token."""
+from foretoken.ops import DraftBlock
+from foretoken.slots.history import Array
+from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
+from foretoken.slots.step import (
+    DraftRows,
+    Outcome,
+    SlotState,
+    StepInput,
+    StepResult,
+    StepRows,
+    StepShape,
+)
 
 NO_TOKEN = -1
 """What stands behind a slot's last known token and its drafts: no gather may read it."""
 
 
-class SlotRequest(NamedTuple):
-    """What a request brings into its slot.
-
-    Attributes:
-        prompt_ids, output_ids: its known tokens.
-        limit: most tokens that it may have, prompt included.
-        num_computed: leading tokens whose K/V are in the cache already.
-        stop_ids: banned while it has fewer than `min_tokens`.
-        bad_word_ids: tokenised `bad_words`.
-    """
-
-    key: int
-    params: SamplingParams
-    rule: Rule
-    prompt_ids: Sequence[int]
-    limit: int
-    output_ids: Sequence[int] = ()
-    num_computed: int = 0
-    stop_ids: Sequence[int] = ()
-    bad_word_ids: Sequence[Sequence[int]] = ()
-
-
-class SlotOwner(Protocol):
-    """Whoever keeps something by slot outside of the table."""
-
-    def release(self, slot: int) -> None:
-        """Forget the request in this slot: it ended, or was preempted and will be admitted anew."""
-
-    def held_slots(self) -> Iterable[int]:
-        """Slots for which something is kept."""
-
-
-class SlotTable:
+class SlotTable(SlotParameters):
     """State by slot: parameters as tensors, tokens and blocks as arrays, lengths as numbers.
 
     Attributes:
@@ -75,23 +49,14 @@ class SlotTable:
         length_S: known tokens, those of the latest step included.
         computed_S: leading tokens whose K/V are in the target's cache.
         limit_S: most tokens the request may have; its length, once nothing may be added.
-        histories: of slots whose requests edit logits.
-        requests: as they were admitted, of slots in use.
     """
+
+    on_host = True
 
     def __init__(
         self, num_slots: int, device: torch.device, *, max_tokens: int, max_drafts: int, blocks: int
     ) -> None:
-        self._params = SlotParams(
-            key_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
-            temperature_S=torch.ones(num_slots, dtype=torch.float32, device=device),
-            top_k_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
-            top_p_S=torch.ones(num_slots, dtype=torch.float32, device=device),
-            min_p_S=torch.zeros(num_slots, dtype=torch.float32, device=device),
-            rule_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
-            values_fit=True,  # `SamplingParams` saw to it
-        )
-        self.device = device
+        super().__init__(num_slots, device)
         self.num_slots = num_slots
         width = max_tokens + max_drafts  # drafts are padded to those of the request with most
         self.token_SL: Array = np.full((num_slots, width), NO_TOKEN, dtype=np.int32)
@@ -101,10 +66,6 @@ class SlotTable:
         self.length_S = [0] * num_slots
         self.computed_S = [0] * num_slots
         self.limit_S = [0] * num_slots
-        self.histories: dict[int, SlotHistory] = {}
-        self.requests: dict[int, SlotRequest] = {}
-        self._changed = True
-        self._owners: dict[str, SlotOwner] = {}
 
     @staticmethod
     def bytes_per_slot(max_tokens: int, block_size: int) -> int:
@@ -112,33 +73,22 @@ class SlotTable:
         return 4 * max_tokens + 8 * -(-max_tokens // block_size)
 
     @property
-    def params(self) -> SlotParams:
-        """The slots' parameters, always in the same tensors.
-
-        `has_filters` and `rules` are those of the slots in use, known without looking at the
-        device, and stated anew only once a request has come or gone.
-        """
-        if self._changed:
-            has_filters = any(r.params.filters_logits for r in self.requests.values())
-            rules = frozenset(request.rule for request in self.requests.values())
-            self._params = replace(self._params, has_filters=has_filters, rules=rules)
-            self._changed = False
-        return self._params
-
-    def register(self, name: str, owner: SlotOwner) -> None:
-        """Have what `owner` keeps by slot released and checked with the table's own."""
-        self._owners[name] = owner
+    def state(self) -> SlotState:
+        """Tokens, blocks and lengths as tensors; a copy, but for the first two."""
+        lengths = (self.length_S, self.computed_S, self.limit_S)
+        return SlotState(
+            torch.from_numpy(self.token_SL), torch.from_numpy(self.block_SL), *map(_int64, lengths)
+        )
 
     def admit(self, slot: int, request: SlotRequest) -> None:
         """Write a request's state into its slot; its blocks come with `write_blocks`."""
-        self.release(slot)
-        params, table = request.params, self._params
-        table.key_S[slot] = to_int64(request.key)
-        table.temperature_S[slot] = params.temperature
-        table.top_k_S[slot] = min(max(params.top_k, 0), 2**31)  # past any vocabulary: off
-        table.top_p_S[slot] = max(params.top_p, LEAST_TOP_P)
-        table.min_p_S[slot] = params.min_p
-        table.rule_S[slot] = request.rule
+        table = self._params
+        columns = (
+            table.key_S, table.temperature_S, table.top_k_S, table.top_p_S, table.min_p_S,
+            table.rule_S,
+        )  # fmt: skip
+        for column, number in zip(columns, numbers_of(request), strict=True):
+            column[slot] = number
         known = [*request.prompt_ids, *request.output_ids]
         self.token_SL[slot, : len(known)] = known
         self.token_SL[slot, len(known) :] = NO_TOKEN
@@ -146,13 +96,7 @@ class SlotTable:
         self.prompt_S[slot] = len(request.prompt_ids)
         self.computed_S[slot] = request.num_computed
         self.num_blocks_S[slot] = 0
-        self.requests[slot] = request
-        if params.edits_logits:
-            history = SlotHistory(
-                params, request.prompt_ids, request.stop_ids, request.bad_word_ids
-            )
-            history.append(request.output_ids)
-            self.histories[slot] = history
+        self._enter(slot, request)
 
     def write_blocks(self, ranges: Iterable[tuple[int, int, Sequence[int]]]) -> None:
         """Write a step's new blocks, as (slot, first column, block ids), in this order."""
@@ -160,13 +104,32 @@ class SlotTable:
             end = self.num_blocks_S[slot] = first + len(block_ids)
             self.block_SL[slot, first:end] = block_ids
 
-    def release(self, slot: int) -> None:
-        """Forget a request that ended; its numbers stay until the slot's next request."""
-        self.histories.pop(slot, None)
-        self.requests.pop(slot, None)
-        self._changed = True
-        for owner in self._owners.values():
-            owner.release(slot)
+    def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRows | None:
+        """The requests of a step that may have more tokens; None if there are none.
+
+        A step may have been launched before it was known that a request has all its tokens.
+
+        Args:
+            shape: always None: nothing is captured on a host.
+        """
+        live = self.unfinished(step.slot_B)
+        if len(live) < len(step.slot_B):
+            if not live:
+                return None
+            step = step.at(live)
+        deciding = [b for b, decides in enumerate(step.decides_B) if decides]
+        slot_D = [step.slot_B[b] for b in deciding]
+        num_D = [self.num_drafts(step.slot_B[b], step.max_drafts_B[b]) for b in deciding]
+        slot_B, num_tokens_B = _int64((step.slot_B, step.num_tokens_B)).unbind()
+        slots_D, nums_D = _int64((slot_D, num_D)).unbind()
+        at_D = None if len(deciding) == len(step.slot_B) else _int64(deciding)
+        most = max(num_D, default=0)
+        return StepRows(step, slot_B, num_tokens_B, slots_D, nums_D, at_D, most)
+
+    def asked(self, rows: StepRows) -> DraftRows:
+        """How many drafts each deciding request may have, K_b, and where they stand."""
+        position_D = _int64([self.length_S[slot] for slot in rows.slot_D.tolist()])
+        return DraftRows(rows.slot_D, rows.max_drafts_D, position_D, rows.most_drafts)
 
     def unfinished(self, slots: Sequence[int]) -> list[int]:
         """Which of these requests, by index, may have more tokens."""
@@ -183,14 +146,24 @@ class SlotTable:
             raise IntegrityError(f"slot {slot}: a placeholder in tokens {start} + {count}")
         return tokens
 
-    def following(self, slot: int, count: int) -> list[int]:
-        """Tokens of the prompt behind each of the next `count` that are to be computed."""
-        first = self.computed_S[slot] + 1
-        return self.known(slot, first, min(count, self.prompt_S[slot] - first))
+    def following(self, slot: int, start: int, count: int) -> list[int]:
+        """Tokens of the prompt behind each of the `count` from `start` on."""
+        return self.known(slot, start + 1, min(count, self.prompt_S[slot] - start - 1))
 
     def num_drafts(self, slot: int, max_drafts: int) -> int:
         """K_b: as many drafts as were asked for, and none that could not be emitted."""
         return max(min(max_drafts, self.limit_S[slot] - self.length_S[slot] - 1), 0)
+
+    def write_drafts(self, rows: DraftRows, drafts: DraftBlock, last_id: int) -> None:
+        """Write a step's drafts behind the known tokens, ids past the last as the last.
+
+        Raises:
+            IntegrityError: there are more than were asked for.
+        """
+        proposed, asked = drafts.num_B.tolist(), rows.num_B.tolist()
+        if len(proposed) != len(asked) or any(map(gt, proposed, asked)):
+            raise IntegrityError(f"a drafter proposed {proposed} drafts, asked for {asked}")
+        self.put_drafts(rows.slot_B.tolist(), np.minimum(drafts.token_BK.numpy(), last_id))
 
     def put_drafts(self, slots: Sequence[int], token_BK: Array) -> None:
         """Write drafts behind the known tokens, padded by NO_TOKEN behind a request's last."""
@@ -213,14 +186,26 @@ class SlotTable:
         if history := self.histories.get(slot):
             history.append(token_ids)
 
+    def advance_step(self, rows: StepRows, result: StepResult) -> None:
+        """Take over a whole step; a request that has failed does not go on."""
+        for slot, num_tokens in zip(rows.step.slot_B, rows.step.num_tokens_B, strict=True):
+            self.computed_S[slot] += num_tokens
+        for slot, outcome in result.decisions.items():
+            try:
+                self.advance(slot, outcome)
+            except Exception as error:
+                result.faults[slot] = error
+            if not outcome.is_finite or slot in result.faults:
+                self.stop(slot)
+
     def stop(self, slot: int) -> None:
         """Nothing is drawn for this slot any more."""
         self.limit_S[slot] = self.length_S[slot]
 
-    def check_integrity(self, live: set[int]) -> None:
-        """Raise `IntegrityError` if anything is kept for a slot that no request has."""
-        own = {"parameters": self.requests.keys(), "histories": self.histories.keys()}
-        others = {name: owner.held_slots() for name, owner in self._owners.items()}
-        for name, held in (own | others).items():
-            if leaked := set(held) - live:
-                raise IntegrityError(f"{name} of slots that no request has: {sorted(leaked)}")
+    def committed(self, slot: int, token_ids: Sequence[int]) -> None:
+        """The host has seen these tokens: `advance` has, too."""
+
+
+def _int64(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+    # By way of numpy: torch.tensor takes 40 us for 450 numbers, this 6.
+    return torch.from_numpy(np.array(numbers, dtype=np.int64))

@@ -63,9 +63,9 @@ def attention(
 ) -> Tensor:
     """See `Backend.attention`: causal attention of ragged queries over paged K/V, [T, H, D_v]."""
     calls = _plan(batch, options.sliding_window, query_THD.dtype)
-    if len(calls) == 1:
+    if len(calls) == 1 and calls[0].num_requests * calls[0].num_queries == len(query_THD):
         return _run(calls[0], query_THD, key_cache, value_cache, options)
-    out_THD = query_THD.new_empty(*query_THD.shape[:2], value_cache.shape[-1])
+    out_THD = query_THD.new_zeros(*query_THD.shape[:2], value_cache.shape[-1])  # padding stays 0
     for call in calls:
         query = query_THD[call.tokens]
         out_THD[call.tokens] = _run(call, query, key_cache, value_cache, options)

@@ -1,0 +1,96 @@
+"""Stages of a step that are captured once and replayed: CUDA graphs.
+
+Charter: which steps are replayed, at what padded size, and the capture itself. A step of decoding
+requests alone has a shape: how many requests (padded to the next size), how many drafts at most,
+and which kernels its slots' parameters ask for. Its stages, recorded once with the spare slot in
+the place of every request, read and write the same tensors whenever they are replayed. Other steps
+(prompts, log-probabilities of prompts, requests with edits in their last stage) run operator by
+operator, on the same lines of the runner.
+
+Without a GPU nothing is captured, and a stage is a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from foretoken.ops import SlotParams
+from foretoken.slots.step import NONE, StepInput, StepRows, StepShape
+
+Out = TypeVar("Out")
+
+_Captured = tuple[torch.cuda.CUDAGraph, Any]
+
+
+class Graphs:
+    """Captured stages by shape and name.
+
+    Args:
+        sizes: numbers of requests that steps are padded to, rising; () captures nothing.
+        num_drafts: most drafts of a request; a step has none, or is padded to these.
+    """
+
+    def __init__(self, sizes: tuple[int, ...] = (), num_drafts: int = 0) -> None:
+        self.sizes = sizes
+        self.num_drafts = num_drafts
+        self._captured: dict[StepShape, dict[str, _Captured]] = {}
+        self._pool: Any = None  # one for all: no two stages run at the same time
+        self._recording: dict[str, _Captured] | None = None
+        self._warming = False
+
+    def __contains__(self, shape: StepShape) -> bool:
+        return shape in self._captured
+
+    def shape_of(self, step: StepInput, params: SlotParams, *, warm: bool) -> StepShape | None:
+        """The shape under which this step is replayed; None if it is not.
+
+        Args:
+            warm: whether a request of the step draws at random, so that the q of drafts is kept.
+        """
+        count = len(step.slot_B)
+        if not self.sizes or count > self.sizes[-1]:
+            return None
+        decodes = all(step.decides_B) and max(step.num_tokens_B) == 1
+        if not decodes or max(step.num_prompt_logprobs_B) != NONE:
+            return None
+        size = next(size for size in self.sizes if size >= count)
+        most = self.num_drafts if max(step.max_drafts_B) else 0
+        return StepShape(size, most, params.has_filters, params.rules, warm)
+
+    def stage(self, name: str, run: Callable[..., Out], rows: StepRows, *given: Any) -> Out:
+        """Run a stage of a step, or replay it; the next replay overwrites what it returns."""
+        if rows.shape is None or self._warming:
+            return run(rows, *given)
+        if self._recording is not None:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                out = run(rows, *given)
+            self._recording[name] = graph, out
+            return out
+        graph, out = self._captured[rows.shape][name]
+        graph.replay()
+        return out
+
+    @contextmanager
+    def warming(self) -> Iterator[None]:
+        """Run the stages of a shape operator by operator: kernels are compiled, memory is taken."""
+        self._warming = True
+        try:
+            yield
+        finally:
+            self._warming = False
+
+    @contextmanager
+    def recording(self, shape: StepShape) -> Iterator[None]:
+        """Capture the stages that are run inside, each with what the ones before it return."""
+        self._recording = {}
+        try:
+            yield
+            self._captured[shape] = self._recording
+        finally:
+            self._recording = None

@@ -1,0 +1,219 @@
+"""Everything that is kept by request slot, on a device that nobody waits for.
+
+The same slots as in `table.py`, as tensors: a step reads lengths and tokens there and writes them
+there, and no number of it is needed on the host to launch the next step. What the host adds between
+steps (requests, blocks) is gathered, and written at once when a step begins.
+
+Behind the slots of requests stands one more, the spare: padding of a captured step names it. It has
+one token, may have no more, and its blocks are all the cache's last one, which no request is given.
+A request that may have no more tokens (its limit is reached, or its logits were not finite) is
+treated alike if it takes part in a step: it is computed, and nothing of it is kept.
+
+Shape suffixes: S slots, L tokens or blocks of a slot, B requests, D deciding requests, K drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.ops import DraftBlock
+from foretoken.slots.history import Array
+from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
+from foretoken.slots.step import (
+    DraftRows,
+    SlotState,
+    StepInput,
+    StepResult,
+    StepRows,
+    StepShape,
+)
+
+_RING = 4
+"""Host buffers in turn: a step's numbers are on the device before its result is read, and no more
+than two steps are unread."""
+
+
+class DeviceSlotTable(SlotParameters):
+    """State by slot as tensors, `state`; see `SlotTable` for what they hold.
+
+    Args:
+        trash_block: the cache block of whatever is computed for nobody.
+    """
+
+    on_host = False
+
+    def __init__(
+        self,
+        num_slots: int,
+        device: torch.device,
+        *,
+        max_tokens: int,
+        max_drafts: int,
+        blocks: int,
+        trash_block: int,
+    ) -> None:
+        super().__init__(num_slots + 1, device)
+        self.num_slots, self.spare = num_slots, num_slots
+        width = max_tokens + max_drafts + 1  # nobody reads the last column
+
+        def numbers(fill: int) -> Tensor:
+            return torch.full((num_slots + 1,), fill, dtype=torch.int64, device=device)
+
+        shape = (num_slots + 1, blocks)
+        self.state = SlotState(
+            torch.zeros(num_slots + 1, width, dtype=torch.int32, device=device),
+            torch.full(shape, trash_block, dtype=torch.int64, device=device),
+            length_S=numbers(1),
+            computed_S=numbers(0),
+            limit_S=numbers(1),
+        )
+        self._admitted: dict[int, SlotRequest] = {}
+        self._blocks: list[tuple[int, int, Sequence[int]]] = []
+        self._ring = [_pinned(3 * (num_slots + 1), device) for _ in range(_RING)]
+        self._turn = 0
+        self._inputs: dict[int, Tensor] = {}  # of captured steps, by bucket
+
+    @staticmethod
+    def bytes_per_slot(max_tokens: int, block_size: int) -> int:
+        """Memory of one slot, beside a few numbers."""
+        return 4 * max_tokens + 8 * -(-max_tokens // block_size)
+
+    def admit(self, slot: int, request: SlotRequest) -> None:
+        """Write a request's state into its slot with the next step."""
+        self._enter(slot, request)
+        self._admitted[slot] = request
+
+    def write_blocks(self, ranges: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+        """Write new blocks, as (slot, first column, block ids), with the next step."""
+        self._blocks += [(slot, first, list(ids)) for slot, first, ids in ranges]
+
+    def release(self, slot: int) -> None:
+        """Forget a request that ended; its numbers stay until the slot's next request."""
+        super().release(slot)
+        self._admitted.pop(slot, None)
+
+    def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRows:
+        """A step's requests as tensors, and what the host has added since the last one."""
+        self._flush()
+        size = len(step.slot_B) if shape is None else shape.size
+        host = self._ring[self._turn][: 3 * size].view(3, size)
+        self._turn = (self._turn + 1) % _RING
+        numbers = host.numpy()
+        count = len(step.slot_B)
+        numbers[0, :count], numbers[1, :count] = step.slot_B, step.num_tokens_B
+        numbers[2, :count] = step.max_drafts_B
+        numbers[0, count:], numbers[1, count:], numbers[2, count:] = self.spare, 1, 0
+        if shape is None:
+            slot_B, num_tokens_B, max_drafts_B = host.to(self.device, non_blocking=True).unbind()
+            most = max(step.max_drafts_B)
+            asked = (self.requests.get(slot) for slot in step.slot_B)
+            warm = any(request is None or request.params.temperature > 0 for request in asked)
+        else:  # a captured step reads its numbers where it read them when it was captured
+            if size not in self._inputs:
+                self._inputs[size] = torch.empty_like(host, device=self.device)
+            self._inputs[size].copy_(host, non_blocking=True)
+            slot_B, num_tokens_B, max_drafts_B = self._inputs[size].unbind()
+            most, warm = shape.most_drafts, shape.warm
+        if all(step.decides_B):
+            return StepRows(
+                step, slot_B, num_tokens_B, slot_B, max_drafts_B, None, most, warm, shape
+            )
+        deciding = [b for b, decides in enumerate(step.decides_B) if decides]
+        at_D = self._sent(np.array(deciding, dtype=np.int64))
+        of_D = (slot_B[at_D], max_drafts_B[at_D], at_D)
+        return StepRows(step, slot_B, num_tokens_B, *of_D, most, warm)
+
+    def asked(self, rows: StepRows) -> DraftRows:
+        """How many drafts each deciding request may have, K_b, and where they stand."""
+        length_D = self.state.length_S[rows.slot_D]
+        left_D = self.state.limit_S[rows.slot_D] - length_D - 1
+        num_D = torch.minimum(rows.max_drafts_D, left_D).clamp(min=0)
+        return DraftRows(rows.slot_D, num_D, length_D, rows.most_drafts, rows.warm)
+
+    def write_drafts(self, rows: DraftRows, drafts: DraftBlock, last_id: int) -> None:
+        """Write drafts behind the known tokens, ids past the last as the last."""
+        token_BK = drafts.token_BK.clamp(0, last_id)
+        index_K = torch.arange(token_BK.shape[1], device=self.device)
+        at_BK = rows.position_B[:, None] + index_K
+        self._put(rows.slot_B, at_BK, token_BK, index_K < drafts.num_B[:, None])
+
+    def advance_step(self, rows: StepRows, result: StepResult) -> None:
+        """Take over a step: accepted drafts and the token after them are known now."""
+        state, slot_D, verdict = self.state, rows.slot_D, result.verdict
+        length_D, limit_D = state.length_S[slot_D], state.limit_S[slot_D]
+        goes_on_D = length_D < limit_D
+        accepted_D = verdict.n_accept_B * goes_on_D
+        emitted_D = accepted_D + (verdict.finite_B & goes_on_D)
+        index_K1 = torch.arange(verdict.token_BK1.shape[1], device=self.device)
+        emitted_DK1 = index_K1 < emitted_D[:, None]
+        self._put(slot_D, length_D[:, None] + index_K1, verdict.token_BK1, emitted_DK1)
+        goes_on_B = state.length_S[rows.slot_B] < state.limit_S[rows.slot_B]
+        computed_B = state.computed_S[rows.slot_B] + rows.num_tokens_B * goes_on_B
+        state.computed_S[rows.slot_B] = computed_B
+        state.computed_S[slot_D] = state.computed_S[slot_D] + accepted_D
+        state.length_S[slot_D] = length_D + emitted_D
+        stops_D = goes_on_D & ~verdict.finite_B
+        state.limit_S[slot_D] = torch.where(stops_D, length_D + emitted_D, limit_D)
+
+    def committed(self, slot: int, token_ids: Sequence[int]) -> None:
+        """The host has seen these tokens: the request's edits depend on them."""
+        if history := self.histories.get(slot):
+            history.append(token_ids)
+
+    def _put(self, slot_B: Tensor, at_BJ: Tensor, token_BJ: Tensor, wanted_BJ: Tensor) -> None:
+        """Write tokens where they are wanted; the others go to the end of the spare's row."""
+        row_BJ = torch.where(wanted_BJ, slot_B[:, None], self.spare)
+        at_BJ = torch.where(wanted_BJ, at_BJ, self.state.token_SL.shape[1] - 1)
+        self.state.token_SL[row_BJ, at_BJ] = token_BJ.to(torch.int32)
+
+    def _flush(self) -> None:
+        """Write what the host has added."""
+        if self._admitted:
+            self._write_admitted()
+        if self._blocks:
+            width = self.state.block_SL.shape[1]
+            place = [
+                slot * width + first + i for slot, first, b in self._blocks for i in range(len(b))
+            ]
+            ids = [block for *_, blocks in self._blocks for block in blocks]
+            # Of two for the same place the later one holds.
+            latest = dict(zip(place, ids, strict=True))
+            sent = self._sent(np.array([[*latest], [*latest.values()]], dtype=np.int64))
+            self.state.block_SL.view(-1)[sent[0]] = sent[1]
+            self._blocks.clear()
+
+    def _write_admitted(self) -> None:
+        slots, requests = zip(*self._admitted.items(), strict=True)
+        known = [[*r.prompt_ids, *r.output_ids] for r in requests]
+        lengths = [(len(k), r.num_computed, r.limit) for k, r in zip(known, requests, strict=True)]
+        asked = list(zip(*map(numbers_of, requests), strict=True))
+        params = self._params
+        columns = (params.key_S, params.top_k_S, params.rule_S, *self.state[2:])
+        numbers = [slots, asked[0], asked[2], asked[5], *zip(*lengths, strict=True)]
+        slot_A, *values = self._sent(np.array(numbers, dtype=np.int64)).unbind()
+        for column, value_A in zip(columns, values, strict=True):
+            column[slot_A] = value_A
+        floats = self._sent(np.array([asked[1], asked[3], asked[4]], dtype=np.float32))
+        for column, value_A in zip(
+            (params.temperature_S, params.top_p_S, params.min_p_S), floats, strict=True
+        ):
+            column[slot_A] = value_A
+        tokens: Array = np.zeros((len(known), max(map(len, known))), dtype=np.int32)
+        for row, ids in zip(tokens, known, strict=True):
+            row[: len(ids)] = ids
+        self.state.token_SL[slot_A, : tokens.shape[1]] = self._sent(tokens)
+        self._admitted.clear()
+
+    def _sent(self, array: Array) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _pinned(count: int, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")

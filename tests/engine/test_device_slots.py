@@ -1,0 +1,167 @@
+"""Slots on a device, of which the host knows bounds alone: the same outputs as with numbers on it.
+
+The same requests through both kinds of slots, in stock operators on a CPU: tokens, texts, log-
+probabilities, finish reasons and counts of drafts are equal, with steps launched ahead and in turn,
+padded as captured steps are, with preemption and prefix hits; and mutants of the device's own
+bookkeeping are noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foretoken import LLM, SamplingParams
+from foretoken.engine.graphs import Graphs
+from foretoken.errors import ForetokenError
+from foretoken.outputs import RequestOutput
+from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.step import DraftRows, StepResult, StepRows
+
+PROMPTS = [
+    "def f(x):\n",
+    "import os",
+    "a",
+    "for i in x:\n    y\nfor i in x:\n",
+    "x = 1\n" * 5,
+    "zz",
+]
+SPECULATION: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "draft_model": {},
+    "greedy": {"draft_sample_method": "greedy"},
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+}
+
+
+class Padding(Graphs):
+    """Steps padded as captured ones are, and run as they come."""
+
+    def __init__(self, num_drafts: int) -> None:
+        super().__init__((2, 5), num_drafts)
+
+    def __contains__(self, shape: object) -> bool:
+        return True
+
+    def stage(self, name: str, run: Callable[..., Any], rows: StepRows, *given: Any) -> Any:
+        return run(rows, *given)
+
+
+def params_of(kind: str, number: int) -> list[SamplingParams]:
+    rules = [None, "block", "coupled"]
+    edits = [{}, {"repetition_penalty": 1.3}, {}, {"bad_words": ["a"]}, {"logit_bias": {5: 2.0}}]
+    params = []
+    for i in range(number):
+        asked: dict[str, Any] = {"logprobs": 2 if i % 3 == 0 else None}
+        asked |= edits[i % 5] if i >= 6 else {}
+        if kind != "plain":
+            asked["num_speculative_tokens"] = 0 if asked.keys() - {"logprobs"} else (None, 2)[i % 2]
+            asked["rejection_sample_method"] = rules[i % 3]
+        params.append(
+            SamplingParams(
+                temperature=(0.9, 0.0, 1.3)[i % 3], max_tokens=9 + 5 * (i % 4), seed=i, n=1 + i % 2,
+                top_p=0.9 if i % 4 == 1 else 1.0, prompt_logprobs=1 if i == 2 else None, **asked,
+            )
+        )  # fmt: skip
+    return params
+
+
+def serve(
+    target: Path, draft: Path, kind: str, *, on_host: bool, num_blocks: int = 26, **options: Any
+) -> list[RequestOutput]:
+    spec = SPECULATION[kind]
+    if spec is not None and kind != "ngram":
+        spec = {"model": str(draft), **spec}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("foretoken.engine.build.is_on_host", lambda device: on_host)
+        llm = LLM(
+            str(target), spec, backend="torch", threads=1, num_blocks=num_blocks, block_size=4,
+            max_num_seqs=5, max_num_batched_tokens=48, max_model_len=96, **options,
+        )  # fmt: skip
+    engine = llm.engine
+    assert engine.runner.slots.on_host == on_host
+    if not on_host:
+        engine.runner.graphs = Padding(4 if spec else 0)
+    prompts = [prompt for prompt in PROMPTS for _ in range(2)]
+    outputs = llm.generate(prompts, params_of(kind, len(prompts)))
+    engine.check_integrity()
+    assert engine.scheduler.pool.num_free == num_blocks
+    return outputs
+
+
+def check_equal(mine: list[RequestOutput], theirs: list[RequestOutput]) -> None:
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.error is other.error is None
+        for a, b in zip(one.outputs, other.outputs, strict=True):
+            assert (a.token_ids, a.origins, a.text) == (b.token_ids, b.origins, b.text)
+            assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
+            check_rows(a.logprobs, b.logprobs)
+        check_rows(one.prompt_logprobs, other.prompt_logprobs)
+        assert one.metrics.drafted_per_position == other.metrics.drafted_per_position
+        assert one.metrics.accepted_per_position == other.metrics.accepted_per_position
+
+
+def check_rows(mine: Any, theirs: Any) -> None:
+    assert (mine is None) == (theirs is None)
+    for row, expected in zip(mine or [], theirs or [], strict=True):
+        assert (row or {}).keys() == (expected or {}).keys()
+        for token, entry in (row or {}).items():
+            assert entry.rank == expected[token].rank
+            assert entry.logprob == pytest.approx(expected[token].logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", SPECULATION)
+def test_slots_on_a_device_emit_what_slots_on_the_host_do(
+    target: Path, draft: Path, kind: str
+) -> None:
+    expected = serve(target, draft, kind, on_host=True)
+    assert sum(output.metrics.num_preemptions for output in expected) > 0
+    for ahead in (True, False):
+        outputs = serve(target, draft, kind, on_host=False, async_scheduling=ahead)
+        check_equal(outputs, expected)
+        assert sum(output.metrics.num_preemptions for output in outputs) > 0
+        assert sum(output.metrics.num_cached_tokens for output in outputs) > 0
+
+
+class ForgetsLimits(DeviceSlotTable):
+    """Drafts that could never be emitted are made."""
+
+    def asked(self, rows: StepRows) -> DraftRows:
+        return super().asked(rows)._replace(num_B=rows.max_drafts_D)
+
+
+class KeepsRejected(DeviceSlotTable):
+    """K/V of rejected drafts count as computed."""
+
+    def advance_step(self, rows: StepRows, result: StepResult) -> None:
+        super().advance_step(rows, result)
+        self.state.computed_S[rows.slot_D] += result.drafts.num_B - result.verdict.n_accept_B
+
+
+class SlipsByOne(DeviceSlotTable):
+    """Drafts are drawn with the noise of the position behind."""
+
+    def asked(self, rows: StepRows) -> DraftRows:
+        asked = super().asked(rows)
+        return asked._replace(position_B=asked.position_B + 1)
+
+
+class GoesOn(DeviceSlotTable):
+    """A request that has all its tokens gets more from a step that was launched meanwhile."""
+
+    def advance_step(self, rows: StepRows, result: StepResult) -> None:
+        self.state.limit_S.add_(1)
+        super().advance_step(rows, result)
+
+
+@pytest.mark.parametrize("mutant", [ForgetsLimits, KeepsRejected, SlipsByOne, GoesOn])
+def test_mutants_of_the_device_slots_are_noticed(
+    target: Path, draft: Path, mutant: type[DeviceSlotTable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = serve(target, draft, "draft_model", on_host=True)
+    monkeypatch.setattr("foretoken.engine.build.DeviceSlotTable", mutant)
+    with pytest.raises((AssertionError, ForetokenError)):
+        check_equal(serve(target, draft, "draft_model", on_host=False), expected)

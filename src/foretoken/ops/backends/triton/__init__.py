@@ -31,6 +31,7 @@ def load() -> Kernels:
     """The functions of this backend."""
     from foretoken.ops.backends.triton import logprobs, process, sample, verify
     from foretoken.ops.backends.triton.attention import attention
+    from foretoken.ops.backends.triton.decoder import FusedDecoder
 
     return Kernels(
         process_logits=process.process_logits,
@@ -39,4 +40,5 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention=attention,
+        decoder=FusedDecoder,
     )

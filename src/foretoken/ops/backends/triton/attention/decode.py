@@ -124,7 +124,7 @@ def decode_kernel(
         live = t < item.count
         position = item.start + t
         row_p = rows.query + (item.first + t).to(tl.int64) * rows.stride + head * rows.head_stride
-        if heads is None:
+        if ROTARY == 0:  # no heads; Triton 3.6 cannot compare a record that holds a None
             query = load_heads(row_p, live, D, WIDTH)
         else:
             if item.end > item.start:

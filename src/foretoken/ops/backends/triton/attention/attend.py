@@ -18,7 +18,7 @@ from foretoken.errors import ConfigError
 from foretoken.ops.backends.torch.attention import attention as torch_attention
 from foretoken.ops.backends.triton.attention import configs, records
 from foretoken.ops.backends.triton.attention.configs import Decoding, Prefilling
-from foretoken.ops.backends.triton.attention.decode import NEW, decode_kernel, merge_kernel
+from foretoken.ops.backends.triton.attention.decode import decode_kernel, merge_kernel
 from foretoken.ops.backends.triton.attention.plan import (
     FEW,
     FIELDS,
@@ -34,7 +34,7 @@ from foretoken.ops.backends.triton.attention.write import write_kernel
 from foretoken.ops.backends.triton.launch import at_most_registers, check_device
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
-MOST_NEW: int = NEW.value  # new tokens of a request that `attend_new` takes
+MOST_NEW: int = FEW.value  # new tokens of a request that `attend_new` takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,10 +242,11 @@ def _decode(
         num_warps=config.warps, **at_most_registers(config.registers), **_dependent(overlap),
     )  # fmt: skip
     if plan.partials.pieces > 1:
-        constants = shape.constants
-        merge_kernel[(shape.heads, plan.merges)](
+        together = min(config.merged_heads, shape.heads & -shape.heads)
+        merge_kernel[(shape.heads // together, plan.merges)](
             plan.work, plan.partials, scores, out, H=shape.heads, D_V=shape.value_size,
-            WIDTH_V=constants["WIDTH_V"], OVERLAP=overlap, num_warps=4, **_dependent(overlap),
+            WIDTH_V=_width(shape.value_size), HEADS=together, PIECES=config.merged_pieces,
+            OVERLAP=overlap, num_warps=4, **_dependent(overlap),
         )  # fmt: skip
 
 
@@ -289,7 +290,8 @@ def _new_plan(batch: AttentionBatch, tokens: int, shape: _Shape) -> _Plan:
     plan_kernel[(requests + 1,)](
         batch.query_start_B1, batch.length_B, work, requests, G=shape.per_kv,
         WINDOW=shape.window, SIZE=pieces.size, COUNT=pieces.count, LEVELS=pieces.levels,
-        FEW_ROWS=decode.rows, MANY_ROWS=1 if prefill is None else prefill.rows, num_warps=4,
+        FEW_ROWS=decode.rows, MANY_ROWS=1 if prefill is None else prefill.rows,
+        AT_ONCE=128, num_warps=4,
     )  # fmt: skip
     return _Plan(work, partials, decode, pieces, prefill, items, tiles, rows)
 

@@ -11,14 +11,16 @@ LARGEST_HEAD = 256
 
 
 class Decoding(NamedTuple):
-    """Of `decode.py`. Bits depend on size, count, groups and keys.
+    """Of `decode.py`. Bits depend on size, count, groups, keys, and how pieces are merged.
 
     size, count: of pieces, see `plan.py`
     groups:      of warps, each with its own keys
     keys:        of a warp at a time
     rows:        of a tile; sets: of warps that share its rows
+    stages:      see `decode_kernel`
     programs:    per multiprocessor
     registers:   of a thread at most
+    merged_heads, merged_pieces: of a program of the merge at once
     """
 
     size: int
@@ -30,6 +32,8 @@ class Decoding(NamedTuple):
     stages: int
     programs: int
     registers: int
+    merged_heads: int = 1
+    merged_pieces: int = 32
 
     @property
     def warps(self) -> int:
@@ -49,20 +53,24 @@ def decoding(
     tokens: int, requests: int, tile_rows: int, size: int, dtype: torch.dtype
 ) -> Decoding:
     """For a step of so many tokens and requests, of `tile_rows` rows of a request at most."""
+    merging = (1, 32)
     if tokens <= SAME_BITS:
-        cut = (64, 64)
+        cut = (128, 64)
     elif requests <= 16:
-        cut = (256, 16)
+        cut, merging = (384, 16), (8, 8)
     else:
-        cut = (2048, 4)
+        cut, merging = (2048, 4), (8, 8)
     if dtype == torch.float32:  # products without tensor cores: operands pass through registers
         groups = 4 if size <= 128 else 2
-        return Decoding(*cut, groups, 16, rows=16, sets=1, stages=1, programs=2, registers=255)
-    rows, sets = (16, 1) if tile_rows <= 16 else (32, 2) if tile_rows <= 32 else (64, 2)
+        return Decoding(*cut, groups, 16, 16, 1, 2, 2, 255, *merging)
     if size > 128:
-        rows = min(rows, 32)
-        return Decoding(*cut, 4, 16, rows, sets, stages=1, programs=1, registers=255)
-    return Decoding(*cut, 4, 16, rows, sets, stages=2, programs=4 // sets, registers=128)
+        rows, sets = (16, 1) if tile_rows <= 16 else (32, 2)
+        return Decoding(*cut, 4, 16, rows, sets, 2, 1, 255, *merging)
+    if tile_rows <= 16:
+        return Decoding(*cut, 4, 16, 16, 1, 1, 2, 255, *merging)
+    if tile_rows <= 32:
+        return Decoding(*cut, 4, 16, 32, 1, 3, 2, 255, *merging)
+    return Decoding(*cut, 4, 16, 64, 2, 2, 1, 255, *merging)
 
 
 def prefilling(size: int, dtype: torch.dtype) -> Prefilling:

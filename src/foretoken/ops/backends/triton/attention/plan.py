@@ -23,7 +23,6 @@ FEW = tl.constexpr(16)  # queries: more make a request one of many
 GROWTH = tl.constexpr(4)  # of pieces, from one level to the next
 FIELDS = tl.constexpr(16)  # integers of an item: one load of 64 bytes
 MERGE_FIELDS = tl.constexpr(4)
-_AT_ONCE = tl.constexpr(128)
 
 Item = namedtuple("Item", "request row begin end piece first start count slot")
 """A tile of rows over a piece of a context.
@@ -114,11 +113,12 @@ def _share(
 def plan_kernel(
     query_start_B1, length_B, work: Work, B, G: tl.constexpr, WINDOW: tl.constexpr,
     SIZE: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr,
-    FEW_ROWS: tl.constexpr, MANY_ROWS: tl.constexpr, AT_ONCE: tl.constexpr = _AT_ONCE,
+    FEW_ROWS: tl.constexpr, MANY_ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program b lists the items of request b; program B writes the totals.
 
-    FEW_ROWS, MANY_ROWS: rows of a tile of a request with few, with many queries.
+    FEW_ROWS, MANY_ROWS: rows of a tile of a request with few, with many queries. AT_ONCE: how many
+    requests, items or rows a program looks at in a round.
     """
     b = tl.program_id(0)
     few_items = tl.zeros((AT_ONCE,), tl.int32)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from foretoken.ops.backends.triton.attention.records import Cache, HeadInputs, Rows
-from foretoken.ops.backends.triton.attention.rows import turned_heads, write_heads
+from foretoken.ops.backends.triton.attention.rows import load_angles, load_heads, turned_heads
 from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 
@@ -34,16 +34,23 @@ def write_kernel(
     request = tl.minimum(request, B - 1)
     behind = tl.load(query_start_B1 + request + 1) - t
     position = (tl.load(length_B + request) - behind).to(tl.int32)
-    wait_for_writes(OVERLAP)
-    write_heads(
-        rows, heads, cache, t, position, live, request, h,
-        H, H_KV, D, D_V, WIDTH, WIDTH_V, ROTARY, PAGE,
+    angles = load_angles(heads, position, live, WIDTH, ROTARY)
+    block = tl.load(
+        cache.block_BL + request.to(tl.int64) * cache.columns + position // PAGE,
+        mask=live, other=0,
     )  # fmt: skip
-    d = tl.arange(0, WIDTH)
+    place = (block.to(tl.int64) * PAGE + position % PAGE) * H_KV + h
+    row_p = rows.query + t.to(tl.int64) * rows.stride
+    wait_for_writes(OVERLAP)
+    d, d_v = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
+    inside, inside_v = live[:, None] & (d < D), live[:, None] & (d_v < D_V)
+    key = turned_heads(row_p + (H + h) * D, angles, live, heads.k_norm_D, heads, D, WIDTH, ROTARY)
+    value = load_heads(row_p + (H + H_KV) * D + h * D_V, live, D_V, WIDTH_V)
+    to = cache.key + place[:, None] * D + d
+    tl.store(to, key.to(cache.key.dtype.element_ty), mask=inside)
+    tl.store(cache.value + place[:, None] * D_V + d_v, value, mask=inside_v)
     for g in range(H // H_KV):
-        p = rows.query + t.to(tl.int64) * rows.stride + (h * (H // H_KV) + g) * D
-        query = turned_heads(p, position, live, heads.q_norm_D, heads, D, WIDTH, ROTARY)
+        p = row_p + (h * (H // H_KV) + g) * D
+        query = turned_heads(p, angles, live, heads.q_norm_D, heads, D, WIDTH, ROTARY)
         tl.debug_barrier()  # a lane turns what another one replaces
-        to = p[:, None] + d[None, :]
-        inside = live[:, None] & (d < D)[None, :]
-        tl.store(to, query.to(rows.query.dtype.element_ty), mask=inside)
+        tl.store(p[:, None] + d, query.to(rows.query.dtype.element_ty), mask=inside)

@@ -30,7 +30,7 @@ from foretoken.ops.backends.triton.attention.plan import (
 )
 from foretoken.ops.backends.triton.attention.prefill import prefill_kernel
 from foretoken.ops.backends.triton.attention.records import HeadInputs
-from foretoken.ops.backends.triton.attention.write import write_kernel
+from foretoken.ops.backends.triton.attention.write import write_new_kernel
 from foretoken.ops.backends.triton.launch import at_most_registers, check_device
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
@@ -196,7 +196,7 @@ def write_new(
     shape = _shape(number, key_cache, value_cache, AttentionOptions(1.0))
     tokens, requests = qkv_TW.shape[0], batch.length_B.shape[0]
     block, at_once = (4 if tokens <= 256 else 16), min(128, triton.next_power_of_2(requests))
-    write_kernel[(triton.cdiv(tokens, block), shape.kv_heads)](
+    write_new_kernel[(triton.cdiv(tokens, block), shape.kv_heads)](
         records.Rows(qkv_TW, qkv_TW.stride(0), shape.size), heads,
         _cache(key_cache, value_cache, batch), batch.query_start_B1, batch.length_B, requests,
         ROTARY=2 * heads.cos_PR.shape[1], ROWS=block, AT_ONCE=at_once, OVERLAP=overlap,
@@ -296,9 +296,7 @@ def _new_plan(batch: AttentionBatch, tokens: int, shape: _Shape) -> _Plan:
     return _Plan(work, partials, decode, pieces, prefill, items, tiles, rows)
 
 
-def _shape(
-    heads: int, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions
-) -> _Shape:
+def _shape(heads: int, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions) -> _Shape:
     _, page, kv_heads, size = key_cache.shape
     window = options.sliding_window or 0
     return _Shape(heads, kv_heads, size, value_cache.shape[3], page, window, key_cache.dtype)

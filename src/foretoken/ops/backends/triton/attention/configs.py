@@ -49,9 +49,7 @@ class Prefilling(NamedTuple):
     warps: int
 
 
-def decoding(
-    tokens: int, requests: int, tile_rows: int, size: int, dtype: torch.dtype
-) -> Decoding:
+def decoding(tokens: int, requests: int, tile_rows: int, size: int, dtype: torch.dtype) -> Decoding:
     """For a step of so many tokens and requests, of `tile_rows` rows of a request at most."""
     merging = (1, 32)
     if tokens <= SAME_BITS:

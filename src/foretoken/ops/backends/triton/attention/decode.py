@@ -29,7 +29,6 @@ from foretoken.ops.backends.triton.attention.softmax import UNSEEN, score, settl
 from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 
-
 @triton.jit
 def _for_warps(x, GROUPS: tl.constexpr, SETS: tl.constexpr, Q: tl.constexpr, D: tl.constexpr):
     """Rows [R, D] as each warp has them, [W, Q, D]."""

@@ -11,7 +11,7 @@ from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 
 @triton.jit
-def write_kernel(
+def write_new_kernel(
     rows: Rows, heads: HeadInputs, cache: Cache, query_start_B1, length_B, B,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,

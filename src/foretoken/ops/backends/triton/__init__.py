@@ -3,8 +3,8 @@
 Reading order: `records` (what kernels are given, and the letters of shapes), `rows` (what they
 load), `scan` (the one pass), `filters` (thresholds), `draw` (one token); `request`, `rules`,
 `decide` and `residual` (verification), `settle` (of few requests); `guess`, `sweep` and `wide`
-(wide nuclei). `sample`, `verify`, `process` and `logprobs` launch them, through `launch`. Attention
-is that of `torch`, whose operators run on any device.
+(wide nuclei). `sample`, `verify`, `process` and `logprobs` launch them, through `launch`.
+`attention/` is apart, with a reading order of its own.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.torch.attention import attention
     from foretoken.ops.backends.triton import logprobs, process, sample, verify
+    from foretoken.ops.backends.triton.attention import attention
+    from foretoken.ops.backends.triton.decoder import FusedDecoder
 
     return Kernels(
         process_logits=process.process_logits,
@@ -39,4 +40,5 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention=attention,
+        decoder=FusedDecoder,
     )

@@ -170,18 +170,18 @@ def packer(given: tuple[Any, ...]) -> Packer:
     return pack
 
 
-def check_device(logits: Tensor) -> None:
-    """Raise `ConfigError` unless Triton can run on these logits: on a GPU, or interpreted."""
-    if logits.is_cuda:
-        if logits.device.index == torch.cuda.current_device():
+def check_device(tensor: Tensor, name: str = "logits") -> None:
+    """Raise `ConfigError` unless Triton can run on this tensor: on a GPU, or interpreted."""
+    if tensor.is_cuda:
+        if tensor.device.index == torch.cuda.current_device():
             return
         wanted = f"cuda:{torch.cuda.current_device()}, the current device"
-        remedy = "Call under `torch.cuda.device(logits.device)`."
+        remedy = f"Call under `torch.cuda.device({name}.device)`."
     elif triton.knobs.runtime.interpret:
         return
     else:
         wanted, remedy = "a GPU's", "Without one, choose the backend `native` or `torch`."
-    raise ConfigError("logits.device", logits.device, wanted, remedy)
+    raise ConfigError(f"{name}.device", tensor.device, wanted, remedy)
 
 
 @cache

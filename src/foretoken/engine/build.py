@@ -68,6 +68,7 @@ def _build(config: EngineConfig) -> Engine:
         device=device,
         dtype=config.dtype,
         backend=backend,
+        deterministic=config.deterministic,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         max_model_len=config.max_model_len,
         view=view,

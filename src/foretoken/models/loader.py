@@ -42,6 +42,7 @@ def load_model(
     device: str | torch.device,
     dtype: str = "auto",
     backend: Backend | str,
+    deterministic: bool = False,
     dummy_seed: int | None = None,
     max_model_len: int | None = None,
     shorten: bool = False,
@@ -53,6 +54,7 @@ def load_model(
         path_or_name: what `resolve_checkpoint` takes.
         dtype: one of `config.DTYPES`; "auto" is float32 on a CPU, whatever the checkpoint holds,
             and the checkpoint's own dtype elsewhere.
+        deterministic: see `EngineConfig.deterministic`.
         dummy_seed: if given, weights are random numbers of this seed, and `config.json` is all
             that the folder must have.
         max_model_len: most positions of a request; the checkpoint's limit if None.
@@ -82,10 +84,12 @@ def load_model(
             module = _weighted_module(model_class, config, folder, torch_dtype, device)
         else:
             module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed)
-        return _checked(module, backend, limit, view)
+        return _checked(module, backend, limit, view, deterministic)
 
 
-def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView) -> CausalLM:
+def _checked(
+    module: Any, backend: Backend, max_model_len: int, view: TargetView, deterministic: bool
+) -> CausalLM:
     """The module made fast as far as it can be, after the self-check."""
     device = module.get_input_embeddings().weight.device
     with observe_linears(module) as linears:
@@ -98,7 +102,7 @@ def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView
         layer_shapes=[call.shape for call in calls],
         max_model_len=max_model_len,
         view=view,
-        fused=_fused(module, backend, calls),
+        fused=_fused(module, backend, calls, deterministic),
     )
     if model.fused is None and can_pack(model.dtype, device):
         pack_linears(module, linears)
@@ -108,7 +112,7 @@ def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView
         if model.fused is None:
             raise
         raise UnsupportedModelError(
-            f"{error} It ran in the native decoder; "
+            f"{error} It ran in the decoder of backend `{backend.name}`; "
             '`backend="torch"` runs it through its Transformers module.'
         ) from error
     if model.fused is not None:
@@ -127,10 +131,12 @@ def _drop_towers(module: Any, ran: set[int]) -> None:
             _log.info("`%s`: `%s` is left out, prompts are text.", module.config.model_type, name)
 
 
-def _fused(module: Any, backend: Backend, calls: list[AttentionCall]) -> Decoder | None:
+def _fused(
+    module: Any, backend: Backend, calls: list[AttentionCall], deterministic: bool
+) -> Decoder | None:
     """The backend's decoder in the module's stead, if it implements all that the module has."""
     try:
-        return backend.decoder(module, calls)
+        return backend.decoder(module, calls, deterministic=deterministic)
     except UnfitError as reason:
         _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
         return None

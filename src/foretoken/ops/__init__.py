@@ -15,7 +15,14 @@ from importlib import import_module
 from typing import Any
 
 from foretoken.errors import ConfigError
-from foretoken.ops.decoder import AttentionCall, Decoder, DraftRound, ForwardOutput, UnfitError
+from foretoken.ops.decoder import (
+    AttentionCall,
+    Decoder,
+    DraftRound,
+    ForwardOutput,
+    RoundDecoder,
+    UnfitError,
+)
 from foretoken.ops.dispatch import Backend, draft_cache
 from foretoken.ops.types import (
     DRAFT,
@@ -53,6 +60,7 @@ __all__ = [
     "ForwardOutput",
     "Logprobs",
     "Noise",
+    "RoundDecoder",
     "Rows",
     "Rule",
     "SlotParams",

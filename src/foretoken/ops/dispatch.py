@@ -7,6 +7,7 @@ what an op computes (`ops/backends/`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +49,10 @@ class Kernels:
     verify: Callable[[VerifyBatch], Verdict]
     logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs]
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
-    decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None] = lambda *_: None
+    decoder: Callable[..., Decoder | None] = lambda *_, **__: None
     set_num_threads: Callable[[int], None] = lambda count: None
     tunings: Callable[[], dict[str, Any]] = dict
+    compiling_ahead: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Backend:
@@ -110,8 +112,9 @@ class Backend:
 
         Args:
             rows: of the draft model, V' tokens, without edits. No two are of the same (slot, draft
-                index), except of the last slot, which may pad a batch. A row that is not finite gives some id in [0, V'), as `sample` does, and at
-                T > 0 an lse that is not finite: `verify` then takes it for no draft.
+                index), except of the last slot, which may pad a batch. A row that is not finite
+                gives some id in [0, V'), as `sample` does, and at T > 0 an lse that is not finite:
+                `verify` then takes it for no draft.
             noise: its streams are `DRAFT`.
             cache: written at [slot, draft index]; its dtype and width are those of the logits. None
                 keeps no q and draws the same tokens (for `Decoder.draft` None means the argmax).
@@ -185,17 +188,30 @@ class Backend:
         check_attention(query_THD, key_cache, value_cache, batch, options)
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
 
-    def decoder(self, module: Any, calls: Sequence[AttentionCall]) -> Decoder | None:
+    def decoder(
+        self, module: Any, calls: Sequence[AttentionCall], *, deterministic: bool = False
+    ) -> Decoder | None:
         """An implementation of a whole model, or None if this backend has none of any model.
 
         Args:
             module: a Transformers causal language model in eval mode.
             calls: what each of its layers asks of attention, in order.
+            deterministic: see `EngineConfig.deterministic`.
 
         Raises:
             UnfitError: this module has something that the decoder does not implement; it says what.
         """
-        return self._kernels.decoder(module, calls)
+        return self._kernels.decoder(module, calls, deterministic=deterministic)
+
+    def compiling_ahead(self) -> AbstractContextManager[None]:
+        """Inside, functions of this backend and its decoders launch no kernel that is compiled for
+        a GPU, and return zeros; on leaving, all that they would have launched is compiled, in
+        parallel processes.
+
+        To run a step there, on memory that nobody needs, saves most of its first run's time. With
+        other backends it does nothing.
+        """
+        return self._kernels.compiling_ahead()
 
     def set_num_threads(self, count: int) -> None:
         """Share one call's work among so many threads of the process, the calling one included.

@@ -70,10 +70,10 @@ class SpeculativeConfig:
     """How tokens are drafted and verified.
 
     Attributes:
-        method: the drafter: `draft_model` or `ngram` (names registered in `drafting/registry.py`).
-            None: `draft_model` if `model` is given, else an error.
-        model: checkpoint of the draft model, named as `EngineConfig.model`. None with the built-in
-            target `tiny-python` means its own draft, `tiny-python-draft`.
+        method: the drafter: `draft_model`, `eagle3` or `ngram` (names registered in
+            `drafting/registry.py`). None: `draft_model` if `model` is given, else an error.
+        model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
+            built-in target `tiny-python` means its own draft, `tiny-python-draft`.
         revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
         num_speculative_tokens: K >= 1, the most tokens drafted per step.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
@@ -127,7 +127,7 @@ class SpeculativeConfig:
         self._check_synthetic(where)
         if self.method is None:
             if self.model is None:
-                remedy = "Use `draft_model` (with `model`) or `ngram`."
+                remedy = "Use `draft_model` or `eagle3` (with `model`), or `ngram`."
                 raise ConfigError(where + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
 

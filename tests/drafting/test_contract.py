@@ -24,6 +24,7 @@ from foretoken.ops import DraftBlock, DraftCache, Rule
 from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import NONE, DraftRows, Outcome, StepInput, StepResult, StepRows
 from foretoken.slots.table import SlotTable
+from tests.models.heads import head_of
 from tests.support.checkpoints import VOCABULARY, ids_of
 
 CPU = torch.device("cpu")
@@ -41,7 +42,11 @@ IN_ORDER, MIXED = [0, 1, 2, 3], [2, 0, 3, 1]
 
 def build(target: Path, name: str, **speculation: Any) -> LLM:
     """The target drafts for itself where a drafter takes a model: q is near p, and never equal."""
-    given = {"draft_model": {"model": str(target)}, "ngram": {"prompt_lookup_min": 1}}
+    given = {
+        "draft_model": {"model": str(target)},
+        "eagle3": {"model": str(head_of(target))},
+        "ngram": {"prompt_lookup_min": 1},
+    }
     options = {"method": name, **given.get(name, {}), **speculation}
     return LLM(str(target), options, num_blocks=64, **OPTIONS)
 

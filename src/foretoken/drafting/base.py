@@ -60,6 +60,8 @@ class Drafter(ABC):
     kv_bytes_per_block, bytes_per_slot: memory that the instance asks for: K/V of one cache block,
         addressed by the engine's block ids, so that they roll back with the target's; and what it
         keeps for one request beside K/V, the q of its drafts above all.
+    reads_next_token: what it keeps for a position depends on the token behind it, too. A block is
+        then shared only among requests that agree in the token behind its last one.
     num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
         is found by others once the target has computed so many tokens past its end.
     target_ids: int64 [V'], the target's id of each id that it proposes; None if they are the same.
@@ -67,6 +69,7 @@ class Drafter(ABC):
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
+    reads_next_token: ClassVar[bool] = False
     num_behind: int = 0
     kv_bytes_per_block: int = 0
     bytes_per_slot: int = 0

@@ -85,18 +85,8 @@ def _build(config: EngineConfig) -> Engine:
     drafter = _build_drafter(config, backend, model, view, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
     most_tokens = min(model.max_model_len, num_blocks * config.block_size)
-    sizes = {
-        "max_tokens": most_tokens,
-        "max_drafts": _engine_drafts(config),
-        "blocks": -(-most_tokens // config.block_size),
-    }
-    slots: SlotTable | DeviceSlotTable
-    pool_blocks = num_blocks
-    if on_host:
-        slots = SlotTable(config.max_num_seqs, device, **sizes)
-    else:
-        slots = DeviceSlotTable(config.max_num_seqs, device, **sizes, trash_block=num_blocks)
-        pool_blocks += 1
+    slots = _slots(config, device, most_tokens, num_blocks)
+    pool_blocks = num_blocks + (not on_host)  # one is for whatever is computed for nobody
     if drafter is not None:
         drafter.allocate(slots, pool_blocks)
         slots.register("drafts", drafter)
@@ -110,19 +100,35 @@ def _build(config: EngineConfig) -> Engine:
         fp64_noise=config.use_fp64_gumbel,
         decode=None if tokenizer is None else cache(lambda token: str(tokenizer.decode([token]))),
     )
+    lookahead = int(drafter is not None and drafter.reads_next_token)
     scheduler = Scheduler(
-        BlockPool(num_blocks, config.block_size),
+        BlockPool(num_blocks, config.block_size, lookahead),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         num_behind=drafter.num_behind if drafter else 0,
     )
-    graphs = None
-    if device.type == "cuda" and backend.name == "triton" and not config.enforce_eager:
-        graphs = Graphs(graph_sizes(config.max_num_seqs), _engine_drafts(config))
-    runner = Runner(model, kv, sampler, drafter, graphs)
+    runner = Runner(model, kv, sampler, drafter, _graphs(config, backend, device))
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
     return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads)
+
+
+def _slots(
+    config: EngineConfig, device: torch.device, max_tokens: int, num_blocks: int
+) -> SlotTable | DeviceSlotTable:
+    """What is kept by slot, for requests of so many tokens in a pool of so many blocks."""
+    columns = -(-max_tokens // config.block_size)
+    sizes = {"max_tokens": max_tokens, "max_drafts": _engine_drafts(config), "blocks": columns}
+    if is_on_host(device):
+        return SlotTable(config.max_num_seqs, device, **sizes)
+    return DeviceSlotTable(config.max_num_seqs, device, **sizes, trash_block=num_blocks)
+
+
+def _graphs(config: EngineConfig, backend: Backend, device: torch.device) -> Graphs:
+    """Steps are captured on a GPU whose kernels wait for nothing, unless the user forbids it."""
+    if device.type != "cuda" or backend.name != "triton" or config.enforce_eager:
+        return Graphs()
+    return Graphs(graph_sizes(config.max_num_seqs), _engine_drafts(config))
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:

@@ -33,7 +33,7 @@ from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.step import step_input
 from foretoken.engine.threads import StepThreads
-from foretoken.engine.trace import OnStep, StepTrace
+from foretoken.engine.trace import OnStep, StepTrace, read_events
 from foretoken.ops import Rule
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
@@ -51,6 +51,8 @@ class Launched:
     shares: Sequence[Share]
     groups: list[RequestGroup]
     result: StepResult | PendingResult
+    trace: StepTrace | None = None
+    events: Sequence[Any] = ()
 
 
 _NOTHING = Launched((), [], _NO_RESULT)
@@ -119,14 +121,15 @@ class Engine:
         clock.start(StepTrace() if self.on_step else None)
         plan = self.scheduler.schedule()
         clock.mark("schedule")
-        latest = self.launch(plan)
+        done = self.launch(plan)
         if self.runs_ahead:
-            latest, self._unread = self._unread, latest
-        changed = self.commit(latest)
+            done, self._unread = self._unread, done
+        changed = self.commit(done)
         clock.mark("commit")
-        trace = clock.stop()
-        if self.on_step and trace:
-            self.on_step(trace)
+        clock.stop()
+        if self.on_step and done.trace:
+            read_events(done.trace, done.events)
+            self.on_step(done.trace)
         if not self.has_work:
             self.check_integrity()
         return changed
@@ -134,7 +137,9 @@ class Engine:
     def launch(self, plan: Plan) -> Launched:
         """Run a step: its tokens are in the slots then, and the requests know nothing of it yet."""
         groups = list(dict.fromkeys(request.group for request in self.scheduler.running))
-        launched = Launched((), groups, _NO_RESULT)  # of a step that fails: `_together` ends all
+        clock = self.runner.clock
+        # Of a step that fails: `_together` ends all.
+        launched = Launched((), groups, _NO_RESULT, clock.trace)
         with self._together():
             for slot in plan.left_slots:
                 self._slots.release(slot)
@@ -151,7 +156,8 @@ class Engine:
             self.runner.clock.mark("admit")
             if shares:
                 with self.threads.during(shares):
-                    launched = Launched(shares, groups, self.runner.run(step_input(shares)))
+                    result = self.runner.run(step_input(shares))
+                launched = Launched(shares, groups, result, clock.trace, clock.take_events())
         return launched
 
     def commit(self, launched: Launched) -> list[RequestGroup]:
@@ -161,8 +167,8 @@ class Engine:
                 share.request.launched_share = None
         with self._together():
             outcomes = launched.result.read()
-            if trace := self.runner.clock.trace:
-                trace.count(launched.result.resolve())
+            if launched.trace:
+                launched.trace.count(launched.result.resolve())
             for share in launched.shares:
                 if share.request.status is not Status.FINISHED:  # since it was launched
                     with self._alone(share.request):

@@ -12,6 +12,7 @@ Without a GPU nothing is captured, and a stage is a call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ import torch
 
 from foretoken.ops import SlotParams
 from foretoken.slots.step import NONE, StepInput, StepRows, StepShape
+
+_log = logging.getLogger(__name__)
 
 Out = TypeVar("Out")
 
@@ -42,7 +45,7 @@ class Graphs:
         self._recording: dict[str, _Captured] | None = None
         self._warming = False
 
-    def __contains__(self, shape: StepShape) -> bool:
+    def __contains__(self, shape: StepShape | None) -> bool:
         return shape in self._captured
 
     def shape_of(self, step: StepInput, params: SlotParams, *, warm: bool) -> StepShape | None:
@@ -75,6 +78,12 @@ class Graphs:
         graph, out = self._captured[rows.shape][name]
         graph.replay()
         return out
+
+    def give_up(self, reason: Exception) -> None:
+        """Capture nothing any more, and say why."""
+        self.sizes = ()
+        first = (str(reason).splitlines() or [type(reason).__name__])[0]
+        _log.warning("Steps run without CUDA graphs, slower: %s", first)
 
     @contextmanager
     def warming(self) -> Iterator[None]:

@@ -96,7 +96,8 @@ class PendingResult:
     def _result(self) -> StepResult:
         (packet,) = self.packet.wait()
         step = self.step
-        start_B, of_D = packet[: self.size_B].tolist(), packet[self.size_B :].view(self.size_D, -1)
+        start_B, of_D = packet[: self.size_B].tolist(), packet[self.size_B :]
+        of_D = of_D.view(self.size_D, -1 if self.size_D else 4)  # none may decide
         slot_D = step.deciding_slots
         of_D = of_D[: len(slot_D)]  # no padding
         num_D, accepted_D, finite_D = of_D[:, :3].unbind(dim=1)

@@ -50,7 +50,7 @@ class Runner:
         self.drafter = drafter
         self.slots = sampler.slots
         self.graphs = graphs or Graphs()
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(self.slots.device)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Forget what is kept for blocks that change hands.
@@ -70,9 +70,11 @@ class Runner:
         rows = self.slots.begin(step, shape)
         if rows is None:  # launched before it was known that all have their tokens
             return StepResult.empty()
-        stage, mark = self.graphs.stage, self.clock.mark
+        self.clock.mark("batch")
+        stage, mark = self.graphs.stage, self.clock.mark_stage
+        self.clock.begin()
         asked, drafts = stage("draft", self._propose, rows)
-        mark("draft")
+        mark("draft", "draft")
         edits, faults = build_edits(
             self.slots.histories,
             rows.step.deciding_slots,
@@ -81,30 +83,43 @@ class Runner:
             without_drafts=not self.slots.on_host,
         )
         batch, output = stage("target", self._forward, rows, drafts)
-        mark("forward")
+        mark("forward", "forward")
         if edits is None:
             result = stage("verify", self._settle, rows, asked, drafts, batch, output)
         else:
             result = self._settle(rows, asked, drafts, batch, output, edits, faults)
-        mark("verify")
+        mark("verify", "advance")
+        if self.drafter is not None:
+            stage("observe", self._observe, rows, batch, result)
+            mark("observe", "observe")
         read = readout(self.sampler, rows, batch, output, result, edits)
-        mark("read")
+        mark("read", "read")
         return read
 
     def _shape_of(self, step: StepInput) -> StepShape | None:
         """The shape under which a step is replayed; what is new is captured first."""
+        if not self.graphs.sizes:
+            return None
         requests = self.slots.requests
         warm = any(requests[slot].params.temperature > 0 for slot in step.slot_B)
         shape = self.graphs.shape_of(step, self.slots.params, warm=warm)
         if shape is not None and shape not in self.graphs:
             self.capture(shape)
-        return shape
+        return shape if shape in self.graphs else None
 
     def capture(self, shape: StepShape) -> None:
-        """Record the stages of such steps, on padding alone: nobody's slot is touched."""
-        for mode in (self.graphs.warming(), self.graphs.recording(shape)):
-            with mode:
+        """Record the stages of such steps, on padding alone: nobody's slot is touched.
+
+        A model that looks at the device in the midst of a pass cannot be recorded, whatever the
+        shape: every step runs operator by operator then.
+        """
+        with self.graphs.warming():
+            self._run(StepInput.padding(), shape)
+        try:
+            with self.graphs.recording(shape):
                 self._run(StepInput.padding(), shape)
+        except RuntimeError as error:
+            self.graphs.give_up(error)
 
     def _propose(self, rows: StepRows) -> tuple[DraftRows, DraftBlock]:
         """Drafts of the requests that decide, written behind their known tokens."""
@@ -121,6 +136,7 @@ class Runner:
     def _forward(self, rows: StepRows, drafts: DraftBlock) -> tuple[ForwardBatch, ForwardOutput]:
         """One pass of the target over known tokens and drafts."""
         batch = gather_step(self.slots, rows, drafts, self.kv.block_size)
+        self.clock.mark("batch")
         return batch, self.model.forward(batch, self.kv)
 
     def _settle(
@@ -133,14 +149,18 @@ class Runner:
         edits: Edits | None = None,
         faults: dict[int, Exception] | None = None,
     ) -> StepResult:
-        """Verify, and let slots and drafter have the outcome."""
-        logits_NV = output.logits_NV[batch.decision_N]
+        """Verify, and let the slots have the outcome."""
+        logits_NV = batch.deciding(output.logits_NV)
         verdict = self.sampler.verify(logits_NV, asked, drafts, edits)
+        self.clock.mark("verify")
         slot_D, faults = rows.step.deciding_slots, {} if faults is None else faults
         result = StepResult(batch.spans, slot_D, drafts, verdict, faults, aux=output.aux)
         self.slots.advance_step(rows, result)
-        if self.drafter is not None:
-            self.drafter.observe(rows, batch, result)
         if not self.slots.on_host:
             result.packet = packed(rows, batch, result)
         return result
+
+    def _observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+        """Let the drafter see what came of it, once the slots hold it."""
+        if self.drafter is not None:
+            self.drafter.observe(rows, batch, result)

@@ -1,4 +1,4 @@
-"""A launch finds the kernel compiled for its arguments, and no other; compiling ahead, in processes.
+"""A launch finds the kernel compiled for its arguments, and no other; compiling ahead.
 
 Without a GPU: kernels are compiled for one, and in place of calling them their calls are noted.
 """
@@ -128,7 +128,12 @@ def test_what_is_noted_is_compiled_and_not_launched(calls: list[Any], processes:
 
 def test_a_kernel_that_does_not_compile_is_an_error_there(calls: list[Any]) -> None:
     x = torch.zeros(8)
-    with pytest.raises(triton.CompilationError), compiled.compiling_ahead(2):
-        compiled.launch(other_kernel, (1,), x, WIDTH=7, num_warps=1)
-        compiled.launch(other_kernel, (1,), x, WIDTH=8, num_warps=1)
+
+    def ahead() -> None:
+        with compiled.compiling_ahead(2):
+            compiled.launch(other_kernel, (1,), x, WIDTH=7, num_warps=1)
+            compiled.launch(other_kernel, (1,), x, WIDTH=8, num_warps=1)
+
+    with pytest.raises(triton.CompilationError):
+        ahead()
     assert calls == []

@@ -1,6 +1,6 @@
 """The GPU's decoder computes what Transformers does, in Triton's interpreter.
 
-What is compared is in `tests/support/interpreted_decoder.py`, all in one process.
+What is compared is in `tests/models/interpreted_decoder.py`, all in one process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from tests.support import interpreted_decoder
-from tests.support.interpreted_decoder import CASES
+from tests.models import interpreted_decoder
+from tests.models.interpreted_decoder import CASES
 
 ROOT = Path(__file__).parents[2]
 

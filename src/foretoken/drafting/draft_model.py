@@ -247,7 +247,6 @@ def _load_checked(setup: DrafterSetup) -> CausalLM:
         device=setup.device,
         dtype=config.dtype,
         backend=setup.backend,
-        deterministic=config.deterministic,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         max_model_len=setup.max_model_len,
         shorten=True,

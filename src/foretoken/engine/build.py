@@ -68,7 +68,6 @@ def _build(config: EngineConfig) -> Engine:
         device=device,
         dtype=config.dtype,
         backend=backend,
-        deterministic=config.deterministic,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
         max_model_len=config.max_model_len,
         view=view,
@@ -201,7 +200,7 @@ def _choose_backend(config: EngineConfig, device: torch.device) -> Backend:
             _log.warning("Backend `torch`, which is slower: `%s` cannot run: %s.", name, reason)
             name = "torch"
     _log.info("Backend `%s`.", name)
-    return get_backend(name)
+    return get_backend(name, deterministic=config.deterministic)
 
 
 def _check_token_budget(config: EngineConfig) -> None:

@@ -42,7 +42,6 @@ def load_model(
     device: str | torch.device,
     dtype: str = "auto",
     backend: Backend | str,
-    deterministic: bool = False,
     dummy_seed: int | None = None,
     max_model_len: int | None = None,
     shorten: bool = False,
@@ -54,7 +53,6 @@ def load_model(
         path_or_name: what `resolve_checkpoint` takes.
         dtype: one of `config.DTYPES`; "auto" is float32 on a CPU, whatever the checkpoint holds,
             and the checkpoint's own dtype elsewhere.
-        deterministic: see `EngineConfig.deterministic`.
         dummy_seed: if given, weights are random numbers of this seed, and `config.json` is all
             that the folder must have.
         max_model_len: most positions of a request; the checkpoint's limit if None.
@@ -84,12 +82,10 @@ def load_model(
             module = _weighted_module(model_class, config, folder, torch_dtype, device)
         else:
             module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed)
-        return _checked(module, backend, limit, view, deterministic)
+        return _checked(module, backend, limit, view)
 
 
-def _checked(
-    module: Any, backend: Backend, max_model_len: int, view: TargetView, deterministic: bool
-) -> CausalLM:
+def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView) -> CausalLM:
     """The module made fast as far as it can be, after the self-check."""
     device = module.get_input_embeddings().weight.device
     with observe_linears(module) as linears:
@@ -102,7 +98,7 @@ def _checked(
         layer_shapes=[call.shape for call in calls],
         max_model_len=max_model_len,
         view=view,
-        fused=_fused(module, backend, calls, deterministic),
+        fused=_fused(module, backend, calls),
     )
     if model.fused is None and can_pack(model.dtype, device):
         pack_linears(module, linears)
@@ -131,12 +127,10 @@ def _drop_towers(module: Any, ran: set[int]) -> None:
             _log.info("`%s`: `%s` is left out, prompts are text.", module.config.model_type, name)
 
 
-def _fused(
-    module: Any, backend: Backend, calls: list[AttentionCall], deterministic: bool
-) -> Decoder | None:
+def _fused(module: Any, backend: Backend, calls: list[AttentionCall]) -> Decoder | None:
     """The backend's decoder in the module's stead, if it implements all that the module has."""
     try:
-        return backend.decoder(module, calls, deterministic=deterministic)
+        return backend.decoder(module, calls)
     except UnfitError as reason:
         _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
         return None

@@ -83,17 +83,20 @@ def unavailable(name: str) -> str | None:
     return reason
 
 
-def get_backend(name: str) -> Backend:
-    """Load a backend by name; `ConfigError` if there is none, or if it cannot run here."""
+def get_backend(name: str, *, deterministic: bool = False) -> Backend:
+    """Load a backend by name; `ConfigError` if there is none, or if it cannot run here.
+
+    deterministic: of its decoders, see `EngineConfig.deterministic`.
+    """
     reason = unavailable(name)
     if reason is not None:
         raise ConfigError("backend", name, "one that runs here", f"This one cannot: {reason}.")
-    return _load(name)
+    return _load(name, deterministic)
 
 
 @cache
-def _load(name: str) -> Backend:
-    return Backend(name, _package(name).load())
+def _load(name: str, deterministic: bool) -> Backend:
+    return Backend(name, _package(name).load(), deterministic)
 
 
 def _package(name: str) -> Any:

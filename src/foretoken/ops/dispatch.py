@@ -64,11 +64,12 @@ class Backend:
     `ConfigError` before any work. Checked are shapes, dtypes, devices and strides; of tensors on
     the host also what they hold.
 
-    name: that of `get_backend`
+    name, deterministic: those of `get_backend`
     """
 
-    def __init__(self, name: str, kernels: Kernels) -> None:
+    def __init__(self, name: str, kernels: Kernels, deterministic: bool = False) -> None:
         self.name = name
+        self.deterministic = deterministic
         self._kernels = kernels
 
     def process_logits(self, rows: Rows) -> Tensor:
@@ -188,20 +189,17 @@ class Backend:
         check_attention(query_THD, key_cache, value_cache, batch, options)
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
 
-    def decoder(
-        self, module: Any, calls: Sequence[AttentionCall], *, deterministic: bool = False
-    ) -> Decoder | None:
+    def decoder(self, module: Any, calls: Sequence[AttentionCall]) -> Decoder | None:
         """An implementation of a whole model, or None if this backend has none of any model.
 
         Args:
             module: a Transformers causal language model in eval mode.
             calls: what each of its layers asks of attention, in order.
-            deterministic: see `EngineConfig.deterministic`.
 
         Raises:
             UnfitError: this module has something that the decoder does not implement; it says what.
         """
-        return self._kernels.decoder(module, calls, deterministic=deterministic)
+        return self._kernels.decoder(module, calls, deterministic=self.deterministic)
 
     def compiling_ahead(self) -> AbstractContextManager[None]:
         """Inside, functions of this backend and its decoders launch no kernel that is compiled for

@@ -1,6 +1,6 @@
 """Cases of the GPU's decoder, in a process of its own whose kernels are interpreted.
 
-    TRITON_INTERPRET=1 python -m tests.support.interpreted_decoder
+    TRITON_INTERPRET=1 python -m tests.models.interpreted_decoder
 
 prints one JSON object: case -> None, or what went wrong. Products of one row run in `gemv.py`, of
 more through the kernels beside cuBLAS: Triton's interpreter has no Gluon.
@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from foretoken.models import CausalLM, TargetView, load_model
@@ -122,12 +123,8 @@ def refuses(folder: Path, what: str) -> None:
     families.save_model(folder, family, SIZES | overrides)
     model = load_model(folder, device="cpu", backend="torch")
     calls = [AttentionCall(i, shape, None) for i, shape in enumerate(model.layer_shapes)]
-    try:
+    with pytest.raises(UnfitError, match=message):
         get_backend("triton").decoder(model.module, calls)
-    except UnfitError as error:
-        assert message in str(error), error
-    else:
-        raise AssertionError(f"`{what}` was taken")
 
 
 CASES: dict[str, Callable[[Path], None]] = {

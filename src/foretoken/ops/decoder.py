@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -94,6 +94,7 @@ class Decoder(Protocol):
         ...
 
 
+@runtime_checkable
 class RoundDecoder(Decoder, Protocol):
     """A decoder that runs whole rounds of drafting in one call."""
 

@@ -31,6 +31,7 @@ from foretoken.ops.backends.triton.attention.plan import (
 from foretoken.ops.backends.triton.attention.prefill import prefill_kernel
 from foretoken.ops.backends.triton.attention.records import HeadInputs
 from foretoken.ops.backends.triton.attention.write import write_new_kernel
+from foretoken.ops.backends.triton.compiled import launch
 from foretoken.ops.backends.triton.launch import at_most_registers, check_device
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
@@ -123,7 +124,8 @@ def attention(
     scores = _scores(options)
     if plan.prefill is not None:
         rows_of_tile, keys, stages, warps = plan.prefill
-        prefill_kernel[(plan.tiles * shape.kv_heads,)](
+        launch(
+            prefill_kernel, (plan.tiles * shape.kv_heads,),
             rows, caches, plan.work, scores, out_THD, WINDOW=shape.window, R=rows_of_tile,
             KEYS=keys, STAGES=stages, PRECISION=shape.precision, **shape.constants,
             num_warps=warps,
@@ -196,7 +198,8 @@ def write_new(
     shape = _shape(number, key_cache, value_cache, AttentionOptions(1.0))
     tokens, requests = qkv_TW.shape[0], batch.length_B.shape[0]
     block, at_once = (4 if tokens <= 256 else 16), min(128, triton.next_power_of_2(requests))
-    write_new_kernel[(triton.cdiv(tokens, block), shape.kv_heads)](
+    launch(
+        write_new_kernel, (triton.cdiv(tokens, block), shape.kv_heads),
         records.Rows(qkv_TW, qkv_TW.stride(0), shape.size), heads,
         _cache(key_cache, value_cache, batch), batch.query_start_B1, batch.length_B, requests,
         ROTARY=2 * heads.cos_PR.shape[1], ROWS=block, AT_ONCE=at_once, OVERLAP=overlap,
@@ -234,7 +237,9 @@ def _decode(
     config = plan.decode
     assert config is not None
     programs = config.programs * _multiprocessors(out.device)
-    decode_kernel[(shape.kv_heads, min(plan.items, max(1, programs // shape.kv_heads)))](
+    grid = shape.kv_heads, min(plan.items, max(1, programs // shape.kv_heads))
+    launch(
+        decode_kernel, grid,
         rows, heads, caches, plan.work, plan.partials, scores, out,
         ROTARY=0 if heads is None else 2 * heads.cos_PR.shape[1], WINDOW=shape.window,
         R=config.rows, SETS=config.sets, GROUPS=config.groups, KEYS=config.keys,
@@ -243,7 +248,8 @@ def _decode(
     )  # fmt: skip
     if plan.partials.pieces > 1:
         together = min(config.merged_heads, shape.heads & -shape.heads)
-        merge_kernel[(shape.heads // together, plan.merges)](
+        launch(
+            merge_kernel, (shape.heads // together, plan.merges),
             plan.work, plan.partials, scores, out, H=shape.heads, D_V=shape.value_size,
             WIDTH_V=_width(shape.value_size), HEADS=together, PIECES=config.merged_pieces,
             OVERLAP=overlap, num_warps=4, **_dependent(overlap),
@@ -287,7 +293,8 @@ def _new_plan(batch: AttentionBatch, tokens: int, shape: _Shape) -> _Plan:
         new(partial * shape.value_size, torch.float32), new(partial, torch.float32),
         new(partial, torch.float32), number,
     )  # fmt: skip
-    plan_kernel[(requests + 1,)](
+    launch(
+        plan_kernel, (requests + 1,),
         batch.query_start_B1, batch.length_B, work, requests, G=shape.per_kv,
         WINDOW=shape.window, SIZE=pieces.size, COUNT=pieces.count, LEVELS=pieces.levels,
         FEW_ROWS=decode.rows, MANY_ROWS=1 if prefill is None else prefill.rows,

@@ -21,6 +21,7 @@ from torch import Tensor
 from foretoken.errors import ConfigError
 from foretoken.ops.backends.triton.attention import MOST_NEW, attend_new, attention, write_new
 from foretoken.ops.backends.triton.attention.attend import prepare
+from foretoken.ops.backends.triton.compiled import zero_if_noted
 from foretoken.ops.backends.triton.decoder.layers import (
     Layer,
     check_fit,
@@ -70,6 +71,7 @@ class FusedDecoder:
     def drop_module_weights(self) -> None:
         """See `Decoder.drop_module_weights`: none is held twice."""
 
+    @zero_if_noted
     @torch.no_grad()
     def forward(
         self,

@@ -9,12 +9,13 @@ sum of squares, V vocabulary, I columns of a gated layer.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from foretoken.ops.backends.triton.compiled import launch
 from foretoken.ops.backends.triton.decoder.epilogue import Epilogue
 from foretoken.ops.backends.triton.decoder.gemv import gemv_kernel
 from foretoken.ops.backends.triton.decoder.rowwise import (
@@ -64,6 +65,7 @@ class Products:
         self.dtype, self.eps, self.deterministic = dtype, eps, deterministic
         self.overlap = overlaps(device)
         self._processors = 0
+        self._weight_maps: dict[tuple[int, int, int], Any] = {}  # they keep their weights alive
         if self.overlap and dtype is torch.bfloat16:
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
             self._partial = torch.empty(_PARTIALS, dtype=torch.float32, device=device)
@@ -93,24 +95,27 @@ class Products:
             shape.N, shape.K, parts, triton.next_power_of_2(max(1, parts)), self.eps,
             int(shape.epilogue),
         )  # fmt: skip
-        programs = shape.N // tile.block_n
+        dependent = {"launch_pdl": True} if self.overlap else {}
         if isinstance(tile, GemvTile):
-            gemv_kernel[(programs,)](
-                linear.weight_NK, given.x_TK, *tensors, *constants, tile.block_n, tile.block_k,
-                self.overlap, num_warps=tile.num_warps,
-                **({"launch_pdl": True} if self.overlap else {}),
+            launch(
+                gemv_kernel, (shape.N // tile.block_n,), linear.weight_NK, given.x_TK, *tensors,
+                *constants, tile.block_n, tile.block_k, self.overlap, num_warps=tile.num_warps,
+                **dependent,
             )  # fmt: skip
             return
         # Gluon is imported where it runs alone: Triton's interpreter has none of it.
         from foretoken.ops.backends.triton.decoder import streamk
 
-        rows = bucket(len(given.x_TK), self.deterministic)
-        streamk.streamk_kernel[(tile.programs,)](
-            streamk.tensor_map(linear.weight_NK, tile.block_n, tile.block_k),
+        rows, weight_NK = bucket(len(given.x_TK), self.deterministic), linear.weight_NK
+        key = weight_NK.data_ptr(), tile.block_n, tile.block_k
+        if key not in self._weight_maps:
+            self._weight_maps[key] = streamk.tensor_map(weight_NK, tile.block_n, tile.block_k)
+        launch(
+            streamk.streamk_kernel, (tile.programs,), self._weight_maps[key],
             streamk.tensor_map(given.x_TK, rows, tile.block_k),
             *tensors, self._partial, self._arrived, len(given.x_TK), *constants, rows,
             tile.block_n, tile.block_k, tile.stages, num_warps=streamk.WARPS,
-            maxnreg=tile.registers, launch_pdl=True,
+            maxnreg=tile.registers, **dependent,
         )  # fmt: skip
 
 
@@ -164,7 +169,8 @@ class ResidualStream:
         if tile is None:
             gate_up = _multiply(self._normed(), linear)
             blocks = triton.cdiv(shape.N, _SILU_BLOCK)
-            silu_kernel[(len(gate_up), blocks)](gate_up, shape.N, _SILU_BLOCK, num_warps=4)
+            grid = len(gate_up), blocks
+            launch(silu_kernel, grid, gate_up, shape.N, _SILU_BLOCK, num_warps=4)
             return gate_up[:, : shape.N]
         y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
         given = self._scaled_and_squares(tile)
@@ -195,9 +201,11 @@ class ResidualStream:
         self._scaled = scaled, squares
 
     def head(self, linear: Linear, row_N: Tensor | None) -> Tensor:
-        """The normed rows `row_N`, or all, times a layer: [N, V]."""
+        """The normed rows `row_N`, or all, times a layer: [N, V]; N may be 0."""
         if row_N is None:
             return self.project(linear)
+        if not len(row_N):
+            return self.state_TH.new_empty(0, len(linear.weight_NK))
         return self.project(linear, self.normed(row_N))
 
     def normed(self, row_N: Tensor | None = None) -> Tensor:
@@ -205,11 +213,10 @@ class ResidualStream:
         x_TH = self.state_TH
         rows, size = len(x_TH) if row_N is None else len(row_N), x_TH.shape[1]
         normed_NH = x_TH.new_empty(rows, size)
-        if rows:
-            norm_kernel[(rows,)](
-                x_TH, row_N, self._gain_H, normed_NH, size, triton.next_power_of_2(size),
-                self._products.eps, num_warps=8,
-            )  # fmt: skip
+        launch(
+            norm_kernel, (rows,), x_TH, row_N, self._gain_H, normed_NH, size,
+            triton.next_power_of_2(size), self._products.eps, num_warps=8,
+        )  # fmt: skip
         return normed_NH
 
     def _normed(self) -> Tensor:
@@ -225,10 +232,10 @@ class ResidualStream:
             usual = self._products.tile(len(x_TH), shape) or tile
             squares = _squares(x_TH, max(1, size // usual.block_n))
             self._scaled = torch.empty_like(x_TH), squares
-            scale_kernel[(len(x_TH),)](
-                x_TH, self._gain_H, *self._scaled, len(x_TH), size, triton.next_power_of_2(size),
-                len(squares), triton.next_power_of_2(len(squares)), self._products.overlap,
-                num_warps=8,
+            launch(
+                scale_kernel, (len(x_TH),), x_TH, self._gain_H, *self._scaled, len(x_TH), size,
+                triton.next_power_of_2(size), len(squares), triton.next_power_of_2(len(squares)),
+                self._products.overlap, num_warps=8,
             )  # fmt: skip
         return self._scaled
 
@@ -237,9 +244,10 @@ def embed(token_T: Tensor, table_VH: Tensor) -> Tensor:
     """The vectors of tokens, [T, H]; 0 for an id that is none."""
     vocabulary, size = table_VH.shape
     x_TH = table_VH.new_empty(len(token_T), size)
-    embed_kernel[(len(token_T),)](
-        token_T, table_VH, x_TH, vocabulary, size, triton.next_power_of_2(size), num_warps=4
-    )
+    launch(
+        embed_kernel, (len(token_T),), token_T, table_VH, x_TH, vocabulary, size,
+        triton.next_power_of_2(size), num_warps=4,
+    )  # fmt: skip
     return x_TH
 
 

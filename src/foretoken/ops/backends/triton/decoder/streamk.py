@@ -17,6 +17,7 @@ In the names of tensors: M rows of x, N columns of y, K of x, P parts of a sum o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -211,5 +212,10 @@ def streamk_kernel(
 def tensor_map(matrix: Tensor, rows: int, columns: int) -> Any:
     """How TMA brings blocks of [rows, columns] of a bf16 matrix to shared memory; rows beyond the
     matrix are 0."""
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return TensorDescriptor.from_tensor(matrix, [rows, columns], layout)
+    size, layout = list(matrix.shape), _layout(rows, columns)
+    return TensorDescriptor(matrix, size, [size[1], 1], [rows, columns], layout)
+
+
+@cache
+def _layout(rows: int, columns: int) -> Any:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)

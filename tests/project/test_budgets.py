@@ -83,7 +83,10 @@ def test_function_length() -> None:
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Code of a device, called by kernels or launched by a host function, which is counted."""
-    return any(ast.unparse(decorator).startswith("triton.") for decorator in node.decorator_list)
+    return any(
+        ast.unparse(decorator).startswith(("triton.", "gluon."))
+        for decorator in node.decorator_list
+    )
 
 
 def parameter_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -201,7 +201,7 @@ def _choose_backend(config: EngineConfig, device: torch.device) -> Backend:
             _log.warning("Backend `torch`, which is slower: `%s` cannot run: %s.", name, reason)
             name = "torch"
     _log.info("Backend `%s`.", name)
-    return get_backend(name)
+    return get_backend(name, deterministic=config.deterministic)
 
 
 def _check_token_budget(config: EngineConfig) -> None:

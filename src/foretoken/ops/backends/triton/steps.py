@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from foretoken.ops.backends.triton.launch import launch
+from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
+from foretoken.ops.backends.triton.launch import overlaps
 from foretoken.ops.backends.triton.packing import AT_ONCE, SPAN, Out, RoundPlan, Table, pack_kernel
 from foretoken.ops.backends.triton.records import Outcome
 from foretoken.ops.backends.triton.rows import wait_for_writes
@@ -144,11 +145,12 @@ def found_kernel(
     tl.store(kept_B + b, num)
 
 
+@zero_if_noted
 def count_drafts(state: SlotState, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
     """See `Steps.count_drafts`."""
     num_B, position_B = _empty(slot_B, len(slot_B)), _empty(slot_B, len(slot_B))
-    given = (_table(state), slot_B, most_B, num_B, position_B, len(slot_B))
-    launch(count_kernel, (_groups(slot_B),), slot_B.device, given)
+    given = (slot_B, most_B, num_B, position_B, len(slot_B))
+    _launch(count_kernel, (_groups(slot_B),), slot_B.device, _table(state), *given)
     return num_B, position_B
 
 
@@ -158,26 +160,27 @@ def write_drafts(
     """See `Steps.write_drafts`."""
     (requests, most), token_BK = token_BK.shape, token_BK.contiguous()
     given = (_table(state), rows.slot_B, rows.position_B, num_B, token_BK, most, last_id)
-    width = triton.next_power_of_2(most)
-    launch(put_kernel, (requests,), num_B.device, given, width, variant=token_BK.dtype)
+    _launch(put_kernel, (requests,), num_B.device, *given, triton.next_power_of_2(most))
 
 
+@zero_if_noted
 def pack(state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int) -> Packed:
     """See `Steps.pack`."""
     return _pack(state, len(tokens.slot_B), (tokens, None), sizes, block_size)
 
 
+@zero_if_noted
 def advance(state: SlotState, tokens: StepTokens, verdict: Verdict) -> Tensor:
     """See `Steps.advance`."""
     requests, (deciding, width) = len(tokens.slot_B), verdict.token_BK1.shape
     packet = _empty(tokens.slot_B, requests + deciding * (width + 3))
     outcome = Outcome(*map(Tensor.contiguous, verdict))
-    given = (_table(state), tokens, outcome, packet, requests, width - 1)
-    variant, padded = (tokens.of_B is None, outcome.token_BK1.dtype), triton.next_power_of_2(width)
-    launch(advance_kernel, (requests,), packet.device, given, padded, variant=variant)
+    given = (tokens, outcome, packet, requests, width - 1, triton.next_power_of_2(width))
+    _launch(advance_kernel, (requests,), packet.device, _table(state), *given)
     return packet
 
 
+@zero_if_noted
 def begin_round(
     state: SlotState, rows: DraftRows, known: int, max_len: int, block_size: int
 ) -> Round:
@@ -194,25 +197,27 @@ def begin_round(
     return Round(kept_B, first, index_B1, *place_3KB[:, :, :requests])
 
 
+@zero_if_noted
 def join_drafts(drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
     """See `Steps.join_drafts`."""
     token_BK = _empty(num_B, len(num_B), len(drafts))
-    given = (tuple(drafts), num_B, token_BK, len(num_B))
-    launch(join_kernel, (_groups(num_B),), num_B.device, given, len(drafts))
+    given = (tuple(drafts), num_B, token_BK, len(num_B), len(drafts))
+    _launch(join_kernel, (_groups(num_B),), num_B.device, *given)
     return token_BK
 
 
+@zero_if_noted
 def look_up(
     state: SlotState, rows: DraftRows, shortest: int, longest: int
 ) -> tuple[Tensor, Tensor]:
     """See `Steps.look_up`."""
-    requests, parts = len(rows.slot_B), -(-state.token_SL.shape[1] // TEXT.value)
+    (requests,), parts = rows.num_B.shape, -(-state.token_SL.shape[1] // TEXT.value)
     rank_BP, token_BK = _empty(rows.num_B, requests, parts), _empty(rows.num_B, requests, rows.most)
     kept_B, device = torch.empty_like(rows.num_B), rows.num_B.device
     asked = (_table(state), *rows[:3], rank_BP, parts)
-    launch(search_kernel, (requests, parts), device, (*asked, shortest, longest))
+    _launch(search_kernel, (requests, parts), device, *asked, shortest, longest)
     widths = triton.next_power_of_2(rows.most), triton.next_power_of_2(parts)
-    launch(found_kernel, (requests,), device, (*asked, token_BK, kept_B, rows.most), *widths)
+    _launch(found_kernel, (requests,), device, *asked, token_BK, kept_B, rows.most, *widths)
     return token_BK, kept_B
 
 
@@ -220,20 +225,25 @@ def _pack(
     state: SlotState, requests: int, asked: tuple[Any, Any], sizes: PackSizes, block_size: int
 ) -> Packed:
     """asked: `StepTokens` or `RoundPlan`, and None in the place of the other."""
-    like, columns = state.length_S, state.block_SL.shape[1]
+    like, (step, plan), columns = state.length_S, asked, state.block_SL.shape[1]
     out = Out(
         _empty(like, sizes.tokens), _empty(like, sizes.tokens), _empty(like, sizes.rows),
         _empty(like, requests + 1), _empty(like, requests), _empty(like, requests, columns),
         requests, sizes.tokens, sizes.rows, block_size,
     )  # fmt: skip
-    step, plan = asked
     width = triton.next_power_of_2(plan.most) if plan else 1
-    variant = (plan is None, step is None or step.of_B is None)
-    grid, given = (requests, -(-columns // SPAN.value)), (_table(state), step, plan, out)
-    launch(pack_kernel, grid, like.device, given, width, variant=variant)
+    grid = (requests, -(-columns // SPAN.value))
+    _launch(pack_kernel, grid, like.device, _table(state), step, plan, out, width)
     where = (out.start_B1, out.length_B, out.block_BL, block_size)
     attention = AttentionBatch(*where, most_queries=sizes.queries, values_fit=True)
     return Packed(out.token_T, out.position_T, out.row_N, attention)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any) -> None:
+    """Launch a kernel that waits before anything else."""
+    overlap = overlaps(device)
+    dependent = {"launch_pdl": True} if overlap else {}
+    launch(kernel, grid, *given, OVERLAP=overlap, num_warps=4, **dependent)
 
 
 def _table(state: SlotState) -> Table:

@@ -21,8 +21,9 @@ from foretoken.drafting.ngram import NGram
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import IntegrityError, StepError
 from foretoken.ops import DraftBlock, DraftCache, Rule
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, DraftRows, Outcome, StepInput, StepResult, StepRows
+from foretoken.slots.step import NONE, Outcome, StepInput, StepResult, StepRows
 from foretoken.slots.table import SlotTable
 from tests.models.heads import head_of
 from tests.support.checkpoints import VOCABULARY, ids_of

@@ -26,7 +26,7 @@ from foretoken.ops import (
     Rule,
     get_backend,
 )
-from foretoken.slots.step import DraftRows
+from foretoken.ops.steps import DraftRows
 from tests.models.heads import NaiveHead, NaiveRows, save_head
 from tests.support.cases import host_backends, make_params
 from tests.support.checkpoints import save_checkpoint

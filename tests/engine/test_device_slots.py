@@ -17,9 +17,10 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.engine.graphs import Graphs
 from foretoken.errors import ForetokenError
+from foretoken.ops.steps import DraftRows
 from foretoken.outputs import RequestOutput
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
 from tests.models.heads import head_of
 
 PROMPTS = [

@@ -14,7 +14,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import NonFiniteLogitsError
 from foretoken.ops import DraftBlock, ForwardOutput
-from foretoken.slots.step import DraftRows
+from foretoken.ops.steps import DraftRows
 
 TEXT = list(b"class Shared:\n    def __init__(self, a, b):\n        self.a = a\n")
 

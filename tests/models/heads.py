@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.engine.runner import Runner
 from foretoken.ops import DraftBlock
-from foretoken.slots.step import DraftRows
+from foretoken.ops.steps import DraftRows
 from tests.models import families
 
 LAYER = "midlayer."

@@ -10,8 +10,8 @@ import sys
 import pytest
 
 KERNELS = """
-    decide decode edit filter guess likeliest measure merge pick plan prefill residual scan settle
-    sweep wide write write_new
+    advance count decide decode edit filter found guess join likeliest measure merge pack pick plan
+    prefill put residual scan search settle sweep wide write write_new
 """
 
 

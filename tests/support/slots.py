@@ -10,9 +10,10 @@ from torch import Tensor
 
 from foretoken.drafting.base import Drafter
 from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
+from foretoken.ops.steps import DraftRows
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, DraftRows, SlotSpan, StepInput, StepResult, StepRows
+from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult, StepRows
 from foretoken.slots.table import NO_TOKEN, SlotTable
 
 CPU = torch.device("cpu")

@@ -26,8 +26,9 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 
@@ -130,6 +131,12 @@ class Drafter(ABC):
 def no_drafts(num_requests: int, device: torch.device) -> DraftBlock:
     """A `DraftBlock` without drafts, the same one in every step."""
     return one_hot_block([[]] * num_requests, device)
+
+
+@cache
+def q_flags(num_requests: int, device: torch.device, *, real: bool) -> Tensor:
+    """`DraftBlock.real_q_B` of requests that are alike, the same tensor in every step."""
+    return torch.full((num_requests,), real, device=device)
 
 
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:

@@ -33,7 +33,8 @@ from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, RoundDecoder, Rows, Rule
-from foretoken.slots.step import DraftRows, SlotSpan, StepResult, StepRows
+from foretoken.ops.steps import DraftRows
+from foretoken.slots.step import SlotSpan, StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}

@@ -29,8 +29,9 @@ from foretoken.models.checkpoint import parse_config, quiet_transformers, read_c
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import default_aux_layers, load_eagle3, read_eagle3_config
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 

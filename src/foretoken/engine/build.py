@@ -24,6 +24,7 @@ from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, TargetView, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import Backend, get_backend, unavailable
+from foretoken.ops.steps import Steps
 from foretoken.sampling.params import SamplingParams
 from foretoken.sampling.synthetic import joint_rates, rates_of
 from foretoken.slots.device import DeviceSlotTable
@@ -84,7 +85,7 @@ def _build(config: EngineConfig) -> Engine:
     drafter = _build_drafter(config, backend, model, view, tokenizer)
     num_blocks = _num_blocks(config, model, drafter)
     most_tokens = min(model.max_model_len, num_blocks * config.block_size)
-    slots = _slots(config, device, most_tokens, num_blocks)
+    slots = _slots(config, device, backend.steps, most_tokens, num_blocks)
     pool_blocks = num_blocks + (not on_host)  # one is for whatever is computed for nobody
     if drafter is not None:
         drafter.allocate(slots, pool_blocks)
@@ -113,14 +114,14 @@ def _build(config: EngineConfig) -> Engine:
 
 
 def _slots(
-    config: EngineConfig, device: torch.device, max_tokens: int, num_blocks: int
+    config: EngineConfig, device: torch.device, steps: Steps, max_tokens: int, num_blocks: int
 ) -> SlotTable | DeviceSlotTable:
     """What is kept by slot, for requests of so many tokens in a pool of so many blocks."""
     columns = -(-max_tokens // config.block_size)
     sizes = {"max_tokens": max_tokens, "max_drafts": _engine_drafts(config), "blocks": columns}
     if is_on_host(device):
         return SlotTable(config.max_num_seqs, device, **sizes)
-    return DeviceSlotTable(config.max_num_seqs, device, **sizes, trash_block=num_blocks)
+    return DeviceSlotTable(config.max_num_seqs, device, steps, **sizes, trash_block=num_blocks)
 
 
 def _graphs(config: EngineConfig, backend: Backend, device: torch.device) -> Graphs:

@@ -23,14 +23,15 @@ from foretoken.cache.batch import ForwardBatch, gather_step
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, in_target_ids, no_drafts
 from foretoken.engine.graphs import Graphs
-from foretoken.engine.pending import PendingResult, packed
+from foretoken.engine.pending import PendingResult
 from foretoken.engine.readout import readout
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.trace import PhaseClock
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock, Edits, ForwardOutput
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.edits import build_edits
-from foretoken.slots.step import DraftRows, StepInput, StepResult, StepRows, StepShape
+from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
 
 
 class Runner:
@@ -156,8 +157,6 @@ class Runner:
         slot_D, faults = rows.step.deciding_slots, {} if faults is None else faults
         result = StepResult(batch.spans, slot_D, drafts, verdict, faults, aux=output.aux)
         self.slots.advance_step(rows, result)
-        if not self.slots.on_host:
-            result.packet = packed(rows, batch, result)
         return result
 
     def _observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:

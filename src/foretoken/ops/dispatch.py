@@ -25,6 +25,7 @@ from foretoken.ops.checks import (
 )
 from foretoken.ops.decoder import AttentionCall, Decoder
 from foretoken.ops.pass_checks import check_attention
+from foretoken.ops.steps import Steps
 from foretoken.ops.types import (
     DRAFT,
     AttentionBatch,
@@ -49,6 +50,7 @@ class Kernels:
     verify: Callable[[VerifyBatch], Verdict]
     logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs]
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
+    steps: Steps
     decoder: Callable[..., Decoder | None] = lambda *_, **__: None
     set_num_threads: Callable[[int], None] = lambda count: None
     tunings: Callable[[], dict[str, Any]] = dict
@@ -65,11 +67,13 @@ class Backend:
     the host also what they hold.
 
     name, deterministic: those of `get_backend`
+    steps: what an engine does with its slots; of these alone nothing is checked
     """
 
     def __init__(self, name: str, kernels: Kernels, deterministic: bool = False) -> None:
         self.name = name
         self.deterministic = deterministic
+        self.steps = kernels.steps
         self._kernels = kernels
 
     def process_logits(self, rows: Rows) -> Tensor:

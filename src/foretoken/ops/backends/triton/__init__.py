@@ -29,7 +29,7 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.triton import logprobs, process, sample, verify
+    from foretoken.ops.backends.triton import logprobs, process, sample, steps, verify
     from foretoken.ops.backends.triton.attention import attention
     from foretoken.ops.backends.triton.compiled import compiling_ahead, zero_if_noted
     from foretoken.ops.backends.triton.decoder import FusedDecoder
@@ -41,6 +41,7 @@ def load() -> Kernels:
         verify=zero_if_noted(verify.verify),
         logprobs=zero_if_noted(logprobs.logprobs),
         attention=zero_if_noted(attention),
+        steps=steps,
         decoder=FusedDecoder,
         compiling_ahead=compiling_ahead,
     )

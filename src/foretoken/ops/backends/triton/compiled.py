@@ -26,6 +26,8 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from foretoken.ops.types import AttentionBatch
+
 _DEADLINE = 300.0  # seconds for all processes together; what is not compiled then, is at its launch
 
 P = ParamSpec("P")
@@ -153,6 +155,8 @@ def _zero(result: Any) -> None:
     elif isinstance(result, tuple):
         for one in result:
             _zero(one)
+    elif isinstance(result, AttentionBatch):
+        _zero((result.query_start_B1, result.length_B, result.block_BL))
 
 
 def _take_device(driver: Any) -> Callable[[], None]:

@@ -154,9 +154,9 @@ def attend_new(
         out_TC: gets the attended values, [T, H * D_v], contiguous, in the dtype of the cache.
             Rows of no request are not written.
         overlap: launch the kernels dependently (PDL). Each lets the next kernel start at once
-            and waits before it reads `qkv_TW`. The plan and the block table are read before that:
-            whichever kernel comes first behind the plan must wait before it lets others start
-            (see `prepare`).
+            and waits before it reads `qkv_TW`. The plan, the block table and the K/V of earlier
+            tokens are read before that: they must be there when the plan is made (see `prepare`),
+            and whichever kernel comes first behind it must wait before it lets others start.
 
     A row's bits depend on its own context alone while T <= 16: not on other requests, nor on the
     rows beside it in its request.
@@ -202,7 +202,7 @@ def write_new(
         ROTARY=2 * heads.cos_PR.shape[1], ROWS=block, AT_ONCE=at_once, OVERLAP=overlap,
         **shape.constants, num_warps=4, **_dependent(overlap),
     )  # fmt: skip
-    return qkv_TW[:, : number * shape.size].unflatten(1, (number, shape.size))
+    return qkv_TW[:, : number * shape.size].view(-1, number, shape.size)
 
 
 def prepare(
@@ -327,7 +327,7 @@ def _scores(options: AttentionOptions) -> records.Scores:
 
 def _width(size: int) -> int:
     """A head's size as kernels compute with it."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 def _dependent(overlap: bool) -> dict[str, Any]:
@@ -339,4 +339,4 @@ def _multiprocessors(device: torch.device) -> int:
     """How many the device has; of a CPU, which interprets programs one by one, one."""
     if device.type != "cuda":
         return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

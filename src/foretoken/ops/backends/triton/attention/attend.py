@@ -76,13 +76,13 @@ class _Shape:
 class _Plan:
     """Work on the device, and what the host knows of it.
 
-    decode, prefill: None if no request has few, or many, queries
+    prefill: None if no request has many queries
     items, tiles, merges: no more than these
     """
 
     work: records.Work
     partials: records.Partials
-    decode: Decoding | None
+    decode: Decoding
     pieces: Pieces
     prefill: Prefilling | None
     items: int
@@ -128,8 +128,7 @@ def attention(
             KEYS=keys, STAGES=stages, PRECISION=shape.precision, **shape.constants,
             num_warps=warps,
         )  # fmt: skip
-    if plan.decode is not None:
-        _decode(rows, None, caches, plan, shape, scores, out_THD)
+    _decode(rows, None, caches, plan, shape, scores, out_THD)
     return out_THD
 
 
@@ -232,7 +231,6 @@ def _decode(
 ) -> None:
     """Attend the items of requests with few queries, and merge."""
     config = plan.decode
-    assert config is not None
     programs = config.programs * _multiprocessors(out.device)
     decode_kernel[(shape.kv_heads, min(plan.items, max(1, programs // shape.kv_heads)))](
         rows, heads, caches, plan.work, plan.partials, scores, out,

@@ -1,13 +1,14 @@
 """Paged attention on a GPU: fused with what comes before it, and the list of its work.
 
-Without a GPU all of this, and `test_attention.py` for this backend, runs in Triton's interpreter, in
-a process of its own. Products of bfloat16 are wrong there: all is float32.
+Without a GPU all of this, and `test_attention.py` for this backend, runs in Triton's interpreter,
+in a process of its own. Products of bfloat16 are wrong there: all is float32.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -90,7 +91,7 @@ def make_step(requests: list[tuple[int, int]], *, norm: bool = False, rotary: in
 def expected(step: Step, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries [T, H, D], the caches, and the attended values, by the definition in float64."""
     starts, lengths = step.batch.query_start_B1.tolist(), step.batch.length_B.tolist()
-    counts = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    counts = [end - start for start, end in itertools.pairwise(starts)]
     request_T = torch.repeat_interleave(torch.tensor(counts)).to(DEVICE)
     position_T = torch.cat(
         [torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]
@@ -184,10 +185,13 @@ def test_rows_of_no_request_are_left_alone() -> None:
 
 @pytest.fixture
 def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, products by sums: those of BLAS depend on where in the matrix a row is."""
+    """In the interpreter, products by sums: those of BLAS depend on where a row is."""
     if INTERPRETED:
         interpreter = importlib.import_module("triton.runtime.interpreter")
-        products = lambda a, b, dtype: (a[..., None] * b[..., None, :, :]).sum(-2).astype(dtype)  # noqa: E731
+
+        def products(a: Any, b: Any, dtype: Any) -> Any:
+            return (a[..., None] * b[..., None, :, :]).sum(-2).astype(dtype)
+
         replaced = {**vars(np), "matmul": products}
         monkeypatch.setattr(interpreter, "np", SimpleNamespace(**replaced))
 
@@ -260,7 +264,7 @@ def test_the_plan_covers_each_context_once(window: int) -> None:
             spans = sorted((item[2], item[3]) for item in mine if item[1] == row)
             assert spans[0][0] <= oldest < spans[0][1]
             assert spans[-1][1] == length
-            assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
             assert len(spans) <= plan.most_pieces(pieces, max(lengths))
     assert rows == sum(count for count in counts if count <= 16)
     assert [item[:2] for item in work.many_I.view(-1, 16)[:many].tolist()] == [[3, 64], [3, 0]]

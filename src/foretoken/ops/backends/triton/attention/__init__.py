@@ -1,6 +1,6 @@
 """Paged attention: the op of the contract, and the same fused with what comes before it.
 
-Reading order: `records` (what kernels are given), `plan` (which pieces of which contexts there are),
+Reading order: `records` (what kernels are given), `plan` (which pieces of contexts there are),
 `rows` (queries, keys and values of new tokens), `decode` (few queries over a long context),
 `prefill` (many queries), `write` (K/V of many new tokens), `attend` (the host side).
 

@@ -77,13 +77,13 @@ class _Shape:
 class _Plan:
     """Work on the device, and what the host knows of it.
 
-    decode, prefill: None if no request has few, or many, queries
+    prefill: None if no request has many queries
     items, tiles, merges: no more than these
     """
 
     work: records.Work
     partials: records.Partials
-    decode: Decoding | None
+    decode: Decoding
     pieces: Pieces
     prefill: Prefilling | None
     items: int
@@ -130,8 +130,7 @@ def attention(
             KEYS=keys, STAGES=stages, PRECISION=shape.precision, **shape.constants,
             num_warps=warps,
         )  # fmt: skip
-    if plan.decode is not None:
-        _decode(rows, None, caches, plan, shape, scores, out_THD)
+    _decode(rows, None, caches, plan, shape, scores, out_THD)
     return out_THD
 
 
@@ -156,9 +155,9 @@ def attend_new(
         out_TC: gets the attended values, [T, H * D_v], contiguous, in the dtype of the cache.
             Rows of no request are not written.
         overlap: launch the kernels dependently (PDL). Each lets the next kernel start at once
-            and waits before it reads `qkv_TW`. The plan and the block table are read before that:
-            whichever kernel comes first behind the plan must wait before it lets others start
-            (see `prepare`).
+            and waits before it reads `qkv_TW`. The plan, the block table and the K/V of earlier
+            tokens are read before that: they must be there when the plan is made (see `prepare`),
+            and whichever kernel comes first behind it must wait before it lets others start.
 
     A row's bits depend on its own context alone while T <= 16: not on other requests, nor on the
     rows beside it in its request.
@@ -205,7 +204,7 @@ def write_new(
         ROTARY=2 * heads.cos_PR.shape[1], ROWS=block, AT_ONCE=at_once, OVERLAP=overlap,
         **shape.constants, num_warps=4, **_dependent(overlap),
     )  # fmt: skip
-    return qkv_TW[:, : number * shape.size].unflatten(1, (number, shape.size))
+    return qkv_TW[:, : number * shape.size].view(-1, number, shape.size)
 
 
 def prepare(
@@ -235,7 +234,6 @@ def _decode(
 ) -> None:
     """Attend the items of requests with few queries, and merge."""
     config = plan.decode
-    assert config is not None
     programs = config.programs * _multiprocessors(out.device)
     grid = shape.kv_heads, min(plan.items, max(1, programs // shape.kv_heads))
     launch(
@@ -334,7 +332,7 @@ def _scores(options: AttentionOptions) -> records.Scores:
 
 def _width(size: int) -> int:
     """A head's size as kernels compute with it."""
-    return max(16, triton.next_power_of_2(size))
+    return max(16, int(triton.next_power_of_2(size)))
 
 
 def _dependent(overlap: bool) -> dict[str, Any]:
@@ -346,4 +344,4 @@ def _multiprocessors(device: torch.device) -> int:
     """How many the device has; of a CPU, which interprets programs one by one, one."""
     if device.type != "cuda":
         return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

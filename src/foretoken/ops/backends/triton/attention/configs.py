@@ -13,7 +13,7 @@ LARGEST_HEAD = 256
 class Decoding(NamedTuple):
     """Of `decode.py`. Bits depend on size, count, groups, keys, and how pieces are merged.
 
-    size, count: of pieces, see `plan.py`
+    size, count: of pieces, see `plan.py`; size is a multiple of groups * keys
     groups:      of warps, each with its own keys
     keys:        of a warp at a time
     rows:        of a tile; sets: of warps that share its rows
@@ -24,7 +24,7 @@ class Decoding(NamedTuple):
     """
 
     size: int
-    count: int
+    count: int  # type: ignore[assignment]
     groups: int
     keys: int
     rows: int

@@ -85,7 +85,7 @@ def _write_new(
     place = ((block.to(tl.int64) * PAGE + at % PAGE) * H_KV + h)[:, None]
     d, d_v = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
     to = cache.key + place * D + d
-    tl.store(to, key.to(cache.key.dtype.element_ty), mask=here[:, None] & (d < D))
+    tl.store(to, key.to(value.dtype), mask=here[:, None] & (d < D))
     tl.store(cache.value + place * D_V + d_v, value, mask=here[:, None] & (d_v < D_V))
 
 
@@ -234,9 +234,8 @@ def decode_kernel(
                     table, rows, heads, cache, item, h,
                     H, H_KV, D, D_V, WIDTH, WIDTH_V, ROTARY, PAGE,
                 )  # fmt: skip
-                tl.debug_barrier()  # lanes read what others wrote
             query = turned_heads(row_p, angles, live, heads.q_norm_D, heads, D, WIDTH, ROTARY)
-            query = query.to(rows.query.dtype.element_ty)
+            query = query.to(out.dtype.element_ty)
         else:
             wait_for_writes(OVERLAP)
             query = load_heads(row_p, live, D, WIDTH)
@@ -254,6 +253,7 @@ def decode_kernel(
             GROUPS, KEYS, SETS, AHEAD, STAGES, PRECISION,
         )  # fmt: skip
         if ROTARY:
+            tl.debug_barrier()  # lanes read what others wrote
             top, total, acc, key, value, block = _pass_over(
                 top, total, acc, key, value, block, new_from, item.end, cached, query, position,
                 table, cache, scores, h, True, H_KV, D, D_V, WIDTH, WIDTH_V, PAGE, WINDOW,

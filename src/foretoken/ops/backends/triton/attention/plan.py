@@ -1,9 +1,9 @@
 """The work of a pass, listed on the device: which queries meet which piece of which context.
 
-A context is cut at fixed positions: the first COUNT pieces have SIZE tokens, the next 3/4 COUNT four
-times as many, and so on. Where it is cut depends on the position alone, so that what a row's pieces
-come to does too; growing, they are so few that partial results of the longest contexts fit in
-memory (176 at 131072 tokens from SIZE 64 and COUNT 64 on, not 2048).
+A context is cut at fixed positions: the first COUNT pieces have SIZE tokens, the next 3/4 COUNT
+four times as many, and so on. Where it is cut depends on the position alone, so that what a row's
+pieces come to does too; growing, they are so few that partial results of the longest contexts fit
+in memory (176 at 131072 tokens from SIZE 64 and COUNT 64 on, not 2048).
 
 A request with up to `FEW` queries is cut into items (tile of rows x piece); row r of a request is
 head r % G of its token r // G, for each K/V head alike. One with more is cut into tiles only, each
@@ -59,7 +59,7 @@ def most_pieces(pieces: Pieces, longest: int) -> int:
         size *= GROWTH.value
         number += max(0, -(-(min(longest, end * GROWTH.value) - end) // size))
         end *= GROWTH.value
-    return number
+    return int(number)
 
 
 @triton.jit

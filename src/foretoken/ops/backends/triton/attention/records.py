@@ -85,5 +85,5 @@ class Scores(NamedTuple):
     """How scores are made of products, base 2. sink_H: in base e, or None."""
 
     scale: float
-    softcap: float
+    softcap: float | None
     sink_H: Tensor | None

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton.attention.records import HeadInputs
 
-
 Angles = namedtuple("Angles", "cos sin")
 """Of the rotations of some heads, as wide as they are; 1 and 0 in dimensions that do not turn."""
 

@@ -47,10 +47,10 @@ def write_new_kernel(
     key = turned_heads(row_p + (H + h) * D, angles, live, heads.k_norm_D, heads, D, WIDTH, ROTARY)
     value = load_heads(row_p + (H + H_KV) * D + h * D_V, live, D_V, WIDTH_V)
     to = cache.key + place[:, None] * D + d
-    tl.store(to, key.to(cache.key.dtype.element_ty), mask=inside)
+    tl.store(to, key.to(value.dtype), mask=inside)
     tl.store(cache.value + place[:, None] * D_V + d_v, value, mask=inside_v)
     for g in range(H // H_KV):
         p = row_p + (h * (H // H_KV) + g) * D
         query = turned_heads(p, angles, live, heads.q_norm_D, heads, D, WIDTH, ROTARY)
         tl.debug_barrier()  # a lane turns what another one replaces
-        tl.store(p[:, None] + d, query.to(rows.query.dtype.element_ty), mask=inside)
+        tl.store(p[:, None] + d, query.to(value.dtype), mask=inside)

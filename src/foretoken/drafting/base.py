@@ -52,6 +52,13 @@ class DrafterSetup:
     embedding: Tensor | None = None
     head: Tensor | None = None
 
+    @property
+    def block_size(self) -> int:
+        """Tokens per cache block."""
+        if self.config.block_size is None:
+            raise IntegrityError("an engine's options reached a drafter without `block_size`")
+        return self.config.block_size
+
 
 class Drafter(ABC):
     """Base class of all drafters; built as `cls(setup)`.
@@ -59,7 +66,8 @@ class Drafter(ABC):
     options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
     kv_bytes_per_block, bytes_per_slot: memory that the instance asks for: K/V of one cache block,
         addressed by the engine's block ids, so that they roll back with the target's; and what it
-        keeps for one request beside K/V, the q of its drafts above all.
+        keeps for one request beside K/V, the q of its drafts above all, so that it is taken to
+        grow with K.
     num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
         is found by others once the target has computed so many tokens past its end.
     target_ids: int64 [V'], the target's id of each id that it proposes; None if they are the same.
@@ -83,7 +91,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
-        """Remember the slots, allocate memory; called once, when the engine has sized its pool."""
+        """Remember the slots, allocate memory; a second call forgets what the first one gave.
+
+        On a GPU the first is for steps of nobody, whose memory is measured, with a pool of one
+        block; the second is when the engine has sized its pool.
+        """
 
     @abstractmethod
     def propose(self, rows: DraftRows) -> DraftBlock:

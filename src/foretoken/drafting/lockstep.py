@@ -42,7 +42,7 @@ class LockstepDraftModel(DraftModel):
         self._cache = None
         if self.probabilistic:
             self._cache = DraftCache.empty(slots.num_slots + 1, *self._cache_shape, device)
-        self.kv = KVPool(shapes, num_blocks, self.config.block_size, dtype=dtype, device=device)
+        self.kv = KVPool(shapes, num_blocks, self.block_size, dtype=dtype, device=device)
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`; every request takes part in every pass, if only as padding."""
@@ -58,7 +58,7 @@ class LockstepDraftModel(DraftModel):
             sizes = sizes._replace(tokens=int(count_B.sum()))
         batch = pack_batch(
             table.state, slot_B, position_B - count_B, count_B, torch.ones_like(slot_B), sizes,
-            self.config.block_size,
+            self.block_size,
         )  # fmt: skip
         drafts: list[Tensor] = []
         for i in range(rows.most):
@@ -85,7 +85,7 @@ class LockstepDraftModel(DraftModel):
             index_B1,
             position_B + 1,
             state.block_SL[slot_B],
-            self.config.block_size,
+            self.block_size,
             most_queries=1,
             values_fit=True,
         )

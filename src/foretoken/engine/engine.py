@@ -9,7 +9,8 @@ before committing the last gets the same tokens, with the device never waiting f
 
 Faults: an exception in the work for one request ends that request (`_alone`); one in the work for
 the batch, its drafting or its forward pass, ends every running request, because their caches are
-then unknown. Neither leaves `step`, and slots and blocks come back. What can fail for one request
+then unknown. If it says that the device failed, the engine is broken, and everything that waits
+ends, too. None of them leaves `step`, and slots and blocks come back. What can fail for one request
 alone is done before the pass or at its commit, so that no pass runs twice. An exception in the
 schedule is a bug of ours that no request can be blamed for: it is raised, and so is what
 `check_integrity` finds when the last request has ended.
@@ -26,7 +27,14 @@ from typing import Any
 from foretoken.config import EngineConfig
 from foretoken.engine.admission import Limits, bad_word_ids, check_request
 from foretoken.engine.detokenizer import Detokenizer
-from foretoken.engine.faults import no_token, overloaded, processing_error, step_failure
+from foretoken.engine.faults import (
+    broken_engine,
+    no_token,
+    overloaded,
+    processing_error,
+    step_failure,
+)
+from foretoken.engine.memory_plan import MemoryPlan
 from foretoken.engine.pending import PendingResult
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.runner import Runner
@@ -34,6 +42,7 @@ from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.step import step_input
 from foretoken.engine.threads import StepThreads
 from foretoken.engine.trace import OnStep, StepTrace
+from foretoken.errors import EngineBrokenError
 from foretoken.ops import Rule
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
@@ -68,6 +77,7 @@ class Engine:
         eos_ids: frozenset[int],
         default_params: SamplingParams,
         threads: StepThreads,
+        planned: MemoryPlan | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -81,6 +91,8 @@ class Engine:
         ahead = config.async_scheduling
         self.runs_ahead = not runner.slots.on_host if ahead is None else ahead
         self._unread = _NOTHING
+        self._planned = planned
+        self._broken_by: BaseException | None = None
         self._slots = runner.slots
         self._num_added = 0
         speculation = config.speculative_config
@@ -94,6 +106,12 @@ class Engine:
             has_tokenizer=tokenizer is not None,
             allows_synthetic=self._rule == "synthetic",
         )
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What takes memory; for CUDA graphs what those captured so far take, not the estimate."""
+        plan = self._planned
+        return plan and plan.measured("CUDA graphs", self.runner.graphs.num_bytes)
 
     @property
     def has_work(self) -> bool:
@@ -180,9 +198,11 @@ class Engine:
 
         Raises:
             RequestError: the prompt or its parameters are out of bounds.
+            EngineBrokenError: the device failed.
             OverloadedError: `max_num_waiting` requests wait already; there is no bound on what one
                 call adds, so that n samples are taken together or not at all.
         """
+        self.check_works()
         params = check_request(prompt_ids, params, self.limits)
         if not self.has_room:
             raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
@@ -212,6 +232,11 @@ class Engine:
             group.samples.append(request)
         self._num_added = admission
         return group
+
+    def check_works(self) -> None:
+        """Raise `EngineBrokenError` once the device has failed."""
+        if self._broken_by is not None:
+            raise broken_engine(self._broken_by)
 
     def settle(self, request: Request) -> None:
         """Let the request have what its new tokens say, as far as no stop string may take it back.
@@ -250,12 +275,18 @@ class Engine:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Whatever is raised inside ends every running request, with its reason."""
+        """Whatever is raised inside ends every running request, with its reason.
+
+        If the device failed, those that wait end, too, and no other is taken.
+        """
         try:
             yield
         except BaseException as error:
-            failure = step_failure(error)
-            for request in list(self.scheduler.running):
+            failure, ending = step_failure(error), [*self.scheduler.running]
+            if isinstance(failure, EngineBrokenError):
+                self._broken_by, self._unread = error, _NOTHING
+                ending += self.scheduler.waiting
+            for request in ending:
                 request.group.error = request.group.error or failure
                 self._finish(request, "error")
             if not isinstance(error, Exception):  # a second Ctrl-C: not ours to keep

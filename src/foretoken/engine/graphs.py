@@ -45,6 +45,15 @@ class Graphs:
     def __contains__(self, shape: StepShape) -> bool:
         return shape in self._captured
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory that captured steps keep."""
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        mine = (s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
+        return sum(int(segment["total_size"]) for segment in mine)
+
     def shape_of(self, step: StepInput, params: SlotParams, *, warm: bool) -> StepShape | None:
         """The shape under which this step is replayed; None if it is not.
 

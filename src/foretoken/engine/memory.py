@@ -12,7 +12,12 @@ REMEDY = (
     "Lower `kv_cache_gib` (or `num_blocks`), `max_num_seqs`, `max_num_batched_tokens` or "
     "`max_model_len`."
 )
-_SAID = (  # how PyTorch, oneDNN and the C++ library say it, all as RuntimeError
+_GPU_REMEDY = (
+    "Lower `memory_fraction`, so that the cache leaves more to steps, `max_num_batched_tokens` or "
+    "`max_num_seqs`; and see that no other process takes the GPU's memory."
+)
+_SAID = (  # how PyTorch, its libraries and the C++ library say it, all as RuntimeError
+    "alloc_failed",
     "can't allocate memory",
     "not enough memory",
     "out of memory",
@@ -30,7 +35,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def memory_error(doing: str, cause: BaseException) -> EngineMemoryError:
     """The typed form of an allocation that failed while `doing` something."""
-    error = EngineMemoryError(f"Out of memory while {doing}: {cause}. {REMEDY}")
+    said = str(cause).partition(" Including non-PyTorch memory")[0].rstrip(". \n")
+    remedy = _GPU_REMEDY if "cuda" in said.lower() else REMEDY
+    error = EngineMemoryError(f"Out of memory while {doing}: {said}. {remedy}")
     error.__cause__ = cause
     return error
 

@@ -86,6 +86,8 @@ bench: $(CORE) $(NATIVE)
 	@$(BIN)/python -m benchmarks.reproducibility
 	@$(BIN)/python -m benchmarks.curves
 	@$(BIN)/python -m benchmarks.cost
+	@$(BIN)/foretoken bench --compare --prompts heldout --batch-size 1,4,16 --input-len 128 \
+	  --output-len 64 --repeats 7 --output benchmarks/results/bench.json
 	@$(BIN)/python -m benchmarks.ops
 	@$(BIN)/python -m benchmarks.tables
 

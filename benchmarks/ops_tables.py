@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.markup import markdown, number, percent, where
-from benchmarks.plot import Series, line_chart
+from foretoken.lab.plot import Series, line_chart
 from foretoken.lab.results import Results, Row, Spread, read
 
 FILES = ("ops_gpu", "ops_cpu", "ops_avx512")

@@ -15,8 +15,10 @@ from pathlib import Path
 from benchmarks.common import RESULTS, ROOT, goal
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
-from benchmarks.plot import Series, line_chart
 from benchmarks.speed_tables import speed, summary
+from foretoken.lab.bench import report
+from foretoken.lab.bench.chart import chart
+from foretoken.lab.plot import Series, line_chart
 from foretoken.lab.results import Results, Spread, read
 
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", flags=re.DOTALL)
@@ -195,6 +197,16 @@ def curve_figures(folder: Path) -> dict[str, str]:
     return figures
 
 
+def bench(results: Results) -> str:
+    """What `foretoken bench --compare` prints first, with the speed-up beside it."""
+    columns = report.TABLES["Speed"] | {
+        "speed-up": ("speedup", 2, True),
+        "floor/step": ("share_of_floor", 2, False),
+    }
+    made = report.table(results.rows, columns)
+    return markdown(made.header, made.lines)
+
+
 GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves", *FILES)
 LEAST_R_SQUARED = 0.99
 
@@ -269,6 +281,7 @@ MEASURED: dict[str, tuple[str, Callable[[Results], str]]] = {
     "catch_up": ("prefix", catch_up),
     "reproducibility": ("reproducibility", reproducibility),
     "curves": ("curves", curves),
+    "bench": ("bench", bench),
 }
 
 
@@ -316,6 +329,8 @@ def outputs(folder: Path = RESULTS) -> dict[Path, str]:
     texts = {path: regenerate(path.read_text(encoding="utf-8"), folder) for path in documents()}
     if (folder / "curves.json").exists():
         texts |= {FIGURES / name: svg for name, svg in curve_figures(folder).items()}
+    if (folder / "bench.json").exists():
+        texts[FIGURES / "bench.svg"] = chart(read(folder / "bench.json"))
     texts |= {FIGURES / name: svg for name, svg in ops_figures(folder).items()}
     return texts
 

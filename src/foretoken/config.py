@@ -21,6 +21,8 @@ LOSSLESS_METHODS = ("standard", "block", "coupled")
 REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_SPECULATIVE_TOKENS = 64
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+"""Tokens per cache block where nobody says how many, by type of device."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 

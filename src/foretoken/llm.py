@@ -94,7 +94,7 @@ class LLM:
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """What takes memory, by part: `parts` are bytes by name, `table()` is a text."""
-        return self.engine.memory_plan
+        return self.engine.runner.memory_plan
 
     @property
     def metrics(self) -> SpeculationMetrics:

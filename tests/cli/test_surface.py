@@ -19,7 +19,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import foretoken
-from foretoken.cli.app import app
+from foretoken.cli.app import SET_BY_BENCH, app
 from foretoken.cli.options import NOT_OPTIONS
 from foretoken.config import DTYPES
 from foretoken.ops import BACKENDS
@@ -36,7 +36,19 @@ FIELDS = {
 OTHER_DEFAULTS = {
     "generate": {"model": "tiny-python", "max_tokens": 128, "temperature": 0.8},
     "chat": {"model": "tiny-python", "max_tokens": 512, "temperature": 0.8},
+    "bench": {
+        "model": "tiny-python",
+        "temperature": 0.0,
+        "enable_prefix_caching": False,
+        **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")),
+    },
 }
+
+
+def offered(command: str | None) -> set[str]:
+    """The fields that are options of a command."""
+    without = SET_BY_BENCH if command == "bench" else set()
+    return FIELDS.keys() - without if command in OTHER_DEFAULTS else set()
 
 
 def surface() -> str:
@@ -46,7 +58,7 @@ def surface() -> str:
     for command in (root, *root.commands.values()):
         lines += [f"foretoken {command.name or ''}", *(command.help or "").splitlines()]
         for option in command.params:
-            if option.name not in FIELDS or command.name not in OTHER_DEFAULTS:
+            if option.name not in offered(command.name):
                 names = ", ".join([*option.opts, *option.secondary_opts])
                 shown = [names, option.metavar or "", f"[default: {option.default}]:", option.help]
                 lines.append("  " + " ".join(filter(None, shown)))
@@ -67,7 +79,7 @@ def test_help_and_version() -> None:
     assert runner.invoke(app, ["--version"]).output == f"foretoken {foretoken.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["", "generate", "chat", "demo"])
+@pytest.mark.parametrize("command", ["", "generate", "chat", "bench", "demo"])
 def test_help_loads_no_heavy_library(command: str) -> None:
     code = (
         f"import sys; sys.argv = ['foretoken', *{command.split()}, '--help']\n"
@@ -94,18 +106,20 @@ def options(command: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("cls", NOT_OPTIONS)
-@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("command", OTHER_DEFAULTS)
 def test_every_field_is_an_option_or_said_not_to_be(command: str, cls: Any) -> None:
     names = {field.name for field in fields(cls)}
     assert names > NOT_OPTIONS[cls]
     found = options(command)
-    for name in names - NOT_OPTIONS[cls]:
+    for name in names & offered(command):
         default = OTHER_DEFAULTS[command].get(name, FIELDS[name].default)
         assert found[name].default == (None if default == () else default)
         assert f"--{name.replace('_', '-')}" in found[name].opts
         kind = str(FIELDS[name].type)
         assert found[name].multiple == ("Sequence[" in kind or "tuple[" in kind or "list[" in kind)
-        assert bool(found[name].secondary_opts) == ("bool" in kind and default is not False)
+        assert bool(found[name].secondary_opts) == (
+            "bool" in kind and FIELDS[name].default is not False
+        )
 
 
 def test_the_help_is_what_the_dataclasses_say() -> None:

@@ -162,6 +162,6 @@ def test_mutants_of_the_device_slots_are_noticed(
     target: Path, draft: Path, mutant: type[DeviceSlotTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = serve(target, draft, "draft_model", on_host=True)
-    monkeypatch.setattr("foretoken.engine.build.DeviceSlotTable", mutant)
+    monkeypatch.setattr("foretoken.engine.assembly.DeviceSlotTable", mutant)
     with pytest.raises((AssertionError, ForetokenError)):
         check_equal(serve(target, draft, "draft_model", on_host=False), expected)

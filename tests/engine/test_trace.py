@@ -10,7 +10,8 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.engine.trace import PhaseClock, StepTrace
 
-PHASES = ["schedule", "admit", "draft", "batch", "forward", "verify", "advance", "commit"]
+PHASES = ["schedule", "admit", "batch", "draft", "forward", "verify", "advance", "observe"]
+PHASES += ["read", "commit"]
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_a_trace_adds_up_to_what_was_done(llm: LLM) -> None:
 def test_phases_come_in_order_and_add_up(llm: LLM) -> None:
     traces, _ = traces_of(llm, "abc", SamplingParams(max_tokens=9, logprobs=1))
     for trace in traces:
-        assert [*trace.seconds] == [*PHASES[:6], "log-probabilities", *PHASES[6:]]
+        assert [*trace.seconds] == PHASES
         assert min(trace.seconds.values()) >= 0
         assert sum(trace.seconds.values()) == pytest.approx(trace.total)
     plain, _ = traces_of(llm, "abc", SamplingParams(max_tokens=9))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from foretoken.errors import ConfigError
+from foretoken.lab import results
 from foretoken.lab.results import Results, Row, Spread, as_text, collect, read, validate, write
 from tests.project.source import ROOT
 
@@ -74,6 +77,16 @@ def test_a_spread_out_of_order_is_refused(tmp_path: Path) -> None:
     data["rows"][0]["values"]["speed"]["median"] = 99.0
     with pytest.raises(ConfigError, match="median"):
         validate(data)
+
+
+def test_a_copy_in_another_repository_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, _ = results.commit()
+    assert re.fullmatch("[0-9a-f]{40}|unknown", own)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setattr(results, "__file__", str(tmp_path / "results.py"))
+    assert results.commit() == ("unknown", False)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=str)

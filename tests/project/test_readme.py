@@ -28,7 +28,7 @@ def commands() -> list[str]:
 
 def test_there_are_examples() -> None:
     assert len(blocks("python")) >= 2
-    assert {line.split()[1] for line in commands()} == {"generate", "chat"}
+    assert {line.split()[1] for line in commands()} == {"generate", "chat", "bench"}
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))

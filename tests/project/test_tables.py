@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.common import goal
 from benchmarks.ops_tables import ops_figures
-from benchmarks.plot import Series, decades, line_chart, ticks
 from benchmarks.tables import (
     CURVES,
     FIGURES,
@@ -82,30 +81,6 @@ def test_the_growth_of_steps_has_a_goal_and_that_of_prefills_none(tmp_path: Path
         "| `curves` | batch, plain: R² of its line | 0.995 | ≥ 0.99 | reached |",
         "| `curves` | context, batch 8, K=4: R² of its line | 0.989 | ≥ 0.99 | **not** reached |",
     ]
-
-
-def test_ticks_are_round_and_reach_the_largest_value() -> None:
-    assert ticks(64) == [0, 20, 40, 60, 80]
-    assert ticks(2000) == [0, 500, 1000, 1500, 2000]
-    assert ticks(0.9) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-
-
-def test_a_chart_has_each_point_at_its_place() -> None:
-    text = line_chart("A < B", "tokens", "ms", [Series("a", [(0, 0, 0, 0), (10, 5, 4, 10)])])
-    dots = ElementTree.fromstring(text).findall(f".//{SVG}circle")
-    places = [(dot.get("cx"), dot.get("cy")) for dot in dots]
-    assert places == [("64.0", "348.0"), ("616.0", "196.0")]
-    assert "A &lt; B" in text
-
-
-def test_logarithmic_charts_have_decades_and_equal_ratios_at_equal_distances() -> None:
-    assert decades(3, 800) == [1, 10, 100, 1000]
-    assert decades(10, 10) == [10, 100]
-    points = [(x, x, x, x) for x in (1, 10, 100)]
-    text = line_chart("A", "rows", "us", [Series("a", points)], logarithmic=True)
-    dots = ElementTree.fromstring(text).findall(f".//{SVG}circle")
-    places = [(dot.get("cx"), dot.get("cy")) for dot in dots]
-    assert places == [("64.0", "348.0"), ("340.0", "196.0"), ("616.0", "44.0")]
 
 
 def op_row(case: str, engine: str, us: float, curve: str = "", x: int = 0) -> Row:

@@ -29,7 +29,8 @@ class ForwardBatch(NamedTuple):
     position_T:  int64 absolute positions
     logit_row_N: int64 indices into T whose logits are wanted, ascending
     attention:   whose the tokens are, and where their K/V go
-    decision_N:  which of the rows decide: the last K_b + 1 of each deciding request, in order
+    decision_N:  which of the rows decide: the last K_b + 1 of each deciding request, in order; None
+                 if all do
     spans:       the tokens of each request as numbers, where the host knows them
     """
 
@@ -37,8 +38,12 @@ class ForwardBatch(NamedTuple):
     position_T: Tensor
     logit_row_N: Tensor
     attention: AttentionBatch
-    decision_N: Tensor | slice = slice(None)
+    decision_N: Tensor | slice | None = None
     spans: Sequence[SlotSpan] = ()
+
+    def deciding(self, logits_NV: Tensor) -> Tensor:
+        """The rows that decide."""
+        return logits_NV if self.decision_N is None else logits_NV[self.decision_N]
 
 
 class PackSizes(NamedTuple):

@@ -6,6 +6,7 @@ Charter: options only; what a command does lives in `llm.py` and `lab/`, what it
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,9 +15,17 @@ from foretoken import __version__
 from foretoken.cli.chat import Conversation, find_template, read_messages, read_template
 from foretoken.cli.options import fields_given, with_fields
 from foretoken.cli.output import check_shown, complete, exit_code
-from foretoken.cli.terminal import as_utf8, console, exit_on_sigterm, read_input, reporting
+from foretoken.cli.terminal import (
+    as_typed,
+    as_utf8,
+    console,
+    exit_on_sigterm,
+    read_input,
+    reporting,
+)
 from foretoken.config import EngineConfig, check_int
 from foretoken.errors import ConfigError
+from foretoken.lab.bench.options import BenchOptions
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,6 +33,11 @@ if TYPE_CHECKING:
 
 _EMBEDDED = "tiny-python"
 _OWN_DRAFT = {"method": "draft_model"}
+# `bench` has its own seed, and of how long an output is and what ends it the length alone.
+SET_BY_BENCH = {
+    *("seed", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "ignore_eos"),
+    *("include_stop_str_in_output", "skip_special_tokens"),
+}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -147,13 +161,54 @@ def demo(
             Demo(llm, console(highlight=False), note).run(prompts, max_tokens, samples)
 
 
+@app.command()
+@with_fields(
+    BenchOptions,
+    without=SET_BY_BENCH,
+    model=_EMBEDDED,
+    temperature=0.0,
+    max_num_seqs=None,
+    max_num_batched_tokens=None,
+    kv_cache_gib=None,
+    enable_prefix_caching=False,
+)
+def bench(
+    speculative_config: Speculative = None,
+    no_speculation: NoSpeculation = False,
+    debug: Debug = False,
+    **options: Any,
+) -> None:
+    """Measure latency and throughput of whole batches, and where the time goes.
+
+    With --compare it measures plain decoding in turns with the speculative: does it pay here?
+    """
+    with reporting(debug) as note:
+        asked = BenchOptions(**fields_given(BenchOptions, options))
+        params = SamplingParams(**fields_given(SamplingParams, options))
+        engine = asked.sized(_engine_options(options, speculative_config, no_speculation))
+        note("nothing was measured.")
+        start = time.perf_counter()
+        llm = _load(**engine)
+        loading = f"Loading took {time.perf_counter() - start:.1f} s."
+        from foretoken.lab.bench.command import Command
+
+        tables, errors = console(highlight=False), console(stderr=True, highlight=False)
+        command = Command(as_typed(), tables, errors, note)
+        with exit_on_sigterm():
+            command.run(llm, asked, params, [loading])
+
+
 def _start(options: dict[str, Any], given: str | None, off: bool) -> LLM:
+    return _load(**_engine_options(options, given, off))
+
+
+def _engine_options(options: dict[str, Any], given: str | None, off: bool) -> dict[str, Any]:
     engine = fields_given(EngineConfig, options)
     if off and given is not None:
         bound = "left out with --no-speculation"
         raise ConfigError("speculative-config", given, bound, "Give one of the two.")
     own_draft = None if off or engine["model"] != _EMBEDDED else _OWN_DRAFT
-    return _load(**engine, speculative_config=own_draft if given is None else given)
+    return {**engine, "speculative_config": own_draft if given is None else given}
 
 
 def _load(model: str, speculative_config: Any, **options: Any) -> LLM:

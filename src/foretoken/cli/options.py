@@ -9,18 +9,19 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import MISSING, Field, fields
 from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.models import ArgumentInfo
 
 from foretoken.cli.terminal import as_utf8
 from foretoken.config import EngineConfig
 from foretoken.errors import RequestError
 from foretoken.sampling.params import SamplingParams
 
-NOT_OPTIONS = {
+NOT_OPTIONS: dict[type, set[str]] = {
     # A command's requests all draft by `--speculative-config`.
     SamplingParams: {"num_speculative_tokens", "rejection_sample_method"},
     # `--seed` is the request's; nothing ever waits for another; every request has parameters.
@@ -29,22 +30,29 @@ NOT_OPTIONS = {
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
-def with_fields(**defaults: Any) -> Callable[[_Command], _Command]:
+def with_fields(
+    *own: type, without: Set[str] = frozenset(), **defaults: Any
+) -> Callable[[_Command], _Command]:
     """Give a command the options of `EngineConfig` and `SamplingParams`.
 
     It receives them in its `**options`, None for what was not given and has no plain default.
 
     Args:
+        own: further dataclasses whose fields are its options, before the others.
+        without: fields of those two that are none.
         defaults: those that differ from the dataclasses'.
     """
 
     def decorate(command: _Command) -> _Command:
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
-        argument, *own = [p.replace(kind=p.KEYWORD_ONLY) for p in own]
-        model, *engine = _parameters(EngineConfig, defaults)
-        sampling = _parameters(SamplingParams, defaults)
+        typed = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
+        typed = [p.replace(kind=p.KEYWORD_ONLY) for p in typed]
+        arguments = [p for p in typed if isinstance(p.annotation.__metadata__[0], ArgumentInfo)]
+        *others, last = [p for p in typed if p not in arguments]
+        model, *engine = _parameters(EngineConfig, defaults, without)
+        first = [p for cls in own for p in _parameters(cls, defaults)]
+        sampling = _parameters(SamplingParams, defaults, without)
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [argument, model, *own[:-1], *sampling, *engine, own[-1]]
+            [*arguments, model, *first, *others, *sampling, *engine, last]
         )
         return command
 
@@ -55,7 +63,7 @@ def fields_given(cls: type, options: dict[str, Any]) -> dict[str, Any]:
     """The fields of a dataclass that a command was given; `RequestError`: no UTF-8, no JSON."""
     given = {}
     for field in _option_fields(cls):
-        value = options[field.name]
+        value = options.get(field.name)
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = [as_utf8(field.name, item) for item in value]
         if value is not None:
@@ -64,10 +72,12 @@ def fields_given(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _option_fields(cls: Any) -> list[Field[Any]]:
-    return [field for field in fields(cls) if field.name not in NOT_OPTIONS[cls]]
+    return [field for field in fields(cls) if field.name not in NOT_OPTIONS.get(cls, ())]
 
 
-def _parameters(cls: Any, defaults: dict[str, Any]) -> list[inspect.Parameter]:
+def _parameters(
+    cls: Any, defaults: dict[str, Any], without: Set[str] = frozenset()
+) -> list[inspect.Parameter]:
     documented = _documented(cls)
     return [
         inspect.Parameter(
@@ -80,6 +90,7 @@ def _parameters(cls: Any, defaults: dict[str, Any]) -> list[inspect.Parameter]:
             annotation=_annotation(field, _help(field, documented.get(field.name, ""))),
         )
         for field in _option_fields(cls)
+        if field.name not in without
     ]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -73,6 +74,12 @@ def is_utf8(stream: TextIO) -> bool:
 def as_utf8(field: str, given: str) -> str:
     """A command-line argument as the UTF-8 text that its bytes are, or a `RequestError`."""
     return _decoded(field, os.fsencode(given))
+
+
+def as_typed() -> str:
+    """The command line of this process; of an absolute path only the name: it is this machine's."""
+    words = [os.path.basename(word) if word.startswith("/") else word for word in sys.argv[1:]]
+    return shlex.join(["foretoken", *words])
 
 
 def read_input(field: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from foretoken.cache.block_pool import BlockPool
-from foretoken.config import EngineConfig
+from foretoken.config import BLOCK_SIZES, EngineConfig
 from foretoken.drafting.base import Drafter, DrafterSetup
 from foretoken.drafting.registry import find_drafter
 from foretoken.engine.assembly import Assembly
@@ -27,6 +27,8 @@ from foretoken.ops import Backend
 from foretoken.sampling.params import SamplingParams
 
 _log = logging.getLogger(__name__)
+
+_HOST_CACHE_GIB = 0.5
 
 # What generation_config.json may set, besides `max_new_tokens`: the names that vLLM reads there.
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -98,18 +100,17 @@ def _build(config: EngineConfig) -> Engine:
         num_behind=drafter.num_behind if drafter else 0,
     )
     runner = assembly.runner(plan.num_blocks)
+    runner.planned = plan
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
-    return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads, plan)
+    return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads)
 
 
 def _completed(config: EngineConfig, device: torch.device) -> EngineConfig:
     """The options with what they leave to the device."""
-    is_cpu, block_size, gib = device.type == "cpu", config.block_size, config.kv_cache_gib
-    return replace(
-        config,
-        block_size=block_size or (16 if is_cpu else 64),
-        kv_cache_gib=0.5 if gib is None and is_cpu else gib,
-    )
+    block_size, gib = config.block_size or BLOCK_SIZES[device.type], config.kv_cache_gib
+    if gib is None and device.type == "cpu":
+        gib = _HOST_CACHE_GIB
+    return replace(config, block_size=block_size, kv_cache_gib=gib)
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:

@@ -10,6 +10,7 @@ import logging
 import torch
 
 from foretoken.errors import ConfigError
+from foretoken.models.loader import described_gpu
 from foretoken.ops import Backend, get_backend, unavailable
 
 _log = logging.getLogger(__name__)
@@ -72,15 +73,9 @@ def _check_kernels(name: str, device: torch.device) -> None:
         least = min((number for _, number in numbers), default=0)
         raise ConfigError(
             "device", name, f"a GPU that this PyTorch, {torch.__version__}, has kernels for",
-            f"{described(device)} has too low a compute capability: it takes {least / 10:g} or "
+            f"{described_gpu(device)} has too low a compute capability: it takes {least / 10:g} or "
             "more. Choose `cpu`, or a PyTorch that was built for it.",
         )  # fmt: skip
-
-
-def described(device: torch.device) -> str:
-    """A GPU's name, with its compute capability."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
 
 
 def choose_backend(name: str, device: torch.device) -> Backend:
@@ -92,11 +87,13 @@ def choose_backend(name: str, device: torch.device) -> Backend:
     if name != "auto":
         if name == "triton" and _is_old(device):
             remedy = "Choose the backend `torch`, which is slower, or the device `cpu`."
-            bound = f"one that can run: Triton's kernels take 7.5 or more, not {described(device)}"
+            bound = (
+                f"one that can run: Triton's kernels take 7.5 or more, not {described_gpu(device)}"
+            )
             raise ConfigError("backend", name, bound, remedy)
         return get_backend(name)
     name = "native" if device.type == "cpu" else "triton"
-    reason = f"this is {described(device)}" if _is_old(device) else unavailable(name)
+    reason = f"this is {described_gpu(device)}" if _is_old(device) else unavailable(name)
     if reason is not None:
         _log.warning("Backend `torch`, which is slower: `%s` cannot run: %s.", name, reason)
         name = "torch"

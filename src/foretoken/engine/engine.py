@@ -34,20 +34,17 @@ from foretoken.engine.faults import (
     processing_error,
     step_failure,
 )
-from foretoken.engine.memory_plan import MemoryPlan
 from foretoken.engine.pending import PendingResult
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Plan, Scheduler
-from foretoken.engine.step import step_input
+from foretoken.engine.step import slot_request, step_input
 from foretoken.engine.threads import StepThreads
-from foretoken.engine.trace import OnStep, StepTrace
+from foretoken.engine.trace import OnStep, StepTrace, read_events
 from foretoken.errors import EngineBrokenError
-from foretoken.ops import Rule
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import Outcome, StepResult
 
 _NO_RESULT = StepResult.empty()
@@ -60,6 +57,8 @@ class Launched:
     shares: Sequence[Share]
     groups: list[RequestGroup]
     result: StepResult | PendingResult
+    trace: StepTrace | None = None
+    events: Sequence[Any] = ()
 
 
 _NOTHING = Launched((), [], _NO_RESULT)
@@ -77,7 +76,6 @@ class Engine:
         eos_ids: frozenset[int],
         default_params: SamplingParams,
         threads: StepThreads,
-        planned: MemoryPlan | None = None,
     ) -> None:
         self.config = config
         self.runner = runner
@@ -91,7 +89,6 @@ class Engine:
         ahead = config.async_scheduling
         self.runs_ahead = not runner.slots.on_host if ahead is None else ahead
         self._unread = _NOTHING
-        self._planned = planned
         self._broken_by: BaseException | None = None
         self._slots = runner.slots
         self._num_added = 0
@@ -106,12 +103,6 @@ class Engine:
             has_tokenizer=tokenizer is not None,
             allows_synthetic=self._rule == "synthetic",
         )
-
-    @property
-    def memory_plan(self) -> MemoryPlan | None:
-        """What takes memory; for CUDA graphs what those captured so far take, not the estimate."""
-        plan = self._planned
-        return plan and plan.measured("CUDA graphs", self.runner.graphs.num_bytes)
 
     @property
     def has_work(self) -> bool:
@@ -137,14 +128,15 @@ class Engine:
         clock.start(StepTrace() if self.on_step else None)
         plan = self.scheduler.schedule()
         clock.mark("schedule")
-        latest = self.launch(plan)
+        done = self.launch(plan)
         if self.runs_ahead:
-            latest, self._unread = self._unread, latest
-        changed = self.commit(latest)
+            done, self._unread = self._unread, done
+        changed = self.commit(done)
         clock.mark("commit")
-        trace = clock.stop()
-        if self.on_step and trace:
-            self.on_step(trace)
+        clock.stop()
+        if self.on_step and done.trace and self._broken_by is None:
+            read_events(done.trace, done.events)
+            self.on_step(done.trace)
         if not self.has_work:
             self.check_integrity()
         return changed
@@ -152,7 +144,9 @@ class Engine:
     def launch(self, plan: Plan) -> Launched:
         """Run a step: its tokens are in the slots then, and the requests know nothing of it yet."""
         groups = list(dict.fromkeys(request.group for request in self.scheduler.running))
-        launched = Launched((), groups, _NO_RESULT)  # of a step that fails: `_together` ends all
+        clock = self.runner.clock
+        # Of a step that fails: `_together` ends all.
+        launched = Launched((), groups, _NO_RESULT, clock.trace)
         with self._together():
             for slot in plan.left_slots:
                 self._slots.release(slot)
@@ -169,7 +163,8 @@ class Engine:
             self.runner.clock.mark("admit")
             if shares:
                 with self.threads.during(shares):
-                    launched = Launched(shares, groups, self.runner.run(step_input(shares)))
+                    result = self.runner.run(step_input(shares))
+                launched = Launched(shares, groups, result, clock.trace, clock.take_events())
         return launched
 
     def commit(self, launched: Launched) -> list[RequestGroup]:
@@ -179,8 +174,8 @@ class Engine:
                 share.request.launched_share = None
         with self._together():
             outcomes = launched.result.read()
-            if trace := self.runner.clock.trace:
-                trace.count(launched.result.resolve())
+            if launched.trace:
+                launched.trace.count(launched.result.resolve())
             for share in launched.shares:
                 if share.request.status is not Status.FINISHED:  # since it was launched
                     with self._alone(share.request):
@@ -298,18 +293,7 @@ class Engine:
 
     def _admit(self, request: Request) -> None:
         """Set up the slot of a request that the scheduler just gave one, perhaps once more."""
-        state = SlotRequest(
-            request.key,
-            request.params,
-            Rule[request.rule.upper()],
-            request.group.prompt_ids,
-            request.limit,
-            request.output_ids,
-            num_computed=request.num_computed,
-            stop_ids=tuple(request.stop_ids),
-            bad_word_ids=request.bad_word_ids,
-        )
-        self._slots.admit(request.slot, state)
+        self._slots.admit(request.slot, slot_request(request))
         if request.index == 0 and not request.num_preemptions:
             request.group.metrics.num_cached_tokens = request.num_computed
         if self.tokenizer is not None and request.detokenizer is None:

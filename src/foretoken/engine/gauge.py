@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -130,10 +131,12 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
 
     def peak(tokens: int, requests: int) -> StepPeak | None:
         chunks = crowd.chunks(tokens, requests)
-        for _ in range(2):  # the first compiles kernels, and may choose among them
-            num_bytes = gauge.peak(lambda: crowd.run(chunks), base)
-            if num_bytes is None:
-                return None
+        run = partial(crowd.run, chunks)
+        if gauge.peak(run, base) is None:  # compiles kernels, and may choose among them
+            return None
+        num_bytes = gauge.peak(run, base)
+        if num_bytes is None:
+            return None
         rows = requests * (1 + crowd.drafts)
         return StepPeak(sum(chunks) + requests * crowd.drafts, rows, num_bytes)
 

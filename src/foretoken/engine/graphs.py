@@ -50,7 +50,7 @@ class Graphs:
         """Memory that captured steps keep."""
         if self._pool is None:
             return 0
-        segments = torch.cuda.memory_snapshot()
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         mine = (s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
         return sum(int(segment["total_size"]) for segment in mine)
 

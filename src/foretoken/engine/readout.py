@@ -30,7 +30,8 @@ def readout(
 ) -> StepResult | PendingResult:
     """The result as the host reads it: as it is, or what was sent on its way."""
     if isinstance(sampler.slots, SlotTable):
-        _mark_banned(result, output.logits_NV[batch.decision_N])
+        if not all(outcome.is_finite for outcome in result.decisions.values()):
+            _mark_banned(result, batch.deciding(output.logits_NV))
         if rows.step.most_logprobs != NONE:
             _take_logprobs(sampler, sampler.slots, result, rows.step, output.logits_NV)
         return result
@@ -91,7 +92,7 @@ def _send(
     step, packet = rows.step, ToHost([result.packet])
     pending = PendingResult(step, packet, len(rows.slot_B), len(rows.slot_D), result.faults)
     if edits is not None:
-        logits_NV = output.logits_NV[batch.decision_N]
+        logits_NV = batch.deciding(output.logits_NV)
         first_D = (result.drafts.num_B + 1).cumsum(0) - result.drafts.num_B - 1
         pending.first_row_is_finite = ToHost([logits_NV[first_D].amax(dim=1).isfinite()])
         pending.edited = frozenset(slots.histories)

@@ -23,6 +23,7 @@ from foretoken.cache.batch import ForwardBatch, gather_step
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, in_target_ids, no_drafts
 from foretoken.engine.graphs import Graphs
+from foretoken.engine.memory_plan import MemoryPlan
 from foretoken.engine.pending import PendingResult, packed
 from foretoken.engine.readout import readout
 from foretoken.engine.sampler import Sampler
@@ -50,7 +51,13 @@ class Runner:
         self.drafter = drafter
         self.slots = sampler.slots
         self.graphs = graphs or Graphs()
-        self.clock = PhaseClock()
+        self.planned: MemoryPlan | None = None
+        self.clock = PhaseClock(self.slots.device)
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What takes memory; for CUDA graphs what those captured so far take, not the estimate."""
+        return self.planned and self.planned.measured("CUDA graphs", self.graphs.num_bytes)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Forget what is kept for blocks that change hands.
@@ -70,9 +77,11 @@ class Runner:
         rows = self.slots.begin(step, shape)
         if rows is None:  # launched before it was known that all have their tokens
             return StepResult.empty()
-        stage, mark = self.graphs.stage, self.clock.mark
+        self.clock.mark("batch")
+        stage, mark = self.graphs.stage, self.clock.mark_stage
+        self.clock.begin()
         asked, drafts = stage("draft", self._propose, rows)
-        mark("draft")
+        mark("draft", "draft")
         edits, faults = build_edits(
             self.slots.histories,
             rows.step.deciding_slots,
@@ -81,18 +90,23 @@ class Runner:
             without_drafts=not self.slots.on_host,
         )
         batch, output = stage("target", self._forward, rows, drafts)
-        mark("forward")
+        mark("forward", "forward")
         if edits is None:
             result = stage("verify", self._settle, rows, asked, drafts, batch, output)
         else:
             result = self._settle(rows, asked, drafts, batch, output, edits, faults)
-        mark("verify")
+        mark("verify", "advance")
+        if self.drafter is not None:
+            stage("observe", self._observe, rows, batch, result)
+            mark("observe", "observe")
         read = readout(self.sampler, rows, batch, output, result, edits)
-        mark("read")
+        mark("read", "read")
         return read
 
     def _shape_of(self, step: StepInput) -> StepShape | None:
         """The shape under which a step is replayed; what is new is captured first."""
+        if not self.graphs.sizes:
+            return None
         requests = self.slots.requests
         warm = any(requests[slot].params.temperature > 0 for slot in step.slot_B)
         shape = self.graphs.shape_of(step, self.slots.params, warm=warm)
@@ -121,6 +135,7 @@ class Runner:
     def _forward(self, rows: StepRows, drafts: DraftBlock) -> tuple[ForwardBatch, ForwardOutput]:
         """One pass of the target over known tokens and drafts."""
         batch = gather_step(self.slots, rows, drafts, self.kv.block_size)
+        self.clock.mark("batch")
         return batch, self.model.forward(batch, self.kv)
 
     def _settle(
@@ -133,14 +148,18 @@ class Runner:
         edits: Edits | None = None,
         faults: dict[int, Exception] | None = None,
     ) -> StepResult:
-        """Verify, and let slots and drafter have the outcome."""
-        logits_NV = output.logits_NV[batch.decision_N]
+        """Verify, and let the slots have the outcome."""
+        logits_NV = batch.deciding(output.logits_NV)
         verdict = self.sampler.verify(logits_NV, asked, drafts, edits)
+        self.clock.mark("verify")
         slot_D, faults = rows.step.deciding_slots, {} if faults is None else faults
         result = StepResult(batch.spans, slot_D, drafts, verdict, faults, aux=output.aux)
         self.slots.advance_step(rows, result)
-        if self.drafter is not None:
-            self.drafter.observe(rows, batch, result)
         if not self.slots.on_host:
             result.packet = packed(rows, batch, result)
         return result
+
+    def _observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+        """Let the drafter see what came of it, once the slots hold it."""
+        if self.drafter is not None:
+            self.drafter.observe(rows, batch, result)

@@ -133,12 +133,24 @@ def collect(
 
 def write(results: Results, folder: Path) -> Path:
     """Check `results` and write `folder/<name>.json`."""
-    data = asdict(results)
-    validate(data)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{results.name}.json"
-    path.write_text(as_text(data), encoding="utf-8")
+    write_file(results, path)
     return path
+
+
+def write_file(results: Results, path: Path) -> None:
+    """Check `results` and write them to a file of any name."""
+    data = asdict(results)
+    validate(data)
+    replace_text(path, as_text(data))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all: what interrupts it leaves the former one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def as_text(data: Mapping[str, Any]) -> str:
@@ -220,7 +232,7 @@ def hardware() -> dict[str, Any]:
     return {
         "cpu": _cpu_name(),
         "vector_instructions": torch.backends.cpu.get_cpu_capability(),
-        "read_gb_per_s": round(_read_bandwidth(), 1),
+        "read_gb_per_s": round(read_bandwidth(), 1),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "memory_gib": round(memory, 1),
@@ -229,13 +241,28 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def _read_bandwidth() -> float:
-    """GB/s at which all of PyTorch's threads read memory: the best of five passes over 512 MiB.
+def read_bandwidth(device: torch.device | str = "cpu") -> float:
+    """GB/s at which a device reads its memory: the best of five passes.
 
-    Machines of one name differ threefold here, and a decode step on a CPU is mostly reading.
+    On a CPU all of PyTorch's threads read 512 MiB: machines of one name differ threefold there,
+    and a decode step is mostly reading. On a GPU it is 1 GiB, ten times a pass, so that launching
+    does not count.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU has no such room left.
     """
-    numbers = torch.ones(2**27)
-    return numbers.nbytes / min(timeit.repeat(numbers.sum, number=1, repeat=5)) / 1e9
+    device = torch.device(device)
+    if device.type == "cpu":
+        numbers = torch.ones(2**27)
+        return numbers.nbytes / min(timeit.repeat(numbers.sum, number=1, repeat=5)) / 1e9
+    numbers, times = torch.ones(2**28, device=device), 10
+
+    def read() -> None:
+        for _ in range(times):
+            numbers.sum()
+        torch.cuda.synchronize(device)
+
+    return times * numbers.nbytes / min(timeit.repeat(read, number=1, repeat=5)) / 1e9
 
 
 def versions() -> dict[str, str]:
@@ -252,14 +279,18 @@ def _cpu_name() -> str:
 
 
 def commit() -> tuple[str, bool]:
-    """The commit of the working directory, and whether code that runs differs from it."""
+    """The commit of this code, and whether what runs differs from it; `unknown` if installed."""
 
-    def git(*args: str) -> str:
-        done = subprocess.run(["git", *args], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+    def git(*args: str, folder: Path = Path(__file__).parent) -> str:
+        command = ["git", "-C", str(folder), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # not a copy in another repository
         code = ("src", "benchmarks/*.py", "pyproject.toml")
-        return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--", *code))
+        changed = git(
+            "status", "--porcelain", "--", *code, folder=Path(git("rev-parse", "--show-toplevel"))
+        )
+        return git("rev-parse", "HEAD"), bool(changed)
     except (OSError, subprocess.CalledProcessError):
         return "unknown", False

@@ -110,8 +110,9 @@ class Backend:
 
         Args:
             rows: of the draft model, V' tokens, without edits. No two are of the same (slot, draft
-                index), except of the last slot, which may pad a batch. A row that is not finite gives some id in [0, V'), as `sample` does, and at
-                T > 0 an lse that is not finite: `verify` then takes it for no draft.
+                index), except of the last slot, which may pad a batch. A row that is not finite
+                gives some id in [0, V'), as `sample` does, and at T > 0 an lse that is not finite:
+                `verify` then takes it for no draft.
             noise: its streams are `DRAFT`.
             cache: written at [slot, draft index]; its dtype and width are those of the logits. None
                 keeps no q and draws the same tokens (for `Decoder.draft` None means the argmax).

@@ -25,6 +25,9 @@ NONE = -1
 """In the place of a number of log-probabilities: none are wanted."""
 
 
+_NO_PACKET = torch.empty(0, dtype=torch.int64)
+
+
 class StepInput(NamedTuple):
     """Requests of one step, in batch order, as numbers on the host.
 
@@ -101,34 +104,6 @@ class StepShape(NamedTuple):
     warm: bool
 
 
-class StepRows(NamedTuple):
-    """The requests of a step that go on, as tensors on the slots' device.
-
-    On a host the numbers are the truth. On a device that nobody waits for they are bounds, and what
-    depends on lengths is found there: `SlotTable.num_drafts`.
-
-    Attributes:
-        step: the same requests as numbers.
-        slot_B, num_tokens_B: int64; slots and known tokens to compute. Behind the requests of
-            `step` may follow padding: the spare slot, with one token and no drafts.
-        slot_D, max_drafts_D: int64; of those that decide.
-        at_D: int64, which of the B requests these are; None: all of them.
-        most_drafts: no request has more.
-        warm: whether a request draws at random; True says nothing.
-        shape: of a captured step; None runs operator by operator.
-    """
-
-    step: StepInput
-    slot_B: Tensor
-    num_tokens_B: Tensor
-    slot_D: Tensor
-    max_drafts_D: Tensor
-    at_D: Tensor | None
-    most_drafts: int
-    warm: bool = True
-    shape: StepShape | None = None
-
-
 class DraftRows(NamedTuple):
     """Whom to draft for, and how much.
 
@@ -145,6 +120,36 @@ class DraftRows(NamedTuple):
     position_B: Tensor
     most: int
     warm: bool = True
+
+
+class StepRows(NamedTuple):
+    """The requests of a step that go on, as tensors on the slots' device.
+
+    On a host the numbers are the truth. On a device that nobody waits for they are bounds, and what
+    depends on lengths is found there: `SlotTable.num_drafts`.
+
+    Attributes:
+        step: the same requests as numbers.
+        slot_B, num_tokens_B: int64; slots and known tokens to compute. Behind the requests of
+            `step` may follow padding: the spare slot, with one token and no drafts.
+        slot_D, max_drafts_D: int64; of those that decide.
+        at_D: int64, which of the B requests these are; None: all of them.
+        most_drafts: no request has more.
+        warm: whether a request draws at random; True says nothing.
+        shape: of a captured step; None runs operator by operator.
+        known: on a host, where numbers are the truth: who decides.
+    """
+
+    step: StepInput
+    slot_B: Tensor
+    num_tokens_B: Tensor
+    slot_D: Tensor
+    max_drafts_D: Tensor
+    at_D: Tensor | None
+    most_drafts: int
+    warm: bool = True
+    shape: StepShape | None = None
+    known: DraftRows | None = None
 
 
 class SlotSpan(NamedTuple):
@@ -208,7 +213,7 @@ class StepResult:
     banned_all: set[int] = field(default_factory=set)
     logprobs: dict[int, tuple[Logprobs | None, Logprobs | None]] = field(default_factory=dict)
     aux: tuple[Tensor, ...] = ()
-    packet: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    packet: Tensor = _NO_PACKET
 
     def resolve(self) -> StepResult:
         """Itself: nothing is on its way any more. See `engine/pending.py`."""

@@ -117,19 +117,23 @@ class SlotTable(SlotParameters):
             if not live:
                 return None
             step = step.at(live)
-        deciding = [b for b, decides in enumerate(step.decides_B) if decides]
-        slot_D = [step.slot_B[b] for b in deciding]
-        num_D = [self.num_drafts(step.slot_B[b], step.max_drafts_B[b]) for b in deciding]
-        slot_B, num_tokens_B = _int64((step.slot_B, step.num_tokens_B)).unbind()
-        slots_D, nums_D = _int64((slot_D, num_D)).unbind()
-        at_D = None if len(deciding) == len(step.slot_B) else _int64(deciding)
-        most = max(num_D, default=0)
-        return StepRows(step, slot_B, num_tokens_B, slots_D, nums_D, at_D, most)
+        num_B = list(map(self.num_drafts, step.slot_B, step.max_drafts_B))
+        length_B = [self.length_S[slot] for slot in step.slot_B]
+        numbers = _int64((step.slot_B, step.num_tokens_B, num_B, length_B))
+        at_D, most = None, max(num_B)
+        slot_B, num_tokens_B, num_D, position_D = numbers.unbind()
+        slot_D = slot_B
+        if not all(step.decides_B):
+            at_D = _int64([b for b, decides in enumerate(step.decides_B) if decides])
+            slot_D, _, num_D, position_D = numbers[:, at_D].unbind()
+        known = DraftRows(slot_D, num_D, position_D, most)
+        return StepRows(step, slot_B, num_tokens_B, slot_D, num_D, at_D, most, known=known)
 
     def asked(self, rows: StepRows) -> DraftRows:
         """How many drafts each deciding request may have, K_b, and where they stand."""
-        position_D = _int64([self.length_S[slot] for slot in rows.slot_D.tolist()])
-        return DraftRows(rows.slot_D, rows.max_drafts_D, position_D, rows.most_drafts)
+        if rows.known is None:
+            raise IntegrityError("a step's rows were not made by `begin`")
+        return rows.known
 
     def unfinished(self, slots: Sequence[int]) -> list[int]:
         """Which of these requests, by index, may have more tokens."""

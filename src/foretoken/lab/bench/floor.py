@@ -1,0 +1,100 @@
+"""What a pass must read of memory at least: every weight once, and the keys and values.
+
+A decode step on few rows is mostly reading, so these bytes over the memory's bandwidth are a floor
+of its time, and how near a step is to it says how much there is still to gain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.cache.kv_pool import KVPool
+from foretoken.drafting.base import Drafter
+from foretoken.engine.engine import Engine
+from foretoken.errors import EngineMemoryError
+from foretoken.lab.results import read_bandwidth
+from foretoken.models import CausalLM
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Bytes that one pass of a model reads, whatever its kernels do.
+
+    Of a mixture of experts all are counted, also those that no token is sent to.
+
+    Attributes:
+        weights: of all layers and the output layer; the embedding's few rows are left out.
+        layers: per layer the bytes of one token's keys and values, and the sliding window or None.
+    """
+
+    weights: int = 0
+    layers: tuple[tuple[int, int | None], ...] = ()
+
+    @classmethod
+    def of(cls, model: CausalLM) -> Reads:
+        """Those of a loaded model."""
+        sizes = [KVPool.bytes_per_block([shape], 1, model.dtype) for shape in model.layer_shapes]
+        windows = _windows(model.config.get_text_config(), len(sizes))
+        return cls(_weight_bytes(model.module), tuple(zip(sizes, windows, strict=True)))
+
+    def per_pass(self, batch: float, context: float) -> float:
+        """Bytes of a pass over `batch` requests whose contexts have `context` tokens each."""
+        kept = (size * min(context, window or context) for size, window in self.layers)
+        return self.weights + batch * sum(kept)
+
+
+def target_reads(engine: Engine) -> Reads:
+    """What a pass of the target reads."""
+    return Reads.of(engine.runner.model)
+
+
+def drafter_reads(drafter: Drafter | None) -> Reads:
+    """What one draft pass reads; nothing for a drafter without a model."""
+    model = getattr(drafter, "model", None)
+    return Reads.of(model) if isinstance(model, CausalLM) else Reads()
+
+
+def bandwidth(engine: Engine) -> float:
+    """GB/s at which the engine's device reads memory, on a CPU with as many threads as it has.
+
+    Raises:
+        EngineMemoryError: no room is left beside the engine for what is read.
+    """
+    device, threads = engine.runner.model.device, torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(engine.threads.most)
+    try:
+        return read_bandwidth(device)
+    except torch.OutOfMemoryError as error:
+        remedy = "Give the bandwidth with --bandwidth, or leave the engine less memory."
+        raise EngineMemoryError(
+            f"No room to measure how fast memory is read: {error}. {remedy}"
+        ) from error
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _weight_bytes(module: Any) -> int:
+    """Also of weights that were moved into another layout, of which the shape is left behind."""
+    found: dict[int, Tensor] = {}
+    for part in module.modules():
+        own = [*part.parameters(recurse=False), getattr(part, "weight", None)]
+        found.update((id(tensor), tensor) for tensor in own if isinstance(tensor, Tensor))
+    embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
+    if head is None or head.weight is not embedding:
+        found.pop(id(embedding))
+    return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+
+
+def _windows(config: Any, count: int) -> list[int | None]:
+    """Per layer how many of the last tokens it reads; None: all of them."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or list(repeat("sliding_attention", count))
+    if len(kinds) != count:
+        return [None] * count
+    return [window if kind == "sliding_attention" else None for kind in kinds]

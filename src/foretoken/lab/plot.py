@@ -1,0 +1,258 @@
+"""Charts as SVG text, without a plotting library: the same points give the same bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from xml.sax.saxutils import escape
+
+WIDTH, HEIGHT = 640, 400
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 44, 52  # margins around the axes
+COLOURS = ("#2f6fde", "#d9822b", "#2a9d6f", "#b04fc4")  # told apart on white and on near-black
+STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #1f2328; }
+.title { font-size: 15px; font-weight: 600; }
+.small { font-size: 10px; }
+.grid { stroke: #8c959f; stroke-opacity: .25; }
+.axis { stroke: #57606a; }
+.mark { stroke: #1f2328; stroke-width: 2; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3; } .axis { stroke: #9198a1; } .mark { stroke: #e6edf3; }
+}
+"""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: its points in order of x, and how far each reaches down and up.
+
+    Attributes:
+        points: (x, median, least, most).
+    """
+
+    name: str
+    points: Sequence[tuple[float, float, float, float]]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar of stacked parts.
+
+    Attributes:
+        name, group: what it is, and what it shares with its neighbours: two lines below the axis.
+        parts: name -> size, from the axis up.
+        mark: a height to mark on the bar, or None.
+        reach: how far its end reaches down and up, or None.
+    """
+
+    name: str
+    group: str
+    parts: dict[str, float]
+    mark: float | None = None
+    reach: tuple[float, float] | None = None
+
+
+def ticks(most: float, count: int = 5) -> list[float]:
+    """Round numbers from 0 up to the first that is not below `most`."""
+    step = 10.0 ** math.floor(math.log10(most / count))
+    step *= next(m for m in (1, 2, 5, 10) if m * step * count >= most)
+    return [i * step for i in range(math.ceil(most / step - 1e-9) + 1)]
+
+
+def decades(least: float, most: float) -> list[float]:
+    """Powers of ten from the last that is not above `least` to the first not below `most`."""
+    first, last = math.floor(math.log10(least) + 1e-9), math.ceil(math.log10(most) - 1e-9)
+    return [10.0**i for i in range(first, max(last, first + 1) + 1)]
+
+
+def _axis(
+    least: float, most: float, logarithmic: bool, to_end: bool
+) -> tuple[list[float], Callable[[float], float]]:
+    """Ticks, and where a value lies between the axis's two ends, 0 to 1.
+
+    Args:
+        to_end: the axis ends at `most` instead of at a tick (and, if logarithmic, begins at
+            `least`); ticks beyond are left out.
+    """
+    marks = decades(least, most) if logarithmic else ticks(most)
+    low, high = (least, most) if to_end and most > least else (marks[0], marks[-1])
+    if not logarithmic:
+        return [mark for mark in marks if mark <= high], lambda value: value / high
+    width = math.log(high / low)
+    marks = [mark for mark in marks if low <= mark <= high]
+    return marks, lambda value: math.log(value / low) / width
+
+
+def _doubling(marks: Sequence[float]) -> tuple[list[float], Callable[[float], float]]:
+    """As `_axis`: logarithmic, with ticks at `marks` alone; a single one stands in the middle."""
+    width = math.log(marks[-1] / marks[0])
+    return [*marks], lambda value: math.log(value / marks[0]) / width if width else 0.5
+
+
+def line_chart(
+    title: str,
+    x_label: str,
+    y_label: str,
+    series: Sequence[Series],
+    logarithmic: bool = False,
+    x_marks: Sequence[float] = (),
+) -> str:
+    """A chart with x to the last point; a dot with its range per point.
+
+    Args:
+        logarithmic: both axes, of positive numbers; else both begin at 0.
+        x_marks: positive numbers in order: x is logarithmic, from the first of them to the last.
+    """
+    points = [point for one in series for point in one.points]
+    across = [p[0] for p in points]
+    x_ticks, x_share = _axis(min(across), max(across), logarithmic, to_end=True)
+    if x_marks:
+        x_ticks, x_share = _doubling(x_marks)
+    up = (min(p[2] for p in points), max(p[3] for p in points))
+    y_ticks, y_share = _axis(*up, logarithmic, to_end=False)
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+
+    def at_x(x: float) -> float:
+        return round(LEFT + (right - LEFT) * x_share(x), 1)
+
+    def at_y(y: float) -> float:
+        return round(bottom - (bottom - TOP) * y_share(y), 1)
+
+    parts = [*_head(title, HEIGHT), *_frame(y_ticks, at_y, y_label)]
+    for tick in x_ticks:
+        parts.append(_line(at_x(tick), bottom, at_x(tick), bottom + 5, "axis"))
+        parts.append(_text(at_x(tick), bottom + 20, f"{tick:g}", "middle"))
+    parts.append(_text((LEFT + right) / 2, HEIGHT - 10, x_label, "middle"))
+    for i, one in enumerate(series):
+        colour = COLOURS[i % len(COLOURS)]
+        path = " ".join(f"{at_x(x)},{at_y(y)}" for x, y, _, _ in one.points)
+        parts.append(f'<g stroke="{colour}" fill="{colour}">')
+        parts.append(f'<polyline points="{path}" fill="none" stroke-width="2"/>')
+        for x, y, least, most in one.points:
+            parts.append(_line(at_x(x), at_y(least), at_x(x), at_y(most)))
+            parts.append(f'<circle cx="{at_x(x)}" cy="{at_y(y)}" r="3"/>')
+        row = TOP + 10 + 20 * i  # the legend stands top left: cost grows, lines end top right
+        parts.append(_line(LEFT + 14, row, LEFT + 38, row))
+        parts.append("</g>")
+        parts.append(_text(LEFT + 46, row + 4, one.name, "start"))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def bar_chart(
+    title: str, y_label: str, bars: Sequence[Bar], *, mark: str = "", level: float | None = None
+) -> str:
+    """A chart of bars that begin at 0, with a line of legend if there is more than one part.
+
+    Args:
+        mark: what the bars' marks are.
+        level: a height to draw a line at.
+    """
+    top, bottom = TOP + 16, HEIGHT - BOTTOM
+    sizes = [sum(bar.parts.values()) for bar in bars] + [bar.reach[1] for bar in bars if bar.reach]
+    y_ticks = ticks(max(*sizes, *(bar.mark or 0 for bar in bars), level or 0))
+    names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
+    width = (WIDTH - RIGHT - LEFT) / len(bars)
+
+    def at_y(y: float) -> float:
+        return round(bottom - (bottom - top) * y / y_ticks[-1], 1)
+
+    drawn = [*_head(title, HEIGHT), *_frame(y_ticks, at_y, y_label)]
+    if len(names) > 1:
+        drawn += _legend(names, mark)
+    small = "small" if width < 60 else ""
+    for i, bar in enumerate(bars):
+        left, middle, base = LEFT + width * (i + 0.2), LEFT + width * (i + 0.5), 0.0
+        for name, size in bar.parts.items():
+            high, low = at_y(base + size), at_y(base)
+            drawn.append(
+                f'<rect x="{left:.1f}" y="{high:g}" width="{0.6 * width:.1f}" '
+                f'height="{low - high:.1f}" fill="{COLOURS[names.index(name) % len(COLOURS)]}"/>'
+            )
+            base += size
+        if bar.mark is not None:
+            ends = LEFT + width * (i + 0.12), LEFT + width * (i + 0.88)
+            drawn.append(_line(ends[0], at_y(bar.mark), ends[1], at_y(bar.mark), "mark"))
+        if bar.reach:
+            drawn.append(_line(middle, at_y(bar.reach[0]), middle, at_y(bar.reach[1]), "mark"))
+        drawn.append(_text(middle, bottom + 18, bar.name, "middle", small))
+    drawn += _groups([bar.group for bar in bars], width, bottom + 38)
+    if level is not None:
+        drawn.append(_line(LEFT, at_y(level), WIDTH - RIGHT, at_y(level), "mark"))
+    return "\n".join([*drawn, "</svg>"]) + "\n"
+
+
+def page(charts: Sequence[str]) -> str:
+    """Charts below one another, as one file."""
+    height = HEIGHT * len(charts)
+    placed = (
+        f'<g transform="translate(0 {HEIGHT * i})">\n{chart}</g>' for i, chart in enumerate(charts)
+    )
+    return "\n".join([_open(height), *placed, "</svg>"]) + "\n"
+
+
+def _open(height: int) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+        f'width="{WIDTH}" height="{height}" role="img">'
+    )
+
+
+def _head(title: str, height: int) -> list[str]:
+    return [
+        _open(height),
+        f"<title>{escape(title)}</title>",
+        f"<style>{STYLE}</style>",
+        _text(LEFT, 22, title, "start", "title"),
+    ]
+
+
+def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: str) -> list[str]:
+    """Both axes, and the vertical one's ticks and label."""
+    top, bottom, right = at_y(y_ticks[-1]), HEIGHT - BOTTOM, WIDTH - RIGHT
+    parts = []
+    for tick in y_ticks:
+        parts.append(_line(LEFT, at_y(tick), right, at_y(tick), "grid"))
+        parts.append(_text(LEFT - 8, at_y(tick) + 4, f"{tick:g}", "end"))
+    parts.append(_line(LEFT, bottom, right, bottom, "axis"))
+    parts.append(_line(LEFT, top, LEFT, bottom, "axis"))
+    middle = (top + bottom) / 2
+    parts.append(
+        f'<text x="18" y="{middle:g}" text-anchor="middle" '
+        f'transform="rotate(-90 18 {middle:g})">{escape(y_label)}</text>'
+    )
+    return parts
+
+
+def _legend(names: Sequence[str], mark: str) -> list[str]:
+    """One line below the title."""
+    parts, x = [], float(LEFT)
+    for i, name in enumerate(names):
+        colour = COLOURS[i % len(COLOURS)]
+        parts.append(f'<rect x="{x:g}" y="34" width="12" height="12" fill="{colour}"/>')
+        parts.append(_text(x + 18, 44, name, "start"))
+        x += 34 + 7.5 * len(name)
+    if mark:
+        parts += [_line(x, 40, x + 16, 40, "mark"), _text(x + 22, 44, mark, "start")]
+    return parts
+
+
+def _groups(groups: Sequence[str], width: float, y: float) -> list[str]:
+    """Each group's name once, under the middle of its bars."""
+    parts, first = [], 0
+    for group, members in groupby(groups):
+        count = len(list(members))
+        parts.append(_text(LEFT + width * (first + count / 2), y, group, "middle"))
+        first += count
+    return parts
+
+
+def _text(x: float, y: float, text: str, anchor: str, kind: str = "") -> str:
+    named = f' class="{kind}"' if kind else ""
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{named}>{escape(text)}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str = "") -> str:
+    named = f' class="{kind}"' if kind else ""
+    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"{named}/>'

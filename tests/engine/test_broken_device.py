@@ -19,6 +19,7 @@ import torch
 from foretoken import LLM, AsyncEngine, SamplingParams
 from foretoken.cli.app import app
 from foretoken.engine import faults
+from foretoken.engine.graphs import Graphs
 from foretoken.engine.pending import ToHost
 from foretoken.errors import (
     EngineBrokenError,
@@ -26,6 +27,7 @@ from foretoken.errors import (
     ForetokenError,
     NonFiniteLogitsError,
 )
+from foretoken.slots.step import StepShape
 
 OPTIONS: dict[str, Any] = {
     "backend": "torch", "threads": 1, "num_blocks": 40, "block_size": 4, "max_num_seqs": 2,
@@ -246,6 +248,40 @@ def test_readers_of_an_async_engine_end(
 
     found = asyncio.run(read_all())
     assert all(isinstance(e, kind) for e in found), found
+
+
+def test_a_step_that_cannot_be_captured_runs_without_a_graph(
+    target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(str(target), **OPTIONS)
+    whole = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)]
+    runner = llm.engine.runner
+    runner.graphs = Graphs((1, 2))
+    tried: list[StepShape] = []
+
+    def capture(shape: StepShape) -> None:
+        tried.append(shape)
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(runner, "capture", capture)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    assert [o.outputs[0].token_ids for o in outputs] == whole
+    assert len(tried) == len({*tried}) > 0, "each once"
+    assert caplog.text.count("run without a CUDA graph") == len(tried)
+
+
+def test_weights_that_do_not_fit(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    said = r"weights were loaded: CUDA out of memory.*files hold .* MiB\. Take a smaller checkpoint"
+    with monkeypatch.context() as patch:
+        patch.setattr("foretoken.engine.build.load_model", fail)
+        with pytest.raises(EngineMemoryError, match=said):
+            LLM(str(target), **OPTIONS)
+    monkeypatch.setattr("foretoken.drafting.draft_model.load_model", fail)
+    with pytest.raises(EngineMemoryError, match=r"drafter was loaded.*Take a smaller draft model"):
+        LLM(str(target), {"model": str(target)}, **OPTIONS)
 
 
 def test_a_device_that_fails_while_the_engine_is_built(

@@ -17,8 +17,9 @@ from foretoken.engine.assembly import Assembly
 from foretoken.engine.devices import choose_backend, choose_device
 from foretoken.engine.engine import Engine
 from foretoken.engine.faults import broken_engine, is_device_failure
-from foretoken.engine.gauge import gauge_of
-from foretoken.engine.memory import is_out_of_memory, memory_error
+from foretoken.engine.gauge import Gauge, gauge_of
+from foretoken.engine.memory import is_out_of_memory, memory_error, reserving
+from foretoken.engine.remedies import shown
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
@@ -29,6 +30,7 @@ from foretoken.sampling.params import SamplingParams
 _log = logging.getLogger(__name__)
 
 _HOST_CACHE_GIB = 0.5
+_SMALLER_DRAFT = "Take a smaller draft model, `ngram`, which has none, or no `speculative_config`."
 
 # What generation_config.json may set, besides `max_new_tokens`: the names that vLLM reads there.
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -68,15 +70,16 @@ def _build(config: EngineConfig) -> Engine:
         local_files_only=config.local_files_only,
         weights=config.load_format == "auto",
     )
-    model = load_model(
-        folder,
-        device=device,
-        dtype=config.dtype,
-        backend=backend,
-        dummy_seed=config.seed if config.load_format == "dummy" else None,
-        max_model_len=config.max_model_len,
-        view=view,
-    )
+    with reserving("the weights were loaded", _smaller_weights(folder, gauge)):
+        model = load_model(
+            folder,
+            device=device,
+            dtype=config.dtype,
+            backend=backend,
+            dummy_seed=config.seed if config.load_format == "dummy" else None,
+            max_model_len=config.max_model_len,
+            view=view,
+        )
     weights = gauge.taken() if gauge else 0
     native_target = model.fused is not None and device.type == "cpu"
     asked_threads = config.threads if device.type == "cpu" else 1
@@ -87,7 +90,8 @@ def _build(config: EngineConfig) -> Engine:
         torch.get_num_threads(),
     )
     tokenizer = _tokenizer(config, folder)
-    drafter = _build_drafter(config, backend, model, view, tokenizer)
+    with reserving("the drafter was loaded", _SMALLER_DRAFT):
+        drafter = _build_drafter(config, backend, model, view, tokenizer)
     assembly = Assembly(config, model, drafter, tokenizer, on_host=on_host)
     plan = assembly.plan(gauge, weights)
     _log.info("Memory:\n%s", plan.table())
@@ -111,6 +115,17 @@ def _completed(config: EngineConfig, device: torch.device) -> EngineConfig:
     if gib is None and device.type == "cpu":
         gib = _HOST_CACHE_GIB
     return replace(config, block_size=block_size, kv_cache_gib=gib)
+
+
+def _smaller_weights(folder: Path, gauge: Gauge | None) -> str:
+    """What to do if the weights do not fit, which no option makes smaller."""
+    remedy = "Take a smaller checkpoint or `dtype`."
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if stored:
+        remedy = f"The checkpoint's files hold {shown(stored)}. {remedy}"
+    if gauge is not None:
+        remedy += f" {shown(gauge.budget(1).free)} of the GPU were free at the start."
+    return remedy
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:

@@ -12,6 +12,7 @@ Without a GPU nothing is captured, and a stage is a call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ import torch
 
 from foretoken.ops import SlotParams
 from foretoken.slots.step import NONE, StepInput, StepRows, StepShape
+
+_log = logging.getLogger(__name__)
 
 Out = TypeVar("Out")
 
@@ -38,6 +41,7 @@ class Graphs:
         self.sizes = sizes
         self.num_drafts = num_drafts
         self._captured: dict[StepShape, dict[str, _Captured]] = {}
+        self._left_out: set[StepShape] = set()
         self._pool: Any = None  # one for all: no two stages run at the same time
         self._recording: dict[str, _Captured] | None = None
         self._warming = False
@@ -68,7 +72,17 @@ class Graphs:
             return None
         size = next(size for size in self.sizes if size >= count)
         most = self.num_drafts if max(step.max_drafts_B) else 0
-        return StepShape(size, most, params.has_filters, params.rules, warm)
+        shape = StepShape(size, most, params.has_filters, params.rules, warm)
+        return None if shape in self._left_out else shape
+
+    def leave_out(self, shape: StepShape) -> None:
+        """Memory ran out while such a step was captured: from here on they run as others do."""
+        self._left_out.add(shape)
+        _log.warning(
+            "Steps of %d requests run without a CUDA graph, which is slower: it would not fit into "
+            "memory. Lower `memory_fraction`.",
+            shape.size,
+        )
 
     def stage(self, name: str, run: Callable[..., Out], rows: StepRows, *given: Any) -> Out:
         """Run a stage of a step, or replay it; the next replay overwrites what it returns."""

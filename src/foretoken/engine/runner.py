@@ -23,6 +23,7 @@ from foretoken.cache.batch import ForwardBatch, gather_step
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, in_target_ids, no_drafts
 from foretoken.engine.graphs import Graphs
+from foretoken.engine.memory import is_out_of_memory
 from foretoken.engine.memory_plan import MemoryPlan
 from foretoken.engine.pending import PendingResult, packed
 from foretoken.engine.readout import readout
@@ -111,7 +112,13 @@ class Runner:
         warm = any(requests[slot].params.temperature > 0 for slot in step.slot_B)
         shape = self.graphs.shape_of(step, self.slots.params, warm=warm)
         if shape is not None and shape not in self.graphs:
-            self.capture(shape)
+            try:
+                self.capture(shape)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.graphs.leave_out(shape)
+                return None
         return shape
 
     def capture(self, shape: StepShape) -> None:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from foretoken.cache.kv_pool import KVPool
-from foretoken.config import EngineConfig
+from foretoken.config import BLOCK_SIZES, EngineConfig
 from foretoken.drafting.base import Drafter
 from foretoken.engine.gauge import Gauge, measure_steps
 from foretoken.engine.graphs import Graphs
@@ -57,7 +57,7 @@ class Assembly:
         on_host: bool,
     ) -> None:
         self.config, self.model, self.drafter, self.on_host = config, model, drafter, on_host
-        self.block_size = config.block_size or 0
+        self.block_size = config.block_size or BLOCK_SIZES[model.device.type]
         speculation = config.speculative_config
         self.num_drafts = speculation.num_speculative_tokens if speculation else 0
         self.captures = (

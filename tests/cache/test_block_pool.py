@@ -19,7 +19,8 @@ TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
 
 @dataclass(eq=False)
 class Cached:
-    """A block that can be found: behind `before`, holding `tokens`."""
+    """A block that can be found: behind `before`, by `tokens`, the last ones of which may be those
+    behind what it holds."""
 
     before: Cached | None
     tokens: list[int]
@@ -39,14 +40,15 @@ class Owner:
 class PoolMachine(RuleBasedStateMachine):
     """Owners come, find what is cached, fill their blocks, and go, in any order."""
 
-    @initialize(num_blocks=st.integers(1, 14))
-    def start(self, num_blocks: int) -> None:
-        self.pool = BlockPool(num_blocks, SIZE)
+    @initialize(num_blocks=st.integers(1, 14), lookahead=st.integers(0, 2))
+    def start(self, num_blocks: int, lookahead: int) -> None:
+        self.pool = BlockPool(num_blocks, SIZE, lookahead)
+        self.lookahead = lookahead
         self.owners: list[Owner] = []
         self.entries: list[Cached] = []
         self.empty = list(range(num_blocks - 1, -1, -1))
         self.unheld: list[Cached] = []  # least recently used first
-        self.content: dict[int, list[int]] = {}  # block -> all tokens up to its end
+        self.content: dict[int, list[int]] = {}  # block -> all tokens that its K/V depend on
 
     def held(self, block: int) -> bool:
         return any(block in owner.blocks for owner in self.owners)
@@ -58,7 +60,7 @@ class PoolMachine(RuleBasedStateMachine):
         chain: list[Cached] = []
         for i in range(most):
             before = chain[-1] if chain else None
-            entry = self.find(before, tokens[i * SIZE : (i + 1) * SIZE])
+            entry = self.find(before, tokens[i * SIZE : (i + 1) * SIZE + self.lookahead])
             if entry is None:
                 break
             chain.append(entry)
@@ -70,7 +72,8 @@ class PoolMachine(RuleBasedStateMachine):
         found = self.pool.match(tokens, len(tokens) // SIZE)
         assert [block for block, _ in found] == [entry.block for entry in chain]
         for i, (block, _) in enumerate(found):
-            assert self.content[block] == tokens[: (i + 1) * SIZE], "another text's K/V"
+            end = (i + 1) * SIZE + self.lookahead
+            assert self.content[block] == tokens[:end], "another text's K/V"
         missing = self.pool.blocks_for(len(tokens)) - len(found)
         shared = [block for block, _ in found]
         room = self.pool.num_free - self.pool.num_unheld(shared)
@@ -100,15 +103,17 @@ class PoolMachine(RuleBasedStateMachine):
         if not self.owners:
             return
         owner = self.owners[pick % len(self.owners)]
-        for i in range(len(owner.chain), min(len(owner.chain) + count, len(owner.tokens) // SIZE)):
-            own, block = owner.tokens[i * SIZE : (i + 1) * SIZE], owner.blocks[i]
+        most = (len(owner.tokens) - self.lookahead) // SIZE
+        for i in range(len(owner.chain), min(len(owner.chain) + count, most)):
+            end = (i + 1) * SIZE + self.lookahead
+            own, block = owner.tokens[i * SIZE : end], owner.blocks[i]
             before = owner.chain[-1] if owner.chain else None
             serial = owner.serials[-1] if owner.serials else ROOT
             entry = self.find(before, own)
             if entry is None:
                 entry = Cached(before, own, block)
                 self.entries.append(entry)
-                self.content[block] = owner.tokens[: (i + 1) * SIZE]
+                self.content[block] = owner.tokens[:end]
             owner.chain.append(entry)
             owner.serials.append(self.pool.enter(serial, own, block))
 
@@ -179,6 +184,22 @@ def test_what_stood_behind_an_evicted_block_is_never_found_for_other_tokens() ->
     third = pool.enter(ROOT, [3], first)
     assert third != serial
     assert len(pool.match([3, 2], 2)) == 1, "[2] was behind [1], not behind [3]"
+
+
+def test_a_block_that_depends_on_the_token_behind_it_is_kept_once_for_each() -> None:
+    """Found by its own tokens alone, the first would be given to texts that go on like the second.
+
+    It would not help them to leave out the last block found: here that is the block behind it.
+    """
+    texts = [[1, 2, 3, 4, 5], [1, 2, 6, 7, 8]]
+    for lookahead, kept in ((0, [0, 0]), (1, [0, 2])):
+        pool = BlockPool(4, 2, lookahead)
+        for text in texts:
+            blocks, serial = pool.allocate(2), ROOT
+            for i, block in enumerate(blocks):
+                serial = pool.enter(serial, pool.key(text, i), block)
+        assert [pool.match(text, 2)[0][0] for text in texts] == kept
+        assert [pool.match(text, 2)[1][0] for text in texts] == [1, 3]
 
 
 @pytest.mark.parametrize("damage", ["leak", "double owner", "double free", "unfit to cache"])

@@ -21,9 +21,11 @@ from foretoken.drafting.ngram import NGram
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import IntegrityError, StepError
 from foretoken.ops import DraftBlock, DraftCache, Rule
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, DraftRows, Outcome, StepInput, StepResult, StepRows
+from foretoken.slots.step import NONE, Outcome, StepInput, StepResult, StepRows
 from foretoken.slots.table import SlotTable
+from tests.models.heads import head_of
 from tests.support.checkpoints import VOCABULARY, ids_of
 
 CPU = torch.device("cpu")
@@ -41,7 +43,11 @@ IN_ORDER, MIXED = [0, 1, 2, 3], [2, 0, 3, 1]
 
 def build(target: Path, name: str, **speculation: Any) -> LLM:
     """The target drafts for itself where a drafter takes a model: q is near p, and never equal."""
-    given = {"draft_model": {"model": str(target)}, "ngram": {"prompt_lookup_min": 1}}
+    given = {
+        "draft_model": {"model": str(target)},
+        "eagle3": {"model": str(head_of(target))},
+        "ngram": {"prompt_lookup_min": 1},
+    }
     options = {"method": name, **given.get(name, {}), **speculation}
     return LLM(str(target), options, num_blocks=64, **OPTIONS)
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
+from foretoken.cache.batch import ForwardBatch, PackSizes, pack_batch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.drafting.registry import DRAFTERS, find_drafter
@@ -35,6 +39,7 @@ from foretoken.ops import (
     get_backend,
     unavailable,
 )
+from tests.models.heads import save_head
 from tests.support.slots import GivenSlots
 from tests.support.slots import observe as observe_outcome
 from tests.support.table_model import TableModel
@@ -42,7 +47,7 @@ from tests.support.table_model import TableModel
 TORCH = get_backend("torch")
 BACKEND = TORCH if unavailable("native") else get_backend("native")
 BLOCK = 16
-VOCABULARY = 5
+VOCABULARY, HIDDEN = 5, 16
 NUM_DRAFTS = 2
 MUTANT_TRIALS = 60_000
 QUICK = 40_000  # trials in `make test`: 2 s each; a drafter is asked request by request, in Python
@@ -71,13 +76,33 @@ def _no_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _head(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """A head that drafts four of the five tokens."""
+    sizes = {"hidden": HIDDEN, "vocabulary": VOCABULARY, "drafted": 4, "head_dim": 4}
+    OPTIONS["eagle3"] = {"model": str(save_head(tmp_path_factory.mktemp("head"), **sizes))}
+
+
 def setup_for(num_slots: int, backend: Backend, **speculation) -> DrafterSetup:
     spec = SpeculativeConfig(num_speculative_tokens=NUM_DRAFTS, **speculation)
     config = EngineConfig(
         model="table", speculative_config=spec, block_size=BLOCK, max_num_seqs=num_slots,
         max_num_batched_tokens=4 * num_slots,
     )  # fmt: skip
-    return DrafterSetup(config, spec, backend, CPU, VOCABULARY, 4096)
+    embedding = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return DrafterSetup(config, spec, backend, CPU, VOCABULARY, 4096, embedding=embedding)
+
+
+def target_pass(slots: GivenSlots, asked: list[int], starts: list[int]) -> ForwardBatch:
+    """The last known token of each slot, and drafts behind it, as a target computes them."""
+    slot_B, start_B = torch.tensor([asked, starts])
+    count_B = torch.full_like(slot_B, 1 + NUM_DRAFTS)
+    sizes = PackSizes(len(asked) * (1 + NUM_DRAFTS), 0, 1 + NUM_DRAFTS)
+    return pack_batch(slots.state, slot_B, start_B, count_B, 0 * count_B, sizes, BLOCK)
+
+
+# Hidden states by token and position, of three layers; a token that is not known has the last.
+AUX = torch.randn(3, VOCABULARY + 2, BLOCK, HIDDEN, generator=torch.Generator().manual_seed(2))
 
 
 def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
@@ -86,9 +111,12 @@ def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
 
     def observe(asked: list[int], known_B: list[int]) -> None:
         again = [(slot, known) for slot, known in zip(asked, known_B, strict=True) if slot in last]
+        asked_again = [slot for slot, _ in again]
         drafts = one_hot_block([[0] * last[slot][1] for slot, _ in again], CPU)
         accepted = [known - last[slot][0] - 1 for slot, known in again]
-        observe_outcome(built, [slot for slot, _ in again], drafts, accepted)
+        batch = target_pass(slots, asked_again, [last[slot][0] - 1 for slot in asked_again])
+        aux = AUX[:, batch.token_T, batch.position_T].unbind()
+        observe_outcome(built, asked_again, drafts, accepted, batch, aux)
 
     def propose(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
         asked, known_B = slot_B.tolist(), (position_B + 1).tolist()
@@ -121,7 +149,7 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
         setup = setup_for(num_slots, backend, method=name, **{**OPTIONS.get(name, {}), **options})
         module = import_module(DRAFTERS[name].split(":")[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "resolve_checkpoint", lambda *_, **__: None, raising=False)
+            patch.setattr(module, "resolve_checkpoint", lambda name, **_: Path(name), raising=False)
             patch.setattr(module, "load_model", lambda *_, **__: model, raising=False)
             patch.setattr(module, "load_tokenizer", lambda _: None, raising=False)
             built = find_drafter(setup.speculation)(setup)
@@ -186,12 +214,13 @@ def check_lossless(
     assert joint_p_value(emission.token_SL, setting.next_token(target)) > CORRECT_P
 
 
+@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 @pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.COUPLED])
 def test_greedy_drafts_verified_as_one_hot_are_lossless(
-    chains: tuple[Chain, Chain], rule: Rule
+    chains: tuple[Chain, Chain], rule: Rule, name: str
 ) -> None:
     setting = Setting(1.0, rule=rule)
-    check_lossless(chains, "draft_model", BACKEND, setting, draft_sample_method="greedy")
+    check_lossless(chains, name, BACKEND, setting, draft_sample_method="greedy")
 
 
 def mutant_q_of_another_draft(make: MakePropose) -> MakePropose:
@@ -204,6 +233,23 @@ def mutant_hidden_token(make: MakePropose) -> MakePropose:
     return lambda params: hide_token(make(params))
 
 
+def mutant_other_ids(make: MakePropose) -> MakePropose:
+    """Drafts are by the target's ids, but not their q."""
+
+    def mutant(params: SlotParams) -> Propose:
+        propose = make(params)
+
+        def shifted(*asked: Tensor) -> DraftBlock:
+            drafts = propose(*asked)
+            assert drafts.cache is not None
+            q = replace(drafts.cache, logits_SKV=drafts.cache.logits_SKV.roll(1, dims=2))
+            return replace(drafts, cache=q)
+
+        return shifted
+
+    return mutant
+
+
 def mutant_p_value(backend: Backend, chains: tuple[Chain, Chain], make: MakePropose) -> float:
     target, _ = chains
     setting = Setting(1.0)
@@ -211,9 +257,19 @@ def mutant_p_value(backend: Backend, chains: tuple[Chain, Chain], make: MakeProp
     return joint_p_value(emission.token_SL, setting.next_token(target))
 
 
-@pytest.mark.parametrize("mutate", [mutant_q_of_another_draft, mutant_hidden_token])
-def test_mutants_of_the_proposal_are_rejected(chains: tuple[Chain, Chain], mutate) -> None:
-    make = mutate(drafter("draft_model", chains[1]))
+@pytest.mark.parametrize(
+    ("name", "mutate"),
+    [
+        ("draft_model", mutant_q_of_another_draft),
+        ("draft_model", mutant_hidden_token),
+        ("eagle3", mutant_q_of_another_draft),
+        ("eagle3", mutant_other_ids),
+    ],
+)
+def test_mutants_of_the_proposal_are_rejected(
+    chains: tuple[Chain, Chain], name: str, mutate
+) -> None:
+    make = mutate(drafter(name, chains[1]))
     assert mutant_p_value(BACKEND, chains, make) < MUTANT_P
 
 

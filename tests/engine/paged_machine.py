@@ -30,8 +30,9 @@ from foretoken.engine.sampler import Sampler
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
+from foretoken.ops.steps import DraftRows
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.step import DraftRows, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import NO_TOKEN, SlotTable
 from tests.engine.naive import (
     MOST_DRAFTS,

@@ -17,9 +17,11 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.engine.graphs import Graphs
 from foretoken.errors import ForetokenError
+from foretoken.ops.steps import DraftRows
 from foretoken.outputs import RequestOutput
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
+from tests.models.heads import head_of
 
 PROMPTS = [
     "def f(x):\n",
@@ -33,6 +35,7 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "plain": None,
     "draft_model": {},
     "greedy": {"draft_sample_method": "greedy"},
+    "eagle3": {"method": "eagle3"},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
 }
 
@@ -70,11 +73,11 @@ def params_of(kind: str, number: int) -> list[SamplingParams]:
 
 
 def serve(
-    target: Path, draft: Path, kind: str, *, on_host: bool, num_blocks: int = 26, **options: Any
+    target: Path, draft: Path, kind: str, *, on_host: bool, num_blocks: int = 23, **options: Any
 ) -> list[RequestOutput]:
     spec = SPECULATION[kind]
     if spec is not None and kind != "ngram":
-        spec = {"model": str(draft), **spec}
+        spec = {"model": str(head_of(target) if kind == "eagle3" else draft), **spec}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("foretoken.engine.build.is_on_host", lambda device: on_host)
         llm = LLM(

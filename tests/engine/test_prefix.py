@@ -14,6 +14,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import NonFiniteLogitsError
 from foretoken.ops import DraftBlock, ForwardOutput
+from foretoken.ops.steps import DraftRows
 
 TEXT = list(b"class Shared:\n    def __init__(self, a, b):\n        self.a = a\n")
 
@@ -190,10 +191,10 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
         assert drafter is not None
         propose = drafter.propose
 
-        def recorded(slots: list[int], num_drafts: list[int]) -> DraftBlock:
-            block = propose(slots, num_drafts)
+        def recorded(rows: DraftRows) -> DraftBlock:
+            block = propose(rows)
             assert block.cache is not None
-            seen.append((block.token_BK.clone(), block.cache.logits_SKV[slots].clone()))
+            seen.append((block.token_BK.clone(), block.cache.logits_SKV[rows.slot_B].clone()))
             return block
 
         monkeypatch.setattr(drafter, "propose", recorded)

@@ -260,7 +260,7 @@ def test_without_kernels_the_engine_says_so_and_runs_on(
     with caplog.at_level(logging.WARNING, "foretoken"):
         llm = LLM(str(target), speculation, num_blocks=64)
     (record,) = caplog.records
-    said = f"Backend `torch`, without native kernels: {REASON}."
+    said = f"Backend `torch`, which is slower: `native` cannot run: {REASON}."
     assert (record.levelname, record.getMessage()) == ("WARNING", said)
     assert llm.engine.runner.model.fused is None
     assert llm.generate("abc", params)[0].outputs[0].token_ids == expected

@@ -74,7 +74,7 @@ def test_a_native_decoder_that_differs_is_named_with_the_remedy(
     monkeypatch.setattr(FusedDecoder, "forward", wrong)
     with pytest.raises(UnsupportedModelError, match="`llama` differs from its own") as caught:
         load_model(folder, device="cpu", backend="native")
-    assert 'native decoder; `backend="torch"` runs it through' in str(caught.value)
+    assert 'decoder of backend `native`; `backend="torch"` runs it through' in str(caught.value)
     assert load_model(folder, device="cpu", backend="torch").fused is None
 
 

@@ -237,10 +237,12 @@ def test_draft(field: str, value: object) -> None:
 
 
 def test_a_row_of_the_cache_is_written_once() -> None:
-    given = {**draft_arguments(), "slot_N": torch.tensor([1, 1])}
+    given = {**draft_arguments(), "slot_N": torch.tensor([0, 0])}
     draft(**given)  # two drafts of one slot
     with pytest.raises(ConfigError, match="slot_N"):
         draft(**{**given, "draft_index_N": torch.tensor([1, 1])})
+    padding = {"slot_N": torch.tensor([1, 1]), "draft_index_N": torch.tensor([1, 1])}
+    draft(**{**given, **padding})  # of the last slot
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tests.project.source import imports, modules
 from tests.support.cases import drafts_of, host_backends, make_params
 
 OPS = ("process_logits", "sample", "draft", "verify", "logprobs", "attention")
+STEPS = get_backend("torch").steps
 
 
 def test_unknown_and_former_names() -> None:
@@ -53,6 +54,8 @@ def test_an_op_has_one_file_name_in_every_backend(name: str) -> None:
         home, _, file = getattr(backend._kernels, op).__module__.rpartition(".")
         assert home == f"foretoken.ops.backends.{lender}"
         assert file in files.get(op, {op})
+    lender = name if name == "triton" else "torch"
+    assert backend.steps.__name__ == f"foretoken.ops.backends.{lender}.steps"  # type: ignore[attr-defined]
 
 
 def test_backends_leave_checks_to_the_dispatcher() -> None:
@@ -72,7 +75,7 @@ class Recorder:
         def noting(name: str) -> Any:
             return lambda *given: self.calls.append((name, given))
 
-        return Backend("noting", Kernels(*map(noting, OPS)))
+        return Backend("noting", Kernels(*map(noting, OPS), STEPS))
 
 
 def test_what_was_checked_is_handed_on_and_what_was_refused_is_not() -> None:
@@ -111,7 +114,7 @@ def test_what_was_checked_is_handed_on_and_what_was_refused_is_not() -> None:
 
 def test_the_number_of_threads_reaches_the_kernels() -> None:
     told: list[int] = []
-    kernels = Kernels(*[lambda *_: None] * len(OPS), set_num_threads=told.append)  # type: ignore[list-item]
+    kernels = Kernels(*[lambda *_: None] * len(OPS), STEPS, set_num_threads=told.append)  # type: ignore[list-item]
     Backend("telling", kernels).set_num_threads(3)
     assert told == [3]
 

@@ -9,7 +9,10 @@ import sys
 
 import pytest
 
-KERNELS = "decide edit filter guess likeliest measure pick residual scan settle sweep wide write"
+KERNELS = """
+    advance count decide decode edit filter found guess join likeliest measure merge pack pick plan
+    prefill put residual scan search settle sweep wide write write_new
+"""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")

@@ -13,7 +13,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 8
-MAX_SUPPORT_LINES = 2000  # of tests/support in all
+MAX_SUPPORT_LINES = 2050  # of tests/support in all
 # Functions whose parameters are a published contract: the limit they have is the limit they keep.
 WIDE_CONTRACTS = {
     "foretoken.models.attention": 9,  # the signature that Transformers calls
@@ -83,7 +83,10 @@ def test_function_length() -> None:
 
 def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Code of a device, called by kernels or launched by a host function, which is counted."""
-    return any(ast.unparse(decorator).startswith("triton.") for decorator in node.decorator_list)
+    return any(
+        ast.unparse(decorator).startswith(("triton.", "gluon."))
+        for decorator in node.decorator_list
+    )
 
 
 def parameter_count(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

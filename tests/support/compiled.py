@@ -18,6 +18,8 @@ from triton.runtime.jit import JITFunction
 from foretoken.ops import (
     DRAFT,
     TARGET,
+    AttentionBatch,
+    AttentionOptions,
     DraftBlock,
     DraftCache,
     Edits,
@@ -27,6 +29,8 @@ from foretoken.ops import (
     SlotParams,
     VerifyBatch,
 )
+from foretoken.ops.steps import DraftRows, PackSizes, Steps, StepTokens
+from tests.ops.test_steps import BLOCK_SIZE, make_case, make_verdict
 
 typed: set[str] = set()
 
@@ -120,6 +124,40 @@ def every_op(
         )
 
 
+def every_step(steps: Steps, requests: int, most: int) -> None:
+    """All launches of a step's bookkeeping; `most` drafts."""
+    case = make_case(1, requests, most, prompts=requests > 1, device=torch.device("cpu"))
+    num_D, position_D = steps.count_drafts(case.state, case.slot_D, case.most_D)
+    tokens = StepTokens(case.slot_B, case.num_tokens_B, case.of_B, num_D)
+    steps.pack(case.state, tokens, PackSizes(64, 8, 9), BLOCK_SIZE)
+    steps.advance(case.state, tokens, make_verdict(1, case.most_D * 0, most))
+    rows = DraftRows(case.slot_D, num_D, position_D, most)
+    steps.begin_round(case.state, rows, 2, 50, BLOCK_SIZE)
+    drafts = steps.join_drafts([num_D] * most, num_D)
+    steps.write_drafts(case.state, rows, num_D, drafts, 6)
+    steps.look_up(case.state, rows, 1, 3)
+
+
+def every_attention(package: Any, dtype: torch.dtype, new: int, full: bool) -> None:
+    """Attention of 2 requests with `new` tokens each. full: with all options and norms."""
+    heads, kv_heads, size, page = 4, 2, 64, 16
+    start = torch.tensor([0, new, 2 * new])
+    few = new if new <= package.MOST_NEW else 0
+    batch = AttentionBatch(start, torch.tensor([60, 90]), torch.zeros(2, 40).long(), page, few)
+    options = AttentionOptions(0.1)
+    if full:
+        options = AttentionOptions(0.1, 33, 5.0, torch.zeros(heads))
+    norms = (torch.ones(size),) * 2 if full else (None, None)
+    turns = package.HeadInputs(torch.zeros(99, size // 4), torch.zeros(99, size // 4), *norms)
+    cache = torch.zeros(9, page, kv_heads, size, dtype=dtype)
+    qkv_TW = torch.zeros(2 * new, (heads + 2 * kv_heads) * size, dtype=dtype)
+    if few:
+        out_TC = torch.zeros(2 * new, heads * size, dtype=dtype)
+        package.attend_new(qkv_TW, turns, cache, cache, batch, options, out_TC, True)
+    query_THD = package.write_new(qkv_TW, turns, cache, cache, batch, True)
+    package.attention(query_THD, cache, cache, batch, options)
+
+
 def main() -> None:
     driver.set_active(NoDriver())
     run = JITFunction.run
@@ -134,6 +172,13 @@ def main() -> None:
     every_op(ops, torch.float16, frozenset(Rule) - {Rule.BLOCK}, True, True, only="verify")
     every_op(ops, torch.float32, frozenset(Rule), False, False, only="verify")
     every_op(ops, torch.float32, frozenset(Rule), False, True, width=1)
+    for requests, most in ((1, 1), (5, 4)):
+        every_step(ops.steps, requests, most)
+    package = importlib.import_module("foretoken.ops.backends.triton.attention")
+    package.attend.check_device = lambda *query: None
+    for new, full in ((1, False), (5, True), (16, True), (40, True)):
+        for dtype in (torch.bfloat16, torch.float32):
+            every_attention(package, dtype, new, full)
     print(" ".join(sorted(typed)))
 
 

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foretoken.drafting.base import Drafter
 from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
+from foretoken.ops.steps import DraftRows
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, DraftRows, SlotSpan, StepInput, StepResult, StepRows
+from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult, StepRows
 from foretoken.slots.table import NO_TOKEN, SlotTable
 
 CPU = torch.device("cpu")
@@ -53,9 +55,18 @@ class GivenSlots(SlotTable):
 
 
 def observe(
-    drafter: Drafter, slots: Sequence[int], drafts: DraftBlock, accepted: Sequence[int]
+    drafter: Drafter,
+    slots: Sequence[int],
+    drafts: DraftBlock,
+    accepted: Sequence[int],
+    batch: Any = None,
+    aux: tuple[Tensor, ...] = (),
 ) -> None:
-    """Show a decode step in which so many drafts of each request were accepted, then token 0."""
+    """Show a decode step in which so many drafts of each request were accepted, then token 0.
+
+    Args:
+        batch, aux: the `ForwardBatch` of what the target computed, and its hidden states.
+    """
     nums = drafts.num_B.tolist()
     tokens = [
         [*row[:kept], 0, *[-1] * (len(row) - kept)]
@@ -69,5 +80,4 @@ def observe(
     )
     slot_B = torch.tensor(slots)
     rows = StepRows(step, slot_B, torch.ones_like(slot_B), slot_B, drafts.num_B, None, max(nums))
-    batch: Any = None
-    drafter.observe(rows, batch, StepResult(spans, slots, drafts, verdict))
+    drafter.observe(rows, batch, StepResult(spans, slots, drafts, verdict, aux=aux))

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from foretoken.errors import IntegrityError
 from foretoken.ops import AttentionBatch, DraftBlock
+from foretoken.ops.steps import PackSizes
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import NONE, SlotSpan, SlotState, StepRows
+from foretoken.slots.step import NONE, SlotSpan, StepRows
 from foretoken.slots.table import SlotTable
 
 
@@ -44,18 +45,6 @@ class ForwardBatch(NamedTuple):
     def deciding(self, logits_NV: Tensor) -> Tensor:
         """The rows that decide."""
         return logits_NV if self.decision_N is None else logits_NV[self.decision_N]
-
-
-class PackSizes(NamedTuple):
-    """How large a batch is that is packed on a device: bounds that the host knows.
-
-    tokens, rows: no more than so many tokens, and rows whose logits are wanted
-    queries:      no request has more new tokens
-    """
-
-    tokens: int
-    rows: int
-    queries: int
 
 
 def gather_step(
@@ -98,20 +87,15 @@ def _pack_step(
     """
     step, most = rows.step, drafts.token_BK.shape[1]
     size_B, size_D = len(rows.slot_B), len(rows.slot_D)
-    num_drafts_B, want_B = drafts.num_B, drafts.num_B + 1
-    if rows.at_D is not None:
-        num_drafts_B = torch.zeros_like(rows.slot_B).index_copy(0, rows.at_D, drafts.num_B)
-        want_B = torch.zeros_like(rows.slot_B).index_copy(0, rows.at_D, want_B)
-    start_B = slots.state.computed_S[rows.slot_B]
-    count_B = rows.num_tokens_B + num_drafts_B
     num_tokens = sum(step.num_tokens_B) + size_B - len(step.slot_B)
     queries = [n + most * d for n, d in zip(step.num_tokens_B, step.decides_B, strict=True)]
     sizes = PackSizes(
         num_tokens + size_D * most, size_D * (most + 1), max(queries, default=1 + most)
     )
     if slots.device.type == "cpu":  # where the truth costs nothing, and ops insist on it
-        sizes = sizes._replace(tokens=int(count_B.sum()), rows=int(want_B.sum()))
-    batch = pack_batch(slots.state, rows.slot_B, start_B, count_B, want_B, sizes, block_size)
+        num_drafts = int(drafts.num_B.sum())
+        sizes = sizes._replace(tokens=num_tokens + num_drafts, rows=size_D + num_drafts)
+    batch = ForwardBatch(*slots.pack(rows, drafts.num_B, sizes, block_size))
     prompts = [b for b, most in enumerate(step.num_prompt_logprobs_B) if most != NONE]
     if not prompts:
         return batch
@@ -163,49 +147,3 @@ def gather_batch(
     token_T, position_T, row_N, start_B1, length_B = torch.split_with_sizes(packed, sizes)
     attention = AttentionBatch(start_B1, length_B, block_BL, block_size, values_fit=True)
     return ForwardBatch(token_T, position_T, row_N, attention, spans=spans)
-
-
-def pack_batch(
-    state: SlotState,
-    slot_B: Tensor,
-    start_B: Tensor,
-    count_B: Tensor,
-    want_B: Tensor,
-    sizes: PackSizes,
-    block_size: int,
-) -> ForwardBatch:
-    """Pack tokens that slots hold, on their device, where alone their numbers are known.
-
-    Args:
-        start_B, count_B: int64; the first token of each, and how many, one at least.
-        want_B: int64; logits are wanted for the last so many tokens of each.
-
-    Returns:
-        `sizes.tokens` tokens. Behind those of the last request follow tokens of the spare slot at
-        position 0, and rows behind the last one that is wanted name token 0: nobody reads them.
-    """
-    ends_B, device = count_B.cumsum(0), slot_B.device
-    starts_B = ends_B - count_B
-    index_T = torch.arange(sizes.tokens, device=device)
-    owner_T = torch.searchsorted(ends_B, index_T, right=True)
-    spare = state.length_S.shape[0] - 1
-    is_real_T = owner_T < len(slot_B)
-    owner_T = owner_T.clamp(max=len(slot_B) - 1)
-    slot_T = torch.where(is_real_T, slot_B[owner_T], spare)
-    position_T = torch.where(is_real_T, index_T + (start_B - starts_B)[owner_T], 0)
-    token_T = state.token_SL[slot_T, position_T].to(torch.int64)
-    wanted_B = want_B.cumsum(0)
-    index_N = torch.arange(sizes.rows, device=device)
-    of_N = torch.searchsorted(wanted_B, index_N, right=True)
-    is_real_N = of_N < len(slot_B)
-    of_N = of_N.clamp(max=len(slot_B) - 1)
-    row_N = torch.where(is_real_N, index_N + (ends_B - wanted_B)[of_N], 0)
-    attention = AttentionBatch(
-        torch.cat([ends_B.new_zeros(1), ends_B]),
-        start_B + count_B,
-        state.block_SL[slot_B],
-        block_size,
-        most_queries=sizes.queries,
-        values_fit=True,
-    )
-    return ForwardBatch(token_T, position_T, row_N, attention)

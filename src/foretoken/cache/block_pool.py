@@ -21,11 +21,16 @@ class BlockPool:
     in first out, so that a block just freed is used while it is warm; a fresh pool hands out 0, 1,
     2, ... so that one request's blocks are adjacent in memory), then the least recently used
     cached ones.
+
+    Args:
+        lookahead: tokens behind a block that what it holds depends on, too, and that it is found
+            by; a block can be cached and found only once they are known.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, lookahead: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.lookahead = lookahead
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._refs = [0] * num_blocks
@@ -70,12 +75,17 @@ class BlockPool:
             else:
                 self._empty.append(block)
 
+    def key(self, token_ids: Sequence[int], column: int) -> Sequence[int]:
+        """The tokens that a request's block at this column is found by, fewer at its end."""
+        start = column * self.block_size
+        return token_ids[start : start + self.block_size + self.lookahead]
+
     def match(self, token_ids: Sequence[int], num_blocks: int) -> list[Entry]:
         """The cached blocks that hold the first tokens: as many as follow, at most `num_blocks`."""
         found: list[Entry] = []
         serial = ROOT
-        for start in range(0, num_blocks * self.block_size, self.block_size):
-            entry = self._index.find(serial, token_ids[start : start + self.block_size])
+        for column in range(num_blocks):
+            entry = self._index.find(serial, self.key(token_ids, column))
             if entry is None:
                 break
             found.append(entry)
@@ -95,9 +105,9 @@ class BlockPool:
 
         Args:
             before: the serial of the request's block before it, or `ROOT`.
-            tokens: the `block_size` tokens whose K/V it holds.
+            tokens: its `key`: the `block_size` tokens whose K/V it holds, and those behind.
         """
-        if len(tokens) != self.block_size or not self._refs[block]:
+        if len(tokens) != self.block_size + self.lookahead or not self._refs[block]:
             raise IntegrityError(f"block {block} cannot be cached: not full, or held by nobody")
         return self._index.add(before, tokens, block)
 

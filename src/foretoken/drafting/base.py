@@ -26,8 +26,9 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 
@@ -68,6 +69,8 @@ class Drafter(ABC):
         addressed by the engine's block ids, so that they roll back with the target's; and what it
         keeps for one request beside K/V, the q of its drafts above all, so that it is taken to
         grow with K.
+    reads_next_token: what it keeps for a position depends on the token behind it, too. A block is
+        then shared only among requests that agree in the token behind its last one.
     num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
         is found by others once the target has computed so many tokens past its end.
     target_ids: int64 [V'], the target's id of each id that it proposes; None if they are the same.
@@ -75,6 +78,7 @@ class Drafter(ABC):
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
+    reads_next_token: ClassVar[bool] = False
     num_behind: int = 0
     kv_bytes_per_block: int = 0
     bytes_per_slot: int = 0
@@ -139,6 +143,12 @@ class Drafter(ABC):
 def no_drafts(num_requests: int, device: torch.device) -> DraftBlock:
     """A `DraftBlock` without drafts, the same one in every step."""
     return one_hot_block([[]] * num_requests, device)
+
+
+@cache
+def q_flags(num_requests: int, device: torch.device, *, real: bool) -> Tensor:
+    """`DraftBlock.real_q_B` of requests that are alike, the same tensor in every step."""
+    return torch.full((num_requests,), real, device=device)
 
 
 def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> DraftBlock:

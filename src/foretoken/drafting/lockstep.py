@@ -7,6 +7,10 @@ computes in the same step, over the same packed tokens. Then at most one known t
 missing when a round begins, the last draft of a round that was accepted whole, and every round
 computes the last two known tokens. What this costs: a draft pass in steps that draft nothing.
 
+A request that wants no more drafts takes part in the passes that are left, behind its drafts. What
+that leaves in its own blocks is what a rejected draft leaves: computed again before it counts.
+Where these blocks end, the round's table leads to one that belongs to nobody.
+
 A block can be found by others once the target has computed past its end (`num_behind`): only then
 is the draft's half of it complete.
 
@@ -17,15 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch, PackSizes, pack_batch
+from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool
+from foretoken.drafting.base import q_flags
 from foretoken.drafting.draft_model import DraftModel
-from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows, Rule
+from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
 
 _FIRST = 2  # known tokens that a round computes
 
@@ -46,60 +51,32 @@ class LockstepDraftModel(DraftModel):
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`; every request takes part in every pass, if only as padding."""
-        table, end = self.table, self.model.max_model_len + 1  # the last draft is not computed
-        num_B = torch.minimum(rows.num_B, (end - rows.position_B).clamp(min=0))
-        fits_B = rows.position_B < end
-        slot_B = torch.where(fits_B, rows.slot_B, table.spare)
-        position_B = torch.where(fits_B, rows.position_B, 1)
+        table, block_size = self.table, self.block_size
+        max_len = self.model.max_model_len
+        plan = table.steps.begin_round(table.state, rows, _FIRST, max_len, block_size)
         cache = self._cache if rows.warm else None
-        count_B = position_B.clamp(max=_FIRST)
-        sizes = PackSizes(_FIRST * len(slot_B), len(slot_B), _FIRST)
-        if table.device.type == "cpu":
-            sizes = sizes._replace(tokens=int(count_B.sum()))
-        batch = pack_batch(
-            table.state, slot_B, position_B - count_B, count_B, torch.ones_like(slot_B), sizes,
-            self.block_size,
-        )  # fmt: skip
+        batch = ForwardBatch(*plan.first)
+        block_BL, row_B = batch.attention.block_BL, plan.index_B1[:-1]
         drafts: list[Tensor] = []
         for i in range(rows.most):
             if i:
-                batch = self._next(rows, drafts[-1], i < num_B, i)
+                attention = AttentionBatch(
+                    plan.index_B1, plan.length_KB[i], block_BL, block_size,
+                    most_queries=1, values_fit=True,
+                )  # fmt: skip
+                batch = ForwardBatch(drafts[-1], plan.position_KB[i], row_B, attention)
             logits_BV = self.model.forward(batch, self.kv).logits_NV
-            drafts.append(self._draw_at(logits_BV, rows, i, cache))
-        index_K = torch.arange(rows.most, device=table.device)
-        token_BK = torch.stack(drafts, dim=1).masked_fill(index_K >= num_B[:, None], -1)
-        params = table.params
-        real_q_B = torch.zeros_like(num_B, dtype=torch.bool)
-        if cache is not None:
-            coupled_B = params.rule_S[rows.slot_B] == Rule.COUPLED
-            real_q_B = (params.temperature_S[rows.slot_B] > 0) & ~coupled_B & (num_B > 0)
-        return DraftBlock(token_BK, num_B, cache, real_q_B)
-
-    def _next(self, rows: DraftRows, token_B: Tensor, goes_on_B: Tensor, i: int) -> ForwardBatch:
-        """A pass over draft i - 1 of each; who wants no more computes for nobody."""
-        state, count = self.table.state, len(token_B)
-        slot_B = torch.where(goes_on_B, rows.slot_B, self.table.spare)
-        position_B = torch.where(goes_on_B, rows.position_B + (i - 1), 0)
-        index_B1 = torch.arange(count + 1, device=self.table.device)
-        attention = AttentionBatch(
-            index_B1,
-            position_B + 1,
-            state.block_SL[slot_B],
-            self.block_size,
-            most_queries=1,
-            values_fit=True,
-        )
-        return ForwardBatch(token_B, position_B, index_B1[:-1], attention)
-
-    def _draw_at(
-        self, logits_BV: Tensor, rows: DraftRows, i: int, cache: DraftCache | None
-    ) -> Tensor:
-        if cache is None:
-            return logits_BV.argmax(dim=-1)
-        noise = Noise(
-            rows.position_B + i, torch.full_like(rows.slot_B, i), DRAFT, self.config.use_fp64_gumbel
-        )
-        return self.backend.draft(Rows(logits_BV, self.table.params, rows.slot_B), noise, cache)
+            if cache is None:
+                drafts.append(logits_BV.argmax(dim=-1))
+                continue
+            fp64 = self.config.use_fp64_gumbel
+            noise = Noise(plan.length_KB[i], plan.index_KB[i], DRAFT, fp64)
+            logits = Rows(logits_BV, table.params, rows.slot_B)
+            drafts.append(self.backend.draft(logits, noise, cache))
+        token_BK = table.steps.join_drafts(drafts, plan.num_B)
+        # True is right at T=0 and under COUPLED, too: nothing of q is read there.
+        real_q_B = q_flags(len(rows.slot_B), table.device, real=cache is not None)
+        return DraftBlock(token_BK, plan.num_B, cache, real_q_B)
 
     def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
         """Compute what the target computed, unless a round of drafting did."""

@@ -12,6 +12,7 @@ from foretoken.errors import ConfigError
 
 DRAFTERS = {
     "draft_model": "foretoken.drafting.draft_model:DraftModel",
+    "eagle3": "foretoken.drafting.eagle3:Eagle3",
     "ngram": "foretoken.drafting.ngram:NGram",
 }
 

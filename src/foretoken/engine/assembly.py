@@ -128,7 +128,9 @@ class Assembly:
         if self.on_host:
             slots = SlotTable(config.max_num_seqs, device, **sizes)
         else:
-            slots = DeviceSlotTable(config.max_num_seqs, device, **sizes, trash_block=num_blocks)
+            slots = DeviceSlotTable(
+                config.max_num_seqs, device, model.backend.steps, **sizes, trash_block=num_blocks
+            )
             pool_blocks += 1
         if drafter is not None:
             drafter.allocate(slots, pool_blocks)

@@ -63,7 +63,8 @@ def _build(config: EngineConfig) -> Engine:
     if config.speculative_config is not None:  # a wrong name is refused before anything is loaded
         drafter_class = find_drafter(config.speculative_config, on_host=on_host)
         view = drafter_class.target_view(config)
-    backend, gauge = choose_backend(config.backend, device), gauge_of(device)
+    backend = choose_backend(config.backend, device, deterministic=config.deterministic)
+    gauge = gauge_of(device)
     folder = resolve_checkpoint(
         config.model,
         revision=config.revision,
@@ -96,8 +97,9 @@ def _build(config: EngineConfig) -> Engine:
     plan = assembly.plan(gauge, weights)
     _log.info("Memory:\n%s", plan.table())
     model.max_model_len = plan.max_model_len
+    lookahead = int(drafter is not None and drafter.reads_next_token)
     scheduler = Scheduler(
-        BlockPool(plan.num_blocks, assembly.block_size),
+        BlockPool(plan.num_blocks, assembly.block_size, lookahead),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,

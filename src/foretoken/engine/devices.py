@@ -78,7 +78,7 @@ def _check_kernels(name: str, device: torch.device) -> None:
         )  # fmt: skip
 
 
-def choose_backend(name: str, device: torch.device) -> Backend:
+def choose_backend(name: str, device: torch.device, *, deterministic: bool = False) -> Backend:
     """The backend asked for, or the fastest that this machine has.
 
     Raises:
@@ -91,14 +91,14 @@ def choose_backend(name: str, device: torch.device) -> Backend:
                 f"one that can run: Triton's kernels take 7.5 or more, not {described_gpu(device)}"
             )
             raise ConfigError("backend", name, bound, remedy)
-        return get_backend(name)
+        return get_backend(name, deterministic=deterministic)
     name = "native" if device.type == "cpu" else "triton"
     reason = f"this is {described_gpu(device)}" if _is_old(device) else unavailable(name)
     if reason is not None:
         _log.warning("Backend `torch`, which is slower: `%s` cannot run: %s.", name, reason)
         name = "torch"
     _log.info("Backend `%s`.", name)
-    return get_backend(name)
+    return get_backend(name, deterministic=deterministic)
 
 
 def _is_old(device: torch.device) -> bool:

@@ -46,7 +46,7 @@ class Graphs:
         self._recording: dict[str, _Captured] | None = None
         self._warming = False
 
-    def __contains__(self, shape: StepShape) -> bool:
+    def __contains__(self, shape: StepShape | None) -> bool:
         return shape in self._captured
 
     @property
@@ -98,6 +98,12 @@ class Graphs:
         graph, out = self._captured[rows.shape][name]
         graph.replay()
         return out
+
+    def give_up(self, reason: Exception) -> None:
+        """Capture nothing any more, and say why."""
+        self.sizes = ()
+        first = (str(reason).splitlines() or [type(reason).__name__])[0]
+        _log.warning("Steps run without CUDA graphs, slower: %s", first)
 
     @contextmanager
     def warming(self) -> Iterator[None]:

@@ -16,7 +16,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.ops import DraftBlock, Logprobs, Verdict
 from foretoken.slots.step import (
     NONE,
@@ -24,19 +23,8 @@ from foretoken.slots.step import (
     SlotSpan,
     StepInput,
     StepResult,
-    StepRows,
     some_rows,
 )
-
-
-def packed(rows: StepRows, batch: ForwardBatch, result: StepResult) -> Tensor:
-    """What the host will ask for of a step, as one tensor: int64 [B + D * (K + 4)]."""
-    attention, verdict = batch.attention, result.verdict
-    starts = attention.query_start_B1
-    start_B = attention.length_B - (starts[1:] - starts[:-1])
-    columns = (result.drafts.num_B, verdict.n_accept_B, verdict.finite_B.to(torch.int64))
-    of_D = torch.cat([torch.stack(columns, dim=1), verdict.token_BK1.to(torch.int64)], dim=1)
-    return torch.cat([start_B, of_D.flatten()])
 
 
 class ToHost:
@@ -66,7 +54,7 @@ class PendingResult:
 
     Attributes:
         step: its requests.
-        packet: of `packed`.
+        packet: of `Steps.advance`.
         size_B, size_D: requests in it, padding included.
         faults: by slot, what the part of one request alone raised.
         logprobs: of `Logprobs`, rows as in the step's batch; None if nobody wants any.
@@ -96,7 +84,8 @@ class PendingResult:
     def _result(self) -> StepResult:
         (packet,) = self.packet.wait()
         step = self.step
-        start_B, of_D = packet[: self.size_B].tolist(), packet[self.size_B :].view(self.size_D, -1)
+        start_B, of_D = packet[: self.size_B].tolist(), packet[self.size_B :]
+        of_D = of_D.view(self.size_D, -1 if self.size_D else 4)  # none may decide
         slot_D = step.deciding_slots
         of_D = of_D[: len(slot_D)]  # no padding
         num_D, accepted_D, finite_D = of_D[:, :3].unbind(dim=1)

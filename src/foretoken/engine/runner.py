@@ -25,14 +25,15 @@ from foretoken.drafting.base import Drafter, in_target_ids, no_drafts
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.memory import is_out_of_memory
 from foretoken.engine.memory_plan import MemoryPlan
-from foretoken.engine.pending import PendingResult, packed
+from foretoken.engine.pending import PendingResult
 from foretoken.engine.readout import readout
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.trace import PhaseClock
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock, Edits, ForwardOutput
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.edits import build_edits
-from foretoken.slots.step import DraftRows, StepInput, StepResult, StepRows, StepShape
+from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
 
 
 class Runner:
@@ -118,14 +119,23 @@ class Runner:
                 if not is_out_of_memory(error):
                     raise
                 self.graphs.leave_out(shape)
-                return None
-        return shape
+        return shape if shape in self.graphs else None
 
     def capture(self, shape: StepShape) -> None:
-        """Record the stages of such steps, on padding alone: nobody's slot is touched."""
-        for mode in (self.graphs.warming(), self.graphs.recording(shape)):
-            with mode:
+        """Record the stages of such steps, on padding alone: nobody's slot is touched.
+
+        A model that looks at the device in the midst of a pass cannot be recorded, whatever the
+        shape: every step runs operator by operator then.
+        """
+        with self.graphs.warming():
+            self._run(StepInput.padding(), shape)
+        try:
+            with self.graphs.recording(shape):
                 self._run(StepInput.padding(), shape)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            self.graphs.give_up(error)
 
     def _propose(self, rows: StepRows) -> tuple[DraftRows, DraftBlock]:
         """Drafts of the requests that decide, written behind their known tokens."""
@@ -162,8 +172,6 @@ class Runner:
         slot_D, faults = rows.step.deciding_slots, {} if faults is None else faults
         result = StepResult(batch.spans, slot_D, drafts, verdict, faults, aux=output.aux)
         self.slots.advance_step(rows, result)
-        if not self.slots.on_host:
-            result.packet = packed(rows, batch, result)
         return result
 
     def _observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:

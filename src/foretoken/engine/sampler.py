@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import Backend, DraftBlock, Edits, Logprobs, Verdict, VerifyBatch
+from foretoken.ops.steps import DraftRows
 from foretoken.outputs import Logprob
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import DraftRows
 from foretoken.slots.table import SlotTable
 
 

@@ -188,13 +188,13 @@ class Scheduler:
         """Let others find the blocks that the request has filled since it was last asked."""
         if not self.enable_prefix_caching:
             return
-        size, serials = self.pool.block_size, request.block_serials
+        pool, serials = self.pool, request.block_serials
         # Behind a stop, accepted drafts are computed that are no tokens of the request.
-        num_full = min(request.num_computed - self.num_behind, len(request.token_ids)) // size
+        known = len(request.token_ids) - pool.lookahead
+        num_full = min(request.num_computed - self.num_behind, known) // pool.block_size
         for i in range(len(serials), num_full):
-            tokens = request.token_ids[i * size : (i + 1) * size]
-            before = serials[-1] if serials else ROOT
-            serials.append(self.pool.enter(before, tokens, request.block_ids[i]))
+            before, tokens = serials[-1] if serials else ROOT, pool.key(request.token_ids, i)
+            serials.append(pool.enter(before, tokens, request.block_ids[i]))
 
     def _share(self) -> None:
         """Decode steps whole; the rest of the budget evenly to prefills, any surplus to the oldest.

@@ -146,11 +146,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_weights(folder: Path) -> None:
+def check_weights(folder: Path) -> list[Path]:
     """Check that the folder's safetensors files are all there, whole, and hold plain numbers.
 
     Reads headers only (0.3 ms for the embedded model), so that a truncated download is reported
     by name and size, before a loader fails somewhere inside.
+
+    Returns:
+        These files.
 
     Raises:
         CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
@@ -161,7 +164,7 @@ def check_weights(folder: Path) -> None:
         files = sorted(path.name for path in folder.iterdir() if path.is_file())
     if "model.safetensors" in files:
         _check_dtypes(folder / "model.safetensors")
-        return
+        return [folder / "model.safetensors"]
     if index_path.name not in files:
         pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         if pickled:
@@ -186,6 +189,7 @@ def check_weights(folder: Path) -> None:
         absent = sorted(wanted - _check_dtypes(folder / shard).keys())
         if absent:
             raise CheckpointError(f"`{folder / shard}` lacks the tensor `{absent[0]}`.")
+    return [folder / shard for shard in shards]
 
 
 def _check_dtypes(path: Path) -> dict[str, Any]:

@@ -108,7 +108,7 @@ def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView
         if model.fused is None:
             raise
         raise UnsupportedModelError(
-            f"{error} It ran in the native decoder; "
+            f"{error} It ran in the decoder of backend `{backend.name}`; "
             '`backend="torch"` runs it through its Transformers module.'
         ) from error
     if model.fused is not None:

@@ -15,7 +15,14 @@ from importlib import import_module
 from typing import Any
 
 from foretoken.errors import ConfigError
-from foretoken.ops.decoder import AttentionCall, Decoder, DraftRound, ForwardOutput, UnfitError
+from foretoken.ops.decoder import (
+    AttentionCall,
+    Decoder,
+    DraftRound,
+    ForwardOutput,
+    RoundDecoder,
+    UnfitError,
+)
 from foretoken.ops.dispatch import Backend, draft_cache
 from foretoken.ops.types import (
     DRAFT,
@@ -53,6 +60,7 @@ __all__ = [
     "ForwardOutput",
     "Logprobs",
     "Noise",
+    "RoundDecoder",
     "Rows",
     "Rule",
     "SlotParams",
@@ -75,17 +83,20 @@ def unavailable(name: str) -> str | None:
     return reason
 
 
-def get_backend(name: str) -> Backend:
-    """Load a backend by name; `ConfigError` if there is none, or if it cannot run here."""
+def get_backend(name: str, *, deterministic: bool = False) -> Backend:
+    """Load a backend by name; `ConfigError` if there is none, or if it cannot run here.
+
+    deterministic: of its decoders, see `EngineConfig.deterministic`.
+    """
     reason = unavailable(name)
     if reason is not None:
         raise ConfigError("backend", name, "one that runs here", f"This one cannot: {reason}.")
-    return _load(name)
+    return _load(name, deterministic)
 
 
 @cache
-def _load(name: str) -> Backend:
-    return Backend(name, _package(name).load())
+def _load(name: str, deterministic: bool) -> Backend:
+    return Backend(name, _package(name).load(), deterministic)
 
 
 def _package(name: str) -> Any:

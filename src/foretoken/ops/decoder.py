@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -88,6 +88,16 @@ class Decoder(Protocol):
         """
         ...
 
+    def drop_module_weights(self) -> None:
+        """Free the module's copies of weights that the decoder keeps itself; the module cannot be
+        run any more."""
+        ...
+
+
+@runtime_checkable
+class RoundDecoder(Decoder, Protocol):
+    """A decoder that runs whole rounds of drafting in one call."""
+
     def draft(
         self,
         token_T: Tensor,
@@ -107,9 +117,4 @@ class Decoder(Protocol):
         Returns:
             int64 [B, K], -1 behind a request's last draft.
         """
-        ...
-
-    def drop_module_weights(self) -> None:
-        """Free the module's copies of weights that the decoder keeps itself; the module cannot be
-        run any more."""
         ...

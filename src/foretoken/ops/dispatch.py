@@ -7,6 +7,7 @@ what an op computes (`ops/backends/`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from foretoken.ops.checks import (
 )
 from foretoken.ops.decoder import AttentionCall, Decoder
 from foretoken.ops.pass_checks import check_attention
+from foretoken.ops.steps import Steps
 from foretoken.ops.types import (
     DRAFT,
     AttentionBatch,
@@ -48,9 +50,11 @@ class Kernels:
     verify: Callable[[VerifyBatch], Verdict]
     logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs]
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
-    decoder: Callable[[Any, Sequence[AttentionCall]], Decoder | None] = lambda *_: None
+    steps: Steps
+    decoder: Callable[..., Decoder | None] = lambda *_, **__: None
     set_num_threads: Callable[[int], None] = lambda count: None
     tunings: Callable[[], dict[str, Any]] = dict
+    compiling_ahead: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Backend:
@@ -62,11 +66,14 @@ class Backend:
     `ConfigError` before any work. Checked are shapes, dtypes, devices and strides; of tensors on
     the host also what they hold.
 
-    name: that of `get_backend`
+    name, deterministic: those of `get_backend`
+    steps: what an engine does with its slots; of these alone nothing is checked
     """
 
-    def __init__(self, name: str, kernels: Kernels) -> None:
+    def __init__(self, name: str, kernels: Kernels, deterministic: bool = False) -> None:
         self.name = name
+        self.deterministic = deterministic
+        self.steps = kernels.steps
         self._kernels = kernels
 
     def process_logits(self, rows: Rows) -> Tensor:
@@ -196,7 +203,17 @@ class Backend:
         Raises:
             UnfitError: this module has something that the decoder does not implement; it says what.
         """
-        return self._kernels.decoder(module, calls)
+        return self._kernels.decoder(module, calls, deterministic=self.deterministic)
+
+    def compiling_ahead(self) -> AbstractContextManager[None]:
+        """Inside, functions of this backend and its decoders launch no kernel that is compiled for
+        a GPU, and return zeros; on leaving, all that they would have launched is compiled, in
+        parallel processes.
+
+        To run a step there, on memory that nobody needs, saves most of its first run's time. With
+        other backends it does nothing.
+        """
+        return self._kernels.compiling_ahead()
 
     def set_num_threads(self, count: int) -> None:
         """Share one call's work among so many threads of the process, the calling one included.

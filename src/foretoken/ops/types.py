@@ -255,7 +255,7 @@ class AttentionBatch:
                     is without a token
     length_B:       int64 [B], tokens in the cache after this pass, the new ones included
     block_BL:       int64 [B, L] block ids, contiguous; behind a request's last block anything that
-                    is a block, 0 by convention
+                    is a block, 0 by convention. With `values_fit` anything: nobody reads it
     block_size:     tokens per block
     most_queries:   no request has more new tokens, as far as the host knows; 0: T
     values_fit:     True promises all of the above, so that ops need not look

@@ -21,16 +21,10 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock
+from foretoken.ops.steps import DraftRows, Packed, PackSizes, SlotState, Steps, StepTokens
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
-from foretoken.slots.step import (
-    DraftRows,
-    SlotState,
-    StepInput,
-    StepResult,
-    StepRows,
-    StepShape,
-)
+from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
 
 _RING = 4
 """Host buffers in turn: a step's numbers are on the device before its result is read, and no more
@@ -41,6 +35,7 @@ class DeviceSlotTable(SlotParameters):
     """State by slot as tensors, `state`; see `SlotTable` for what they hold.
 
     Args:
+        steps: of the backend: what reads and changes `state` in a step.
         trash_block: the cache block of whatever is computed for nobody.
     """
 
@@ -50,6 +45,7 @@ class DeviceSlotTable(SlotParameters):
         self,
         num_slots: int,
         device: torch.device,
+        steps: Steps,
         *,
         max_tokens: int,
         max_drafts: int,
@@ -57,6 +53,7 @@ class DeviceSlotTable(SlotParameters):
         trash_block: int,
     ) -> None:
         super().__init__(num_slots + 1, device)
+        self.steps = steps
         self.num_slots, self.spare = num_slots, num_slots
         width = max_tokens + max_drafts + 1  # nobody reads the last column
 
@@ -122,53 +119,32 @@ class DeviceSlotTable(SlotParameters):
             return StepRows(
                 step, slot_B, num_tokens_B, slot_B, max_drafts_B, None, most, warm, shape
             )
-        deciding = [b for b, decides in enumerate(step.decides_B) if decides]
-        at_D = self._sent(np.array(deciding, dtype=np.int64))
-        of_D = (slot_B[at_D], max_drafts_B[at_D], at_D)
-        return StepRows(step, slot_B, num_tokens_B, *of_D, most, warm)
+        slot_D, max_drafts_D = self._sent(np.ascontiguousarray(numbers[::2, step.decides_B]))
+        of_B = self._sent(np.array(step.of_B, dtype=np.int64))
+        return StepRows(step, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most, warm)
 
     def asked(self, rows: StepRows) -> DraftRows:
         """How many drafts each deciding request may have, K_b, and where they stand."""
-        length_D = self.state.length_S[rows.slot_D]
-        left_D = self.state.limit_S[rows.slot_D] - length_D - 1
-        num_D = torch.minimum(rows.max_drafts_D, left_D).clamp(min=0)
-        return DraftRows(rows.slot_D, num_D, length_D, rows.most_drafts, rows.warm)
+        num_D, position_D = self.steps.count_drafts(self.state, rows.slot_D, rows.max_drafts_D)
+        return DraftRows(rows.slot_D, num_D, position_D, rows.most_drafts, rows.warm)
 
     def write_drafts(self, rows: DraftRows, drafts: DraftBlock, last_id: int) -> None:
         """Write drafts behind the known tokens, ids past the last as the last."""
-        token_BK = drafts.token_BK.clamp(0, last_id)
-        index_K = torch.arange(token_BK.shape[1], device=self.device)
-        at_BK = rows.position_B[:, None] + index_K
-        self._put(rows.slot_B, at_BK, token_BK, index_K < drafts.num_B[:, None])
+        self.steps.write_drafts(self.state, rows, drafts.num_B, drafts.token_BK, last_id)
+
+    def pack(self, rows: StepRows, num_D: Tensor, sizes: PackSizes, block_size: int) -> Packed:
+        """What a step computes: the requests' next known tokens, then the drafts of who decides."""
+        return self.steps.pack(self.state, _tokens(rows, num_D), sizes, block_size)
 
     def advance_step(self, rows: StepRows, result: StepResult) -> None:
         """Take over a step: accepted drafts and the token after them are known now."""
-        state, slot_D, verdict = self.state, rows.slot_D, result.verdict
-        length_D, limit_D = state.length_S[slot_D], state.limit_S[slot_D]
-        goes_on_D = length_D < limit_D
-        accepted_D = verdict.n_accept_B * goes_on_D
-        emitted_D = accepted_D + (verdict.finite_B & goes_on_D)
-        index_K1 = torch.arange(verdict.token_BK1.shape[1], device=self.device)
-        emitted_DK1 = index_K1 < emitted_D[:, None]
-        self._put(slot_D, length_D[:, None] + index_K1, verdict.token_BK1, emitted_DK1)
-        goes_on_B = state.length_S[rows.slot_B] < state.limit_S[rows.slot_B]
-        computed_B = state.computed_S[rows.slot_B] + rows.num_tokens_B * goes_on_B
-        state.computed_S[rows.slot_B] = computed_B
-        state.computed_S[slot_D] = state.computed_S[slot_D] + accepted_D
-        state.length_S[slot_D] = length_D + emitted_D
-        stops_D = goes_on_D & ~verdict.finite_B
-        state.limit_S[slot_D] = torch.where(stops_D, length_D + emitted_D, limit_D)
+        tokens = _tokens(rows, result.drafts.num_B)
+        result.packet = self.steps.advance(self.state, tokens, result.verdict)
 
     def committed(self, slot: int, token_ids: Sequence[int]) -> None:
         """The host has seen these tokens: the request's edits depend on them."""
         if history := self.histories.get(slot):
             history.append(token_ids)
-
-    def _put(self, slot_B: Tensor, at_BJ: Tensor, token_BJ: Tensor, wanted_BJ: Tensor) -> None:
-        """Write tokens where they are wanted; the others go to the end of the spare's row."""
-        row_BJ = torch.where(wanted_BJ, slot_B[:, None], self.spare)
-        at_BJ = torch.where(wanted_BJ, at_BJ, self.state.token_SL.shape[1] - 1)
-        self.state.token_SL[row_BJ, at_BJ] = token_BJ.to(torch.int32)
 
     def _flush(self) -> None:
         """Write what the host has added."""
@@ -213,6 +189,10 @@ class DeviceSlotTable(SlotParameters):
         if self.device.type == "cpu":
             return tensor
         return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def _tokens(rows: StepRows, num_D: Tensor) -> StepTokens:
+    return StepTokens(rows.slot_B, rows.num_tokens_B, rows.of_B, num_D)
 
 
 def _pinned(count: int, device: torch.device) -> Tensor:

@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, Logprobs, Rule, Verdict
+from foretoken.ops.steps import DraftRows
 
 NONE = -1
 """In the place of a number of log-probabilities: none are wanted."""
@@ -63,28 +65,16 @@ class StepInput(NamedTuple):
         """Slots of the requests that decide."""
         return [s for s, decides in zip(self.slot_B, self.decides_B, strict=True) if decides]
 
+    @property
+    def of_B(self) -> list[int]:
+        """Which of the requests that decide each is; -1: none of them."""
+        index = count()
+        return [next(index) if decides else NONE for decides in self.decides_B]
+
     @classmethod
     def padding(cls) -> StepInput:
         """No request at all: a captured step of padding alone."""
         return cls([], [], [], [], [], [])
-
-
-class SlotState(NamedTuple):
-    """Tokens, blocks and lengths of all slots, as tensors on the slots' device.
-
-    Attributes:
-        token_SL: int32, known tokens, then drafts, then anything.
-        block_SL: int64, cache blocks by position.
-        length_S: int64, known tokens, those of the latest step included.
-        computed_S: int64, leading tokens whose K/V are in the target's cache.
-        limit_S: int64, most tokens the request may have; its length, once nothing may be added.
-    """
-
-    token_SL: Tensor
-    block_SL: Tensor
-    length_S: Tensor
-    computed_S: Tensor
-    limit_S: Tensor
 
 
 class StepShape(NamedTuple):
@@ -104,24 +94,6 @@ class StepShape(NamedTuple):
     warm: bool
 
 
-class DraftRows(NamedTuple):
-    """Whom to draft for, and how much.
-
-    Attributes:
-        slot_B: int64.
-        num_B: int64, most drafts of each, 0 allowed: K_b.
-        position_B: int64, known tokens of each: where its first draft stands.
-        most: no request wants more, as far as the host knows.
-        warm: as in `StepRows`.
-    """
-
-    slot_B: Tensor
-    num_B: Tensor
-    position_B: Tensor
-    most: int
-    warm: bool = True
-
-
 class StepRows(NamedTuple):
     """The requests of a step that go on, as tensors on the slots' device.
 
@@ -133,7 +105,7 @@ class StepRows(NamedTuple):
         slot_B, num_tokens_B: int64; slots and known tokens to compute. Behind the requests of
             `step` may follow padding: the spare slot, with one token and no drafts.
         slot_D, max_drafts_D: int64; of those that decide.
-        at_D: int64, which of the B requests these are; None: all of them.
+        of_B: int64, which of these each of the B requests is, -1: none; None: all are, in order.
         most_drafts: no request has more.
         warm: whether a request draws at random; True says nothing.
         shape: of a captured step; None runs operator by operator.
@@ -145,7 +117,7 @@ class StepRows(NamedTuple):
     num_tokens_B: Tensor
     slot_D: Tensor
     max_drafts_D: Tensor
-    at_D: Tensor | None
+    of_B: Tensor | None
     most_drafts: int
     warm: bool = True
     shape: StepShape | None = None
@@ -202,7 +174,7 @@ class StepResult:
         logprobs: by slot, those of the prompt and of the decision, each None if not wanted.
         aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of
             the batch.
-        packet: of a step on a device: what the host will read, see `engine/pending.py`.
+        packet: of a step on a device: what the host will read, see `Steps.advance`.
     """
 
     spans: Sequence[SlotSpan]

@@ -23,12 +23,11 @@ from torch import Tensor
 
 from foretoken.errors import IntegrityError
 from foretoken.ops import DraftBlock
+from foretoken.ops.steps import DraftRows, SlotState
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
 from foretoken.slots.step import (
-    DraftRows,
     Outcome,
-    SlotState,
     StepInput,
     StepResult,
     StepRows,
@@ -120,14 +119,14 @@ class SlotTable(SlotParameters):
         num_B = list(map(self.num_drafts, step.slot_B, step.max_drafts_B))
         length_B = [self.length_S[slot] for slot in step.slot_B]
         numbers = _int64((step.slot_B, step.num_tokens_B, num_B, length_B))
-        at_D, most = None, max(num_B)
+        of_B, most = None, max(num_B)
         slot_B, num_tokens_B, num_D, position_D = numbers.unbind()
         slot_D = slot_B
         if not all(step.decides_B):
-            at_D = _int64([b for b, decides in enumerate(step.decides_B) if decides])
-            slot_D, _, num_D, position_D = numbers[:, at_D].unbind()
+            of_B = _int64(step.of_B)
+            slot_D, _, num_D, position_D = numbers[:, of_B >= 0].unbind()
         known = DraftRows(slot_D, num_D, position_D, most)
-        return StepRows(step, slot_B, num_tokens_B, slot_D, num_D, at_D, most, known=known)
+        return StepRows(step, slot_B, num_tokens_B, slot_D, num_D, of_B, most, known=known)
 
     def asked(self, rows: StepRows) -> DraftRows:
         """How many drafts each deciding request may have, K_b, and where they stand."""

@@ -19,6 +19,7 @@ def available() -> str | None:
 def load() -> Kernels:
     """The functions of this backend."""
     from foretoken.ops.backends.native import decoder, library, logprobs, process, sample, verify
+    from foretoken.ops.backends.torch import steps
     from foretoken.ops.backends.torch.attention import attention
 
     return Kernels(
@@ -28,6 +29,7 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention=attention,
+        steps=steps,
         decoder=decoder.FusedDecoder,
         set_num_threads=library.set_num_threads,
         tunings=decoder.tunings,

@@ -68,7 +68,10 @@ class FusedDecoder:
         UnfitError: the module has something that the native decoder does not implement.
     """
 
-    def __init__(self, module: Any, calls: Sequence[AttentionCall]) -> None:
+    def __init__(
+        self, module: Any, calls: Sequence[AttentionCall], *, deterministic: bool = False
+    ) -> None:
+        """deterministic: without effect, a row's bits never depend on the rows beside it."""
         _check_fit(module, calls)
         self._library = library.load()
         self._module = module  # whose embedding and norms are read

@@ -17,6 +17,7 @@ def available() -> str | None:
 def load() -> Kernels:
     """The functions of this backend."""
     from foretoken.ops.backends.reference import attention, draft, logprobs, process, sample, verify
+    from foretoken.ops.backends.torch import steps
 
     return Kernels(
         process_logits=process.process_logits,
@@ -25,4 +26,5 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention=attention.attention,
+        steps=steps,
     )

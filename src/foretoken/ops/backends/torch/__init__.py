@@ -12,7 +12,15 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.torch import attention, draft, logprobs, process, sample, verify
+    from foretoken.ops.backends.torch import (
+        attention,
+        draft,
+        logprobs,
+        process,
+        sample,
+        steps,
+        verify,
+    )
 
     return Kernels(
         process_logits=process.process_logits,
@@ -21,4 +29,5 @@ def load() -> Kernels:
         verify=verify.verify,
         logprobs=logprobs.logprobs,
         attention=attention.attention,
+        steps=steps,
     )

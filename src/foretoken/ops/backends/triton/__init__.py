@@ -3,8 +3,8 @@
 Reading order: `records` (what kernels are given, and the letters of shapes), `rows` (what they
 load), `scan` (the one pass), `filters` (thresholds), `draw` (one token); `request`, `rules`,
 `decide` and `residual` (verification), `settle` (of few requests); `guess`, `sweep` and `wide`
-(wide nuclei). `sample`, `verify`, `process` and `logprobs` launch them, through `launch`. Attention
-is that of `torch`, whose operators run on any device.
+(wide nuclei). `sample`, `verify`, `process` and `logprobs` launch them, through `launch`
+and `compiled`. `attention/` and `decoder/` are apart, with reading orders of their own.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.torch.attention import attention
-    from foretoken.ops.backends.triton import logprobs, process, sample, verify
+    from foretoken.ops.backends.triton import logprobs, process, sample, steps, verify
+    from foretoken.ops.backends.triton.attention import attention
+    from foretoken.ops.backends.triton.compiled import compiling_ahead, zero_if_noted
+    from foretoken.ops.backends.triton.decoder import FusedDecoder
 
     return Kernels(
-        process_logits=process.process_logits,
-        sample=sample.sample,
-        draft=sample.draft,
-        verify=verify.verify,
-        logprobs=logprobs.logprobs,
-        attention=attention,
+        process_logits=zero_if_noted(process.process_logits),
+        sample=zero_if_noted(sample.sample),
+        draft=zero_if_noted(sample.draft),
+        verify=zero_if_noted(verify.verify),
+        logprobs=zero_if_noted(logprobs.logprobs),
+        attention=zero_if_noted(attention),
+        steps=steps,
+        decoder=FusedDecoder,
+        compiling_ahead=compiling_ahead,
     )

@@ -22,6 +22,7 @@ from triton.runtime import driver
 
 from foretoken.errors import ConfigError
 from foretoken.ops.backends.triton import records
+from foretoken.ops.backends.triton.compiled import is_noted, launch
 from foretoken.ops.backends.triton.records import Batch, RawRows, Requests, Scratch
 from foretoken.ops.backends.triton.rows import BLOCK, CAPACITY, GROUP, edit_kernel
 from foretoken.ops.types import DraftCache, Edits, Rule, SlotParams, Stream
@@ -114,6 +115,9 @@ class Call:
                 pack = _PACKERS[self.variant] = packer(self.batch)
             self._packed = pack(self.batch)
         constants = (*constants, self.overlap)
+        dependent = {"launch_pdl": True} if self.overlap and early else {}
+        if is_noted(kernel, (programs,), self.batch, *given, *constants, **options, **dependent):
+            return
         key = (id(kernel), early, constants, self.variant, *options.values())
         found = _KERNELS.get(key)
         if found is None:
@@ -129,9 +133,7 @@ class Call:
                 *constants,
             )  # fmt: skip
             return
-        if self.overlap and early:
-            options["launch_pdl"] = True
-        compiled = kernel[(programs,)](self.batch, *given, *constants, **options)
+        compiled = kernel[(programs,)](self.batch, *given, *constants, **options, **dependent)
         if compiled is not None and not torch.version.hip:  # None: interpreted
             # AMD's kernels also depend on the size of each tensor
             kernels[of_batch, of_given] = compiled.run, compiled.function, compiled.packed_metadata
@@ -170,18 +172,18 @@ def packer(given: tuple[Any, ...]) -> Packer:
     return pack
 
 
-def check_device(logits: Tensor) -> None:
-    """Raise `ConfigError` unless Triton can run on these logits: on a GPU, or interpreted."""
-    if logits.is_cuda:
-        if logits.device.index == torch.cuda.current_device():
+def check_device(tensor: Tensor, name: str = "logits") -> None:
+    """Raise `ConfigError` unless Triton can run on this tensor: on a GPU, or interpreted."""
+    if tensor.is_cuda:
+        if tensor.device.index == torch.cuda.current_device():
             return
         wanted = f"cuda:{torch.cuda.current_device()}, the current device"
-        remedy = "Call under `torch.cuda.device(logits.device)`."
+        remedy = f"Call under `torch.cuda.device({name}.device)`."
     elif triton.knobs.runtime.interpret:
         return
     else:
         wanted, remedy = "a GPU's", "Without one, choose the backend `native` or `torch`."
-    raise ConfigError("logits.device", logits.device, wanted, remedy)
+    raise ConfigError(f"{name}.device", tensor.device, wanted, remedy)
 
 
 @cache
@@ -213,7 +215,8 @@ def rows_of(logits_NV: Tensor, edits: Edits | None) -> RawRows:
     entries = records.Entries(
         edits.token_M.contiguous(), torch.empty_like(bias_M), begin_NJ, columns
     )
-    edit_kernel[(number,)](
+    launch(
+        edit_kernel, (number,),
         rows, entries, edits.start_N1.contiguous(), bias_M, edits.repetition_M.contiguous(),
         edits.subtract_M.contiguous(), 1 << (columns - 1).bit_length(), num_warps=4,
     )  # fmt: skip

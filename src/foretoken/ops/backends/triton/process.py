@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foretoken.ops.backends.triton.compiled import launch
 from foretoken.ops.backends.triton.launch import Call, requests_of
 from foretoken.ops.backends.triton.records import Batch
 from foretoken.ops.backends.triton.rows import BLOCK, load_span
@@ -42,5 +43,6 @@ def process_logits(rows: Rows) -> Tensor:
     if len(out_NV):
         if params.has_filters:
             reduce_rows(call)
-        write_kernel[(len(out_NV) * call.batch.rows.NB,)](call.batch, out_NV, num_warps=4)
+        programs = len(out_NV) * call.batch.rows.NB
+        launch(write_kernel, (programs,), call.batch, out_NV, num_warps=4)
     return out_NV

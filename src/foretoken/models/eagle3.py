@@ -1,0 +1,171 @@
+"""An EAGLE-3 head: one decoder layer on top of the target's hidden states and the next token.
+
+Belongs here: what a head is made of, and its pass over packed rows. Does not: reading its folder
+(`eagle3_checkpoint.py`), when it runs and what is kept between passes (`drafting/eagle3.py`).
+
+Row i reads the *feature* of position i, which is several hidden states of the target through `fc`,
+and the token at position i + 1; what it puts out predicts the token at i + 2. Where the target has
+not been yet, its own output of the row before stands in for the feature (Li et al. 2025, "EAGLE-3:
+Scaling up Inference Acceleration of Large Language Models via Training-Time Test").
+
+Shape suffixes: T packed rows, N rows whose logits are wanted, C the head's hidden size, V the
+target's vocabulary, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foretoken.cache.batch import ForwardBatch
+from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
+from foretoken.ops import AttentionOptions, Backend
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """What `config.json` of a head says.
+
+    target_hidden_size, vocab_size: the target's
+    draft_vocab_size: ids that the head can draft
+    aux_layers: the target's hidden states that it reads, numbered as in `ForwardOutput.aux`; None
+        leaves the choice to `default_aux_layers`
+    norm_before_residual: the residual starts at the normed feature, not at the feature
+    layer: Transformers' configuration of the layer
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...] | None
+    norm_before_residual: bool
+    layer: Any
+
+    @property
+    def num_aux(self) -> int:
+        """Hidden states of the target that make a feature."""
+        return 3 if self.aux_layers is None else len(self.aux_layers)
+
+
+class Eagle3Weights(NamedTuple):
+    """Weights of a head, [out, in] each; what reads one input is one matrix.
+
+    fc:         [C, num_aux * target_hidden_size]
+    input_norm, hidden_norm, post_norm, norm: [C]
+    qkv:        [(H + 2 H_kv) D, 2C], queries first; reads the token's half, then the feature's
+    o:          [C, H D]
+    gate_up:    [2 I, C], the gate first
+    down:       [C, I]
+    head:       [draft_vocab_size, C]
+    """
+
+    fc: Tensor
+    input_norm: Tensor
+    hidden_norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norm: Tensor
+    head: Tensor
+
+
+class Eagle3Head:
+    """A loaded head; everything is in the dtype and on the device of the target's embedding.
+
+    `forward` is one ordinary decoder block with a wider input: what a backend may run in a kernel
+    of its own, on the same weights. Nothing here waits for a device.
+
+    config, weights: as loaded
+    layer_shapes: what a `KVPool` for it needs
+    target_ids: int64 [draft_vocab_size], the target's id of each id of the head's, rising or not;
+        None if they are the same
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        weights: Eagle3Weights,
+        target_ids: Tensor | None,
+        embedding: Tensor,
+        backend: Backend,
+    ) -> None:
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        layer = config.layer
+        self.config, self.weights, self.target_ids = config, weights, target_ids
+        self.embedding, self.backend = embedding, backend
+        self.dtype, self.device = embedding.dtype, embedding.device
+        self._sizes = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
+        _, kv_heads, head_dim = self._sizes
+        self.layer_shapes: list[LayerShape] = [(kv_heads, head_dim, head_dim)]
+        self._attention = AttentionOptions(head_dim**-0.5)
+        rotary = LlamaRotaryEmbedding(layer)
+        self._frequency_D = rotary.inv_freq.to(self.device, torch.float32)
+        self._rotary_scale = float(rotary.attention_scaling)
+
+    def features(self, aux: Sequence[Tensor]) -> Tensor:
+        """[T, C] of the target's hidden states [T, target_hidden_size], in the order of layers."""
+        return F.linear(torch.cat(list(aux), dim=-1), self.weights.fc)
+
+    def forward(self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool) -> Tensor:
+        """Run packed rows and write their K/V.
+
+        Args:
+            batch: `token_T` is the token *behind* each row's position; `logit_row_N` is not read.
+            feature_TC: of each row's position; where the target has not been, what this returned
+                for the position before.
+
+        Returns:
+            [T, C], for `logits` and for the next row of the same request.
+        """
+        w, eps = self.weights, self.config.layer.rms_norm_eps
+        token_TC = F.rms_norm(self.embedding[batch.token_T], w.input_norm.shape, w.input_norm, eps)
+        normed_TC = F.rms_norm(feature_TC, w.hidden_norm.shape, w.hidden_norm, eps)
+        hidden_TC = normed_TC if self.config.norm_before_residual else feature_TC
+        hidden_TC = hidden_TC + self._attend(torch.cat([token_TC, normed_TC], dim=-1), batch, kv)
+        inner_TC = F.rms_norm(hidden_TC, w.post_norm.shape, w.post_norm, eps)
+        gate_TI, up_TI = F.linear(inner_TC, w.gate_up).chunk(2, dim=-1)
+        return hidden_TC + F.linear(F.silu(gate_TI) * up_TI, w.down)
+
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        """Raw logits [N, V] by the target's ids; -inf for those that the head never drafts.
+
+        By the target's ids noise is the target's own, q is comparable with p, and the rules need no
+        map. It costs writing rows of V instead of `draft_vocab_size`.
+        """
+        w = self.weights
+        normed_NC = F.rms_norm(hidden_NC, w.norm.shape, w.norm, self.config.layer.rms_norm_eps)
+        logits = F.linear(normed_NC, w.head)
+        if self.target_ids is None:
+            return logits
+        wide_NV = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
+        return wide_NV.index_copy_(1, self.target_ids, logits)
+
+    def _attend(self, both_T2C: Tensor, batch: ForwardBatch, kv: KVPool) -> Tensor:
+        heads, kv_heads, head_dim = self._sizes
+        turned = heads + kv_heads
+        qkv_THD = F.linear(both_T2C, self.weights.qkv).view(len(both_T2C), -1, head_dim)
+        turned_THD = self._rotate(qkv_THD[:, :turned], batch.position_T)
+        query_THD, key_THD = turned_THD[:, :heads], turned_THD[:, heads:]
+        index_T = write_index(batch.attention, len(batch.token_T), kv.num_blocks)
+        kv.write(0, index_T, key_THD, qkv_THD[:, turned:])
+        out_THD = self.backend.attention(
+            query_THD, kv.keys[0], kv.values[0], batch.attention, self._attention
+        )
+        return F.linear(out_THD.flatten(1), self.weights.o)
+
+    def _rotate(self, x_THD: Tensor, position_T: Tensor) -> Tensor:
+        """Queries and keys turned by their positions, pairs half a head apart."""
+        angle_T1D = position_T.float()[:, None, None] * self._frequency_D
+        cos = (angle_T1D.cos() * self._rotary_scale).to(x_THD.dtype)
+        sin = (angle_T1D.sin() * self._rotary_scale).to(x_THD.dtype)
+        a, b = x_THD.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -1,0 +1,26 @@
+"""Paged attention: the op of the contract, and the same fused with what comes before it.
+
+Reading order: `records` (what kernels are given), `plan` (which pieces of contexts there are),
+`rows` (queries, keys and values of new tokens), `decode` (few queries over a long context),
+`prefill` (many queries), `write` (K/V of many new tokens), `attend` (the host side).
+
+Shape suffixes: T packed tokens, H query heads, D head size, B requests, P positions, R rotated
+dimensions of a head, W a row of q, k and v, C = H * D_v.
+"""
+
+from foretoken.ops.backends.triton.attention.attend import (
+    MOST_NEW as MOST_NEW,
+)
+from foretoken.ops.backends.triton.attention.attend import (
+    attend_new as attend_new,
+)
+from foretoken.ops.backends.triton.attention.attend import (
+    attention as attention,
+)
+from foretoken.ops.backends.triton.attention.attend import (
+    prepare as prepare,
+)
+from foretoken.ops.backends.triton.attention.attend import (
+    write_new as write_new,
+)
+from foretoken.ops.backends.triton.attention.records import HeadInputs as HeadInputs

@@ -1,0 +1,80 @@
+"""How attention kernels are cut, by the size of a step and of a head. Measured on an H200."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+SAME_BITS = 16  # up to so many rows of a step, none depends on how many others there are
+LARGEST_HEAD = 256
+
+
+class Decoding(NamedTuple):
+    """Of `decode.py`. Bits depend on size, count, groups, keys, and how pieces are merged.
+
+    size, count: of pieces, see `plan.py`; size is a multiple of groups * keys
+    groups:      of warps, each with its own keys
+    keys:        of a warp at a time
+    rows:        of a tile; sets: of warps that share its rows
+    stages:      see `decode_kernel`
+    programs:    per multiprocessor
+    registers:   of a thread at most
+    merged_heads, merged_pieces: of a program of the merge at once
+    """
+
+    size: int
+    count: int  # type: ignore[assignment]
+    groups: int
+    keys: int
+    rows: int
+    sets: int
+    stages: int
+    programs: int
+    registers: int
+    merged_heads: int = 1
+    merged_pieces: int = 32
+
+    @property
+    def warps(self) -> int:
+        return self.groups * self.sets
+
+
+class Prefilling(NamedTuple):
+    """Of `prefill.py`: rows of a tile, keys at a time."""
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+
+
+def decoding(tokens: int, requests: int, tile_rows: int, size: int, dtype: torch.dtype) -> Decoding:
+    """For a step of so many tokens and requests, of `tile_rows` rows of a request at most."""
+    merging = (1, 32)
+    if tokens <= SAME_BITS:
+        cut = (128, 64)
+    elif requests <= 16:
+        cut, merging = (384, 16), (8, 8)
+    else:
+        cut, merging = (2048, 4), (8, 8)
+    if dtype == torch.float32:  # products without tensor cores: operands pass through registers
+        groups = 4 if size <= 128 else 2
+        return Decoding(*cut, groups, 16, 16, 1, 2, 2, 255, *merging)
+    if size > 128:
+        rows, sets = (16, 1) if tile_rows <= 16 else (32, 2)
+        return Decoding(*cut, 4, 16, rows, sets, 2, 1, 255, *merging)
+    if tile_rows <= 16:
+        return Decoding(*cut, 4, 16, 16, 1, 1, 2, 255, *merging)
+    if tile_rows <= 32:
+        return Decoding(*cut, 4, 16, 32, 1, 3, 2, 255, *merging)
+    return Decoding(*cut, 4, 16, 64, 2, 2, 1, 255, *merging)
+
+
+def prefilling(size: int, dtype: torch.dtype) -> Prefilling:
+    """For heads of this size."""
+    if dtype == torch.float32:
+        return Prefilling(rows=32, keys=32, stages=1, warps=8)
+    if size > 128:
+        return Prefilling(rows=128, keys=64, stages=2, warps=8)
+    return Prefilling(rows=128, keys=64, stages=3, warps=8)

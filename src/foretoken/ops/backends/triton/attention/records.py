@@ -1,0 +1,89 @@
+"""What attention kernels are given: every tensor under a name. See `triton/records.py`.
+
+Letters of shapes, besides those of `__init__`: F rows of requests with few queries, I items, L
+columns of the block table, N pieces of a context.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class HeadInputs(NamedTuple):
+    """How the q and k that a layer's product gave become those that attend.
+
+    First RMSNorm of each head, if there are weights; then rotary embedding in the half-split layout
+    (Transformers' `rotate_half`) of the first R of D dimensions. All in float32, rounded once, to
+    the dtype of the cache.
+
+    cos_PR, sin_PR: float32 [P, R / 2], contiguous, any scaling of attention in them; P is at least
+                    the longest length
+    q_norm_D, k_norm_D: any float dtype, or both None. The weight itself: a model that multiplies by
+                    1 + w has that computed once
+    eps:            of the norms
+    """
+
+    cos_PR: Tensor
+    sin_PR: Tensor
+    q_norm_D: Tensor | None = None
+    k_norm_D: Tensor | None = None
+    eps: float = 1e-6
+
+
+class Rows(NamedTuple):
+    """Query heads of packed tokens; in a row of qkv also key and value heads, behind them.
+
+    stride, head_stride: from one token, one head to the next
+    """
+
+    query: Tensor
+    stride: int
+    head_stride: int
+
+
+class Cache(NamedTuple):
+    """Paged K/V of a layer, and whose blocks are which."""
+
+    key: Tensor
+    value: Tensor
+    block_BL: Tensor
+    columns: int
+
+
+class Work(NamedTuple):
+    """What the plan says there is to do; see `plan.py`.
+
+    few_I:    items of requests with few queries: an `Item` each
+    merge_F:  rows of these requests: a `MergeRow` each
+    many_I:   tiles of the other requests: an `Item` each
+    totals:   how many of each there are
+    """
+
+    few_I: Tensor
+    merge_F: Tensor
+    many_I: Tensor
+    totals: Tensor
+
+
+class Partials(NamedTuple):
+    """What the pieces of contexts came to, before they are merged.
+
+    acc_FHN: sums of weighted values, [F, H, N, D_v]; weights relative to 2^top
+    top_FHN, sum_FHN: the largest score (base 2); the sum of weights
+    pieces: N
+    """
+
+    acc_FHN: Tensor
+    top_FHN: Tensor
+    sum_FHN: Tensor
+    pieces: int
+
+
+class Scores(NamedTuple):
+    """How scores are made of products, base 2. sink_H: in base e, or None."""
+
+    scale: float
+    softcap: float | None
+    sink_H: Tensor | None

@@ -1,0 +1,117 @@
+"""A whole forward pass of a Llama-like model in few kernels.
+
+A layer is five launches: q, k and v; attention with everything before it; the output layer, which
+adds to the residual stream and prepares the next norm; gate and up with SiLU; the layer that adds
+them. Few rows are bound by the memory's speed, and each kernel starts while the one before it ends.
+From 65 rows on cuBLAS multiplies, with small kernels between its products.
+
+Whether it is right is decided by the self-check in `models/guards.py`, as for every model.
+
+Shape suffixes: as in `ops/types.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.ops.backends.triton.attention import MOST_NEW, attend_new, attention, write_new
+from foretoken.ops.backends.triton.attention.attend import prepare
+from foretoken.ops.backends.triton.compiled import zero_if_noted
+from foretoken.ops.backends.triton.decoder.layers import (
+    Layer,
+    check_fit,
+    linear_of,
+    rotary_angles,
+    take_layer,
+)
+from foretoken.ops.backends.triton.decoder.products import Products, ResidualStream, embed
+from foretoken.ops.backends.triton.decoder.tiles import MOST_ROWS
+from foretoken.ops.backends.triton.launch import overlaps
+from foretoken.ops.decoder import AttentionCall, ForwardOutput
+from foretoken.ops.pass_checks import check_attention_batch
+from foretoken.ops.types import AttentionBatch
+
+
+class FusedDecoder:
+    """The `Decoder` of this backend. It shares the module's weights: after it was built, q, k and v
+    of the module are views of one matrix, and so are gate and up.
+
+    Everything it does may be captured in a CUDA graph.
+
+    Args:
+        deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit
+            whatever runs beside it: greedy text is then equal with and without speculation.
+
+    Raises:
+        UnfitError: the module has something that it does not implement.
+    """
+
+    def __init__(
+        self, module: Any, calls: Sequence[AttentionCall], *, deterministic: bool = False
+    ) -> None:
+        check_fit(module, calls)
+        model = module.model
+        self._table_VH: Tensor = model.embed_tokens.weight.detach()
+        angles = rotary_angles(model.rotary_emb, module.config.max_position_embeddings)
+        self._layers = [
+            take_layer(block, call, angles) for block, call in zip(model.layers, calls, strict=True)
+        ]
+        self._gain_H: Tensor = model.norm.weight.detach()
+        self._head = linear_of(module.lm_head)
+        self._query_heads: int = module.config.num_attention_heads
+        self._products = Products(
+            self._table_VH.device, self._table_VH.dtype, model.norm.variance_epsilon, deterministic
+        )
+
+    def drop_module_weights(self) -> None:
+        """See `Decoder.drop_module_weights`: none is held twice."""
+
+    @zero_if_noted
+    @torch.no_grad()
+    def forward(
+        self,
+        token_T: Tensor,
+        logit_row_N: Tensor,
+        batch: AttentionBatch,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        aux_layers: Sequence[int] = (),
+    ) -> ForwardOutput:
+        """See `Decoder.forward`: in the dtype of the weights."""
+        check_attention_batch(batch, len(token_T), keys[0])
+        if not len(keys) == len(values) == len(self._layers):
+            raise ConfigError("keys", len(keys), f"tensors of {len(self._layers)} layers")
+        for options in {layer.options for layer in self._layers}:
+            prepare(batch, len(token_T), self._query_heads, keys[0], values[0], options)
+        gains = [layer.attention_gain_H for layer in self._layers] + [self._gain_H]
+        stream = ResidualStream(self._products, embed(token_T, self._table_VH), gains[0])
+        aux = {0: stream.state_TH}
+        for i, (layer, key, value) in enumerate(zip(self._layers, keys, values, strict=True), 1):
+            attended_TC = attend(stream.project(layer.qkv), layer, key, value, batch)
+            stream.add(layer.o, attended_TC, layer.mlp_gain_H)
+            stream.add(layer.down, stream.gate(layer.gate_up), gains[i], keep=i in aux_layers)
+            aux[i] = stream.state_TH
+        if i in aux_layers:
+            aux[i] = stream.normed()
+        every = len(logit_row_N) == len(token_T)
+        logits_NV = stream.head(self._head, None if every else logit_row_N)
+        return ForwardOutput(logits_NV, tuple(aux[i] for i in aux_layers))
+
+
+def attend(
+    qkv_TW: Tensor, layer: Layer, keys: Tensor, values: Tensor, batch: AttentionBatch
+) -> Tensor:
+    """Write the new tokens' K and V and attend to all: [T, H * D]."""
+    if 1 <= batch.most_queries <= MOST_NEW:
+        size = keys.shape[3]
+        out_TC = qkv_TW.new_empty(len(qkv_TW), qkv_TW.shape[1] - 2 * keys.shape[2] * size)
+        overlap = len(qkv_TW) <= MOST_ROWS and overlaps(qkv_TW.device)
+        attend_new(qkv_TW, layer.heads, keys, values, batch, layer.options, out_TC, overlap)
+        return out_TC
+    query_THD = write_new(qkv_TW, layer.heads, keys, values, batch)
+    return attention(query_THD, keys, values, batch, layer.options).flatten(1)

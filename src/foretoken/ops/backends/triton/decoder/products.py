@@ -1,0 +1,266 @@
+"""The residual stream of one pass, and the products that read it and add to it.
+
+Belongs here: which kernel multiplies, and what it is given. Does not: tiles (`tiles.py`), what a
+layer is (`layers.py`).
+
+Shape suffixes: T packed tokens, H hidden size, N columns of a result, K of an input, P parts of a
+sum of squares, V vocabulary, I columns of a gated layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from foretoken.ops.backends.triton.compiled import launch
+from foretoken.ops.backends.triton.decoder.epilogue import Epilogue
+from foretoken.ops.backends.triton.decoder.gemv import gemv_kernel
+from foretoken.ops.backends.triton.decoder.rowwise import (
+    embed_kernel,
+    norm_kernel,
+    scale_kernel,
+    silu_kernel,
+)
+from foretoken.ops.backends.triton.decoder.tiles import (
+    MOST_ROWS,
+    GemvTile,
+    Shape,
+    StreamTile,
+    bucket,
+    gemv_tile,
+    stream_tile,
+)
+from foretoken.ops.backends.triton.launch import overlaps
+
+_SILU_BLOCK = 1024
+_MOST_TILES = 1 << 15  # of one product; vocabularies have up to 262 144 / 64
+_PARTIALS = 1 << 22  # float32 numbers: 132 programs, 2 slots, 2 halves of 128 x 64, less than this
+
+
+class Linear(NamedTuple):
+    """A linear layer, or several that read the same rows, one behind the other.
+
+    weight_NK: contiguous; of a gated layer the rows of `gate`, then those of `up`
+    """
+
+    weight_NK: Tensor
+    bias_N: Tensor | None = None
+
+
+class Products:
+    """How one model's products are computed; keeps what its kernels need between launches.
+
+    Steps of one model share it, one after the other on one stream.
+
+    Args:
+        deterministic: a row's bits in a pass of up to 16 rows do not depend on how many there are.
+    """
+
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, eps: float, deterministic: bool = False
+    ) -> None:
+        self.dtype, self.eps, self.deterministic = dtype, eps, deterministic
+        self.overlap = overlaps(device)
+        self._processors = 0
+        self._weight_maps: dict[tuple[int, int, int], Any] = {}  # they keep their weights alive
+        if self.overlap and dtype is torch.bfloat16:
+            self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._partial = torch.empty(_PARTIALS, dtype=torch.float32, device=device)
+            self._arrived = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
+
+    def tile(self, rows: int, shape: Shape) -> GemvTile | StreamTile | None:
+        """What multiplies so many rows; None: cuBLAS, with small kernels beside it.
+
+        float16 is left to cuBLAS: rows that are multiplied before they are normed may be too large.
+        """
+        if rows == 1 and not self.deterministic and self.dtype is not torch.float16:
+            return gemv_tile(shape)
+        if rows > MOST_ROWS or not self._processors:
+            return None
+        return stream_tile(shape, bucket(rows, self.deterministic), self._processors)
+
+    def launch(
+        self, tile: GemvTile | StreamTile, shape: Shape, linear: Linear, given: Operands
+    ) -> None:
+        """Launch what `tile` names; see `epilogue.py`."""
+        parts = 0 if given.squares_PT is None else given.squares_PT.shape[0]
+        tensors = (
+            given.y_TN, linear.bias_N, given.residual_TN, given.gain_N, given.scaled_TN,
+            given.squares_PT, given.new_squares_PT,
+        )  # fmt: skip
+        constants = (
+            shape.N, shape.K, parts, triton.next_power_of_2(max(1, parts)), self.eps,
+            int(shape.epilogue),
+        )  # fmt: skip
+        dependent = {"launch_pdl": True} if self.overlap else {}
+        if isinstance(tile, GemvTile):
+            launch(
+                gemv_kernel, (shape.N // tile.block_n,), linear.weight_NK, given.x_TK, *tensors,
+                *constants, tile.block_n, tile.block_k, self.overlap, num_warps=tile.num_warps,
+                **dependent,
+            )  # fmt: skip
+            return
+        # Gluon is imported where it runs alone: Triton's interpreter has none of it.
+        from foretoken.ops.backends.triton.decoder import streamk
+
+        rows, weight_NK = bucket(len(given.x_TK), self.deterministic), linear.weight_NK
+        key = weight_NK.data_ptr(), tile.block_n, tile.block_k
+        if key not in self._weight_maps:
+            self._weight_maps[key] = streamk.tensor_map(weight_NK, tile.block_n, tile.block_k)
+        launch(
+            streamk.streamk_kernel, (tile.programs,), self._weight_maps[key],
+            streamk.tensor_map(given.x_TK, rows, tile.block_k),
+            *tensors, self._partial, self._arrived, len(given.x_TK), *constants, rows,
+            tile.block_n, tile.block_k, tile.stages, num_warps=streamk.WARPS,
+            maxnreg=tile.registers, **dependent,
+        )  # fmt: skip
+
+
+class Operands(NamedTuple):
+    """What a fused product reads and writes, in the words of `epilogue.py`."""
+
+    x_TK: Tensor
+    y_TN: Tensor
+    squares_PT: Tensor | None = None
+    residual_TN: Tensor | None = None
+    gain_N: Tensor | None = None
+    scaled_TN: Tensor | None = None
+    new_squares_PT: Tensor | None = None
+
+
+class ResidualStream:
+    """The hidden states of T tokens on their way through layers.
+
+    Products read them normed. A fused product takes `scaled` and `squares` for that, which the
+    product before it left; cuBLAS takes rows that a kernel has normed. Either is made when it is
+    first asked for, so that each product may choose for itself.
+
+    state_TH: the stream, as it is now
+    """
+
+    def __init__(self, products: Products, state_TH: Tensor, gain_H: Tensor) -> None:
+        """gain_H: weight of the norm that the next products read through."""
+        self._products, self._gain_H = products, gain_H
+        self.state_TH = state_TH
+        self._kept = True  # the state belongs to the caller
+        self._scaled: tuple[Tensor, Tensor] | None = None
+        self._normed_TH: Tensor | None = None
+
+    def project(self, linear: Linear, x_TK: Tensor | None = None) -> Tensor:
+        """The normed stream, or x as it is, times a layer: [T, N]."""
+        shape = _shape(linear, Epilogue.PLAIN)
+        x = self.state_TH if x_TK is None else x_TK
+        tile = self._products.tile(len(x), shape)
+        if tile is None:
+            x = self._normed() if x_TK is None else x_TK
+            return _multiply(x, linear)
+        y_TN = x.new_empty(len(x), shape.N)
+        given = (x_TK, None) if x_TK is not None else self._scaled_and_squares(tile)
+        self._products.launch(tile, shape, linear, Operands(given[0], y_TN, given[1]))
+        return y_TN
+
+    def gate(self, linear: Linear) -> Tensor:
+        """silu(gate) * up of the normed stream: [T, I], rows may lie apart."""
+        shape = _shape(linear, Epilogue.SILU)
+        tile = self._products.tile(len(self.state_TH), shape)
+        if tile is None:
+            gate_up = _multiply(self._normed(), linear)
+            blocks = triton.cdiv(shape.N, _SILU_BLOCK)
+            grid = len(gate_up), blocks
+            launch(silu_kernel, grid, gate_up, shape.N, _SILU_BLOCK, num_warps=4)
+            return gate_up[:, : shape.N]
+        y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
+        given = self._scaled_and_squares(tile)
+        self._products.launch(tile, shape, linear, Operands(given[0], y_TN, given[1]))
+        return y_TN
+
+    def add(self, linear: Linear, x_TK: Tensor, gain_H: Tensor, keep: bool = False) -> None:
+        """Add the product of x and a layer; the next products read through a norm with `gain_H`.
+
+        Args:
+            keep: the new state is not overwritten by what is added later.
+        """
+        shape = _shape(linear, Epilogue.RESIDUAL)
+        tile = self._products.tile(len(x_TK), shape)
+        old, new = self.state_TH, self.state_TH
+        if self._kept or keep:
+            new = torch.empty_like(old)
+        self.state_TH, self._gain_H, self._kept = new, gain_H, keep
+        self._normed_TH, self._scaled = None, None
+        if tile is None:
+            torch.addmm(old, x_TK, linear.weight_NK.T, out=new)
+            if linear.bias_N is not None:
+                new += linear.bias_N
+            return
+        scaled, squares = torch.empty_like(old), _squares(old, shape.N // tile.block_n)
+        given = Operands(x_TK.contiguous(), new, None, old, gain_H, scaled, squares)
+        self._products.launch(tile, shape, linear, given)
+        self._scaled = scaled, squares
+
+    def head(self, linear: Linear, row_N: Tensor | None) -> Tensor:
+        """The normed rows `row_N`, or all, times a layer: [N, V]; N may be 0."""
+        if row_N is None:
+            return self.project(linear)
+        if not len(row_N):
+            return self.state_TH.new_empty(0, len(linear.weight_NK))
+        return self.project(linear, self.normed(row_N))
+
+    def normed(self, row_N: Tensor | None = None) -> Tensor:
+        """The rows `row_N` of the stream, or all, behind the norm."""
+        x_TH = self.state_TH
+        rows, size = len(x_TH) if row_N is None else len(row_N), x_TH.shape[1]
+        normed_NH = x_TH.new_empty(rows, size)
+        launch(
+            norm_kernel, (rows,), x_TH, row_N, self._gain_H, normed_NH, size,
+            triton.next_power_of_2(size), self._products.eps, num_warps=8,
+        )  # fmt: skip
+        return normed_NH
+
+    def _normed(self) -> Tensor:
+        if self._normed_TH is None:
+            self._normed_TH = self.normed()
+        return self._normed_TH
+
+    def _scaled_and_squares(self, tile: GemvTile | StreamTile) -> tuple[Tensor, Tensor]:
+        if self._scaled is None:
+            x_TH, size = self.state_TH, self.state_TH.shape[1]
+            # As many parts as there will be in later layers: one kernel less to compile.
+            shape = Shape(size, size, Epilogue.RESIDUAL)
+            usual = self._products.tile(len(x_TH), shape) or tile
+            squares = _squares(x_TH, max(1, size // usual.block_n))
+            self._scaled = torch.empty_like(x_TH), squares
+            launch(
+                scale_kernel, (len(x_TH),), x_TH, self._gain_H, *self._scaled, len(x_TH), size,
+                triton.next_power_of_2(size), len(squares), triton.next_power_of_2(len(squares)),
+                self._products.overlap, num_warps=8,
+            )  # fmt: skip
+        return self._scaled
+
+
+def embed(token_T: Tensor, table_VH: Tensor) -> Tensor:
+    """The vectors of tokens, [T, H]; 0 for an id that is none."""
+    vocabulary, size = table_VH.shape
+    x_TH = table_VH.new_empty(len(token_T), size)
+    launch(
+        embed_kernel, (len(token_T),), token_T, table_VH, x_TH, vocabulary, size,
+        triton.next_power_of_2(size), num_warps=4,
+    )  # fmt: skip
+    return x_TH
+
+
+def _shape(linear: Linear, epilogue: Epilogue) -> Shape:
+    N, K = linear.weight_NK.shape
+    return Shape(N // 2 if epilogue is Epilogue.SILU else N, K, epilogue)
+
+
+def _multiply(x_TK: Tensor, linear: Linear) -> Tensor:
+    if linear.bias_N is None:
+        return torch.mm(x_TK, linear.weight_NK.T)
+    return torch.addmm(linear.bias_N, x_TK, linear.weight_NK.T)
+
+
+def _squares(like: Tensor, parts: int) -> Tensor:
+    return torch.empty(parts, len(like), dtype=torch.float32, device=like.device)

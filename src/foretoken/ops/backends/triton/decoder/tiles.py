@@ -1,0 +1,118 @@
+"""Which kernel multiplies, and in which tiles: what was measured, and a rule for other shapes.
+
+Belongs here: choices by numbers alone. Does not: launching (`products.py`).
+
+Measured on an H200 within whole decode steps of an 8B model. Alone, other tiles win: here a
+product's first loads overlap the end of the one before it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+from foretoken.ops.backends.triton.decoder.epilogue import Epilogue
+
+MOST_ROWS = 64  # of a product that streams; with more, cuBLAS is faster
+_BUCKETS = (8, 16, 32, 64)  # rows that x is padded to in shared memory
+_SAME_BUCKET = 16  # deterministic steps of up to so many rows are one bucket
+_SHARED = 200 << 10  # bytes of a ring; an SM has 227 KiB for all of a program
+
+
+class Shape(NamedTuple):
+    """A product: N columns of its result (SILU has 2 N rows of weights), K of its input."""
+
+    N: int
+    K: int
+    epilogue: Epilogue
+
+
+class GemvTile(NamedTuple):
+    """A program of `gemv.py`: block_n rows of weights, block_k of their columns at a time."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+class StreamTile(NamedTuple):
+    """The ring of `streamk.py` and how many programs share the work.
+
+    Rings below some 113 KB let two programs of a launch land on one SM; fewer programs than SMs
+    pay where a program's share is then a whole number of tiles, or a whole part of one.
+    """
+
+    block_n: int
+    block_k: int
+    stages: int
+    programs: int
+    registers: int
+
+
+_QKV, _O = Shape(6144, 4096, Epilogue.PLAIN), Shape(4096, 4096, Epilogue.RESIDUAL)
+_GATE_UP, _DOWN = Shape(14336, 4096, Epilogue.SILU), Shape(4096, 14336, Epilogue.RESIDUAL)
+_HEAD = Shape(128256, 4096, Epilogue.PLAIN)
+
+_GEMV = {
+    _QKV: GemvTile(4, 1024, 4),
+    _O: GemvTile(4, 2048, 8),
+    _GATE_UP: GemvTile(4, 2048, 8),
+    _DOWN: GemvTile(4, 512, 4),
+    _HEAD: GemvTile(2, 2048, 4),
+}
+_FEW_ROWS = {  # up to 16
+    _QKV: StreamTile(64, 128, 8, 132, 64),
+    _O: StreamTile(64, 128, 6, 128, 64),
+    _GATE_UP: StreamTile(64, 128, 3, 112, 64),
+    _DOWN: StreamTile(64, 128, 11, 128, 64),
+    _HEAD: StreamTile(64, 128, 8, 132, 64),
+}
+_MANY_ROWS = {  # 17 to 64
+    _QKV: StreamTile(64, 128, 6, 96, 96),
+    _O: StreamTile(64, 128, 6, 128, 96),
+    _GATE_UP: StreamTile(64, 64, 5, 112, 96),
+    _DOWN: StreamTile(64, 128, 6, 128, 96),
+    _HEAD: StreamTile(128, 64, 7, 132, 128),
+}
+
+
+def bucket(rows: int, deterministic: bool) -> int:
+    """What a number of rows up to `MOST_ROWS` is padded to."""
+    least = _SAME_BUCKET if deterministic else 1
+    return next(b for b in _BUCKETS if max(rows, least) <= b)
+
+
+@cache
+def gemv_tile(shape: Shape) -> GemvTile | None:
+    """None: the shape does not divide into tiles."""
+    if shape in _GEMV:
+        return _GEMV[shape]
+    block_k = min(2048, shape.K & -shape.K)
+    if shape.N % 4 or block_k < 64:
+        return None
+    return GemvTile(4, block_k, 8 if block_k == 2048 else 4)
+
+
+@cache
+def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
+    """The tile for so many rows, a bucket. None: the shape does not divide into tiles."""
+    measured = _FEW_ROWS if rows <= _SAME_BUCKET else _MANY_ROWS
+    if shape in measured and measured[shape].programs <= processors:
+        return measured[shape]
+    block_n, block_k = 64, 128 if rows <= _SAME_BUCKET else 64
+    if shape.N % block_n or shape.K % block_k:
+        return None
+    halves = 2 if shape.epilogue is Epilogue.SILU else 1
+    stages = min(8, _SHARED // (2 * block_k * (halves * block_n + rows)))
+    programs = _even_programs(shape.N // block_n, shape.K // block_k, processors)
+    return StreamTile(block_n, block_k, stages, programs, 64 if rows <= _SAME_BUCKET else 96)
+
+
+def _even_programs(tiles: int, blocks: int, processors: int) -> int:
+    """How many programs share tiles of so many blocks each: all processors, unless nearly as many
+    (down to 5/6) have whole tiles each, or whole parts of one."""
+    for programs in range(processors, processors * 5 // 6 - 1, -1):
+        share, rest = divmod(tiles * blocks, programs)
+        if not rest and share and (share % blocks == 0 or blocks % share == 0):
+            return programs
+    return min(processors, tiles * blocks)

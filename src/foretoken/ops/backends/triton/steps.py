@@ -1,0 +1,260 @@
+"""Bookkeeping of a step over its slots, a kernel or two each; see `foretoken.ops.steps.Steps`.
+
+Sizes of batches are no constants, so that a kernel is compiled once for nearly all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
+from foretoken.ops.backends.triton.launch import overlaps
+from foretoken.ops.backends.triton.packing import AT_ONCE, SPAN, Out, RoundPlan, Table, pack_kernel
+from foretoken.ops.backends.triton.records import Outcome
+from foretoken.ops.backends.triton.rows import wait_for_writes
+from foretoken.ops.steps import DraftRows, Packed, PackSizes, Round, SlotState, StepTokens
+from foretoken.ops.types import AttentionBatch, Verdict
+
+TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
+
+
+@triton.jit
+def count_kernel(table: Table, slot_B, most_B, num_B, position_B, B, OVERLAP: tl.constexpr):
+    """A program counts for AT_ONCE requests."""
+    wait_for_writes(OVERLAP)
+    b = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    slot = tl.load(slot_B + b, mask=b < B, other=0)
+    length = tl.load(table.length_S + slot, mask=b < B, other=0)
+    left = tl.load(table.limit_S + slot, mask=b < B, other=0) - length - 1
+    num = tl.minimum(tl.load(most_B + b, mask=b < B, other=0), left)
+    tl.store(num_B + b, tl.maximum(num, 0), mask=b < B)
+    tl.store(position_B + b, length, mask=b < B)
+
+
+@triton.jit
+def put_kernel(
+    table: Table, slot_B, position_B, num_B, token_BK, K, last_id, KP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program writes the drafts of a request."""
+    wait_for_writes(OVERLAP)
+    table = table  # see `records.py`
+    b, i = tl.program_id(0), tl.arange(0, KP)
+    live = (i < K) & (i < tl.load(num_B + b))
+    token = tl.load(token_BK + b * K + i, mask=live, other=0)
+    its_drafts = table.token_SL + tl.load(slot_B + b) * table.W + tl.load(position_B + b)
+    tl.store(its_drafts + i, tl.minimum(tl.maximum(token, 0), last_id), mask=live)
+
+
+@triton.jit
+def advance_kernel(
+    table: Table, step: StepTokens, verdict: Outcome, packet, B, K, KP: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program takes over the step of a request. The spare may have many; none changes it."""
+    wait_for_writes(OVERLAP)
+    table = table
+    b, i = tl.program_id(0), tl.arange(0, KP)
+    slot, num_tokens = tl.load(step.slot_B + b), tl.load(step.num_tokens_B + b)
+    length, limit = tl.load(table.length_S + slot), tl.load(table.limit_S + slot)
+    computed, of = tl.load(table.computed_S + slot), b.to(tl.int64)
+    if step.of_B is not None:
+        of = tl.load(step.of_B + b)
+    tl.debug_barrier()  # no warp writes what another has yet to read
+    goes_on, accepted = length < limit, length * 0
+    tl.store(packet + b, computed)
+    if of >= 0:
+        accepted = tl.load(verdict.n_accept_B + of)
+        finite = tl.load(verdict.finite_B + of).to(tl.int64)
+        token = tl.load(verdict.token_BK1 + of * (K + 1) + i, mask=i <= K, other=-1)
+        to = packet + B + of * (K + 4)
+        tl.store(to, tl.load(step.num_D + of))
+        tl.store(to + 1, accepted)
+        tl.store(to + 2, finite)
+        tl.store(to + 3 + i, token, mask=i <= K)
+        end = length + accepted + finite
+        its_tokens = table.token_SL + slot * table.W + length
+        tl.store(its_tokens + i, token, mask=goes_on & (length + i < end))
+        tl.store(table.length_S + slot, end, mask=goes_on)
+        tl.store(table.limit_S + slot, end, mask=goes_on & (finite == 0))
+    tl.store(table.computed_S + slot, computed + num_tokens + accepted, mask=goes_on)
+
+
+@triton.jit
+def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constexpr):
+    """A program joins the drafts of AT_ONCE requests. drafts: K of [B]."""
+    wait_for_writes(OVERLAP)
+    b = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
+    num = tl.load(num_B + b, mask=b < B, other=0)
+    for i in tl.static_range(K):
+        token = tl.load(drafts[i] + b, mask=b < B, other=-1)
+        tl.store(token_BK + b * K + i, tl.where(i < num, token, -1), mask=b < B)
+
+
+@triton.jit
+def search_kernel(
+    table: Table, slot_B, num_B, position_B, rank_BP, parts, shortest, longest,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Programs: (request, TEXT of its tokens). Each ranks the best occurrence that ends there.
+
+    Ranks rise with the size of the suffix. Of one size come first those with all drafts behind
+    them, the latest above all; then the others, the earliest above all. 0: there is none.
+    """
+    wait_for_writes(OVERLAP)
+    table = table
+    b, part = tl.program_id(0), tl.program_id(1)
+    num, last = tl.load(num_B + b), tl.load(position_B + b) - 1
+    text, place = table.token_SL + tl.load(slot_B + b) * table.W, part * TEXT + tl.arange(0, TEXT)
+    best = num * 0
+    if (num > 0) & (part * TEXT < last):
+        run, goes_on = place * 0, place < last
+        for back in range(longest):
+            goes_on &= place >= back
+            token = tl.load(text + tl.maximum(last - back, 0))
+            goes_on &= tl.load(text + place - back, mask=goes_on, other=-1) == token
+            run += goes_on.to(tl.int32)
+        within = tl.where(last - place >= num, table.W + place, table.W - 1 - place)
+        rank = tl.where(run >= shortest, run.to(tl.int64) * (2 * table.W) + within, 0)
+        best = tl.max(rank, 0)
+    tl.store(rank_BP + b * parts + part, best)
+
+
+@triton.jit
+def found_kernel(
+    table: Table, slot_B, num_B, position_B, rank_BP, parts, token_BK, kept_B, K,
+    KP: tl.constexpr, PP: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """A program drafts what follows the occurrence of the highest rank."""
+    wait_for_writes(OVERLAP)
+    table = table
+    b, i, part = tl.program_id(0), tl.arange(0, KP), tl.arange(0, PP)
+    rank = tl.max(tl.load(rank_BP + b * parts + part, mask=part < parts, other=0), 0)
+    within = rank % (2 * table.W)
+    end = tl.where(within >= table.W, within - table.W, table.W - 1 - within) + 1
+    num = tl.minimum(tl.load(num_B + b), tl.maximum(tl.load(position_B + b) - end, 0))
+    num = tl.where(rank > 0, num, 0)
+    text = table.token_SL + tl.load(slot_B + b) * table.W
+    tl.store(token_BK + b * K + i, tl.load(text + end + i, mask=i < num, other=-1), mask=i < K)
+    tl.store(kept_B + b, num)
+
+
+@zero_if_noted
+def count_drafts(state: SlotState, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Steps.count_drafts`."""
+    num_B, position_B = _empty(slot_B, len(slot_B)), _empty(slot_B, len(slot_B))
+    given = (slot_B, most_B, num_B, position_B, len(slot_B))
+    _launch(count_kernel, (_groups(slot_B),), slot_B.device, _table(state), *given)
+    return num_B, position_B
+
+
+def write_drafts(
+    state: SlotState, rows: DraftRows, num_B: Tensor, token_BK: Tensor, last_id: int
+) -> None:
+    """See `Steps.write_drafts`."""
+    (requests, most), token_BK = token_BK.shape, token_BK.contiguous()
+    given = (_table(state), rows.slot_B, rows.position_B, num_B, token_BK, most, last_id)
+    _launch(put_kernel, (requests,), num_B.device, *given, triton.next_power_of_2(most))
+
+
+@zero_if_noted
+def pack(state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int) -> Packed:
+    """See `Steps.pack`."""
+    return _pack(state, len(tokens.slot_B), (tokens, None), sizes, block_size)
+
+
+@zero_if_noted
+def advance(state: SlotState, tokens: StepTokens, verdict: Verdict) -> Tensor:
+    """See `Steps.advance`."""
+    requests, (deciding, width) = len(tokens.slot_B), verdict.token_BK1.shape
+    packet = _empty(tokens.slot_B, requests + deciding * (width + 3))
+    outcome = Outcome(*map(Tensor.contiguous, verdict))
+    given = (tokens, outcome, packet, requests, width - 1, triton.next_power_of_2(width))
+    _launch(advance_kernel, (requests,), packet.device, _table(state), *given)
+    return packet
+
+
+@zero_if_noted
+def begin_round(
+    state: SlotState, rows: DraftRows, known: int, max_len: int, block_size: int
+) -> Round:
+    """See `Steps.begin_round`."""
+    requests, like = len(rows.slot_B), rows.slot_B
+    # Rows at multiples of 16 bytes: kernels are compiled anew for other addresses.
+    place_3KB = _empty(like, 3, rows.most, requests + requests % 2)
+    kept_B, index_B1 = _empty(like, requests), _empty(like, requests + 1)
+    plan = RoundPlan(
+        *rows[:3], kept_B, index_B1, place_3KB, place_3KB.shape[2], rows.most, known, max_len
+    )
+    sizes = PackSizes(known * requests, requests, known)
+    first = _pack(state, requests, (None, plan), sizes, block_size)
+    return Round(kept_B, first, index_B1, *place_3KB[:, :, :requests])
+
+
+@zero_if_noted
+def join_drafts(drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
+    """See `Steps.join_drafts`."""
+    token_BK = _empty(num_B, len(num_B), len(drafts))
+    given = (tuple(drafts), num_B, token_BK, len(num_B), len(drafts))
+    _launch(join_kernel, (_groups(num_B),), num_B.device, *given)
+    return token_BK
+
+
+@zero_if_noted
+def look_up(
+    state: SlotState, rows: DraftRows, shortest: int, longest: int
+) -> tuple[Tensor, Tensor]:
+    """See `Steps.look_up`."""
+    (requests,), parts = rows.num_B.shape, -(-state.token_SL.shape[1] // TEXT.value)
+    rank_BP, token_BK = _empty(rows.num_B, requests, parts), _empty(rows.num_B, requests, rows.most)
+    kept_B, device = torch.empty_like(rows.num_B), rows.num_B.device
+    asked = (_table(state), *rows[:3], rank_BP, parts)
+    _launch(search_kernel, (requests, parts), device, *asked, shortest, longest)
+    widths = triton.next_power_of_2(rows.most), triton.next_power_of_2(parts)
+    _launch(found_kernel, (requests,), device, *asked, token_BK, kept_B, rows.most, *widths)
+    return token_BK, kept_B
+
+
+def _pack(
+    state: SlotState, requests: int, asked: tuple[Any, Any], sizes: PackSizes, block_size: int
+) -> Packed:
+    """asked: `StepTokens` or `RoundPlan`, and None in the place of the other."""
+    like, (step, plan), columns = state.length_S, asked, state.block_SL.shape[1]
+    out = Out(
+        _empty(like, sizes.tokens), _empty(like, sizes.tokens), _empty(like, sizes.rows),
+        _empty(like, requests + 1), _empty(like, requests), _empty(like, requests, columns),
+        requests, sizes.tokens, sizes.rows, block_size,
+    )  # fmt: skip
+    width = triton.next_power_of_2(plan.most) if plan else 1
+    grid = (requests, -(-columns // SPAN.value))
+    _launch(pack_kernel, grid, like.device, _table(state), step, plan, out, width)
+    where = (out.start_B1, out.length_B, out.block_BL, block_size)
+    attention = AttentionBatch(*where, most_queries=sizes.queries, values_fit=True)
+    return Packed(out.token_T, out.position_T, out.row_N, attention)
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any) -> None:
+    """Launch a kernel that waits before anything else."""
+    overlap = overlaps(device)
+    dependent = {"launch_pdl": True} if overlap else {}
+    launch(kernel, grid, *given, OVERLAP=overlap, num_warps=4, **dependent)
+
+
+def _table(state: SlotState) -> Table:
+    slots, width = state.token_SL.shape
+    return Table(*state, width, state.block_SL.shape[1], slots - 1)
+
+
+def _groups(x_B: Tensor) -> int:
+    groups: int = -(-len(x_B) // AT_ONCE.value)
+    return groups
+
+
+def _empty(like: Tensor, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int64, device=like.device)

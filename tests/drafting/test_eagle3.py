@@ -1,0 +1,287 @@
+"""The EAGLE-3 drafter against the published equations: whole sequences in float64, no cache."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.cache.batch import ForwardBatch
+from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.drafting.base import DrafterSetup
+from foretoken.drafting.eagle3 import Eagle3
+from foretoken.errors import CheckpointError, ConfigError
+from foretoken.ops import (
+    DRAFT,
+    TARGET,
+    AttentionBatch,
+    DraftBlock,
+    Noise,
+    Rows,
+    Rule,
+    get_backend,
+)
+from foretoken.ops.steps import DraftRows
+from tests.models.heads import NaiveHead, NaiveRows, save_head
+from tests.support.cases import host_backends, make_params
+from tests.support.checkpoints import save_checkpoint
+
+CPU = torch.device("cpu")
+HIDDEN, VOCABULARY, BLOCK, MOST, COLUMNS = 32, 60, 4, 4, 12
+SLOTS = 3  # and the spare
+PAD = 1  # requests of nobody, and two rows of nobody for each
+PARAMS = make_params(
+    SLOTS + 1,
+    temperature=[0.0, 0.8, 1.2, 1.0],
+    top_k=[0, 7, 0, 0],
+    rule=[Rule.STANDARD, Rule.BLOCK, Rule.COUPLED, 0],
+)
+EMBEDDING = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(9))
+
+
+def setup_of(folder: Path, backend: str = "torch", **speculation: Any) -> DrafterSetup:
+    given = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": MOST}
+    config = EngineConfig(
+        model=str(folder), speculative_config={**given, **speculation}, block_size=BLOCK
+    )  # type: ignore[arg-type]
+    assert isinstance(config.speculative_config, SpeculativeConfig)
+    return DrafterSetup(
+        config=config,
+        speculation=config.speculative_config,
+        backend=get_backend(backend),
+        device=CPU,
+        vocab_size=VOCABULARY,
+        max_model_len=BLOCK * COLUMNS,
+        embedding=EMBEDDING,
+    )
+
+
+def aux_of(tokens: list[int]) -> Tensor:
+    """[3, T, hidden]: what the target gives for a text; a function of the tokens so far."""
+    states = []
+    for end in range(1, len(tokens) + 1):
+        seed = hash(tuple(tokens[:end])) % 2**31
+        states.append(torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(seed)))
+    return torch.stack(states, dim=1)
+
+
+class Target:
+    """Slots as a step leaves them, and batches as it packs them, padding included."""
+
+    def __init__(self, folder: Path, backend: str, **speculation: Any) -> None:
+        self.drafter = Eagle3(setup_of(folder, backend, **speculation))
+        forward = self.drafter.head.forward
+
+        def looking(batch: ForwardBatch, *args: Any) -> Tensor:
+            assert batch.token_T.min() >= 0, "no token"
+            return forward(batch, *args)
+
+        self.drafter.head.forward = looking  # type: ignore[method-assign]
+        width, trash = BLOCK * COLUMNS + 1, SLOTS * COLUMNS
+        ids = random.Random(4).sample(range(trash), trash)
+        self.state = SimpleNamespace(
+            token_SL=torch.full((SLOTS + 1, width), -1, dtype=torch.int32),
+            block_SL=torch.tensor([*ids, *[trash] * COLUMNS]).view(SLOTS + 1, COLUMNS),
+            length_S=torch.ones(SLOTS + 1, dtype=torch.int64),
+        )
+        self.slots: Any = SimpleNamespace(state=self.state, params=PARAMS)
+        self.drafter.allocate(self.slots, trash + 1)
+        self.texts: list[list[int]] = [[] for _ in range(SLOTS)]
+        self.computed = [0] * SLOTS
+
+    def admit(self, slot: int, text: list[int]) -> None:
+        self.texts[slot] = text
+        self.computed[slot] = 0
+        self.write(slot)
+
+    def write(self, slot: int) -> None:
+        """Known tokens; behind them stays what stood there."""
+        text = self.texts[slot]
+        self.state.token_SL[slot, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        self.state.length_S[slot] = len(text)
+
+    def step(self, passes: dict[int, list[int]], grown: dict[int, list[int]], pad: int) -> None:
+        """The target computes tokens of slots, drafts among them; then they have new ones."""
+        slots, tokens, positions, aux = [*passes], [], [], []
+        starts, lengths = [0], []
+        for slot, computed in passes.items():
+            start, text = self.computed[slot], self.texts[slot]
+            tokens += computed
+            positions += range(start, start + len(computed))
+            starts.append(len(tokens))
+            lengths.append(start + len(computed))
+            aux.append(aux_of(text[:start] + computed)[:, start:])
+        for slot, computed in passes.items():
+            new = grown.get(slot, [])
+            self.texts[slot] += new
+            # The last token is never computed, nor is a rejected draft.
+            end = min(self.computed[slot] + len(computed), len(self.texts[slot]) - 1)
+            self.computed[slot] = end
+            self.write(slot)
+        for _ in range(pad):  # requests of the spare slot, then rows of nobody
+            slots, starts = [*slots, SLOTS], [*starts, starts[-1] + 1]
+            lengths, positions = [*lengths, 1], [*positions, 0]
+        positions += [0] * pad
+        aux.append(torch.full((3, 2 * pad, HIDDEN), 1e3))
+        slot_B = torch.tensor(slots)
+        attention = AttentionBatch(
+            torch.tensor(starts),
+            torch.tensor(lengths),
+            self.state.block_SL[slot_B],
+            BLOCK,
+            values_fit=True,  # rows of nobody are for devices, where nobody looks
+        )
+        token_T = torch.tensor([*tokens, *[0] * (2 * pad)])
+        batch = ForwardBatch(token_T, torch.tensor(positions), token_T[:0], attention)
+        result: Any = SimpleNamespace(aux=torch.cat(aux, dim=1).unbind())
+        rows: Any = SimpleNamespace(slot_B=slot_B)
+        self.drafter.observe(rows, batch, result)
+
+    def propose(self, num_drafts: dict[int, int], pad: int) -> DraftBlock:
+        slot_B = torch.tensor([*num_drafts, *[SLOTS] * pad])
+        num_B = torch.tensor([*num_drafts.values(), *[0] * pad])
+        return self.drafter.propose(DraftRows(slot_B, num_B, self.state.length_S[slot_B], MOST))
+
+    def write_drafts(self, slot: int, drafts: list[int]) -> None:
+        at = len(self.texts[slot])
+        self.state.token_SL[slot, at : at + len(drafts)] = torch.tensor(drafts, dtype=torch.int32)
+
+
+def expected_drafts(
+    naive: NaiveHead, text: list[int], slot: int, count: int, greedy: bool
+) -> tuple[list[int], list[Tensor]]:
+    """Drafts behind a text and the logits that they are drawn from."""
+    rows, drafts, logits = NaiveRows(naive), list[int](), list[Tensor]()
+    for state, token in zip(aux_of(text[:-1]).unbind(1), text[1:], strict=True):
+        hidden_C = rows.append(naive.feature(state), token)
+    for i in range(count):
+        if i:
+            hidden_C = rows.append(hidden_C, drafts[-1])
+        logits.append(naive.logits(hidden_C).float())
+        drafts.append(int(drawn(logits[-1], slot, len(text) + i, i, greedy)))
+    return drafts, logits
+
+
+def drawn(logits_V: Tensor, slot: int, position: int, i: int, greedy: bool) -> Tensor:
+    """A token by the noise that draft i at a position has by name; COUPLED takes the target's."""
+    if greedy:
+        return logits_V.argmax()
+    coupled = PARAMS.rule_S[slot] == Rule.COUPLED
+    streams, index = (TARGET, 0) if coupled else (DRAFT, i)
+    noise = Noise(torch.tensor([position]), torch.tensor([index]), streams)
+    rows = Rows(logits_V[None], PARAMS, torch.tensor([slot]))
+    return get_backend("reference").sample(rows, noise)[0]
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "whole vocabulary": {},
+    "some of it": {"drafted": 23, "norm_before_residual": True},
+}
+
+
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("backend", host_backends())
+def test_drafts_are_those_of_the_equations(
+    tmp_path: Path, backend: str, head: str, method: str
+) -> None:
+    """Prompts in chunks, then rounds in which some drafts are accepted; a slot changes hands."""
+    folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY, **HEADS[head])
+    target = Target(folder, backend, draft_sample_method=method)
+    naive, rng = NaiveHead(folder, EMBEDDING), random.Random(7)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+    for slot, length in enumerate((9, 1, 5)):
+        target.admit(slot, text(length))
+    target.step({2: target.texts[2][:3], 0: target.texts[0][:6]}, {}, pad=PAD)
+    last = {0: target.texts[0][6:], 1: target.texts[1][:], 2: target.texts[2][3:]}
+    target.step(last, {slot: text(1) for slot in last}, pad=PAD)
+    num_checked = 0
+    for round_ in range(7):
+        if round_ == 4:  # prefilled while the others decode
+            target.admit(1, text(7))
+        asked = {slot: rng.choice([0, 1, 2, MOST, MOST]) for slot in rng.sample(range(SLOTS), 3)}
+        if round_ == 4:
+            del asked[1]
+        block = target.propose(asked, pad=PAD)
+        passes, grown = {}, {}
+        for b, (slot, count) in enumerate(asked.items()):
+            known = target.texts[slot]
+            expected, logits = expected_drafts(naive, known, slot, count, method == "greedy")
+            drafts = block.token_BK[b].tolist()
+            assert drafts == [*expected, *[-1] * (MOST - count)]
+            assert bool(block.real_q_B[b]) == (method == "probabilistic" and count > 0)
+            if block.cache is not None and count:
+                q_KV = block.cache.logits_SKV[slot, :count]
+                torch.testing.assert_close(q_KV, torch.stack(logits), atol=2e-5, rtol=1e-5)
+            num_checked += count
+            target.write_drafts(slot, expected)
+            accepted = rng.randint(0, count)
+            passes[slot] = [known[-1], *expected]
+            grown[slot] = [*expected[:accepted], *text(1)]
+        if round_ == 4:
+            passes[1], grown[1] = target.texts[1][:], text(1)
+        target.step(passes, grown, pad=PAD)
+    assert num_checked > 20
+    assert (block.cache is None) == (method == "greedy")
+
+
+def test_the_memory_plan_is_what_is_allocated(tmp_path: Path) -> None:
+    folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY, drafted=23)
+    for method in ("probabilistic", "greedy"):
+        drafter = Target(folder, "torch", draft_sample_method=method).drafter
+        held = [drafter._hidden_SC]
+        if drafter._cache is not None:
+            cache = drafter._cache
+            held += [cache.logits_SKV, cache.threshold_SK, cache.lse_SK]
+            assert cache.logits_SKV.shape == (SLOTS + 1, MOST, VOCABULARY)
+        assert sum(tensor.nbytes for tensor in held) == (SLOTS + 1) * drafter.bytes_per_slot
+        held = [*drafter.kv.keys, *drafter.kv.values]
+        num_blocks = len(drafter.kv.keys[0])
+        assert sum(tensor.nbytes for tensor in held) == num_blocks * drafter.kv_bytes_per_block
+
+
+def test_what_it_reads_of_the_target_is_known_before_the_target_is_loaded(tmp_path: Path) -> None:
+    target = save_checkpoint(tmp_path / "target", layers=5, tokenizer=False)
+    (target / "model.safetensors").unlink()
+    sizes = {"hidden": HIDDEN, "vocabulary": 260}
+    for layers, expected in ((None, (2, 2, 2)), ((0, 3, 5), (0, 3, 5))):
+        head = save_head(tmp_path / "head", aux_layers=layers, **sizes)
+        (head / "model.safetensors").unlink()
+        speculation: Any = {"method": "eagle3", "model": str(head)}
+        config = EngineConfig(model=str(target), speculative_config=speculation)
+        assert Eagle3.target_view(config).aux_layers == expected
+
+
+def test_a_head_must_be_named(tmp_path: Path) -> None:
+    speculation: Any = {"method": "eagle3"}
+    config = EngineConfig(model=str(tmp_path), speculative_config=speculation)
+    with pytest.raises(ConfigError, match=r"`speculative_config\.model` is None: .* EAGLE-3 head"):
+        Eagle3.target_view(config)
+    speculation = {"method": "eagle3", "model": str(tmp_path / "nowhere")}
+    with pytest.raises(CheckpointError, match="nowhere"):
+        Eagle3.target_view(EngineConfig(model=str(tmp_path), speculative_config=speculation))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"vocabulary": 61}, "It takes 61 logits; the target has 60"),
+        ({"hidden": 48}, "It takes 48 numbers in a hidden state of its target; the target has 32"),
+        ({"target_hidden_size": 16}, "16 numbers in a hidden state of its target"),
+        ({"hidden": 48, "target_hidden_size": 32}, "48 numbers in a token's embedding"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(
+    tmp_path: Path, given: dict[str, Any], message: str
+) -> None:
+    folder = save_head(tmp_path, **{"hidden": HIDDEN, "vocabulary": VOCABULARY, **given})
+    with pytest.raises(ConfigError, match=message):
+        Eagle3(setup_of(folder))

@@ -1,0 +1,205 @@
+"""EAGLE-3 end to end: whatever happens to a request, its drafts are those of the equations.
+
+Every q that the engine hands over is compared with the published equations in float64, on the
+hidden states that plain Transformers gives for the request's own text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.engine.request import RequestGroup
+from foretoken.errors import ConfigError
+from tests.models.heads import Checked, head_of
+from tests.support.checkpoints import save_checkpoint
+
+VOCABULARY, K = 12, 3
+TEXT = [5, 3, 8, 1, 1, 9, 0, 4, 7, 2, 11, 6, 3, 3, 10, 5, 8, 2, 0, 1, 6, 4]
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of few tokens: by chance alone a random head is right now and then."""
+    folder = tmp_path_factory.mktemp("few") / "target"
+    return save_checkpoint(folder, vocabulary=VOCABULARY, tokenizer=False, layers=3, seed=2)
+
+
+@pytest.fixture(params=["auto", "torch"])
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def build(target: Path, head: Path | None = None, **options: Any) -> LLM:
+    method = options.pop("draft_sample_method", "probabilistic")
+    speculation: dict[str, Any] | None = None
+    if head is not None:
+        sizes = {"num_speculative_tokens": K, "draft_sample_method": method}
+        speculation = {"method": "eagle3", "model": str(head), **sizes}
+    defaults = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    return LLM(str(target), speculation, **{**defaults, **options})
+
+
+def finish(llm: LLM, *groups: RequestGroup) -> list[list[int]]:
+    while not all(group.finished for group in groups):
+        llm.engine.step()
+        llm.engine.check_integrity()
+    assert all(group.error is None for group in groups)
+    return [group.samples[0].token_ids for group in groups]
+
+
+def params(**given: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": 20, "ignore_eos": True, **given})
+
+
+@pytest.mark.parametrize("drafted", [None, 5])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("slots", ["host, native", "host", "device"])
+def test_chunks_ragged_drafts_and_rejections(
+    few: Path, slots: str, drafted: int | None, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda _: slots != "device")
+    backend = "auto" if "native" in slots else "torch"
+    head = head_of(few, drafted=drafted)
+    llm = build(few, head, backend=backend, async_scheduling=ahead)
+    assert llm.engine.runner.slots.on_host == (slots != "device")
+    checked = Checked(llm.engine.runner, few, head)
+    asked = [
+        params(seed=i, temperature=t, num_speculative_tokens=k, max_tokens=12 + i)
+        for i, (t, k) in enumerate([(0.0, 3), (1.0, 2), (2.0, 3), (1.0, 0), (1.5, 1), (0.7, 3)])
+    ]
+    prompts = [TEXT, TEXT[:3], TEXT[5:], TEXT[2:9], [7], TEXT[::-1]]
+    llm.generate(prompts, asked)
+    checked.done(least=60)
+    assert 0 < llm.metrics.num_accepted_tokens < llm.metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+@pytest.mark.parametrize("drafted", [None, 5])
+@pytest.mark.parametrize("rule", ["standard", "block", "coupled"])
+def test_text_is_that_of_plain_decoding(
+    few: Path, backend: str, rule: str, drafted: int | None, method: str
+) -> None:
+    """At T=0 under every rule, and with a seed under `coupled`."""
+    prompts, temperature = [TEXT, TEXT[:3], [7], TEXT[::-1]], 0.0 if rule != "coupled" else 1.0
+    plain = build(few, backend=backend)
+    llm = build(few, head_of(few, drafted=drafted), backend=backend, draft_sample_method=method)
+    texts = []
+    for engine in (plain, llm):
+        rules = {} if engine is plain and rule != "coupled" else {"rejection_sample_method": rule}
+        asked = [params(seed=i, temperature=temperature, max_tokens=60, **rules) for i in range(4)]
+        texts.append([o.outputs[0].token_ids for o in engine.generate(prompts, asked)])
+    assert texts[0] == texts[1]
+    assert 0 < llm.metrics.num_accepted_tokens < llm.metrics.num_draft_tokens
+
+
+BRANCH = [*TEXT[:8], 9, 9, 2, 5, 5]
+BRANCHES = [TEXT, BRANCH, [*BRANCH, 1, 1], [*TEXT[:16], 0], TEXT[:17]]
+
+
+def branches(llm: LLM) -> list[int]:
+    """Texts that go on differently behind a block; how many tokens of each were cached."""
+    cached = []
+    for i, text in enumerate(BRANCHES):
+        group = llm.engine.add(str(i), text, params(seed=i, max_tokens=6))
+        finish(llm, group)
+        cached.append(group.metrics.num_cached_tokens)
+    return cached
+
+
+def test_shared_blocks_are_right_for_all_who_share_them(few: Path, backend: str) -> None:
+    head = head_of(few)
+    llm = build(few, head, backend=backend)
+    checked = Checked(llm.engine.runner, few, head)
+    # Behind TEXT[:8] comes 7 at first, then 9: its second block is computed once for each.
+    assert branches(llm) == [0, 4, 12, 12, 16]
+    checked.done(least=30)
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+def test_blocks_found_by_their_own_tokens_alone_would_be_wrong(few: Path, left_out: int) -> None:
+    """Mutants of the test above; it does not help to leave out the last block that is found."""
+    head = head_of(few)
+    llm = build(few, head)
+    pool: Any = llm.engine.scheduler.pool
+    match, pool.lookahead = pool.match, 0
+    pool.match = lambda tokens, most: (found := match(tokens, most))[: len(found) - left_out]
+    checked = Checked(llm.engine.runner, few, head)
+    branches(llm)
+    assert checked.worst > 1e-2
+
+
+def test_a_request_that_was_preempted_drafts_as_if_it_was_not(few: Path, backend: str) -> None:
+    head = head_of(few, drafted=5)
+    llm = build(few, head, backend=backend, num_blocks=22, max_num_batched_tokens=24)
+    checked = Checked(llm.engine.runner, few, head)
+    groups = [
+        llm.engine.add(str(i), TEXT[: 6 + 3 * i], params(seed=i, max_tokens=40)) for i in range(5)
+    ]
+    finish(llm, *groups)
+    assert sum(group.metrics.num_preemptions for group in groups) >= 3
+    checked.done(least=150)
+
+
+def test_what_the_last_owner_of_a_block_left_there_does_not_spread(few: Path) -> None:
+    """Masked keys are multiplied with: a NaN among them would make every number one."""
+    head = head_of(few)
+    llm = build(few, head)
+    checked = Checked(llm.engine.runner, few, head)
+    for cache in (*checked.drafter.kv.keys, *checked.drafter.kv.values):
+        cache.fill_(torch.nan)
+    llm.generate([TEXT, TEXT[:5]], params(seed=1))
+    checked.done(least=40)
+
+
+def test_a_conversation_and_an_abort_leave_blocks_that_others_can_use(few: Path) -> None:
+    """Blocks of generated tokens too, the last of which was never computed."""
+    head = head_of(few)
+    llm = build(few, head, max_num_batched_tokens=64)
+    checked = Checked(llm.engine.runner, few, head)
+    for length in range(5, 14):
+        [text] = finish(llm, llm.engine.add("first", TEXT[:9], params(seed=3, max_tokens=length)))
+        longer = llm.engine.add("longer", [*text, 1], params(seed=length, max_tokens=5))
+        finish(llm, longer)
+        assert longer.metrics.num_cached_tokens >= (len(text) - 1) // 4 * 4 - 4
+        doomed = llm.engine.add("doomed", [*text, 2, 2], params(max_tokens=40))
+        for _ in range(length % 4 + 1):
+            llm.engine.step()
+        known = list(doomed.samples[0].token_ids)
+        llm.engine.abort(doomed)
+        finish(llm, llm.engine.add("next", [*known, 5], params(seed=4, max_tokens=5)))
+    checked.done(least=200)
+
+
+def test_a_stretch_without_drafts_costs_no_catching_up(few: Path) -> None:
+    head = head_of(few)
+    llm = build(few, head)
+    checked = Checked(llm.engine.runner, few, head)
+    group = llm.engine.add("0", TEXT, params(max_tokens=40))
+    request = group.samples[0]
+    while not group.finished:
+        request.num_speculative_tokens = 0 if 6 < request.num_output < 20 else K
+        llm.engine.step()
+    checked.done(least=20)
+
+
+def test_dummy_weights_of_both_need_their_configurations_alone(few: Path, tmp_path: Path) -> None:
+    for name, source in (("target", few), ("head", head_of(few, drafted=5))):
+        (tmp_path / name).mkdir()
+        told = (source / "config.json").read_text()
+        (tmp_path / name / "config.json").write_text(told)
+    llm = build(tmp_path / "target", tmp_path / "head", load_format="dummy")
+    [output] = llm.generate([TEXT], params(max_tokens=30))
+    assert len(output.outputs[0].token_ids) == 30
+    assert llm.metrics.num_draft_tokens > 0
+
+
+def test_hidden_states_that_the_target_lacks(few: Path) -> None:
+    head = head_of(few, aux_layers=(0, 1, 4))
+    with pytest.raises(ConfigError, match=r"`aux_layers` is \(0, 1, 4\): must be in 0\.\.3"):
+        build(few, head)

@@ -1,0 +1,153 @@
+"""Cases of the GPU's decoder, in a process of its own whose kernels are interpreted.
+
+    TRITON_INTERPRET=1 python -m tests.models.interpreted_decoder
+
+prints one JSON object: case -> None, or what went wrong. Products of one row run in `gemv.py`, of
+more through the kernels beside cuBLAS: Triton's interpreter has no Gluon.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken.models import CausalLM, TargetView, load_model
+from foretoken.ops import AttentionCall, UnfitError, get_backend
+from foretoken.ops.backends.triton.decoder import FusedDecoder
+from tests.models import families
+from tests.models.batches import Span, build_batch
+from tests.models.walk import CPU, new_pool, walk
+
+BLOCK = 4
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": 5},
+    "qwen2": {},
+    "qwen3": {"num_hidden_layers": 3},
+}
+UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "family": ("olmo2", {}, "type `olmo2`"),
+    "activation": ("llama", {"hidden_act": "gelu"}, "activation is `gelu`"),
+    "rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        "type `dynamic`",
+    ),
+    "heads": ("llama", {"head_dim": 512}, "heads of sizes"),
+}
+LAYERS = (0, 1, 2)
+
+
+def loaded(folder: Path, family: str, overrides: dict[str, Any]) -> CausalLM:
+    """A model with random weights, saved in `folder` too, in the fused decoder."""
+    families.save_model(folder, family, SIZES | overrides)
+    view = TargetView(LAYERS)
+    model = load_model(folder, device="cpu", backend="triton", view=view)
+    assert isinstance(model.fused, FusedDecoder)
+    return model
+
+
+def agrees(folder: Path, family: str) -> None:
+    """Logits of chunks, decodes and verifications are those of Transformers."""
+    model, plain = loaded(folder, family, FAMILIES[family]), families.plain_model(folder)
+    rng = random.Random(1)
+    texts = [[rng.randrange(families.VOCABULARY) for _ in range(12)] for _ in range(2)]
+    for text, rows in zip(texts, walk(model, texts, 0, BLOCK), strict=True):
+        expected = families.plain_logits(plain, text)
+        assert rows
+        for position, row in rows.items():
+            torch.testing.assert_close(row, expected[position], atol=2e-5, rtol=1e-4)
+
+
+def hidden_states(folder: Path) -> None:
+    """Without logits, and of one token: the hidden states that were asked for."""
+    model, text = loaded(folder, "llama", {}), list(range(5, 13))
+    plain = families.plain_model(folder)
+    with torch.inference_mode():
+        states = plain(torch.tensor([text]), output_hidden_states=True).hidden_states
+    kv, found = new_pool(model, 4, BLOCK), []
+    for part, start in ((text[:7], 0), (text[7:], 7)):
+        output = model.forward(build_batch([Span([1, 2], start, part, 0)], BLOCK, CPU), kv)
+        assert output.logits_NV.shape == (0, families.VOCABULARY)
+        found.append(output.aux)
+    for layer, both in zip(LAYERS, zip(*found, strict=True), strict=True):
+        torch.testing.assert_close(torch.cat(both), states[layer][0], atol=1e-5, rtol=1e-5)
+
+
+def padding(folder: Path) -> None:
+    """Tokens behind those of all requests, whatever their ids, change no bit and no block."""
+    model = loaded(folder, "llama", {})
+    assert model.fused is not None
+    outcomes = []
+    for behind in ([], [-1, 10**9, 3]):
+        kv = new_pool(model, 6, BLOCK)
+        spans = [Span([1, 2], 0, [5, 6, 7, 8, 9], 2), Span([4, 3], 0, [11, 12], 2)]
+        batch = build_batch(spans, BLOCK, CPU)
+        token_T = torch.cat([batch.token_T, torch.tensor(behind, dtype=torch.int64)])
+        attention = replace(batch.attention, values_fit=True)
+        output = model.fused.forward(token_T, batch.logit_row_N, attention, kv.keys, kv.values)
+        outcomes.append([output.logits_NV, *kv.keys, *kv.values])
+    for without, with_padding in zip(*outcomes, strict=True):
+        assert torch.equal(without, with_padding)
+
+
+def shared_weights(folder: Path) -> None:
+    """q, k and v, and gate and up, are views of one matrix, also after the module's are dropped."""
+    model, plain = loaded(folder, "llama", {}), families.plain_model(folder)
+    block, expected = model.module.model.layers[1], plain.model.layers[1]
+    for part, names in (("self_attn", "qkv"), ("mlp", ("gate_", "up_"))):
+        ours = [getattr(getattr(block, part), f"{name.rstrip('_')}_proj") for name in names]
+        theirs = [getattr(getattr(expected, part), f"{name.rstrip('_')}_proj") for name in names]
+        assert len({layer.weight.untyped_storage().data_ptr() for layer in ours}) == 1
+        for our, their in zip(ours, theirs, strict=True):
+            assert torch.equal(our.weight, their.weight)
+    assert model.fused is not None
+    model.fused.drop_module_weights()
+    assert torch.equal(block.mlp.up_proj.weight, expected.mlp.up_proj.weight)
+
+
+def refuses(folder: Path, what: str) -> None:
+    """What the decoder does not implement is named."""
+    family, overrides, message = UNFIT[what]
+    families.save_model(folder, family, SIZES | overrides)
+    model = load_model(folder, device="cpu", backend="torch")
+    calls = [AttentionCall(i, shape, None) for i, shape in enumerate(model.layer_shapes)]
+    with pytest.raises(UnfitError, match=message):
+        get_backend("triton").decoder(model.module, calls)
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    **{family: lambda folder, f=family: agrees(folder, f) for family in FAMILIES},
+    "hidden states": hidden_states,
+    "padding": padding,
+    "shared weights": shared_weights,
+    **{f"unfit {what}": lambda folder, w=what: refuses(folder, w) for what in UNFIT},
+}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    failures: dict[str, str | None] = {}
+    for name, case in CASES.items():
+        failures[name] = None
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                case(Path(folder))
+            except Exception:  # the other cases go on
+                failures[name] = traceback.format_exc(limit=-3)
+    print(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    main()

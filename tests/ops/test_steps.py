@@ -1,0 +1,201 @@
+"""Bookkeeping over slots: Triton's kernels leave the same numbers as stock operators do.
+
+Random slots and steps: prompts in the midst, requests that have all their tokens, padding, drafts
+or none. The kernels run in Triton's interpreter, in a process of its own, and on a GPU. What nobody
+reads may differ: the end of the spare's tokens, block tables behind a request's last block.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.ops import Verdict, get_backend
+from foretoken.ops.steps import DraftRows, PackSizes, SlotState, Steps, StepTokens
+
+BLOCK_SIZE, VOCABULARY = 4, 7
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+class Case(NamedTuple):
+    """Slots, and the numbers of a step as the host gives them."""
+
+    state: SlotState
+    slot_B: Tensor
+    num_tokens_B: Tensor
+    of_B: Tensor | None
+    slot_D: Tensor
+    most_D: Tensor
+    most: int
+
+    def copy(self) -> SlotState:
+        return SlotState(*(column.clone() for column in self.state))
+
+
+def make_case(
+    seed: int,
+    requests: int,
+    most: int,
+    *,
+    max_tokens: int = 60,
+    prompts: bool = False,
+    device: torch.device = DEVICE,
+) -> Case:
+    """Slots of any length up to `max_tokens`, more than the step has; a third of it is padding."""
+    draw = random.Random(seed)
+    slots, columns = requests + 3, -(-max_tokens // BLOCK_SIZE)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (slots + 1, max_tokens + most + 1)
+    token_SL = torch.randint(VOCABULARY, shape, dtype=torch.int32, generator=generator)
+    block_SL = torch.randperm(slots * columns, generator=generator).view(slots, columns)
+    block_SL = torch.cat([block_SL, torch.full((1, columns), slots * columns)])
+    length, computed, limit = [1] * (slots + 1), [0] * (slots + 1), [1] * (slots + 1)
+    order = draw.sample(range(slots), requests)
+    rows = []
+    for i, slot in enumerate(order):
+        if i > requests * 2 // 3:
+            rows.append((slots, 1, True, 0))
+            continue
+        length[slot] = draw.randint(1, max_tokens)
+        limit[slot] = min(max_tokens, length[slot] + draw.choice([0, 1, 2, most + 1, 99]))
+        num, decides = 1, True
+        if prompts and draw.random() < 0.6:
+            num = draw.randint(1, length[slot])
+        computed[slot] = length[slot] - num
+        if num > 1 and draw.random() < 0.5:
+            computed[slot], decides = draw.randint(0, computed[slot]), False
+        rows.append((slot, num, decides, draw.choice([most, draw.randint(0, most)])))
+    slot_B, num_tokens_B, decides_B, most_B = torch.tensor(rows, device=device).T.contiguous()
+    of_B, at_D = None, decides_B.nonzero()[:, 0]
+    if prompts:
+        of_B = torch.where(decides_B > 0, decides_B.cumsum(0) - 1, -1)
+    numbers = torch.tensor([length, computed, limit], device=device)
+    state = SlotState(token_SL.to(device), block_SL.to(device), *numbers)
+    return Case(state, slot_B, num_tokens_B, of_B, slot_B[at_D], most_B[at_D], most)
+
+
+def make_verdict(seed: int, num_D: Tensor, most: int) -> Verdict:
+    """Any verdict on so many drafts."""
+    draw, device = random.Random(seed), num_D.device
+    accepted = [draw.randint(0, num) for num in num_D.tolist()]
+    finite = [draw.random() < 0.8 for _ in accepted]
+    tokens = [
+        [draw.randrange(VOCABULARY) if i < n + f else -1 for i in range(most + 1)]
+        for n, f in zip(accepted, finite, strict=True)
+    ]
+    token_DK1 = torch.tensor(tokens, dtype=torch.int64, device=device).view(-1, most + 1)
+    numbers = torch.tensor(accepted, dtype=torch.int64, device=device)
+    return Verdict(token_DK1, numbers, torch.tensor(finite, dtype=torch.bool, device=device))
+
+
+def check_batch(mine: Any, theirs: Any, lengths: Tensor) -> None:
+    """Two `Packed`, of which one may have more padding; blocks as far as `lengths` reach."""
+    for name in ("token_T", "position_T", "logit_row_N"):
+        one, other = getattr(mine, name), getattr(theirs, name)
+        size = min(len(one), len(other))
+        assert torch.equal(one[:size], other[:size]), name
+    a, b = mine.attention, theirs.attention
+    assert torch.equal(a.query_start_B1, b.query_start_B1)
+    assert torch.equal(a.length_B, b.length_B)
+    assert (a.block_size, a.most_queries, a.values_fit) == (b.block_size, b.most_queries, True)
+    columns = torch.arange(a.block_BL.shape[1], device=lengths.device)
+    read_BL = columns * BLOCK_SIZE < lengths[:, None]
+    assert torch.equal(a.block_BL[read_BL], b.block_BL[read_BL])
+
+
+def check_state(mine: SlotState, theirs: SlotState) -> None:
+    for name, one, other in zip(SlotState._fields, mine, theirs, strict=True):
+        assert torch.equal(one[:-1], other[:-1]), name
+        assert torch.equal(one[-1].flatten()[:-1], other[-1].flatten()[:-1]), name
+
+
+def compare_step(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
+    """A whole step: drafts counted and written, tokens packed, the outcome taken over."""
+    ours, state = case.copy(), case.copy()
+    num_D, position_D = theirs.count_drafts(state, case.slot_D, case.most_D)
+    for one, other in zip(
+        mine.count_drafts(ours, case.slot_D, case.most_D), (num_D, position_D), strict=True
+    ):
+        assert torch.equal(one, other)
+    if case.most:
+        shape = (len(num_D), case.most)
+        token_DK = torch.randint(-2, VOCABULARY + 3, shape, device=num_D.device)
+        rows = DraftRows(case.slot_D, num_D, position_D, case.most)
+        for steps, its in ((mine, ours), (theirs, state)):
+            steps.write_drafts(its, rows, num_D, token_DK, VOCABULARY - 1)
+        check_state(ours, state)
+    tokens = StepTokens(case.slot_B, case.num_tokens_B, case.of_B, num_D)
+    sizes = PackSizes(int(case.num_tokens_B.sum()) + len(num_D) * case.most + 3, 0, 9)
+    sizes = sizes._replace(rows=len(num_D) * (case.most + 1))
+    packs = [steps.pack(state, tokens, sizes, BLOCK_SIZE) for steps in (mine, theirs)]
+    check_batch(*packs, packs[1].attention.length_B)
+    verdict = make_verdict(seed, num_D, case.most)
+    packets = [
+        steps.advance(its, tokens, verdict) for steps, its in ((mine, ours), (theirs, state))
+    ]
+    assert torch.equal(*packets)
+    check_state(ours, state)
+
+
+def compare_drafting(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
+    """A round of drafting, the end of it, and a look-up; some have more tokens than the model."""
+    state, max_len = case.state, case.state.token_SL.shape[1] - random.Random(seed).randint(1, 20)
+    rows = DraftRows(case.slot_D, *theirs.count_drafts(state, case.slot_D, case.most_D), case.most)
+    one, other = (s.begin_round(state, rows, 2, max_len, BLOCK_SIZE) for s in (mine, theirs))
+    check_batch(one.first, other.first, other.length_KB[-1])
+    for name in ("num_B", "index_B1", "position_KB", "length_KB", "index_KB"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    drafts = list(torch.randint(VOCABULARY, (case.most, len(rows.slot_B)), device=DEVICE))
+    assert torch.equal(mine.join_drafts(drafts, one.num_B), theirs.join_drafts(drafts, one.num_B))
+    for shortest, longest in ((1, 3), (2, 2)):
+        found = [steps.look_up(state, rows, shortest, longest) for steps in (mine, theirs)]
+        assert all(map(torch.equal, *found))
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type == "cuda" or INTERPRETED, reason="the tests below run here")
+def test_interpreted_kernels_leave_the_same_numbers() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "passed" in done.stdout
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, reason="needs a GPU, or a process")
+@pytest.mark.parametrize("seed", range(18))
+def test_kernels_leave_the_same_numbers(seed: int) -> None:
+    requests, most = ((1, 0), (2, 3), (7, 1), (9, 4), (3, 0), (1, 2))[seed % 6]
+    mine, theirs = get_backend("triton").steps, get_backend("torch").steps
+    for prompts in (False, True):
+        case = make_case(seed, requests, most, prompts=prompts)
+        compare_step(mine, theirs, case, seed)
+        if case.most and len(case.slot_D):
+            compare_drafting(mine, theirs, case, seed)
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE.type == "cpu" and not INTERPRETED, reason="needs a GPU, or a process")
+@pytest.mark.parametrize(("requests", "most", "max_tokens"), [(2, 3, 9000), (300, 1, 20)])
+def test_kernels_that_take_several_turns(requests: int, most: int, max_tokens: int) -> None:
+    """More tokens, columns or requests than a program moves at once."""
+    mine, theirs = get_backend("triton").steps, get_backend("torch").steps
+    case = make_case(1, requests, most, max_tokens=max_tokens, prompts=max_tokens > 100)
+    compare_step(mine, theirs, case, 1)
+    compare_drafting(mine, theirs, case, 1)

@@ -1,0 +1,270 @@
+"""Paged attention on a GPU: fused with what comes before it, and the list of its work.
+
+Without a GPU all of this, and `test_attention.py` for this backend, runs in Triton's interpreter,
+in a process of its own. Products of bfloat16 are wrong there: all is float32.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken.errors import ConfigError
+from foretoken.ops import AttentionBatch, AttentionOptions, get_backend
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed"
+)
+runs = pytest.mark.skipif(
+    not INTERPRETED and DEVICE.type == "cpu", reason="no GPU, nor Triton's interpreter"
+)
+
+H, H_KV, D, PAGE, POSITIONS = 4, 2, 16, 16, 700
+W = (H + 2 * H_KV) * D
+PLAIN = AttentionOptions(0.3)
+FEATURES = {
+    "plain": {},
+    "window": {"sliding_window": 40},
+    "all": {"sliding_window": 33, "softcap": 2.0, "sinks_H": torch.linspace(-2, 3, H)},
+}
+# (Tokens in the cache, new tokens): pieces have 128 tokens, tiles 64.
+STEPS = {
+    "decode": [(300, 1), (0, 1), (127, 1), (128, 1)],
+    "verify": [(126, 5), (0, 5), (62, 3), (300, 1)],
+    "more than 16 rows": [(380, 6), (0, 1), (127, 8), (60, 7)],
+}
+
+
+def attention_package() -> Any:
+    return importlib.import_module("foretoken.ops.backends.triton.attention")
+
+
+class Step(NamedTuple):
+    """New tokens of requests; what is in no request is NaN."""
+
+    qkv_TW: Tensor
+    heads: Any
+    key: Tensor
+    value: Tensor
+    batch: AttentionBatch
+
+
+def make_step(requests: list[tuple[int, int]], *, norm: bool = False, rotary: int = D) -> Step:
+    generator = torch.Generator().manual_seed(0)
+    random = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    needed = [-(-(start + new) // PAGE) for start, new in requests]
+    table = torch.full((len(requests), max(needed) + 1), sum(needed))
+    for row, ids in zip(table, torch.randperm(sum(needed)).split(needed), strict=True):
+        row[: len(ids)] = ids
+    starts = torch.tensor([0, *(new for _, new in requests)]).cumsum(0)
+    lengths = torch.tensor([start + new for start, new in requests])
+    key, value = (random(sum(needed) + 1, PAGE, H_KV, D) for _ in range(2))
+    cached = torch.zeros(sum(needed) + 1, PAGE, dtype=torch.bool)
+    for blocks, (start, _) in zip(table, requests, strict=True):
+        at = torch.arange(start)
+        cached[blocks[at // PAGE], at % PAGE] = True
+    key[~cached], value[~cached] = torch.nan, torch.nan
+    angle = torch.outer(torch.arange(POSITIONS), 0.3 ** torch.arange(rotary // 2))
+    weights = [random(D).to(DEVICE) if norm else None for _ in range(2)]
+    heads = attention_package().HeadInputs(angle.cos().to(DEVICE), angle.sin().to(DEVICE), *weights)
+    most = max(new for _, new in requests)
+    batch = AttentionBatch(starts.to(DEVICE), lengths.to(DEVICE), table.to(DEVICE), PAGE, most)
+    qkv_TW = random(int(starts[-1]), W).to(DEVICE)
+    return Step(qkv_TW, heads, key.to(DEVICE), value.to(DEVICE), batch)
+
+
+def expected(step: Step, options: AttentionOptions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Queries [T, H, D], the caches, and the attended values, by the definition in float64."""
+    starts, lengths = step.batch.query_start_B1.tolist(), step.batch.length_B.tolist()
+    counts = [end - start for start, end in itertools.pairwise(starts)]
+    request_T = torch.repeat_interleave(torch.tensor(counts)).to(DEVICE)
+    position_T = torch.cat(
+        [torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]
+    ).to(DEVICE)
+    tokens = step.qkv_TW[: starts[-1]].double().unflatten(1, (-1, D))
+    query, new_key, new_value = tokens.split([H, H_KV, H_KV], 1)
+    query = turned(query, position_T, step.heads, step.heads.q_norm_D)
+    new_key = turned(new_key, position_T, step.heads, step.heads.k_norm_D)
+    block_T = step.batch.block_BL[request_T, position_T // PAGE]
+    key, value = step.key.clone(), step.value.clone()
+    key[block_T, position_T % PAGE] = new_key.float()
+    value[block_T, position_T % PAGE] = new_value.float()
+    oracle = get_backend("reference").attention
+    return query, key, value, oracle(query.float(), key, value, step.batch, options)
+
+
+def turned(x: Tensor, position_T: Tensor, heads: Any, norm_D: Tensor | None) -> Tensor:
+    if norm_D is not None:
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + heads.eps) * norm_D
+    half = heads.cos_PR.shape[1]
+    cos, sin = heads.cos_PR[position_T, None], heads.sin_PR[position_T, None]
+    a, b, rest = x.split([half, half, D - 2 * half], -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+def close(actual: Tensor, wanted: Tensor) -> None:
+    """Equal but for float32 rounding; NaN where the other is."""
+    torch.testing.assert_close(actual.float(), wanted.float(), atol=3e-6, rtol=2e-5, equal_nan=True)
+
+
+def attend_new(step: Step, options: AttentionOptions = PLAIN) -> Tensor:
+    out_TC = torch.full((len(step.qkv_TW), H * D), torch.nan, device=DEVICE)
+    attention_package().attend_new(*step, options, out_TC)
+    return out_TC
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETED, reason="this is the process it would start")
+@pytest.mark.parametrize("part", [Path(__file__).name, "test_attention.py"])
+def test_in_the_interpreter(part: str) -> None:
+    few = "triton" if part == Path(__file__).name else "triton and (mixed or argument or long)"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+         str(Path(__file__).with_name(part)), "-k", f"({few}) and not half"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+@needs_triton
+@runs
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("requests", STEPS.values(), ids=STEPS)
+def test_new_tokens_are_written_and_attend(requests: list, features: dict) -> None:
+    step = make_step(requests, norm=bool(features), rotary=8 if features else D)
+    options = PLAIN._replace(**features)
+    if options.sinks_H is not None:
+        options = options._replace(sinks_H=options.sinks_H.to(DEVICE))
+    _, key, value, attended = expected(step, options)
+    close(attend_new(step, options).unflatten(1, (H, D)), attended)
+    close(step.key, key)
+    assert torch.equal(step.value.nan_to_num(), value.nan_to_num())
+
+
+@needs_triton
+@runs
+@pytest.mark.parametrize("norm", [False, True])
+def test_many_new_tokens_are_written(norm: bool) -> None:
+    step = make_step([(100, 40), (0, 1), (7, 30)], norm=norm, rotary=8)
+    query, key, value, attended = expected(step, PLAIN)
+    ops, batch = attention_package(), replace(step.batch, most_queries=0)
+    query_THD = ops.write_new(*step[:4], batch)
+    close(query_THD, query)
+    close(step.key, key)
+    assert torch.equal(step.value.nan_to_num(), value.nan_to_num())
+    close(ops.attention(query_THD, step.key, step.value, batch, PLAIN), attended)
+
+
+@needs_triton
+@runs
+def test_rows_of_no_request_are_left_alone() -> None:
+    step = make_step([(130, 2), (0, 1)])
+    alone = attend_new(step)
+    padded = step._replace(qkv_TW=torch.cat([step.qkv_TW, step.qkv_TW[:2]]))
+    out_TC = attend_new(padded._replace(batch=replace(step.batch)))
+    assert torch.equal(out_TC[:3], alone)
+    assert out_TC[3:].isnan().all()
+
+
+@pytest.fixture
+def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter, products by sums: those of BLAS depend on where a row is."""
+    if INTERPRETED:
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+
+        def products(a: Any, b: Any, dtype: Any) -> Any:
+            return (a[..., None] * b[..., None, :, :]).sum(-2).astype(dtype)
+
+        replaced = {**vars(np), "matmul": products}
+        monkeypatch.setattr(interpreter, "np", SimpleNamespace(**replaced))
+
+
+@needs_triton
+@runs
+@pytest.mark.usefixtures("rows_apart")
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_row_of_a_small_step_depends_on_its_context_alone(norm: bool) -> None:
+    """To the bit: tokens verified together, beside others, are those decoded one at a time."""
+    requests = [(125, 5), (190, 4), (0, 3), (300, 1)]
+    step = make_step(requests, norm=norm)
+    key, value = step.key.clone(), step.value.clone()
+    together, row = attend_new(step), 0
+    for b, (start, new) in enumerate(requests):
+        for position in range(start, start + new):
+            batch = AttentionBatch(
+                torch.tensor([0, 1], device=DEVICE), torch.tensor([position + 1], device=DEVICE),
+                step.batch.block_BL[b : b + 1].contiguous(), PAGE, 1,
+            )  # fmt: skip
+            one = Step(step.qkv_TW[row : row + 1], step.heads, key, value, batch)
+            assert torch.equal(attend_new(one)[0], together[row]), (b, position)
+            row += 1
+    assert torch.equal(key.nan_to_num(), step.key.nan_to_num())
+
+
+@needs_triton
+@runs
+@pytest.mark.parametrize("most", [0, 17])
+def test_too_many_new_tokens_are_refused(most: int) -> None:
+    step = make_step([(3, 2)])
+    with pytest.raises(ConfigError, match="most_queries"):
+        attend_new(step._replace(batch=replace(step.batch, most_queries=most)))
+
+
+@needs_triton
+@runs
+def test_rows_of_broken_heads_are_refused() -> None:
+    step = make_step([(3, 2)])
+    with pytest.raises(ConfigError, match="qkv_TW"):
+        attend_new(step._replace(qkv_TW=step.qkv_TW[:, :-1]))
+
+
+@needs_triton
+@runs
+@pytest.mark.parametrize("window", [0, 50])
+def test_the_plan_covers_each_context_once(window: int) -> None:
+    """Pieces of all sizes: 16 tokens four times, then 64 three times, then 256, ..."""
+    records, plan = (
+        importlib.import_module(f"foretoken.ops.backends.triton.attention.{name}")
+        for name in ("records", "plan")
+    )
+    counts, lengths, rows_of_tile, groups = [1, 5, 16, 40, 1], [1, 64, 700, 300, 257], 16, 2
+    starts = torch.tensor([0, *counts]).cumsum(0)
+    pieces = plan.pieces_for(16, 4, max(lengths))
+    new = lambda count: torch.full((count,), -7, dtype=torch.int32, device=DEVICE)  # noqa: E731
+    work = records.Work(new(100 * 16), new(100 * 4), new(100 * 16), new(4))
+    plan.plan_kernel[(len(counts) + 1,)](
+        starts.to(DEVICE), torch.tensor(lengths).to(DEVICE), work, len(counts), G=groups,
+        WINDOW=window, SIZE=16, COUNT=4, LEVELS=pieces.levels, FEW_ROWS=rows_of_tile, MANY_ROWS=64,
+        AT_ONCE=4,
+    )  # fmt: skip
+    few, rows, many, _ = work.totals.tolist()
+    items = work.few_I.view(-1, 16)[:few, :9].tolist()
+    for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        oldest = max(0, length - count - window + 1) if window else 0
+        mine = [item for item in items if item[0] == b]
+        assert {tuple(item[5:8]) for item in mine} <= {(int(starts[b]), length - count, count)}
+        for row in range(0, count * groups, rows_of_tile) if count <= 16 else ():
+            spans = sorted((item[2], item[3]) for item in mine if item[1] == row)
+            assert spans[0][0] <= oldest < spans[0][1]
+            assert spans[-1][1] == length
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+            assert len(spans) <= plan.most_pieces(pieces, max(lengths))
+    assert rows == sum(count for count in counts if count <= 16)
+    assert [item[:2] for item in work.many_I.view(-1, 16)[:many].tolist()] == [[3, 64], [3, 0]]

@@ -1,0 +1,139 @@
+"""A launch finds the kernel compiled for its arguments, and no other; compiling ahead.
+
+Without a GPU: kernels are compiled for one, and in place of calling them their calls are noted.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+compiled = importlib.import_module("foretoken.ops.backends.triton.compiled")
+
+
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: torch.Tensor | None
+
+
+@triton.jit
+def scale_kernel(x, y, pair: Pair, count, factor, WIDTH: tl.constexpr, TWICE: tl.constexpr = False):
+    i = tl.arange(0, WIDTH)
+    value = tl.load(x + i, mask=i < count, other=0.0) + tl.load(pair.one + i)
+    tl.store(y + i, value * factor)
+
+
+@triton.jit
+def other_kernel(x, WIDTH: tl.constexpr):
+    tl.store(x + tl.arange(0, WIDTH), 1.0)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[Any, ...]]:
+    """What compiled kernels are called with: number of the kernel, grid, arguments."""
+    made: list[tuple[Any, ...]] = []
+    numbers: list[Any] = []
+
+    def launcher(source: Any, metadata: Any) -> Any:
+        numbers.append(source)
+        number = len(numbers)
+        return lambda *given: made.append((number, given[:3], given[9:]))
+
+    gpu = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 7,
+        launcher_cls=launcher,
+        utils=SimpleNamespace(
+            load_binary=lambda *given: (1, 2, 32, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 232448},
+        ),
+    )
+    monkeypatch.setattr(driver, "_active", gpu)
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(compiled, "_kernels", {})
+    monkeypatch.setattr(compiled, "_take_device", lambda driver: lambda: None)
+    for kernel in (scale_kernel, other_kernel):
+        kernel.device_caches.clear()
+    return made
+
+
+def scale(x: torch.Tensor, y: torch.Tensor, **changed: Any) -> None:
+    given = {"pair": Pair(x, None), "count": 5, "factor": 0.5, "width": 8, "warps": 1} | changed
+    compiled.launch(
+        scale_kernel, (3, 2), x, y, given["pair"], given["count"], given["factor"],
+        WIDTH=given["width"], num_warps=given["warps"],
+    )  # fmt: skip
+
+
+def test_a_kernel_is_bound_once_and_then_called_with_addresses(calls: list[Any]) -> None:
+    first, second = torch.zeros(8), torch.zeros(8)
+    scale(first, second)
+    assert len(calls) == 1
+    scale(second, first, count=7, factor=2.5)
+    number, grid, given = calls[1]
+    at, to = second.data_ptr(), first.data_ptr()
+    assert (number, grid) == (1, (3, 2, 1))
+    assert given == (at, to, (at, None), 7, 2.5, 8, None)
+
+
+def test_other_arguments_have_kernels_of_their_own(calls: list[Any]) -> None:
+    x, odd = torch.zeros(8), torch.zeros(9)[1:]
+    others: list[tuple[Any, dict[str, Any]]] = [
+        (x, {}),
+        (odd, {}),
+        (x.half(), {}),
+        (x, {"pair": Pair(x, x)}),
+        (x, {"count": 1}),
+        (x, {"count": 16}),
+        (x, {"count": 2**40 + 1}),
+        (x, {"width": 16}),
+        (x, {"warps": 2}),
+    ]
+    for _ in range(2):
+        for tensor, changed in others:
+            scale(tensor, x, **changed)
+    numbers = [number for number, _, _ in calls]
+    assert numbers[: len(others)] == numbers[len(others) :] == list(range(1, len(others) + 1))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_is_noted_is_compiled_and_not_launched(calls: list[Any], processes: int) -> None:
+    x, y = torch.zeros(8), torch.zeros(8)
+    with compiled.compiling_ahead(processes):
+        for _ in range(2):
+            scale(x, y)
+            compiled.launch(other_kernel, (1,), x, WIDTH=8, num_warps=1)
+        assert compiled.zero_if_noted(lambda: (torch.ones(2), None))()[0].sum() == 0
+    assert calls == []
+    cached = [len(kernel.device_caches[0][0]) for kernel in (scale_kernel, other_kernel)]
+    assert cached == [1, 1]
+    scale(x, y)
+    assert [grid for _, grid, _ in calls] == [(3, 2, 1)]
+    assert compiled.zero_if_noted(lambda: torch.ones(2))().sum() == 2
+
+
+def test_a_kernel_that_does_not_compile_is_an_error_there(calls: list[Any]) -> None:
+    x = torch.zeros(8)
+
+    def ahead() -> None:
+        with compiled.compiling_ahead(2):
+            compiled.launch(other_kernel, (1,), x, WIDTH=7, num_warps=1)
+            compiled.launch(other_kernel, (1,), x, WIDTH=8, num_warps=1)
+
+    with pytest.raises(triton.CompilationError):
+        ahead()
+    assert calls == []

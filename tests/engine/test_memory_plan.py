@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from foretoken.engine.memory_plan import (
@@ -46,6 +46,8 @@ def of(gib: float, fraction: float = 0.9, **sizes: Any) -> Demand:
 
 @st.composite
 def demands(draw: st.DrawFn) -> Demand:
+    """Of devices that have half to four times of what is needed."""
+
     def size(most: int) -> int:
         return draw(st.integers(0, most))
 
@@ -61,21 +63,25 @@ def demands(draw: st.DrawFn) -> Demand:
         StepPeak(rows, rows, decode),
         StepPeak(tokens, rows, largest),
     )
+    block_size = draw(st.sampled_from([1, 16, 64]))
     costs = Costs(
-        block_size=draw(st.sampled_from([1, 16, 64])), block=1 + size(1 << 24),
-        draft_block=size(1 << 20) if drafts else 0, slot_block=size(1000),
+        block_size=block_size, block=block_size * (1 + size(1 << 17)),
+        draft_block=block_size * size(1 << 14) if drafts else 0, slot_block=4 * block_size + 8,
         draft=float(size(1 << 20)) if drafts else 0.0, spare=size(1),
-        copied=draw(st.sampled_from([0.0, 0.1])), weights=size(30 * GIB),
-        draft_weights=size(2 * GIB) if drafts else 0, libraries=size(GIB), steps=steps,
+        copied=draw(st.sampled_from([0.0, 0.1])), weights=size(4 * GIB),
+        draft_weights=size(GIB) if drafts else 0, libraries=size(GIB), steps=steps,
         graph=draw(st.sampled_from([0, 4 << 20])),
     )  # fmt: skip
-    blocks = draw(st.one_of(st.none(), st.integers(1, 100_000)))
+    blocks = draw(st.one_of(st.none(), st.none(), st.integers(1, 100_000)))
     sizes = Sizes(seqs, tokens, draw(st.integers(2, 200_000)), drafts, blocks)
-    total = draw(st.integers(GIB, 140 * GIB))
-    budget = Budget(total, draw(st.integers(0, total)), draw(st.floats(0.05, 1.0)))
-    return Demand(costs, sizes, budget)
+    fraction = draw(st.sampled_from([0.5, 0.9, 1.0]))
+    need = Demand(costs, sizes, H200).least
+    total = int(need * draw(st.floats(0.5, 4.0)))
+    free = int(total * draw(st.sampled_from([1.0, 0.99, 0.6])))
+    return Demand(costs, sizes, Budget(total, free, fraction))
 
 
+@settings(max_examples=300)
 @given(demands(), st.booleans())
 def test_a_plan_fits_and_serves_or_the_error_says_what_would(
     demand: Demand, may_shorten: bool

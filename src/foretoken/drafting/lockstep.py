@@ -93,9 +93,7 @@ class LockstepDraftModel(DraftModel):
             state, max_len = self.table.state, self.model.max_model_len
             behind_B = (state.length_S[rows.slot_D] - 1).clamp(min=1)  # the last has no block yet
             known = DraftRows(rows.slot_D, torch.zeros_like(behind_B), behind_B, most=1)
-            plan = self.table.steps.begin_round(
-                state, known, _FIRST, max_len, self.block_size
-            )
+            plan = self.table.steps.begin_round(state, known, _FIRST, max_len, self.block_size)
             self.model.forward(ForwardBatch(*plan.first), self.kv)
             return
         position_T = batch.position_T.clamp(max=self.model.max_model_len - 1)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from foretoken.errors import CapacityError as CapacityError
     from foretoken.errors import CheckpointError as CheckpointError
     from foretoken.errors import ConfigError as ConfigError
+    from foretoken.errors import EngineBrokenError as EngineBrokenError
     from foretoken.errors import EngineMemoryError as EngineMemoryError
     from foretoken.errors import ForetokenError as ForetokenError
     from foretoken.errors import IntegrityError as IntegrityError
@@ -47,9 +48,9 @@ _NAMES = {
     "config": "EngineConfig SpeculativeConfig",
     "engine.prompts": "TextPrompt TokensPrompt",
     "errors": (
-        "CapacityError CheckpointError ConfigError EngineMemoryError ForetokenError "
-        "IntegrityError NonFiniteLogitsError OverloadedError ProcessingError RequestError "
-        "StepError UnsupportedModelError UsageError"
+        "CapacityError CheckpointError ConfigError EngineBrokenError EngineMemoryError "
+        "ForetokenError IntegrityError NonFiniteLogitsError OverloadedError ProcessingError "
+        "RequestError StepError UnsupportedModelError UsageError"
     ),
     "outputs": "CompletionDelta CompletionOutput Logprob RequestDelta RequestOutput",
     "sampling.params": "SamplingParams",

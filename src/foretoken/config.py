@@ -21,6 +21,8 @@ LOSSLESS_METHODS = ("standard", "block", "coupled")
 REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 MAX_SPECULATIVE_TOKENS = 64
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+"""Tokens per cache block where nobody says how many, by type of device."""
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
@@ -229,18 +231,24 @@ class EngineConfig:
             round by what else is in the batch: in float32 that decides near-ties alone (1e-5 in a
             logit), in half types many choices.
         seed: the engine's; requests without one get one made of it and their number; None is 0.
-        max_model_len: longest prompt + output; None: the checkpoint's own limit.
+        max_model_len: longest prompt + output; None: the checkpoint's own limit, or on a GPU the
+            longest for which its memory suffices.
         max_num_seqs: most requests running at once; each owns one permanent slot.
         max_num_batched_tokens: most tokens in one forward pass; longer prompts are prefilled in
             chunks.
         max_num_waiting: refuse a request while so many wait; None takes any number.
         enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same
             tokens.
-        block_size: tokens per cache block.
+        block_size: tokens per cache block; None: 16 on a CPU, 64 on a GPU. Prefixes are reused by
+            whole blocks, and a request's last block is half empty on average.
+        memory_fraction: of a GPU's memory, the most that the engine takes, weights, steps and
+            graphs included; the cache gets what they leave. Plays no part on a CPU, nor if the
+            size of the cache is given.
         num_blocks: blocks in the pool; None: enough for `kv_cache_gib`.
         kv_cache_gib: memory of the target's and the drafter's cache and of the drafts'
             probabilities together when `num_blocks` is None. Never more than `max_num_seqs`
-            requests of `max_model_len` need.
+            requests of `max_model_len` need. None: 0.5 on a CPU; on a GPU what `memory_fraction`
+            leaves.
         generation_config: what a request without sampling parameters gets: `auto`, the defaults of
             the checkpoint's generation_config.json; `vllm`, those of `SamplingParams`, whatever the
             file says.
@@ -275,9 +283,10 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     max_num_waiting: int | None = None
     enable_prefix_caching: bool = True
-    block_size: int = 16
+    block_size: int | None = None
+    memory_fraction: float = 0.9
     num_blocks: int | None = None
-    kv_cache_gib: float = 0.5
+    kv_cache_gib: float | None = None
     generation_config: str = "auto"
     tokenizer: str | None = None
     revision: str | None = None
@@ -311,7 +320,9 @@ class EngineConfig:
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
         if self.max_num_waiting is not None:
             check_int("max_num_waiting", self.max_num_waiting, 1, remedy="None takes any number.")
-        check_int("block_size", self.block_size, 1, 1024)
+        if self.block_size is not None:
+            check_int("block_size", self.block_size, 1, 1024)
+        check_number("memory_fraction", self.memory_fraction, 0.01, 1)
         if self.num_blocks is not None:
             check_int("num_blocks", self.num_blocks, 1)
         if self.threads is not None:
@@ -319,7 +330,8 @@ class EngineConfig:
         if self.async_scheduling not in (None, True, False):
             raise ConfigError("async_scheduling", self.async_scheduling, "None, true or false")
         gib = self.kv_cache_gib
-        if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib < 2**40:
+        is_number = isinstance(gib, (int, float)) and not isinstance(gib, bool)
+        if gib is not None and not (is_number and 0 < gib < 2**40):
             raise ConfigError("kv_cache_gib", gib, "a finite number > 0")
         speculation = SpeculativeConfig.parse(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculation)

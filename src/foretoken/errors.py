@@ -78,6 +78,10 @@ class EngineMemoryError(ForetokenError, MemoryError):
     """Memory ran out, or would: the message says how much was asked and what to lower."""
 
 
+class EngineBrokenError(ForetokenError):
+    """The device failed: its engine computes nothing any more, and all its requests have ended."""
+
+
 class UsageError(ForetokenError, RuntimeError):
     """A call after `close()`, in a forked child, or from a signal handler within another call."""
 

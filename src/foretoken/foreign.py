@@ -33,9 +33,8 @@ _WHOLE_TEXT = (
 )
 _IDS = "Ask for `logprobs` of the likeliest tokens."
 _SPECULATION = Foreign((None,), "Put it into `speculative_config`.")
-_NO_GRAPHS = Foreign((None, 8192), "Leave it out: nothing is captured in graphs on a CPU.")
+_NO_GRAPHS = Foreign((None, 8192), "Leave it out: decode steps are captured at any length.")
 _EITHER = Foreign((None, True, False), "Leave it out.")
-_CACHE_MEMORY = "`kv_cache_gib` is the memory of the cache."
 _OWN_CONFIG = "Edit config.json in a copy of the checkpoint."
 
 SAMPLING_FIELDS = {
@@ -106,12 +105,12 @@ ENGINE_OPTIONS = {
     "distributed_executor_backend": Foreign((None, "uni"), _ONE_PROCESS.instead),
     "disable_custom_all_reduce": _EITHER,
     "quantization": Foreign((None,), "Weights are read as they are stored: float32, bf16, fp16."),
-    "gpu_memory_utilization": Foreign((None, 0.9, 0.92), _CACHE_MEMORY),
-    "kv_cache_memory_bytes": Foreign((None,), _CACHE_MEMORY),
+    "gpu_memory_utilization": Foreign((None, 0.9, 0.92), "Write `memory_fraction`."),
+    "kv_cache_memory_bytes": Foreign((None,), "Write `kv_cache_gib`."),
     "num_gpu_blocks_override": Foreign((None,), "Write `num_blocks`."),
     "kv_cache_dtype": Foreign(("auto",), "The cache has the dtype of the weights."),
     "swap_space": Foreign((None, 0, 4), "Preempted requests compute their tokens again."),
-    "cpu_offload_gb": Foreign((None, 0), "Leave it out: the weights are in the CPU's memory."),
+    "cpu_offload_gb": Foreign((None, 0), "All weights are on one device."),
     "compilation_config": Foreign((None, 0, {}), "Leave it out: nothing is compiled."),
     "max_seq_len_to_capture": _NO_GRAPHS,
     "max_context_len_to_capture": _NO_GRAPHS,

@@ -17,6 +17,7 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.boundary import Submission, build_output, not_begun, prepare, submit, unserved
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
+from foretoken.engine.memory_plan import MemoryPlan
 from foretoken.engine.prompts import (
     Params,
     ParamsReader,
@@ -91,6 +92,11 @@ class LLM:
         return replace(self._params.defaults)
 
     @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What takes memory, by part: `parts` are bytes by name, `table()` is a text."""
+        return self.engine.runner.memory_plan
+
+    @property
     def metrics(self) -> SpeculationMetrics:
         """Counts summed over all requests so far (a copy)."""
         if self._turns.inside:  # a signal handler in the midst of a call
@@ -134,6 +140,7 @@ class LLM:
 
         Raises:
             RequestError, CapacityError, ProcessingError: a prompt or its parameters.
+            EngineBrokenError: the device failed, in an earlier call; nothing is served any more.
             KeyboardInterrupt: Ctrl-C. Its attribute `outputs` is what would have been returned:
                 what is done is complete, the rest has finish_reason `interrupted`, with the tokens
                 it has.

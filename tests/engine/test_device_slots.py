@@ -66,7 +66,8 @@ def params_of(kind: str, number: int) -> list[SamplingParams]:
         params.append(
             SamplingParams(
                 temperature=(0.9, 0.0, 1.3)[i % 3], max_tokens=9 + 5 * (i % 4), seed=i, n=1 + i % 2,
-                top_p=0.9 if i % 4 == 1 else 1.0, prompt_logprobs=1 if i == 2 else None, **asked,
+                top_p=0.9 if i % 4 == 1 else 1.0, prompt_logprobs=1 if i in (2, 8) else None,
+                **asked,
             )
         )  # fmt: skip
     return params
@@ -165,6 +166,6 @@ def test_mutants_of_the_device_slots_are_noticed(
     target: Path, draft: Path, mutant: type[DeviceSlotTable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = serve(target, draft, "draft_model", on_host=True)
-    monkeypatch.setattr("foretoken.engine.build.DeviceSlotTable", mutant)
+    monkeypatch.setattr("foretoken.engine.assembly.DeviceSlotTable", mutant)
     with pytest.raises((AssertionError, ForetokenError)):
         check_equal(serve(target, draft, "draft_model", on_host=False), expected)

@@ -183,7 +183,7 @@ def test_defaults_that_are_out_of_bounds(tmp_path: Path) -> None:
     [
         ({"tensor_parallel_size": 2}, "one process"),
         ({"tensor_parallel_size": True}, "one process"),
-        ({"gpu_memory_utilization": 0.5}, "`kv_cache_gib`"),
+        ({"gpu_memory_utilization": 0.5}, "`memory_fraction`"),
         ({"quantization": "awq"}, "as they are stored"),
         ({"trust_remote_code": True}, "never run"),
         ({"task": "embed"}, "generates text"),

@@ -16,10 +16,10 @@ from tests.project.source import ROOT, modules
 
 PUBLIC = (
     "LLM AsyncEngine CapacityError CheckpointError CompletionDelta CompletionOutput ConfigError "
-    "EngineConfig EngineMemoryError ForetokenError IntegrityError Logprob NonFiniteLogitsError "
-    "OverloadedError ProcessingError RequestDelta RequestError RequestOutput SamplingParams "
-    "SpeculativeConfig StepError TextPrompt TokensPrompt UnsupportedModelError UsageError "
-    "__version__"
+    "EngineBrokenError EngineConfig EngineMemoryError ForetokenError IntegrityError Logprob "
+    "NonFiniteLogitsError OverloadedError ProcessingError RequestDelta RequestError RequestOutput "
+    "SamplingParams SpeculativeConfig StepError TextPrompt TokensPrompt UnsupportedModelError "
+    "UsageError __version__"
 ).split()
 OPS = (
     "BACKENDS DRAFT RESIDUAL TARGET AttentionBatch AttentionCall AttentionOptions Backend Decoder "

@@ -53,6 +53,13 @@ class DrafterSetup:
     embedding: Tensor | None = None
     head: Tensor | None = None
 
+    @property
+    def block_size(self) -> int:
+        """Tokens per cache block."""
+        if self.config.block_size is None:
+            raise IntegrityError("an engine's options reached a drafter without `block_size`")
+        return self.config.block_size
+
 
 class Drafter(ABC):
     """Base class of all drafters; built as `cls(setup)`.
@@ -60,7 +67,8 @@ class Drafter(ABC):
     options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
     kv_bytes_per_block, bytes_per_slot: memory that the instance asks for: K/V of one cache block,
         addressed by the engine's block ids, so that they roll back with the target's; and what it
-        keeps for one request beside K/V, the q of its drafts above all.
+        keeps for one request beside K/V, the q of its drafts above all, so that it is taken to
+        grow with K.
     reads_next_token: what it keeps for a position depends on the token behind it, too. A block is
         then shared only among requests that agree in the token behind its last one.
     num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
@@ -87,7 +95,11 @@ class Drafter(ABC):
 
     @abstractmethod
     def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
-        """Remember the slots, allocate memory; called once, when the engine has sized its pool."""
+        """Remember the slots, allocate memory; a second call forgets what the first one gave.
+
+        On a GPU the first is for steps of nobody, whose memory is measured, with a pool of one
+        block; the second is when the engine has sized its pool.
+        """
 
     @abstractmethod
     def propose(self, rows: DraftRows) -> DraftBlock:

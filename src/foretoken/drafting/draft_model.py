@@ -49,13 +49,14 @@ class DraftModel(Drafter):
         self.model = model or _load_checked(setup)
         self.config = setup.config
         self.backend = setup.backend
+        self.block_size = setup.block_size
         self.probabilistic = setup.speculation.draft_sample_method != "greedy"
         num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
         self._cache_shape = (num_drafts, self.model.vocab_size, self.model.dtype)
         one = DraftCache.empty(1, *self._cache_shape, torch.device("meta"))
         self.bytes_per_slot = one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes
         self.kv_bytes_per_block = KVPool.bytes_per_block(
-            self.model.layer_shapes, setup.config.block_size, self.model.dtype
+            self.model.layer_shapes, setup.block_size, self.model.dtype
         )
 
     def allocate(self, slots: SlotTable, num_blocks: int) -> None:  # type: ignore[override]
@@ -67,7 +68,7 @@ class DraftModel(Drafter):
         self._cache = None
         if self.probabilistic:
             self._cache = DraftCache.empty(slots.num_slots, *self._cache_shape, device)
-        self.kv = KVPool(shapes, num_blocks, self.config.block_size, dtype=dtype, device=device)
+        self.kv = KVPool(shapes, num_blocks, self.block_size, dtype=dtype, device=device)
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
@@ -174,7 +175,7 @@ class DraftModel(Drafter):
         """Start a request that is new to its slot behind the leading blocks that are complete."""
         if self._num_computed_S[slot]:
             return
-        size, last = self.config.block_size, self.slots.length_S[slot] - 1
+        size, last = self.block_size, self.slots.length_S[slot] - 1
         for block in self.slots.block_SL[slot, : last // size].tolist():
             if not self._complete[block]:
                 break
@@ -182,7 +183,7 @@ class DraftModel(Drafter):
 
     def _advance(self, slot: int, num_computed: int) -> None:
         """Count a request's leading known tokens that were computed, and mark blocks they fill."""
-        size, first = self.config.block_size, self._num_computed_S[slot]
+        size, first = self.block_size, self._num_computed_S[slot]
         self._num_computed_S[slot] = num_computed
         for block in self.slots.block_SL[slot, first // size : num_computed // size]:
             self._complete[block] = True
@@ -193,7 +194,7 @@ class DraftModel(Drafter):
         return SlotSpan(slot, start, self.slots.length_S[slot] - start, 1)
 
     def _gather(self, spans: Sequence[SlotSpan], ahead: int = 0) -> ForwardBatch:
-        return gather_batch(self.slots, spans, self.config.block_size, ahead=ahead)
+        return gather_batch(self.slots, spans, self.block_size, ahead=ahead)
 
     def _catch_up(self, slots: Sequence[int]) -> None:
         """Compute missing tokens until those left fit one pass of the engine's token budget."""

@@ -65,6 +65,7 @@ class Eagle3(Drafter):
         self.head = _load_checked(setup)
         self.config = setup.config
         self.backend = setup.backend
+        self.block_size = setup.block_size
         self.probabilistic = setup.speculation.draft_sample_method != "greedy"
         num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
         self._cache_shape = (num_drafts, setup.vocab_size, self.head.dtype)
@@ -73,7 +74,7 @@ class Eagle3(Drafter):
         q_bytes = one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes
         self.bytes_per_slot = hidden_bytes + q_bytes
         self.kv_bytes_per_block = KVPool.bytes_per_block(
-            self.head.layer_shapes, setup.config.block_size, self.head.dtype
+            self.head.layer_shapes, setup.block_size, self.head.dtype
         )
 
     def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
@@ -86,7 +87,7 @@ class Eagle3(Drafter):
         self._cache = None
         if self.probabilistic:
             self._cache = DraftCache.empty(num_slots, *self._cache_shape, device)
-        self.kv = KVPool(shapes, num_blocks, self.config.block_size, dtype=dtype, device=device)
+        self.kv = KVPool(shapes, num_blocks, self.block_size, dtype=dtype, device=device)
 
     def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
         """Run the head over the target's rows, each with the token behind it."""
@@ -107,7 +108,7 @@ class Eagle3(Drafter):
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`. Passes run for all requests; of some, more than are read."""
-        size, device, block_size = len(rows.slot_B), self.head.device, self.config.block_size
+        size, device, block_size = len(rows.slot_B), self.head.device, self.block_size
         if rows.most == 0:
             return no_drafts(size, device)
         block_BL = self.slots.state.block_SL[rows.slot_B]

@@ -48,11 +48,11 @@ class LockstepDraftModel(DraftModel):
         self._cache = None
         if self.probabilistic:
             self._cache = DraftCache.empty(slots.num_slots + 1, *self._cache_shape, device)
-        self.kv = KVPool(shapes, num_blocks, self.config.block_size, dtype=dtype, device=device)
+        self.kv = KVPool(shapes, num_blocks, self.block_size, dtype=dtype, device=device)
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`; every request takes part in every pass, if only as padding."""
-        table, block_size = self.table, self.config.block_size
+        table, block_size = self.table, self.block_size
         max_len = self.model.max_model_len
         plan = table.steps.begin_round(table.state, rows, _FIRST, max_len, block_size)
         cache = self._cache if rows.warm else None
@@ -93,9 +93,7 @@ class LockstepDraftModel(DraftModel):
             state, max_len = self.table.state, self.model.max_model_len
             behind_B = (state.length_S[rows.slot_D] - 1).clamp(min=1)  # the last has no block yet
             known = DraftRows(rows.slot_D, torch.zeros_like(behind_B), behind_B, most=1)
-            plan = self.table.steps.begin_round(
-                state, known, _FIRST, max_len, self.config.block_size
-            )
+            plan = self.table.steps.begin_round(state, known, _FIRST, max_len, self.block_size)
             self.model.forward(ForwardBatch(*plan.first), self.kv)
             return
         position_T = batch.position_T.clamp(max=self.model.max_model_len - 1)

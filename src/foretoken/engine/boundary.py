@@ -43,7 +43,9 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     Raises:
         RequestError, CapacityError: it cannot be served as asked.
         ProcessingError: the tokenizer raised.
+        EngineBrokenError: the device failed; nothing is served any more.
     """
+    engine.check_works()
     with _encoding(request_id):
         text, ids = encode(engine.tokenizer, prompt)
     limits = engine.limits

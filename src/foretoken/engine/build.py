@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 import logging
-from functools import cache
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from foretoken.cache.block_pool import BlockPool
-from foretoken.cache.kv_pool import KVPool
-from foretoken.config import EngineConfig
+from foretoken.config import BLOCK_SIZES, EngineConfig
 from foretoken.drafting.base import Drafter, DrafterSetup
 from foretoken.drafting.registry import find_drafter
+from foretoken.engine.assembly import Assembly
+from foretoken.engine.devices import choose_backend, choose_device
 from foretoken.engine.engine import Engine
-from foretoken.engine.graphs import Graphs
-from foretoken.engine.memory import check_fits, is_out_of_memory, memory_error
-from foretoken.engine.runner import Runner
-from foretoken.engine.sampler import Sampler
+from foretoken.engine.faults import broken_engine, is_device_failure
+from foretoken.engine.gauge import Gauge, gauge_of
+from foretoken.engine.memory import is_out_of_memory, memory_error, reserving
+from foretoken.engine.remedies import shown
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, TargetView, load_model, load_tokenizer, resolve_checkpoint
-from foretoken.ops import Backend, get_backend, unavailable
-from foretoken.ops.steps import Steps
+from foretoken.ops import Backend
 from foretoken.sampling.params import SamplingParams
-from foretoken.sampling.synthetic import joint_rates, rates_of
-from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.table import SlotTable
 
 _log = logging.getLogger(__name__)
+
+_HOST_CACHE_GIB = 0.5
+_SMALLER_DRAFT = "Take a smaller draft model, `ngram`, which has none, or no `speculative_config`."
 
 # What generation_config.json may set, besides `max_new_tokens`: the names that vLLM reads there.
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -41,38 +41,47 @@ def build_engine(config: EngineConfig) -> Engine:
 
     Raises:
         ConfigError, CheckpointError, UnsupportedModelError, EngineMemoryError.
+        EngineBrokenError: the device failed.
     """
     try:
         return _build(config)
     except Exception as error:
-        if isinstance(error, ForetokenError) or not is_out_of_memory(error):
+        if isinstance(error, ForetokenError):
             raise
-        raise memory_error("the engine was built", error) from error
+        if is_out_of_memory(error):
+            raise memory_error("the engine was built", error) from error
+        if is_device_failure(error):
+            raise broken_engine(error) from error
+        raise
 
 
 def _build(config: EngineConfig) -> Engine:
     _check_token_budget(config)
     device = choose_device(config.device)
-    view, on_host = None, is_on_host(device)
+    config, on_host = _completed(config, device), is_on_host(device)
+    view = None
     if config.speculative_config is not None:  # a wrong name is refused before anything is loaded
         drafter_class = find_drafter(config.speculative_config, on_host=on_host)
         view = drafter_class.target_view(config)
-    backend = _choose_backend(config, device)
+    backend = choose_backend(config.backend, device, deterministic=config.deterministic)
+    gauge = gauge_of(device)
     folder = resolve_checkpoint(
         config.model,
         revision=config.revision,
         local_files_only=config.local_files_only,
         weights=config.load_format == "auto",
     )
-    model = load_model(
-        folder,
-        device=device,
-        dtype=config.dtype,
-        backend=backend,
-        dummy_seed=config.seed if config.load_format == "dummy" else None,
-        max_model_len=config.max_model_len,
-        view=view,
-    )
+    with reserving("the weights were loaded", _smaller_weights(folder, gauge)):
+        model = load_model(
+            folder,
+            device=device,
+            dtype=config.dtype,
+            backend=backend,
+            dummy_seed=config.seed if config.load_format == "dummy" else None,
+            max_model_len=config.max_model_len,
+            view=view,
+        )
+    weights = gauge.taken() if gauge else 0
     native_target = model.fused is not None and device.type == "cpu"
     asked_threads = config.threads if device.type == "cpu" else 1
     threads = StepThreads(asked_threads, backend, native_target=native_target)
@@ -82,53 +91,43 @@ def _build(config: EngineConfig) -> Engine:
         torch.get_num_threads(),
     )
     tokenizer = _tokenizer(config, folder)
-    drafter = _build_drafter(config, backend, model, view, tokenizer)
-    num_blocks = _num_blocks(config, model, drafter)
-    most_tokens = min(model.max_model_len, num_blocks * config.block_size)
-    slots = _slots(config, device, backend.steps, most_tokens, num_blocks)
-    pool_blocks = num_blocks + (not on_host)  # one is for whatever is computed for nobody
-    if drafter is not None:
-        drafter.allocate(slots, pool_blocks)
-        slots.register("drafts", drafter)
-    kv = KVPool(
-        model.layer_shapes, pool_blocks, config.block_size, dtype=model.dtype, device=device
-    )
-    sampler = Sampler(
-        backend,
-        slots,
-        synthetic_rates=_synthetic_rates(config),
-        fp64_noise=config.use_fp64_gumbel,
-        decode=None if tokenizer is None else cache(lambda token: str(tokenizer.decode([token]))),
-    )
+    with reserving("the drafter was loaded", _SMALLER_DRAFT):
+        drafter = _build_drafter(config, backend, model, view, tokenizer)
+    assembly = Assembly(config, model, drafter, tokenizer, on_host=on_host)
+    plan = assembly.plan(gauge, weights)
+    _log.info("Memory:\n%s", plan.table())
+    model.max_model_len = plan.max_model_len
     lookahead = int(drafter is not None and drafter.reads_next_token)
     scheduler = Scheduler(
-        BlockPool(num_blocks, config.block_size, lookahead),
+        BlockPool(plan.num_blocks, assembly.block_size, lookahead),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         num_behind=drafter.num_behind if drafter else 0,
     )
-    runner = Runner(model, kv, sampler, drafter, _graphs(config, backend, device))
+    runner = assembly.runner(plan.num_blocks)
+    runner.planned = plan
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
     return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads)
 
 
-def _slots(
-    config: EngineConfig, device: torch.device, steps: Steps, max_tokens: int, num_blocks: int
-) -> SlotTable | DeviceSlotTable:
-    """What is kept by slot, for requests of so many tokens in a pool of so many blocks."""
-    columns = -(-max_tokens // config.block_size)
-    sizes = {"max_tokens": max_tokens, "max_drafts": _engine_drafts(config), "blocks": columns}
-    if is_on_host(device):
-        return SlotTable(config.max_num_seqs, device, **sizes)
-    return DeviceSlotTable(config.max_num_seqs, device, steps, **sizes, trash_block=num_blocks)
+def _completed(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The options with what they leave to the device."""
+    block_size, gib = config.block_size or BLOCK_SIZES[device.type], config.kv_cache_gib
+    if gib is None and device.type == "cpu":
+        gib = _HOST_CACHE_GIB
+    return replace(config, block_size=block_size, kv_cache_gib=gib)
 
 
-def _graphs(config: EngineConfig, backend: Backend, device: torch.device) -> Graphs:
-    """Steps are captured on a GPU whose kernels wait for nothing, unless the user forbids it."""
-    if device.type != "cuda" or backend.name != "triton" or config.enforce_eager:
-        return Graphs()
-    return Graphs(graph_sizes(config.max_num_seqs), _engine_drafts(config))
+def _smaller_weights(folder: Path, gauge: Gauge | None) -> str:
+    """What to do if the weights do not fit, which no option makes smaller."""
+    remedy = "Take a smaller checkpoint or `dtype`."
+    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    if stored:
+        remedy = f"The checkpoint's files hold {shown(stored)}. {remedy}"
+    if gauge is not None:
+        remedy += f" {shown(gauge.budget(1).free)} of the GPU were free at the start."
+    return remedy
 
 
 def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
@@ -144,64 +143,9 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
     return tokenizer
 
 
-def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
-    """c_i of the rule `synthetic`, with a warning; () under any other."""
-    rates = rates_of(config.speculative_config) if config.speculative_config else ()
-    if rates:
-        _log.warning(
-            "Rule `synthetic`: drafts are accepted with the set probabilities %s (mean acceptance "
-            "length %.3f), and the text is meaningless by design.",
-            ", ".join(f"{rate:.4g}" for rate in rates),
-            1 + sum(joint_rates(rates)),
-        )
-    return rates
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of this name; `auto` is the GPU that PyTorch takes by itself, or the CPU.
-
-    Raises:
-        ConfigError: there is no such GPU, or PyTorch cannot use it.
-    """
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    index = int(name.partition(":")[2] or 0) if name != "auto" else torch.cuda.current_device()
-    if index >= count:
-        found = f"PyTorch finds {count} GPUs" if count else "PyTorch finds no GPU that it can use"
-        remedy = f"{found} ({_why_no_gpu()}). Choose `cpu`, or leave it out."
-        raise ConfigError("device", name, "a device of this machine", remedy)
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _why_no_gpu() -> str:
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"this PyTorch, {torch.__version__}, was built for CPUs"
-    return "no GPU, or a driver that is too old for this PyTorch: `nvidia-smi` says which"
-
-
 def is_on_host(device: torch.device) -> bool:
     """Whether what is kept by slot is kept as numbers on the host."""
     return device.type == "cpu"
-
-
-def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of requests that decode steps are padded to when they are captured."""
-    sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64)]
-    return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
-
-
-def _choose_backend(config: EngineConfig, device: torch.device) -> Backend:
-    """The backend asked for, or the fastest that this machine has."""
-    name = config.backend
-    if name == "auto":
-        name = "native" if device.type == "cpu" else "triton"
-        if (reason := unavailable(name)) is not None:
-            _log.warning("Backend `torch`, which is slower: `%s` cannot run: %s.", name, reason)
-            name = "torch"
-    _log.info("Backend `%s`.", name)
-    return get_backend(name, deterministic=config.deterministic)
 
 
 def _check_token_budget(config: EngineConfig) -> None:
@@ -240,27 +184,6 @@ def _build_drafter(
     )
     found = find_drafter(setup.speculation, on_host=is_on_host(model.device))
     return found(setup)
-
-
-def _num_blocks(config: EngineConfig, model: CausalLM, drafter: Drafter | None) -> int:
-    """Blocks of the pool: as asked, or what the memory holds, never more than can be used."""
-    per_block = KVPool.bytes_per_block(model.layer_shapes, config.block_size, model.dtype)
-    per_slot = SlotTable.bytes_per_slot(model.max_model_len, config.block_size)
-    if drafter is not None:
-        per_block += drafter.kv_bytes_per_block
-        per_slot += drafter.bytes_per_slot
-    slots_bytes = config.max_num_seqs * per_slot
-    num_blocks = config.num_blocks
-    if num_blocks is None:
-        most = config.max_num_seqs * -(-model.max_model_len // config.block_size)
-        num_blocks = min(most, int((config.kv_cache_gib * 2**30 - slots_bytes) / per_block))
-        if num_blocks < 1:
-            least = f"at least {(per_block + slots_bytes) / 2**30:.3g}"
-            bound = f"{least}: one block of this model, and the draft probabilities of every slot"
-            remedy = "Raise it, or lower `max_num_seqs` or `block_size`."
-            raise ConfigError("kv_cache_gib", config.kv_cache_gib, bound, remedy)
-    check_fits(num_blocks * per_block + slots_bytes)
-    return num_blocks
 
 
 def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:

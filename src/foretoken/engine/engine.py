@@ -9,7 +9,8 @@ before committing the last gets the same tokens, with the device never waiting f
 
 Faults: an exception in the work for one request ends that request (`_alone`); one in the work for
 the batch, its drafting or its forward pass, ends every running request, because their caches are
-then unknown. Neither leaves `step`, and slots and blocks come back. What can fail for one request
+then unknown. If it says that the device failed, the engine is broken, and everything that waits
+ends, too. None of them leaves `step`, and slots and blocks come back. What can fail for one request
 alone is done before the pass or at its commit, so that no pass runs twice. An exception in the
 schedule is a bug of ours that no request can be blamed for: it is raised, and so is what
 `check_integrity` finds when the last request has ended.
@@ -26,19 +27,24 @@ from typing import Any
 from foretoken.config import EngineConfig
 from foretoken.engine.admission import Limits, bad_word_ids, check_request
 from foretoken.engine.detokenizer import Detokenizer
-from foretoken.engine.faults import no_token, overloaded, processing_error, step_failure
+from foretoken.engine.faults import (
+    broken_engine,
+    no_token,
+    overloaded,
+    processing_error,
+    step_failure,
+)
 from foretoken.engine.pending import PendingResult
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Plan, Scheduler
-from foretoken.engine.step import step_input
+from foretoken.engine.step import slot_request, step_input
 from foretoken.engine.threads import StepThreads
 from foretoken.engine.trace import OnStep, StepTrace, read_events
-from foretoken.ops import Rule
+from foretoken.errors import EngineBrokenError
 from foretoken.outputs import SpeculationMetrics
 from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import Outcome, StepResult
 
 _NO_RESULT = StepResult.empty()
@@ -83,6 +89,7 @@ class Engine:
         ahead = config.async_scheduling
         self.runs_ahead = not runner.slots.on_host if ahead is None else ahead
         self._unread = _NOTHING
+        self._broken_by: BaseException | None = None
         self._slots = runner.slots
         self._num_added = 0
         speculation = config.speculative_config
@@ -127,7 +134,7 @@ class Engine:
         changed = self.commit(done)
         clock.mark("commit")
         clock.stop()
-        if self.on_step and done.trace:
+        if self.on_step and done.trace and self._broken_by is None:
             read_events(done.trace, done.events)
             self.on_step(done.trace)
         if not self.has_work:
@@ -186,9 +193,11 @@ class Engine:
 
         Raises:
             RequestError: the prompt or its parameters are out of bounds.
+            EngineBrokenError: the device failed.
             OverloadedError: `max_num_waiting` requests wait already; there is no bound on what one
                 call adds, so that n samples are taken together or not at all.
         """
+        self.check_works()
         params = check_request(prompt_ids, params, self.limits)
         if not self.has_room:
             raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
@@ -218,6 +227,11 @@ class Engine:
             group.samples.append(request)
         self._num_added = admission
         return group
+
+    def check_works(self) -> None:
+        """Raise `EngineBrokenError` once the device has failed."""
+        if self._broken_by is not None:
+            raise broken_engine(self._broken_by)
 
     def settle(self, request: Request) -> None:
         """Let the request have what its new tokens say, as far as no stop string may take it back.
@@ -256,12 +270,18 @@ class Engine:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Whatever is raised inside ends every running request, with its reason."""
+        """Whatever is raised inside ends every running request, with its reason.
+
+        If the device failed, those that wait end, too, and no other is taken.
+        """
         try:
             yield
         except BaseException as error:
-            failure = step_failure(error)
-            for request in list(self.scheduler.running):
+            failure, ending = step_failure(error), [*self.scheduler.running]
+            if isinstance(failure, EngineBrokenError):
+                self._broken_by, self._unread = error, _NOTHING
+                ending += self.scheduler.waiting
+            for request in ending:
                 request.group.error = request.group.error or failure
                 self._finish(request, "error")
             if not isinstance(error, Exception):  # a second Ctrl-C: not ours to keep
@@ -273,18 +293,7 @@ class Engine:
 
     def _admit(self, request: Request) -> None:
         """Set up the slot of a request that the scheduler just gave one, perhaps once more."""
-        state = SlotRequest(
-            request.key,
-            request.params,
-            Rule[request.rule.upper()],
-            request.group.prompt_ids,
-            request.limit,
-            request.output_ids,
-            num_computed=request.num_computed,
-            stop_ids=tuple(request.stop_ids),
-            bad_word_ids=request.bad_word_ids,
-        )
-        self._slots.admit(request.slot, state)
+        self._slots.admit(request.slot, slot_request(request))
         if request.index == 0 and not request.num_preemptions:
             request.group.metrics.num_cached_tokens = request.num_computed
         if self.tokenizer is not None and request.detokenizer is None:

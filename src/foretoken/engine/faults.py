@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import traceback
+
 from foretoken.engine.memory import is_out_of_memory, memory_error
 from foretoken.engine.request import Request
 from foretoken.errors import (
+    EngineBrokenError,
     ForetokenError,
     NonFiniteLogitsError,
     OverloadedError,
@@ -12,6 +15,34 @@ from foretoken.errors import (
     RequestError,
     StepError,
 )
+
+_FAILURES = ("cuda error", "cuda driver error", "triton error", "cublas_status", "cudnn_status",
+             "nvrtc", "hip error", "device-side assert")  # fmt: skip
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """Whether a GPU says that it failed: an illegal access, an assertion, broken hardware.
+
+    After most such errors every later call fails, too, and those of the step before may be the
+    cause, as they are reported late: nothing that was computed is to be trusted. The exception of
+    them is memory that ran out.
+    """
+    if is_out_of_memory(error) or not isinstance(error, RuntimeError):
+        return False
+    named = type(error).__name__ == "AcceleratorError"  # torch 2.8 on
+    return named or any(said in str(error).lower() for said in _FAILURES)
+
+
+def broken_engine(cause: BaseException) -> EngineBrokenError:
+    """The error of everything that an engine is asked for once its device has failed."""
+    said = str(cause).partition("\n")[0]
+    error = EngineBrokenError(
+        f"The device failed ({said}), and nothing more can be computed in this process: start "
+        "another one. If it happens again, CUDA_LAUNCH_BLOCKING=1 in its environment shows where, "
+        "and `nvidia-smi -q` and the system's log say whether the hardware is at fault."
+    )
+    error.__cause__ = cause
+    return error
 
 
 def processing_error(request: Request, cause: Exception) -> ProcessingError:
@@ -32,9 +63,15 @@ def overloaded(num_waiting: int, bound: int | None) -> OverloadedError:
 
 
 def step_failure(cause: BaseException) -> ForetokenError:
-    """The error of every request of a batch when the work for all of it raised `cause`."""
+    """The error of every request of a batch when the work for all of it raised `cause`.
+
+    The frames that raised let go of their tensors: outputs keep the error, which keeps the frames.
+    """
+    traceback.clear_frames(cause.__traceback__)
     if is_out_of_memory(cause):
         return memory_error("a step was computed", cause)
+    if is_device_failure(cause):
+        return broken_engine(cause)
     error = StepError(f"{type(cause).__name__} in a step of the whole batch: {cause}")
     error.__cause__ = cause
     return error

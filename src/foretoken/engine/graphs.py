@@ -41,12 +41,22 @@ class Graphs:
         self.sizes = sizes
         self.num_drafts = num_drafts
         self._captured: dict[StepShape, dict[str, _Captured]] = {}
+        self._left_out: set[StepShape] = set()
         self._pool: Any = None  # one for all: no two stages run at the same time
         self._recording: dict[str, _Captured] | None = None
         self._warming = False
 
     def __contains__(self, shape: StepShape | None) -> bool:
         return shape in self._captured
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that captured steps keep."""
+        if self._pool is None:
+            return 0
+        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        mine = (s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
+        return sum(int(segment["total_size"]) for segment in mine)
 
     def shape_of(self, step: StepInput, params: SlotParams, *, warm: bool) -> StepShape | None:
         """The shape under which this step is replayed; None if it is not.
@@ -62,7 +72,17 @@ class Graphs:
             return None
         size = next(size for size in self.sizes if size >= count)
         most = self.num_drafts if max(step.max_drafts_B) else 0
-        return StepShape(size, most, params.has_filters, params.rules, warm)
+        shape = StepShape(size, most, params.has_filters, params.rules, warm)
+        return None if shape in self._left_out else shape
+
+    def leave_out(self, shape: StepShape) -> None:
+        """Memory ran out while such a step was captured: from here on they run as others do."""
+        self._left_out.add(shape)
+        _log.warning(
+            "Steps of %d requests run without a CUDA graph, which is slower: it would not fit into "
+            "memory. Lower `memory_fraction`.",
+            shape.size,
+        )
 
     def stage(self, name: str, run: Callable[..., Out], rows: StepRows, *given: Any) -> Out:
         """Run a stage of a step, or replay it; the next replay overwrites what it returns."""

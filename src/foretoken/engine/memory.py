@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from foretoken.errors import EngineMemoryError
+from foretoken.errors import EngineMemoryError, ForetokenError
 
 REMEDY = (
     "Lower `kv_cache_gib` (or `num_blocks`), `max_num_seqs`, `max_num_batched_tokens` or "
     "`max_model_len`."
 )
-_SAID = (  # how PyTorch, oneDNN and the C++ library say it, all as RuntimeError
+_GPU_REMEDY = (
+    "Lower `memory_fraction`, so that the cache leaves more to steps, `max_num_batched_tokens` or "
+    "`max_num_seqs`; and see that no other process takes the GPU's memory."
+)
+_SAID = (  # how PyTorch, its libraries and the C++ library say it, all as RuntimeError
+    "alloc_failed",
     "can't allocate memory",
     "not enough memory",
     "out of memory",
@@ -28,9 +34,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)
 
 
-def memory_error(doing: str, cause: BaseException) -> EngineMemoryError:
+@contextmanager
+def reserving(doing: str, remedy: str) -> Iterator[None]:
+    """What runs out of memory inside says so by an `EngineMemoryError`."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ForetokenError) or not is_out_of_memory(error):
+            raise
+        raise memory_error(doing, error, remedy) from error
+
+
+def memory_error(doing: str, cause: BaseException, remedy: str = "") -> EngineMemoryError:
     """The typed form of an allocation that failed while `doing` something."""
-    error = EngineMemoryError(f"Out of memory while {doing}: {cause}. {REMEDY}")
+    said = str(cause).partition(" Including non-PyTorch memory")[0].rstrip(". \n")
+    remedy = remedy or (_GPU_REMEDY if "cuda" in said.lower() else REMEDY)
+    error = EngineMemoryError(f"Out of memory while {doing}: {said}. {remedy}")
     error.__cause__ = cause
     return error
 

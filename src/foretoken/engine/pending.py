@@ -113,8 +113,8 @@ class PendingResult:
     def _read_logprobs(self, result: StepResult, found: Logprobs) -> None:
         """Rows of decisions come first, packed by true numbers of drafts; then those of prompts."""
         step, end = self.step, 0
-        most = self.size_D and result.verdict.token_BK1.shape[1]
-        prompt_end = self.size_D * most
+        wanted = zip(step.num_tokens_B, step.num_prompt_logprobs_B, strict=True)
+        prompt_end = len(found.rank_N) - sum(count for count, most in wanted if most != NONE)
         decided: dict[int, Logprobs | None] = {}
         for slot, outcome in result.decisions.items():
             decided[slot] = some_rows(found, end, end + len(outcome.token_ids))

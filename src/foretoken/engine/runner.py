@@ -23,6 +23,8 @@ from foretoken.cache.batch import ForwardBatch, gather_step
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, in_target_ids, no_drafts
 from foretoken.engine.graphs import Graphs
+from foretoken.engine.memory import is_out_of_memory
+from foretoken.engine.memory_plan import MemoryPlan
 from foretoken.engine.pending import PendingResult
 from foretoken.engine.readout import readout
 from foretoken.engine.sampler import Sampler
@@ -51,7 +53,13 @@ class Runner:
         self.drafter = drafter
         self.slots = sampler.slots
         self.graphs = graphs or Graphs()
+        self.planned: MemoryPlan | None = None
         self.clock = PhaseClock(self.slots.device)
+
+    @property
+    def memory_plan(self) -> MemoryPlan | None:
+        """What takes memory; for CUDA graphs what those captured so far take, not the estimate."""
+        return self.planned and self.planned.measured("CUDA graphs", self.graphs.num_bytes)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Forget what is kept for blocks that change hands.
@@ -105,7 +113,12 @@ class Runner:
         warm = any(requests[slot].params.temperature > 0 for slot in step.slot_B)
         shape = self.graphs.shape_of(step, self.slots.params, warm=warm)
         if shape is not None and shape not in self.graphs:
-            self.capture(shape)
+            try:
+                self.capture(shape)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                self.graphs.leave_out(shape)
         return shape if shape in self.graphs else None
 
     def capture(self, shape: StepShape) -> None:
@@ -120,6 +133,8 @@ class Runner:
             with self.graphs.recording(shape):
                 self._run(StepInput.padding(), shape)
         except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             self.graphs.give_up(error)
 
     def _propose(self, rows: StepRows) -> tuple[DraftRows, DraftBlock]:

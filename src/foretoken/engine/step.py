@@ -1,10 +1,12 @@
-"""Shares of requests as the input of a step: from here on no request is known, slots are."""
+"""Requests as slots and steps read them: from here on no request is known, slots are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from foretoken.engine.request import Share
+from foretoken.engine.request import Request, Share
+from foretoken.ops import Rule
+from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import NONE, StepInput
 
 
@@ -20,3 +22,18 @@ def _numbers(share: Share) -> tuple[int, int, int, bool, int, int]:
     if share.start < request.num_prompt and request.needs_prompt_logits:
         prompt_top = request.params.prompt_logprobs or 0
     return share.slot, share.num_tokens, share.max_drafts, share.decides, top, prompt_top
+
+
+def slot_request(request: Request) -> SlotRequest:
+    """What a request brings into its slot."""
+    return SlotRequest(
+        request.key,
+        request.params,
+        Rule[request.rule.upper()],
+        request.group.prompt_ids,
+        request.limit,
+        request.output_ids,
+        num_computed=request.num_computed,
+        stop_ids=tuple(request.stop_ids),
+        bad_word_ids=request.bad_word_ids,
+    )

@@ -200,7 +200,7 @@ class Worker:
         changed = {*self._engine.step()}
         self.metrics = self._engine.metrics.copy()
         for mailbox, group in [*self._groups.items()]:
-            if group in changed:
+            if group in changed or group.finished:  # in a step that failed, before it ever ran
                 self._show(mailbox, group)
 
     def _add(

@@ -206,14 +206,32 @@ def _dummy_module(
     return module
 
 
-def _choose_dtype(dtype: str, config: Any, device: torch.device) -> torch.dtype:
-    check_choice("dtype", dtype, DTYPES)
+def _choose_dtype(asked: str, config: Any, device: torch.device) -> torch.dtype:
+    check_choice("dtype", asked, DTYPES)
+    dtype = asked
     if dtype == "auto":
         stored = str(config.get_text_config().dtype).removeprefix("torch.")
         elsewhere = stored if stored in DTYPES else "bfloat16"
         dtype = "float32" if device.type == "cpu" else elsewhere
     chosen: torch.dtype = getattr(torch, dtype)
+    check_dtype(asked, chosen, device)
     return chosen
+
+
+def check_dtype(asked: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise `ConfigError` for bfloat16 on a GPU that does not compute with it."""
+    if dtype is not torch.bfloat16 or device.type == "cpu" or torch.version.hip is not None:
+        return
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        meant = "It means bfloat16 here, the checkpoint's. " if asked == "auto" else ""
+        bound = f"float16 or float32 on {described_gpu(device)}"
+        raise ConfigError("dtype", asked, bound, f"{meant}bfloat16 takes 8.0 or more.")
+
+
+def described_gpu(device: torch.device) -> str:
+    """A GPU's name, with its compute capability."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
 
 
 def _check_layers(aux_layers: tuple[int, ...], config: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.config import (
+    BLOCK_SIZES,
     EngineConfig,
     SpeculativeConfig,
     check_choice,
@@ -96,7 +97,10 @@ class BenchOptions:
         tokens = max(_DEFAULTS["max_num_batched_tokens"], most * (1 + drafts))
         sized.setdefault("max_num_batched_tokens", tokens)
         if not {"num_blocks", "kv_cache_gib"} & engine.keys():
-            block_size = engine.get("block_size", _DEFAULTS["block_size"])
+            from foretoken.engine.devices import choose_device  # which loads torch
+
+            device = choose_device(engine.get("device", "auto"))
+            block_size = engine.get("block_size") or BLOCK_SIZES[device.type]
             # One more for each: the scheduler keeps one free per running request.
             blocks = -(-(self.input_len + self.output_len) // block_size) + 1
             sized["num_blocks"] = largest * blocks

@@ -1,0 +1,178 @@
+"""What stands around loaded models, as large as memory allows: slots, cache, sampler, runner.
+
+Charter: sizes. On a GPU a first runner with hardly any cache runs the largest steps, so that their
+memory is known; on a CPU the options alone decide.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from foretoken.cache.kv_pool import KVPool
+from foretoken.config import BLOCK_SIZES, EngineConfig
+from foretoken.drafting.base import Drafter
+from foretoken.engine.gauge import Gauge, measure_steps
+from foretoken.engine.graphs import Graphs
+from foretoken.engine.memory import check_fits
+from foretoken.engine.memory_plan import (
+    Costs,
+    Demand,
+    MemoryPlan,
+    Sizes,
+    blocks_within,
+    graph_sizes,
+)
+from foretoken.engine.remedies import fitting_plan
+from foretoken.engine.runner import Runner
+from foretoken.engine.sampler import Sampler
+from foretoken.models import CausalLM
+from foretoken.sampling.synthetic import joint_rates, rates_of
+from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.table import SlotTable
+
+_log = logging.getLogger(__name__)
+
+_GRAPH = 4 << 20  # bytes of a captured step beside its tensors: some hundred kernels
+_ROUNDING = 2 << 20  # PyTorch takes memory for large tensors in multiples of this
+
+
+class Assembly:
+    """Loaded models, and what an engine over them is made of.
+
+    Args:
+        config: `block_size` filled in.
+        on_host: whether slots are numbers on the host.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: CausalLM,
+        drafter: Drafter | None,
+        tokenizer: Any | None,
+        *,
+        on_host: bool,
+    ) -> None:
+        self.config, self.model, self.drafter, self.on_host = config, model, drafter, on_host
+        self.block_size = config.block_size or BLOCK_SIZES[model.device.type]
+        speculation = config.speculative_config
+        self.num_drafts = speculation.num_speculative_tokens if speculation else 0
+        self.captures = (
+            model.device.type == "cuda"
+            and model.backend.name == "triton"
+            and not config.enforce_eager
+        )
+        self._rates = _synthetic_rates(config)
+        self._decode = None
+        if tokenizer is not None:
+            self._decode = cache(lambda token: str(tokenizer.decode([token])))
+
+    def plan(self, gauge: Gauge | None, weights: int) -> MemoryPlan:
+        """How many blocks the cache has, and all else that takes memory.
+
+        Args:
+            gauge: of the GPU; None: nothing is measured.
+            weights: bytes of the target's.
+
+        Raises:
+            EngineMemoryError: memory does not suffice.
+            ConfigError: `kv_cache_gib` holds no block.
+        """
+        config, costs = self.config, self._costs()
+        sizes = Sizes(
+            config.max_num_seqs, config.max_num_batched_tokens, self.model.max_model_len,
+            self.num_drafts, config.num_blocks,
+        )  # fmt: skip
+        if sizes.num_blocks is None and config.kv_cache_gib is not None:
+            sizes = replace(sizes, num_blocks=blocks_within(config.kv_cache_gib, costs, sizes))
+        if gauge is None:
+            parts = costs.parts(sizes, sizes.num_blocks or 0)
+            check_fits(sum(parts.values()))
+            return MemoryPlan(parts, sizes.num_blocks or 0, sizes.max_model_len)
+        draft_weights = gauge.taken() - weights
+        steps = measure_steps(self.runner(1, measuring=True), sizes, gauge)
+        costs = replace(
+            costs, weights=weights, draft_weights=draft_weights, steps=steps,
+            libraries=gauge.libraries() + 2 * len(self.model.layer_shapes) * _ROUNDING,
+        )  # fmt: skip
+        demand = Demand(costs, sizes, gauge.budget(config.memory_fraction))
+        plan = fitting_plan(demand, may_shorten=config.max_model_len is None)
+        if plan.max_model_len < sizes.max_model_len:
+            _log.warning(
+                "`max_model_len` is %d, not the checkpoint's %d: memory suffices for no more.",
+                plan.max_model_len,
+                sizes.max_model_len,
+            )
+        return plan
+
+    def runner(self, num_blocks: int, *, measuring: bool = False) -> Runner:
+        """A runner with a cache of so many blocks.
+
+        Args:
+            measuring: it serves nobody; contexts are as long as they can be, whatever the cache.
+        """
+        config, model, drafter = self.config, self.model, self.drafter
+        device, block_size = model.device, self.block_size
+        context = model.max_model_len
+        most_tokens = context if measuring else min(context, num_blocks * block_size)
+        sizes = {
+            "max_tokens": most_tokens,
+            "max_drafts": self.num_drafts,
+            "blocks": -(-most_tokens // block_size),
+        }
+        slots: SlotTable | DeviceSlotTable
+        pool_blocks = num_blocks
+        if self.on_host:
+            slots = SlotTable(config.max_num_seqs, device, **sizes)
+        else:
+            slots = DeviceSlotTable(
+                config.max_num_seqs, device, model.backend.steps, **sizes, trash_block=num_blocks
+            )
+            pool_blocks += 1
+        if drafter is not None:
+            drafter.allocate(slots, pool_blocks)
+            slots.register("drafts", drafter)
+        kv = KVPool(model.layer_shapes, pool_blocks, block_size, dtype=model.dtype, device=device)
+        sampler = Sampler(
+            model.backend,
+            slots,
+            synthetic_rates=self._rates,
+            fp64_noise=config.use_fp64_gumbel,
+            decode=self._decode,
+        )
+        graphs = None
+        if self.captures and not measuring:
+            graphs = Graphs(graph_sizes(config.max_num_seqs), self.num_drafts)
+        return Runner(model, kv, sampler, drafter, graphs)
+
+    def _costs(self) -> Costs:
+        """What follows from shapes."""
+        model, size, drafter = self.model, self.block_size, self.drafter
+        copies = model.device.type != "cpu" and model.backend.name != "triton"
+        return Costs(
+            block_size=size,
+            block=KVPool.bytes_per_block(model.layer_shapes, size, model.dtype),
+            draft_block=drafter.kv_bytes_per_block if drafter else 0,
+            slot_block=SlotTable.bytes_per_slot(size, size),
+            draft=drafter.bytes_per_slot / self.num_drafts if drafter else 0.0,
+            spare=0 if self.on_host else 1,
+            # A layer's keys and values, padded to twice their length at most.
+            copied=2 / len(model.layer_shapes) if copies else 0.0,
+            graph=_GRAPH if self.captures else 0,
+        )
+
+
+def _synthetic_rates(config: EngineConfig) -> tuple[float, ...]:
+    """c_i of the rule `synthetic`, with a warning; () under any other."""
+    rates = rates_of(config.speculative_config) if config.speculative_config else ()
+    if rates:
+        _log.warning(
+            "Rule `synthetic`: drafts are accepted with the set probabilities %s (mean acceptance "
+            "length %.3f), and the text is meaningless by design.",
+            ", ".join(f"{rate:.4g}" for rate in rates),
+            1 + sum(joint_rates(rates)),
+        )
+    return rates

@@ -1,0 +1,142 @@
+"""What to say when memory does not suffice: how much is missing, and which change makes up for it.
+
+Charter: every remedy named was tried in the plan's own arithmetic and suffices there. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from foretoken.engine.memory_plan import Demand, MemoryPlan, most_fitting
+from foretoken.errors import EngineMemoryError
+
+LEAST_CONTEXT = 1024
+"""A context is not shortened below this, nor is it advised."""
+
+_LEAST_TOKENS = 256  # of `max_num_batched_tokens`: prompts in smaller chunks are slow
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Options to change together, by name: from, to; and the demand that results."""
+
+    changes: dict[str, tuple[object, object]]
+    result: Demand
+
+    def described(self, before: Demand) -> str:
+        """For a message."""
+        listed = (f"`{name}` {old} -> {new}" for name, (old, new) in self.changes.items())
+        freed = before.least - self.result.least
+        return " with ".join(listed) + (f" (frees {shown(freed)})" if freed > 0 else "")
+
+
+def shown(num_bytes: float) -> str:
+    """A number of bytes as users read it."""
+    gib = num_bytes / 2**30
+    return f"{gib:.1f} GiB" if gib >= 0.95 else f"{num_bytes / 2**20:.3g} MiB"
+
+
+def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
+    """The plan, if there is one.
+
+    Args:
+        may_shorten: lower `max_model_len`, which nobody asked for, where the cache is too small.
+
+    Raises:
+        EngineMemoryError: memory does not suffice.
+    """
+    if may_shorten and demand.missing > 0:
+        context = demand.longest_context(min(demand.sizes.max_model_len, LEAST_CONTEXT))
+        if context is not None:
+            demand = demand.resized(max_model_len=context)
+    if demand.missing > 0:
+        raise EngineMemoryError(shortage(demand))
+    return demand.plan()
+
+
+def shortage(demand: Demand) -> str:
+    """How much is missing, for what, and what would do instead."""
+    sizes, budget = demand.sizes, demand.budget
+    usable = budget.usable(sizes)
+    source = f"{shown(budget.free)} of {shown(budget.total)} are free"
+    if sizes.num_blocks is None and usable < budget.free_for_use:
+        source = f"`memory_fraction` is {budget.fraction:g} of {shown(budget.total)}"
+    columns = demand.costs.columns(sizes)
+    blocks = columns if sizes.num_blocks is None else sizes.num_blocks
+    parts = demand.costs.parts(sizes, blocks)
+    listed = ", ".join(f"{name} {shown(size)}" for name, size in parts.items())
+    held = "one request of `max_model_len`" if sizes.num_blocks is None else f"{blocks} blocks"
+    found = [remedy.described(demand) for remedy in remedies(demand)]
+    advice = "Take a smaller checkpoint, a smaller `dtype`, or a GPU with more memory."
+    if found:
+        advice = f"Enough would be: {'; or '.join(found)}."
+    return (
+        f"The GPU's memory does not suffice: {shown(demand.least)} are needed and {shown(usable)} "
+        f"may be used ({source}), so {shown(demand.missing)} are missing. {advice} Needed are "
+        f"{listed}, with a cache for {held}."
+    )
+
+
+def remedies(demand: Demand) -> list[Remedy]:
+    """Each option that would do alone; else the sizes, lowered together; [] if nothing does."""
+    found = [*_single(demand)]
+    return found or [*_joint(demand)]
+
+
+def _single(demand: Demand) -> Iterator[Remedy]:
+    sizes, budget = demand.sizes, demand.budget
+    if sizes.num_blocks is not None:
+        left_out = demand.resized(num_blocks=None)
+        if left_out.missing <= 0:
+            yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, left_out)
+    least = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": max(sizes.rows, min(_LEAST_TOKENS, sizes.tokens)),
+        "max_model_len": min(LEAST_CONTEXT, sizes.max_model_len),
+        "num_drafts": 1,
+    }
+    for name, low in least.items():
+        old = getattr(sizes, name)
+        new = most_fitting(low, old - 1, partial(_fits, demand, name))
+        if new is not None:
+            shown_name = "num_speculative_tokens" if name == "num_drafts" else name
+            yield Remedy({shown_name: (old, new)}, demand.resized(**{name: new}))
+    if sizes.num_drafts:
+        costs = replace(demand.costs, draft_weights=0, draft_block=0)
+        plain = replace(demand, costs=costs).resized(num_drafts=0)
+        if plain.missing <= 0:
+            yield Remedy({"speculative_config": ("given", None)}, plain)
+    if sizes.num_blocks is None and demand.least <= budget.free_for_use:
+        fraction = (100 * demand.least // budget.total + 1) / 100
+        if fraction <= 1:
+            more = replace(demand, budget=replace(budget, fraction=fraction))
+            yield Remedy({"memory_fraction": (f"{budget.fraction:g}", f"{fraction:g}")}, more)
+
+
+def _fits(demand: Demand, name: str, value: int) -> bool:
+    return demand.resized(**{name: value}).missing <= 0
+
+
+def _joint(demand: Demand) -> Iterator[Remedy]:
+    """All sizes halved until they fit, or can be no smaller."""
+    first = sizes = demand.sizes
+    while True:
+        seqs = max(1, sizes.max_num_seqs // 2)
+        rows = seqs * (1 + sizes.num_drafts)
+        smaller = replace(
+            sizes,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=max(rows, min(_LEAST_TOKENS, sizes.tokens), sizes.tokens // 2),
+            max_model_len=max(min(LEAST_CONTEXT, sizes.max_model_len), sizes.max_model_len // 2),
+        )
+        if smaller == sizes:
+            return
+        sizes = smaller
+        lowered = replace(demand, sizes=sizes)
+        if lowered.missing <= 0:
+            names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+            pairs = {name: (getattr(first, name), getattr(sizes, name)) for name in names}
+            yield Remedy({n: (old, new) for n, (old, new) in pairs.items() if old != new}, lowered)
+            return

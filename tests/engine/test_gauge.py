@@ -1,0 +1,247 @@
+"""Memory as it is measured: steps that really run on slots of a device, on a GPU that is made up.
+
+PyTorch runs on a CPU here and its allocator is played: `Device` answers for `torch.cuda`, and takes
+memory for weights and for every token and row of a step, as the tests know it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.drafting import draft_model
+from foretoken.engine import build
+from foretoken.engine.gauge import Gauge, gauge_of
+from foretoken.engine.runner import Runner
+from foretoken.errors import EngineMemoryError
+from foretoken.slots.step import StepInput
+
+CPU = torch.device("cpu")
+MIB = 2**20
+WEIGHTS, DRAFT_WEIGHTS = 50 * MIB, 20 * MIB
+BASE, TOKEN, ROW = 3 * MIB, 40_000, 70_000  # bytes that a step takes
+
+
+class Device:
+    """A GPU: what is reserved, by whom, and the most that ever was."""
+
+    def __init__(self, total: int, others: int = 0) -> None:
+        self.total, self.others = total, others
+        self.reserved, self.cached, self.most, self.kernels = 0, 0, 0, 0
+        self.steps: list[tuple[int, int]] = []
+
+    @property
+    def free(self) -> int:
+        return self.total - self.others - self.reserved - self.cached - self.kernels
+
+    def use(self, num_bytes: int) -> None:
+        """Take and give back; PyTorch keeps it for later."""
+        if num_bytes > self.free + self.cached:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        self.cached = max(self.cached, num_bytes)
+        self.most = max(self.most, self.reserved + self.cached)
+
+    def empty_cache(self) -> None:
+        self.cached = 0
+
+    def reset(self, device: Any) -> None:
+        self.most = self.reserved + self.cached
+
+    def run(self, real: Callable[..., Any], runner: Runner, step: StepInput) -> Any:
+        """A step, of which it is known what it takes."""
+        result = real(runner, step)
+        drafts = sum(step.max_drafts_B)
+        tokens, rows = sum(step.num_tokens_B) + drafts, len(step.slot_B) + drafts
+        self.steps.append((tokens, rows))
+        self.use(BASE + TOKEN * tokens + ROW * rows)
+        return result
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Device]:
+    def made(total: int, others: int = 0) -> Device:
+        device, real = Device(total, others), Runner.run
+        for name, answer in {
+            "mem_get_info": lambda _: (device.free, device.total),
+            "memory_reserved": lambda _: device.reserved + device.cached,
+            "max_memory_reserved": lambda _: device.most,
+            "reset_peak_memory_stats": device.reset,
+            "empty_cache": device.empty_cache,
+            "synchronize": lambda _: None,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, answer)
+        monkeypatch.setattr(Runner, "run", lambda runner, step: device.run(real, runner, step))
+        monkeypatch.setattr(build, "gauge_of", Gauge)
+        monkeypatch.setattr(build, "is_on_host", lambda device: False)
+
+        for module, weights in ((build, WEIGHTS), (draft_model, DRAFT_WEIGHTS)):
+
+            def load(*args: Any, real: Any = module.load_model, n: int = weights, **kw: Any) -> Any:
+                device.reserved += n
+                return real(*args, **kw)
+
+            monkeypatch.setattr(module, "load_model", load)
+        return device
+
+    return made
+
+
+def start(target: Path, spec: dict[str, Any] | None = None, **options: Any) -> LLM:
+    config = build._completed
+
+    def as_on_a_gpu(given: Any, device: Any) -> Any:
+        return config(given, torch.device("cuda"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_completed", as_on_a_gpu)
+        return LLM(str(target), spec, backend="torch", threads=1, **options)
+
+
+SIZES = {"max_num_seqs": 8, "max_num_batched_tokens": 300}
+
+
+def test_the_steps_are_as_large_as_they_can_be(target: Path, make: Callable[..., Device]) -> None:
+    device = make(total=4096 * MIB)
+    llm = start(target, **SIZES)
+    assert device.steps[::2] == device.steps[1::2] == [(1, 1), (8, 8), (300, 8)]
+    plan = llm.memory_plan
+    assert plan is not None
+    assert plan.parts["weights"] == WEIGHTS
+    assert plan.parts["activations"] == BASE + 300 * TOKEN + 8 * ROW
+    assert plan.num_blocks == 8 * 4, "no more than 8 requests of 256 tokens can use"
+    assert llm.engine.runner.kv.block_size == 64
+    pool = llm.engine.runner.kv
+    taken = sum(t.nbytes for t in (*pool.keys, *pool.values))
+    assert plan.parts["K/V cache"] == taken, "the spare block, too"
+    state = llm.engine.runner.slots.state
+    assert 0 <= state.token_SL.nbytes + state.block_SL.nbytes - plan.parts["slots"] <= 9 * 4
+    (output,) = llm.generate(["abc"], SamplingParams(max_tokens=5))
+    assert len(output.outputs[0].token_ids) == 5
+    llm.engine.check_integrity()
+
+
+def test_drafts_take_part(target: Path, draft: Path, make: Callable[..., Device]) -> None:
+    device = make(total=4096 * MIB)
+    llm = start(target, {"model": str(draft), "num_speculative_tokens": 3}, **SIZES)
+    assert device.steps[::2] == [(4, 4), (32, 32), (300, 32)]
+    plan, drafter = llm.memory_plan, llm.engine.runner.drafter
+    assert plan is not None
+    assert drafter is not None
+    assert plan.parts["weights"] == WEIGHTS
+    assert plan.parts["weights of the draft"] == DRAFT_WEIGHTS
+    assert plan.parts["drafts of slots"] == 9 * drafter.bytes_per_slot
+    assert plan.parts["K/V cache of the draft"] == 33 * drafter.kv_bytes_per_block
+    params = SamplingParams(temperature=1, seed=3, max_tokens=20)
+    (output,) = llm.generate(["abc"], params)
+    assert output.metrics.num_draft_tokens > 0
+
+
+def test_a_short_context_bounds_the_tokens_of_a_step(
+    target: Path, make: Callable[..., Device]
+) -> None:
+    device = make(total=4096 * MIB)
+    start(target, max_num_seqs=2, max_num_batched_tokens=300, max_model_len=40)
+    assert device.steps[::2] == [(1, 1), (2, 2), (2 * 39, 2)]
+    device.reserved = 0
+    ngram = {"method": "ngram", "num_speculative_tokens": 9}
+    device.steps.clear()
+    start(target, ngram, **SIZES | {"max_model_len": 4})
+    assert {*device.steps} == {(3, 3), (24, 24)}, "two drafts, and no room for a prompt"
+
+
+def test_what_does_not_run_is_computed_from_what_does(
+    target: Path, make: Callable[..., Device]
+) -> None:
+    """40 MiB for steps: 560 tokens of 40 kB run, 2048 do not."""
+    sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    device = make(total=90 * MIB)
+    with pytest.raises(EngineMemoryError, match=r"are missing\. Enough would be") as caught:
+        start(target, **sizes)
+    tokens = [tokens for tokens, _ in device.steps]
+    assert tokens == [1, 1, 64, 64, 2048, 1056, 560, 560]
+    needed = BASE + 2048 * TOKEN + 64 * ROW
+    assert f"activations {needed / MIB:.3g} MiB" in str(caught.value)
+    assert "max_num_batched_tokens" in str(caught.value)
+
+
+def test_not_even_one_request(target: Path, make: Callable[..., Device]) -> None:
+    make(total=52 * MIB)
+    with pytest.raises(EngineMemoryError, match="one request: 50 MiB are taken"):
+        start(target)
+
+
+def test_what_others_hold_is_not_planned_with(target: Path, make: Callable[..., Device]) -> None:
+    device = make(total=4096 * MIB, others=4000 * MIB)
+    gauge = Gauge(CPU)
+    assert (gauge.budget(0.5).total, gauge.budget(0.5).free) == (4096 * MIB, 96 * MIB)
+    device.reserved, device.cached, device.kernels = 10 * MIB, 5 * MIB, 7 * MIB
+    assert gauge.taken() == 10 * MIB
+    assert gauge.libraries() == 7 * MIB
+    with pytest.raises(EngineMemoryError, match=r"of 4\.0 GiB are free"):
+        start(target, max_num_seqs=64, max_num_batched_tokens=2048)
+
+
+def test_the_peak_is_what_a_step_adds(make: Callable[..., Device]) -> None:
+    device = make(total=100 * MIB)
+    gauge = Gauge(CPU)
+    device.reserved = 20 * MIB
+    base = gauge.taken()
+    assert gauge.peak(lambda: device.use(30 * MIB), base) == 30 * MIB
+    assert gauge.peak(lambda: device.use(3 * MIB), base) == 3 * MIB
+    assert gauge.peak(lambda: device.use(90 * MIB), base) is None
+    with pytest.raises(RuntimeError, match="another"):
+        gauge.peak(lambda: (_ for _ in ()).throw(RuntimeError("another")), base)
+
+
+def test_a_context_that_nobody_asked_for_is_shortened(
+    target: Path, make: Callable[..., Device], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    from tests.support.checkpoints import save_checkpoint
+
+    long = save_checkpoint(tmp_path / "long", max_len=100_000)
+    device = make(total=100 * MIB)
+    with caplog.at_level(logging.INFO, logger="foretoken"):
+        llm = start(long, **SIZES)
+    plan = llm.memory_plan
+    assert plan is not None
+    assert 1024 < plan.max_model_len < 100_000
+    assert f"`max_model_len` is {plan.max_model_len}, not the checkpoint's 100000" in caplog.text
+    assert "K/V cache" in caplog.text, "the table"
+    assert llm.engine.limits.max_model_len == plan.max_model_len
+    assert llm.engine.limits.cache_tokens >= plan.max_model_len
+    device.reserved = 0
+    with pytest.raises(EngineMemoryError, match=rf"`max_model_len` 100000 -> {plan.max_model_len}"):
+        start(long, max_model_len=100_000, **SIZES)
+
+
+def test_a_cache_of_given_size_overrides_the_plan(
+    target: Path, make: Callable[..., Device]
+) -> None:
+    device = make(total=100 * MIB)
+    assert start(target, num_blocks=3, **SIZES).engine.scheduler.pool.num_blocks == 3
+    device.reserved = 0
+    llm = start(target, kv_cache_gib=0.001, **SIZES)
+    plan = llm.memory_plan
+    assert plan is not None
+    cache = plan.parts["K/V cache"]
+    assert 0 < cache + plan.parts["slots"] <= 0.001 * 2**30
+    device.reserved = 0
+    with pytest.raises(EngineMemoryError, match="num_blocks or kv_cache_gib"):
+        start(target, num_blocks=2000, **SIZES)
+
+
+def test_on_a_cpu_nothing_is_measured(target: Path) -> None:
+    assert gauge_of(CPU) is None
+    llm = LLM(str(target))
+    plan = llm.memory_plan
+    assert plan is not None
+    assert plan.usable is None
+    assert plan.parts.keys() == {"slots", "K/V cache"}
+    assert llm.engine.runner.kv.block_size == 16
+    assert plan.num_blocks == llm.engine.scheduler.pool.num_blocks

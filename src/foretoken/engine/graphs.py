@@ -19,8 +19,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from foretoken.ops import SlotParams
+from foretoken.ops import Rule, SlotParams
 from foretoken.slots.step import NONE, StepInput, StepRows, StepShape
+
+_SELDOM = frozenset({Rule.BLOCK, Rule.COUPLED})
+_LOSSLESS = frozenset({Rule.STANDARD, *_SELDOM})
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +76,10 @@ class Graphs:
         size = next(size for size in self.sizes if size >= count)
         most = self.num_drafts if max(step.max_drafts_B) else 0
         shape = StepShape(size, most, params.has_filters, params.rules, warm)
+        if len(params.rules) > 1 or params.rules & _SELDOM:
+            # Requests of several kinds share the kernels that serve all: a capture takes as long
+            # as a hundred steps, and there would be 30 kinds.
+            shape = StepShape(size, most, True, params.rules | _LOSSLESS, True)
         return None if shape in self._left_out else shape
 
     def leave_out(self, shape: StepShape) -> None:

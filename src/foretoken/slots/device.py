@@ -15,12 +15,13 @@ Shape suffixes: S slots, L tokens or blocks of a slot, B requests, D deciding re
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import DraftBlock
+from foretoken.ops import DraftBlock, SlotParams
 from foretoken.ops.steps import DraftRows, Packed, PackSizes, SlotState, Steps, StepTokens
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
@@ -72,7 +73,17 @@ class DeviceSlotTable(SlotParameters):
         self._blocks: list[tuple[int, int, Sequence[int]]] = []
         self._ring = [_pinned(3 * (num_slots + 1), device) for _ in range(_RING)]
         self._turn = 0
+        self._shape: StepShape | None = None  # of the step under way
         self._inputs: dict[int, Tensor] = {}  # of captured steps, by bucket
+
+    @property
+    def params(self) -> SlotParams:
+        """What ops are given of the slots; in a captured step no more is promised than its shape
+        does."""
+        shape, params = self._shape, self.in_use
+        if shape is None:
+            return params
+        return replace(params, has_filters=shape.has_filters, rules=shape.rules)
 
     @staticmethod
     def bytes_per_slot(max_tokens: int, block_size: int) -> int:
@@ -96,6 +107,7 @@ class DeviceSlotTable(SlotParameters):
     def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRows:
         """A step's requests as tensors, and what the host has added since the last one."""
         self._flush()
+        self._shape = shape
         size = len(step.slot_B) if shape is None else shape.size
         host = self._ring[self._turn][: 3 * size].view(3, size)
         self._turn = (self._turn + 1) % _RING

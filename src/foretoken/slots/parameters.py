@@ -82,6 +82,11 @@ class SlotParameters:
 
     @property
     def params(self) -> SlotParams:
+        """What ops are given of the slots."""
+        return self.in_use
+
+    @property
+    def in_use(self) -> SlotParams:
         """The slots' parameters, always in the same tensors.
 
         `has_filters` and `rules` are those of the slots in use, known without looking at the

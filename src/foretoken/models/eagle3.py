@@ -151,12 +151,18 @@ class Eagle3Head:
 
     def model(self, positions: int) -> HeadModel:
         """All that it computes with, for contexts of so many positions."""
-        position_P = torch.arange(positions, device=self.device, dtype=torch.float32)
-        angle_PR = torch.outer(position_P, self._frequency_D)
-        cos_PR, sin_PR = (x.mul_(self._rotary_scale) for x in (angle_PR.cos(), angle_PR.sin()))
-        eps, early = self.config.layer.rms_norm_eps, self.config.norm_before_residual
-        own = (self.weights, self.embedding, self.target_ids, *self._sizes)
-        return HeadModel(*own, eps, early, cos_PR, sin_PR)
+        return HeadModel(
+            self.weights,
+            self.embedding,
+            self.config.vocab_size,
+            self.target_ids,
+            *self._sizes,
+            self.config.layer.rms_norm_eps,
+            self.config.norm_before_residual,
+            self._frequency_D,
+            self._rotary_scale,
+            positions,
+        )
 
     def _attend(self, both_T2C: Tensor, batch: ForwardBatch, kv: KVPool) -> Tensor:
         heads, kv_heads, head_dim = self._sizes

@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 _BLOCK = 4  # tokens per cache block of the check
 _PASSES = ((70, 1, 5), (1, 1, 1), (5, 5, 5), (1,))
 """New rows of each request in turn: a prompt, drafts of three, what the target verified, of one."""
+_LONGEST = sum(map(max, _PASSES))
 
 
 def fuse(head: Eagle3Head, positions: int, most_rows: int) -> None:
@@ -34,7 +35,7 @@ def fuse(head: Eagle3Head, positions: int, most_rows: int) -> None:
         most_rows: requests that draft at once.
     """
     try:
-        fused = head.backend.draft_head(head.model(positions), most_rows)
+        fused = head.backend.draft_head(head.model(max(positions, _LONGEST)), most_rows)
     except UnfitError as reason:
         _log.info("The EAGLE-3 head runs operator by operator: %s", reason)
         return
@@ -60,8 +61,7 @@ def _outputs(head: Eagle3Head, fused: DraftHead | None) -> list[Tensor]:
     """Hidden states and logits of `_PASSES`, each from random hidden states of a target."""
     head.fused, device, config = fused, head.device, head.config
     generator = torch.Generator().manual_seed(0)
-    longest = sum(max(rows) for rows in _PASSES)
-    columns = -(-longest // _BLOCK)
+    columns = -(-_LONGEST // _BLOCK)
     blocks_BL = torch.randperm(3 * columns, generator=generator).view(3, columns).to(device)
     kv = KVPool(head.layer_shapes, 3 * columns + 1, _BLOCK, dtype=head.dtype, device=device)
     length_B, outputs = torch.zeros(3, dtype=torch.int64), list[Tensor]()

@@ -148,25 +148,30 @@ class HeadWeights(NamedTuple):
 class HeadModel(NamedTuple):
     """An EAGLE-3 head: all that `models/eagle3.py` computes with.
 
-    embedding_VC: the target's
+    embedding_VC: the target's, of V tokens or more
+    vocab_size: V
     target_ids: int64 [draft_vocab_size], the target's id of each id of the head's, no two alike;
         None if they are the same
     heads, kv_heads, head_size: H, H_kv, D
     eps: of the norms
     norm_before_residual: the residual starts at the normed feature, not at the feature
-    cos_PR, sin_PR: float32 [P, D / 2] of all positions, scaled as rotary embedding scales them
+    frequency_R: of rotary embedding, float32 [D / 2]
+    rotary_scale: cosines and sines are multiplied by it
+    positions: longest context, in tokens
     """
 
     weights: HeadWeights
     embedding_VC: Tensor
+    vocab_size: int
     target_ids: Tensor | None
     heads: int
     kv_heads: int
     head_size: int
     eps: float
     norm_before_residual: bool
-    cos_PR: Tensor
-    sin_PR: Tensor
+    frequency_R: Tensor
+    rotary_scale: float
+    positions: int
 
 
 class DraftHead(Protocol):

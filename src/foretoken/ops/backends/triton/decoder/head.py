@@ -9,6 +9,7 @@ Shape suffixes: T packed rows, N wanted ones, C hidden size, V the target's voca
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -18,7 +19,7 @@ from foretoken.ops.backends.triton.attention import HeadInputs
 from foretoken.ops.backends.triton.attention.attend import prepare
 from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
 from foretoken.ops.backends.triton.decoder.decoder import attend
-from foretoken.ops.backends.triton.decoder.layers import Layer, check_weight
+from foretoken.ops.backends.triton.decoder.layers import Layer, check_weight, rotary_angles
 from foretoken.ops.backends.triton.decoder.products import Linear, Products, ResidualStream
 from foretoken.ops.backends.triton.decoder.rowwise import join_kernel, spread_kernel
 from foretoken.ops.decoder import HeadModel, UnfitError
@@ -52,7 +53,7 @@ class FusedDraftHead:
         self._layer = Layer(
             w.hidden_norm,
             Linear(w.qkv),
-            HeadInputs(model.cos_PR, model.sin_PR),
+            HeadInputs(*rotary_angles(model.frequency_R, model.rotary_scale, model.positions)),
             AttentionOptions(model.head_size**-0.5),
             Linear(w.o),
             w.post_norm,
@@ -83,9 +84,8 @@ class FusedDraftHead:
         row_N: Tensor | None = None,
     ) -> Tensor:
         """See `DraftHead.forward`. Behind attention only wanted rows are computed."""
-        return self._pass(token_T, feature_TC, batch, (keys, values), row_N).state_TH
+        return self._pass(token_T, feature_TC, batch, keys, values, row_N).state_TH
 
-    @zero_if_noted
     @torch.no_grad()
     def draft(
         self,
@@ -96,29 +96,40 @@ class FusedDraftHead:
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See `DraftHead.draft`: without a kernel for the norm before the logits."""
-        stream = self._pass(token_T, feature_TC, batch, (keys, values), None)
-        return stream.state_TH, self._by_target_ids(stream.project(self._head))
+        hidden_TC, logits_TQ = self._draft(token_T, feature_TC, batch, keys, values)
+        return hidden_TC, self._by_target_ids(logits_TQ)
 
-    @zero_if_noted
     @torch.no_grad()
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """See `DraftHead.logits`."""
+        return self._by_target_ids(self._logits(hidden_NC))
+
+    # What is apart from the buffer of logits, which must not become 0.
+
+    @zero_if_noted
+    def _draft(self, token_T: Tensor, feature_TC: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
+        stream = self._pass(token_T, feature_TC, *where, None)
+        return stream.state_TH, stream.project(self._head)
+
+    @zero_if_noted
+    def _logits(self, hidden_NC: Tensor) -> Tensor:
         stream = ResidualStream(self._products, hidden_NC, self._model.weights.norm)
-        return self._by_target_ids(stream.project(self._head))
+        return stream.project(self._head)
 
     def _pass(
         self,
         token_T: Tensor,
         feature_TC: Tensor,
         batch: AttentionBatch,
-        pool: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
         row_N: Tensor | None,
     ) -> ResidualStream:
         layer, heads = self._layer, self._model.heads
-        prepare(batch, len(token_T), heads, *pool, layer.options)
+        prepare(batch, len(token_T), heads, keys, values, layer.options)
         both_T2C, state_TC = self._join(token_T, feature_TC)
         qkv_TW = self._products.multiply(layer.qkv, both_T2C)
-        attended_TW = attend(qkv_TW, layer, *pool, batch)
+        attended_TW = attend(qkv_TW, layer, keys, values, batch)
         if row_N is not None:
             attended_TW, state_TC = attended_TW[row_N], state_TC[row_N]
         stream = ResidualStream(self._products, state_TC, layer.mlp_gain_H)
@@ -155,5 +166,4 @@ class FusedDraftHead:
         return wide_NV
 
     def _all_dropped(self, rows: int) -> Tensor:
-        table_VC = self._model.embedding_VC
-        return table_VC.new_full((rows, len(table_VC)), -torch.inf)
+        return self._model.embedding_VC.new_full((rows, self._model.vocab_size), -torch.inf)

@@ -123,10 +123,8 @@ def take_layer(block: nn.Module, call: AttentionCall, angles: tuple[Tensor, Tens
     )
 
 
-def rotary_angles(rotary: Any, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, scaled as the module scales them: float32 [P, R / 2]."""
-    inv_freq = rotary.inv_freq.float()
-    position_P = torch.arange(positions, device=inv_freq.device, dtype=torch.float32)
-    angle_PR = torch.outer(position_P, inv_freq)
-    scaling = rotary.attention_scaling
-    return angle_PR.cos().mul_(scaling), angle_PR.sin().mul_(scaling)
+def rotary_angles(frequency_R: Tensor, scale: float, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, multiplied by the scale: float32 [P, R / 2]."""
+    position_P = torch.arange(positions, device=frequency_R.device, dtype=torch.float32)
+    angle_PR = torch.outer(position_P, frequency_R.float())
+    return angle_PR.cos().mul_(scale), angle_PR.sin().mul_(scale)

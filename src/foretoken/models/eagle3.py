@@ -25,7 +25,8 @@ from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
-from foretoken.ops import AttentionOptions, Backend, DraftHead, HeadModel, HeadWeights
+from foretoken.ops import AttentionOptions, Backend
+from foretoken.ops.decoder import DraftHead, HeadModel, HeadWeights
 
 
 @dataclass(frozen=True, slots=True)

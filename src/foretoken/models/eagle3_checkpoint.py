@@ -22,7 +22,8 @@ from foretoken.models.checkpoint import (
 )
 from foretoken.models.eagle3 import Eagle3Config, Eagle3Head
 from foretoken.models.leftovers import some_names
-from foretoken.ops import Backend, HeadWeights
+from foretoken.ops import Backend
+from foretoken.ops.decoder import HeadWeights
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")

@@ -17,7 +17,8 @@ from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.guards import TOLERANCE
-from foretoken.ops import AttentionBatch, DraftHead, UnfitError
+from foretoken.ops import AttentionBatch, UnfitError
+from foretoken.ops.decoder import DraftHead
 
 _log = logging.getLogger(__name__)
 

@@ -107,8 +107,8 @@ class FusedDraftHead:
     # What is apart from the buffer of logits, which must not become 0.
 
     @zero_if_noted
-    def _draft(self, token_T: Tensor, feature_TC: Tensor, *where: Any) -> tuple[Tensor, Tensor]:
-        stream = self._pass(token_T, feature_TC, *where, None)
+    def _draft(self, *given: Any) -> tuple[Tensor, Tensor]:
+        stream = self._pass(*given)
         return stream.state_TH, stream.project(self._head)
 
     @zero_if_noted
@@ -123,7 +123,7 @@ class FusedDraftHead:
         batch: AttentionBatch,
         keys: Tensor,
         values: Tensor,
-        row_N: Tensor | None,
+        row_N: Tensor | None = None,
     ) -> ResidualStream:
         layer, heads = self._layer, self._model.heads
         prepare(batch, len(token_T), heads, keys, values, layer.options)

@@ -150,14 +150,15 @@ def main() -> int:
     llm = LLM("tiny-python", speculation, device=args.device, async_scheduling=True, **options)
     engine, tokenizer = llm.engine, llm.get_tokenizer()
     prompts = [tokenizer.encode(p.prompt) for p in heldout(40)]
+    start, device = time.perf_counter(), engine.runner.slots.device
     known = [Known(engine, prompts, rng) for _ in range(NUM_DISTINCT)]
-    crowd, device = Crowd(engine, known, rng, 2 * seqs), engine.runner.slots.device
-    start, before, told = time.perf_counter(), memory(device), 0.0
+    print(f"{time.perf_counter() - start:6.0f} s: {len(known)} requests alone", flush=True)
+    crowd, before, told = Crowd(engine, known, rng, 2 * seqs), memory(device), 0.0
     while (seconds := time.perf_counter() - start) < 60 * args.minutes or (
         crowd.found["requests"] < args.requests
     ):
         crowd.step()
-        if seconds > 60 * args.minutes / 4 and not told:
+        if told < 15 * args.minutes <= seconds:
             before = memory(device)
         if seconds >= told:
             told = seconds + 30

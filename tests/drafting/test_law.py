@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch, PackSizes, pack_batch
+from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.drafting.registry import DRAFTERS, find_drafter
@@ -39,6 +39,7 @@ from foretoken.ops import (
     get_backend,
     unavailable,
 )
+from foretoken.ops.steps import PackSizes, StepTokens
 from tests.models.heads import save_head
 from tests.support.slots import GivenSlots
 from tests.support.slots import observe as observe_outcome
@@ -96,9 +97,14 @@ def setup_for(num_slots: int, backend: Backend, **speculation) -> DrafterSetup:
 def target_pass(slots: GivenSlots, asked: list[int], starts: list[int]) -> ForwardBatch:
     """The last known token of each slot, and drafts behind it, as a target computes them."""
     slot_B, start_B = torch.tensor([asked, starts])
-    count_B = torch.full_like(slot_B, 1 + NUM_DRAFTS)
-    sizes = PackSizes(len(asked) * (1 + NUM_DRAFTS), 0, 1 + NUM_DRAFTS)
-    return pack_batch(slots.state, slot_B, start_B, count_B, 0 * count_B, sizes, BLOCK)
+    state = slots.state
+    state = state._replace(computed_S=state.computed_S.index_copy(0, slot_B, start_B))
+    num_B = torch.full_like(slot_B, NUM_DRAFTS)
+    sizes = PackSizes(*2 * [len(asked) * (1 + NUM_DRAFTS)], 1 + NUM_DRAFTS)
+    packed = TORCH.steps.pack(
+        state, StepTokens(slot_B, torch.ones_like(slot_B), None, num_B), sizes, BLOCK
+    )
+    return ForwardBatch(*packed)
 
 
 # Hidden states by token and position, of three layers; a token that is not known has the last.

@@ -13,7 +13,7 @@ MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_LINES = 120
 MAX_PARAMETERS = 8
-MAX_SUPPORT_LINES = 2050  # of tests/support in all
+MAX_SUPPORT_LINES = 2100  # of tests/support in all
 # Functions whose parameters are a published contract: the limit they have is the limit they keep.
 WIDE_CONTRACTS = {
     "foretoken.models.attention": 9,  # the signature that Transformers calls

@@ -113,6 +113,10 @@ class Drafter(ABC):
         that `target_view` asks for are `result.aux`, in the order of `batch`.
         """
 
+    def observes(self, rows: StepRows) -> bool:
+        """Whether `observe` has anything to do after such a step, as far as the host knows."""
+        return type(self).observe is not Drafter.observe
+
     def clear(self, block_ids: Sequence[int]) -> None:  # noqa: B027
         """Forget what is kept for these blocks: they are handed out anew, for other tokens.
 

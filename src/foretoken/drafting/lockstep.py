@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
@@ -78,9 +79,24 @@ class LockstepDraftModel(DraftModel):
         real_q_B = q_flags(len(rows.slot_B), table.device, real=cache is not None)
         return DraftBlock(token_BK, plan.num_B, cache, real_q_B)
 
+    def observes(self, rows: StepRows) -> bool:
+        """Not where a round of drafting has computed all that the target has."""
+        return not (rows.most_drafts and _decodes(rows))
+
     def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
-        """Compute what the target computed, unless a round of drafting did."""
-        if rows.most_drafts and max(rows.step.num_tokens_B, default=1) == 1:
+        """Compute what the target computed.
+
+        In a step of decoding alone, one known token more: the last draft of the round before it,
+        which no round has computed if all of that one was accepted.
+        """
+        if _decodes(rows):
+            state, max_len = self.table.state, self.model.max_model_len
+            behind_B = (state.length_S[rows.slot_D] - 1).clamp(min=1)  # the last has no block yet
+            known = DraftRows(rows.slot_D, torch.zeros_like(behind_B), behind_B, most=1)
+            plan = self.table.steps.begin_round(
+                state, known, _FIRST, max_len, self.config.block_size
+            )
+            self.model.forward(ForwardBatch(*plan.first), self.kv)
             return
         position_T = batch.position_T.clamp(max=self.model.max_model_len - 1)
         none_N = batch.logit_row_N[:0]
@@ -97,3 +113,8 @@ class LockstepDraftModel(DraftModel):
     def held_slots(self) -> Iterable[int]:
         """None."""
         return ()
+
+
+def _decodes(rows: StepRows) -> bool:
+    """Whether all requests of a step decode."""
+    return rows.of_B is None and max(rows.step.num_tokens_B, default=1) == 1

@@ -90,7 +90,7 @@ class Runner:
         else:
             result = self._settle(rows, asked, drafts, batch, output, edits, faults)
         mark("verify", "advance")
-        if self.drafter is not None:
+        if self.drafter is not None and self.drafter.observes(rows):
             stage("observe", self._observe, rows, batch, result)
             mark("observe", "observe")
         read = readout(self.sampler, rows, batch, output, result, edits)

@@ -63,7 +63,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
             _noted[key] = kernel, grid, given, named
     elif known is None:
         compiled = kernel[grid](*given, **named)
-        if not torch.version.hip:  # AMD's kernels also depend on the size of each tensor
+        # AMD's kernels also depend on the size of each tensor.
+        if compiled is not None and not torch.version.hip:
             rest = [named.get(name) for name in kernel.arg_names[len(given) :]]
             _kernels[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
     else:

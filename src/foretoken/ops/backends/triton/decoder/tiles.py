@@ -56,14 +56,14 @@ _HEAD = Shape(128256, 4096, Epilogue.PLAIN)
 _GEMV = {
     _QKV: GemvTile(4, 1024, 4),
     _O: GemvTile(4, 2048, 8),
-    _GATE_UP: GemvTile(4, 2048, 8),
+    _GATE_UP: GemvTile(2, 4096, 8),
     _DOWN: GemvTile(4, 512, 4),
     _HEAD: GemvTile(2, 2048, 4),
 }
 _FEW_ROWS = {  # up to 16
     _QKV: StreamTile(64, 128, 8, 132, 64),
-    _O: StreamTile(64, 128, 6, 128, 64),
-    _GATE_UP: StreamTile(64, 128, 3, 112, 64),
+    _O: StreamTile(64, 128, 8, 128, 64),
+    _GATE_UP: StreamTile(64, 128, 6, 132, 64),
     _DOWN: StreamTile(64, 128, 11, 128, 64),
     _HEAD: StreamTile(64, 128, 8, 132, 64),
 }

@@ -137,8 +137,8 @@ class Eagle3(Drafter):
             noise = (places.length_KB[i], places.index_KB[i], DRAFT, self.config.use_fp64_gumbel)
             drafts.append(self._draw(logits_BV, rows, Noise(*noise), cache))
         token_BK = self.backend.steps.join_drafts(drafts, rows.num_B)
-        # True is right at T=0 and under COUPLED, too: nothing of q is read there.
-        real_q_B = q_flags(size, device, real=cache is not None)
+        # At T=0 and under COUPLED, where nothing of q is read, too.
+        real_q_B = q_flags(size, device, real=False) if cache is None else rows.num_B > 0
         return DraftBlock(token_BK, rows.num_B, cache, real_q_B)
 
     def clear(self, block_ids: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,8 @@ from foretoken.ops import (
     Rule,
     get_backend,
 )
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, SlotState
+from foretoken.slots.device import DeviceSlotTable
 from tests.models.heads import NaiveHead, NaiveRows, save_head
 from tests.support.cases import host_backends, make_params
 from tests.support.checkpoints import save_checkpoint
@@ -84,12 +86,19 @@ class Target:
         self.drafter.head.forward = looking  # type: ignore[method-assign]
         width, trash = BLOCK * COLUMNS + 1, SLOTS * COLUMNS
         ids = random.Random(4).sample(range(trash), trash)
-        self.state = SimpleNamespace(
-            token_SL=torch.full((SLOTS + 1, width), -1, dtype=torch.int32),
-            block_SL=torch.tensor([*ids, *[trash] * COLUMNS]).view(SLOTS + 1, COLUMNS),
-            length_S=torch.ones(SLOTS + 1, dtype=torch.int64),
+        ones = torch.ones(SLOTS + 1, dtype=torch.int64)
+        self.state = SlotState(
+            torch.full((SLOTS + 1, width), -1, dtype=torch.int32),
+            torch.tensor([*ids, *[trash] * COLUMNS]).view(SLOTS + 1, COLUMNS),
+            length_S=ones,
+            computed_S=ones,  # nobody reads it, nor the next one
+            limit_S=ones,
         )
         self.slots: Any = SimpleNamespace(state=self.state, params=PARAMS)
+        if backend == "triton":  # as on a GPU: a round's places come from a kernel
+            self.slots = mock.create_autospec(DeviceSlotTable, instance=True)
+            self.slots.state, self.slots.params = self.state, PARAMS
+            self.slots.steps = self.drafter.backend.steps
         self.drafter.allocate(self.slots, trash + 1)
         self.texts: list[list[int]] = [[] for _ in range(SLOTS)]
         self.computed = [0] * SLOTS

@@ -148,13 +148,23 @@ def compare_step(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
     ]
     assert torch.equal(*packets)
     check_state(ours, state)
+    batch = packs[1].attention
+    real = int(batch.query_start_B1[-1])  # behind these, ids may differ
+    (token_T, row_B), (other_T, other_B) = (
+        steps.shift(state, case.slot_B, batch, sizes.tokens) for steps in (mine, theirs)
+    )
+    assert torch.equal(token_T[:real], other_T[:real])
+    assert torch.equal(row_B, other_B)
+    assert token_T.min() >= 0
+    assert len(token_T) == sizes.tokens
 
 
 def compare_drafting(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
     """A round of drafting, the end of it, and a look-up; some have more tokens than the model."""
     state, max_len = case.state, case.state.token_SL.shape[1] - random.Random(seed).randint(1, 20)
     rows = DraftRows(case.slot_D, *theirs.count_drafts(state, case.slot_D, case.most_D), case.most)
-    one, other = (s.begin_round(state, rows, 2, max_len, BLOCK_SIZE) for s in (mine, theirs))
+    known = 1 + seed % 2
+    one, other = (s.begin_round(state, rows, known, max_len, BLOCK_SIZE) for s in (mine, theirs))
     check_batch(one.first, other.first, other.length_KB[-1])
     for name in ("num_B", "index_B1", "position_KB", "length_KB", "index_KB"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,17 +23,34 @@ from torch import Tensor
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import EngineConfig
-from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
+from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts, q_flags
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView, resolve_checkpoint
 from foretoken.models.checkpoint import parse_config, quiet_transformers, read_config
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import default_aux_layers, load_eagle3, read_eagle3_config
+from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
 from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable
+
+
+class Places(NamedTuple):
+    """Where a round's passes compute, one token of each request: pass i > 0 at row i - 1.
+
+    index_B1: 0..B
+    block_BL: blocks of each request
+    position_KB: of the token; length_KB: tokens in the cache then, which is also the position of
+        draft i in row i, wherever there is one; index_KB: i
+    """
+
+    index_B1: Tensor
+    block_BL: Tensor
+    position_KB: Tensor
+    length_KB: Tensor
+    index_KB: Tensor
 
 
 class Eagle3(Drafter):
@@ -72,7 +90,8 @@ class Eagle3(Drafter):
         one = DraftCache.empty(1, *self._cache_shape, torch.device("meta"))
         hidden_bytes = self.head.config.hidden_size * self.head.dtype.itemsize
         q_bytes = one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes
-        self.bytes_per_slot = hidden_bytes + q_bytes
+        row_bytes = setup.vocab_size * self.head.dtype.itemsize if self.head.fused else 0
+        self.bytes_per_slot = hidden_bytes + q_bytes + row_bytes
         self.kv_bytes_per_block = KVPool.bytes_per_block(
             self.head.layer_shapes, setup.block_size, self.head.dtype
         )
@@ -91,60 +110,62 @@ class Eagle3(Drafter):
 
     def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
         """Run the head over the target's rows, each with the token behind it."""
-        state, attention = self.slots.state, batch.attention
-        start_B, end_B = attention.query_start_B1[:-1], attention.query_start_B1[1:]
-        index_T = torch.arange(len(batch.token_T), device=end_B.device)
-        # Padding behind the last request's rows takes that request's tokens: nobody reads it.
-        owner_T = torch.searchsorted(end_B, index_T, right=True).clamp_(max=len(end_B) - 1)
-        next_T = (batch.position_T + 1).clamp_(max=state.token_SL.shape[1] - 1)
-        # Behind a request's last token stand leftovers, on a host -1.
-        token_T = state.token_SL[rows.slot_B[owner_T], next_T].long().clamp_(min=0)
+        state, steps = self.slots.state, self.backend.steps
+        token_T, row_B = steps.shift(state, rows.slot_B, batch.attention, len(batch.token_T))
         feature_TC = self.head.features(result.aux)
-        hidden_TC = self.head.forward(batch._replace(token_T=token_T), feature_TC, self.kv)
-        first_B = attention.length_B - (end_B - start_B)
-        last_B = torch.minimum(attention.length_B - 1, state.length_S[rows.slot_B] - 2)
-        row_B = start_B + (last_B - first_B).clamp_(min=0)  # < 0: a request that has failed
-        self._hidden_SC.index_copy_(0, rows.slot_B, hidden_TC[row_B])
+        hidden_BC = self.head.forward(batch._replace(token_T=token_T), feature_TC, self.kv, row_B)
+        self._hidden_SC.index_copy_(0, rows.slot_B, hidden_BC)
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`. Passes run for all requests; of some, more than are read."""
         size, device, block_size = len(rows.slot_B), self.head.device, self.block_size
         if rows.most == 0:
             return no_drafts(size, device)
-        block_BL = self.slots.state.block_SL[rows.slot_B]
-        start_B1, row_B = torch.arange(size + 1, device=device), torch.arange(size, device=device)
-        # A request whose drafts are all made stays where its last pass was, in its own blocks.
-        last_B = (rows.num_B - 2).clamp_(min=0)
+        places = self._places(rows)
         hidden_BC, drafts = self._hidden_SC[rows.slot_B], list[Tensor]()
         cache = self._cache if rows.warm else None
+        logits_BV = self.head.logits(hidden_BC)
         for i in range(rows.most):
             if i:
-                position_B = rows.position_B - 1 + last_B.clamp(max=i - 1)
+                # Draft i is drawn from the row one before it, whose token is draft i - 1.
                 attention = AttentionBatch(
-                    start_B1, position_B + 1, block_BL, block_size, most_queries=1, values_fit=True
-                )
+                    places.index_B1, places.length_KB[i - 1], places.block_BL, block_size,
+                    most_queries=1, values_fit=True,
+                )  # fmt: skip
+                position_B, row_B = places.position_KB[i - 1], places.index_B1[:-1]
                 batch = ForwardBatch(drafts[-1], position_B, row_B, attention)
-                hidden_BC = self.head.forward(batch, hidden_BC, self.kv)
-            drafts.append(self._draw(hidden_BC, rows, i, cache))
-        index_K = torch.arange(rows.most, device=device)
-        return DraftBlock(
-            token_BK=torch.stack(drafts, 1).masked_fill_(index_K >= rows.num_B[:, None], -1),
-            num_B=rows.num_B,
-            cache=cache,
-            real_q_B=(rows.num_B > 0) & (cache is not None),
-        )
+                hidden_BC, logits_BV = self.head.draft(batch, hidden_BC, self.kv)
+            noise = (places.length_KB[i], places.index_KB[i], DRAFT, self.config.use_fp64_gumbel)
+            drafts.append(self._draw(logits_BV, rows, Noise(*noise), cache))
+        token_BK = self.backend.steps.join_drafts(drafts, rows.num_B)
+        # At T=0 and under COUPLED, where nothing of q is read, too.
+        real_q_B = q_flags(size, device, real=False) if cache is None else rows.num_B > 0
+        return DraftBlock(token_BK, rows.num_B, cache, real_q_B)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero K/V that attention multiplies also where it is masked: a NaN would spread."""
         self.kv.clear(block_ids)
 
-    def _draw(self, hidden_BC: Tensor, rows: DraftRows, i: int, cache: DraftCache | None) -> Tensor:
-        """Draft i of each request, and the q that it came from, by slot."""
-        logits_BV = self.head.logits(hidden_BC)
-        if cache is None:
+    def _places(self, rows: DraftRows) -> Places:
+        state, size = self.slots.state, len(rows.slot_B)
+        if isinstance(self.slots, DeviceSlotTable):
+            longest = state.block_SL.shape[1] * self.config.block_size
+            plan = self.slots.steps.begin_round(state, rows, 1, longest, self.config.block_size)
+            return Places(plan.index_B1, plan.first.attention.block_BL, *plan[3:])
+        # A host's slots have no spare: a request whose drafts are all made stays where its last
+        # pass may be, in its own blocks.
+        index_K1 = torch.arange(rows.most, device=rows.slot_B.device)[:, None]
+        length_KB = rows.position_B + torch.minimum(index_K1, (rows.num_B - 1).clamp_(min=0))
+        index_B1 = torch.arange(size + 1, device=rows.slot_B.device)
+        index_KB, block_BL = index_K1.expand(-1, size).contiguous(), state.block_SL[rows.slot_B]
+        return Places(index_B1, block_BL, length_KB - 1, length_KB, index_KB)
+
+    def _draw(
+        self, logits_BV: Tensor, rows: DraftRows, noise: Noise, cache: DraftCache | None
+    ) -> Tensor:
+        """A draft of each request, and the q that it came from, by slot."""
+        if cache is None and rows.warm:
             return logits_BV.argmax(dim=-1)
-        index_B = torch.full_like(rows.slot_B, i)
-        noise = Noise(rows.position_B + i, index_B, DRAFT, self.config.use_fp64_gumbel)
         return self.backend.draft(Rows(logits_BV, self.slots.params, rows.slot_B), noise, cache)
 
 
@@ -179,10 +200,13 @@ def _load_checked(setup: DrafterSetup) -> Eagle3Head:
             bound = "a head that was trained for this target"
             remedy = f"It takes {own} {what}; the target has {targets}."
             raise ConfigError("speculative_config.model", setup.speculation.model, bound, remedy)
-    return load_eagle3(
+    head = load_eagle3(
         folder,
         config,
         embedding=embedding,
         backend=setup.backend,
         dummy_seed=setup.config.seed if is_dummy else None,
     )
+    # Blocks may reach further than the longest request.
+    fuse(head, setup.max_model_len + setup.config.block_size, setup.config.max_num_seqs)
+    return head

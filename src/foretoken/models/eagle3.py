@@ -1,7 +1,8 @@
 """An EAGLE-3 head: one decoder layer on top of the target's hidden states and the next token.
 
 Belongs here: what a head is made of, and its pass over packed rows. Does not: reading its folder
-(`eagle3_checkpoint.py`), when it runs and what is kept between passes (`drafting/eagle3.py`).
+(`eagle3_checkpoint.py`), whether a backend's own may stand in (`eagle3_fused.py`), when it runs and
+what is kept between passes (`drafting/eagle3.py`).
 
 Row i reads the *feature* of position i, which is several hidden states of the target through `fc`,
 and the token at position i + 1; what it puts out predicts the token at i + 2. Where the target has
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,7 @@ from torch import Tensor
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
 from foretoken.ops import AttentionOptions, Backend
+from foretoken.ops.decoder import DraftHead, HeadModel, HeadWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,46 +55,22 @@ class Eagle3Config:
         return 3 if self.aux_layers is None else len(self.aux_layers)
 
 
-class Eagle3Weights(NamedTuple):
-    """Weights of a head, [out, in] each; what reads one input is one matrix.
-
-    fc:         [C, num_aux * target_hidden_size]
-    input_norm, hidden_norm, post_norm, norm: [C]
-    qkv:        [(H + 2 H_kv) D, 2C], queries first; reads the token's half, then the feature's
-    o:          [C, H D]
-    gate_up:    [2 I, C], the gate first
-    down:       [C, I]
-    head:       [draft_vocab_size, C]
-    """
-
-    fc: Tensor
-    input_norm: Tensor
-    hidden_norm: Tensor
-    qkv: Tensor
-    o: Tensor
-    post_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
-    norm: Tensor
-    head: Tensor
-
-
 class Eagle3Head:
     """A loaded head; everything is in the dtype and on the device of the target's embedding.
 
-    `forward` is one ordinary decoder block with a wider input: what a backend may run in a kernel
-    of its own, on the same weights. Nothing here waits for a device.
+    `forward` is one ordinary decoder block with a wider input. Nothing here waits for a device.
 
     config, weights: as loaded
     layer_shapes: what a `KVPool` for it needs
     target_ids: int64 [draft_vocab_size], the target's id of each id of the head's, rising or not;
         None if they are the same
+    fused: the backend's own implementation, which then computes all of it; see `eagle3_fused.py`
     """
 
     def __init__(
         self,
         config: Eagle3Config,
-        weights: Eagle3Weights,
+        weights: HeadWeights,
         target_ids: Tensor | None,
         embedding: Tensor,
         backend: Backend,
@@ -102,6 +80,7 @@ class Eagle3Head:
         layer = config.layer
         self.config, self.weights, self.target_ids = config, weights, target_ids
         self.embedding, self.backend = embedding, backend
+        self.fused: DraftHead | None = None
         self.dtype, self.device = embedding.dtype, embedding.device
         self._sizes = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
         _, kv_heads, head_dim = self._sizes
@@ -113,34 +92,56 @@ class Eagle3Head:
 
     def features(self, aux: Sequence[Tensor]) -> Tensor:
         """[T, C] of the target's hidden states [T, target_hidden_size], in the order of layers."""
+        if self.fused is not None:
+            return self.fused.features(aux)
         return F.linear(torch.cat(list(aux), dim=-1), self.weights.fc)
 
-    def forward(self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool) -> Tensor:
+    def forward(
+        self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool, row_N: Tensor | None = None
+    ) -> Tensor:
         """Run packed rows and write their K/V.
 
         Args:
             batch: `token_T` is the token *behind* each row's position; `logit_row_N` is not read.
             feature_TC: of each row's position; where the target has not been, what this returned
                 for the position before.
+            row_N: int64, rows that are wanted; None: all.
 
         Returns:
-            [T, C], for `logits` and for the next row of the same request.
+            [N, C], for `logits` and for the next row of the same request.
         """
+        if self.fused is not None:
+            where = (batch.attention, kv.keys[0], kv.values[0])
+            return self.fused.forward(batch.token_T, feature_TC, *where, row_N)
         w, eps = self.weights, self.config.layer.rms_norm_eps
         token_TC = F.rms_norm(self.embedding[batch.token_T], w.input_norm.shape, w.input_norm, eps)
         normed_TC = F.rms_norm(feature_TC, w.hidden_norm.shape, w.hidden_norm, eps)
         hidden_TC = normed_TC if self.config.norm_before_residual else feature_TC
-        hidden_TC = hidden_TC + self._attend(torch.cat([token_TC, normed_TC], dim=-1), batch, kv)
-        inner_TC = F.rms_norm(hidden_TC, w.post_norm.shape, w.post_norm, eps)
-        gate_TI, up_TI = F.linear(inner_TC, w.gate_up).chunk(2, dim=-1)
-        return hidden_TC + F.linear(F.silu(gate_TI) * up_TI, w.down)
+        attended_TD = self._attend(torch.cat([token_TC, normed_TC], dim=-1), batch, kv)
+        if row_N is not None:
+            hidden_TC, attended_TD = hidden_TC[row_N], attended_TD[row_N]
+        hidden_NC = hidden_TC + F.linear(attended_TD, w.o)
+        inner_NC = F.rms_norm(hidden_NC, w.post_norm.shape, w.post_norm, eps)
+        gate_NI, up_NI = F.linear(inner_NC, w.gate_up).chunk(2, dim=-1)
+        return hidden_NC + F.linear(F.silu(gate_NI) * up_NI, w.down)
+
+    def draft(self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool) -> tuple[Tensor, Tensor]:
+        """What `forward` returns of all rows, and the `logits` of it."""
+        if self.fused is not None:
+            where = (batch.attention, kv.keys[0], kv.values[0])
+            return self.fused.draft(batch.token_T, feature_TC, *where)
+        hidden_TC = self.forward(batch, feature_TC, kv)
+        return hidden_TC, self.logits(hidden_TC)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """Raw logits [N, V] by the target's ids; -inf for those that the head never drafts.
 
         By the target's ids noise is the target's own, q is comparable with p, and the rules need no
-        map. It costs writing rows of V instead of `draft_vocab_size`.
+        map. It costs writing rows of V instead of `draft_vocab_size`. They may lie in memory that
+        the next call overwrites.
         """
+        if self.fused is not None:
+            return self.fused.logits(hidden_NC)
         w = self.weights
         normed_NC = F.rms_norm(hidden_NC, w.norm.shape, w.norm, self.config.layer.rms_norm_eps)
         logits = F.linear(normed_NC, w.head)
@@ -148,6 +149,21 @@ class Eagle3Head:
             return logits
         wide_NV = logits.new_full((len(logits), self.config.vocab_size), -torch.inf)
         return wide_NV.index_copy_(1, self.target_ids, logits)
+
+    def model(self, positions: int) -> HeadModel:
+        """All that it computes with, for contexts of so many positions."""
+        return HeadModel(
+            self.weights,
+            self.embedding,
+            self.config.vocab_size,
+            self.target_ids,
+            *self._sizes,
+            self.config.layer.rms_norm_eps,
+            self.config.norm_before_residual,
+            self._frequency_D,
+            self._rotary_scale,
+            positions,
+        )
 
     def _attend(self, both_T2C: Tensor, batch: ForwardBatch, kv: KVPool) -> Tensor:
         heads, kv_heads, head_dim = self._sizes
@@ -160,7 +176,7 @@ class Eagle3Head:
         out_THD = self.backend.attention(
             query_THD, kv.keys[0], kv.values[0], batch.attention, self._attention
         )
-        return F.linear(out_THD.flatten(1), self.weights.o)
+        return out_THD.flatten(1)
 
     def _rotate(self, x_THD: Tensor, position_T: Tensor) -> Tensor:
         """Queries and keys turned by their positions, pairs half a head apart."""

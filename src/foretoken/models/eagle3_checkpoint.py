@@ -20,9 +20,10 @@ from foretoken.models.checkpoint import (
     read_config,
     reading,
 )
-from foretoken.models.eagle3 import Eagle3Config, Eagle3Head, Eagle3Weights
+from foretoken.models.eagle3 import Eagle3Config, Eagle3Head
 from foretoken.models.leftovers import some_names
 from foretoken.ops import Backend
+from foretoken.ops.decoder import HeadWeights
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
@@ -182,12 +183,12 @@ def _shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _join(tensors: dict[str, Tensor]) -> Eagle3Weights:
+def _join(tensors: dict[str, Tensor]) -> HeadWeights:
     """Tensors of `_shapes`, in its order, as the head reads them."""
     fc, input_norm, hidden_norm, q, k, v, o, post_norm, gate, up, down, norm, head = (
         tensors.values()
     )
-    return Eagle3Weights(
+    return HeadWeights(
         fc=fc,
         input_norm=input_norm,
         hidden_norm=hidden_norm,

@@ -54,7 +54,7 @@ _LAYER_REASONS = {
 # models stay below 1e-6. Half precision: the 85th percentile of rows, because rounding can send
 # single tokens to another expert of a mixture (0.2 in one row of a correct model); correct models
 # stayed below 2e-2, a bidirectional model was at 0.5.
-_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 _LENGTH = 22  # tokens per sequence of the self-check: past one block of 16
 _BLOCK = 4  # tokens per cache block there
@@ -265,7 +265,7 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
             errors.append((ours.float() - eager).abs().amax(-1))
             row += count + drafts
     error_N = torch.cat(errors) / expected.abs().max()
-    tolerance = _TOLERANCE[model.dtype]
+    tolerance = TOLERANCE[model.dtype]
     error = error_N.quantile(1.0 if model.dtype is torch.float32 else 0.85).item()
     if not error <= tolerance:  # NaN too
         raise UnsupportedModelError(

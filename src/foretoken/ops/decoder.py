@@ -1,7 +1,7 @@
-"""A backend's own implementation of a whole model: its contract.
+"""A backend's own implementation of a whole model, or of a draft head: its contract.
 
-Belongs here: what models and drafters may ask of a decoder, and the data of it. Does not: how one
-computes (`backends/native/decoder.py`), when one is used (`models/loader.py`).
+Belongs here: what models and drafters may ask of a decoder or a head, and the data of it. Does not:
+how one computes (`backends/native/decoder.py`), when one is used (`models/loader.py`).
 
 Shape suffixes: as in `ops/types.py`.
 """
@@ -116,5 +116,111 @@ class RoundDecoder(Decoder, Protocol):
 
         Returns:
             int64 [B, K], -1 behind a request's last draft.
+        """
+        ...
+
+
+class HeadWeights(NamedTuple):
+    """Weights of an EAGLE-3 head, [out, in] each; what reads one input is one matrix. C is the
+    head's hidden size, I the width of its gated layer.
+
+    fc:         [C, num_aux * target_hidden_size]
+    input_norm, hidden_norm, post_norm, norm: [C]
+    qkv:        [(H + 2 H_kv) D, 2C], queries first; reads the token's half, then the feature's
+    o:          [C, H D]
+    gate_up:    [2 I, C], the gate first
+    down:       [C, I]
+    head:       [draft_vocab_size, C]
+    """
+
+    fc: Tensor
+    input_norm: Tensor
+    hidden_norm: Tensor
+    qkv: Tensor
+    o: Tensor
+    post_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+    norm: Tensor
+    head: Tensor
+
+
+class HeadModel(NamedTuple):
+    """An EAGLE-3 head: all that `models/eagle3.py` computes with.
+
+    embedding_VC: the target's, of V tokens or more
+    vocab_size: V
+    target_ids: int64 [draft_vocab_size], the target's id of each id of the head's, no two alike;
+        None if they are the same
+    heads, kv_heads, head_size: H, H_kv, D
+    eps: of the norms
+    norm_before_residual: the residual starts at the normed feature, not at the feature
+    frequency_R: of rotary embedding, float32 [D / 2]
+    rotary_scale: cosines and sines are multiplied by it
+    positions: longest context, in tokens
+    """
+
+    weights: HeadWeights
+    embedding_VC: Tensor
+    vocab_size: int
+    target_ids: Tensor | None
+    heads: int
+    kv_heads: int
+    head_size: int
+    eps: float
+    norm_before_residual: bool
+    frequency_R: Tensor
+    rotary_scale: float
+    positions: int
+
+
+class DraftHead(Protocol):
+    """A stand-in for an EAGLE-3 head, on the same weights, with the same results up to rounding.
+
+    Keys and values are laid out as `Backend.attention` reads them. Keys that a query may not see
+    are not multiplied in.
+    """
+
+    def features(self, aux: Sequence[Tensor]) -> Tensor:
+        """[T, C] of the target's hidden states [T, target_hidden_size], in the order of layers."""
+        ...
+
+    def forward(
+        self,
+        token_T: Tensor,
+        feature_TC: Tensor,
+        batch: AttentionBatch,
+        keys: Tensor,
+        values: Tensor,
+        row_N: Tensor | None = None,
+    ) -> Tensor:
+        """Run packed rows and write their K/V.
+
+        Args:
+            token_T: int64, the token behind each row's position.
+            feature_TC: of each row's position.
+            keys, values: the tensors of its one layer.
+            row_N: int64, rows that are wanted; None: all.
+
+        Returns:
+            [N, C].
+        """
+        ...
+
+    def draft(
+        self,
+        token_T: Tensor,
+        feature_TC: Tensor,
+        batch: AttentionBatch,
+        keys: Tensor,
+        values: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """What `forward` returns of all rows, and the `logits` of it."""
+        ...
+
+    def logits(self, hidden_NC: Tensor) -> Tensor:
+        """Raw logits [N, V] by the target's ids; -inf for those that the head never drafts.
+
+        They may lie in memory that the next call overwrites.
         """
         ...

@@ -23,7 +23,7 @@ from foretoken.ops.checks import (
     check_sample,
     check_verify,
 )
-from foretoken.ops.decoder import AttentionCall, Decoder
+from foretoken.ops.decoder import AttentionCall, Decoder, DraftHead, HeadModel
 from foretoken.ops.pass_checks import check_attention
 from foretoken.ops.steps import Steps
 from foretoken.ops.types import (
@@ -52,6 +52,7 @@ class Kernels:
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
     steps: Steps
     decoder: Callable[..., Decoder | None] = lambda *_, **__: None
+    draft_head: Callable[..., DraftHead | None] = lambda *_, **__: None
     set_num_threads: Callable[[int], None] = lambda count: None
     tunings: Callable[[], dict[str, Any]] = dict
     compiling_ahead: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -205,10 +206,21 @@ class Backend:
         """
         return self._kernels.decoder(module, calls, deterministic=self.deterministic)
 
+    def draft_head(self, model: HeadModel, most_rows: int) -> DraftHead | None:
+        """An implementation of an EAGLE-3 head, or None if this backend has none of any head.
+
+        Args:
+            most_rows: rows of logits that memory is kept for; more are possible, and slower.
+
+        Raises:
+            UnfitError: this head has something that is not implemented; it says what.
+        """
+        return self._kernels.draft_head(model, most_rows, deterministic=self.deterministic)
+
     def compiling_ahead(self) -> AbstractContextManager[None]:
-        """Inside, functions of this backend and its decoders launch no kernel that is compiled for
-        a GPU, and return zeros; on leaving, all that they would have launched is compiled, in
-        parallel processes.
+        """Inside, functions of this backend, its decoders and its heads launch no kernel that is
+        compiled for a GPU, and return zeros; on leaving, all that they would have launched is
+        compiled, in parallel processes.
 
         To run a step there, on memory that nobody needs, saves most of its first run's time. With
         other backends it does nothing.

@@ -162,6 +162,20 @@ class Steps(Protocol):
         takes part as the spare.
         """
 
+    def shift(
+        self, state: SlotState, slot_B: Tensor, batch: AttentionBatch, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        """What follows the rows that a pass computed, once its step was taken over.
+
+        Args:
+            rows: T; those behind the batch's last are padding.
+
+        Returns:
+            int64 [T], the token behind each row's position, drafted ones too; where there is none,
+            some id. And int64 [B], the last row of each request with a known token behind it; its
+            first if none has.
+        """
+
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
         """Drafts [B] of each pass as `DraftBlock.token_BK`, -1 behind a request's last."""
 

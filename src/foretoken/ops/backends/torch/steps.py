@@ -84,6 +84,20 @@ def begin_round(
     return Round(num_B, first, index_B1, length_KB - 1, length_KB, index_KB)
 
 
+def shift(
+    state: SlotState, slot_B: Tensor, batch: AttentionBatch, rows: int
+) -> tuple[Tensor, Tensor]:
+    """See `Steps.shift`."""
+    start_B, end_B, length_B = batch.query_start_B1[:-1], batch.query_start_B1[1:], batch.length_B
+    index_T = torch.arange(rows, device=end_B.device)
+    owner_T = torch.searchsorted(end_B, index_T, right=True).clamp_(max=len(end_B) - 1)
+    next_T = (index_T + (length_B - end_B + 1)[owner_T]).clamp_(max=state.token_SL.shape[1] - 1)
+    token_T = state.token_SL[slot_B[owner_T], next_T].long().clamp_(min=0)
+    first_B = length_B - (end_B - start_B)
+    last_B = torch.minimum(length_B - 1, state.length_S[slot_B] - 2)
+    return token_T, start_B + (last_B - first_B).clamp_(min=0)
+
+
 def join_drafts(drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
     """See `Steps.join_drafts`."""
     index_K = torch.arange(len(drafts), device=num_B.device)

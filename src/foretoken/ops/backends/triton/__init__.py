@@ -32,7 +32,7 @@ def load() -> Kernels:
     from foretoken.ops.backends.triton import logprobs, process, sample, steps, verify
     from foretoken.ops.backends.triton.attention import attention
     from foretoken.ops.backends.triton.compiled import compiling_ahead, zero_if_noted
-    from foretoken.ops.backends.triton.decoder import FusedDecoder
+    from foretoken.ops.backends.triton.decoder import FusedDecoder, FusedDraftHead
 
     return Kernels(
         process_logits=zero_if_noted(process.process_logits),
@@ -43,5 +43,6 @@ def load() -> Kernels:
         attention=zero_if_noted(attention),
         steps=steps,
         decoder=FusedDecoder,
+        draft_head=FusedDraftHead,
         compiling_ahead=compiling_ahead,
     )

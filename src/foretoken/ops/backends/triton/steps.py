@@ -87,6 +87,27 @@ def advance_kernel(
 
 
 @triton.jit
+def shift_kernel(
+    table: Table, slot_B, start_B1, length_B, token_T, row_B, B, T, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """A program takes the rows of a request; the last one padding, too."""
+    wait_for_writes(OVERLAP)
+    table = table
+    b = tl.program_id(0)
+    slot, length = tl.load(slot_B + b), tl.load(length_B + b)
+    start, end = tl.load(start_B1 + b), tl.load(start_B1 + b + 1)
+    first = length - (end - start)
+    last = tl.minimum(length - 1, tl.load(table.length_S + slot) - 2)
+    tl.store(row_B + b, start + tl.maximum(last - first, 0))
+    stop = tl.where(b == B - 1, T, end)
+    for begin in range(start, stop, SPAN):
+        t = begin + tl.arange(0, SPAN)
+        behind = tl.minimum(first + (t - start) + 1, table.W - 1)
+        token = tl.load(table.token_SL + slot * table.W + behind, mask=t < stop, other=0)
+        tl.store(token_T + t, tl.maximum(token, 0), mask=t < stop)
+
+
+@triton.jit
 def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constexpr):
     """A program joins the drafts of AT_ONCE requests. drafts: K of [B]."""
     wait_for_writes(OVERLAP)
@@ -195,6 +216,18 @@ def begin_round(
     sizes = PackSizes(known * requests, requests, known)
     first = _pack(state, requests, (None, plan), sizes, block_size)
     return Round(kept_B, first, index_B1, *place_3KB[:, :, :requests])
+
+
+@zero_if_noted
+def shift(
+    state: SlotState, slot_B: Tensor, batch: AttentionBatch, rows: int
+) -> tuple[Tensor, Tensor]:
+    """See `Steps.shift`."""
+    token_T, row_B = _empty(slot_B, rows), torch.empty_like(slot_B)
+    where = (slot_B, batch.query_start_B1, batch.length_B)
+    given = (*where, token_T, row_B, len(slot_B), rows)
+    _launch(shift_kernel, (len(slot_B),), slot_B.device, _table(state), *given)
+    return token_T, row_B
 
 
 @zero_if_noted

@@ -57,7 +57,8 @@ class FusedDecoder:
         check_fit(module, calls)
         model = module.model
         self._table_VH: Tensor = model.embed_tokens.weight.detach()
-        angles = rotary_angles(model.rotary_emb, module.config.max_position_embeddings)
+        rotary, positions = model.rotary_emb, module.config.max_position_embeddings
+        angles = rotary_angles(rotary.inv_freq, rotary.attention_scaling, positions)
         self._layers = [
             take_layer(block, call, angles) for block, call in zip(model.layers, calls, strict=True)
         ]

@@ -50,24 +50,30 @@ def check_fit(module: Any, calls: Sequence[AttentionCall]) -> None:
     config = module.config
     if config.model_type not in FAMILIES:
         raise UnfitError(f"models of type `{config.model_type}` run through their own modules")
-    weight = module.lm_head.weight
-    if weight.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise UnfitError(f"weights are on {weight.device}, not on a GPU")
-    if weight.dtype not in _DTYPES:
-        raise UnfitError(f"weights are {weight.dtype}, not bfloat16, float16 or float32")
+    weight, (_, key_size, value_size) = module.lm_head.weight, calls[0].shape
+    check_weight(weight, key_size)
     rope = getattr(module.model.rotary_emb, "rope_type", None)
     if rope not in _FIXED_ROPE:
         raise UnfitError(f"RoPE of type `{rope}` changes its frequencies while running")
     if config.hidden_act not in ("silu", "swish"):
         raise UnfitError(f"the gated layer's activation is `{config.hidden_act}`, not SiLU")
     sizes = {call.shape for call in calls}
-    _, key_size, value_size = calls[0].shape
-    if len(sizes) > 1 or key_size != value_size or key_size > _LARGEST_HEAD:
-        raise UnfitError(f"heads of sizes {sorted(sizes)}: not one of at most {_LARGEST_HEAD}")
+    if len(sizes) > 1 or key_size != value_size:
+        raise UnfitError(f"heads of sizes {sorted(sizes)}: not one size")
     for name, parameter in module.named_parameters():
         same = parameter.dtype is weight.dtype and parameter.device == weight.device
         if not (same and parameter.is_contiguous()):
             raise UnfitError(f"`{name}` is not contiguous {weight.dtype} on {weight.device}")
+
+
+def check_weight(weight: Tensor, head_size: int) -> None:
+    """Raise `UnfitError` unless kernels can run on weights like this, with heads of this size."""
+    if weight.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        raise UnfitError(f"weights are on {weight.device}, not on a GPU")
+    if weight.dtype not in _DTYPES:
+        raise UnfitError(f"weights are {weight.dtype}, not bfloat16, float16 or float32")
+    if head_size > _LARGEST_HEAD:
+        raise UnfitError(f"heads of sizes up to {head_size}: more than {_LARGEST_HEAD}")
 
 
 def linear_of(layer: nn.Linear) -> Linear:
@@ -117,10 +123,8 @@ def take_layer(block: nn.Module, call: AttentionCall, angles: tuple[Tensor, Tens
     )
 
 
-def rotary_angles(rotary: Any, positions: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, scaled as the module scales them: float32 [P, R / 2]."""
-    inv_freq = rotary.inv_freq.float()
-    position_P = torch.arange(positions, device=inv_freq.device, dtype=torch.float32)
-    angle_PR = torch.outer(position_P, inv_freq)
-    scaling = rotary.attention_scaling
-    return angle_PR.cos().mul_(scaling), angle_PR.sin().mul_(scaling)
+def rotary_angles(frequency_R: Tensor, scale: float, positions: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, multiplied by the scale: float32 [P, R / 2]."""
+    position_P = torch.arange(positions, device=frequency_R.device, dtype=torch.float32)
+    angle_PR = torch.outer(position_P, frequency_R.float())
+    return angle_PR.cos().mul_(scale), angle_PR.sin().mul_(scale)

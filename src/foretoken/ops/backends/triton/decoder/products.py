@@ -64,6 +64,7 @@ class Products:
     ) -> None:
         self.dtype, self.eps, self.deterministic = dtype, eps, deterministic
         self.overlap = overlaps(device)
+        self.dependent = {"launch_pdl": True} if self.overlap else {}
         self._processors = 0
         self._weight_maps: dict[tuple[int, int, int], Any] = {}  # they keep their weights alive
         if self.overlap and dtype is torch.bfloat16:
@@ -82,6 +83,16 @@ class Products:
             return None
         return stream_tile(shape, bucket(rows, self.deterministic), self._processors)
 
+    def multiply(self, linear: Linear, x_TK: Tensor) -> Tensor:
+        """x, as it is, times a layer: [T, N]."""
+        shape = _shape(linear, Epilogue.PLAIN)
+        tile = self.tile(len(x_TK), shape)
+        if tile is None:
+            return _multiply(x_TK, linear)
+        y_TN = x_TK.new_empty(len(x_TK), shape.N)
+        self.launch(tile, shape, linear, Operands(x_TK, y_TN))
+        return y_TN
+
     def launch(
         self, tile: GemvTile | StreamTile, shape: Shape, linear: Linear, given: Operands
     ) -> None:
@@ -95,12 +106,11 @@ class Products:
             shape.N, shape.K, parts, triton.next_power_of_2(max(1, parts)), self.eps,
             int(shape.epilogue),
         )  # fmt: skip
-        dependent = {"launch_pdl": True} if self.overlap else {}
         if isinstance(tile, GemvTile):
             launch(
                 gemv_kernel, (shape.N // tile.block_n,), linear.weight_NK, given.x_TK, *tensors,
                 *constants, tile.block_n, tile.block_k, self.overlap, num_warps=tile.num_warps,
-                **dependent,
+                **self.dependent,
             )  # fmt: skip
             return
         # Gluon is imported where it runs alone: Triton's interpreter has none of it.
@@ -115,7 +125,7 @@ class Products:
             streamk.tensor_map(given.x_TK, rows, tile.block_k),
             *tensors, self._partial, self._arrived, len(given.x_TK), *constants, rows,
             tile.block_n, tile.block_k, tile.stages, num_warps=streamk.WARPS,
-            maxnreg=tile.registers, **dependent,
+            maxnreg=tile.registers, **self.dependent,
         )  # fmt: skip
 
 
@@ -149,17 +159,15 @@ class ResidualStream:
         self._scaled: tuple[Tensor, Tensor] | None = None
         self._normed_TH: Tensor | None = None
 
-    def project(self, linear: Linear, x_TK: Tensor | None = None) -> Tensor:
-        """The normed stream, or x as it is, times a layer: [T, N]."""
+    def project(self, linear: Linear) -> Tensor:
+        """The normed stream times a layer: [T, N]."""
         shape = _shape(linear, Epilogue.PLAIN)
-        x = self.state_TH if x_TK is None else x_TK
-        tile = self._products.tile(len(x), shape)
+        tile = self._products.tile(len(self.state_TH), shape)
         if tile is None:
-            x = self._normed() if x_TK is None else x_TK
-            return _multiply(x, linear)
-        y_TN = x.new_empty(len(x), shape.N)
-        given = (x_TK, None) if x_TK is not None else self._scaled_and_squares(tile)
-        self._products.launch(tile, shape, linear, Operands(given[0], y_TN, given[1]))
+            return _multiply(self._normed(), linear)
+        y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
+        scaled_TH, squares_PT = self._scaled_and_squares(tile)
+        self._products.launch(tile, shape, linear, Operands(scaled_TH, y_TN, squares_PT))
         return y_TN
 
     def gate(self, linear: Linear) -> Tensor:
@@ -206,7 +214,7 @@ class ResidualStream:
             return self.project(linear)
         if not len(row_N):
             return self.state_TH.new_empty(0, len(linear.weight_NK))
-        return self.project(linear, self.normed(row_N))
+        return self._products.multiply(linear, self.normed(row_N))
 
     def normed(self, row_N: Tensor | None = None) -> Tensor:
         """The rows `row_N` of the stream, or all, behind the norm."""

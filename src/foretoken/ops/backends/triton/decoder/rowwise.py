@@ -1,7 +1,8 @@
-"""Kernels that go over rows once: embedding, RMSNorm, SiLU of a gate.
+"""Kernels that go over rows once: embedding, RMSNorm, SiLU of a gate, what an EAGLE-3 head reads
+and puts out.
 
 In the names of tensors: T packed tokens, N wanted rows, H hidden size, V vocabulary, P parts of a
-sum of squares.
+sum of squares, Q ids that a head drafts.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
+
+from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 
 @triton.jit
@@ -68,3 +71,45 @@ def silu_kernel(gate_up, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     up = tl.load(at + WIDTH, mask=there, other=0.0).to(tl.float32)
     out = gate / (1 + tl.exp(-gate)) * up
     tl.store(at, out.to(gate_up.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def join_kernel(
+    token_T, table_VH, token_gain_H, feature_TH, feature_gain_H, both_T2H, normed_TH,
+    V: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Programs: (row, half): a token's vector behind its norm, then the feature behind its own.
+
+    normed_TH: None, or gets the second half once more. The first kernel of a pass: what runs before
+    it has ended when it lets the next one start, for which attention reads the cache early.
+    """
+    t, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    h = tl.arange(0, HP)
+    wait_for_writes(OVERLAP)
+    let_next_start(OVERLAP)
+    if half == 0:
+        token = tl.load(token_T + t)
+        there = (h < H) & (token >= 0) & (token < V)
+        x = tl.load(table_VH + token * H + h, mask=there, other=0.0).to(tl.float32)
+        gain = tl.load(token_gain_H + h, mask=h < H, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(feature_TH + t * H + h, mask=h < H, other=0.0).to(tl.float32)
+        gain = tl.load(feature_gain_H + h, mask=h < H, other=0.0).to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(x * x, 0) / H + EPS)
+    normed = (x * inverse_rms * gain).to(both_T2H.dtype.element_ty)
+    tl.store(both_T2H + t * (2 * H) + half * H + h, normed, mask=h < H)
+    if normed_TH is not None:
+        tl.store(normed_TH + t * H + h, normed, mask=(h < H) & (half == 1))
+
+
+@triton.jit
+def spread_kernel(
+    logits_NQ, target_id_Q, wide_NV, Q: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Programs: (row, BLOCK ids of the head's): its logits to where the target has them."""
+    n, j = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    target_id = tl.load(target_id_Q + j, mask=j < Q, other=0)
+    wait_for_writes(OVERLAP)
+    let_next_start(OVERLAP)
+    tl.store(wide_NV + n * V + target_id, tl.load(logits_NQ + n * Q + j, mask=j < Q), mask=j < Q)

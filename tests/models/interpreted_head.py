@@ -1,0 +1,171 @@
+"""Cases of the GPU's EAGLE-3 head, in a process of its own whose kernels are interpreted.
+
+    TRITON_INTERPRET=1 python -m tests.models.interpreted_head
+
+prints one JSON object: case -> None, or what went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foretoken.cache.kv_pool import KVPool
+from foretoken.models.eagle3 import Eagle3Head
+from foretoken.models.eagle3_checkpoint import load_eagle3, read_eagle3_config
+from foretoken.models.eagle3_fused import fuse
+from foretoken.ops import AttentionBatch, get_backend
+from foretoken.ops.backends.triton.decoder import FusedDraftHead
+from tests.models.batches import Span, build_batch
+from tests.models.heads import save_head
+
+HIDDEN, VOCABULARY, BLOCK, ROWS = 64, 300, 4, 6
+CPU = torch.device("cpu")
+SWITCHES: dict[str, dict[str, Any]] = {
+    "whole vocabulary": {},
+    "some of it": {"drafted": 128},
+    "normed residual": {"drafted": 128, "norm_before_residual": True, "aux_layers": (0, 3)},
+    "other heads": {"num_key_value_heads": 4, "head_dim": 32, "rms_norm_eps": 1e-3},
+}
+
+
+def load(folder: Path, backend: str, **switches: Any) -> Eagle3Head:
+    save_head(folder, hidden=HIDDEN, vocabulary=VOCABULARY, **switches)
+    generator = torch.Generator().manual_seed(9)
+    embedding = torch.randn(VOCABULARY, HIDDEN, generator=generator)
+    config = read_eagle3_config(folder)
+    return load_eagle3(folder, config, embedding=embedding, backend=get_backend(backend))
+
+
+def both(folder: Path, **switches: Any) -> tuple[Eagle3Head, Eagle3Head]:
+    """A head in kernels, and the same one in operators."""
+    head, plain = load(folder, "triton", **switches), load(folder, "torch", **switches)
+    fuse(head, positions=40, most_rows=ROWS)
+    fuse(plain, positions=40, most_rows=ROWS)
+    assert isinstance(head.fused, FusedDraftHead)
+    assert plain.fused is None
+    return head, plain
+
+
+def agrees(folder: Path, switches: dict[str, Any]) -> None:
+    """Features, hidden states, logits and K/V of one, five and eight rows, all wanted or some."""
+    heads = both(folder, **switches)
+    generator = torch.Generator().manual_seed(1)
+    pools = [KVPool(h.layer_shapes, 12, BLOCK, dtype=h.dtype, device=CPU) for h in heads]
+    blocks, done = ([1, 4, 7, 3], [5, 2, 9, 8]), [0, 0]
+    for new, wanted in (((5, 0), None), ((3, 5), [2, 7]), ((1, 1), None), ((0, 1), None)):
+        spans = []
+        for i, count in enumerate(new):
+            tokens = torch.randint(VOCABULARY, (count,), generator=generator).tolist()
+            if count:
+                spans.append(Span(blocks[i], done[i], tokens, 0))
+            done[i] += count
+        aux = torch.randn(heads[0].config.num_aux, sum(new), HIDDEN, generator=generator)
+        row_N = None if wanted is None else torch.tensor(wanted)
+        outcomes = []
+        for head, kv in zip(heads, pools, strict=True):
+            batch, feature_TC = build_batch(spans, BLOCK, CPU), head.features(aux.unbind())
+            if row_N is None:
+                outcomes.append([feature_TC, *head.draft(batch, feature_TC, kv)])
+            else:
+                hidden_NC = head.forward(batch, feature_TC, kv, row_N)
+                outcomes.append([feature_TC, hidden_NC, head.logits(hidden_NC)])
+            outcomes[-1] += [*kv.keys, *kv.values]
+        for found, expected in zip(*outcomes, strict=True):
+            torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+
+
+def logits(folder: Path) -> None:
+    """Rows of one call do not show in the next; more than the buffer's are right, too."""
+    head, plain = both(folder, drafted=128)
+    for rows in (ROWS, 1, 3, ROWS + 2, ROWS):
+        hidden_NC = torch.randn(rows, HIDDEN)
+        found, expected = head.logits(hidden_NC), plain.logits(hidden_NC)
+        torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
+        assert (found == -torch.inf).sum() == rows * (VOCABULARY - 128)
+        head.logits(torch.full((ROWS, HIDDEN), torch.nan))
+
+
+def padding(folder: Path) -> None:
+    """Rows behind those of all requests change no row and no block."""
+    head, _ = both(folder, drafted=128)
+    generator = torch.Generator().manual_seed(2)
+    feature_TC = torch.randn(7, HIDDEN, generator=generator)
+    outcomes = []
+    for behind in ([], [-1, 10**9, 3]):
+        kv = KVPool(head.layer_shapes, 6, BLOCK, dtype=head.dtype, device=CPU)
+        spans = [Span([1, 2], 0, [5, 6, 7, 8, 9], 0), Span([4, 3], 0, [11, 12], 0)]
+        batch = build_batch(spans, BLOCK, CPU)
+        token_T = torch.cat([batch.token_T, torch.tensor(behind, dtype=torch.int64)])
+        padded_TC = torch.cat([feature_TC, torch.full((len(behind), HIDDEN), torch.inf)])
+        where = batch.attention
+        attention = AttentionBatch(
+            where.query_start_B1, where.length_B, where.block_BL, BLOCK, values_fit=True
+        )
+        batch = batch._replace(token_T=token_T, attention=attention)
+        row_N = torch.tensor([4, 6])
+        outcomes.append([head.forward(batch, padded_TC, kv, row_N), *kv.keys, *kv.values])
+    for without, with_padding in zip(*outcomes, strict=True):
+        torch.testing.assert_close(with_padding, without, atol=1e-5, rtol=1e-5)
+
+
+def refuses(folder: Path) -> None:
+    """One that differs, by its result or by a logit that is not dropped, is not used."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("foretoken.models.eagle3_fused").addHandler(handler)
+    head = load(folder, "triton", drafted=128)
+    right = head.backend.draft_head
+
+    def with_norm(model: Any, rows: int) -> Any:
+        weights = model.weights._replace(post_norm=model.weights.post_norm * 1.01)
+        return right(model._replace(weights=weights), rows)
+
+    def with_ids(model: Any, rows: int) -> Any:
+        return right(model._replace(target_ids=model.target_ids.flip(0) // 2), rows)
+
+    for wrong in (with_norm, with_ids):
+        head.backend.draft_head = wrong  # type: ignore[method-assign, assignment]
+        try:
+            fuse(head, positions=40, most_rows=ROWS)
+        finally:
+            del head.backend.draft_head
+        assert head.fused is None
+        assert "differs by" in records.pop()
+    half: Tensor = head.embedding.to(torch.float64)
+    head.embedding = half
+    fuse(head, positions=40, most_rows=ROWS)
+    assert head.fused is None
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    **{name: lambda folder, s=switches: agrees(folder, s) for name, switches in SWITCHES.items()},
+    "logits": logits,
+    "padding": padding,
+    "refuses": refuses,
+}
+
+
+def main() -> None:
+    failures: dict[str, str | None] = {}
+    for name, case in CASES.items():
+        failures[name] = None
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                case(Path(folder) / "head")
+            except Exception:  # the other cases go on
+                failures[name] = traceback.format_exc(limit=-4)
+    print(json.dumps(failures))
+
+
+if __name__ == "__main__":
+    main()

@@ -209,3 +209,22 @@ def test_kernels_that_take_several_turns(requests: int, most: int, max_tokens: i
     case = make_case(1, requests, most, max_tokens=max_tokens, prompts=max_tokens > 100)
     compare_step(mine, theirs, case, 1)
     compare_drafting(mine, theirs, case, 1)
+
+
+@pytest.mark.parametrize("backend", ["torch"])
+def test_a_request_that_has_all_its_tokens_writes_nowhere(backend: str) -> None:
+    """Its last token may stand in a block that was never handed out: the table says another's."""
+    numbers = torch.tensor([[16, 0], [17, 1], [17, 1]])  # computed, length, limit
+    state = SlotState(
+        torch.ones(2, 40, dtype=torch.int32), torch.tensor([[3, 99], [7, 7]]), numbers[1].clone(),
+        numbers[0].clone(), numbers[2].clone(),
+    )  # fmt: skip
+    one, none = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    steps = get_backend(backend).steps
+    packed = steps.pack(state, StepTokens(none, one, None, none), PackSizes(1, 1, 1), 16)
+    assert packed.position_T.tolist() == [0]
+    assert packed.attention.block_BL[0, 0] == 7
+    rows = DraftRows(none, none, 17 * one, most=1)
+    plan = steps.begin_round(state, rows, 2, 64, 16)
+    assert plan.first.attention.block_BL[0, 0] == 7
+    assert plan.position_KB.max() < 16

@@ -149,8 +149,8 @@ class Eagle3(Drafter):
     def _places(self, rows: DraftRows) -> Places:
         state, size = self.slots.state, len(rows.slot_B)
         if isinstance(self.slots, DeviceSlotTable):
-            longest = state.block_SL.shape[1] * self.config.block_size
-            plan = self.slots.steps.begin_round(state, rows, 1, longest, self.config.block_size)
+            longest = state.block_SL.shape[1] * self.block_size
+            plan = self.slots.steps.begin_round(state, rows, 1, longest, self.block_size)
             return Places(plan.index_B1, plan.first.attention.block_BL, *plan[3:])
         # A host's slots have no spare: a request whose drafts are all made stays where its last
         # pass may be, in its own blocks.
@@ -208,5 +208,5 @@ def _load_checked(setup: DrafterSetup) -> Eagle3Head:
         dummy_seed=setup.config.seed if is_dummy else None,
     )
     # Blocks may reach further than the longest request.
-    fuse(head, setup.max_model_len + setup.config.block_size, setup.config.max_num_seqs)
+    fuse(head, setup.max_model_len + setup.block_size, setup.config.max_num_seqs)
     return head

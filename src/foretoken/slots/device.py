@@ -6,8 +6,8 @@ steps (requests, blocks) is gathered, and written at once when a step begins.
 
 Behind the slots of requests stands one more, the spare: padding of a captured step names it. It has
 one token, may have no more, and its blocks are all the cache's last one, which no request is given.
-A request that may have no more tokens (its limit is reached, or its logits were not finite) is
-treated alike if it takes part in a step: it is computed, and nothing of it is kept.
+A request that may have no more tokens (its limit is reached, or its logits were not finite) may
+still take part in a step: then the spare is computed in its place, and nothing of it is kept.
 
 Shape suffixes: S slots, L tokens or blocks of a slot, B requests, D deciding requests, K drafts.
 """

@@ -32,8 +32,9 @@ def pack(state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int
     if tokens.of_B is not None:
         want_B = pad(want_B, (0, 1))[tokens.of_B]  # -1 is the 0 behind the last
     count_B = tokens.num_tokens_B + (want_B - 1).clamp(min=0)
-    start_B = state.computed_S[tokens.slot_B]
-    return _packed(state, tokens.slot_B, start_B, count_B, want_B, sizes, block_size)
+    slot_B = _going_on(state, tokens.slot_B)
+    start_B = state.computed_S[slot_B]
+    return _packed(state, slot_B, start_B, count_B, want_B, sizes, block_size)
 
 
 def advance(state: SlotState, tokens: StepTokens, verdict: Verdict) -> Tensor:
@@ -62,7 +63,8 @@ def begin_round(
     slot_B, num_B, position_B, most, _ = rows
     requests, columns = len(slot_B), state.block_SL.shape[1]
     spare, device = len(state.length_S) - 1, slot_B.device
-    fits_B = position_B <= max_len
+    slot_B = _going_on(state, slot_B)
+    fits_B = (position_B <= max_len) & (slot_B < spare)
     slot_B, length_B = torch.where(fits_B, slot_B, spare), torch.where(fits_B, position_B, 1)
     num_B = torch.minimum(num_B, (max_len + 1 - position_B).clamp(min=0))
     count_B = length_B.clamp(max=known)
@@ -133,6 +135,13 @@ def look_up(
     index_K = torch.arange(most, device=text_BL.device)
     token_BK = text_BL.gather(1, (end_B[:, None] + index_K).clamp(max=width - 1)).to(torch.int64)
     return token_BK.masked_fill(index_K >= num_B[:, None], -1), num_B
+
+
+def _going_on(state: SlotState, slot_B: Tensor) -> Tensor:
+    """The slots, and the spare in the place of those whose requests may have no more tokens: there
+    may be no block for the last one, which nobody needs computed."""
+    goes_on_B = state.length_S[slot_B] < state.limit_S[slot_B]
+    return torch.where(goes_on_B, slot_B, len(state.length_S) - 1)
 
 
 def _put(

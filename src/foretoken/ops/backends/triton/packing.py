@@ -120,21 +120,34 @@ def pack_kernel(
 
 @triton.jit
 def _span(table: Table, step: StepTokens, plan: RoundPlan, i, live):
-    """What request i computes, or each of a vector; nothing where not live."""
+    """What request i computes, or each of a vector; nothing where not live.
+
+    One that may have no more tokens computes in the spare slot: there may be no block for its last
+    token, which nobody needs computed.
+    """
     if plan is None:
-        slot, of = tl.load(step.slot_B + i, mask=live, other=0), i.to(tl.int64)
+        slot, of = _going_on(table, step.slot_B, i, live), i.to(tl.int64)
         if step.of_B is not None:
             of = tl.load(step.of_B + i, mask=live, other=-1)
         want = tl.load(step.num_D + of, mask=live & (of >= 0), other=-1) + 1
         count = tl.load(step.num_tokens_B + i, mask=live, other=0) + tl.maximum(want - 1, 0)
         return Span(slot, tl.load(table.computed_S + slot, mask=live, other=0), count, want)
     else:
-        slot = tl.load(plan.slot_B + i, mask=live, other=0)
+        slot = _going_on(table, plan.slot_B, i, live)
         position = tl.load(plan.position_B + i, mask=live, other=0)
-        fits = position <= plan.max_len
+        fits = (position <= plan.max_len) & (slot < table.spare)
         length = tl.where(fits, position, 1)
         count = tl.where(live, tl.minimum(length, plan.known), 0)
         return Span(tl.where(fits, slot, table.spare), length - count, count, live.to(tl.int64))
+
+
+@triton.jit
+def _going_on(table: Table, slot_B, i, live):
+    """The slot of request i, or the spare."""
+    slot = tl.load(slot_B + i, mask=live, other=0)
+    length = tl.load(table.length_S + slot, mask=live, other=0)
+    limit = tl.load(table.limit_S + slot, mask=live, other=0)
+    return tl.where(length < limit, slot, table.spare)
 
 
 @triton.jit

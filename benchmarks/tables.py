@@ -207,7 +207,23 @@ def bench(results: Results) -> str:
     return markdown(made.header, made.lines)
 
 
-GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves", *FILES)
+def gpu(folder: Path) -> str:
+    """Decoding on a GPU: every row of every results file of `foretoken bench` there."""
+    header = ["results file", "case", "prompt", "ms per step", "ms per token", "draft", "target"]
+    header += ["verify", "host gap", "tokens/s", "floor/step"]
+    values = {"step_ms": 2, "decode_ms_per_token": 3, "draft_ms": 2, "target_ms": 2}
+    values |= {"verify_ms": 2, "host_gap_ms": 2, "output_tokens_per_second": 0, "share_of_floor": 2}
+    lines, of_files = [], [*runs("gpu_plain", folder), *runs("gpu_eagle3", folder)]
+    for results in of_files:
+        for row in results.rows:
+            cells = [number(row, name, digits) for name, digits in values.items()]
+            length = str(results.shapes["input_len"])
+            lines.append([f"`{results.name}`", row.case, length, *cells])
+    return markdown(header, lines) + where(of_files[0])
+
+
+GPU = ("gpu_plain", "gpu_eagle3")
+GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves", *GPU, *FILES)
 LEAST_R_SQUARED = 0.99
 
 
@@ -301,6 +317,7 @@ def runs(stem: str, folder: Path) -> list[Results]:
 TABLES: dict[str, Callable[[Path], str]] = {
     **{name: partial(by_machine, name) for name in MEASURED},
     "goals": goals,
+    "gpu": gpu,
     "laws": laws,
     **{name: partial(ops_times, name) for name in FILES},
 }

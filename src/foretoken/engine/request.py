@@ -78,6 +78,7 @@ class Request:
         detokenizer: makes its text while it runs; None without a tokenizer.
         pieces: the text that no later token can take back, as it was read.
         given: how much of it was given out as deltas.
+        limit: most tokens that it may have, prompt included; read six times in a step.
     """
 
     group: RequestGroup
@@ -104,6 +105,10 @@ class Request:
     given: Given = field(default_factory=Given)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    limit: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.limit = len(self.group.prompt_ids) + self.group.params.token_limit
 
     @property
     def params(self) -> SamplingParams:
@@ -119,11 +124,6 @@ class Request:
     def num_output(self) -> int:
         """Tokens generated so far."""
         return len(self.token_ids) - self.num_prompt
-
-    @property
-    def limit(self) -> int:
-        """Most tokens that it may have, prompt included."""
-        return self.num_prompt + self.params.token_limit
 
     @property
     def num_remaining(self) -> int:

@@ -91,8 +91,8 @@ class Target:
             torch.full((SLOTS + 1, width), -1, dtype=torch.int32),
             torch.tensor([*ids, *[trash] * COLUMNS]).view(SLOTS + 1, COLUMNS),
             length_S=ones,
-            computed_S=ones,  # nobody reads it, nor the next one
-            limit_S=ones,
+            computed_S=ones,  # nobody reads it
+            limit_S=1000 * ones,
         )
         self.slots: Any = SimpleNamespace(state=self.state, params=PARAMS)
         if backend == "triton":  # as on a GPU: a round's places come from a kernel

@@ -151,16 +151,17 @@ class Assembly:
     def _costs(self) -> Costs:
         """What follows from shapes."""
         model, size, drafter = self.model, self.block_size, self.drafter
+        block = KVPool.bytes_per_block(model.layer_shapes, size, model.dtype)
         copies = model.device.type != "cpu" and model.backend.name != "triton"
         return Costs(
             block_size=size,
-            block=KVPool.bytes_per_block(model.layer_shapes, size, model.dtype),
+            block=block,
             draft_block=drafter.kv_bytes_per_block if drafter else 0,
             slot_block=SlotTable.bytes_per_slot(size, size),
             draft=drafter.bytes_per_slot / self.num_drafts if drafter else 0.0,
             spare=0 if self.on_host else 1,
             # A layer's keys and values, padded to twice their length at most.
-            copied=2 / len(model.layer_shapes) if copies else 0.0,
+            copied=2 * block // len(model.layer_shapes) if copies else 0,
             graph=_GRAPH if self.captures else 0,
         )
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from itertools import islice
 
-from foretoken.engine.memory_plan import Demand, MemoryPlan, most_fitting
+from foretoken.engine.memory_plan import Demand, MemoryPlan, Sizes
 from foretoken.errors import EngineMemoryError
 
 LEAST_CONTEXT = 1024
@@ -48,7 +48,8 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
         EngineMemoryError: memory does not suffice.
     """
     if may_shorten and demand.missing > 0:
-        context = demand.longest_context(min(demand.sizes.max_model_len, LEAST_CONTEXT))
+        longest = demand.sizes.max_model_len
+        context = demand.largest("max_model_len", min(longest, LEAST_CONTEXT), longest)
         if context is not None:
             demand = demand.resized(max_model_len=context)
     if demand.missing > 0:
@@ -80,9 +81,9 @@ def shortage(demand: Demand) -> str:
 
 
 def remedies(demand: Demand) -> list[Remedy]:
-    """Each option that would do alone; else the sizes, lowered together; [] if nothing does."""
-    found = [*_single(demand)]
-    return found or [*_joint(demand)]
+    """Each option that would do alone; else the sizes, halved together; [] if nothing does."""
+    halved = (_halved(demand, times) for times in range(1, 32))
+    return [*_single(demand)] or [*islice((r for r in halved if r.result.missing <= 0), 1)]
 
 
 def _single(demand: Demand) -> Iterator[Remedy]:
@@ -91,15 +92,9 @@ def _single(demand: Demand) -> Iterator[Remedy]:
         left_out = demand.resized(num_blocks=None)
         if left_out.missing <= 0:
             yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, left_out)
-    least = {
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": max(sizes.rows, min(_LEAST_TOKENS, sizes.tokens)),
-        "max_model_len": min(LEAST_CONTEXT, sizes.max_model_len),
-        "num_drafts": 1,
-    }
-    for name, low in least.items():
+    for name, low in {**_least(sizes), "num_drafts": 1}.items():
         old = getattr(sizes, name)
-        new = most_fitting(low, old - 1, partial(_fits, demand, name))
+        new = demand.largest(name, low, old - 1)
         if new is not None:
             shown_name = "num_speculative_tokens" if name == "num_drafts" else name
             yield Remedy({shown_name: (old, new)}, demand.resized(**{name: new}))
@@ -115,28 +110,21 @@ def _single(demand: Demand) -> Iterator[Remedy]:
             yield Remedy({"memory_fraction": (f"{budget.fraction:g}", f"{fraction:g}")}, more)
 
 
-def _fits(demand: Demand, name: str, value: int) -> bool:
-    return demand.resized(**{name: value}).missing <= 0
+def _halved(demand: Demand, times: int) -> Remedy:
+    """All sizes halved so many times, as far as each may be lowered."""
+    before = demand.sizes
+    seqs = max(1, before.max_num_seqs >> times)
+    least = _least(replace(before, max_num_seqs=seqs))
+    sizes = {name: max(low, getattr(before, name) >> times) for name, low in least.items()}
+    pairs = {name: (getattr(before, name), size) for name, size in sizes.items()}
+    changes = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
+    return Remedy(changes, demand.resized(**sizes))
 
 
-def _joint(demand: Demand) -> Iterator[Remedy]:
-    """All sizes halved until they fit, or can be no smaller."""
-    first = sizes = demand.sizes
-    while True:
-        seqs = max(1, sizes.max_num_seqs // 2)
-        rows = seqs * (1 + sizes.num_drafts)
-        smaller = replace(
-            sizes,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=max(rows, min(_LEAST_TOKENS, sizes.tokens), sizes.tokens // 2),
-            max_model_len=max(min(LEAST_CONTEXT, sizes.max_model_len), sizes.max_model_len // 2),
-        )
-        if smaller == sizes:
-            return
-        sizes = smaller
-        lowered = replace(demand, sizes=sizes)
-        if lowered.missing <= 0:
-            names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
-            pairs = {name: (getattr(first, name), getattr(sizes, name)) for name in names}
-            yield Remedy({n: (old, new) for n, (old, new) in pairs.items() if old != new}, lowered)
-            return
+def _least(sizes: Sizes) -> dict[str, int]:
+    """The least that each size may be, the others being as they are."""
+    return {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": max(sizes.rows, min(_LEAST_TOKENS, sizes.max_num_batched_tokens)),
+        "max_model_len": min(LEAST_CONTEXT, sizes.max_model_len),
+    }

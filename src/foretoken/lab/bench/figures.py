@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from foretoken.engine.trace import StepTrace
-from foretoken.lab.bench.floor import Reads
+from foretoken.lab.bench.floor import Floor
 from foretoken.outputs import RequestMetrics, RequestOutput
 
 PARTS = {"draft": ("draft", "observe"), "target": ("forward",), "verify": ("verify",)}
@@ -67,15 +67,6 @@ class Run:
     prompt_len: int
     outputs: list[RequestOutput]
     steps: list[Step]
-
-
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """What passes of target and drafter read at least, and how fast the memory is in GB/s."""
-
-    target: Reads
-    drafter: Reads
-    bandwidth: float
 
 
 def device_seconds(trace: StepTrace) -> dict[str, float]:

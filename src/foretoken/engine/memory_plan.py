@@ -239,10 +239,15 @@ class Demand:
         return replace(self, sizes=replace(self.sizes, **sizes))
 
     @property
+    def least_blocks(self) -> int:
+        """Blocks of the smallest cache that serves: one request of `max_model_len`."""
+        asked = self.sizes.num_blocks
+        return self.costs.columns(self.sizes) if asked is None else asked
+
+    @property
     def least(self) -> int:
-        """Bytes with the smallest cache that serves: one request of `max_model_len`."""
-        blocks, sizes = self.sizes.num_blocks, self.sizes
-        return self.costs.total(sizes, self.costs.columns(sizes) if blocks is None else blocks)
+        """Bytes with that cache."""
+        return self.costs.total(self.sizes, self.least_blocks)
 
     @property
     def missing(self) -> int:
@@ -256,13 +261,11 @@ class Demand:
     def plan(self) -> MemoryPlan:
         """The largest cache of use; to be asked for if nothing is missing."""
         costs, sizes, usable = self.costs, self.sizes, self.budget.usable(self.sizes)
-        num_blocks = sizes.num_blocks
-        if num_blocks is None:
-            least, most = costs.columns(sizes), costs.most_blocks(sizes)
-            fitting = most_fitting(least, most, lambda n: costs.total(sizes, n) <= usable)
-            num_blocks = fitting or least
-        parts = costs.parts(sizes, num_blocks)
-        return MemoryPlan(parts, num_blocks, sizes.max_model_len, usable)
+        num_blocks, most = self.least_blocks, costs.most_blocks(sizes)
+        if sizes.num_blocks is None:
+            fitting = most_fitting(num_blocks, most, lambda n: costs.total(sizes, n) <= usable)
+            num_blocks = fitting or num_blocks
+        return MemoryPlan(costs.parts(sizes, num_blocks), num_blocks, sizes.max_model_len, usable)
 
 
 def most_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:

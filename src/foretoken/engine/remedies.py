@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from foretoken.engine.memory_plan import Demand, MemoryPlan, Sizes
 from foretoken.errors import EngineMemoryError
@@ -64,11 +63,9 @@ def shortage(demand: Demand) -> str:
     source = f"{shown(budget.free)} of {shown(budget.total)} are free"
     if sizes.num_blocks is None and usable < budget.free_for_use:
         source = f"`memory_fraction` is {budget.fraction:g} of {shown(budget.total)}"
-    columns = demand.costs.columns(sizes)
-    blocks = columns if sizes.num_blocks is None else sizes.num_blocks
-    parts = demand.costs.parts(sizes, blocks)
+    parts = demand.costs.parts(sizes, demand.least_blocks)
     listed = ", ".join(f"{name} {shown(size)}" for name, size in parts.items())
-    held = "one request of `max_model_len`" if sizes.num_blocks is None else f"{blocks} blocks"
+    held = f"{sizes.num_blocks} blocks" if sizes.num_blocks else "one request of `max_model_len`"
     found = [remedy.described(demand) for remedy in remedies(demand)]
     advice = "Take a smaller checkpoint, a smaller `dtype`, or a GPU with more memory."
     if found:
@@ -82,32 +79,28 @@ def shortage(demand: Demand) -> str:
 
 def remedies(demand: Demand) -> list[Remedy]:
     """Each option that would do alone; else the sizes, halved together; [] if nothing does."""
+    alone = [remedy for remedy in _single(demand) if remedy.result.missing <= 0]
     halved = (_halved(demand, times) for times in range(1, 32))
-    return [*_single(demand)] or [*islice((r for r in halved if r.result.missing <= 0), 1)]
+    return alone or [remedy for remedy in halved if remedy.result.missing <= 0][:1]
 
 
 def _single(demand: Demand) -> Iterator[Remedy]:
+    """Each option by itself; of those that are as they were already none suffices either."""
     sizes, budget = demand.sizes, demand.budget
-    if sizes.num_blocks is not None:
-        left_out = demand.resized(num_blocks=None)
-        if left_out.missing <= 0:
-            yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, left_out)
+    left_out = demand.resized(num_blocks=None)
+    yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, left_out)
     for name, low in {**_least(sizes), "num_drafts": 1}.items():
         old = getattr(sizes, name)
         new = demand.largest(name, low, old - 1)
         if new is not None:
             shown_name = "num_speculative_tokens" if name == "num_drafts" else name
             yield Remedy({shown_name: (old, new)}, demand.resized(**{name: new}))
-    if sizes.num_drafts:
-        costs = replace(demand.costs, draft_weights=0, draft_block=0)
-        plain = replace(demand, costs=costs).resized(num_drafts=0)
-        if plain.missing <= 0:
-            yield Remedy({"speculative_config": ("given", None)}, plain)
-    if sizes.num_blocks is None and demand.least <= budget.free_for_use:
-        fraction = (100 * demand.least // budget.total + 1) / 100
-        if fraction <= 1:
-            more = replace(demand, budget=replace(budget, fraction=fraction))
-            yield Remedy({"memory_fraction": (f"{budget.fraction:g}", f"{fraction:g}")}, more)
+    costs = replace(demand.costs, draft_weights=0, draft_block=0)
+    plain = replace(demand, costs=costs).resized(num_drafts=0)
+    yield Remedy({"speculative_config": ("given", None)}, plain)
+    fraction = (100 * demand.least // budget.total + 1) / 100
+    more = replace(demand, budget=replace(budget, fraction=fraction))
+    yield Remedy({"memory_fraction": (f"{budget.fraction:g}", f"{fraction:g}")}, more)
 
 
 def _halved(demand: Demand, times: int) -> Remedy:
@@ -116,9 +109,9 @@ def _halved(demand: Demand, times: int) -> Remedy:
     seqs = max(1, before.max_num_seqs >> times)
     least = _least(replace(before, max_num_seqs=seqs))
     sizes = {name: max(low, getattr(before, name) >> times) for name, low in least.items()}
-    pairs = {name: (getattr(before, name), size) for name, size in sizes.items()}
-    changes = {name: (old, new) for name, (old, new) in pairs.items() if old != new}
-    return Remedy(changes, demand.resized(**sizes))
+    changes = {name: (getattr(before, name), size) for name, size in sizes.items()}
+    changes = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
+    return Remedy({**changes}, demand.resized(**sizes))
 
 
 def _least(sizes: Sizes) -> dict[str, int]:

@@ -95,13 +95,6 @@ class Results:
     versions: dict[str, str]
     schema: int = SCHEMA
 
-    def row(self, case: str) -> Row:
-        """The row of that name; `ConfigError` if there is none."""
-        for row in self.rows:
-            if row.case == case:
-                return row
-        raise ConfigError("case", case, f"one of {', '.join(r.case for r in self.rows)}")
-
 
 def collect(
     name: str,

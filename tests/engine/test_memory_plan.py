@@ -251,7 +251,7 @@ def test_graphs_are_counted_by_their_rows() -> None:
     eager = replace(COSTS, graph=0)
     assert "CUDA graphs" not in eager.parts(plain, 10)
     captured = graph_sizes(64)
-    each = len(captured) * COSTS.graph + sum(captured) * (STEPS.per_token + STEPS.per_row)
+    each = len(captured) * COSTS.graph + sum(captured) * STEPS.per_row
     assert COSTS.parts(plain, 10)["CUDA graphs"] == pytest.approx(2 * each, abs=2)
     assert graph_sizes(1) == (1,)
     assert graph_sizes(65)[-2:] == (64, 65)

@@ -81,11 +81,8 @@ def _build(config: EngineConfig) -> Engine:
     native_target = model.fused is not None and device.type == "cpu"
     asked_threads = config.threads if device.type == "cpu" else 1
     threads = StepThreads(asked_threads, backend, native_target=native_target)
-    _log.info(
-        "Threads: %s, PyTorch's: %d; for the whole process.",
-        f"{threads.most} or 1 by speed" if threads.chooses else threads.most,
-        torch.get_num_threads(),
-    )
+    most = f"{threads.most} or 1 by speed" if threads.chooses else threads.most
+    _log.info("Threads: %s, PyTorch's: %d; for the whole process.", most, torch.get_num_threads())
     tokenizer = _tokenizer(config, folder)
     if drafter_class is not None and speculation is not None:
         setup = DrafterSetup(

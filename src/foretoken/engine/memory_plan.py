@@ -56,12 +56,19 @@ class StepPeak(NamedTuple):
     num_bytes: int
 
 
+_NO_STEP = StepPeak(1, 1, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What steps take while they run: at least `least`, and linear in tokens and deciding rows."""
+    """What steps take while they run: linear in tokens and deciding rows, and `least` at least.
+
+    per_token: of a prompt's token
+    per_row:   of a decode step's row, which is a token, too
+    """
 
     least: int = 0
-    base: float = 0.0
+    largest: StepPeak = _NO_STEP
     per_token: float = 0.0
     per_row: float = 0.0
 
@@ -82,13 +89,13 @@ class StepCost:
         if largest.tokens > decode.tokens:
             more = max(largest.num_bytes - decode.num_bytes, 0)
             per_token = more / (largest.tokens - decode.tokens)
-        per_row = max(per_row - per_token, 0)  # which is a token, too
-        base = largest.num_bytes - per_token * largest.tokens - per_row * largest.rows
-        return cls(least.num_bytes, base, per_token, per_row)
+        return cls(least.num_bytes, largest, per_token, per_row)
 
     def at(self, tokens: int, rows: int) -> int:
-        """Bytes of a step of this size, `rows` of its tokens included."""
-        return max(self.least, round(self.base + self.per_token * tokens + self.per_row * rows))
+        """Bytes of a step of this size, larger or smaller than those that were measured."""
+        more = self.per_token * (tokens - self.largest.tokens)
+        more += max(self.per_row - self.per_token, 0) * (rows - self.largest.rows)
+        return max(self.least, ceil(self.largest.num_bytes + more))
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -166,8 +173,7 @@ class Costs:
             return 0
         captured, kinds = graph_sizes(sizes.max_num_seqs), {1, 1 + sizes.num_drafts}
         rows, number = sum(captured) * sum(kinds), len(captured) * len(kinds)
-        per_row = self.steps.per_token + self.steps.per_row
-        return _VARIANTS * (number * self.graph + ceil(rows * per_row))
+        return _VARIANTS * (number * self.graph + ceil(rows * self.steps.per_row))
 
 
 @dataclass(frozen=True, slots=True)

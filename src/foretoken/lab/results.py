@@ -109,19 +109,9 @@ def collect(
     Args:
         code: what `commit()` said when the run began; None: what it says now.
     """
-    commit_id, dirty = code or commit()
-    return Results(
-        name=name,
-        command=command,
-        shapes=shapes,
-        rows=rows,
-        notes=list(notes),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=commit_id,
-        dirty=dirty,
-        hardware=hardware(),
-        versions=versions(),
-    )
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    ran = code or commit()
+    return Results(name, command, shapes, rows, [*notes], date, *ran, hardware(), versions())
 
 
 def write(results: Results, folder: Path) -> Path:

@@ -25,11 +25,11 @@ def speed(results: Results) -> str:
     header = ["batch 1, 2 cores, float32"]
     for t in TEMPERATURES:
         header += [f"tokens/s, T={t:g}", *others.values()]
-    rows = []
+    by_case, rows = {row.case: row for row in results.rows}, []
     for name in dict.fromkeys(row.case.rpartition(", T=")[0] for row in results.rows):
         cells = [name]
         for t in TEMPERATURES:
-            row = results.row(f"{name}, T={t:g}")
+            row = by_case[f"{name}, T={t:g}"]
             cells.append(spread(row, "tokens_per_second", 0))
             cells += [f"{number(row, ratio)}x" for ratio in others]
         rows.append(cells)

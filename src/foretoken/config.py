@@ -343,6 +343,11 @@ class EngineConfig:
             if isinstance(field.default, bool) and not isinstance(value, bool):
                 raise ConfigError(field.name, value, "true or false")
 
+    @property
+    def num_drafts(self) -> int:
+        """K; 0 without speculation."""
+        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+
     @classmethod
     def parse(cls, **options: Any) -> EngineConfig:
         """Build from what a user typed; unknown names are errors with the nearest valid one."""

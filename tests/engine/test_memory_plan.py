@@ -27,7 +27,7 @@ from foretoken.engine.remedies import LEAST_CONTEXT, fitting_plan, remedies, sho
 from foretoken.errors import ConfigError, EngineMemoryError
 
 GIB = 2**30
-STEPS = StepCost(
+STEPS = StepCost.of(
     StepPeak(5, 5, 20 << 20), StepPeak(320, 320, 400 << 20), StepPeak(2048, 320, 1600 << 20)
 )
 # Llama-3.1-8B in bfloat16 with a head that drafts, blocks of 64 tokens.
@@ -58,7 +58,7 @@ def demands(draw: st.DrawFn) -> Demand:
     least = size(1 << 28)
     decode = least + (size(1 << 32) if seqs > 1 else 0)
     largest = decode + (size(1 << 33) if tokens > rows else 0)
-    steps = StepCost(
+    steps = StepCost.of(
         StepPeak(1 + drafts, 1 + drafts, least),
         StepPeak(rows, rows, decode),
         StepPeak(tokens, rows, largest),
@@ -68,7 +68,7 @@ def demands(draw: st.DrawFn) -> Demand:
         block_size=block_size, block=block_size * (1 + size(1 << 17)),
         draft_block=block_size * size(1 << 14) if drafts else 0, slot_block=4 * block_size + 8,
         draft=float(size(1 << 20)) if drafts else 0.0, spare=size(1),
-        copied=draw(st.sampled_from([0.0, 0.1])), weights=size(4 * GIB),
+        copied=draw(st.sampled_from([0, 5000])), weights=size(4 * GIB),
         draft_weights=size(GIB) if drafts else 0, libraries=size(GIB), steps=steps,
         graph=draw(st.sampled_from([0, 4 << 20])),
     )  # fmt: skip
@@ -232,18 +232,18 @@ def test_a_cache_in_gib_holds_slots_and_drafts_too() -> None:
 
 def test_steps_between_those_that_were_measured() -> None:
     assert STEPS.at(2048, 320) == 1600 << 20
-    assert STEPS.at(5, 5) == STEPS.least.num_bytes
-    assert STEPS.at(9999, 320) == 1600 << 20, "a context that is too short for so many"
-    halfway = STEPS.at(320 + 864, 320)
-    assert halfway == pytest.approx(1000 << 20, rel=1e-6)
+    assert STEPS.at(5, 5) == STEPS.least == 20 << 20
+    assert STEPS.at(320, 320) == pytest.approx(400 << 20)
+    assert STEPS.at(320 + 864, 320) == pytest.approx(1000 << 20, rel=1e-6), "halfway"
     # Measured where memory sufficed, and extended from there.
-    half = StepCost(
-        STEPS.least, StepPeak(160, 160, 208 << 20), StepPeak(1024, 160, 808 << 20)
-    ).extended(2048, 320)
+    half = StepCost.of(
+        StepPeak(5, 5, 20 << 20), StepPeak(160, 160, 208 << 20), StepPeak(1024, 160, 808 << 20)
+    )
     per_row, per_token = (188 << 20) / 155, (600 << 20) / 864
-    assert half.decode.num_bytes == pytest.approx((208 << 20) + 160 * per_row)
-    assert half.largest.num_bytes == pytest.approx(half.decode.num_bytes + 1728 * per_token)
-    assert STEPS.extended(2048, 320) == STEPS
+    decode = (208 << 20) + 160 * per_row
+    assert half.at(320, 320) == pytest.approx(decode)
+    assert half.at(2048, 320) == pytest.approx(decode + 1728 * per_token)
+    assert replace(SIZES, max_model_len=10).tokens == 64 * 9, "contexts too short for 2048"
 
 
 def test_graphs_are_counted_by_their_rows() -> None:

@@ -16,8 +16,8 @@ from foretoken.engine.trace import StepTrace
 from foretoken.errors import ProcessingError, StepError
 from foretoken.lab.bench import run as bench_run
 from foretoken.lab.bench.chart import chart
-from foretoken.lab.bench.figures import UNITS, Floor, Run, Step, figures, split_steps
-from foretoken.lab.bench.floor import Reads
+from foretoken.lab.bench.figures import UNITS, Run, Step, figures, split_steps
+from foretoken.lab.bench.floor import Floor, Reads
 from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.bench.report import Table, as_text, results, tables
 from foretoken.lab.bench.run import Bench, Case, run_batch

@@ -10,7 +10,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.errors import ConfigError
-from foretoken.lab.bench.floor import Reads, bandwidth, drafter_reads, target_reads
+from foretoken.lab.bench.floor import Floor, Reads
 from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.bench.workload import Workload
@@ -89,15 +89,15 @@ def test_prompts_are_as_long_as_asked_and_differ(pair: LLM) -> None:
 
 
 def test_what_passes_read(pair: LLM) -> None:
-    target = target_reads(pair.engine)
+    floor = Floor.of(pair.engine, None)
+    target = floor.target
     hidden, inner, vocabulary = 256, 640, 4096
     layer = hidden * (4 + 2 + 2) * 64 + 4 * 64 * hidden + 3 * hidden * inner + 2 * hidden
     assert target.weights == 4 * (20 * layer + hidden + vocabulary * hidden)  # tied: read once
     assert target.per_pass(2, 10) == target.weights + 2 * 10 * 20480
-    assert 0 < drafter_reads(pair.engine.runner.drafter).weights < target.weights / 5
-    assert drafter_reads(None).per_pass(4, 100) == 0
+    assert 0 < floor.drafter.weights < target.weights / 5
     assert Reads(1, ((10, 4), (10, None))).per_pass(3, 6) == 1 + 3 * (40 + 60)
-    assert bandwidth(pair.engine) > 0.1
+    assert floor.bandwidth > 0.1
 
 
 def model_of(module: Any, config: Any, shapes: Any, dtype: Any = torch.float32) -> Any:

@@ -29,7 +29,7 @@ def test_round_trip(tmp_path: Path) -> None:
     path = write(results, tmp_path)
     assert path.name == "example.json"
     assert read(path) == results
-    assert read(path).row("draft").labels == {"k": 4}
+    assert read(path).rows[1].labels == {"k": 4}
 
 
 def test_a_row_is_a_line(tmp_path: Path) -> None:

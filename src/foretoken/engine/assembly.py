@@ -40,12 +40,7 @@ _ROUNDING = 2 << 20  # PyTorch takes memory for large tensors in multiples of th
 
 
 class Assembly:
-    """Loaded models, and what an engine over them is made of.
-
-    Args:
-        config: `block_size` filled in.
-        on_host: whether slots are numbers on the host.
-    """
+    """Loaded models, and what an engine over them is made of; `on_host`: by slots on the host."""
 
     def __init__(
         self,
@@ -58,8 +53,6 @@ class Assembly:
     ) -> None:
         self.config, self.model, self.drafter, self.on_host = config, model, drafter, on_host
         self.block_size = config.block_size or BLOCK_SIZES[model.device.type]
-        speculation = config.speculative_config
-        self.num_drafts = speculation.num_speculative_tokens if speculation else 0
         self.captures = (
             model.device.type == "cuda"
             and model.backend.name == "triton"
@@ -84,14 +77,15 @@ class Assembly:
         config, costs = self.config, self._costs()
         sizes = Sizes(
             config.max_num_seqs, config.max_num_batched_tokens, self.model.max_model_len,
-            self.num_drafts, config.num_blocks,
+            config.num_drafts, config.num_blocks,
         )  # fmt: skip
         if sizes.num_blocks is None and config.kv_cache_gib is not None:
             sizes = replace(sizes, num_blocks=blocks_within(config.kv_cache_gib, costs, sizes))
         if gauge is None:
-            parts = costs.parts(sizes, sizes.num_blocks or 0)
-            check_fits(sum(parts.values()))
-            return MemoryPlan(parts, sizes.num_blocks or 0, sizes.max_model_len)
+            num_blocks = sizes.num_blocks or 0
+            plan = MemoryPlan(costs.parts(sizes, num_blocks), num_blocks, sizes.max_model_len)
+            check_fits(plan.total)
+            return plan
         draft_weights = gauge.taken() - weights
         steps = measure_steps(self.runner(1, measuring=True), sizes, gauge)
         costs = replace(
@@ -101,11 +95,8 @@ class Assembly:
         demand = Demand(costs, sizes, gauge.budget(config.memory_fraction))
         plan = fitting_plan(demand, may_shorten=config.max_model_len is None)
         if plan.max_model_len < sizes.max_model_len:
-            _log.warning(
-                "`max_model_len` is %d, not the checkpoint's %d: memory suffices for no more.",
-                plan.max_model_len,
-                sizes.max_model_len,
-            )
+            said = "`max_model_len` is %d, not the checkpoint's %d: memory suffices for no more."
+            _log.warning(said, plan.max_model_len, sizes.max_model_len)
         return plan
 
     def runner(self, num_blocks: int, *, measuring: bool = False) -> Runner:
@@ -115,52 +106,44 @@ class Assembly:
             measuring: it serves nobody; contexts are as long as they can be, whatever the cache.
         """
         config, model, drafter = self.config, self.model, self.drafter
-        device, block_size = model.device, self.block_size
-        context = model.max_model_len
-        most_tokens = context if measuring else min(context, num_blocks * block_size)
-        sizes = {
-            "max_tokens": most_tokens,
-            "max_drafts": self.num_drafts,
-            "blocks": -(-most_tokens // block_size),
-        }
+        device, block_size, most = model.device, self.block_size, model.max_model_len
+        if not measuring:
+            most = min(most, num_blocks * block_size)
+        count, blocks = config.max_num_seqs, -(-most // block_size)
+        sizes = {"max_tokens": most, "max_drafts": config.num_drafts, "blocks": blocks}
         slots: SlotTable | DeviceSlotTable
-        pool_blocks = num_blocks
         if self.on_host:
-            slots = SlotTable(config.max_num_seqs, device, **sizes)
+            slots, pool_blocks = SlotTable(count, device, **sizes), num_blocks
         else:
-            slots = DeviceSlotTable(
-                config.max_num_seqs, device, model.backend.steps, **sizes, trash_block=num_blocks
-            )
-            pool_blocks += 1
+            steps, pool_blocks = model.backend.steps, num_blocks + 1
+            slots = DeviceSlotTable(count, device, steps, **sizes, trash_block=num_blocks)
         if drafter is not None:
             drafter.allocate(slots, pool_blocks)
             slots.register("drafts", drafter)
         kv = KVPool(model.layer_shapes, pool_blocks, block_size, dtype=model.dtype, device=device)
         sampler = Sampler(
-            model.backend,
-            slots,
-            synthetic_rates=self._rates,
-            fp64_noise=config.use_fp64_gumbel,
+            model.backend, slots, synthetic_rates=self._rates, fp64_noise=config.use_fp64_gumbel,
             decode=self._decode,
-        )
+        )  # fmt: skip
         graphs = None
         if self.captures and not measuring:
-            graphs = Graphs(graph_sizes(config.max_num_seqs), self.num_drafts)
+            graphs = Graphs(graph_sizes(count), config.num_drafts)
         return Runner(model, kv, sampler, drafter, graphs)
 
     def _costs(self) -> Costs:
         """What follows from shapes."""
         model, size, drafter = self.model, self.block_size, self.drafter
+        block = KVPool.bytes_per_block(model.layer_shapes, size, model.dtype)
         copies = model.device.type != "cpu" and model.backend.name != "triton"
         return Costs(
             block_size=size,
-            block=KVPool.bytes_per_block(model.layer_shapes, size, model.dtype),
+            block=block,
             draft_block=drafter.kv_bytes_per_block if drafter else 0,
             slot_block=SlotTable.bytes_per_slot(size, size),
-            draft=drafter.bytes_per_slot / self.num_drafts if drafter else 0.0,
+            draft=drafter.bytes_per_slot / self.config.num_drafts if drafter else 0.0,
             spare=0 if self.on_host else 1,
             # A layer's keys and values, padded to twice their length at most.
-            copied=2 / len(model.layer_shapes) if copies else 0.0,
+            copied=2 * block // len(model.layer_shapes) if copies else 0,
             graph=_GRAPH if self.captures else 0,
         )
 

@@ -11,20 +11,19 @@ import torch
 
 from foretoken.cache.block_pool import BlockPool
 from foretoken.config import BLOCK_SIZES, EngineConfig
-from foretoken.drafting.base import Drafter, DrafterSetup
+from foretoken.drafting.base import DrafterSetup
 from foretoken.drafting.registry import find_drafter
 from foretoken.engine.assembly import Assembly
 from foretoken.engine.devices import choose_backend, choose_device
 from foretoken.engine.engine import Engine
 from foretoken.engine.faults import broken_engine, is_device_failure
 from foretoken.engine.gauge import Gauge, gauge_of
-from foretoken.engine.memory import is_out_of_memory, memory_error, reserving
+from foretoken.engine.memory import reserving
 from foretoken.engine.remedies import shown
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, TargetView, load_model, load_tokenizer, resolve_checkpoint
-from foretoken.ops import Backend
 from foretoken.sampling.params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -44,13 +43,10 @@ def build_engine(config: EngineConfig) -> Engine:
         EngineBrokenError: the device failed.
     """
     try:
-        return _build(config)
-    except Exception as error:
-        if isinstance(error, ForetokenError):
-            raise
-        if is_out_of_memory(error):
-            raise memory_error("the engine was built", error) from error
-        if is_device_failure(error):
+        with reserving("the engine was built"):
+            return _build(config)
+    except RuntimeError as error:
+        if is_device_failure(error) and not isinstance(error, ForetokenError):
             raise broken_engine(error) from error
         raise
 
@@ -59,9 +55,9 @@ def _build(config: EngineConfig) -> Engine:
     _check_token_budget(config)
     device = choose_device(config.device)
     config, on_host = _completed(config, device), is_on_host(device)
-    view = None
-    if config.speculative_config is not None:  # a wrong name is refused before anything is loaded
-        drafter_class = find_drafter(config.speculative_config, on_host=on_host)
+    speculation, view, drafter = config.speculative_config, TargetView(), None
+    drafter_class = find_drafter(speculation, on_host=on_host) if speculation else None
+    if drafter_class is not None:  # what is wrong with it is said before anything is loaded
         view = drafter_class.target_view(config)
     backend = choose_backend(config.backend, device, deterministic=config.deterministic)
     gauge = gauge_of(device)
@@ -85,14 +81,18 @@ def _build(config: EngineConfig) -> Engine:
     native_target = model.fused is not None and device.type == "cpu"
     asked_threads = config.threads if device.type == "cpu" else 1
     threads = StepThreads(asked_threads, backend, native_target=native_target)
-    _log.info(
-        "Threads: %s, PyTorch's: %d; for the whole process.",
-        f"{threads.most} or 1 by speed" if threads.chooses else threads.most,
-        torch.get_num_threads(),
-    )
+    most = f"{threads.most} or 1 by speed" if threads.chooses else threads.most
+    _log.info("Threads: %s, PyTorch's: %d; for the whole process.", most, torch.get_num_threads())
     tokenizer = _tokenizer(config, folder)
-    with reserving("the drafter was loaded", _SMALLER_DRAFT):
-        drafter = _build_drafter(config, backend, model, view, tokenizer)
+    if drafter_class is not None and speculation is not None:
+        setup = DrafterSetup(
+            config=config, speculation=speculation, backend=backend, device=device,
+            vocab_size=model.vocab_size, max_model_len=model.max_model_len,
+            target_tokens=tokenizer.get_vocab() if tokenizer is not None else None,
+            embedding=model.embedding, head=model.head if view.head else None,
+        )  # fmt: skip
+        with reserving("the drafter was loaded", _SMALLER_DRAFT):
+            drafter = drafter_class(setup)
     assembly = Assembly(config, model, drafter, tokenizer, on_host=on_host)
     plan = assembly.plan(gauge, weights)
     _log.info("Memory:\n%s", plan.table())
@@ -113,9 +113,8 @@ def _build(config: EngineConfig) -> Engine:
 
 def _completed(config: EngineConfig, device: torch.device) -> EngineConfig:
     """The options with what they leave to the device."""
-    block_size, gib = config.block_size or BLOCK_SIZES[device.type], config.kv_cache_gib
-    if gib is None and device.type == "cpu":
-        gib = _HOST_CACHE_GIB
+    gib = config.kv_cache_gib or (_HOST_CACHE_GIB if device.type == "cpu" else None)
+    block_size = config.block_size or BLOCK_SIZES[device.type]
     return replace(config, block_size=block_size, kv_cache_gib=gib)
 
 
@@ -150,40 +149,11 @@ def is_on_host(device: torch.device) -> bool:
 
 def _check_token_budget(config: EngineConfig) -> None:
     """Every running request must be able to verify its drafts in one step, whoever else runs."""
-    least = config.max_num_seqs * (1 + _engine_drafts(config))
+    least = config.max_num_seqs * (1 + config.num_drafts)
     if config.max_num_batched_tokens < least:
         bound = f"at least max_num_seqs x (1 + num_speculative_tokens) = {least}"
         remedy = "Raise it, or lower `max_num_seqs` or `num_speculative_tokens`."
         raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, bound, remedy)
-
-
-def _engine_drafts(config: EngineConfig) -> int:
-    speculation = config.speculative_config
-    return speculation.num_speculative_tokens if speculation else 0
-
-
-def _build_drafter(
-    config: EngineConfig,
-    backend: Backend,
-    model: CausalLM,
-    view: TargetView | None,
-    tokenizer: Any | None,
-) -> Drafter | None:
-    if config.speculative_config is None or view is None:
-        return None
-    setup = DrafterSetup(
-        config=config,
-        speculation=config.speculative_config,
-        backend=backend,
-        device=model.device,
-        vocab_size=model.vocab_size,
-        max_model_len=model.max_model_len,
-        target_tokens=tokenizer.get_vocab() if tokenizer is not None else None,
-        embedding=model.embedding,
-        head=model.head if view.head else None,
-    )
-    found = find_drafter(setup.speculation, on_host=is_on_host(model.device))
-    return found(setup)
 
 
 def _default_params(config: EngineConfig, model: CausalLM) -> SamplingParams:

@@ -15,8 +15,7 @@ from foretoken.ops import Backend, get_backend, unavailable
 
 _log = logging.getLogger(__name__)
 
-_LEAST_FOR_TRITON = (7, 5)
-"""Compute capability below which Triton compiles for no GPU of NVIDIA."""
+_LEAST_FOR_TRITON = (7, 5)  # compute capability below which it compiles for no GPU of NVIDIA
 
 
 def choose_device(name: str) -> torch.device:
@@ -63,14 +62,13 @@ def _check_kernels(name: str, device: torch.device) -> None:
     if torch.version.hip is not None:
         return
     major, minor = torch.cuda.get_device_capability(device)
-    built = [arch.partition("_") for arch in torch.cuda.get_arch_list()]
-    numbers = [(kind, int("".join(filter(str.isdigit, number)))) for kind, _, number in built]
-    own = 10 * major + minor
-    runs = any(
-        number <= own and (kind == "compute" or number // 10 == major) for kind, number in numbers
+    built = {arch: int("".join(filter(str.isdigit, arch))) for arch in torch.cuda.get_arch_list()}
+    runs = (
+        number <= 10 * major + minor and (number // 10 == major or arch.startswith("compute"))
+        for arch, number in built.items()
     )
-    if not runs:
-        least = min((number for _, number in numbers), default=0)
+    if not any(runs):
+        least = min(built.values(), default=0)
         raise ConfigError(
             "device", name, f"a GPU that this PyTorch, {torch.__version__}, has kernels for",
             f"{described_gpu(device)} has too low a compute capability: it takes {least / 10:g} or "
@@ -87,9 +85,7 @@ def choose_backend(name: str, device: torch.device, *, deterministic: bool = Fal
     if name != "auto":
         if name == "triton" and _is_old(device):
             remedy = "Choose the backend `torch`, which is slower, or the device `cpu`."
-            bound = (
-                f"one that can run: Triton's kernels take 7.5 or more, not {described_gpu(device)}"
-            )
+            bound = f"one that can run: its kernels take 7.5 or more, not {described_gpu(device)}"
             raise ConfigError("backend", name, bound, remedy)
         return get_backend(name, deterministic=deterministic)
     name = "native" if device.type == "cpu" else "triton"
@@ -103,6 +99,5 @@ def choose_backend(name: str, device: torch.device, *, deterministic: bool = Fal
 
 def _is_old(device: torch.device) -> bool:
     """Whether Triton has no kernels for this GPU."""
-    if device.type == "cpu" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) < _LEAST_FOR_TRITON
+    is_nvidia = device.type != "cpu" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) < _LEAST_FOR_TRITON

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -74,49 +73,8 @@ def gauge_of(device: torch.device) -> Gauge | None:
     return Gauge(device) if device.type == "cuda" else None
 
 
-class _Crowd:
-    """Requests in all slots of a runner that serves nobody; all their blocks are the spare one."""
-
-    def __init__(self, runner: Runner, slots: DeviceSlotTable, sizes: Sizes) -> None:
-        self.runner, self.slots = runner, slots
-        self.drafts = min(sizes.num_drafts, sizes.max_model_len - 2)
-        self._longest = sizes.max_model_len - self.drafts - 1
-        for slot in range(sizes.max_num_seqs):
-            request = SlotRequest(slot, _PARAMS, Rule.STANDARD, [0], limit=sizes.max_model_len)
-            slots.admit(slot, request)
-        slots.begin(self._step([1]))  # which writes them
-
-    def chunks(self, tokens: int, requests: int) -> list[int]:
-        """Known tokens of each request in a step of so many, drafts included.
-
-        What decoding leaves of them is prompt, in chunks as long as the context lets them be.
-        """
-        left, chunks = tokens - requests * (1 + self.drafts), []
-        for _ in range(requests):
-            more = min(left, self._longest - 1)
-            chunks.append(1 + more)
-            left -= more
-        return chunks
-
-    def run(self, chunks: Sequence[int]) -> None:
-        """A step in which each request decides; prompts, and the first, end where contexts do."""
-        state = self.slots.state
-        length_B = [self._longest if b == 0 or n > 1 else 1 for b, n in enumerate(chunks)]
-        for b, (length, count) in enumerate(zip(length_B, chunks, strict=True)):
-            state.length_S[b] = length
-            state.computed_S[b] = length - count
-            state.limit_S[b] = length + self.drafts + 1
-        self.runner.run(self._step(chunks))
-
-    def _step(self, chunks: Sequence[int]) -> StepInput:
-        count, top = len(chunks), _PARAMS.logprobs or 0
-        prompts = [NONE if chunk == 1 else top for chunk in chunks]
-        decides, drafts = [True] * count, [self.drafts] * count
-        return StepInput(range(count), chunks, drafts, decides, [top] * count, prompts)
-
-
 def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
-    """Run the steps of `StepCost`; where memory runs out, smaller ones, from which it follows.
+    """Run the steps of `StepCost.of`; where memory runs out, smaller ones, from which it follows.
 
     Args:
         runner: over slots on a device, with a pool of any size; nobody may be served by it.
@@ -127,33 +85,52 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
     slots = runner.slots
     if not isinstance(slots, DeviceSlotTable):
         raise IntegrityError("steps are measured on a device")
-    crowd, base = _Crowd(runner, slots, sizes), gauge.taken()
+    drafts = min(sizes.num_drafts, sizes.max_model_len - 2)
+    longest = sizes.max_model_len - drafts - 1
+    for slot in range(sizes.max_num_seqs):  # all of whose blocks are the spare one
+        limit = sizes.max_model_len
+        slots.admit(slot, SlotRequest(slot, _PARAMS, Rule.STANDARD, [0], limit=limit))
+    slots.begin(_step([1], drafts))  # which writes them
+    base, width = gauge.taken(), 1 + drafts
 
-    def peak(tokens: int, requests: int) -> StepPeak | None:
-        chunks = crowd.chunks(tokens, requests)
-        run = partial(crowd.run, chunks)
-        if gauge.peak(run, base) is None:  # compiles kernels, and may choose among them
-            return None
-        num_bytes = gauge.peak(run, base)
-        if num_bytes is None:
-            return None
-        rows = requests * (1 + crowd.drafts)
-        return StepPeak(sum(chunks) + requests * crowd.drafts, rows, num_bytes)
+    def peak(requests: int, prompt_tokens: int) -> StepPeak | None:
+        """Of requests that decode, with so many tokens of prompts shared among them."""
+        chunks, left = [], prompt_tokens
+        for _ in range(requests):
+            chunks.append(1 + min(left, longest - 1))
+            left -= chunks[-1] - 1
 
-    width = 1 + crowd.drafts
-    least = peak(width, 1)
+        def run() -> None:
+            """Each request decides; prompts, and the first, end where contexts do."""
+            for b, count in enumerate(chunks):
+                length = longest if b == 0 or count > 1 else 1
+                slots.state.length_S[b] = length
+                slots.state.computed_S[b] = length - count
+                slots.state.limit_S[b] = length + width
+            runner.run(_step(chunks, drafts))
+
+        # The first run compiles kernels, and may choose among them.
+        if gauge.peak(run, base) is None or (num_bytes := gauge.peak(run, base)) is None:
+            return None
+        return StepPeak(sum(chunks) + requests * drafts, requests * width, num_bytes)
+
+    least = peak(1, 0)
     if least is None:
         raise EngineMemoryError(
             f"Out of memory in a step of one request: {shown(gauge.taken())} are taken by weights "
             "and kernels. Take a smaller checkpoint, a smaller `dtype`, or another GPU."
         )
     requests = sizes.max_num_seqs
-    while (decode := peak(requests * width, requests)) is None:
+    while (decode := peak(requests, 0)) is None:
         requests = max(requests // 2, 1)
     more, largest = sizes.tokens - sizes.max_num_seqs * width, None
-    while largest is None and more:
-        largest = peak(decode.tokens + more, requests)
+    while largest is None and more > 0:
+        largest = peak(requests, more)
         more //= 2
-    rows = sizes.max_num_seqs * width
-    tokens = sum(crowd.chunks(sizes.tokens, sizes.max_num_seqs)) + sizes.max_num_seqs * crowd.drafts
-    return StepCost(least, decode, largest or decode).extended(tokens, rows)
+    return StepCost.of(least, decode, largest or decode)
+
+
+def _step(chunks: Sequence[int], drafts: int) -> StepInput:
+    count, top = len(chunks), _PARAMS.logprobs or 0
+    prompts = [NONE if chunk == 1 else top for chunk in chunks]
+    return StepInput(range(count), chunks, [drafts] * count, [True] * count, [top] * count, prompts)

@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def reserving(doing: str, remedy: str) -> Iterator[None]:
+def reserving(doing: str, remedy: str = "") -> Iterator[None]:
     """What runs out of memory inside says so by an `EngineMemoryError`."""
     try:
         yield

@@ -13,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from foretoken.errors import ConfigError
 
@@ -44,12 +44,11 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Most tokens in one step."""
-        return max(self.max_num_batched_tokens, self.rows)
+        """Most tokens in one step; the last of a context is never computed."""
+        return min(self.max_num_batched_tokens, self.max_num_seqs * (self.max_model_len - 1))
 
 
-@dataclass(frozen=True, slots=True)
-class StepPeak:
+class StepPeak(NamedTuple):
     """Bytes that a step takes while it runs, and how many tokens and deciding rows it has."""
 
     tokens: int
@@ -57,54 +56,46 @@ class StepPeak:
     num_bytes: int
 
 
+_NO_STEP = StepPeak(1, 1, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What steps take while they run, from three that were measured.
+    """What steps take while they run: linear in tokens and deciding rows, and `least` at least.
 
-    least:   one request decodes
-    decode:  as many as may run decode
-    largest: as many tokens as there may be, all of whose logits are wanted
+    per_token: of a prompt's token
+    per_row:   of a decode step's row, which is a token, too
     """
 
-    least: StepPeak
-    decode: StepPeak
-    largest: StepPeak
+    least: int = 0
+    largest: StepPeak = _NO_STEP
+    per_token: float = 0.0
+    per_row: float = 0.0
 
-    @property
-    def per_row(self) -> float:
-        """Bytes of one more row of a decode step; of a row of the smallest, if that is all."""
-        rows = self.decode.rows - self.least.rows
-        if not rows:
-            return self.least.num_bytes / self.least.rows
-        return max(self.decode.num_bytes - self.least.num_bytes, 0) / rows
+    @classmethod
+    def of(cls, least: StepPeak, decode: StepPeak, largest: StepPeak) -> StepCost:
+        """Through three that were measured.
 
-    @property
-    def per_token(self) -> float:
-        """Bytes of one more token of a prompt; of a row, if no prompt was measured."""
-        tokens = self.largest.tokens - self.decode.tokens
-        if not tokens:
-            return self.per_row
-        return max(self.largest.num_bytes - self.decode.num_bytes, 0) / tokens
+        Args:
+            least: one request decodes.
+            decode: as many as may run decode, as far as memory suffices.
+            largest: as many tokens as there may be beside them; `decode`, if there are no others.
+        """
+        per_row = least.num_bytes / least.rows
+        if decode.rows > least.rows:
+            more = max(decode.num_bytes - least.num_bytes, 0)
+            per_row = more / (decode.rows - least.rows)
+        per_token = per_row
+        if largest.tokens > decode.tokens:
+            more = max(largest.num_bytes - decode.num_bytes, 0)
+            per_token = more / (largest.tokens - decode.tokens)
+        return cls(least.num_bytes, largest, per_token, per_row)
 
     def at(self, tokens: int, rows: int) -> int:
-        """Bytes of a step of this size, no larger than the largest."""
-        largest = self.largest
-        less = self.per_token * (largest.tokens - min(tokens, largest.tokens))
-        less += max(self.per_row - self.per_token, 0) * (largest.rows - rows)
-        return max(self.least.num_bytes, ceil(largest.num_bytes - less))
-
-    def extended(self, tokens: int, rows: int) -> StepCost:
-        """The same for larger steps than were measured."""
-        decode = ceil(self.decode.num_bytes + self.per_row * (rows - self.decode.rows))
-        prompt = tokens - rows - (self.largest.tokens - self.decode.tokens)
-        largest = decode + self.largest.num_bytes - self.decode.num_bytes + self.per_token * prompt
-        return StepCost(
-            self.least, StepPeak(rows, rows, decode), StepPeak(tokens, rows, ceil(largest))
-        )
-
-
-NO_STEPS = StepCost(*[StepPeak(1, 1, 0)] * 3)
-"""Of a host, where nothing is measured."""
+        """Bytes of a step of this size, larger or smaller than those that were measured."""
+        more = self.per_token * (tokens - self.largest.tokens)
+        more += max(self.per_row - self.per_token, 0) * (rows - self.largest.rows)
+        return max(self.least, ceil(self.largest.num_bytes + more))
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -121,7 +112,7 @@ class Costs:
     slot_block:  tokens and block id of a slot, by cache block
     draft:       what the drafter keeps for a slot, the q of its drafts above all, by draft
     spare:       slots and blocks that no request is given
-    copied:      of the cache, what attention copies while it runs, as stock operators do
+    copied:      what attention copies of a block while it runs, as stock operators do
     weights, draft_weights: as loading took them
     libraries:   what kernels and libraries take beside PyTorch's allocator
     steps:       what steps take while they run
@@ -134,11 +125,11 @@ class Costs:
     slot_block: int = 0
     draft: float = 0.0
     spare: int = 0
-    copied: float = 0.0
+    copied: int = 0
     weights: int = 0
     draft_weights: int = 0
     libraries: int = 0
-    steps: StepCost = NO_STEPS
+    steps: StepCost = StepCost()
     graph: int = 0
 
     def columns(self, sizes: Sizes) -> int:
@@ -151,21 +142,26 @@ class Costs:
 
     def parts(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
         """Bytes by name, with a cache of so many blocks."""
-        slots, blocks = sizes.max_num_seqs + self.spare, num_blocks + self.spare
-        columns = min(self.columns(sizes), num_blocks)
-        copied = ceil(self.copied * blocks * self.block)
+        copied = (num_blocks + self.spare) * self.copied
         parts = {
             "weights": self.weights,
             "weights of the draft": self.draft_weights,
             "kernels and libraries": self.libraries,
             "activations": self.steps.at(sizes.tokens, sizes.rows) + copied,
             "CUDA graphs": self._graphs(sizes),
-            "slots": slots * columns * self.slot_block,
+            **self.cache(sizes, num_blocks),
+        }
+        return {name: size for name, size in parts.items() if size}
+
+    def cache(self, sizes: Sizes, num_blocks: int) -> dict[str, int]:
+        """Of the parts those that `kv_cache_gib` bounds."""
+        slots, blocks = sizes.max_num_seqs + self.spare, num_blocks + self.spare
+        return {
+            "slots": slots * min(self.columns(sizes), num_blocks) * self.slot_block,
             "drafts of slots": ceil(slots * sizes.num_drafts * self.draft),
             "K/V cache": blocks * self.block,
             "K/V cache of the draft": blocks * self.draft_block,
         }
-        return {name: size for name, size in parts.items() if size}
 
     def total(self, sizes: Sizes, num_blocks: int) -> int:
         """Bytes of all parts."""
@@ -249,32 +245,33 @@ class Demand:
         return replace(self, sizes=replace(self.sizes, **sizes))
 
     @property
+    def least_blocks(self) -> int:
+        """Blocks of the smallest cache that serves: one request of `max_model_len`."""
+        asked = self.sizes.num_blocks
+        return self.costs.columns(self.sizes) if asked is None else asked
+
+    @property
     def least(self) -> int:
-        """Bytes with the smallest cache that serves: one request of `max_model_len`."""
-        blocks, sizes = self.sizes.num_blocks, self.sizes
-        return self.costs.total(sizes, self.costs.columns(sizes) if blocks is None else blocks)
+        """Bytes with that cache."""
+        return self.costs.total(self.sizes, self.least_blocks)
 
     @property
     def missing(self) -> int:
         """Bytes that the device has too few, if more than 0."""
         return self.least - self.budget.usable(self.sizes)
 
-    def longest_context(self, least: int) -> int | None:
-        """The largest `max_model_len` that fits, `least` or more; None: there is none."""
-        return most_fitting(
-            least, self.sizes.max_model_len, lambda n: self.resized(max_model_len=n).missing <= 0
-        )
+    def largest(self, name: str, low: int, high: int) -> int | None:
+        """The largest value in [low, high] of a size with which nothing is missing, if any."""
+        return most_fitting(low, high, lambda value: self.resized(**{name: value}).missing <= 0)
 
     def plan(self) -> MemoryPlan:
         """The largest cache of use; to be asked for if nothing is missing."""
         costs, sizes, usable = self.costs, self.sizes, self.budget.usable(self.sizes)
-        num_blocks = sizes.num_blocks
-        if num_blocks is None:
-            least, most = costs.columns(sizes), costs.most_blocks(sizes)
-            fitting = most_fitting(least, most, lambda n: costs.total(sizes, n) <= usable)
-            num_blocks = fitting or least
-        parts = costs.parts(sizes, num_blocks)
-        return MemoryPlan(parts, num_blocks, sizes.max_model_len, usable)
+        num_blocks, most = self.least_blocks, costs.most_blocks(sizes)
+        if sizes.num_blocks is None:
+            fitting = most_fitting(num_blocks, most, lambda n: costs.total(sizes, n) <= usable)
+            num_blocks = fitting or num_blocks
+        return MemoryPlan(costs.parts(sizes, num_blocks), num_blocks, sizes.max_model_len, usable)
 
 
 def most_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
@@ -290,13 +287,13 @@ def blocks_within(gib: float, costs: Costs, sizes: Sizes) -> int:
     Raises:
         ConfigError: there is not one.
     """
-    slots = sizes.max_num_seqs + costs.spare
-    per_slot = costs.columns(sizes) * costs.slot_block + ceil(sizes.num_drafts * costs.draft)
-    per_block = costs.block + costs.draft_block
-    num_blocks = int((gib * 2**30 - slots * per_slot) / per_block) - costs.spare
-    if num_blocks < 1:
-        least = (per_block * (1 + costs.spare) + slots * per_slot) / 2**30
-        bound = f"at least {least:.3g}: one block of this model, and what every slot keeps"
+
+    def taken(num_blocks: int) -> float:
+        return sum(costs.cache(sizes, num_blocks).values()) / 2**30
+
+    num_blocks = most_fitting(1, costs.most_blocks(sizes), lambda n: taken(n) <= gib)
+    if num_blocks is None:
+        bound = f"at least {taken(1):.3g}: one block of this model, and what every slot keeps"
         remedy = "Raise it, or lower `max_num_seqs` or `block_size`."
         raise ConfigError("kv_cache_gib", gib, bound, remedy)
-    return min(num_blocks, costs.most_blocks(sizes))
+    return num_blocks

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
-from foretoken.engine.memory_plan import Demand, MemoryPlan, most_fitting
+from foretoken.engine.memory_plan import Demand, MemoryPlan, Sizes
 from foretoken.errors import EngineMemoryError
 
 LEAST_CONTEXT = 1024
@@ -48,7 +47,8 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
         EngineMemoryError: memory does not suffice.
     """
     if may_shorten and demand.missing > 0:
-        context = demand.longest_context(min(demand.sizes.max_model_len, LEAST_CONTEXT))
+        longest = demand.sizes.max_model_len
+        context = demand.largest("max_model_len", min(longest, LEAST_CONTEXT), longest)
         if context is not None:
             demand = demand.resized(max_model_len=context)
     if demand.missing > 0:
@@ -63,11 +63,9 @@ def shortage(demand: Demand) -> str:
     source = f"{shown(budget.free)} of {shown(budget.total)} are free"
     if sizes.num_blocks is None and usable < budget.free_for_use:
         source = f"`memory_fraction` is {budget.fraction:g} of {shown(budget.total)}"
-    columns = demand.costs.columns(sizes)
-    blocks = columns if sizes.num_blocks is None else sizes.num_blocks
-    parts = demand.costs.parts(sizes, blocks)
+    parts = demand.costs.parts(sizes, demand.least_blocks)
     listed = ", ".join(f"{name} {shown(size)}" for name, size in parts.items())
-    held = "one request of `max_model_len`" if sizes.num_blocks is None else f"{blocks} blocks"
+    held = f"{sizes.num_blocks} blocks" if sizes.num_blocks else "one request of `max_model_len`"
     found = [remedy.described(demand) for remedy in remedies(demand)]
     advice = "Take a smaller checkpoint, a smaller `dtype`, or a GPU with more memory."
     if found:
@@ -80,63 +78,46 @@ def shortage(demand: Demand) -> str:
 
 
 def remedies(demand: Demand) -> list[Remedy]:
-    """Each option that would do alone; else the sizes, lowered together; [] if nothing does."""
-    found = [*_single(demand)]
-    return found or [*_joint(demand)]
+    """Each option that would do alone; else the sizes, halved together; [] if nothing does."""
+    alone = [remedy for remedy in _single(demand) if remedy.result.missing <= 0]
+    halved = (_halved(demand, times) for times in range(1, 32))
+    return alone or [remedy for remedy in halved if remedy.result.missing <= 0][:1]
 
 
 def _single(demand: Demand) -> Iterator[Remedy]:
+    """Each option by itself; of those that are as they were already none suffices either."""
     sizes, budget = demand.sizes, demand.budget
-    if sizes.num_blocks is not None:
-        left_out = demand.resized(num_blocks=None)
-        if left_out.missing <= 0:
-            yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, left_out)
-    least = {
-        "max_num_seqs": 1,
-        "max_num_batched_tokens": max(sizes.rows, min(_LEAST_TOKENS, sizes.tokens)),
-        "max_model_len": min(LEAST_CONTEXT, sizes.max_model_len),
-        "num_drafts": 1,
-    }
-    for name, low in least.items():
+    left_out = demand.resized(num_blocks=None)
+    yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, left_out)
+    for name, low in {**_least(sizes), "num_drafts": 1}.items():
         old = getattr(sizes, name)
-        new = most_fitting(low, old - 1, partial(_fits, demand, name))
+        new = demand.largest(name, low, old - 1)
         if new is not None:
             shown_name = "num_speculative_tokens" if name == "num_drafts" else name
             yield Remedy({shown_name: (old, new)}, demand.resized(**{name: new}))
-    if sizes.num_drafts:
-        costs = replace(demand.costs, draft_weights=0, draft_block=0)
-        plain = replace(demand, costs=costs).resized(num_drafts=0)
-        if plain.missing <= 0:
-            yield Remedy({"speculative_config": ("given", None)}, plain)
-    if sizes.num_blocks is None and demand.least <= budget.free_for_use:
-        fraction = (100 * demand.least // budget.total + 1) / 100
-        if fraction <= 1:
-            more = replace(demand, budget=replace(budget, fraction=fraction))
-            yield Remedy({"memory_fraction": (f"{budget.fraction:g}", f"{fraction:g}")}, more)
+    costs = replace(demand.costs, draft_weights=0, draft_block=0)
+    plain = replace(demand, costs=costs).resized(num_drafts=0)
+    yield Remedy({"speculative_config": ("given", None)}, plain)
+    fraction = (100 * demand.least // budget.total + 1) / 100
+    more = replace(demand, budget=replace(budget, fraction=fraction))
+    yield Remedy({"memory_fraction": (f"{budget.fraction:g}", f"{fraction:g}")}, more)
 
 
-def _fits(demand: Demand, name: str, value: int) -> bool:
-    return demand.resized(**{name: value}).missing <= 0
+def _halved(demand: Demand, times: int) -> Remedy:
+    """All sizes halved so many times, as far as each may be lowered."""
+    before = demand.sizes
+    seqs = max(1, before.max_num_seqs >> times)
+    least = _least(replace(before, max_num_seqs=seqs))
+    sizes = {name: max(low, getattr(before, name) >> times) for name, low in least.items()}
+    changes = {name: (getattr(before, name), size) for name, size in sizes.items()}
+    changes = {name: pair for name, pair in changes.items() if pair[0] != pair[1]}
+    return Remedy({**changes}, demand.resized(**sizes))
 
 
-def _joint(demand: Demand) -> Iterator[Remedy]:
-    """All sizes halved until they fit, or can be no smaller."""
-    first = sizes = demand.sizes
-    while True:
-        seqs = max(1, sizes.max_num_seqs // 2)
-        rows = seqs * (1 + sizes.num_drafts)
-        smaller = replace(
-            sizes,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=max(rows, min(_LEAST_TOKENS, sizes.tokens), sizes.tokens // 2),
-            max_model_len=max(min(LEAST_CONTEXT, sizes.max_model_len), sizes.max_model_len // 2),
-        )
-        if smaller == sizes:
-            return
-        sizes = smaller
-        lowered = replace(demand, sizes=sizes)
-        if lowered.missing <= 0:
-            names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
-            pairs = {name: (getattr(first, name), getattr(sizes, name)) for name in names}
-            yield Remedy({n: (old, new) for n, (old, new) in pairs.items() if old != new}, lowered)
-            return
+def _least(sizes: Sizes) -> dict[str, int]:
+    """The least that each size may be, the others being as they are."""
+    return {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": max(sizes.rows, min(_LEAST_TOKENS, sizes.max_num_batched_tokens)),
+        "max_model_len": min(LEAST_CONTEXT, sizes.max_model_len),
+    }

@@ -67,28 +67,11 @@ def decades(least: float, most: float) -> list[float]:
     return [10.0**i for i in range(first, max(last, first + 1) + 1)]
 
 
-def _axis(
-    least: float, most: float, logarithmic: bool, to_end: bool
-) -> tuple[list[float], Callable[[float], float]]:
-    """Ticks, and where a value lies between the axis's two ends, 0 to 1.
-
-    Args:
-        to_end: the axis ends at `most` instead of at a tick (and, if logarithmic, begins at
-            `least`); ticks beyond are left out.
-    """
-    marks = decades(least, most) if logarithmic else ticks(most)
-    low, high = (least, most) if to_end and most > least else (marks[0], marks[-1])
-    if not logarithmic:
-        return [mark for mark in marks if mark <= high], lambda value: value / high
-    width = math.log(high / low)
-    marks = [mark for mark in marks if low <= mark <= high]
-    return marks, lambda value: math.log(value / low) / width
-
-
-def _doubling(marks: Sequence[float]) -> tuple[list[float], Callable[[float], float]]:
-    """As `_axis`: logarithmic, with ticks at `marks` alone; a single one stands in the middle."""
-    width = math.log(marks[-1] / marks[0])
-    return [*marks], lambda value: math.log(value / marks[0]) / width if width else 0.5
+def _share(low: float, high: float, logarithmic: bool) -> Callable[[float], float]:
+    """Where a value lies between an axis's two ends, 0 to 1; in the middle if they are one."""
+    scale = math.log if logarithmic else float
+    width = scale(high) - scale(low)
+    return lambda value: (scale(value) - scale(low)) / width if width else 0.5
 
 
 def line_chart(
@@ -106,12 +89,14 @@ def line_chart(
         x_marks: positive numbers in order: x is logarithmic, from the first of them to the last.
     """
     points = [point for one in series for point in one.points]
-    across = [p[0] for p in points]
-    x_ticks, x_share = _axis(min(across), max(across), logarithmic, to_end=True)
-    if x_marks:
-        x_ticks, x_share = _doubling(x_marks)
-    up = (min(p[2] for p in points), max(p[3] for p in points))
-    y_ticks, y_share = _axis(*up, logarithmic, to_end=False)
+    across = x_marks or [p[0] for p in points]
+    lowest, highest = min(p[2] for p in points), max(p[3] for p in points)
+    low, high = min(across) if logarithmic or x_marks else 0.0, max(across)
+    x_ticks = x_marks or (decades(low, high) if logarithmic else ticks(high))
+    x_ticks = [tick for tick in x_ticks if low <= tick <= high]
+    x_share = _share(low, high, logarithmic or bool(x_marks))
+    y_ticks = decades(lowest, highest) if logarithmic else ticks(highest)
+    y_share = _share(y_ticks[0], y_ticks[-1], logarithmic)
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
 
     def at_x(x: float) -> float:
@@ -120,7 +105,7 @@ def line_chart(
     def at_y(y: float) -> float:
         return round(bottom - (bottom - TOP) * y_share(y), 1)
 
-    parts = [*_head(title, HEIGHT), *_frame(y_ticks, at_y, y_label)]
+    parts = [*_head(title), *_frame(y_ticks, at_y, y_label)]
     for tick in x_ticks:
         parts.append(_line(at_x(tick), bottom, at_x(tick), bottom + 5, "axis"))
         parts.append(_text(at_x(tick), bottom + 20, f"{tick:g}", "middle"))
@@ -158,7 +143,7 @@ def bar_chart(
     def at_y(y: float) -> float:
         return round(bottom - (bottom - top) * y / y_ticks[-1], 1)
 
-    drawn = [*_head(title, HEIGHT), *_frame(y_ticks, at_y, y_label)]
+    drawn = [*_head(title), *_frame(y_ticks, at_y, y_label)]
     if len(names) > 1:
         drawn += _legend(names, mark)
     small = "small" if width < 60 else ""
@@ -185,27 +170,20 @@ def bar_chart(
 
 def page(charts: Sequence[str]) -> str:
     """Charts below one another, as one file."""
-    height = HEIGHT * len(charts)
-    placed = (
-        f'<g transform="translate(0 {HEIGHT * i})">\n{chart}</g>' for i, chart in enumerate(charts)
-    )
-    return "\n".join([_open(height), *placed, "</svg>"]) + "\n"
+    drawn = [_open(HEIGHT * len(charts))]
+    for i, chart in enumerate(charts):
+        drawn.append(f'<g transform="translate(0 {HEIGHT * i})">\n{chart}</g>')
+    return "\n".join([*drawn, "</svg>"]) + "\n"
 
 
 def _open(height: int) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
-        f'width="{WIDTH}" height="{height}" role="img">'
-    )
+    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
 
 
-def _head(title: str, height: int) -> list[str]:
-    return [
-        _open(height),
-        f"<title>{escape(title)}</title>",
-        f"<style>{STYLE}</style>",
-        _text(LEFT, 22, title, "start", "title"),
-    ]
+def _head(title: str) -> list[str]:
+    heading = _text(LEFT, 22, title, "start", "title")
+    return [_open(HEIGHT), f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", heading]
 
 
 def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: str) -> list[str]:

@@ -95,13 +95,6 @@ class Results:
     versions: dict[str, str]
     schema: int = SCHEMA
 
-    def row(self, case: str) -> Row:
-        """The row of that name; `ConfigError` if there is none."""
-        for row in self.rows:
-            if row.case == case:
-                return row
-        raise ConfigError("case", case, f"one of {', '.join(r.case for r in self.rows)}")
-
 
 def collect(
     name: str,
@@ -116,19 +109,9 @@ def collect(
     Args:
         code: what `commit()` said when the run began; None: what it says now.
     """
-    commit_id, dirty = code or commit()
-    return Results(
-        name=name,
-        command=command,
-        shapes=shapes,
-        rows=rows,
-        notes=list(notes),
-        date=datetime.now(UTC).isoformat(timespec="seconds"),
-        commit=commit_id,
-        dirty=dirty,
-        hardware=hardware(),
-        versions=versions(),
-    )
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    ran = code or commit()
+    return Results(name, command, shapes, rows, [*notes], date, *ran, hardware(), versions())
 
 
 def write(results: Results, folder: Path) -> Path:

@@ -13,10 +13,10 @@ _PARTS = ("target", "draft", "verify", "host_gap")
 def chart(results: Results) -> str:
     """SVG: throughput, where the time of a token goes, and the speed-up if plain was measured."""
     charts = [_throughput(results.rows)]
-    if any("step_ms" in row.values for row in results.rows):
-        charts.append(_time_per_token(results.rows))
-    if any("speedup" in row.values for row in results.rows):
-        charts.append(_speedup(results.rows))
+    if timed := [row for row in results.rows if "step_ms" in row.values]:
+        charts.append(_time_per_token(timed))
+    if compared := [row for row in results.rows if "speedup" in row.values]:
+        charts.append(_speedup(compared))
     return page(charts)
 
 
@@ -36,14 +36,12 @@ def _time_per_token(rows: Sequence[Row]) -> str:
     """Parts of a step over the tokens that a request gets of it."""
     bars = []
     for row in rows:
-        if "step_ms" in row.values:
-            tokens = _spread(row, "tokens_per_step").median
-            parts = {
-                part.replace("_", " "): _spread(row, f"{part}_ms").median / tokens
-                for part in _PARTS
-            }
-            floor = _spread(row, "floor_ms").median / tokens
-            bars.append(Bar(_decoding(row), _group(row), parts, mark=floor))
+        tokens = _spread(row, "tokens_per_step").median
+        parts = {
+            part.replace("_", " "): _spread(row, f"{part}_ms").median / tokens for part in _PARTS
+        }
+        floor = _spread(row, "floor_ms").median / tokens
+        bars.append(Bar(_decoding(row), _group(row), parts, mark=floor))
     title = "Where the time of a token goes, once the whole batch decodes"
     return bar_chart(title, "ms per token of a request", bars, mark="floor: reading memory")
 
@@ -51,10 +49,9 @@ def _time_per_token(rows: Sequence[Row]) -> str:
 def _speedup(rows: Sequence[Row]) -> str:
     bars = []
     for row in rows:
-        if "speedup" in row.values:
-            spread = _spread(row, "speedup")
-            parts = {"speed-up": spread.median}
-            bars.append(Bar(_decoding(row), _group(row), parts, reach=(spread.min, spread.max)))
+        spread = _spread(row, "speedup")
+        reach = spread.min, spread.max
+        bars.append(Bar(_decoding(row), _group(row), {"speed-up": spread.median}, reach=reach))
     return bar_chart("Speed-up over plain decoding, in turns", "x, tokens/s", bars, level=1.0)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from foretoken.engine.trace import StepTrace
-from foretoken.lab.bench.floor import Reads
+from foretoken.lab.bench.floor import Floor
 from foretoken.outputs import RequestMetrics, RequestOutput
 
 PARTS = {"draft": ("draft", "observe"), "target": ("forward",), "verify": ("verify",)}
@@ -22,22 +22,17 @@ UNITS = {
     "output_tokens_per_second": "tokens/s",
     "total_tokens_per_second": "tokens/s, prompts included",
     "requests_per_second": "requests/s",
-    "wall_s": "s",
-    "prefill_s": "s",
-    "decode_s": "s",
-    "tail_s": "s",
+    **dict.fromkeys(("wall_s", "prefill_s", "decode_s", "tail_s"), "s"),
     "cached_tokens": "prompt tokens per request",
     "acceptance_length": "tokens per verification",
     "acceptance_rate": "accepted / drafted",
-    "step_ms": "ms per decode step",
-    "draft_ms": "ms per decode step",
-    "target_ms": "ms per decode step",
-    "verify_ms": "ms per decode step",
-    "host_gap_ms": "ms per decode step",
+    **dict.fromkeys(
+        ("step_ms", "draft_ms", "target_ms", "verify_ms", "host_gap_ms", "floor_ms"),
+        "ms per decode step",
+    ),
     "tokens_per_step": "tokens per request and decode step",
     "decode_ms_per_token": "ms per token of a request",
     "read_gb": "GB per decode step, at least",
-    "floor_ms": "ms per decode step",
     "share_of_floor": "floor / step",
     "read_gb_per_s": "GB/s of the step",
     "target_gb_per_s": "GB/s of the target's pass",
@@ -67,15 +62,6 @@ class Run:
     prompt_len: int
     outputs: list[RequestOutput]
     steps: list[Step]
-
-
-@dataclass(frozen=True, slots=True)
-class Floor:
-    """What passes of target and drafter read at least, and how fast the memory is in GB/s."""
-
-    target: Reads
-    drafter: Reads
-    bandwidth: float
 
 
 def device_seconds(trace: StepTrace) -> dict[str, float]:

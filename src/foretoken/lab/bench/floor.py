@@ -7,14 +7,12 @@ of its time, and how near a step is to it says how much there is still to gain.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import Drafter
 from foretoken.engine.engine import Engine
 from foretoken.errors import EngineMemoryError
 from foretoken.lab.results import read_bandwidth
@@ -48,33 +46,36 @@ class Reads:
         return self.weights + batch * sum(kept)
 
 
-def target_reads(engine: Engine) -> Reads:
-    """What a pass of the target reads."""
-    return Reads.of(engine.runner.model)
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What passes of target and drafter read at least, and how fast the memory is in GB/s."""
+
+    target: Reads
+    drafter: Reads
+    bandwidth: float
+
+    @classmethod
+    def of(cls, engine: Engine, bandwidth: float | None) -> Floor:
+        """Of a loaded engine; None: the bandwidth is measured. A drafter may have no model.
+
+        Raises:
+            EngineMemoryError: no room is left beside the engine for what is read.
+        """
+        model = getattr(engine.runner.drafter, "model", None)
+        drafter = Reads.of(model) if isinstance(model, CausalLM) else Reads()
+        return cls(Reads.of(engine.runner.model), drafter, bandwidth or _bandwidth(engine))
 
 
-def drafter_reads(drafter: Drafter | None) -> Reads:
-    """What one draft pass reads; nothing for a drafter without a model."""
-    model = getattr(drafter, "model", None)
-    return Reads.of(model) if isinstance(model, CausalLM) else Reads()
-
-
-def bandwidth(engine: Engine) -> float:
-    """GB/s at which the engine's device reads memory, on a CPU with as many threads as it has.
-
-    Raises:
-        EngineMemoryError: no room is left beside the engine for what is read.
-    """
+def _bandwidth(engine: Engine) -> float:
+    """Of the engine's device, on a CPU with as many threads as it has."""
     device, threads = engine.runner.model.device, torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(engine.threads.most)
     try:
         return read_bandwidth(device)
     except torch.OutOfMemoryError as error:
-        remedy = "Give the bandwidth with --bandwidth, or leave the engine less memory."
-        raise EngineMemoryError(
-            f"No room to measure how fast memory is read: {error}. {remedy}"
-        ) from error
+        said = f"No room to measure how fast memory is read: {error}. Give the bandwidth with "
+        raise EngineMemoryError(f"{said}--bandwidth, or leave the engine less memory.") from error
     finally:
         torch.set_num_threads(threads)
 
@@ -94,7 +95,7 @@ def _weight_bytes(module: Any) -> int:
 def _windows(config: Any, count: int) -> list[int | None]:
     """Per layer how many of the last tokens it reads; None: all of them."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or list(repeat("sliding_attention", count))
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * count
     if len(kinds) != count:
         return [None] * count
     return [window if kind == "sliding_attention" else None for kind in kinds]

@@ -8,13 +8,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.lab.bench.figures import UNITS
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.results import Label, Results, Row, Spread, Value, collect
-from foretoken.sampling.params import SamplingParams
 
 _LEAST_REPEATS = 3
+_SHAPES = ("input_len", "output_len", "repeats", "warmup", "prompts", "seed")
 _NOTES = (
     "All requests of a batch are submitted at once; what comes of them is ignored, and each "
     "generates exactly `output_len` tokens. Every figure is one number per run, and its spread is "
@@ -62,13 +61,12 @@ def rows(bench: Bench) -> list[Row]:
 
 def _spreads(repeats: Sequence[dict[str, float]]) -> dict[str, Value]:
     """One spread per figure, over the repeats that have it."""
-    names = dict.fromkeys(name for repeat in repeats for name in repeat)
+    measured: dict[str, list[float]] = {}
+    for name, value in (pair for repeat in repeats for pair in repeat.items()):
+        measured.setdefault(name, []).append(value)
     return {
-        name: Spread.of(
-            [repeat[name] for repeat in repeats if name in repeat],
-            UNITS.get(name, "accepted / drafted"),
-        )
-        for name in names
+        name: Spread.of(values, UNITS.get(name, "accepted / drafted"))
+        for name, values in measured.items()
     }
 
 
@@ -79,10 +77,9 @@ def _speedups(
     ratios = []
     for slow, fast in zip(plain, drafted, strict=False):
         name = "output_tokens_per_second"
-        ratio = {"speedup": fast[name] / slow[name]}
+        ratios.append({"speedup": fast[name] / slow[name]})
         if "tpot_ms" in slow:
-            ratio["tpot_speedup"] = slow["tpot_ms"] / fast["tpot_ms"]
-        ratios.append(ratio)
+            ratios[-1]["tpot_speedup"] = slow["tpot_ms"] / fast["tpot_ms"]
     return ratios
 
 
@@ -112,16 +109,11 @@ def _shapes(bench: Bench) -> dict[str, Any]:
         "model": _shown(config.model),
         "device": model.device.type,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "speculation": _set_fields(SpeculativeConfig, speculation) if speculation else None,
+        "speculation": _set_fields(speculation) if speculation else None,
         "batch_sizes": list(options.batch_sizes),
-        "input_len": options.input_len,
-        "output_len": options.output_len,
-        "repeats": options.repeats,
-        "warmup": options.warmup,
-        "prompts": options.prompts,
-        "seed": options.seed,
-        "sampling": _set_fields(SamplingParams, bench.params, without=("seed",)),
-        "engine": _set_fields(EngineConfig, config, without=("model", "speculative_config")),
+        **{name: getattr(options, name) for name in _SHAPES},
+        "sampling": _set_fields(bench.params, without=("seed",)),
+        "engine": _set_fields(config, without=("model", "speculative_config")),
         "target_weights_gb": floor.target.weights / 1e9,
         "draft_weights_gb": floor.drafter.weights / 1e9,
         "kv_bytes_per_token": sum(size for size, _ in floor.target.layers),
@@ -130,9 +122,9 @@ def _shapes(bench: Bench) -> dict[str, Any]:
     }
 
 
-def _set_fields(cls: Any, config: Any, without: Sequence[str] = ()) -> dict[str, Any]:
+def _set_fields(config: Any, without: Sequence[str] = ()) -> dict[str, Any]:
     """Fields that are not at their default."""
-    pairs = ((field, getattr(config, field.name)) for field in fields(cls))
+    pairs = ((field, getattr(config, field.name)) for field in fields(config))
     return {
         field.name: _shown(value)
         for field, value in pairs

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.engine.trace import StepTrace
-from foretoken.lab.bench.figures import Floor, Run, Step, figures
-from foretoken.lab.bench.floor import bandwidth, drafter_reads, target_reads
+from foretoken.lab.bench.figures import Run, Step, figures
+from foretoken.lab.bench.floor import Floor
 from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.bench.workload import Prompts, Workload
 from foretoken.sampling.params import SamplingParams
@@ -47,8 +47,7 @@ class Bench:
         if speculation is not None:
             drafted = f"{speculation.method}, K={speculation.num_speculative_tokens}"
             self.cases = [*self.cases * options.compare, Case(drafted, None)]
-        reads = target_reads(engine), drafter_reads(engine.runner.drafter)
-        self.floor = Floor(*reads, options.bandwidth or bandwidth(engine))
+        self.floor = Floor.of(engine, options.bandwidth)
         self.measured: dict[tuple[int, Case], list[dict[str, float]]] = {}
         self.num_runs = len(options.batch_sizes) * len(self.cases)
         self.num_runs *= options.warmup + options.repeats

@@ -326,7 +326,8 @@ class Engine:
             synthetic = request.rule == "synthetic"
             for metrics in (group.metrics, self.metrics):
                 metrics.observe(outcome.num_drafts, outcome.num_accepted, synthetic=synthetic)
-        self._slots.committed(share.slot, outcome.token_ids)
+        if share.num_preemptions == request.num_preemptions:  # else the slot may be another's by now
+            self._slots.committed(share.slot, outcome.token_ids)
         self._take_tokens(request, outcome)  # accepted drafts stand, whatever follows them
         if not outcome.is_finite and request.status is not Status.FINISHED:
             group.error = group.error or no_token(request, outcome.bans_all)

@@ -17,6 +17,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine.graphs import Graphs
+from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError
 from foretoken.ops.steps import DraftRows
 from foretoken.outputs import RequestOutput
@@ -235,3 +236,33 @@ def test_as_many_rows_as_tokens_need_not_be_all_tokens_in_order(
         return llm.generate(prompts, asked)
 
     check_equal(serve(False), serve(True))
+
+
+def test_tokens_of_a_request_that_lost_its_slot_are_not_the_next_ones(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both edit their logits; the slot changes hands while a step of the first is unread."""
+    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
+    llm = LLM(
+        str(target), backend="torch", threads=1, num_blocks=60, block_size=4, max_num_seqs=1,
+        max_num_batched_tokens=32, async_scheduling=True,
+    )  # fmt: skip
+    engine, scheduler = llm.engine, llm.engine.scheduler
+    params = SamplingParams(
+        max_tokens=12, temperature=0.0, frequency_penalty=1.0, allowed_token_ids=[4, 5, 6]
+    )
+
+    def finish(*groups: RequestGroup) -> list[list[int]]:
+        while not all(group.finished for group in groups):
+            engine.step()
+        return [group.samples[0].token_ids for group in groups]
+
+    prompts = [[5, 3, 8, 1], [9, 9, 2]]
+    alone = [finish(engine.add("alone", prompt, params))[0] for prompt in prompts]
+    older = engine.add("older", prompts[0], params)
+    scheduler.waiting.clear()  # as a sample that waits for its prompt's first one
+    younger = engine.add("younger", prompts[1], params)
+    engine.step()
+    scheduler.waiting.insert(0, older.samples[0])
+    scheduler.preempt(younger.samples[0])
+    assert finish(older, younger) == alone

@@ -314,8 +314,9 @@ class Engine:
             rows = self.runner.sampler.describe(outcome.prompt_logprobs, following, most)
             done = len(group.prompt_logprobs) - 1  # past `start` after a preemption
             group.prompt_logprobs += rows[done - share.start :]
-        if share.num_preemptions == request.num_preemptions:  # else its K/V are gone
+        if share.num_preemptions == request.num_preemptions:  # else K/V and slot are another's
             request.num_computed += share.num_tokens + outcome.num_accepted
+            self._slots.committed(share.slot, outcome.token_ids)
         if not share.decides:
             return
         if outcome.fault is not None:
@@ -326,10 +327,6 @@ class Engine:
             synthetic = request.rule == "synthetic"
             for metrics in (group.metrics, self.metrics):
                 metrics.observe(outcome.num_drafts, outcome.num_accepted, synthetic=synthetic)
-        if (
-            share.num_preemptions == request.num_preemptions
-        ):  # else the slot may be another's by now
-            self._slots.committed(share.slot, outcome.token_ids)
         self._take_tokens(request, outcome)  # accepted drafts stand, whatever follows them
         if not outcome.is_finite and request.status is not Status.FINISHED:
             group.error = group.error or no_token(request, outcome.bans_all)

@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine.graphs import Graphs
+from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError
 from foretoken.ops.steps import DraftRows
 from foretoken.outputs import RequestOutput
@@ -169,3 +171,98 @@ def test_mutants_of_the_device_slots_are_noticed(
     monkeypatch.setattr("foretoken.engine.assembly.DeviceSlotTable", mutant)
     with pytest.raises((AssertionError, ForetokenError)):
         check_equal(serve(target, draft, "draft_model", on_host=False), expected)
+
+
+def kept_for(llm: LLM, tokens: list[int]) -> list[torch.Tensor]:
+    """K/V of the draft model in the blocks that others find for a text."""
+    drafter: Any = llm.engine.runner.drafter
+    pool = llm.engine.scheduler.pool
+    blocks = [block for block, _ in pool.match(tokens, len(tokens) // pool.block_size)]
+    return [kept[blocks].flatten(0, 1) for kept in (*drafter.kv.keys, *drafter.kv.values)]
+
+
+@pytest.mark.parametrize("beside", ["alone", "beside a prompt", "beside another"])
+def test_the_drafts_half_of_blocks_that_others_find_is_complete(
+    target: Path, monkeypatch: pytest.MonkeyPatch, beside: str
+) -> None:
+    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
+
+    def build() -> LLM:
+        spec = {"method": "draft_model", "model": str(target), "num_speculative_tokens": 2}
+        return LLM(
+            str(target), spec, backend="torch", threads=1, num_blocks=80, block_size=4,
+            max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=False,
+        )  # fmt: skip
+
+    def serve(llm: LLM, prompt: list[int], **given: Any) -> list[int]:
+        params = SamplingParams(temperature=0.0, ignore_eos=True, **given)
+        group, step = llm.engine.add("a", prompt, params), 0
+        while not group.finished:
+            if beside == "beside a prompt" or (beside == "beside another" and step == 0):
+                most = SamplingParams(max_tokens=40, ignore_eos=True, num_speculative_tokens=0)
+                llm.engine.add(f"{step}", [step % 7] * 9, most)
+            llm.engine.step()
+            step += 1
+        while llm.engine.has_work:
+            llm.engine.step()
+        return group.samples[0].token_ids
+
+    num_checked = 0
+    for count in range(2, 14):
+        llm, other = build(), build()
+        text = serve(llm, [5, 3, 8, 1, 1], max_tokens=count)
+        serve(other, [*text, 1, 1, 1, 1], max_tokens=1, num_speculative_tokens=0)
+        for mine, theirs in zip(kept_for(llm, text), kept_for(other, text), strict=True):
+            torch.testing.assert_close(mine, theirs[: len(mine)], rtol=1e-4, atol=1e-4)
+            num_checked += len(mine)
+    assert num_checked > 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_as_many_rows_as_tokens_need_not_be_all_tokens_in_order(
+    target: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks of a prompt with log-probabilities, older than a request that decodes beside them."""
+
+    def serve(on_host: bool) -> list[RequestOutput]:
+        monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: on_host)
+        llm = LLM(
+            str(target), backend=backend, threads=1, num_blocks=60, block_size=4,
+            max_num_seqs=4, max_num_batched_tokens=12, async_scheduling=True,
+        )  # fmt: skip
+        prompts = [[3 + i % 50 for i in range(90)], [5, 3, 8, 1]]
+        asked = [SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=2)]
+        asked += [SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)]
+        return llm.generate(prompts, asked)
+
+    check_equal(serve(False), serve(True))
+
+
+def test_tokens_of_a_request_that_lost_its_slot_are_not_the_next_ones(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both edit their logits; the slot changes hands while a step of the first is unread."""
+    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
+    llm = LLM(
+        str(target), backend="torch", threads=1, num_blocks=60, block_size=4, max_num_seqs=1,
+        max_num_batched_tokens=32, async_scheduling=True,
+    )  # fmt: skip
+    engine, scheduler = llm.engine, llm.engine.scheduler
+    params = SamplingParams(
+        max_tokens=12, temperature=0.0, frequency_penalty=1.0, allowed_token_ids=[4, 5, 6]
+    )
+
+    def finish(*groups: RequestGroup) -> list[list[int]]:
+        while not all(group.finished for group in groups):
+            engine.step()
+        return [group.samples[0].token_ids for group in groups]
+
+    prompts = [[5, 3, 8, 1], [9, 9, 2]]
+    alone = [finish(engine.add("alone", prompt, params))[0] for prompt in prompts]
+    older = engine.add("older", prompts[0], params)
+    scheduler.waiting.clear()  # as a sample that waits for its prompt's first one
+    younger = engine.add("younger", prompts[1], params)
+    engine.step()
+    scheduler.waiting.insert(0, older.samples[0])
+    scheduler.preempt(younger.samples[0])
+    assert finish(older, younger) == alone

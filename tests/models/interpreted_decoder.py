@@ -127,10 +127,20 @@ def refuses(folder: Path, what: str) -> None:
         get_backend("triton").decoder(model.module, calls)
 
 
+def beyond_its_positions(folder: Path) -> None:
+    """A draft of a target with longer contexts: kernels find angles of every position there."""
+    families.save_model(folder, "llama", SIZES | {"max_position_embeddings": 16})
+    model = load_model(folder, device="cpu", backend="triton", max_model_len=40, shorten=True)
+    assert model.max_model_len == 16
+    assert isinstance(model.fused, FusedDecoder)
+    assert all(len(layer.heads.cos_PR) >= 40 for layer in model.fused._layers)
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     **{family: lambda folder, f=family: agrees(folder, f) for family in FAMILIES},
     "hidden states": hidden_states,
     "padding": padding,
+    "beyond its positions": beyond_its_positions,
     "shared weights": shared_weights,
     **{f"unfit {what}": lambda folder, w=what: refuses(folder, w) for what in UNFIT},
 }

@@ -28,7 +28,7 @@ class ForwardBatch(NamedTuple):
 
     token_T:     int64 token ids
     position_T:  int64 absolute positions
-    logit_row_N: int64 indices into T whose logits are wanted, ascending
+    logit_row_N: int64 indices into T whose logits are wanted; T of them are all, in order
     attention:   whose the tokens are, and where their K/V go
     decision_N:  which of the rows decide: the last K_b + 1 of each deciding request, in order; None
                  if all do
@@ -95,14 +95,19 @@ def _pack_step(
     if slots.device.type == "cpu":  # where the truth costs nothing, and ops insist on it
         num_drafts = int(drafts.num_B.sum())
         sizes = sizes._replace(tokens=num_tokens + num_drafts, rows=size_D + num_drafts)
-    batch = ForwardBatch(*slots.pack(rows, drafts.num_B, sizes, block_size))
+    decision_N = slice(0, sizes.rows)
     prompts = [b for b, most in enumerate(step.num_prompt_logprobs_B) if most != NONE]
+    num_rows = sizes.rows + sum(step.num_tokens_B[b] for b in prompts)
+    if prompts and num_rows == sizes.tokens:
+        # As many rows as tokens are all tokens in order, which these are not: one more, unread.
+        sizes = sizes._replace(rows=sizes.rows + 1)
+    batch = ForwardBatch(*slots.pack(rows, drafts.num_B, sizes, block_size))
     if not prompts:
         return batch
     starts = batch.attention.query_start_B1
     row_P = [starts[b] + torch.arange(step.num_tokens_B[b], device=slots.device) for b in prompts]
     row_N = torch.cat([batch.logit_row_N, *row_P])
-    return batch._replace(logit_row_N=row_N, decision_N=slice(0, sizes.rows))
+    return batch._replace(logit_row_N=row_N, decision_N=decision_N)
 
 
 def gather_batch(

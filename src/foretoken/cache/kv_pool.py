@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from foretoken.ops import AttentionBatch
+from foretoken.ops.to_device import to_device
 
 _BEHIND = 16  # numbers that can be read behind a tensor: kernels load whole vectors, the last, too
 
@@ -66,7 +68,7 @@ class KVPool:
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero blocks that change hands, if the model multiplies masked keys: they may hold NaN."""
-        index = torch.tensor(list(block_ids), dtype=torch.int64, device=self._device)
+        index = to_device(np.array(block_ids, dtype=np.int64), self._device)
         for cache in (*self.keys, *self.values):
             cache.index_fill_(0, index, 0)
 

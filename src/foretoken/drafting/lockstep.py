@@ -11,8 +11,9 @@ A request that wants no more drafts takes part in the passes that are left, behi
 that leaves in its own blocks is what a rejected draft leaves: computed again before it counts.
 Where these blocks end, the round's table leads to one that belongs to nobody.
 
-A block can be found by others once the target has computed past its end (`num_behind`): only then
-is the draft's half of it complete.
+A block can be found by others once the target has computed two tokens past its end (`num_behind`):
+only then is the draft's half of it complete. Two, because a request that ends in a step without
+drafts may leave behind the last draft of its last round and the one token that this step computed.
 
 Shape suffixes: B requests, K drafts, T packed tokens, N rows of logits, S slots, V vocabulary.
 """
@@ -39,7 +40,7 @@ _FIRST = 2  # known tokens that a round computes
 class LockstepDraftModel(DraftModel):
     """`DraftModel` over a `DeviceSlotTable`."""
 
-    num_behind = 1
+    num_behind = 2
 
     def allocate(self, slots: DeviceSlotTable, num_blocks: int) -> None:  # type: ignore[override]
         """K/V tensors for as many blocks as the target has, and q for every slot, the spare too."""

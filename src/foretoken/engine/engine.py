@@ -214,11 +214,11 @@ class Engine:
         if most_drafts is None:
             most_drafts = self.num_speculative_tokens
         rule = params.rejection_sample_method or self._rule
-        if rule == "synthetic" and not most_drafts:
-            rule = "standard"  # plain decoding, with the target's distribution
         edits_on_host = params.edits_logits and not self._slots.on_host
         if edits_on_host:  # made from tokens that the host has seen: drafts it has not
             most_drafts = 0
+        if rule == "synthetic" and not most_drafts:
+            rule = "standard"  # plain decoding, with the target's distribution
         for j in range(params.n):
             tokens, key = list(prompt_ids), mix(seed, j)
             request = Request(group, j, key, tokens, stop_ids, bad_words, rule, most_drafts)
@@ -314,8 +314,9 @@ class Engine:
             rows = self.runner.sampler.describe(outcome.prompt_logprobs, following, most)
             done = len(group.prompt_logprobs) - 1  # past `start` after a preemption
             group.prompt_logprobs += rows[done - share.start :]
-        if share.num_preemptions == request.num_preemptions:  # else its K/V are gone
+        if share.num_preemptions == request.num_preemptions:  # else K/V and slot are another's
             request.num_computed += share.num_tokens + outcome.num_accepted
+            self._slots.committed(share.slot, outcome.token_ids)
         if not share.decides:
             return
         if outcome.fault is not None:
@@ -326,7 +327,6 @@ class Engine:
             synthetic = request.rule == "synthetic"
             for metrics in (group.metrics, self.metrics):
                 metrics.observe(outcome.num_drafts, outcome.num_accepted, synthetic=synthetic)
-        self._slots.committed(share.slot, outcome.token_ids)
         self._take_tokens(request, outcome)  # accepted drafts stand, whatever follows them
         if not outcome.is_finite and request.status is not Status.FINISHED:
             group.error = group.error or no_token(request, outcome.bans_all)

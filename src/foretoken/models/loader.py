@@ -82,11 +82,17 @@ def load_model(
             module = _weighted_module(model_class, config, folder, torch_dtype, device)
         else:
             module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed)
-        return _checked(module, backend, limit, view)
+        return _checked(module, backend, limit, view, positions=max_model_len or limit)
 
 
-def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView) -> CausalLM:
-    """The module made fast as far as it can be, after the self-check."""
+def _checked(
+    module: Any, backend: Backend, max_model_len: int, view: TargetView, *, positions: int
+) -> CausalLM:
+    """The module made fast as far as it can be, after the self-check.
+
+    Args:
+        positions: those of a draft may be longer than its own: past them it computes for nobody.
+    """
     device = module.get_input_embeddings().weight.device
     with observe_linears(module) as linears:
         calls, _ = guards.probe(module, device)
@@ -98,7 +104,7 @@ def _checked(module: Any, backend: Backend, max_model_len: int, view: TargetView
         layer_shapes=[call.shape for call in calls],
         max_model_len=max_model_len,
         view=view,
-        fused=_fused(module, backend, calls),
+        fused=_fused(module, backend, calls, positions),
     )
     if model.fused is None and can_pack(model.dtype, device):
         pack_linears(module, linears)
@@ -127,10 +133,12 @@ def _drop_towers(module: Any, ran: set[int]) -> None:
             _log.info("`%s`: `%s` is left out, prompts are text.", module.config.model_type, name)
 
 
-def _fused(module: Any, backend: Backend, calls: list[AttentionCall]) -> Decoder | None:
+def _fused(
+    module: Any, backend: Backend, calls: list[AttentionCall], positions: int
+) -> Decoder | None:
     """The backend's decoder in the module's stead, if it implements all that the module has."""
     try:
-        return backend.decoder(module, calls)
+        return backend.decoder(module, calls, positions)
     except UnfitError as reason:
         _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
         return None

@@ -83,7 +83,8 @@ class Decoder(Protocol):
 
         Args:
             token_T: int64 ids.
-            logit_row_N: int64 indices into T of the tokens whose logits are wanted; N may be 0.
+            logit_row_N: int64 indices into T of the tokens whose logits are wanted; N may be 0. T
+                of them are all tokens, in order; what they hold need not be read then.
             aux_layers: hidden states that are wanted, see `ForwardOutput`.
         """
         ...

@@ -194,17 +194,21 @@ class Backend:
         check_attention(query_THD, key_cache, value_cache, batch, options)
         return self._kernels.attention(query_THD, key_cache, value_cache, batch, options)
 
-    def decoder(self, module: Any, calls: Sequence[AttentionCall]) -> Decoder | None:
+    def decoder(
+        self, module: Any, calls: Sequence[AttentionCall], positions: int = 0
+    ) -> Decoder | None:
         """An implementation of a whole model, or None if this backend has none of any model.
 
         Args:
             module: a Transformers causal language model in eval mode.
             calls: what each of its layers asks of attention, in order.
+            positions: length of the longest context, if it is beyond the module's own positions:
+                what is computed there may be anything.
 
         Raises:
             UnfitError: this module has something that the decoder does not implement; it says what.
         """
-        return self._kernels.decoder(module, calls, deterministic=self.deterministic)
+        return self._kernels.decoder(module, calls, positions, deterministic=self.deterministic)
 
     def draft_head(self, model: HeadModel, most_rows: int) -> DraftHead | None:
         """An implementation of an EAGLE-3 head, or None if this backend has none of any head.

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from foretoken.ops import DraftBlock, SlotParams
 from foretoken.ops.steps import DraftRows, Packed, PackSizes, SlotState, Steps, StepTokens
+from foretoken.ops.to_device import to_device
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
 from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
@@ -197,10 +198,7 @@ class DeviceSlotTable(SlotParameters):
         self._admitted.clear()
 
     def _sent(self, array: Array) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return to_device(array, self.device)
 
 
 def _tokens(rows: StepRows, num_D: Tensor) -> StepTokens:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, Edits
+from foretoken.ops.to_device import to_device
 from foretoken.slots.history import Array, HistoryRows, SlotHistory
 
 
@@ -70,7 +71,7 @@ def _pack(found: list[_Found], drafts: DraftBlock) -> Edits:
     device, width = drafts.num_B.device, drafts.token_BK.shape[1] + 1
 
     def tensor(array: Array) -> Tensor:
-        return torch.from_numpy(array).to(device, non_blocking=True)
+        return to_device(array, device)
 
     count_D = drafts.num_B + 1
     num_rows = int(count_D.sum()) if device.type == "cpu" else len(count_D) * width

@@ -98,7 +98,7 @@ class StepRows(NamedTuple):
     """The requests of a step that go on, as tensors on the slots' device.
 
     On a host the numbers are the truth. On a device that nobody waits for they are bounds, and what
-    depends on lengths is found there: `SlotTable.num_drafts`.
+    depends on lengths is found there: `DeviceSlotTable.asked`.
 
     Attributes:
         step: the same requests as numbers.

@@ -69,9 +69,15 @@ class FusedDecoder:
     """
 
     def __init__(
-        self, module: Any, calls: Sequence[AttentionCall], *, deterministic: bool = False
+        self,
+        module: Any,
+        calls: Sequence[AttentionCall],
+        positions: int = 0,
+        *,
+        deterministic: bool = False,
     ) -> None:
-        """deterministic: without effect, a row's bits never depend on the rows beside it."""
+        """Without effect are `positions`, as angles are computed where they are used, and
+        `deterministic`, as a row's bits never depend on the rows beside it."""
         _check_fit(module, calls)
         self._library = library.load()
         self._module = module  # whose embedding and norms are read

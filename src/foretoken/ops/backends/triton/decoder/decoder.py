@@ -44,6 +44,7 @@ class FusedDecoder:
     Everything it does may be captured in a CUDA graph.
 
     Args:
+        positions: as in `Backend.decoder`: kernels read angles of all of them.
         deterministic: in passes of up to 16 tokens, a token's logits are the same to the bit
             whatever runs beside it: greedy text is then equal with and without speculation.
 
@@ -52,12 +53,18 @@ class FusedDecoder:
     """
 
     def __init__(
-        self, module: Any, calls: Sequence[AttentionCall], *, deterministic: bool = False
+        self,
+        module: Any,
+        calls: Sequence[AttentionCall],
+        positions: int = 0,
+        *,
+        deterministic: bool = False,
     ) -> None:
         check_fit(module, calls)
         model = module.model
         self._table_VH: Tensor = model.embed_tokens.weight.detach()
-        rotary, positions = model.rotary_emb, module.config.max_position_embeddings
+        rotary = model.rotary_emb
+        positions = max(positions, module.config.max_position_embeddings)
         angles = rotary_angles(rotary.inv_freq, rotary.attention_scaling, positions)
         self._layers = [
             take_layer(block, call, angles) for block, call in zip(model.layers, calls, strict=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from foretoken.errors import (
     NonFiniteLogitsError,
 )
 from foretoken.slots.step import StepShape
+from tests.support.steps import break_call
 
 OPTIONS: dict[str, Any] = {
     "backend": "torch", "threads": 1, "num_blocks": 40, "block_size": 4, "max_num_seqs": 2,
@@ -53,20 +53,6 @@ def speculation(draft: Path, kind: str) -> dict[str, Any] | None:
     return {"model": str(draft)} if kind == "draft_model" else None
 
 
-def once(number: int, error: BaseException, real: Callable[..., Any]) -> Callable[..., Any]:
-    """`real`, whose call `number` (from 1) raises `error`; whoever goes on would not notice."""
-    calls = 0
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            raise error
-        return real(*args, **kwargs)
-
-    return call
-
-
 @pytest.mark.parametrize("place", ["pass", "result"])
 @pytest.mark.parametrize("number", [1, 4])
 @pytest.mark.parametrize("ahead", [True, False])
@@ -80,9 +66,9 @@ def test_all_end_and_nobody_is_taken(
     engine = llm.engine
     if place == "pass":
         model = engine.runner.model
-        monkeypatch.setattr(model, "forward", once(number, ILLEGAL, model.forward))
+        monkeypatch.setattr(model, "forward", break_call(number, ILLEGAL, model.forward))
     else:
-        monkeypatch.setattr(ToHost, "wait", once(number, ILLEGAL, ToHost.wait))
+        monkeypatch.setattr(ToHost, "wait", break_call(number, ILLEGAL, ToHost.wait))
     outputs = llm.generate(PROMPTS, PARAMS)
     for output, tokens in zip(outputs, whole, strict=True):
         assert isinstance(output.error, EngineBrokenError)
@@ -148,7 +134,7 @@ def test_memory_that_runs_out_ends_what_runs_and_the_engine_goes_on(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.2 GiB of "
         "which 1.10 GiB is free. Including non-PyTorch memory, this process has 78.1 GiB in use."
     )
-    monkeypatch.setattr(model, "forward", once(number, full, model.forward))
+    monkeypatch.setattr(model, "forward", break_call(number, full, model.forward))
     outputs = llm.generate(PROMPTS, PARAMS)
     assert [type(o.error) for o in outputs] == [EngineMemoryError] * 2 + [type(None)] * 2
     message = str(outputs[0].error)
@@ -300,7 +286,7 @@ def test_the_command_exits_with_2(target: Path, monkeypatch: pytest.MonkeyPatch)
 
     from foretoken.engine.runner import Runner
 
-    monkeypatch.setattr(Runner, "run", once(2, ILLEGAL, Runner.run))
+    monkeypatch.setattr(Runner, "run", break_call(2, ILLEGAL, Runner.run))
     result = CliRunner().invoke(
         app, ["generate", "abc", "--model", str(target), "--max-tokens", "9", "--backend", "torch"]
     )

@@ -22,7 +22,7 @@ from foretoken.errors import (
 )
 from foretoken.slots.history import SlotHistory
 from foretoken.slots.parameters import SlotRequest
-from tests.support.steps import OneLate
+from tests.support.steps import OneLate, break_call
 
 FAULTY = "bad prompt"
 PROMPTS = ["abc", FAULTY, "def f(x):"]
@@ -249,20 +249,6 @@ def test_a_drafter_that_cannot_release_gives_the_slot_back(
     assert isinstance(bad.error, ProcessingError)
     assert bad.outputs[0].finish_reason == "error"
     assert_clean(llm)
-
-
-def break_call(number: int, error: Exception, real: Callable[..., Any]) -> Callable[..., Any]:
-    """`real`, whose call `number` (from 1) raises `error`."""
-    calls = 0
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number:
-            raise error
-        return real(*args, **kwargs)
-
-    return call
 
 
 BATCH_PARTS = {

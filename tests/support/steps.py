@@ -24,6 +24,20 @@ def at_step(llm: LLM, number: int, act: Callable[[], Any]) -> Callable[[], Any]:
     return counted
 
 
+def break_call(number: int, error: BaseException, real: Callable[..., Any]) -> Callable[..., Any]:
+    """`real`, whose call `number` (from 1) raises `error`; whoever goes on would not notice."""
+    calls = 0
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise error
+        return real(*args, **kwargs)
+
+    return call
+
+
 class OneLate:
     """The steps of an engine, each committed after the next one was launched.
 

@@ -20,7 +20,7 @@ from foretoken.models.attention import ATTENTION_NAME, register_attention
 from foretoken.models.guards import probe
 from foretoken.ops import Decoder, UnfitError, get_backend
 from foretoken.ops.backends.native import library
-from foretoken.ops.backends.native.decoder import FAMILIES
+from foretoken.ops.decoder import FAMILIES
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool, walk

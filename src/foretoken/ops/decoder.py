@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -19,6 +19,25 @@ from foretoken.ops.types import AttentionBatch, DraftCache, SlotParams
 
 class UnfitError(Exception):
     """A decoder cannot stand in for a module; the message says why."""
+
+
+FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
+"""Model types built of RMSNorm, rotary attention and a gated SiLU layer, in that order."""
+
+# Frequencies that do not depend on what is computed; the others move with the longest position.
+_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+def check_common_block(module: Any) -> None:
+    """Raise `UnfitError` unless a causal language model is built of the commonest block."""
+    config = module.config
+    if config.model_type not in FAMILIES:
+        raise UnfitError(f"models of type `{config.model_type}` run through their own modules")
+    rope = getattr(module.model.rotary_emb, "rope_type", None)
+    if rope not in _FIXED_ROPE:
+        raise UnfitError(f"RoPE of type `{rope}` changes its frequencies while running")
+    if config.hidden_act not in ("silu", "swish"):
+        raise UnfitError(f"the gated layer's activation is `{config.hidden_act}`, not SiLU")
 
 
 @dataclass(frozen=True, slots=True)

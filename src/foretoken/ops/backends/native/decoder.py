@@ -30,20 +30,22 @@ from foretoken.ops.backends.native.arguments import (
     native_params,
     struct,
 )
-from foretoken.ops.decoder import AttentionCall, DraftRound, ForwardOutput, UnfitError
+from foretoken.ops.decoder import (
+    AttentionCall,
+    DraftRound,
+    ForwardOutput,
+    UnfitError,
+    check_common_block,
+)
 from foretoken.ops.pass_checks import check_attention_batch, check_draft_round
 from foretoken.ops.types import AttentionBatch
 
-FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
-"""Model types built of RMSNorm, rotary attention and a gated SiLU layer, in that order."""
 FETCHES = ("no hint", "cached", "past the caches")
 """`foretoken::Fetch` by number: how weights are fetched ahead of their use."""
 
 _log = logging.getLogger(__name__)
 
 _HEAD_MULTIPLE = 16  # the widest vector: values are read by whole vectors
-# Frequencies that do not depend on what is computed; the others move with the longest position.
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 _tunings: dict[str, dict[str, dict[str, float | str]]] = {}
 
@@ -193,19 +195,12 @@ def _native_batch(
 
 
 def _check_fit(module: Any, calls: Sequence[AttentionCall]) -> None:
-    config = module.config
-    if config.model_type not in FAMILIES:
-        raise UnfitError(f"models of type `{config.model_type}` run through their own modules")
+    check_common_block(module)
     if library.missing() is not None:
         raise UnfitError(f"there are no native kernels: {library.missing()}")
     dtype = module.lm_head.weight.dtype
     if dtype is not torch.float32 or module.lm_head.weight.device.type != "cpu":
         raise UnfitError(f"weights are {dtype}, not float32 on the CPU")
-    rope = getattr(module.model.rotary_emb, "rope_type", None)
-    if rope not in _FIXED_ROPE:
-        raise UnfitError(f"RoPE of type `{rope}` changes its frequencies while running")
-    if config.hidden_act not in ("silu", "swish"):
-        raise UnfitError(f"the gated layer's activation is `{config.hidden_act}`, not SiLU")
     if module.lm_head.bias is not None:
         raise UnfitError("the output layer has a bias")
     sizes = {call.shape for call in calls}

@@ -15,14 +15,9 @@ from torch import Tensor, nn
 
 from foretoken.ops.backends.triton.attention import HeadInputs
 from foretoken.ops.backends.triton.decoder.products import Linear
-from foretoken.ops.decoder import AttentionCall, UnfitError
+from foretoken.ops.decoder import AttentionCall, UnfitError, check_common_block
 from foretoken.ops.types import AttentionOptions
 
-FAMILIES = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
-"""Model types built of RMSNorm, rotary attention and a gated SiLU layer, in that order."""
-
-# Frequencies that do not depend on what is computed; the others move with the longest position.
-_FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_HEAD = 256
 
@@ -47,16 +42,9 @@ class Layer(NamedTuple):
 
 def check_fit(module: Any, calls: Sequence[AttentionCall]) -> None:
     """Raise `UnfitError` unless the decoder implements all that the module has."""
-    config = module.config
-    if config.model_type not in FAMILIES:
-        raise UnfitError(f"models of type `{config.model_type}` run through their own modules")
+    check_common_block(module)
     weight, (_, key_size, value_size) = module.lm_head.weight, calls[0].shape
     check_weight(weight, key_size)
-    rope = getattr(module.model.rotary_emb, "rope_type", None)
-    if rope not in _FIXED_ROPE:
-        raise UnfitError(f"RoPE of type `{rope}` changes its frequencies while running")
-    if config.hidden_act not in ("silu", "swish"):
-        raise UnfitError(f"the gated layer's activation is `{config.hidden_act}`, not SiLU")
     sizes = {call.shape for call in calls}
     if len(sizes) > 1 or key_size != value_size:
         raise UnfitError(f"heads of sizes {sorted(sizes)}: not one size")

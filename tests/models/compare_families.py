@@ -3,7 +3,7 @@
 Each token must be the argmax of Transformers' logits for the text before it; a token that is not,
 but whose logit is within 1e-3 of it, is a near-tie. With prompt lookup the texts must be the same.
 
-    python -m benchmarks.families --device cuda --output benchmarks/results
+    python -m tests.models.compare_families --device cuda --output benchmarks/results
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> int:
             rows.append(compare(name, Path(folder), args.device))
         print(name, rows[-1].values, flush=True)
     if args.output is not None:
-        command = f"python -m benchmarks.families {' '.join(sys.argv[1:])}"
+        command = f"python -m tests.models.compare_families {' '.join(sys.argv[1:])}"
         kind = "gpu_families" if args.device != "cpu" else "families"
         write(collect(kind, command, {**WIDE, "head_size": 64}, rows), args.output)
     return int(any(r.values["equal_to_transformers"] != r.values["texts"] for r in rows))

@@ -55,14 +55,14 @@ _HEAD = Shape(128256, 4096, Epilogue.PLAIN)
 
 _GEMV = {
     _QKV: GemvTile(4, 1024, 4),
-    _O: GemvTile(4, 2048, 8),
+    _O: GemvTile(4, 1024, 4),
     _GATE_UP: GemvTile(2, 4096, 8),
-    _DOWN: GemvTile(4, 512, 4),
-    _HEAD: GemvTile(2, 2048, 4),
+    _DOWN: GemvTile(2, 1024, 4),
+    _HEAD: GemvTile(4, 2048, 8),
 }
 _FEW_ROWS = {  # up to 16
     _QKV: StreamTile(64, 128, 8, 132, 64),
-    _O: StreamTile(64, 128, 8, 128, 64),
+    _O: StreamTile(64, 128, 5, 128, 64),
     _GATE_UP: StreamTile(64, 128, 6, 132, 64),
     _DOWN: StreamTile(64, 128, 11, 128, 64),
     _HEAD: StreamTile(64, 128, 8, 132, 64),
@@ -73,6 +73,8 @@ _MANY_ROWS = {  # 17 to 64
     _GATE_UP: StreamTile(64, 64, 5, 112, 96),
     _DOWN: StreamTile(64, 128, 6, 128, 96),
     _HEAD: StreamTile(128, 64, 7, 132, 128),
+    Shape(6144, 8192, Epilogue.PLAIN): StreamTile(64, 128, 6, 96, 96),  # of an EAGLE-3 head
+    Shape(32000, 4096, Epilogue.PLAIN): StreamTile(128, 64, 7, 125, 128),
 }
 
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from foretoken.ops.backends.triton.decoder.epilogue import Epilogue
 
 MOST_ROWS = 64  # of a product that streams; with more, cuBLAS is faster
+_MOST_GATED_ROWS = 384  # of gate and up in one; accumulators of more do not fit
 _BUCKETS = (8, 16, 32, 64)  # rows that x is padded to in shared memory
 _SAME_BUCKET = 16  # deterministic steps of up to so many rows are one bucket
 _SHARED = 200 << 10  # bytes of a ring; an SM has 227 KiB for all of a program
@@ -47,6 +48,19 @@ class StreamTile(NamedTuple):
     stages: int
     programs: int
     registers: int
+
+
+class GatedTile(NamedTuple):
+    """A program of `gated.py`: block_n columns of gate and up together, all rows: `rows` and
+    `more_rows` behind them."""
+
+    rows: int
+    more_rows: int
+    block_n: int
+    block_k: int
+    stages: int
+    programs: int
+    shift: int = 0
 
 
 _QKV, _O = Shape(6144, 4096, Epilogue.PLAIN), Shape(4096, 4096, Epilogue.RESIDUAL)
@@ -108,6 +122,23 @@ def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
     stages = min(8, _SHARED // (2 * block_k * (halves * block_n + rows)))
     programs = _even_programs(shape.N // block_n, shape.K // block_k, processors)
     return StreamTile(block_n, block_k, stages, programs, 64 if rows <= _SAME_BUCKET else 96)
+
+
+@cache
+def gated_tile(shape: Shape, rows: int, processors: int) -> GatedTile | None:
+    """The tile for so many rows. None: too few or too many, or the shape does not divide."""
+    if not MOST_ROWS < rows <= _MOST_GATED_ROWS:
+        return None
+    block_k, first, block_n = 64, 256, 128
+    if rows <= 192:
+        first, block_n = 128, 256
+    more = next(more for more in (0, 64, 128) if rows <= first + more)
+    if 2 * shape.N % block_n or shape.K % block_k:
+        return None
+    tiles = 2 * shape.N // block_n
+    programs = -(-tiles // -(-tiles // processors))  # with fewer, the longest would take longer
+    stages = _SHARED // (2 * block_k * (block_n + first + more))
+    return GatedTile(first, more, block_n, block_k, stages, programs)
 
 
 def _even_programs(tiles: int, blocks: int, processors: int) -> int:

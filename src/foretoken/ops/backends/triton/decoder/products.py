@@ -39,7 +39,7 @@ from foretoken.ops.backends.triton.launch import overlaps
 
 _SILU_BLOCK = 1024
 _MOST_TILES = 1 << 15  # of one product; vocabularies have up to 262 144 / 64
-_PARTIALS = 1 << 22  # float32 numbers: 132 programs, 2 slots, 2 halves of 128 x 64, less than this
+_PARTIALS = 1 << 23  # float32 numbers: 132 programs, 2 slots, 128 x 128, less than this
 
 
 class Linear(NamedTuple):

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from foretoken.ops.backends.triton.decoder.epilogue import Epilogue
 
-MOST_ROWS = 64  # of a product that streams; with more, cuBLAS is faster
+MOST_ROWS = 128  # of a product that streams; with more, cuBLAS is faster
 _MOST_GATED_ROWS = 384  # of gate and up in one; accumulators of more do not fit
-_BUCKETS = (8, 16, 32, 64)  # rows that x is padded to in shared memory
+_BUCKETS = (8, 16, 32, 64, 128)  # rows that x is padded to in shared memory
 _SAME_BUCKET = 16  # deterministic steps of up to so many rows are one bucket
 _SHARED = 200 << 10  # bytes of a ring; an SM has 227 KiB for all of a program
 
@@ -91,6 +91,14 @@ _MANY_ROWS = {  # 17 to 64
     Shape(32000, 4096, Epilogue.PLAIN): StreamTile(128, 64, 7, 125, 128),
 }
 
+_MORE_ROWS = {  # 65 to 128
+    _QKV: StreamTile(64, 64, 8, 96, 128),
+    _O: StreamTile(128, 64, 6, 128, 144),
+    _GATE_UP: StreamTile(64, 64, 6, 112, 144),
+    _DOWN: StreamTile(128, 64, 6, 128, 144),
+    _HEAD: StreamTile(128, 64, 6, 132, 144),
+}
+
 
 def bucket(rows: int, deterministic: bool) -> int:
     """What a number of rows up to `MOST_ROWS` is padded to."""
@@ -112,7 +120,7 @@ def gemv_tile(shape: Shape) -> GemvTile | None:
 @cache
 def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
     """The tile for so many rows, a bucket. None: the shape does not divide into tiles."""
-    measured = _FEW_ROWS if rows <= _SAME_BUCKET else _MANY_ROWS
+    measured = _FEW_ROWS if rows <= _SAME_BUCKET else _MANY_ROWS if rows <= 64 else _MORE_ROWS
     if shape in measured and measured[shape].programs <= processors:
         return measured[shape]
     block_n, block_k = 64, 128 if rows <= _SAME_BUCKET else 64
@@ -121,7 +129,8 @@ def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
     halves = 2 if shape.epilogue is Epilogue.SILU else 1
     stages = min(8, _SHARED // (2 * block_k * (halves * block_n + rows)))
     programs = _even_programs(shape.N // block_n, shape.K // block_k, processors)
-    return StreamTile(block_n, block_k, stages, programs, 64 if rows <= _SAME_BUCKET else 96)
+    registers = 64 if rows <= _SAME_BUCKET else 96 if rows <= 64 else 144
+    return StreamTile(block_n, block_k, stages, programs, registers)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""y = silu(x G^T) * (x U^T) for 65 to 384 rows: what cuBLAS would write and a kernel for SiLU read
+"""y = silu(x G^T) * (x U^T) for up to 384 rows: what cuBLAS would write and a kernel for SiLU read
 again stays in registers. A persistent kernel in Gluon.
 
 So many rows are bound by tensor cores and by what the L2 cache delivers, so a program multiplies a

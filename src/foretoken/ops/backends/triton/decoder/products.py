@@ -75,7 +75,7 @@ class Products:
             self._arrived = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
     def tile(self, rows: int, shape: Shape) -> GemvTile | StreamTile | None:
-        """What multiplies so many rows; None: cuBLAS, with small kernels beside it.
+        """What multiplies so many rows; None: `gate`, or cuBLAS, with small kernels beside it.
 
         float16 is left to cuBLAS: rows that are multiplied before they are normed may be too large.
         """

@@ -10,7 +10,10 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 44, 52  # margins around the axes
-COLOURS = ("#2f6fde", "#d9822b", "#2a9d6f", "#b04fc4")  # told apart on white and on near-black
+COLOURS = (  # told apart on white and on near-black
+    *("#2f6fde", "#d9822b", "#2a9d6f", "#b04fc4", "#c94a4a", "#8a6d3b"),
+    *("#1fa2b8", "#d4a800", "#d76a9d", "#6c757d", "#a9b1b9"),
+)
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 .title { font-size: 15px; font-weight: 600; }
@@ -168,6 +171,41 @@ def bar_chart(
     return "\n".join([*drawn, "</svg>"]) + "\n"
 
 
+def stacked_chart(title: str, x_label: str, bars: Sequence[Bar], mark: str = "") -> str:
+    """Bars below one another, their parts and marks from 0 to the right; groups are not drawn.
+
+    Args:
+        mark: what the bars' marks are.
+    """
+    left, top, bottom = LEFT + 100, TOP + 28, HEIGHT - BOTTOM
+    x_ticks = ticks(max(max(sum(bar.parts.values()), bar.mark or 0) for bar in bars))
+    names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
+    height = (bottom - top) / len(bars)
+
+    def at_x(x: float) -> float:
+        return round(left + (WIDTH - RIGHT - left) * x / x_ticks[-1], 1)
+
+    drawn = [*_head(title), *_legend(names, mark)]
+    for tick in x_ticks:
+        drawn.append(_line(at_x(tick), top, at_x(tick), bottom, "grid"))
+        drawn.append(_text(at_x(tick), bottom + 18, f"{tick:g}", "middle"))
+    drawn.append(_text((left + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label, "middle"))
+    for i, bar in enumerate(bars):
+        y, thick, base = top + height * (i + 0.5), min(36.0, 0.7 * height), 0.0
+        for name, size in bar.parts.items():
+            begin, colour = at_x(base), COLOURS[names.index(name) % len(COLOURS)]
+            base += size
+            drawn.append(
+                f'<rect x="{begin:g}" y="{y - thick / 2:.1f}" height="{thick:.1f}" '
+                f'width="{at_x(base) - begin:.1f}" fill="{colour}"/>'
+            )
+        if bar.mark is not None:
+            ends = round(y - 0.6 * thick, 1), round(y + 0.6 * thick, 1)
+            drawn.append(_line(at_x(bar.mark), ends[0], at_x(bar.mark), ends[1], "mark"))
+        drawn.append(_text(left - 8, round(y + 4, 1), bar.name, "end"))
+    return "\n".join([*drawn, "</svg>"]) + "\n"
+
+
 def page(charts: Sequence[str]) -> str:
     """Charts below one another, as one file."""
     drawn = [_open(HEIGHT * len(charts))]
@@ -204,15 +242,18 @@ def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: st
 
 
 def _legend(names: Sequence[str], mark: str) -> list[str]:
-    """One line below the title."""
-    parts, x = [], float(LEFT)
-    for i, name in enumerate(names):
-        colour = COLOURS[i % len(COLOURS)]
-        parts.append(f'<rect x="{x:g}" y="34" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(x + 18, 44, name, "start"))
+    """One line below the title, or more."""
+    parts, x, y = [], float(LEFT), 44
+    for i, name in enumerate([*names, mark] if mark else names):
+        if x + 18 + 7.5 * len(name) > WIDTH:
+            x, y = float(LEFT), y + 18
+        if i < len(names):
+            colour = COLOURS[i % len(COLOURS)]
+            parts.append(f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+        else:
+            parts.append(_line(x, y - 4, x + 12, y - 4, "mark"))
+        parts.append(_text(x + 18, y, name, "start"))
         x += 34 + 7.5 * len(name)
-    if mark:
-        parts += [_line(x, 40, x + 16, 40, "mark"), _text(x + 22, 44, mark, "start")]
     return parts
 
 

@@ -19,6 +19,7 @@ from foretoken.config import (
 from foretoken.errors import ConfigError
 
 PROMPTS = ("random", "heldout")
+LEAST_STEPS = 16  # of a run whose kernels are recorded: 3 settle, 8 are recorded, some end
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 
 
@@ -36,6 +37,7 @@ class BenchOptions:
         seed: of prompts and noise; every request of every run has its own.
         compare: measure plain decoding, too, in turns with the speculative.
         bandwidth: GB/s at which the device reads its memory; None: measured at the start.
+        kernels: record, behind all that is measured, which kernels a step runs on a GPU.
         output: the results file, *.json.
         plot: the figure, *.svg.
     """
@@ -49,6 +51,7 @@ class BenchOptions:
     seed: int = 0
     compare: bool = False
     bandwidth: float | None = None
+    kernels: bool = False
     output: str | None = None
     plot: str | None = None
 
@@ -94,6 +97,8 @@ class BenchOptions:
         if largest > most:
             raise ConfigError("max_num_seqs", most, f"at least {largest}, the largest batch")
         drafts = speculation.num_speculative_tokens if speculation else 0
+        if self.kernels:
+            self._check_kernels(engine, drafts)
         tokens = max(_DEFAULTS["max_num_batched_tokens"], most * (1 + drafts))
         sized.setdefault("max_num_batched_tokens", tokens)
         if not {"num_blocks", "kv_cache_gib"} & engine.keys():
@@ -105,6 +110,17 @@ class BenchOptions:
             blocks = -(-(self.input_len + self.output_len) // block_size) + 1
             sized["num_blocks"] = largest * blocks
         return sized
+
+    def _check_kernels(self, engine: Mapping[str, Any], drafts: int) -> None:
+        from foretoken.engine.devices import choose_device
+
+        if choose_device(engine.get("device", "auto")).type == "cpu":
+            remedy = "There, the phases of a step tell where its time goes."
+            raise ConfigError("kernels", True, "left out on a CPU", remedy)
+        least = LEAST_STEPS * (1 + drafts)
+        if self.output_len < least:
+            bound = f"at least {least}, for enough steps to record kernels of"
+            raise ConfigError("output_len", self.output_len, bound)
 
 
 def _check_file(name: str, given: str | None, suffix: str) -> None:

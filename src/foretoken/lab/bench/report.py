@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,12 @@ _NOTES = (
     "read_gb: the target's weights once and the K/V of all contexts, and the same of a draft model "
     "for each draft pass. floor_ms is that over the bandwidth; weights that stay in a cache are "
     "read faster.",
+)
+KERNEL_NOTE = (
+    "Kernels were recorded in a few steps of another run, near its beginning; a profiler slows "
+    "steps down, of which `all` says how long they took. duration_ms is from start to end, waits "
+    "for the kernel before included, where a kernel starts while that one ends: it adds up to more "
+    "than the step. kernel_ms is from the end of all before to the kernel's own, and adds up."
 )
 
 
@@ -55,7 +61,11 @@ def rows(bench: Bench) -> list[Row]:
         if case.num_drafts is None and bench.options.compare:
             plain = bench.measured.get((batch, bench.cases[0]), [])
             values |= _spreads(_speedups(plain, repeats))
-        found.append(Row(f"batch {batch}, {case.name}", labels, values))
+        name = f"batch {batch}, {case.name}"
+        found.append(Row(name, labels, values))
+        for kind, figures in bench.kernels.get((batch, case), {}).items():
+            labels = {**labels, "kernels": kind}
+            found.append(Row(f"{name}: {kind}", labels, _spreads([figures])))
     return found
 
 
@@ -149,6 +159,10 @@ def _remarks(bench: Bench) -> list[str]:
             "plain: the same engine, with K = 0 for every request. speedup and tpot_speedup are "
             "taken turn by turn."
         )
+    if bench.kernels:
+        remarks.append(KERNEL_NOTE)
+    if bench.unknown:
+        remarks.append(f"Kernels of kind `other`: {', '.join(sorted(bench.unknown))}.")
     if bench.options.repeats < _LEAST_REPEATS:
         remarks.append(f"Fewer than {_LEAST_REPEATS} repeats: the spread says little.")
     missing = [
@@ -198,12 +212,35 @@ TABLES: dict[str, dict[str, tuple[str, int, bool]]] = {
     },
 }
 """Title -> heading -> name of a value, digits, and whether the least and the most are shown."""
+_KERNELS = {
+    "calls": ("calls", 1, False),
+    "us/call": ("call_us", 2, False),
+    "ms, waits too": ("duration_ms", 3, False),
+    "own ms": ("kernel_ms", 3, False),
+    "of the step": ("share_of_step", 3, False),
+    "GB": ("read_gb", 3, False),
+    "GB/s": ("read_gb_per_s", 0, False),
+    "of the floor": ("share_of_floor", 2, False),
+}
 
 
 def tables(found: Sequence[Row]) -> dict[str, Table]:
     """Medians of all rows by title; columns, lines and tables without a value are left out."""
-    made = {title: table(found, columns) for title, columns in TABLES.items()}
+    cases = [row for row in found if "kernels" not in row.labels]
+    made = {title: table(cases, columns) for title, columns in TABLES.items()}
+    for case, kinds in kernel_rows(found).items():
+        made[f"Kernels of a step: {case}"] = table(list(kinds.values()), _KERNELS)
     return {title: table for title, table in made.items() if table.lines}
+
+
+def kernel_rows(found: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """By case, and by kind of kernel."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in found:
+        if kind := row.labels.get("kernels"):
+            case = row.case.removesuffix(f": {kind}")
+            cases.setdefault(case, {})[str(kind)] = replace(row, case=str(kind))
+    return cases
 
 
 def table(found: Sequence[Row], columns: Mapping[str, tuple[str, int, bool]]) -> Table:

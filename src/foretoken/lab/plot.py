@@ -137,18 +137,17 @@ def bar_chart(
         mark: what the bars' marks are.
         level: a height to draw a line at.
     """
-    top, bottom = TOP + 16, HEIGHT - BOTTOM
+    bottom = HEIGHT - BOTTOM
     sizes = [sum(bar.parts.values()) for bar in bars] + [bar.reach[1] for bar in bars if bar.reach]
     y_ticks = ticks(max(*sizes, *(bar.mark or 0 for bar in bars), level or 0))
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     width = (WIDTH - RIGHT - LEFT) / len(bars)
+    legend, top = _legend(names, mark) if len(names) > 1 else ([], TOP + 16)
 
     def at_y(y: float) -> float:
         return round(bottom - (bottom - top) * y / y_ticks[-1], 1)
 
-    drawn = [*_head(title), *_frame(y_ticks, at_y, y_label)]
-    if len(names) > 1:
-        drawn += _legend(names, mark)
+    drawn = [*_head(title), *_frame(y_ticks, at_y, y_label), *legend]
     small = "small" if width < 60 else ""
     for i, bar in enumerate(bars):
         left, middle, base = LEFT + width * (i + 0.2), LEFT + width * (i + 0.5), 0.0
@@ -168,41 +167,6 @@ def bar_chart(
     drawn += _groups([bar.group for bar in bars], width, bottom + 38)
     if level is not None:
         drawn.append(_line(LEFT, at_y(level), WIDTH - RIGHT, at_y(level), "mark"))
-    return "\n".join([*drawn, "</svg>"]) + "\n"
-
-
-def stacked_chart(title: str, x_label: str, bars: Sequence[Bar], mark: str = "") -> str:
-    """Bars below one another, their parts and marks from 0 to the right; groups are not drawn.
-
-    Args:
-        mark: what the bars' marks are.
-    """
-    left, top, bottom = LEFT + 100, TOP + 28, HEIGHT - BOTTOM
-    x_ticks = ticks(max(max(sum(bar.parts.values()), bar.mark or 0) for bar in bars))
-    names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
-    height = (bottom - top) / len(bars)
-
-    def at_x(x: float) -> float:
-        return round(left + (WIDTH - RIGHT - left) * x / x_ticks[-1], 1)
-
-    drawn = [*_head(title), *_legend(names, mark)]
-    for tick in x_ticks:
-        drawn.append(_line(at_x(tick), top, at_x(tick), bottom, "grid"))
-        drawn.append(_text(at_x(tick), bottom + 18, f"{tick:g}", "middle"))
-    drawn.append(_text((left + WIDTH - RIGHT) / 2, HEIGHT - 10, x_label, "middle"))
-    for i, bar in enumerate(bars):
-        y, thick, base = top + height * (i + 0.5), min(36.0, 0.7 * height), 0.0
-        for name, size in bar.parts.items():
-            begin, colour = at_x(base), COLOURS[names.index(name) % len(COLOURS)]
-            base += size
-            drawn.append(
-                f'<rect x="{begin:g}" y="{y - thick / 2:.1f}" height="{thick:.1f}" '
-                f'width="{at_x(base) - begin:.1f}" fill="{colour}"/>'
-            )
-        if bar.mark is not None:
-            ends = round(y - 0.6 * thick, 1), round(y + 0.6 * thick, 1)
-            drawn.append(_line(at_x(bar.mark), ends[0], at_x(bar.mark), ends[1], "mark"))
-        drawn.append(_text(left - 8, round(y + 4, 1), bar.name, "end"))
     return "\n".join([*drawn, "</svg>"]) + "\n"
 
 
@@ -241,8 +205,8 @@ def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: st
     return parts
 
 
-def _legend(names: Sequence[str], mark: str) -> list[str]:
-    """One line below the title, or more."""
+def _legend(names: Sequence[str], mark: str) -> tuple[list[str], int]:
+    """Lines below the title, and where they end."""
     parts, x, y = [], float(LEFT), 44
     for i, name in enumerate([*names, mark] if mark else names):
         if x + 18 + 7.5 * len(name) > WIDTH:
@@ -254,7 +218,7 @@ def _legend(names: Sequence[str], mark: str) -> list[str]:
             parts.append(_line(x, y - 4, x + 12, y - 4, "mark"))
         parts.append(_text(x + 18, y, name, "start"))
         x += 34 + 7.5 * len(name)
-    return parts
+    return parts, y + 16
 
 
 def _groups(groups: Sequence[str], width: float, y: float) -> list[str]:

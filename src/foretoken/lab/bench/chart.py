@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from foretoken.lab.bench.report import kernel_rows
-from foretoken.lab.plot import Bar, Series, bar_chart, line_chart, page, stacked_chart
+from foretoken.lab.plot import Bar, Series, bar_chart, line_chart, page
 from foretoken.lab.results import Results, Row, Spread
 
 _KERNELS = (
@@ -31,7 +31,7 @@ def chart(results: Results) -> str:
 def _kernels(cases: Mapping[str, Mapping[str, Row]]) -> str:
     """A drafter's kernels are one part, and so are small ones."""
     bars = []
-    for case, kinds in cases.items():
+    for kinds in cases.values():
         parts, floor = dict.fromkeys(_KERNELS, 0.0), 0.0
         for kind, row in kinds.items():
             own_ms = _spread(row, "kernel_ms").median
@@ -40,9 +40,9 @@ def _kernels(cases: Mapping[str, Mapping[str, Row]]) -> str:
                 parts[part if part in parts else "other"] += own_ms
             if "share_of_floor" in row.values:
                 floor += own_ms * _spread(row, "share_of_floor").median
-        bars.append(Bar(case, "", {part: ms for part, ms in parts.items() if ms}, mark=floor))
+        bars.append(Bar(_decoding(row), _group(row), parts, mark=floor))
     title = "What a decode step runs"
-    return stacked_chart(title, "ms per step, with a profiler", bars, mark="floor: reading memory")
+    return bar_chart(title, "ms per step, with a profiler", bars, mark="floor: reading memory")
 
 
 def _throughput(rows: Sequence[Row]) -> str:

@@ -47,14 +47,6 @@ class Kernel(NamedTuple):
     duration: float
 
 
-class Use(NamedTuple):
-    """What the kernels of one kind take of a step: milliseconds from start to end, and own ones."""
-
-    calls: float
-    duration_ms: float
-    kernel_ms: float
-
-
 class Recorder:
     """Records the kernels of a few steps in which the whole batch decodes.
 
@@ -74,11 +66,13 @@ class Recorder:
 
     def __call__(self, steps: Sequence[Step]) -> None:
         trace = steps[-1].trace
-        self._seen += trace.num_requests == trace.num_decoding == self._batch
+        if not trace.num_requests == trace.num_decoding == self._batch:
+            return
+        self._seen += 1
         if self._seen == SETTLING:
             torch.cuda.synchronize()
             self._profile.start()
-        elif self._seen == SETTLING + RECORDED and not self.steps:
+        elif self._seen == SETTLING + RECORDED:
             torch.cuda.synchronize()
             self._profile.stop()
             self.kernels, self.steps = launches(self._profile.events()), steps[-RECORDED:]
@@ -93,29 +87,45 @@ def launches(events: Iterable[Any]) -> list[Kernel]:
     ]
 
 
-def uses(kernels: Iterable[Kernel], layers: int | None, steps: int = RECORDED) -> dict[str, Use]:
-    """What a step spends on each kind of kernel, the most first, on none (`idle`), and `all`.
+def kernel_figures(
+    seen: Iterable[Kernel],
+    layers: int | None,
+    call_bytes: Mapping[str, float],
+    bandwidth: float,
+    steps: int = RECORDED,
+) -> dict[str, dict[str, float]]:
+    """Figures (`figures.UNITS`) of each kind, the most time first, then of `idle` and of `all`.
 
     Args:
-        kernels: of so many whole steps, in any order.
-        layers: of the target, if its products can be told apart by their order; see `kinds`.
+        seen: kernels of so many whole steps, in any order.
+        layers: see `kinds`.
+        call_bytes: what one call must read, of the kinds of which that is known.
+        bandwidth: GB/s.
     """
-    ordered = sorted(kernels, key=lambda kernel: kernel.start)
-    found, end = {"idle": [0, 0.0, 0.0]}, ordered[0].start
+    ordered = sorted(seen, key=lambda kernel: kernel.start)
+    found, idle, first = dict[str, list[float]](), 0.0, ordered[0].start
+    end = first
     for kernel, kind in zip(ordered, kinds([k.name for k in ordered], layers), strict=True):
-        stop = kernel.start + kernel.duration
-        use = found.setdefault(kind, [0, 0.0, 0.0])
-        use[0] += 1
-        use[1] += kernel.duration
-        use[2] += max(0.0, stop - max(kernel.start, end))
-        found["idle"][2] += max(0.0, kernel.start - end)
+        use, stop = found.setdefault(kind, [0, 0.0, 0.0]), kernel.start + kernel.duration
+        own = max(0.0, stop - max(kernel.start, end))
+        use[:] = use[0] + 1, use[1] + kernel.duration, use[2] + own
+        idle += max(0.0, kernel.start - end)
         end = max(end, stop)
     found = dict(sorted(found.items(), key=lambda item: -item[1][2]))
-    found["all"] = [sum(column) for column in zip(*found.values(), strict=True)]
-    return {
-        kind: Use(calls / steps, duration / steps / 1e3, own / steps / 1e3)
-        for kind, (calls, duration, own) in found.items()
-    }
+    total = [sum(column) for column in zip(*found.values(), strict=True)]
+    found |= {"idle": [0, 0.0, idle], "all": [*total[:2], end - first]}
+    made = {}
+    for kind, (calls, duration, own) in found.items():
+        values = {"calls": calls / steps, "duration_ms": duration / steps / 1e3}
+        values |= {"kernel_ms": own / steps / 1e3, "share_of_step": own / (end - first)}
+        if calls:
+            values["call_us"] = duration / calls
+        if kind in call_bytes and own:
+            speed = calls * call_bytes[kind] / own / 1e3
+            values["read_gb"] = values["calls"] * call_bytes[kind] / 1e9
+            values |= {"read_gb_per_s": speed, "share_of_floor": speed / bandwidth}
+        made[kind] = values
+    return made
 
 
 def kinds(names: Sequence[str], layers: int | None) -> list[str]:
@@ -155,25 +165,3 @@ def kinds(names: Sequence[str], layers: int | None) -> list[str]:
 def kind_of(name: str) -> str:
     """By its name alone; see `KINDS`."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
-
-
-def figures_of(
-    found: Mapping[str, Use], call_bytes: Mapping[str, float], bandwidth: float
-) -> dict[str, dict[str, float]]:
-    """Every figure of each kind, by its name in `figures.UNITS`.
-
-    Args:
-        call_bytes: what one call must read, of the kinds of which that is known.
-        bandwidth: GB/s.
-    """
-    made = {}
-    for kind, use in found.items():
-        values = {**use._asdict(), "share_of_step": use.kernel_ms / found["all"].kernel_ms}
-        if use.calls:
-            values["call_us"] = 1e3 * use.duration_ms / use.calls
-        if kind in call_bytes and use.kernel_ms:
-            read = use.calls * call_bytes[kind] / 1e9
-            values |= {"read_gb": read, "read_gb_per_s": 1e3 * read / use.kernel_ms}
-            values["share_of_floor"] = values["read_gb_per_s"] / bandwidth
-        made[kind] = values
-    return made

@@ -19,7 +19,6 @@ from foretoken.config import (
 from foretoken.errors import ConfigError
 
 PROMPTS = ("random", "heldout")
-LEAST_STEPS = 16  # of a run whose kernels are recorded: 3 settle, 8 are recorded, some end
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
 
 
@@ -97,30 +96,20 @@ class BenchOptions:
         if largest > most:
             raise ConfigError("max_num_seqs", most, f"at least {largest}, the largest batch")
         drafts = speculation.num_speculative_tokens if speculation else 0
-        if self.kernels:
-            self._check_kernels(engine, drafts)
         tokens = max(_DEFAULTS["max_num_batched_tokens"], most * (1 + drafts))
         sized.setdefault("max_num_batched_tokens", tokens)
-        if not {"num_blocks", "kv_cache_gib"} & engine.keys():
-            from foretoken.engine.devices import choose_device  # which loads torch
+        from foretoken.engine.devices import choose_device  # which loads torch
 
-            device = choose_device(engine.get("device", "auto"))
+        device = choose_device(engine.get("device", "auto"))
+        if self.kernels and device.type == "cpu":
+            remedy = "There, the phases of a step tell where its time goes."
+            raise ConfigError("kernels", True, "left out on a CPU", remedy)
+        if not {"num_blocks", "kv_cache_gib"} & engine.keys():
             block_size = engine.get("block_size") or BLOCK_SIZES[device.type]
             # One more for each: the scheduler keeps one free per running request.
             blocks = -(-(self.input_len + self.output_len) // block_size) + 1
             sized["num_blocks"] = largest * blocks
         return sized
-
-    def _check_kernels(self, engine: Mapping[str, Any], drafts: int) -> None:
-        from foretoken.engine.devices import choose_device
-
-        if choose_device(engine.get("device", "auto")).type == "cpu":
-            remedy = "There, the phases of a step tell where its time goes."
-            raise ConfigError("kernels", True, "left out on a CPU", remedy)
-        least = LEAST_STEPS * (1 + drafts)
-        if self.output_len < least:
-            bound = f"at least {least}, for enough steps to record kernels of"
-            raise ConfigError("output_len", self.output_len, bound)
 
 
 def _check_file(name: str, given: str | None, suffix: str) -> None:

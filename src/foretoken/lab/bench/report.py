@@ -215,12 +215,12 @@ TABLES: dict[str, dict[str, tuple[str, int, bool]]] = {
 _KERNELS = {
     "calls": ("calls", 1, False),
     "us/call": ("call_us", 2, False),
-    "ms, waits too": ("duration_ms", 3, False),
-    "own ms": ("kernel_ms", 3, False),
-    "of the step": ("share_of_step", 3, False),
+    "with waits, ms": ("duration_ms", 3, False),
+    "own, ms": ("kernel_ms", 3, False),
+    "own/step": ("share_of_step", 3, False),
     "GB": ("read_gb", 3, False),
     "GB/s": ("read_gb_per_s", 0, False),
-    "of the floor": ("share_of_floor", 2, False),
+    "floor/own": ("share_of_floor", 2, False),
 }
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.figures import Run, Step, figures, mean_context
 from foretoken.lab.bench.floor import Floor
-from foretoken.lab.bench.kernels import Recorder, figures_of, kind_of, uses
-from foretoken.lab.bench.options import LEAST_STEPS, BenchOptions
+from foretoken.lab.bench.kernels import Recorder, kernel_figures, kind_of
+from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.bench.workload import Prompts, Workload
 from foretoken.sampling.params import SamplingParams
 
@@ -40,7 +39,7 @@ class Bench:
         cases: what takes turns.
         floor: bytes that passes must read, and the memory's bandwidth.
         measured: figures of every measured run so far, by batch size and case.
-        kernels: figures of each kind of kernel, by the same; unknown: names of none of the kinds.
+        kernels: figures of each kind of kernel, by the same; unknown: names of kind `other`.
     """
 
     def __init__(self, llm: LLM, options: BenchOptions, params: SamplingParams) -> None:
@@ -62,54 +61,39 @@ class Bench:
         """Measure everything; `measured` holds what is done if it is interrupted.
 
         Raises:
-            ForetokenError: a request failed.
+            ForetokenError: a request failed, or no kernels were seen.
         """
-        done = 0
-        for done, (batch, repeat, case) in enumerate(self._turns(), 1):
+        for done, (batch, repeat, case) in enumerate(self._turns()):
             round_ = repeat - self.options.warmup + 1
-            which = f"repeat {round_}" if round_ > 0 else "warm-up"
-            report(done - 1, f"batch {batch}, {case.name}, {which}")
-            run = run_batch(self.llm, *self._given(batch, repeat, case))
+            records = round_ > self.options.repeats
+            which = "kernels" if records else f"repeat {round_}" if round_ > 0 else "warm-up"
+            report(done, f"batch {batch}, {case.name}, {which}")
+            prompts = self._workload.prompts(batch, repeat)
+            params = self._workload.params(batch, repeat, case.num_drafts)
+            if records:
+                self.kernels[batch, case] = self._record(prompts, params)
+                continue
+            run = run_batch(self.llm, prompts, params)
             if round_ > 0:
                 found = figures(run, self.floor)
                 self.measured.setdefault((batch, case), []).append(found)
-        # Behind all that is measured: once a profiler has run, launches may cost more.
-        for batch, case in [*self.measured] if self.options.kernels else ():
-            report(done, f"batch {batch}, {case.name}, kernels")
-            self.kernels[batch, case] = self._record(batch, case)
-            done += 1
-        report(done, "done")
+        report(self.num_runs, "done")
 
-    def _record(self, batch: int, case: Case) -> dict[str, dict[str, float]]:
-        """Figures of each kind of kernel in steps near a run's beginning.
-
-        Raises:
-            ConfigError: the profiler saw no kernel.
-        """
-        recorder, runner = Recorder(batch), self.llm.engine.runner
-        tokens = LEAST_STEPS * (1 + self.llm.engine.num_speculative_tokens)
-        given = self._given(batch, self.options.warmup + self.options.repeats, case, tokens)
-        run = run_batch(self.llm, *given, watch=recorder)
+    def _record(
+        self, prompts: Prompts, params: Sequence[SamplingParams]
+    ) -> dict[str, dict[str, float]]:
+        """What each kind of kernel takes of a step; `ConfigError` if the profiler saw none."""
+        recorder, runner = Recorder(len(prompts)), self.llm.engine.runner
+        run = run_batch(self.llm, prompts, params, recorder)
         if not recorder.kernels:
-            bound = "left out where PyTorch's profiler sees no kernels, or no whole batch decodes"
+            bound = "left out where PyTorch's profiler sees no kernels, or a run has few steps"
             raise ConfigError("kernels", True, bound)
-        passes = [
-            runner.model,
-            *(getattr(runner.drafter, name, None) for name in ("model", "head")),
-        ]
-        fused = all(getattr(one, "fused", True) is not None for one in passes)
-        layers = len(self.floor.target.layers) if fused else None
         self.unknown |= {k.name for k in recorder.kernels if kind_of(k.name) == "other"}
-        per_call = self.floor.per_call(batch, mean_context(run, recorder.steps))
-        return figures_of(uses(recorder.kernels, layers), per_call, self.floor.bandwidth)
-
-    def _given(
-        self, batch: int, repeat: int, case: Case, tokens: int | None = None
-    ) -> tuple[Prompts, Sequence[SamplingParams]]:
-        """Prompts and parameters of a run; `tokens` in the place of `output_len`."""
-        params = self._workload.params(batch, repeat, case.num_drafts)
-        params = [replace(one, max_tokens=tokens or one.max_tokens) for one in params]
-        return self._workload.prompts(batch, repeat), params
+        drafter = [getattr(runner.drafter, name, None) for name in ("model", "head")]
+        fused = all(getattr(one, "fused", True) is not None for one in (runner.model, *drafter))
+        layers = len(self.floor.target.layers) if fused else None
+        per_call = self.floor.per_call(len(prompts), mean_context(run, recorder.steps))
+        return kernel_figures(recorder.kernels, layers, per_call, self.floor.bandwidth)
 
     def _turns(self) -> Iterator[tuple[int, int, Case]]:
         """Batch size, repeat (warm-up first) and case; who goes first changes with each repeat."""
@@ -117,18 +101,21 @@ class Bench:
             for repeat in range(self.options.warmup + self.options.repeats):
                 for case in self.cases[:: -1 if repeat % 2 else 1]:
                     yield batch, repeat, case
+        if self.options.kernels:  # at last: once a profiler has run, launches may cost more
+            for batch, case in [*self.measured]:
+                yield batch, self.options.warmup + self.options.repeats, case
 
 
 def run_batch(
     llm: LLM,
     prompts: Prompts,
     params: Sequence[SamplingParams],
-    watch: Callable[[Sequence[Step]], None] | None = None,
+    watch: Callable[[Sequence[Step]], None] = lambda steps: None,
 ) -> Run:
     """Complete a batch of prompts of one length, all submitted at once.
 
     Args:
-        watch: gets the steps so far whenever one is done; its time counts as the next one's.
+        watch: gets the steps so far whenever one is done; its time is not theirs.
 
     Raises:
         ForetokenError: a request failed.
@@ -141,9 +128,8 @@ def run_batch(
         nonlocal before
         now = time.perf_counter()
         steps.append(Step(now - before, trace))
-        before = now
-        if watch is not None:
-            watch(steps)
+        watch(steps)
+        before = time.perf_counter()
 
     engine.on_step = keep
     try:

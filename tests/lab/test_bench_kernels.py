@@ -34,9 +34,14 @@ def layers(count: int, product: str) -> list[str]:
 
 def eagle_step(depth: int) -> list[str]:
     """Two drafts, the target through cuBLAS, and the head over the target's rows."""
-    drafted = ["streamk_kernel", "plan_kernel", *layers(1, "streamk_kernel"), "streamk_kernel"]
-    target = [*layers(depth, GEMM), GEMM, "decide_kernel", "Memset (Device)", "unheard_of"]
-    return [*drafted, *target, "streamk_kernel", *layers(1, "streamk_kernel")]
+    drafted = ["streamk_kernel", "join_kernel", *layers(1, "streamk_kernel"), "streamk_kernel"]
+    return [*drafted, *undrafted_step(depth)]
+
+
+def undrafted_step(depth: int) -> list[str]:
+    target = ["plan_kernel", "embed_kernel", *layers(depth, GEMM), GEMM, "decide_kernel"]
+    observed = ["streamk_kernel", "join_kernel", *layers(1, "streamk_kernel")]
+    return [*target, "Memset (Device)", "unheard_of", *observed]
 
 
 def test_every_kernel_of_ours_has_a_kind() -> None:
@@ -59,8 +64,11 @@ def test_products_are_told_apart_by_their_place(steps: int) -> None:
     found = kinds(eagle_step(3) * steps, 3)
     expected = dict.fromkeys(LAYER, 3) | {f"draft {kind}": 2 for kind in (*LAYER, "head")}
     expected |= dict.fromkeys(("head", "draft features", "slots", "sampling", "copies"), 1)
-    expected |= {"rows": 10, "other": 1}
+    expected |= {"rows": 13, "other": 1}
     assert {kind: found.count(kind) / steps for kind in set(found)} == expected
+    found = kinds(undrafted_step(3) * steps, 3)  # no logits behind the head's pass
+    assert {found.count(kind) / steps for kind in LAYER} == {3}
+    assert {found.count(f"draft {kind}") / steps for kind in LAYER} == {1}
     plain = [*layers(3, "gemv_kernel"), "gemv_kernel"] * steps
     assert set(kinds(plain, 3)) == {*LAYER, "head", "rows"}
     assert kinds(plain, None).count("product") == 13 * steps
@@ -128,6 +136,7 @@ def test_a_benchmark_records_behind_its_runs(pair: LLM, monkeypatch: pytest.Monk
     found = results(bench, "foretoken bench")
     assert found is not None
     assert any("kind `other`: unheard_of." in note for note in found.notes)
+    assert any("ms: 16.830 and 18.699 at batch 2, plain; " in note for note in found.notes)
     row = next(row for row in found.rows if row.case == "batch 2, plain: qkv")
     assert row.labels == {**found.rows[0].labels, "kernels": "qkv"}
     assert "share_of_floor" in row.values

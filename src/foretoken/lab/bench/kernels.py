@@ -36,6 +36,7 @@ KINDS = {
 """What a kernel is by its name, the first that fits; otherwise it is `other`."""
 _BEHIND = ("o", "gate_up", "down", "head", "draft features")  # products, in order, after attention
 _BETWEEN = 3  # of them between two layers; behind them stands the next one's qkv
+_FIRST = ("embed_kernel", "join_kernel")  # a pass begins with one of them
 _OF_DRAFTER = {k: f"draft {k}" for k in ("qkv", "attention", "attention merge", *_BEHIND[:4])}
 
 
@@ -139,7 +140,10 @@ def kinds(names: Sequence[str], layers: int | None) -> list[str]:
     if layers is None:
         return found
     gaps: list[list[int]] = [[]]  # products before, between and behind the calls of attention
+    begins = set()  # gaps in which a pass begins
     for i, kind in enumerate(found):
+        if names[i] in _FIRST:
+            begins.add(len(gaps) - 1)
         if kind == "product":
             gaps[-1].append(i)
         elif kind == "attention" and gaps[-1]:
@@ -153,7 +157,7 @@ def kinds(names: Sequence[str], layers: int | None) -> list[str]:
     for call, gap in enumerate(gaps[1:], 1):
         for place, name in zip(gap, _BEHIND, strict=False):
             found[place] = name
-        if len(gap) == _BETWEEN and call < len(starts):
+        if len(gap) == _BETWEEN and call < len(starts) and call not in begins:
             continue  # the same pass goes on
         if call - first != layers:
             for place in range(starts[first], max(gap[:4], default=len(found) - 1) + 1):

@@ -26,14 +26,14 @@ _NOTES = (
     "step_ms = draft_ms + target_ms + verify_ms + host_gap_ms, means over the steps of decode_s, "
     "each from the end of the step before. The host gap is what no device phase covers.",
     "read_gb: the target's weights once and the K/V of all contexts, and the same of a draft model "
-    "for each draft pass. floor_ms is that over the bandwidth; weights that stay in a cache are "
-    "read faster.",
+    "or an EAGLE-3 head for each draft pass. floor_ms is that over the bandwidth; weights that "
+    "stay in a cache are read faster.",
 )
-KERNEL_NOTE = (
-    "Kernels were recorded in a few steps of another run, near its beginning; a profiler slows "
-    "steps down, of which `all` says how long they took. duration_ms is from start to end, waits "
-    "for the kernel before included, where a kernel starts while that one ends: it adds up to more "
-    "than the step. kernel_ms is from the end of all before to the kernel's own, and adds up."
+_KERNEL_NOTE = (
+    "Kernels were recorded in a few steps near the beginning of another run; a profiler slows "
+    "steps down. duration_ms is from a kernel's start to its end; some start while the one before "
+    "ends, and wait. kernel_ms is from the end of all before to the kernel's own; with `idle` it "
+    "adds up to the step. Sums of duration_ms, and steps, in ms: "
 )
 
 
@@ -160,7 +160,12 @@ def _remarks(bench: Bench) -> list[str]:
             "taken turn by turn."
         )
     if bench.kernels:
-        remarks.append(KERNEL_NOTE)
+        sums = [
+            f"{figures['all']['duration_ms']:.3f} and {figures['all']['kernel_ms']:.3f} at batch "
+            f"{batch}, {case.name}"
+            for (batch, case), figures in bench.kernels.items()
+        ]
+        remarks.append(f"{_KERNEL_NOTE}{'; '.join(sums)}.")
     if bench.unknown:
         remarks.append(f"Kernels of kind `other`: {', '.join(sorted(bench.unknown))}.")
     if bench.options.repeats < _LEAST_REPEATS:

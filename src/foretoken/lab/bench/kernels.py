@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, supported_activities
 
 from foretoken.lab.bench.figures import Step
 
@@ -77,6 +77,11 @@ class Recorder:
             torch.cuda.synchronize()
             self._profile.stop()
             self.kernels, self.steps = launches(self._profile.events()), steps[-RECORDED:]
+
+
+def sees_kernels() -> bool:
+    """Whether PyTorch was built with a profiler of the device."""
+    return ProfilerActivity.CUDA in supported_activities()
 
 
 def launches(events: Iterable[Any]) -> list[Kernel]:

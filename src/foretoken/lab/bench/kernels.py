@@ -81,7 +81,7 @@ class Recorder:
 
 def sees_kernels() -> bool:
     """Whether PyTorch was built with a profiler of the device."""
-    return ProfilerActivity.CUDA in supported_activities()
+    return ProfilerActivity.CUDA in supported_activities()  # type: ignore[no-untyped-call]
 
 
 def launches(events: Iterable[Any]) -> list[Kernel]:

@@ -78,6 +78,7 @@ class _Plan:
     """Work on the device, and what the host knows of it.
 
     prefill: None if no request has many queries
+    new: of a request at most, a power of 2, if they are few
     items, tiles, merges: no more than these
     """
 
@@ -86,6 +87,7 @@ class _Plan:
     decode: Decoding
     pieces: Pieces
     prefill: Prefilling | None
+    new: int
     items: int
     tiles: int
     merges: int
@@ -241,8 +243,9 @@ def _decode(
         rows, heads, caches, plan.work, plan.partials, scores, out,
         ROTARY=0 if heads is None else 2 * heads.cos_PR.shape[1], WINDOW=shape.window,
         R=config.rows, SETS=config.sets, GROUPS=config.groups, KEYS=config.keys,
-        STAGES=config.stages, PRECISION=shape.precision, OVERLAP=overlap, **shape.constants,
-        num_warps=config.warps, **at_most_registers(config.registers), **_dependent(overlap),
+        STAGES=config.stages, NEW=plan.new, AHEAD=config.ahead, PRECISION=shape.precision, OVERLAP=overlap, **shape.constants,
+        num_warps=config.warps, enable_fp_fusion=False, **at_most_registers(config.registers),
+        **_dependent(overlap),
     )  # fmt: skip
     if plan.partials.pieces > 1:
         together = min(config.merged_heads, shape.heads & -shape.heads)
@@ -250,7 +253,7 @@ def _decode(
             merge_kernel, (shape.heads // together, plan.merges),
             plan.work, plan.partials, scores, out, H=shape.heads, D_V=shape.value_size,
             WIDTH_V=_width(shape.value_size), HEADS=together, PIECES=config.merged_pieces,
-            OVERLAP=overlap, num_warps=4, **_dependent(overlap),
+            OVERLAP=overlap, num_warps=config.merged_warps, **_dependent(overlap),
         )  # fmt: skip
 
 
@@ -280,16 +283,17 @@ def _new_plan(batch: AttentionBatch, tokens: int, shape: _Shape) -> _Plan:
     if prefill is not None:
         tiles = triton.cdiv(tokens * shape.per_kv, prefill.rows) + requests
 
-    def new(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    def empty(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(count, dtype=dtype, device=batch.length_B.device)
 
     fields, partial = FIELDS.value, rows * shape.heads * number
     work = records.Work(
-        new(items * fields), new(rows * MERGE_FIELDS.value), new(max(tiles, 1) * fields), new(4)
+        empty(items * fields), empty(rows * MERGE_FIELDS.value), empty(max(tiles, 1) * fields),
+        empty(4),
     )
     partials = records.Partials(
-        new(partial * shape.value_size, torch.float32), new(partial, torch.float32),
-        new(partial, torch.float32), number,
+        empty(partial * shape.value_size, torch.float32), empty(partial, torch.float32),
+        empty(partial, torch.float32), number,
     )  # fmt: skip
     launch(
         plan_kernel, (requests + 1,),
@@ -298,7 +302,8 @@ def _new_plan(batch: AttentionBatch, tokens: int, shape: _Shape) -> _Plan:
         FEW_ROWS=decode.rows, MANY_ROWS=1 if prefill is None else prefill.rows,
         AT_ONCE=128, num_warps=4,
     )  # fmt: skip
-    return _Plan(work, partials, decode, pieces, prefill, items, tiles, rows)
+    return _Plan(work, partials, decode, pieces, prefill, triton.next_power_of_2(few), items,
+        tiles, rows)
 
 
 def _shape(heads: int, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions) -> _Shape:

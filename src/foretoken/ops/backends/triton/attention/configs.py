@@ -21,6 +21,7 @@ class Decoding(NamedTuple):
     programs:    per multiprocessor
     registers:   of a thread at most
     merged_heads, merged_pieces: of a program of the merge at once
+    ahead:       tokens of an item that the L2 is asked for ahead
     """
 
     size: int
@@ -34,6 +35,8 @@ class Decoding(NamedTuple):
     registers: int
     merged_heads: int = 1
     merged_pieces: int = 32
+    merged_warps: int = 4
+    ahead: int = 0
 
     @property
     def warps(self) -> int:

@@ -73,9 +73,10 @@ def _load_tile(
         place = (block.to(tl.int64) * PAGE + (first + lane) % PAGE) * H_KV + h
         p = pool + place[:, :, None] * D + d
     if MASKED:
-        x = tl.load(p, mask=(first + lane < end)[:, :, None] & (d < D), other=0.0)
+        p_mask = (first + lane < end)[:, :, None] & (d < D)
+        x = tl.load(p, mask=p_mask, other=0.0)
     elif D != WIDTH:
-        x = tl.load(p, mask=(d < D) & (lane >= 0)[:, :, None], other=0.0)
+        x = tl.load(p, mask=d < D, other=0.0)
     else:
         x = tl.load(p)
     return x
@@ -91,19 +92,20 @@ def _ask(
     old = at < tl.minimum(item.end, item.start)
     block = tl.load(table + at // PAGE, mask=old, other=0)
     place = (block.to(tl.int64) * PAGE + at % PAGE) * H_KV + h
-    SIZE: tl.constexpr = cache.key.dtype.element_ty.primitive_bitwidth // 8
-    _fetch(cache.key + place * D, old, D * SIZE)
-    _fetch(cache.value + place * D_V, old, D_V * SIZE)
+    _fetch(cache.key + place * D, old, D)
+    _fetch(cache.value + place * D_V, old, D_V)
 
 
 @triton.jit
-def _fetch(p, wanted, BYTES: tl.constexpr):
-    tl.inline_asm_elementwise(
-        "{.reg .pred %w; setp.ne.b32 %w, $2, 0; "
-        "@%w cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0;}",
-        "=r,l,r,n", [p.to(tl.int64), wanted.to(tl.int32), BYTES], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+def _fetch(p, wanted, D: tl.constexpr):
+    """Ask the L2 for D values at each address."""
+    SIZE: tl.constexpr = p.dtype.element_ty.primitive_bitwidth // 8
+    for line in tl.static_range(0, D * SIZE, 128):
+        tl.inline_asm_elementwise(
+            "{.reg .pred w; setp.ne.b32 w, $2, 0; @w prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
+            "=r,l,r", [(p + line // SIZE).to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -225,7 +227,7 @@ def decode_kernel(
     KEYS: tl.constexpr, STAGES: tl.constexpr, NEW: tl.constexpr, AHEAD: tl.constexpr,
     PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, i) takes K/V head h of the items i, i + programs, ...
+    """Program (h, i) takes K/V head h of item i, then of one in each further round of programs.
 
     ROTARY: 0 if `rows` attend as they are and their K/V is in the cache; else rows are of qkv.
     (Triton 3.6 cannot ask whether `heads` is None, if a field of it is None.)
@@ -238,7 +240,7 @@ def decode_kernel(
     Q: tl.constexpr = R // SETS
     W: tl.constexpr = GROUPS * SETS
     TILE: tl.constexpr = GROUPS * KEYS
-    h, i = tl.program_id(0), tl.program_id(1)
+    h, i, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     items = tl.load(work.totals)
     item = load_item(work.few_I, i)
     while i < items:
@@ -269,7 +271,9 @@ def decode_kernel(
         top = tl.full((W, Q), UNSEEN, tl.float32)
         total = tl.zeros((W, Q), tl.float32)
         acc = tl.zeros((W, Q, WIDTH_V), tl.float32)
-        whole = tl.minimum(item.end, item.start) // TILE * TILE  # tiles below: no row is before them
+        whole = (
+            tl.minimum(item.end, item.start) // TILE * TILE
+        )  # tiles below: no row is before them
         whole = tl.maximum(item.begin, whole)
         top, total, acc = _pass_over(
             top, total, acc, item.begin, whole, query, position, table, cache, scores, h, False,
@@ -285,7 +289,8 @@ def decode_kernel(
             top, total, acc, item, t, head, live, scores, partials, out,
             H, D_V, WIDTH_V, R, SETS, GROUPS,
         )  # fmt: skip
-        i += tl.num_programs(1)
+        # The first items are the longest: who has one of them takes the last of the next round.
+        i = tl.where(i < programs, 2 * programs - 1 - i, i + programs)
         item = load_item(work.few_I, tl.minimum(i, items - 1))
     wait_for_writes(OVERLAP)  # also those that have no item
 
@@ -296,7 +301,10 @@ def merge_kernel(
     H: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr, HEADS: tl.constexpr,
     PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, f) merges the pieces of HEADS heads of row f in their order, PIECES at once."""
+    """Program (j, f) merges pieces of HEADS heads of rows f, f + programs, ..., in their order.
+
+    PIECES: that are loaded at once.
+    """
     let_next_start(OVERLAP)
     partials = partials  # see `triton/records.py`
     f = tl.program_id(1)
@@ -304,23 +312,26 @@ def merge_kernel(
     n, d_v = tl.arange(0, PIECES), tl.arange(0, WIDTH_V)
     rows = tl.load(work.totals + 1)
     row = load_merge_row(work.merge_F, f)
-    top = tl.full((HEADS,), UNSEEN, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    acc = tl.zeros((HEADS, WIDTH_V), tl.float32)
     wait_for_writes(OVERLAP)
-    if (f < rows) & (row.first <= row.last):
-        base = ((f.to(tl.int64) * H + h) * partials.pieces)[:, None]
-        for begin in range(row.first // PIECES * PIECES, row.last + 1, PIECES):
-            place = base + begin + n
-            valid = (begin + n >= row.first) & (begin + n <= row.last)
-            tops = tl.load(partials.top_FHN + place, mask=valid, other=UNSEEN)
-            sums = tl.load(partials.sum_FHN + place, mask=valid, other=0.0)
-            accs = load_heads(partials.acc_FHN + place * D_V, valid, D_V, WIDTH_V)
-            higher = tl.maximum(top, tl.max(tops, 1))
-            share, old = tl.exp2(tops - higher[:, None]), tl.exp2(top - higher)
-            total = total * old + tl.sum(sums * share, 1)
-            acc = acc * old[:, None] + tl.sum(accs * share[:, :, None], 1)
-            top = higher
-        result = settled(top, total, acc, h, h < H, scores)
-        to = out + (row.row.to(tl.int64) * H + h)[:, None] * D_V + d_v
-        tl.store(to, result.to(out.dtype.element_ty), mask=d_v < D_V)
+    while f < rows:
+        if row.first <= row.last:
+            top = tl.full((HEADS,), UNSEEN, tl.float32)
+            total = tl.zeros((HEADS,), tl.float32)
+            acc = tl.zeros((HEADS, WIDTH_V), tl.float32)
+            base = ((f.to(tl.int64) * H + h) * partials.pieces)[:, None]
+            for begin in range(row.first // PIECES * PIECES, row.last + 1, PIECES):
+                place = base + begin + n
+                valid = (begin + n >= row.first) & (begin + n <= row.last)
+                tops = tl.load(partials.top_FHN + place, mask=valid, other=UNSEEN)
+                sums = tl.load(partials.sum_FHN + place, mask=valid, other=0.0)
+                accs = load_heads(partials.acc_FHN + place * D_V, valid, D_V, WIDTH_V)
+                higher = tl.maximum(top, tl.max(tops, 1))
+                share, old = tl.exp2(tops - higher[:, None]), tl.exp2(top - higher)
+                total = total * old + tl.sum(sums * share, 1)
+                acc = acc * old[:, None] + tl.sum(accs * share[:, :, None], 1)
+                top = higher
+            result = settled(top, total, acc, h, h < H, scores)
+            to = out + (row.row.to(tl.int64) * H + h)[:, None] * D_V + d_v
+            tl.store(to, result.to(out.dtype.element_ty), mask=d_v < D_V)
+        f += tl.num_programs(1)
+        row = load_merge_row(work.merge_F, tl.minimum(f, rows - 1))

@@ -63,15 +63,20 @@ def _load_tile(
     WIDTH: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Keys or values from position `first` on, [GROUPS, k, WIDTH]; 0 from `end` on, if MASKED."""
+    TILE: tl.constexpr = GROUPS * KEYS
     lane = tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     d = tl.arange(0, WIDTH)
-    if PAGE % (GROUPS * KEYS) == 0:
-        # One address a tile, and constants: half of the instructions were for addresses.
-        start = (block.to(tl.int64) * PAGE + first % PAGE) * H_KV + h
-        p = pool + start * D + (lane.to(tl.int64)[:, :, None] * (H_KV * D) + d)
+    # Where tiles and pages share a border, an address is one of few and a constant: half of the
+    # instructions of a tile were for addresses.
+    block = block.to(tl.int64) * (PAGE * H_KV) + h
+    if PAGE % TILE == 0:
+        at, p = lane, pool + (block + first % PAGE * H_KV) * D
     else:
-        place = (block.to(tl.int64) * PAGE + (first + lane) % PAGE) * H_KV + h
-        p = pool + place[:, :, None] * D + d
+        at, p = (
+            lane % PAGE if TILE % PAGE == 0 else (first + lane) % PAGE,
+            pool + block[:, :, None] * D,
+        )
+    p += at.to(tl.int64)[:, :, None] * (H_KV * D) + d
     if MASKED:
         p_mask = (first + lane < end)[:, :, None] & (d < D)
         x = tl.load(p, mask=p_mask, other=0.0)

@@ -35,9 +35,8 @@ from foretoken.ops.backends.triton.compiled import launch
 from foretoken.ops.backends.triton.launch import at_most_registers, check_device
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
-_MERGES = 8  # programs of a merge per multiprocessor
-
 MOST_NEW: int = FEW.value  # new tokens of a request that `attend_new` takes
+_MERGES = 8  # programs of a merge per multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,19 +288,16 @@ def _new_plan(batch: AttentionBatch, tokens: int, shape: _Shape) -> _Plan:
     if prefill is not None:
         tiles = triton.cdiv(tokens * shape.per_kv, prefill.rows) + requests
 
-    def empty(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    def new(count: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(count, dtype=dtype, device=batch.length_B.device)
 
     fields, partial = FIELDS.value, rows * shape.heads * number
     work = records.Work(
-        empty(items * fields),
-        empty(rows * MERGE_FIELDS.value),
-        empty(max(tiles, 1) * fields),
-        empty(4),
+        new(items * fields), new(rows * MERGE_FIELDS.value), new(max(tiles, 1) * fields), new(4)
     )
     partials = records.Partials(
-        empty(partial * shape.value_size, torch.float32), empty(partial, torch.float32),
-        empty(partial, torch.float32), number,
+        new(partial * shape.value_size, torch.float32), new(partial, torch.float32),
+        new(partial, torch.float32), number,
     )  # fmt: skip
     launch(
         plan_kernel, (requests + 1,),

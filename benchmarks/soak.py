@@ -2,12 +2,13 @@
 
 Random lengths, temperatures, rules, K, edits, stop strings and samples; a pool too small for what
 runs, prefixes that are shared, aborts at random moments. Each request is one of some hundreds whose
-samples are known from the same engine, alone: outputs that differ are counted. Logits of one row
+samples are known from such an engine, alone and without CUDA graphs (each kind of step would take
+seconds to capture, 256 for 300 requests): outputs that differ are counted. Logits of one row
 differ by rounding with what else is in the batch, so that a token may part at a near-tie, and
 nowhere else (`near_ties.py`); in the native decoder they do not, and none may part.
 
     python -m benchmarks.soak --minutes 30                    # make soak
-    python -m benchmarks.soak --device cuda --minutes 8 --requests 20000 --alone 30 --limit 560
+    python -m benchmarks.soak --device cuda --minutes 8 --requests 20000 --alone 25 --limit 555
 """
 
 from __future__ import annotations
@@ -141,13 +142,12 @@ def memory(device: torch.device) -> dict[str, float]:
     return {"resident": pages * 4096 / 2**20, "gpu": on_gpu}
 
 
-def learn(engine: Engine, rng: random.Random, seconds: float) -> list[Known]:
-    """What requests give alone: as many as there is time for, on a GPU mostly for CUDA graphs."""
-    assert engine.tokenizer is not None
-    prompts = [engine.tokenizer.encode(p.prompt) for p in heldout(40)]
+def learn(llm: LLM, rng: random.Random, seconds: float) -> list[Known]:
+    """What requests give alone, as many as there is time for."""
+    prompts = [llm.get_tokenizer().encode(p.prompt) for p in heldout(40)]
     known, start = list[Known](), time.perf_counter()
     while len(known) < NUM_DISTINCT and time.perf_counter() - start < seconds:
-        known.append(Known(engine, prompts, rng))
+        known.append(Known(llm.engine, prompts, rng))
         if len(known) % 20 == 0:
             took = time.perf_counter() - start
             print(f"{took:6.1f} s: {len(known)} requests alone", flush=True)
@@ -203,8 +203,12 @@ def main() -> int:
         "block_size": 16, "num_blocks": args.num_blocks or 3 * seqs, "dtype": "float32",
     }  # fmt: skip
     speculation = {"method": args.method, "num_speculative_tokens": 4}
-    llm = LLM("tiny-python", speculation, device=args.device, async_scheduling=True, **options)
-    crowd = Crowd(llm.engine, learn(llm.engine, rng, args.alone), rng, 2 * seqs)
+    given = ("tiny-python", speculation)
+    options |= {"device": args.device, "async_scheduling": True}
+    with LLM(*given, enforce_eager=True, **options) as llm:
+        known = learn(llm, rng, args.alone)
+    llm = LLM(*given, **options)
+    crowd = Crowd(llm.engine, known, rng, 2 * seqs)
     grown = soak(crowd, args, start + args.limit)
     looked_into = crowd.parted[:MOST_PARTED]
     wrong = unexplained(looked_into, speculation)

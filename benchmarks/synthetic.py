@@ -82,7 +82,7 @@ def main() -> int:
     }  # fmt: skip
     llm, rows = LLM(args.model, **options.sized(engine)), []
     for temperature, batch in itertools.product(args.temperatures, options.batch_sizes):
-        if time.perf_counter() - start < args.seconds:
+        if not rows or time.perf_counter() - start < args.seconds:
             rows.append(measure(llm, options, batch, temperature))
             medians = {
                 name: round(value.median if isinstance(value, Spread) else value, 4)

@@ -54,6 +54,7 @@ class Prefilling(NamedTuple):
 
 def decoding(tokens: int, requests: int, tile_rows: int, size: int, dtype: torch.dtype) -> Decoding:
     """For a step of so many tokens and requests, of `tile_rows` rows of a request at most."""
+    merging: tuple[int, ...]
     if tokens <= SAME_BITS:
         cut, merging = (256, 64), (1, 16, 1, 256 if requests == 1 else 0)
     elif requests <= 16:

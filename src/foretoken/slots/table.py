@@ -181,10 +181,10 @@ class SlotTable(SlotParameters):
         raises: `stop` it.
         """
         first, token_ids = self.length_S[slot], outcome.token_ids
-        last = first + len(token_ids)
+        last = self.length_S[slot] = first + len(token_ids)
         self.token_SL[slot, first:last] = token_ids
-        self.token_SL[slot, last : first + outcome.num_drafts] = NO_TOKEN
-        self.length_S[slot] = last
+        if outcome.num_drafts:
+            self.token_SL[slot, last : first + outcome.num_drafts] = NO_TOKEN
         self.computed_S[slot] += outcome.num_accepted
         if history := self.histories.get(slot):
             history.append(token_ids)

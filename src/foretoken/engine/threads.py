@@ -84,7 +84,7 @@ class StepThreads:
         collapse with them is there a choice for prompts, too, by the time per token: one thread,
         and all of them tried again.
         """
-        choice = None
+        choice, tokens, decodes = None, 0, False
         if self.chooses and shares:
             tokens = sum(share.num_tokens + share.max_drafts for share in shares)
             decodes, choice = all(share.num_tokens == 1 for share in shares), self._prompts

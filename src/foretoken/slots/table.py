@@ -66,11 +66,6 @@ class SlotTable(SlotParameters):
         self.computed_S = [0] * num_slots
         self.limit_S = [0] * num_slots
 
-    @staticmethod
-    def bytes_per_slot(max_tokens: int, block_size: int) -> int:
-        """Memory of one slot, beside a few numbers."""
-        return 4 * max_tokens + 8 * -(-max_tokens // block_size)
-
     @property
     def state(self) -> SlotState:
         """Tokens, blocks and lengths as tensors; a copy, but for the first two."""

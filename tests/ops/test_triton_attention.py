@@ -42,7 +42,7 @@ FEATURES = {
     "window": {"sliding_window": 40},
     "all": {"sliding_window": 33, "softcap": 2.0, "sinks_H": torch.linspace(-2, 3, H)},
 }
-# (Tokens in the cache, new tokens): pieces have 128 tokens, tiles 64.
+# (Tokens in the cache, new tokens): pieces have 256 tokens or 576, tiles 64.
 STEPS = {
     "decode": [(300, 1), (0, 1), (127, 1), (128, 1)],
     "verify": [(126, 5), (0, 5), (62, 3), (300, 1)],
@@ -64,26 +64,28 @@ class Step(NamedTuple):
     batch: AttentionBatch
 
 
-def make_step(requests: list[tuple[int, int]], *, norm: bool = False, rotary: int = D) -> Step:
+def make_step(
+    requests: list[tuple[int, int]], *, norm: bool = False, rotary: int = D, page: int = PAGE
+) -> Step:
     generator = torch.Generator().manual_seed(0)
     random = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
-    needed = [-(-(start + new) // PAGE) for start, new in requests]
+    needed = [-(-(start + new) // page) for start, new in requests]
     table = torch.full((len(requests), max(needed) + 1), sum(needed))
     for row, ids in zip(table, torch.randperm(sum(needed)).split(needed), strict=True):
         row[: len(ids)] = ids
     starts = torch.tensor([0, *(new for _, new in requests)]).cumsum(0)
     lengths = torch.tensor([start + new for start, new in requests])
-    key, value = (random(sum(needed) + 1, PAGE, H_KV, D) for _ in range(2))
-    cached = torch.zeros(sum(needed) + 1, PAGE, dtype=torch.bool)
+    key, value = (random(sum(needed) + 1, page, H_KV, D) for _ in range(2))
+    cached = torch.zeros(sum(needed) + 1, page, dtype=torch.bool)
     for blocks, (start, _) in zip(table, requests, strict=True):
         at = torch.arange(start)
-        cached[blocks[at // PAGE], at % PAGE] = True
+        cached[blocks[at // page], at % page] = True
     key[~cached], value[~cached] = torch.nan, torch.nan
     angle = torch.outer(torch.arange(POSITIONS), 0.3 ** torch.arange(rotary // 2))
     weights = [random(D).to(DEVICE) if norm else None for _ in range(2)]
     heads = attention_package().HeadInputs(angle.cos().to(DEVICE), angle.sin().to(DEVICE), *weights)
     most = max(new for _, new in requests)
-    batch = AttentionBatch(starts.to(DEVICE), lengths.to(DEVICE), table.to(DEVICE), PAGE, most)
+    batch = AttentionBatch(starts.to(DEVICE), lengths.to(DEVICE), table.to(DEVICE), page, most)
     qkv_TW = random(int(starts[-1]), W).to(DEVICE)
     return Step(qkv_TW, heads, key.to(DEVICE), value.to(DEVICE), batch)
 
@@ -96,14 +98,15 @@ def expected(step: Step, options: AttentionOptions) -> tuple[Tensor, Tensor, Ten
     position_T = torch.cat(
         [torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]
     ).to(DEVICE)
+    page = step.batch.block_size
     tokens = step.qkv_TW[: starts[-1]].double().unflatten(1, (-1, D))
     query, new_key, new_value = tokens.split([H, H_KV, H_KV], 1)
     query = turned(query, position_T, step.heads, step.heads.q_norm_D)
     new_key = turned(new_key, position_T, step.heads, step.heads.k_norm_D)
-    block_T = step.batch.block_BL[request_T, position_T // PAGE]
+    block_T = step.batch.block_BL[request_T, position_T // page]
     key, value = step.key.clone(), step.value.clone()
-    key[block_T, position_T % PAGE] = new_key.float()
-    value[block_T, position_T % PAGE] = new_value.float()
+    key[block_T, position_T % page] = new_key.float()
+    value[block_T, position_T % page] = new_value.float()
     oracle = get_backend("reference").attention
     return query, key, value, oracle(query.float(), key, value, step.batch, options)
 
@@ -148,7 +151,8 @@ def test_in_the_interpreter(part: str) -> None:
 @pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
 @pytest.mark.parametrize("requests", STEPS.values(), ids=STEPS)
 def test_new_tokens_are_written_and_attend(requests: list, features: dict) -> None:
-    step = make_step(requests, norm=bool(features), rotary=8 if features else D)
+    # Pages shorter and as long as a tile
+    step = make_step(requests, norm=True, rotary=8, page=64) if features else make_step(requests)
     options = PLAIN._replace(**features)
     if options.sinks_H is not None:
         options = options._replace(sinks_H=options.sinks_H.to(DEVICE))
@@ -203,14 +207,14 @@ def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_of_a_small_step_depends_on_its_context_alone(norm: bool) -> None:
     """To the bit: tokens verified together, beside others, are those decoded one at a time."""
     requests = [(125, 5), (190, 4), (0, 3), (300, 1)]
-    step = make_step(requests, norm=norm)
+    step = make_step(requests, norm=norm, page=64 if norm else PAGE)
     key, value = step.key.clone(), step.value.clone()
     together, row = attend_new(step), 0
     for b, (start, new) in enumerate(requests):
         for position in range(start, start + new):
             batch = AttentionBatch(
                 torch.tensor([0, 1], device=DEVICE), torch.tensor([position + 1], device=DEVICE),
-                step.batch.block_BL[b : b + 1].contiguous(), PAGE, 1,
+                step.batch.block_BL[b : b + 1].contiguous(), step.batch.block_size, 1,
             )  # fmt: skip
             one = Step(step.qkv_TW[row : row + 1], step.heads, key, value, batch)
             assert torch.equal(attend_new(one)[0], together[row]), (b, position)

@@ -10,7 +10,10 @@ from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 640, 400
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 44, 52  # margins around the axes
-COLOURS = ("#2f6fde", "#d9822b", "#2a9d6f", "#b04fc4")  # told apart on white and on near-black
+COLOURS = (  # told apart on white and on near-black
+    *("#2f6fde", "#d9822b", "#2a9d6f", "#b04fc4", "#c94a4a", "#8a6d3b"),
+    *("#1fa2b8", "#d4a800", "#d76a9d", "#6c757d", "#a9b1b9"),
+)
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 .title { font-size: 15px; font-weight: 600; }
@@ -134,18 +137,17 @@ def bar_chart(
         mark: what the bars' marks are.
         level: a height to draw a line at.
     """
-    top, bottom = TOP + 16, HEIGHT - BOTTOM
+    bottom = HEIGHT - BOTTOM
     sizes = [sum(bar.parts.values()) for bar in bars] + [bar.reach[1] for bar in bars if bar.reach]
     y_ticks = ticks(max(*sizes, *(bar.mark or 0 for bar in bars), level or 0))
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     width = (WIDTH - RIGHT - LEFT) / len(bars)
+    legend, top = _legend(names, mark) if len(names) > 1 else ([], TOP + 16)
 
     def at_y(y: float) -> float:
         return round(bottom - (bottom - top) * y / y_ticks[-1], 1)
 
-    drawn = [*_head(title), *_frame(y_ticks, at_y, y_label)]
-    if len(names) > 1:
-        drawn += _legend(names, mark)
+    drawn = [*_head(title), *_frame(y_ticks, at_y, y_label), *legend]
     small = "small" if width < 60 else ""
     for i, bar in enumerate(bars):
         left, middle, base = LEFT + width * (i + 0.2), LEFT + width * (i + 0.5), 0.0
@@ -203,17 +205,20 @@ def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: st
     return parts
 
 
-def _legend(names: Sequence[str], mark: str) -> list[str]:
-    """One line below the title."""
-    parts, x = [], float(LEFT)
-    for i, name in enumerate(names):
-        colour = COLOURS[i % len(COLOURS)]
-        parts.append(f'<rect x="{x:g}" y="34" width="12" height="12" fill="{colour}"/>')
-        parts.append(_text(x + 18, 44, name, "start"))
+def _legend(names: Sequence[str], mark: str) -> tuple[list[str], int]:
+    """Lines below the title, and where they end."""
+    parts, x, y = [], float(LEFT), 44
+    for i, name in enumerate([*names, mark] if mark else names):
+        if x + 18 + 7.5 * len(name) > WIDTH:
+            x, y = float(LEFT), y + 18
+        if i < len(names):
+            colour = COLOURS[i % len(COLOURS)]
+            parts.append(f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+        else:
+            parts.append(_line(x, y - 4, x + 12, y - 4, "mark"))
+        parts.append(_text(x + 18, y, name, "start"))
         x += 34 + 7.5 * len(name)
-    if mark:
-        parts += [_line(x, 40, x + 16, 40, "mark"), _text(x + 22, 44, mark, "start")]
-    return parts
+    return parts, y + 16
 
 
 def _groups(groups: Sequence[str], width: float, y: float) -> list[str]:

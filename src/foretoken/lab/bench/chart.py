@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from foretoken.lab.bench.report import kernel_rows
 from foretoken.lab.plot import Bar, Series, bar_chart, line_chart, page
 from foretoken.lab.results import Results, Row, Spread
 
+_KERNELS = (
+    *("qkv", "attention", "o", "gate_up", "down", "head", "product", "draft", "sampling"),
+    *("other", "idle"),
+)
 _PARTS = ("target", "draft", "verify", "host_gap")
 
 
 def chart(results: Results) -> str:
     """SVG: throughput, where the time of a token goes, and the speed-up if plain was measured."""
-    charts = [_throughput(results.rows)]
-    if timed := [row for row in results.rows if "step_ms" in row.values]:
+    cases = [row for row in results.rows if "kernels" not in row.labels]
+    charts = [_throughput(cases)]
+    if timed := [row for row in cases if "step_ms" in row.values]:
         charts.append(_time_per_token(timed))
-    if compared := [row for row in results.rows if "speedup" in row.values]:
+    if compared := [row for row in cases if "speedup" in row.values]:
         charts.append(_speedup(compared))
+    if recorded := kernel_rows(results.rows):
+        charts.append(_kernels(recorded))
     return page(charts)
+
+
+def _kernels(cases: Mapping[str, Mapping[str, Row]]) -> str:
+    """A drafter's kernels are one part, and so are small ones."""
+    bars = []
+    for kinds in cases.values():
+        parts, floor = dict.fromkeys(_KERNELS, 0.0), 0.0
+        for kind, row in kinds.items():
+            own_ms = _spread(row, "kernel_ms").median
+            if kind != "all":
+                part = "draft" if kind.startswith("draft ") else kind.removesuffix(" merge")
+                parts[part if part in parts else "other"] += own_ms
+            if "share_of_floor" in row.values:
+                floor += own_ms * _spread(row, "share_of_floor").median
+        bars.append(Bar(_decoding(row), _group(row), parts, mark=floor))
+    title = "What a decode step runs"
+    return bar_chart(title, "ms per step, with a profiler", bars, mark="floor: reading memory")
 
 
 def _throughput(rows: Sequence[Row]) -> str:

@@ -36,6 +36,7 @@ class BenchOptions:
         seed: of prompts and noise; every request of every run has its own.
         compare: measure plain decoding, too, in turns with the speculative.
         bandwidth: GB/s at which the device reads its memory; None: measured at the start.
+        kernels: record, behind all that is measured, which kernels a step runs on a GPU.
         output: the results file, *.json.
         plot: the figure, *.svg.
     """
@@ -49,6 +50,7 @@ class BenchOptions:
     seed: int = 0
     compare: bool = False
     bandwidth: float | None = None
+    kernels: bool = False
     output: str | None = None
     plot: str | None = None
 
@@ -96,10 +98,15 @@ class BenchOptions:
         drafts = speculation.num_speculative_tokens if speculation else 0
         tokens = max(_DEFAULTS["max_num_batched_tokens"], most * (1 + drafts))
         sized.setdefault("max_num_batched_tokens", tokens)
-        if not {"num_blocks", "kv_cache_gib"} & engine.keys():
-            from foretoken.engine.devices import choose_device  # which loads torch
+        from foretoken.engine.devices import choose_device  # which loads torch
+        from foretoken.lab.bench.kernels import sees_kernels
 
-            device = choose_device(engine.get("device", "auto"))
+        device = choose_device(engine.get("device", "auto"))
+        if self.kernels and (device.type == "cpu" or not sees_kernels()):
+            remedy = "There, the phases of a step tell where its time goes."
+            bound = "left out on a CPU, and where PyTorch's profiler sees no kernels"
+            raise ConfigError("kernels", True, bound, remedy)
+        if not {"num_blocks", "kv_cache_gib"} & engine.keys():
             block_size = engine.get("block_size") or BLOCK_SIZES[device.type]
             # One more for each: the scheduler keeps one free per running request.
             blocks = -(-(self.input_len + self.output_len) // block_size) + 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,8 +26,14 @@ _NOTES = (
     "step_ms = draft_ms + target_ms + verify_ms + host_gap_ms, means over the steps of decode_s, "
     "each from the end of the step before. The host gap is what no device phase covers.",
     "read_gb: the target's weights once and the K/V of all contexts, and the same of a draft model "
-    "for each draft pass. floor_ms is that over the bandwidth; weights that stay in a cache are "
-    "read faster.",
+    "or an EAGLE-3 head for each draft pass. floor_ms is that over the bandwidth; weights that "
+    "stay in a cache are read faster.",
+)
+_KERNEL_NOTE = (
+    "Kernels were recorded in a few steps near the beginning of another run; a profiler slows "
+    "steps down. duration_ms is from a kernel's start to its end; some start while the one before "
+    "ends, and wait. kernel_ms is from the end of all before to the kernel's own; with `idle` it "
+    "adds up to the step. Sums of duration_ms, and steps, in ms: "
 )
 
 
@@ -55,7 +61,11 @@ def rows(bench: Bench) -> list[Row]:
         if case.num_drafts is None and bench.options.compare:
             plain = bench.measured.get((batch, bench.cases[0]), [])
             values |= _spreads(_speedups(plain, repeats))
-        found.append(Row(f"batch {batch}, {case.name}", labels, values))
+        name = f"batch {batch}, {case.name}"
+        found.append(Row(name, labels, values))
+        for kind, figures in bench.kernels.get((batch, case), {}).items():
+            labels = {**labels, "kernels": kind}
+            found.append(Row(f"{name}: {kind}", labels, _spreads([figures])))
     return found
 
 
@@ -149,6 +159,15 @@ def _remarks(bench: Bench) -> list[str]:
             "plain: the same engine, with K = 0 for every request. speedup and tpot_speedup are "
             "taken turn by turn."
         )
+    if bench.kernels:
+        sums = [
+            f"{figures['all']['duration_ms']:.3f} and {figures['all']['kernel_ms']:.3f} at batch "
+            f"{batch}, {case.name}"
+            for (batch, case), figures in bench.kernels.items()
+        ]
+        remarks.append(f"{_KERNEL_NOTE}{'; '.join(sums)}.")
+    if bench.unknown:
+        remarks.append(f"Kernels of kind `other`: {', '.join(sorted(bench.unknown))}.")
     if bench.options.repeats < _LEAST_REPEATS:
         remarks.append(f"Fewer than {_LEAST_REPEATS} repeats: the spread says little.")
     missing = [
@@ -198,12 +217,35 @@ TABLES: dict[str, dict[str, tuple[str, int, bool]]] = {
     },
 }
 """Title -> heading -> name of a value, digits, and whether the least and the most are shown."""
+_KERNELS = {
+    "calls": ("calls", 1, False),
+    "us/call": ("call_us", 2, False),
+    "with waits, ms": ("duration_ms", 3, False),
+    "own, ms": ("kernel_ms", 3, False),
+    "own/step": ("share_of_step", 3, False),
+    "GB": ("read_gb", 3, False),
+    "GB/s": ("read_gb_per_s", 0, False),
+    "floor/own": ("share_of_floor", 2, False),
+}
 
 
 def tables(found: Sequence[Row]) -> dict[str, Table]:
     """Medians of all rows by title; columns, lines and tables without a value are left out."""
-    made = {title: table(found, columns) for title, columns in TABLES.items()}
+    cases = [row for row in found if "kernels" not in row.labels]
+    made = {title: table(cases, columns) for title, columns in TABLES.items()}
+    for case, kinds in kernel_rows(found).items():
+        made[f"Kernels of a step: {case}"] = table(list(kinds.values()), _KERNELS)
     return {title: table for title, table in made.items() if table.lines}
+
+
+def kernel_rows(found: Sequence[Row]) -> dict[str, dict[str, Row]]:
+    """By case, and by kind of kernel."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in found:
+        if kind := row.labels.get("kernels"):
+            case = row.case.removesuffix(f": {kind}")
+            cases.setdefault(case, {})[str(kind)] = replace(row, case=str(kind))
+    return cases
 
 
 def table(found: Sequence[Row], columns: Mapping[str, tuple[str, int, bool]]) -> Table:

@@ -36,6 +36,7 @@ from foretoken.ops.backends.triton.launch import at_most_registers, check_device
 from foretoken.ops.types import AttentionBatch, AttentionOptions
 
 MOST_NEW: int = FEW.value  # new tokens of a request that `attend_new` takes
+_MERGES = 8  # programs of a merge per multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class _Plan:
     """Work on the device, and what the host knows of it.
 
     prefill: None if no request has many queries
+    new: of a request at most, a power of 2, if they are few
     items, tiles, merges: no more than these
     """
 
@@ -86,6 +88,7 @@ class _Plan:
     decode: Decoding
     pieces: Pieces
     prefill: Prefilling | None
+    new: int
     items: int
     tiles: int
     merges: int
@@ -241,16 +244,21 @@ def _decode(
         rows, heads, caches, plan.work, plan.partials, scores, out,
         ROTARY=0 if heads is None else 2 * heads.cos_PR.shape[1], WINDOW=shape.window,
         R=config.rows, SETS=config.sets, GROUPS=config.groups, KEYS=config.keys,
-        STAGES=config.stages, PRECISION=shape.precision, OVERLAP=overlap, **shape.constants,
-        num_warps=config.warps, **at_most_registers(config.registers), **_dependent(overlap),
+        STAGES=config.stages, NEW=plan.new, AHEAD=config.ahead, PRECISION=shape.precision,
+        OVERLAP=overlap, **shape.constants, num_warps=config.warps,
+        # A score is rounded before the largest is taken off, in tiles with a mask and in those
+        # without: fused, only these would differ.
+        enable_fp_fusion=False, **at_most_registers(config.registers), **_dependent(overlap),
     )  # fmt: skip
     if plan.partials.pieces > 1:
         together = min(config.merged_heads, shape.heads & -shape.heads)
+        parts = shape.heads // together
+        rows_at_once = max(1, _MERGES * _multiprocessors(out.device) // parts)
         launch(
-            merge_kernel, (shape.heads // together, plan.merges),
+            merge_kernel, (parts, min(plan.merges, rows_at_once)),
             plan.work, plan.partials, scores, out, H=shape.heads, D_V=shape.value_size,
             WIDTH_V=_width(shape.value_size), HEADS=together, PIECES=config.merged_pieces,
-            OVERLAP=overlap, num_warps=4, **_dependent(overlap),
+            OVERLAP=overlap, num_warps=config.merged_warps, **_dependent(overlap),
         )  # fmt: skip
 
 
@@ -298,7 +306,9 @@ def _new_plan(batch: AttentionBatch, tokens: int, shape: _Shape) -> _Plan:
         FEW_ROWS=decode.rows, MANY_ROWS=1 if prefill is None else prefill.rows,
         AT_ONCE=128, num_warps=4,
     )  # fmt: skip
-    return _Plan(work, partials, decode, pieces, prefill, items, tiles, rows)
+    return _Plan(
+        work, partials, decode, pieces, prefill, triton.next_power_of_2(few), items, tiles, rows
+    )
 
 
 def _shape(heads: int, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions) -> _Shape:

@@ -21,6 +21,7 @@ class Decoding(NamedTuple):
     programs:    per multiprocessor
     registers:   of a thread at most
     merged_heads, merged_pieces: of a program of the merge at once
+    ahead:       tokens of an item that the L2 is asked for ahead
     """
 
     size: int
@@ -34,6 +35,8 @@ class Decoding(NamedTuple):
     registers: int
     merged_heads: int = 1
     merged_pieces: int = 32
+    merged_warps: int = 4
+    ahead: int = 0
 
     @property
     def warps(self) -> int:
@@ -51,13 +54,12 @@ class Prefilling(NamedTuple):
 
 def decoding(tokens: int, requests: int, tile_rows: int, size: int, dtype: torch.dtype) -> Decoding:
     """For a step of so many tokens and requests, of `tile_rows` rows of a request at most."""
-    merging = (1, 32)
     if tokens <= SAME_BITS:
-        cut = (256, 64)
+        cut, merging = (256, 64), (1, 16, 1, 256)
     elif requests <= 16:
-        cut, merging = (576, 16), (8, 8)
+        cut, merging = (576, 16), (8, 8, 4, 0)
     else:
-        cut, merging = (2048, 4), (8, 8)
+        cut, merging = (2048, 4), (8, 8, 4, 0)
     if dtype == torch.float32:  # products without tensor cores: operands pass through registers
         groups = 4 if size <= 128 else 2
         return Decoding(*cut, groups, 16, 16, 1, 2, 2, 255, *merging)

@@ -2,9 +2,13 @@
 
 The rows of a request's new tokens, times the G heads of a K/V head, form one operand: K and V are
 read once. Each of GROUPS warps has its own keys and its own softmax; they meet at the end of a
-piece. What a row comes to depends on SIZE, COUNT, GROUPS and KEYS, and on nothing beside its
-context: tiles lie at fixed positions, those that it does not see change no bit, and rows of a
-product do not touch each other.
+piece. What a row comes to depends on SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and on
+nothing beside its context: tiles lie at fixed positions, those that it does not see change no bit,
+and rows of a product do not touch each other, however many a tile has.
+
+A piece takes little data and many instructions (at 256 keys, 10 us for 128 KiB): what counts is how
+many of them follow one another. So whole tiles have no masks, addresses are constants wherever the
+shape allows it, and warps meet by exchanging vectors.
 
 Letters: R rows of a tile, W warps (GROUPS for each of SETS of rows), Q rows of a warp, k keys of a
 warp, D sizes.
@@ -15,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from foretoken.ops.backends.triton.attention.plan import FEW, load_item, load_merge_row
+from foretoken.ops.backends.triton.attention.plan import load_item, load_merge_row
 from foretoken.ops.backends.triton.attention.records import (
     Cache,
     HeadInputs,
@@ -46,35 +50,79 @@ def _for_sets(x, SETS: tl.constexpr):
 
 
 @triton.jit
-def _blocks(table, begin, end, PAGE: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr):
-    """In which blocks the tile at `begin` lies: [GROUPS, k], or [GROUPS, 1] if a warp's keys are in
-    one block."""
-    APART: tl.constexpr = 1 if PAGE % KEYS == 0 else KEYS
-    at = begin + tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, APART)[None, :]
+def _blocks(table, first, end, PAGE: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr):
+    """In which blocks the tile at `first` lies: one, or [GROUPS, 1] if a warp's keys are in one
+    block, or [GROUPS, k]."""
+    if PAGE % (GROUPS * KEYS) == 0:
+        at = first
+    else:
+        APART: tl.constexpr = 1 if PAGE % KEYS == 0 else KEYS
+        at = first + tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, APART)[None, :]
     return tl.load(table + at // PAGE, mask=at < end, other=0)
 
 
 @triton.jit
-def _places(block, begin, h, H_KV: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr,
-            KEYS: tl.constexpr):  # fmt: skip
-    """Which heads of the cache the tile at `begin` consists of, [GROUPS, k]."""
-    at = _positions(begin, GROUPS, KEYS)
-    return (block.to(tl.int64) * PAGE + at % PAGE) * H_KV + h
+def _load_tile(
+    pool, block, first, end, h, MASKED: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Keys or values from position `first` on, [GROUPS, k, WIDTH]; 0 from `end` on, if MASKED."""
+    TILE: tl.constexpr = GROUPS * KEYS
+    lane = tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    d = tl.arange(0, WIDTH)
+    # Where tiles and pages share a border, an address is one of few and a constant: half of the
+    # instructions of a tile were for addresses.
+    block = block.to(tl.int64) * (PAGE * H_KV) + h
+    if PAGE % TILE == 0:
+        p, at = pool + (block + first % PAGE * H_KV) * D, lane
+    else:
+        p, at = pool + block[:, :, None] * D, (first + lane) % PAGE
+        if TILE % PAGE == 0:
+            at = lane % PAGE
+    p += at.to(tl.int64)[:, :, None] * (H_KV * D) + d
+    if MASKED:
+        x = tl.load(p, mask=(first + lane < end)[:, :, None] & (d < D), other=0.0)
+    elif D != WIDTH:
+        x = tl.load(p, mask=d < D, other=0.0)
+    else:
+        x = tl.load(p)
+    return x
 
 
 @triton.jit
-def _positions(begin, GROUPS: tl.constexpr, KEYS: tl.constexpr):
-    return begin + tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+def _ask(
+    table, item, cache: Cache, h, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    PAGE: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Ask the L2 for the first AHEAD of an item's keys and values: they must not be new."""
+    at = item.begin + tl.arange(0, AHEAD)
+    old = at < tl.minimum(item.end, item.start)
+    block = tl.load(table + at // PAGE, mask=old, other=0)
+    place = (block.to(tl.int64) * PAGE + at % PAGE) * H_KV + h
+    _fetch(cache.key + place * D, old, D)
+    _fetch(cache.value + place * D_V, old, D_V)
+
+
+@triton.jit
+def _fetch(p, wanted, D: tl.constexpr):
+    """Ask the L2 for D values at each address."""
+    SIZE: tl.constexpr = p.dtype.element_ty.primitive_bitwidth // 8
+    for line in tl.static_range(0, D * SIZE, 128):
+        tl.inline_asm_elementwise(
+            "{.reg .pred w; setp.ne.b32 w, $2, 0; @w prefetch.global.L2 [$1]; mov.b32 $0, 0;}",
+            "=r,l,r", [(p + line // SIZE).to(tl.int64), wanted.to(tl.int32)], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
 def _write_new(
     table, rows: Rows, heads: HeadInputs, cache: Cache, item, h,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr, WIDTH: tl.constexpr,
-    WIDTH_V: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,
+    WIDTH_V: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr, NEW: tl.constexpr,
 ):  # fmt: skip
     """Write keys and values of the new tokens that lie in a piece."""
-    new = tl.arange(0, FEW)
+    new = tl.arange(0, NEW)
     at = item.start + new
     here = (at >= item.begin) & (at < item.end)
     row_p = rows.query + (item.first + new).to(tl.int64) * rows.stride
@@ -90,70 +138,63 @@ def _write_new(
 
 
 @triton.jit
-def _load_heads_or(p, live, other, D: tl.constexpr, WIDTH: tl.constexpr):
-    """`load_heads`, but `other` where not live."""
-    d = tl.arange(0, WIDTH)
-    mask = tl.expand_dims(live, -1) & (d < D)
-    return tl.load(tl.expand_dims(p, -1) + d, mask=mask, other=other)
-
-
-@triton.jit
 def _pass_over(
-    top, total, acc, key, value, block, begin, end, cached, query, position, table,
-    cache: Cache, scores: Scores, h, HAS_NEW: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr,
-    D_V: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr, SETS: tl.constexpr,
-    AHEAD: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    top, total, acc, begin, end, query, position, table, cache: Cache, scores: Scores, h,
+    MASKED: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    GROUPS: tl.constexpr, KEYS: tl.constexpr, SETS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The softmaxes of all warps, taken on over the tiles from `begin` to `end`.
+    """The softmaxes of all warps, taken on over the keys begin..end - 1.
 
-    Args:
-        key, value: the first tile, if AHEAD: the next one is asked for as soon as there is room in
-            registers.
-        block: of the first tile that is to be asked for.
-        cached: new tokens begin here: nothing is asked for ahead from here on.
-        HAS_NEW: they may lie in these tiles.
+    MASKED: not every row has come to each of these keys, or the last tile is not full.
     """
     W: tl.constexpr = GROUPS * SETS
     TILE: tl.constexpr = GROUPS * KEYS
+    block = _blocks(table, begin, end, PAGE, GROUPS, KEYS)
     for first in tl.range(begin, end, TILE, num_stages=STAGES):
-        asked = first + TILE * AHEAD
-        place = _places(block, asked, h, H_KV, PAGE, GROUPS, KEYS)
-        exists = _positions(asked, GROUPS, KEYS) < cached
-        block = _blocks(table, asked + TILE, cached, PAGE, GROUPS, KEYS)
-        if AHEAD:
-            this_key, this_value = key, value
-        else:
-            this_key = load_heads(cache.key + place * D, exists, D, WIDTH)
-            this_value = load_heads(cache.value + place * D_V, exists, D_V, WIDTH_V)
-        at = _positions(first, GROUPS, KEYS)
-        if HAS_NEW:  # what this program has just written
-            new = (at >= cached) & (at < end)
-            its = _places(
-                _blocks(table, first, end, PAGE, GROUPS, KEYS), first, h, H_KV, PAGE, GROUPS, KEYS
-            )  # fmt: skip
-            this_key = _load_heads_or(cache.key + its * D, new, this_key, D, WIDTH)
-            this_value = _load_heads_or(cache.value + its * D_V, new, this_value, D_V, WIDTH_V)
-        this_key, this_value = _for_sets(this_key, SETS), _for_sets(this_value, SETS)
-        s = tl.dot(query, tl.trans(this_key, (0, 2, 1)), input_precision=PRECISION)
-        if AHEAD:
-            key = load_heads(cache.key + place * D, exists, D, WIDTH)
-        at = tl.broadcast_to(at[None, :, :], (SETS, GROUPS, KEYS)).reshape(W, 1, KEYS)
-        seen = at <= position
-        if WINDOW:
-            seen &= at > position - WINDOW
-        s = tl.where(seen, score(s, scores), UNSEEN)
+        key = _load_tile(
+            cache.key, block, first, end, h, MASKED, H_KV, D, WIDTH, PAGE, GROUPS, KEYS
+        )  # fmt: skip
+        value = _load_tile(
+            cache.value, block, first, end, h, MASKED, H_KV, D_V, WIDTH_V, PAGE, GROUPS, KEYS
+        )  # fmt: skip
+        block = _blocks(table, first + TILE, end, PAGE, GROUPS, KEYS)
+        key, value = _for_sets(key, SETS), _for_sets(value, SETS)
+        s = tl.dot(query, tl.trans(key, (0, 2, 1)), input_precision=PRECISION)
+        s = score(s, scores)
+        if MASKED or WINDOW:
+            at = first + tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+            at = tl.broadcast_to(at[None, :, :], (SETS, GROUPS, KEYS)).reshape(W, 1, KEYS)
+            seen = at <= position
+            if WINDOW:
+                seen &= at > position - WINDOW
+            s = tl.where(seen, s, UNSEEN)
         higher = tl.maximum(top, tl.max(s, 2))
         weight = tl.exp2(s - higher[:, :, None])
         old = tl.exp2(top - higher)
         total = total * old + tl.sum(weight, 2)
         acc = tl.dot(
-            weight.to(value.dtype), this_value, acc * old[:, :, None], input_precision=PRECISION
+            weight.to(value.dtype), value, acc * old[:, :, None], input_precision=PRECISION
         )
-        if AHEAD:
-            value = load_heads(cache.value + place * D_V, exists, D_V, WIDTH_V)
         top = higher
-    return top, total, acc, key, value, block
+    return top, total, acc
+
+
+@triton.jit
+def _sum_groups(x, R: tl.constexpr, SETS: tl.constexpr, GROUPS: tl.constexpr):
+    """[W, Q, D] -> [R, D], the sum over the groups of each set, neighbours first.
+
+    By halves, each an exchange of whole vectors: `tl.sum` over warps takes three times as many
+    instructions, and its order is its own.
+    """
+    D: tl.constexpr = x.shape[2]
+    x = tl.permute(x.reshape(SETS, GROUPS, R // SETS, D), (0, 2, 3, 1)).reshape(R, D, GROUPS)
+    for _ in tl.static_range(4):
+        if x.shape[2] > 1:
+            even, odd = tl.split(x.reshape(R, D, x.shape[2] // 2, 2))
+            x = even + odd
+    return x.reshape(R, D)
 
 
 @triton.jit
@@ -163,13 +204,13 @@ def _store(
     SETS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Let the warps of each set meet, and store what their rows came to."""
+    W: tl.constexpr = SETS * GROUPS
     Q: tl.constexpr = R // SETS
-    top = top.reshape(SETS, GROUPS, Q)
-    highest = tl.max(top, 1)
-    share = tl.exp2(top - highest[:, None, :])
-    total = tl.sum(total.reshape(SETS, GROUPS, Q) * share, 1).reshape(R)
-    acc = acc.reshape(SETS, GROUPS, Q, WIDTH_V) * share[:, :, :, None]
-    acc = tl.sum(acc, 1).reshape(R, WIDTH_V)
+    highest = tl.max(top.reshape(SETS, GROUPS, Q), 1)
+    share = tl.broadcast_to(highest[:, None, :], (SETS, GROUPS, Q)).reshape(W, Q)
+    share = tl.exp2(top - share)
+    total = _sum_groups((total * share)[:, :, None], R, SETS, GROUPS).reshape(R)
+    acc = _sum_groups(acc * share[:, :, None], R, SETS, GROUPS)
     highest = highest.reshape(R)
     d_v = tl.arange(0, WIDTH_V)
     inside = live[:, None] & (d_v < D_V)
@@ -190,13 +231,15 @@ def decode_kernel(
     out, H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,
     WINDOW: tl.constexpr, R: tl.constexpr, SETS: tl.constexpr, GROUPS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    KEYS: tl.constexpr, STAGES: tl.constexpr, NEW: tl.constexpr, AHEAD: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (h, i) takes K/V head h of the items i, i + programs, ...
+    """Program (h, i) takes K/V head h of item i, then of one in each further round of programs.
 
     ROTARY: 0 if `rows` attend as they are and their K/V is in the cache; else rows are of qkv.
     (Triton 3.6 cannot ask whether `heads` is None, if a field of it is None.)
-    STAGES: 1 to ask for each tile one tile ahead, in registers; more to do so in shared memory.
+    NEW: new tokens of a request at most, a power of 2.
+    AHEAD: how many tokens of an item the L2 is asked for while the kernel before is running.
     """
     let_next_start(OVERLAP)
     rows, cache, partials = rows, cache, partials  # see `triton/records.py`
@@ -204,27 +247,18 @@ def decode_kernel(
     Q: tl.constexpr = R // SETS
     W: tl.constexpr = GROUPS * SETS
     TILE: tl.constexpr = GROUPS * KEYS
-    AHEAD: tl.constexpr = STAGES == 1
-    h = tl.program_id(0)
+    h, i, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     items = tl.load(work.totals)
-    for i in range(tl.program_id(1), items, tl.num_programs(1)):
+    item = load_item(work.few_I, i)
+    while i < items:
         # Up to the wait nothing is read that the kernel before this one writes.
-        item = load_item(work.few_I, i)
         table = cache.block_BL + item.request.to(tl.int64) * cache.columns
         r = item.row + tl.arange(0, R)
         t, head = r // G, h * G + r % G
         live = t < item.count
         position = item.start + t
-        cached = item.end
-        if ROTARY:
-            cached = tl.minimum(item.end, item.start)
-        block = _blocks(table, item.begin, cached, PAGE, GROUPS, KEYS)
-        exists = _positions(item.begin, GROUPS, KEYS) < cached
-        place = _places(block, item.begin, h, H_KV, PAGE, GROUPS, KEYS)
-        key = load_heads(cache.key + place * D, exists & AHEAD, D, WIDTH)
-        value = load_heads(cache.value + place * D_V, exists & AHEAD, D_V, WIDTH_V)
-        if AHEAD:
-            block = _blocks(table, item.begin + TILE, cached, PAGE, GROUPS, KEYS)
+        if AHEAD and OVERLAP:
+            _ask(table, item, cache, h, H_KV, D, D_V, PAGE, AHEAD)
         row_p = rows.query + (item.first + t).to(tl.int64) * rows.stride + head * rows.head_stride
         if ROTARY:
             angles = load_angles(heads, position, live, WIDTH, ROTARY)
@@ -232,7 +266,7 @@ def decode_kernel(
             if item.end > item.start:
                 _write_new(
                     table, rows, heads, cache, item, h,
-                    H, H_KV, D, D_V, WIDTH, WIDTH_V, ROTARY, PAGE,
+                    H, H_KV, D, D_V, WIDTH, WIDTH_V, ROTARY, PAGE, NEW,
                 )  # fmt: skip
             query = turned_heads(row_p, angles, live, heads.q_norm_D, heads, D, WIDTH, ROTARY)
             query = query.to(out.dtype.element_ty)
@@ -244,25 +278,27 @@ def decode_kernel(
         top = tl.full((W, Q), UNSEEN, tl.float32)
         total = tl.zeros((W, Q), tl.float32)
         acc = tl.zeros((W, Q, WIDTH_V), tl.float32)
-        new_from = item.end
-        if ROTARY:
-            new_from = tl.maximum(item.begin, tl.minimum(item.end, item.start // TILE * TILE))
-        top, total, acc, key, value, block = _pass_over(
-            top, total, acc, key, value, block, item.begin, new_from, cached, query, position,
-            table, cache, scores, h, False, H_KV, D, D_V, WIDTH, WIDTH_V, PAGE, WINDOW,
-            GROUPS, KEYS, SETS, AHEAD, STAGES, PRECISION,
+        whole = (
+            tl.minimum(item.end, item.start) // TILE * TILE
+        )  # tiles below: no row is before them
+        whole = tl.maximum(item.begin, whole)
+        top, total, acc = _pass_over(
+            top, total, acc, item.begin, whole, query, position, table, cache, scores, h, False,
+            H_KV, D, D_V, WIDTH, WIDTH_V, PAGE, WINDOW, GROUPS, KEYS, SETS, STAGES, PRECISION,
         )  # fmt: skip
         if ROTARY:
             tl.debug_barrier()  # lanes read what others wrote
-            top, total, acc, key, value, block = _pass_over(
-                top, total, acc, key, value, block, new_from, item.end, cached, query, position,
-                table, cache, scores, h, True, H_KV, D, D_V, WIDTH, WIDTH_V, PAGE, WINDOW,
-                GROUPS, KEYS, SETS, AHEAD, 1, PRECISION,
-            )  # fmt: skip
+        top, total, acc = _pass_over(
+            top, total, acc, whole, item.end, query, position, table, cache, scores, h, True,
+            H_KV, D, D_V, WIDTH, WIDTH_V, PAGE, WINDOW, GROUPS, KEYS, SETS, 1, PRECISION,
+        )  # fmt: skip
         _store(
             top, total, acc, item, t, head, live, scores, partials, out,
             H, D_V, WIDTH_V, R, SETS, GROUPS,
         )  # fmt: skip
+        # The first items are the longest: who has one of them takes the last of the next round.
+        i = tl.where(i < programs, 2 * programs - 1 - i, i + programs)
+        item = load_item(work.few_I, tl.minimum(i, items - 1))
     wait_for_writes(OVERLAP)  # also those that have no item
 
 
@@ -272,7 +308,10 @@ def merge_kernel(
     H: tl.constexpr, D_V: tl.constexpr, WIDTH_V: tl.constexpr, HEADS: tl.constexpr,
     PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Program (j, f) merges the pieces of HEADS heads of row f in their order, PIECES at once."""
+    """Program (j, f) merges pieces of HEADS heads of rows f, f + programs, ..., in their order.
+
+    PIECES: that are loaded at once.
+    """
     let_next_start(OVERLAP)
     partials = partials  # see `triton/records.py`
     f = tl.program_id(1)
@@ -280,23 +319,26 @@ def merge_kernel(
     n, d_v = tl.arange(0, PIECES), tl.arange(0, WIDTH_V)
     rows = tl.load(work.totals + 1)
     row = load_merge_row(work.merge_F, f)
-    top = tl.full((HEADS,), UNSEEN, tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    acc = tl.zeros((HEADS, WIDTH_V), tl.float32)
     wait_for_writes(OVERLAP)
-    if (f < rows) & (row.first <= row.last):
-        base = ((f.to(tl.int64) * H + h) * partials.pieces)[:, None]
-        for begin in range(row.first // PIECES * PIECES, row.last + 1, PIECES):
-            place = base + begin + n
-            valid = (begin + n >= row.first) & (begin + n <= row.last)
-            tops = tl.load(partials.top_FHN + place, mask=valid, other=UNSEEN)
-            sums = tl.load(partials.sum_FHN + place, mask=valid, other=0.0)
-            accs = load_heads(partials.acc_FHN + place * D_V, valid, D_V, WIDTH_V)
-            higher = tl.maximum(top, tl.max(tops, 1))
-            share, old = tl.exp2(tops - higher[:, None]), tl.exp2(top - higher)
-            total = total * old + tl.sum(sums * share, 1)
-            acc = acc * old[:, None] + tl.sum(accs * share[:, :, None], 1)
-            top = higher
-        result = settled(top, total, acc, h, h < H, scores)
-        to = out + (row.row.to(tl.int64) * H + h)[:, None] * D_V + d_v
-        tl.store(to, result.to(out.dtype.element_ty), mask=d_v < D_V)
+    while f < rows:
+        if row.first <= row.last:
+            top = tl.full((HEADS,), UNSEEN, tl.float32)
+            total = tl.zeros((HEADS,), tl.float32)
+            acc = tl.zeros((HEADS, WIDTH_V), tl.float32)
+            base = ((f.to(tl.int64) * H + h) * partials.pieces)[:, None]
+            for begin in range(row.first // PIECES * PIECES, row.last + 1, PIECES):
+                place = base + begin + n
+                valid = (begin + n >= row.first) & (begin + n <= row.last)
+                tops = tl.load(partials.top_FHN + place, mask=valid, other=UNSEEN)
+                sums = tl.load(partials.sum_FHN + place, mask=valid, other=0.0)
+                accs = load_heads(partials.acc_FHN + place * D_V, valid, D_V, WIDTH_V)
+                higher = tl.maximum(top, tl.max(tops, 1))
+                share, old = tl.exp2(tops - higher[:, None]), tl.exp2(top - higher)
+                total = total * old + tl.sum(sums * share, 1)
+                acc = acc * old[:, None] + tl.sum(accs * share[:, :, None], 1)
+                top = higher
+            result = settled(top, total, acc, h, h < H, scores)
+            to = out + (row.row.to(tl.int64) * H + h)[:, None] * D_V + d_v
+            tl.store(to, result.to(out.dtype.element_ty), mask=d_v < D_V)
+        f += tl.num_programs(1)
+        row = load_merge_row(work.merge_F, tl.minimum(f, rows - 1))

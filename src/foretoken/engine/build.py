@@ -45,11 +45,17 @@ def build_engine(config: EngineConfig) -> Engine:
     """
     try:
         with reserving("the engine was built"):
-            return _build(config)
+            engine = _build(config)
     except RuntimeError as error:
         if is_device_failure(error) and not isinstance(error, ForetokenError):
             raise broken_engine(error) from error
         raise
+    if not engine.runner.slots.on_host:
+        # A full collection looks at all that PyTorch and Transformers have loaded: for 170 ms in
+        # the midst of decoding a device had nothing to do. What there is now is left out of it.
+        gc.collect()
+        gc.freeze()
+    return engine
 
 
 def _build(config: EngineConfig) -> Engine:
@@ -109,11 +115,6 @@ def _build(config: EngineConfig) -> Engine:
     runner = assembly.runner(plan.num_blocks)
     runner.planned = plan
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
-    if not on_host:
-        # A full collection looks at all that PyTorch and Transformers have loaded: for 170 ms in
-        # the midst of decoding the device had nothing to do. What there is now is left out of it.
-        gc.collect()
-        gc.freeze()
     return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads)
 
 

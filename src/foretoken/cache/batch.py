@@ -140,10 +140,10 @@ def gather_batch(
         starts.append(end)
         lengths.append(length)
     columns = -(-(max(lengths) + ahead) // block_size)
-    blocks = [table.block_SL[span.slot, :columns] for span in spans]
+    block_rows = [table.block_SL[span.slot, :columns] for span in spans]
     token_T, position_T, row_N, start_B1, length_B, block_BL = (
         to_device(np.array(numbers, dtype=np.int64), table.device)
-        for numbers in (tokens, positions, rows, starts, lengths, blocks)
+        for numbers in (tokens, positions, rows, starts, lengths, block_rows)
     )
     attention = AttentionBatch(start_B1, length_B, block_BL, block_size, values_fit=True)
     return ForwardBatch(token_T, position_T, row_N, attention, spans=spans)

@@ -17,6 +17,7 @@ from foretoken.errors import ConfigError, EngineMemoryError
 LEAST_CONTEXT = 1024
 """A context is not shortened below this, nor is it advised."""
 
+_OPTIONS = {"num_drafts": "num_speculative_tokens"}  # sizes under their names as options
 _LEAST_TOKENS = 256  # of `max_num_batched_tokens`: prompts in smaller chunks are slow
 _RESERVE = 0.03  # of what is free: fragments of the allocator, and kernels that are loaded later
 # Steps are captured when they first occur, by the kernels that their parameters ask for: without
@@ -252,14 +253,6 @@ class Demand:
         """The largest value in [low, high] of a size with which nothing is missing, if any."""
         return most_fitting(low, high, lambda value: self.resized(**{name: value}).missing <= 0)
 
-    def plan(self) -> MemoryPlan:
-        """The largest cache of use; to be asked for if nothing is missing."""
-        costs, sizes, usable = self.costs, self.sizes, self.usable
-        least = self.least_blocks
-        most = costs.most_blocks(sizes) if sizes.num_blocks is None else least
-        num_blocks = most_fitting(least, most, lambda n: costs.total(sizes, n) <= usable) or least
-        return MemoryPlan(costs.parts(sizes, num_blocks), num_blocks, sizes.max_model_len, usable)
-
 
 def most_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
     """The largest number in [low, high] that fits, as all smaller ones do; None: not even `low`."""
@@ -306,7 +299,7 @@ def shown(num_bytes: float) -> str:
 
 
 def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
-    """The plan, if there is one.
+    """The plan with the largest cache of use, if there is one.
 
     Args:
         may_shorten: lower `max_model_len`, which nobody asked for, where the cache is too small.
@@ -319,9 +312,12 @@ def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
         context = demand.largest("max_model_len", min(longest, LEAST_CONTEXT), longest)
         if context is not None:
             demand = demand.resized(max_model_len=context)
-    if demand.missing > 0:
+    costs, sizes, usable, least = demand.costs, demand.sizes, demand.usable, demand.least_blocks
+    most = costs.most_blocks(sizes) if sizes.num_blocks is None else least
+    num_blocks = most_fitting(least, most, lambda n: costs.total(sizes, n) <= usable)
+    if num_blocks is None:
         raise EngineMemoryError(shortage(demand))
-    return demand.plan()
+    return MemoryPlan(costs.parts(sizes, num_blocks), num_blocks, sizes.max_model_len, usable)
 
 
 def shortage(demand: Demand) -> str:
@@ -357,11 +353,9 @@ def _single(demand: Demand) -> Iterator[Remedy]:
     left_out = demand.resized(num_blocks=None)
     yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, left_out)
     for name, low in {**_least(sizes), "num_drafts": 1}.items():
-        old = getattr(sizes, name)
-        new = demand.largest(name, low, old - 1)
+        new = demand.largest(name, low, getattr(sizes, name) - 1)
         if new is not None:
-            shown_name = "num_speculative_tokens" if name == "num_drafts" else name
-            yield Remedy({shown_name: (old, new)}, demand.resized(**{name: new}))
+            yield _lowered(demand, {name: new})
     costs = replace(demand.costs, draft_weights=0, draft_block=0)
     plain = replace(demand, costs=costs).resized(num_drafts=0)
     yield Remedy({"speculative_config": ("given", None)}, plain)
@@ -372,13 +366,18 @@ def _single(demand: Demand) -> Iterator[Remedy]:
 
 def _halved(demand: Demand, times: int) -> Remedy:
     """All sizes halved so many times, as far as each may be lowered."""
-    before, changes, sizes = demand.sizes, dict[str, tuple[object, object]](), dict[str, int]()
+    before = demand.sizes
     least = _least(replace(before, max_num_seqs=max(1, before.max_num_seqs >> times)))
-    for name, low in least.items():
-        old = getattr(before, name)
-        sizes[name] = max(low, old >> times)
-        if sizes[name] != old:
-            changes[name] = old, sizes[name]
+    halves = {name: max(low, getattr(before, name) >> times) for name, low in least.items()}
+    return _lowered(demand, halves)
+
+
+def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
+    """Other sizes, those that are as they were left out of what is said."""
+    changes: dict[str, tuple[object, object]] = {}
+    for name, new in sizes.items():
+        if (old := getattr(demand.sizes, name)) != new:
+            changes[_OPTIONS.get(name, name)] = old, new
     return Remedy(changes, demand.resized(**sizes))
 
 

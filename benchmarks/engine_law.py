@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.heads import save_head
 from foretoken import LLM, SamplingParams
 from foretoken.lab.chi_square import goodness_of_fit
 from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P
@@ -115,10 +116,13 @@ def draw(llm: LLM, asked: dict[str, Any], rule: str | None, count: int) -> tuple
 def cases(folder: Path) -> dict[str, dict[str, Any] | None]:
     """The speculative configurations, by name."""
     draft = {"model": str(save_model(folder / "draft", 2)), "num_speculative_tokens": K}
+    few = {"hidden": 64, "vocabulary": VOCABULARY, "drafted": VOCABULARY - 1}
+    head = save_head(folder / "head", **few, head_dim=64, aux_layers=(0, 1, 2), seed=3)
     return {
         "plain": None,
         "draft_model": draft,
         "draft_model, greedy": {**draft, "draft_sample_method": "greedy"},
+        "eagle3": {"method": "eagle3", "model": str(head), "num_speculative_tokens": K},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": K},
     }
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.heads import save_head
 from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DrafterSetup
@@ -29,7 +30,7 @@ from foretoken.ops import (
 )
 from foretoken.ops.steps import DraftRows, SlotState
 from foretoken.slots.device import DeviceSlotTable
-from tests.models.heads import NaiveHead, NaiveRows, save_head
+from tests.models.heads import NaiveHead, NaiveRows
 from tests.support.cases import host_backends, make_params
 from tests.support.checkpoints import save_checkpoint
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.heads import save_head
 from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
@@ -40,7 +41,6 @@ from foretoken.ops import (
     unavailable,
 )
 from foretoken.ops.steps import PackSizes, StepTokens
-from tests.models.heads import save_head
 from tests.support.slots import GivenSlots
 from tests.support.slots import observe as observe_outcome
 from tests.support.table_model import TableModel

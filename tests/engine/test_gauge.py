@@ -22,6 +22,7 @@ from foretoken.engine import build
 from foretoken.engine.gauge import Gauge, gauge_of
 from foretoken.engine.runner import Runner
 from foretoken.errors import EngineMemoryError
+from foretoken.ops import Backend
 from foretoken.slots.step import StepInput
 
 CPU = torch.device("cpu")
@@ -126,6 +127,27 @@ def test_the_steps_are_as_large_as_they_can_be(target: Path, make: Callable[...,
     (output,) = llm.generate(["abc"], SamplingParams(max_tokens=5))
     assert len(output.outputs[0].token_ids) == 5
     llm.engine.check_integrity()
+
+
+def test_what_is_compiled_ahead_is_every_kind_of_step(
+    target: Path, make: Callable[..., Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = make(total=4096 * MIB)
+    filters, real = [], Runner.run
+
+    def run(runner: Runner, step: StepInput) -> Any:
+        filters.append(runner.slots.in_use.has_filters)
+        return real(runner, step)
+
+    monkeypatch.setattr(Runner, "run", run)
+    monkeypatch.setattr(Backend, "compile_ahead", lambda backend, run: run())
+    plan = start(target, **SIZES).memory_plan
+    assert plan is not None
+    assert plan.parts["activations"] == BASE + 300 * TOKEN + 8 * ROW
+    sizes = [(1, 1), (8, 8), (300, 8)]
+    assert device.steps[:6] == sizes * 2
+    assert filters[:6] == [False] * 3 + [True] * 3
+    assert device.steps[6::2] == sizes
 
 
 def test_drafts_take_part(target: Path, draft: Path, make: Callable[..., Device]) -> None:

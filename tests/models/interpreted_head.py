@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import load_eagle3, read_eagle3_config
@@ -25,7 +26,6 @@ from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import AttentionBatch, get_backend
 from foretoken.ops.backends.triton.decoder import FusedDraftHead
 from tests.models.batches import Span, build_batch
-from tests.models.heads import save_head
 
 HIDDEN, VOCABULARY, BLOCK, ROWS = 64, 300, 4, 6
 CPU = torch.device("cpu")

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import default_aux_layers, load_eagle3, read_eagle3_config
 from foretoken.ops import get_backend
 from tests.models.batches import Span, build_batch
-from tests.models.heads import NaiveHead, NaiveRows, save_head
+from tests.models.heads import NaiveHead, NaiveRows
 from tests.support.cases import host_backends
 
 CPU = torch.device("cpu")

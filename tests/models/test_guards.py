@@ -157,12 +157,17 @@ MUTANTS = {
 }
 
 
+def _backend_of(attention: Any) -> Any:
+    none = {"decoder": lambda *_: None, "compile_ahead": lambda run: None}
+    return SimpleNamespace(attention=attention, **none)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_self_check_rejects_wrong_attention(tmp_path: Path, mutant: str) -> None:
     family, function = MUTANTS[mutant]
     families.save_model(tmp_path, family, families.SUPPORTED[family])
     load_model(tmp_path, device="cpu", backend="torch")
-    mutant: Any = SimpleNamespace(attention=function, decoder=lambda *_: None)
+    mutant: Any = _backend_of(function)
     with pytest.raises(UnsupportedModelError, match="eager attention"):
         load_model(tmp_path, device="cpu", backend=mutant)
 
@@ -194,6 +199,6 @@ def test_every_family_passes_in_half_precision(tmp_path: Path, family: str) -> N
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_half_precision_still_catches_gross_errors(tmp_path: Path, family: str, dtype: str) -> None:
     families.save_model(tmp_path, family, families.SUPPORTED[family])
-    wrong: Any = SimpleNamespace(attention=_wrong_request, decoder=lambda *_: None)
+    wrong: Any = _backend_of(_wrong_request)
     with pytest.raises(UnsupportedModelError, match="eager attention"):
         load(tmp_path, dtype=dtype, backend=wrong)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import threading
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -65,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[Any, ...
     monkeypatch.setattr(driver, "_active", gpu)
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(compiled, "_kernels", {})
-    monkeypatch.setattr(compiled, "_take_device", lambda driver: lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     for kernel in (scale_kernel, other_kernel):
         kernel.device_caches.clear()
     return made
@@ -110,30 +111,72 @@ def test_other_arguments_have_kernels_of_their_own(calls: list[Any]) -> None:
     assert numbers[: len(others)] == numbers[len(others) :] == list(range(1, len(others) + 1))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_what_is_noted_is_compiled_and_not_launched(calls: list[Any], processes: int) -> None:
+def test_a_shared_argument_is_packed_once(calls: list[Any]) -> None:
     x, y = torch.zeros(8), torch.zeros(8)
-    with compiled.compiling_ahead(processes):
+    for one, other in ((x, None), (x, y), (x.half(), None)):
+        pair = Pair(one, other)
+        shared = compiled.Shared(pair)
+        for _ in range(2):
+            scale(x, y, pair=shared)
+        scale(x, y, pair=pair)
+    numbers = [number for number, _, _ in calls]
+    assert numbers == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    packed = calls[1][2][2]
+    assert packed == (x.data_ptr(), None)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_what_is_noted_is_compiled_and_not_launched(
+    calls: list[Any], processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, y = torch.zeros(8), torch.zeros(8)
+    missing, forked = [], compiled._compile_in_processes
+    monkeypatch.setattr(
+        compiled,
+        "_compile_in_processes",
+        lambda jobs, count: (missing.append((len(jobs), count)), forked(jobs, count)),
+    )
+
+    def run() -> None:
         for _ in range(2):
             scale(x, y)
             compiled.launch(other_kernel, (1,), x, WIDTH=8, num_warps=1)
         assert compiled.zero_if_noted(lambda: (torch.ones(2), None))()[0].sum() == 0
-    assert calls == []
-    cached = [len(kernel.device_caches[0][0]) for kernel in (scale_kernel, other_kernel)]
-    assert cached == [1, 1]
+
+    for _ in range(2):
+        compiled.compile_ahead(run, processes)
+        assert calls == []
+        cached = [len(kernel.device_caches[0][0]) for kernel in (scale_kernel, other_kernel)]
+        assert cached == [1, 1]
+        for kernel in (scale_kernel, other_kernel):
+            kernel.device_caches.clear()
+    assert missing == ([] if processes == 1 else [(2, 2)]), "not those on disk"
     scale(x, y)
     assert [grid for _, grid, _ in calls] == [(3, 2, 1)]
     assert compiled.zero_if_noted(lambda: torch.ones(2))().sum() == 2
+    compiled.compile_ahead(lambda: scale(x, y), processes)
+    assert len(calls) == 1, "a kernel that is compiled is not launched either"
+
+
+def test_other_threads_launch_meanwhile(calls: list[Any]) -> None:
+    x, y = torch.zeros(8), torch.zeros(8)
+    other = threading.Thread(target=scale, args=(x, y))
+
+    def run() -> None:
+        other.start()
+        other.join()
+
+    compiled.compile_ahead(run, 2)
+    assert len(calls) == 1
 
 
 def test_a_kernel_that_does_not_compile_is_an_error_there(calls: list[Any]) -> None:
     x = torch.zeros(8)
 
-    def ahead() -> None:
-        with compiled.compiling_ahead(2):
-            compiled.launch(other_kernel, (1,), x, WIDTH=7, num_warps=1)
-            compiled.launch(other_kernel, (1,), x, WIDTH=8, num_warps=1)
+    def run() -> None:
+        compiled.launch(other_kernel, (1,), x, WIDTH=7, num_warps=1)
+        compiled.launch(other_kernel, (1,), x, WIDTH=8, num_warps=1)
 
     with pytest.raises(triton.CompilationError):
-        ahead()
+        compiled.compile_ahead(run, 2)
     assert calls == []

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from benchmarks.curves import fit
+from benchmarks.near_ties import PAIR, Parted, nudged_pairs, unexplained
 from benchmarks.opponents import torch_threads
 from benchmarks.prefix import Prompts
 from benchmarks.profile import DecodeSteps
 from benchmarks.reproducibility import compare, seeded
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread
+from foretoken.lab.workloads import heldout
 from foretoken.ops import unavailable
 
 BLOCK = 16
@@ -133,3 +135,41 @@ def test_reproducibility_counts_every_request_that_parts() -> None:
         "differ_in_reversed_batch": 3,
         "differ_when_repeated": 1,
     }
+
+
+def test_where_two_texts_part() -> None:
+    params = SamplingParams()
+
+    def parted(got: list[int], other: list[int]) -> tuple[list[int], bool] | None:
+        found = Parted.of([1], params, 0, got, other)
+        return found and (found.tokens, found.ended)
+
+    assert parted([1, 2], [1, 2]) is None
+    assert parted([1, 2, 3], [1, 4, 3]) == ([1, 2], False)
+    assert parted([1, 2, 3], [1, 2]) == ([1, 2, 3], False)
+    assert parted([1, 2], [1, 2, 3]) == ([1, 2], True)
+    ended = Parted.of([1], params, 0, [1, 2], [1, 2, 3])
+    assert ended is not None
+    assert ended.agrees([1, 2])
+    assert not ended.agrees([1, 2, 3])
+
+
+def test_near_ties_are_told_from_wrong_tokens() -> None:
+    """Texts of weights a hundred times as far off part where those that are nudged do not."""
+    speculation = {"method": "draft_model", "num_speculative_tokens": 2}
+    params = [SamplingParams(temperature=0.8, max_tokens=32, seed=i) for i in range(48)]
+
+    def texts(target: str, draft: str) -> list[list[int]]:
+        with LLM(target, {**speculation, "model": draft}, device="cpu") as llm:
+            outputs = llm.generate([item.prompt for item in heldout(48)], params)
+            prompts[:] = [output.prompt_token_ids for output in outputs]
+        return [output.outputs[0].token_ids for output in outputs]
+
+    prompts: list[list[int]] = []
+    far = nudged_pairs(1e-3)
+    other, got = texts(*PAIR), texts(*map(str, next(far)))
+    found = [Parted.of(*x) for x in zip(prompts, params, [0] * 48, got, other, strict=True)]
+    parted = [x for x in found if x is not None]
+    assert len(parted) >= 4
+    assert unexplained(parted, speculation, nudge=1e-3) == []
+    assert len(unexplained(parted, speculation)) >= len(parted) - 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -86,47 +87,67 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
         raise IntegrityError("steps are measured on a device")
     drafts = min(sizes.num_drafts, sizes.max_model_len - 2)
     longest = sizes.max_model_len - drafts - 1
-    for slot in range(sizes.max_num_seqs):  # all of whose blocks are the spare one
-        limit = sizes.max_model_len
-        slots.admit(slot, SlotRequest(slot, _PARAMS, Rule.STANDARD, [0], limit=limit))
-    slots.begin(_step([1], drafts))  # which writes them
-    base, width = gauge.taken(), 1 + drafts
+    requests, width = sizes.max_num_seqs, 1 + drafts
+    more = sizes.tokens - requests * width
+
+    def run(chunks: Sequence[int]) -> None:
+        """Each request decides; prompts, and the first, end where contexts do."""
+        for b, count in enumerate(chunks):
+            length = longest if b == 0 or count > 1 else 1
+            slots.state.length_S[b] = length
+            slots.state.computed_S[b] = length - count
+            slots.state.limit_S[b] = length + width
+        runner.run(_step(chunks, drafts))
+
+    def run_all() -> None:
+        """Without filters and with them; what is too large for memory is left out."""
+        for params in (SamplingParams(), _PARAMS):
+            _admit(slots, sizes, params)
+            for chunks in ([1], [1] * requests, _chunks(requests, max(more, 0), longest)):
+                gauge.peak(partial(run, chunks), 0)
 
     def peak(requests: int, prompt_tokens: int) -> StepPeak | None:
         """Of requests that decode, with so many tokens of prompts shared among them."""
-        chunks, left = [], prompt_tokens
-        for _ in range(requests):
-            chunks.append(1 + min(left, longest - 1))
-            left -= chunks[-1] - 1
-
-        def run() -> None:
-            """Each request decides; prompts, and the first, end where contexts do."""
-            for b, count in enumerate(chunks):
-                length = longest if b == 0 or count > 1 else 1
-                slots.state.length_S[b] = length
-                slots.state.computed_S[b] = length - count
-                slots.state.limit_S[b] = length + width
-            runner.run(_step(chunks, drafts))
-
-        # The first run compiles kernels, and may choose among them.
-        if gauge.peak(run, base) is None or (num_bytes := gauge.peak(run, base)) is None:
+        chunks = _chunks(requests, prompt_tokens, longest)
+        once = partial(run, chunks)
+        # The first run may choose among kernels.
+        if gauge.peak(once, base) is None or (num_bytes := gauge.peak(once, base)) is None:
             return None
         return StepPeak(sum(chunks) + requests * drafts, requests * width, num_bytes)
 
+    runner.model.backend.compile_ahead(run_all)
+    _admit(slots, sizes, _PARAMS)
+    base = gauge.taken()
     least = peak(1, 0)
     if least is None:
         raise EngineMemoryError(
             f"Out of memory in a step of one request: {shown(gauge.taken())} are taken by weights "
             "and kernels. Take a smaller checkpoint, a smaller `dtype`, or another GPU."
         )
-    requests = sizes.max_num_seqs
     while (decode := peak(requests, 0)) is None:
         requests = max(requests // 2, 1)
-    more, largest = sizes.tokens - sizes.max_num_seqs * width, None
+    largest = None
     while largest is None and more > 0:
         largest = peak(requests, more)
         more //= 2
     return StepCost.of(least, decode, largest or decode)
+
+
+def _admit(slots: DeviceSlotTable, sizes: Sizes, params: SamplingParams) -> None:
+    """Into every slot a request, all of whose blocks are the spare one."""
+    for slot in range(sizes.max_num_seqs):
+        limit = sizes.max_model_len
+        slots.admit(slot, SlotRequest(slot, params, Rule.STANDARD, [0], limit=limit))
+    slots.begin(_step([1], 0))  # which writes them
+
+
+def _chunks(requests: int, prompt_tokens: int, longest: int) -> list[int]:
+    """A last token each, and so many tokens of prompts shared among them."""
+    chunks, left = list[int](), prompt_tokens
+    for _ in range(requests):
+        chunks.append(1 + min(left, longest - 1))
+        left -= chunks[-1] - 1
+    return chunks
 
 
 def _step(chunks: Sequence[int], drafts: int) -> StepInput:

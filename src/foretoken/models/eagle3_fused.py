@@ -42,9 +42,7 @@ def fuse(head: Eagle3Head, positions: int, most_rows: int) -> None:
         return
     if fused is None:
         return
-    with head.backend.compiling_ahead():
-        _outputs(head, None)
-        _outputs(head, fused)
+    head.backend.compile_ahead(lambda: (_outputs(head, None), _outputs(head, fused)))
     error = _difference(_outputs(head, None), _outputs(head, fused))
     if not error <= (tolerance := TOLERANCE[head.dtype]):  # NaN too
         head.fused = None

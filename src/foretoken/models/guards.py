@@ -251,14 +251,21 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
     slots = SlotTable(len(tokens), model.device, max_tokens=_LENGTH, max_drafts=3, blocks=6)
     slots.write_blocks((slot, 0, blocks) for slot, blocks in enumerate(_BLOCKS))
     wrong = _random_tokens(model.vocab_size, 3, 4)
+
+    def run() -> list[Tensor]:
+        found = []
+        for step in _SCHEDULE:
+            spans = []
+            for i, start, count, drafts in step:
+                end = start + count + drafts
+                slots.token_SL[i, start:end] = tokens[i][start : start + count] + wrong[:drafts]
+                spans.append(SlotSpan(i, start, end - start, end - start))
+            found.append(model.forward(gather_batch(slots, spans, _BLOCK), kv).logits_NV)
+        return found
+
+    model.backend.compile_ahead(run)
     errors = []
-    for step in _SCHEDULE:
-        spans = []
-        for i, start, count, drafts in step:
-            end = start + count + drafts
-            slots.token_SL[i, start:end] = tokens[i][start : start + count] + wrong[:drafts]
-            spans.append(SlotSpan(i, start, end - start, end - start))
-        logits = model.forward(gather_batch(slots, spans, _BLOCK), kv).logits_NV
+    for step, logits in zip(_SCHEDULE, run(), strict=True):
         row = 0
         for i, start, count, drafts in step:
             ours, eager = logits[row : row + count], expected[i, start : start + count]

@@ -7,7 +7,6 @@ what an op computes (`ops/backends/`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +54,7 @@ class Kernels:
     draft_head: Callable[..., DraftHead | None] = lambda *_, **__: None
     set_num_threads: Callable[[int], None] = lambda count: None
     tunings: Callable[[], dict[str, Any]] = dict
-    compiling_ahead: Callable[[], AbstractContextManager[None]] = nullcontext
+    compile_ahead: Callable[[Callable[[], object]], None] = lambda run: None
 
 
 class Backend:
@@ -221,15 +220,14 @@ class Backend:
         """
         return self._kernels.draft_head(model, most_rows, deterministic=self.deterministic)
 
-    def compiling_ahead(self) -> AbstractContextManager[None]:
-        """Inside, functions of this backend, its decoders and its heads launch no kernel that is
-        compiled for a GPU, and return zeros; on leaving, all that they would have launched is
-        compiled, in parallel processes.
+    def compile_ahead(self, run: Callable[[], object]) -> None:
+        """Compile, in parallel processes, what `run` is about to launch on a GPU.
 
-        To run a step there, on memory that nobody needs, saves most of its first run's time. With
-        other backends it does nothing.
+        It is called once: in this thread, functions of this backend, its decoders and its heads
+        launch no kernel then, and return zeros; PyTorch's operators do run. A step on memory that
+        nobody needs saves most of its first run's time. With other backends nothing is called.
         """
-        return self._kernels.compiling_ahead()
+        self._kernels.compile_ahead(run)
 
     def set_num_threads(self, count: int) -> None:
         """Share one call's work among so many threads of the process, the calling one included.

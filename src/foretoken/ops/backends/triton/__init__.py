@@ -31,7 +31,7 @@ def load() -> Kernels:
     """The functions of this backend."""
     from foretoken.ops.backends.triton import logprobs, process, sample, steps, verify
     from foretoken.ops.backends.triton.attention import attention
-    from foretoken.ops.backends.triton.compiled import compiling_ahead, zero_if_noted
+    from foretoken.ops.backends.triton.compiled import compile_ahead, zero_if_noted
     from foretoken.ops.backends.triton.decoder import FusedDecoder, FusedDraftHead
 
     return Kernels(
@@ -44,5 +44,5 @@ def load() -> Kernels:
         steps=steps,
         decoder=FusedDecoder,
         draft_head=FusedDraftHead,
-        compiling_ahead=compiling_ahead,
+        compile_ahead=compile_ahead,
     )

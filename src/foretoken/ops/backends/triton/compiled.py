@@ -6,39 +6,69 @@ kernel is called as Triton's own launcher would (3.6 and 3.7), but without hooks
 
 Compiling takes 0.2 to 0.5 s of Python a kernel, most of it under the interpreter's lock, so that
 two threads saved 8 % and processes are what helps. They are forked, fill Triton's cache on disk and
-end; they never touch the GPU.
+end; they never touch the GPU. What that cache holds already costs no process.
 """
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cache, wraps
-from types import SimpleNamespace
+from contextlib import suppress
+from functools import wraps
+from types import NoneType, SimpleNamespace
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime import driver
+from triton.runtime.cache import FileCacheManager
 from triton.runtime.jit import JITFunction
 
 from foretoken.ops.types import AttentionBatch
 
-_DEADLINE = 300.0  # seconds for all processes together; what is not compiled then, is at its launch
+_log = logging.getLogger(__name__)
+
+_DEADLINE = 120.0  # seconds for all processes together; what is not compiled then, is at its launch
 
 P = ParamSpec("P")
 Out = TypeVar("Out")
 
-_Key = tuple[Any, ...]
+_Packer = Callable[[tuple[Any, ...]], tuple[tuple[Any, ...], tuple[Any, ...]]]
 _Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
-_kernels: dict[_Key, tuple[Any, ...]] = {}
-_noted: dict[_Key, _Launch] | None = None
-"""Inside `compiling_ahead`: one launch for each kernel that is not compiled."""
+_packers: dict[tuple[Any, ...], list[_Packer]] = {}
+"""By kernel, device and what is given by name: for arguments nested in one way each."""
+
+_kernels: dict[tuple[_Packer, tuple[Any, ...]], tuple[Any, ...]] = {}
+"""Compiled kernels, by a packer and what it finds."""
+
+_kinds: dict[tuple[_Packer, tuple[Any, ...]], int] = {}
+"""A number for what one finds in a shared argument: hashed once for several launches."""
+
+
+class _Thread(threading.local):
+    """noted: inside `compile_ahead`, one launch for each kernel that is not compiled."""
+
+    noted: dict[Any, _Launch] | None = None
+
+
+_thread = _Thread()
+
+
+class Shared:
+    """An argument of several launches, packed once: a tuple."""
+
+    def __init__(self, value: tuple[Any, ...]) -> None:
+        self.value = value
+        pack, self.packed, kinds = _pack(_packers.setdefault((), []), value, None)
+        self.kind = _kinds.setdefault((pack, kinds), len(_kinds))
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
@@ -50,100 +80,155 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
         named: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted
-        kernel[grid](*given, **named)
+        kernel[grid](*_plain(given), **named)
         return
-    number, device = _runtime_arguments(kernel), driver.active.get_current_device()
-    kinds: list[Any] = []
-    packed = [_pack(value, kinds) for value in given[:number]]
-    constants = given[number:]
-    key = (id(kernel), device, constants, tuple(named.items()), tuple(kinds))
-    known = _kernels.get(key)
-    if _noted is not None:
+    device = driver.active.get_current_device()
+    key = (id(kernel), device, *named.items())
+    packers = _packers.get(key)
+    if packers is None:
+        packers = _packers[key] = []
+    pack, packed, kinds = _pack(packers, given, kernel)
+    known, noted = _kernels.get((pack, kinds)), _thread.noted
+    if noted is not None:
         if known is None:
-            _noted[key] = kernel, grid, given, named
-    elif known is None:
-        compiled = kernel[grid](*given, **named)
-        # AMD's kernels also depend on the size of each tensor.
-        if compiled is not None and not torch.version.hip:
-            rest = [named.get(name) for name in kernel.arg_names[len(given) :]]
-            _kernels[key] = compiled.run, compiled.function, compiled.packed_metadata, rest
-    else:
+            noted[pack, kinds] = kernel, grid, _plain(given), named
+    elif known is not None:
         run, function, metadata, rest = known
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)
-        run(
-            x, y, z, stream, function, metadata, None, None, None, *packed, *constants, *rest
-        )  # fmt: skip
+        run(x, y, z, stream, function, metadata, None, None, None, *packed, *rest)
+    else:
+        made = kernel[grid](*_plain(given), **named)
+        # AMD's kernels also depend on the size of each tensor.
+        if made is not None and not torch.version.hip:
+            rest = [named.get(name) for name in kernel.arg_names[len(given) :]]
+            _kernels[pack, kinds] = made.run, made.function, made.packed_metadata, rest
 
 
-def is_noted(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> bool:
-    """Inside `compiling_ahead`, note this launch, which the caller then leaves out."""
-    if _noted is None:
-        return False
-    launch(kernel, grid, *given, **named)
-    return True
+def _plain(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(one.value if isinstance(one, Shared) else one for one in given)
 
 
-@cache
-def _runtime_arguments(kernel: Any) -> int:
-    """How many arguments come before the first constant."""
-    return next((p.num for p in kernel.params if p.is_constexpr), len(kernel.params))
+def _pack(
+    packers: list[_Packer], given: tuple[Any, ...], kernel: Any
+) -> tuple[_Packer, tuple[Any, ...], tuple[Any, ...]]:
+    """The packer that fits, a new one if none does, and what it returns."""
+    for pack in packers:
+        try:
+            return pack, *pack(given)
+        except (AttributeError, TypeError, ValueError):  # these are nested in another way
+            continue
+    packers.append(_packer(given, kernel))
+    return packers[-1], *packers[-1](given)
 
 
-def _pack(value: Any, kinds: list[Any]) -> Any:
-    """A value with tensors replaced by their addresses; `kinds` gets what is compiled in of it."""
-    if isinstance(value, Tensor):
-        address = value.data_ptr()
-        kinds.append(value.dtype)
-        if address % 16:
-            kinds.append("unaligned")
-        return address
-    if isinstance(value, tuple):
-        return tuple([_pack(one, kinds) for one in value])
-    if isinstance(value, int):
-        kinds.append(1 if value == 1 else 16 if value % 16 == 0 else 0)
-        if not -(2**31) <= value < 2**31:
-            kinds.append("wide")
-        return value
-    kinds.append(None if value is None else type(value))
-    return value
+def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
+    """A function that packs arguments nested as these are, and raises an error at others.
+
+    It returns them with tensors replaced by their addresses, and what a kernel is compiled for:
+    constants, dtypes, which integers are 1, multiples of 16 or beyond 32 bits, and addresses modulo
+    16 unless all are 0. Written out, since a loop over 40 arguments takes 3 times as long.
+    """
+    number = len(given)
+    if kernel is not None:
+        number = next((p.num for p in kernel.params if p.is_constexpr), number)
+    names: dict[type, list[str]] = {kind: [] for kind in (Tensor, Shared, int, NoneType, object)}
+    tensors, shared, integers, nones, others = names.values()
+
+    def pattern(value: Any) -> str:
+        if isinstance(value, tuple):
+            return f"({''.join(f'{pattern(one)}, ' for one in value)})"
+        kind = next(kind for kind in names if isinstance(value, kind))
+        names[kind].append(f"{kind.__name__}{len(names[kind])}")
+        return names[kind][-1]
+
+    constants = [f"constant{i}" for i in range(len(given) - number)]
+    arguments = "".join(f"{name}, " for name in (*map(pattern, given[:number]), *constants))
+    kinds = constants + [f"{name}.kind" for name in shared] + [f"{name}.dtype" for name in tensors]
+    kinds += [f"{name} == 1, not {name} % 16, {name} >> 31" for name in integers]
+    kinds += [f"{name}.__class__" for name in others]
+    lines = [f"({arguments}) = given", f"kinds = ({''.join(f'{kind}, ' for kind in kinds)})"]
+    if nones:
+        lines.append(f"if not ({' is '.join(nones)} is None): raise TypeError(given)")
+    lines += [f"{name} = {name}.data_ptr()" for name in tensors]
+    lines += [f"{name} = {name}.packed" for name in shared]
+    if tensors:
+        odd = ", ".join(f"{name} % 16" for name in tensors)
+        lines.append(f"if ({' | '.join(tensors)}) % 16: kinds += ({odd},)")
+    scope: dict[str, Any] = {}
+    body = "\n    ".join([*lines, f"return ({arguments}), kinds"])
+    exec(f"def pack(given):\n    {body}", scope)
+    pack: _Packer = scope["pack"]
+    return pack
 
 
-@contextmanager
-def compiling_ahead(processes: int | None = None) -> Iterator[None]:
-    """Launch nothing inside; compile all that would have been launched on leaving, in parallel.
+def compile_ahead(run: Callable[[], object], processes: int | None = None) -> None:
+    """Call `run`, which launches nothing then, and compile all that it would have launched.
 
-    Results are memory as it was: `zero_if_noted` makes those of an op safe to go on with. Under
-    Triton's interpreter, which compiles nothing, launches run.
+    In this thread, that is. Results are memory as it was: `zero_if_noted` makes those of an op safe
+    to go on with. Under Triton's interpreter, which compiles nothing, nothing is run.
 
     Args:
         processes: None: one per CPU that this process may use, up to 16.
     """
-    global _noted
-    _noted = {}
+    if knobs.runtime.interpret:
+        return
+    _thread.noted = {}
     try:
-        yield
-        jobs = list(_noted.values())
+        run()
+        jobs = list(_thread.noted.values())
     finally:
-        _noted = None
+        _thread.noted = None
     if not jobs:
         return
-    count = min(processes or len(os.sched_getaffinity(0)), 16, len(jobs))
-    if count > 1:
-        _compile_in_processes(jobs, count)
-    # From the cache on disk, or what a process failed at: an error is raised here.
-    compiled = [kernel.warmup(*given, grid=grid, **named) for kernel, grid, given, named in jobs]
-    with ThreadPoolExecutor(count, initializer=_take_device(driver)) as pool:
+    missing = _not_on_disk(jobs)
+    count = min(processes or len(os.sched_getaffinity(0)), 16, len(missing))
+    if count > 1 and not multiprocessing.current_process().daemon:  # which may have no children
+        _compile_in_processes(missing, count)
+    # What a process failed at is compiled here: an error is raised.
+    compiled = [_warm_up(job) for job in jobs]
+    device = driver.active.get_current_device()
+    with ThreadPoolExecutor(16, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
         list(pool.map(lambda one: one.run, compiled))  # loads it; Triton 3.6 compiles C for it
 
 
+def _warm_up(job: _Launch) -> Any:
+    kernel, grid, given, named = job
+    return kernel.warmup(*given, grid=grid, **named)
+
+
+class _NotOnDisk(Exception):
+    """Instead of compiling a kernel."""
+
+
+def _not_on_disk(jobs: list[_Launch]) -> list[_Launch]:
+    """Those that Triton's cache on disk lacks; the others are loaded from it."""
+    thread, missing = threading.get_ident(), []
+
+    class Cache(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
+        def get_group(self, filename: str) -> Any:
+            group = super().get_group(filename)
+            if not group and threading.get_ident() == thread:
+                raise _NotOnDisk
+            return group
+
+    with knobs.cache.scope():
+        knobs.cache.manager_class = Cache
+        for job in jobs:
+            try:
+                _warm_up(job)
+            except _NotOnDisk:
+                missing.append(job)
+    return missing
+
+
 def zero_if_noted(op: Callable[P, Out]) -> Callable[P, Out]:
-    """The op; inside `compiling_ahead` its results, tensors of its own, are 0 and no garbage."""
+    """The op; inside `compile_ahead` its results, tensors of its own, are 0 and no garbage."""
 
     @wraps(op)
     def safe(*given: P.args, **named: P.kwargs) -> Out:
         result = op(*given, **named)
-        if _noted is not None:
+        if _thread.noted is not None:
             _zero(result)
         return result
 
@@ -158,11 +243,6 @@ def _zero(result: Any) -> None:
             _zero(one)
     elif isinstance(result, AttentionBatch):
         _zero((result.query_start_B1, result.length_B, result.block_BL))
-
-
-def _take_device(driver: Any) -> Callable[[], None]:
-    device = driver.active.get_current_device()
-    return lambda: torch.cuda.set_device(device)
 
 
 def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
@@ -181,10 +261,14 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
     with warnings.catch_warnings():
         # Threads of this process may hold locks; those are none that a compiler takes.
         warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-        for worker in workers:
-            worker.start()
-    for worker in workers:
-        worker.join(_DEADLINE)
+        try:
+            for worker in workers:
+                worker.start()
+        except OSError as error:
+            _log.warning("Kernels are compiled by fewer processes, slower: %s", error)
+    end = time.monotonic() + _DEADLINE
+    for worker in (one for one in workers if one.pid is not None):
+        worker.join(max(end - time.monotonic(), 0))
         if worker.is_alive():
             worker.kill()
             worker.join()
@@ -192,8 +276,6 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
 
 def _compile(jobs: list[_Launch], stub: Any) -> None:
     driver.set_active(stub)  # CUDA cannot be used in a forked process
-    for kernel, grid, given, named in jobs:
-        try:
-            kernel.warmup(*given, grid=grid, **named)
-        except Exception:  # raised again where the parent compiles it
-            continue
+    for job in jobs:
+        with suppress(Exception):  # raised again where the parent compiles it
+            _warm_up(job)

@@ -38,7 +38,7 @@ from foretoken.ops.backends.triton.rows import (
 )
 from foretoken.ops.backends.triton.sample import reduce_rows
 from foretoken.ops.backends.triton.scan import BLOCKS_PER_PROGRAM, FEW_PROGRAMS
-from foretoken.ops.types import Logprobs, Rows, Stream
+from foretoken.ops.types import Logprobs, Rows
 
 _NO_ID = tl.constexpr(0x7FFFFFFF)
 
@@ -188,8 +188,7 @@ def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     )
     if not number:
         return Logprobs(*result)
-    requests, stream = requests_of(slot_N, slot_N, slot_N, slot_N), Stream.TARGET_TOKEN
-    call = Call(logits_NV, params, requests, edits, None, False, stream, 1, token_N.dtype)
+    call = Call(logits_NV, params, requests_of(*[slot_N] * 4), edits)
     scratch, blocks = call.batch.scratch, call.batch.rows.NB
     measured = Measured(
         scratch.mass_NJ,
@@ -203,10 +202,7 @@ def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     per = 1 if number * blocks <= FEW_PROGRAMS.value else BLOCKS_PER_PROGRAM
     parts = -(-blocks // per)
     given = token_N.contiguous(), measured
-    call.launch(measure_kernel, number * parts, (*given, parts), per, num_warps=1)
+    call.launch(measure_kernel, number * parts, *given, parts, per, num_warps=1)
     width = 1 << (num_top - 1).bit_length() if num_top else 0
-    call.launch(
-        likeliest_kernel, number, (*given, result, num_top), call.blocks_padded, width,
-        num_warps=4,
-    )  # fmt: skip
+    call.launch(likeliest_kernel, number, *given, result, num_top, call.blocks_padded, width)
     return Logprobs(*result)

@@ -12,7 +12,7 @@ from foretoken.ops.backends.triton.launch import Call, requests_of
 from foretoken.ops.backends.triton.records import Batch
 from foretoken.ops.backends.triton.rows import BLOCK, load_span
 from foretoken.ops.backends.triton.sample import reduce_rows
-from foretoken.ops.types import Rows, Stream
+from foretoken.ops.types import Rows
 
 
 @triton.jit
@@ -37,8 +37,7 @@ def process_logits(rows: Rows) -> Tensor:
     Returns new float32 [N, V].
     """
     logits_NV, params, slot_N, edits = rows
-    requests = requests_of(slot_N, slot_N, slot_N, slot_N)
-    call = Call(logits_NV, params, requests, edits, None, False, Stream.TARGET_TOKEN)
+    call = Call(logits_NV, params, requests_of(*[slot_N] * 4), edits)
     out_NV = torch.empty(logits_NV.shape, dtype=torch.float32, device=logits_NV.device)
     if len(out_NV):
         if params.has_filters:

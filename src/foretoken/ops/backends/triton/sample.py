@@ -83,8 +83,8 @@ def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
     if len(token_N):
         reduce_rows(call)
         call.launch(
-            pick_kernel, len(token_N), (token_N, call.stream), call.blocks_padded, call.fp64,
-            call.drafts, num_warps=4,
+            pick_kernel, len(token_N), token_N, call.stream, call.blocks_padded, call.fp64,
+            call.drafts,
         )  # fmt: skip
     return token_N
 
@@ -97,21 +97,20 @@ def reduce_rows(call: Call, counter_B: Tensor | None = None) -> None:
     per = 1 if few else BLOCKS_PER_PROGRAM
     parts = -(-blocks // per)
     call.launch(
-        scan_kernel, rows * parts, (counter_B, parts, call.stream), call.width,
-        call.flat, call.fp64, call.drafts, per, few, num_warps=1, early=few,
+        scan_kernel, rows * parts, counter_B, parts, call.stream, call.width, call.flat,
+        call.fp64, call.drafts, per, few, num_warps=1, early=few,
     )  # fmt: skip
     if batch.scratch.filtered is None:
         return
     call.launch(
-        filter_kernel, rows, (), call.width, call.blocks_padded,
-        num_warps=1 if rows > _MANY else 4,
+        filter_kernel, rows, call.width, call.blocks_padded, num_warps=1 if rows > _MANY else 4,
     )  # fmt: skip
     # Thresholds and masses of the rows for which the filters' lists were too short.
-    call.launch(guess_kernel, min(GUESS_PROGRAMS, rows), (), call.blocks_padded, num_warps=4)
+    call.launch(guess_kernel, min(GUESS_PROGRAMS, rows), call.blocks_padded)
     for turn in range(2):
         parts = min(SECOND_PARTS, blocks) if turn else blocks
-        call.launch(sweep_kernel, min(SWEEP_PROGRAMS, rows * parts), (parts,), turn, num_warps=1)
+        call.launch(sweep_kernel, min(SWEEP_PROGRAMS, rows * parts), parts, turn, num_warps=1)
     call.launch(
-        wide_kernel, rows, (batch.rows.stride, call.stream), call.width, call.blocks_padded,
+        wide_kernel, rows, batch.rows.stride, call.stream, call.width, call.blocks_padded,
         call.fp64, call.drafts, num_warps=WARPS, **at_most_registers(REGISTERS),
     )  # fmt: skip

@@ -39,8 +39,7 @@ def verify(batch: VerifyBatch) -> Verdict:
     later = most > 0 and (block.cache is not None or block_rule or params.has_filters)
     few = later and number <= FEW.value and not block_rule
     call = launch.Call(
-        logits_NV, params, requests, edits, block.cache, fp64_noise, Stream.TARGET_TOKEN, most + 1,
-        block.token_BK.dtype, rate_K is not None, later, few,
+        logits_NV, params, requests, edits, block.cache, fp64_noise, Stream.TARGET_TOKEN, most + 1
     )  # fmt: skip
     blocks = call.batch.rows.NB
     drafts = Drafts(
@@ -55,7 +54,7 @@ def verify(batch: VerifyBatch) -> Verdict:
         )
         reduce_rows(call, counter_B=candidates.arrived_B)
         given = (drafts, outcome, candidates)
-        call.launch(settle_kernel, number * blocks, given, *widths, num_warps=4)
+        call.launch(settle_kernel, number * blocks, *given, *widths)
         return verdict
     plan = None
     if later:
@@ -66,11 +65,11 @@ def verify(batch: VerifyBatch) -> Verdict:
         )
     reduce_rows(call)
     planned = (drafts, outcome, plan)
-    call.launch(decide_kernel, number, planned, most > 0, block_rule, *widths, num_warps=4)
+    call.launch(decide_kernel, number, *planned, most > 0, block_rule, *widths)
     if later:
         lines, parts = most if block_rule else 1, -(-blocks // launch.BLOCKS_AT_ONCE)
         call.launch(
-            residual_kernel, number * lines * parts, (*planned, parts, lines), *widths,
-            launch.BLOCKS_AT_ONCE, num_warps=4, **launch.at_most_registers(96),
+            residual_kernel, number * lines * parts, *planned, parts, lines, *widths,
+            launch.BLOCKS_AT_ONCE, **launch.at_most_registers(96),
         )  # fmt: skip
     return verdict

@@ -55,25 +55,22 @@ class Prefilling(NamedTuple):
 def decoding(tokens: int, requests: int, tile_rows: int, size: int, dtype: torch.dtype) -> Decoding:
     """For a step of so many tokens and requests, of `tile_rows` rows of a request at most."""
     if tokens <= SAME_BITS:
-        cut, merging = (256, 64), (1, 16, 1, 256)
+        cut, merging = (256, 64), (1, 16, 1, 256 if requests == 1 else 0)
     elif requests <= 16:
-        cut, merging = (576, 16), (8, 8, 4, 0)
+        cut, merging = (576, 16), (8, 8, 4)
     else:
-        cut, merging = (2048, 4), (8, 8, 4, 0)
+        cut, merging = (2048, 4), (8, 8, 4)
     if dtype == torch.float32:  # products without tensor cores: operands pass through registers
         groups = 4 if size <= 128 else 2
         return Decoding(*cut, groups, 16, 16, 1, 2, 2, 255, *merging)
     if size > 128:
         rows, sets = (16, 1) if tile_rows <= 16 else (32, 2)
         return Decoding(*cut, 4, 16, rows, sets, 2, 1, 255, *merging)
-    if requests == 1 or (requests <= 16 and tile_rows > 16):  # two tiles of 16 rows beat one of 32
-        return Decoding(*cut, 4, 16, 16, 1, 3, 2, 255, *merging)
     if tokens <= SAME_BITS:
-        return Decoding(*cut, 4, 16, 16, 1, 2, 3, 168, *merging)
-    if tile_rows <= 16:
-        return Decoding(*cut, 2, 32, 16, 1, 2, 4, 255, *merging)
+        stages, programs, registers = (3, 2, 255) if requests == 1 else (2, 3, 168)
+        return Decoding(*cut, 4, 16, 16, 1, stages, programs, registers, *merging)
     if tile_rows <= 32:
-        return Decoding(*cut, 4, 16, 32, 1, 3, 2, 255, *merging)
+        return Decoding(*cut, 2, 16, 16 if tile_rows <= 16 else 32, 1, 3, 4, 255, *merging)
     return Decoding(*cut, 4, 16, 64, 2, 2, 1, 255, *merging)
 
 

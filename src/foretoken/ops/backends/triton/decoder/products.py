@@ -9,7 +9,6 @@ sum of squares, V vocabulary, I columns of a gated layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,15 +30,14 @@ from foretoken.ops.backends.triton.decoder.tiles import (
     Shape,
     StreamTile,
     bucket,
-    gated_tile,
     gemv_tile,
     stream_tile,
 )
 from foretoken.ops.backends.triton.launch import overlaps
 
-_SILU_BLOCK = 1024
+_SILU_BLOCK = 4096  # of 320 rows, a block of 1024 made each layer 5 us slower
 _MOST_TILES = 1 << 15  # of one product; vocabularies have up to 262 144 / 64
-_PARTIALS = 1 << 23  # float32 numbers: 132 programs, 2 slots, 128 x 128, less than this
+_PARTIALS = 1 << 22  # float32 numbers: 132 programs, 2 slots, 2 halves of 128 x 64, less than this
 
 
 class Linear(NamedTuple):
@@ -68,14 +66,14 @@ class Products:
         self.overlap = overlaps(device)
         self.dependent = {"launch_pdl": True} if self.overlap else {}
         self._processors = 0
-        self._weight_maps: dict[tuple[Any, ...], Any] = {}  # they keep their weights alive
+        self._weight_maps: dict[tuple[int, int, int], Any] = {}  # they keep their weights alive
         if self.overlap and dtype is torch.bfloat16:
             self._processors = torch.cuda.get_device_properties(device).multi_processor_count
             self._partial = torch.empty(_PARTIALS, dtype=torch.float32, device=device)
             self._arrived = torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
     def tile(self, rows: int, shape: Shape) -> GemvTile | StreamTile | None:
-        """What multiplies so many rows; None: `gate`, or cuBLAS, with small kernels beside it.
+        """What multiplies so many rows; None: cuBLAS, with small kernels beside it.
 
         float16 is left to cuBLAS: rows that are multiplied before they are normed may be too large.
         """
@@ -119,44 +117,16 @@ class Products:
         from foretoken.ops.backends.triton.decoder import streamk
 
         rows, weight_NK = bucket(len(given.x_TK), self.deterministic), linear.weight_NK
+        key = weight_NK.data_ptr(), tile.block_n, tile.block_k
+        if key not in self._weight_maps:
+            self._weight_maps[key] = streamk.tensor_map(weight_NK, tile.block_n, tile.block_k)
         launch(
-            streamk.streamk_kernel, (tile.programs,),
-            self._map(streamk.tensor_map, weight_NK, tile.block_n, tile.block_k),
+            streamk.streamk_kernel, (tile.programs,), self._weight_maps[key],
             streamk.tensor_map(given.x_TK, rows, tile.block_k),
             *tensors, self._partial, self._arrived, len(given.x_TK), *constants, rows,
             tile.block_n, tile.block_k, tile.stages, num_warps=streamk.WARPS,
             maxnreg=tile.registers, **self.dependent,
         )  # fmt: skip
-
-    def gate(self, linear: Linear, normed_TK: Tensor) -> Tensor:
-        """silu(gate) * up of rows behind a norm: [T, I], rows may lie apart."""
-        rows, shape = len(normed_TK), _shape(linear, Epilogue.SILU)
-        tile = gated_tile(shape, rows, self._processors) if self._processors else None
-        if tile is None or linear.bias_N is not None:
-            gate_up = _multiply(normed_TK, linear)
-            grid = rows, triton.cdiv(shape.N, _SILU_BLOCK)
-            launch(silu_kernel, grid, gate_up, shape.N, _SILU_BLOCK, num_warps=4)
-            return gate_up[:, : shape.N]
-        from foretoken.ops.backends.triton.decoder import gated, streamk
-
-        y_TN = normed_TK.new_empty(rows, shape.N)
-        more_rows = tile.more_rows or tile.rows  # unread if there are none
-        launch(
-            gated.gated_kernel, (tile.programs,),
-            self._map(gated.weight_map, linear.weight_NK, tile.block_n, tile.block_k),
-            streamk.tensor_map(normed_TK, tile.rows, tile.block_k),
-            streamk.tensor_map(normed_TK, more_rows, tile.block_k), y_TN, rows, shape.N, shape.K,
-            tile.block_n, tile.block_k, tile.rows, tile.more_rows, tile.stages, tile.shift,
-            num_warps=gated.WARPS, maxnreg=gated.REGISTERS, **self.dependent,
-        )  # fmt: skip
-        return y_TN
-
-    def _map(self, make: Callable[..., Any], weight_NK: Tensor, *block: int) -> Any:
-        """The tensor map of a layer's weights that `make` makes once."""
-        key = make, weight_NK.data_ptr(), *block
-        if key not in self._weight_maps:
-            self._weight_maps[key] = make(weight_NK, *block)
-        return self._weight_maps[key]
 
 
 class Operands(NamedTuple):
@@ -205,7 +175,11 @@ class ResidualStream:
         shape = _shape(linear, Epilogue.SILU)
         tile = self._products.tile(len(self.state_TH), shape)
         if tile is None:
-            return self._products.gate(linear, self._normed())
+            gate_up = _multiply(self._normed(), linear)
+            blocks = triton.cdiv(shape.N, _SILU_BLOCK)
+            grid = len(gate_up), blocks
+            launch(silu_kernel, grid, gate_up, shape.N, _SILU_BLOCK, num_warps=4)
+            return gate_up[:, : shape.N]
         y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
         given = self._scaled_and_squares(tile)
         self._products.launch(tile, shape, linear, Operands(given[0], y_TN, given[1]))
@@ -250,6 +224,7 @@ class ResidualStream:
         launch(
             norm_kernel, (rows,), x_TH, row_N, self._gain_H, normed_NH, size,
             triton.next_power_of_2(size), self._products.eps, self._products.overlap, num_warps=8,
+            **self._products.dependent,
         )  # fmt: skip
         return normed_NH
 

@@ -49,10 +49,9 @@ def norm_kernel(
     x_TH, row_N, gain_H, normed_NH, H: tl.constexpr, HP: tl.constexpr, EPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm of the rows `row_N` of x; None: of all. The next kernel may start at once."""
+    """RMSNorm of the rows `row_N` of x; None: of all. It may be launched before x is written."""
     n = tl.program_id(0).to(tl.int64)
     wait_for_writes(OVERLAP)
-    let_next_start(OVERLAP)
     t = n
     if row_N is not None:
         t = tl.load(row_N + n)

@@ -1,4 +1,4 @@
-"""y = f(x W^T) for 1 to 128 rows: weights never stop arriving. A persistent kernel in Gluon.
+"""y = f(x W^T) for 1 to 64 rows: weights never stop arriving. A persistent kernel in Gluon.
 
 Few rows are bound by the memory's speed, so all that matters is that every SM always has loads in
 flight. All products of one block of weights and one block of x are *units*: a tile of W's rows has

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from foretoken.ops.backends.triton.decoder.epilogue import Epilogue
 
-MOST_ROWS = 128  # of a product that streams; with more, cuBLAS is faster
-_MOST_GATED_ROWS = 384  # of gate and up in one; accumulators of more do not fit
-_BUCKETS = (8, 16, 32, 64, 128)  # rows that x is padded to in shared memory
+MOST_ROWS = 64  # of a product that streams; with more, cuBLAS is faster
+_BUCKETS = (8, 16, 32, 64)  # rows that x is padded to in shared memory
 _SAME_BUCKET = 16  # deterministic steps of up to so many rows are one bucket
 _SHARED = 200 << 10  # bytes of a ring; an SM has 227 KiB for all of a program
 
@@ -50,19 +49,6 @@ class StreamTile(NamedTuple):
     registers: int
 
 
-class GatedTile(NamedTuple):
-    """A program of `gated.py`: block_n columns of gate and up together, all rows: `rows` and
-    `more_rows` behind them."""
-
-    rows: int
-    more_rows: int
-    block_n: int
-    block_k: int
-    stages: int
-    programs: int
-    shift: int = 0
-
-
 _QKV, _O = Shape(6144, 4096, Epilogue.PLAIN), Shape(4096, 4096, Epilogue.RESIDUAL)
 _GATE_UP, _DOWN = Shape(14336, 4096, Epilogue.SILU), Shape(4096, 14336, Epilogue.RESIDUAL)
 _HEAD = Shape(128256, 4096, Epilogue.PLAIN)
@@ -91,14 +77,6 @@ _MANY_ROWS = {  # 17 to 64
     Shape(32000, 4096, Epilogue.PLAIN): StreamTile(128, 64, 7, 125, 128),
 }
 
-_MORE_ROWS = {  # 65 to 128
-    _QKV: StreamTile(64, 64, 8, 96, 128),
-    _O: StreamTile(128, 64, 6, 128, 144),
-    _GATE_UP: StreamTile(64, 64, 6, 112, 144),
-    _DOWN: StreamTile(128, 64, 6, 128, 144),
-    _HEAD: StreamTile(128, 64, 6, 132, 144),
-}
-
 
 def bucket(rows: int, deterministic: bool) -> int:
     """What a number of rows up to `MOST_ROWS` is padded to."""
@@ -120,7 +98,7 @@ def gemv_tile(shape: Shape) -> GemvTile | None:
 @cache
 def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
     """The tile for so many rows, a bucket. None: the shape does not divide into tiles."""
-    measured = _FEW_ROWS if rows <= _SAME_BUCKET else _MANY_ROWS if rows <= 64 else _MORE_ROWS
+    measured = _FEW_ROWS if rows <= _SAME_BUCKET else _MANY_ROWS
     if shape in measured and measured[shape].programs <= processors:
         return measured[shape]
     block_n, block_k = 64, 128 if rows <= _SAME_BUCKET else 64
@@ -129,25 +107,7 @@ def stream_tile(shape: Shape, rows: int, processors: int) -> StreamTile | None:
     halves = 2 if shape.epilogue is Epilogue.SILU else 1
     stages = min(8, _SHARED // (2 * block_k * (halves * block_n + rows)))
     programs = _even_programs(shape.N // block_n, shape.K // block_k, processors)
-    registers = 64 if rows <= _SAME_BUCKET else 96 if rows <= 64 else 144
-    return StreamTile(block_n, block_k, stages, programs, registers)
-
-
-@cache
-def gated_tile(shape: Shape, rows: int, processors: int) -> GatedTile | None:
-    """The tile for so many rows. None: too few or too many, or the shape does not divide."""
-    if not MOST_ROWS < rows <= _MOST_GATED_ROWS:
-        return None
-    block_k, first, block_n = 64, 256, 128
-    if rows <= 192:
-        first, block_n = 128, 256
-    more = next(more for more in (0, 64, 128) if rows <= first + more)
-    if 2 * shape.N % block_n or shape.K % block_k:
-        return None
-    tiles = 2 * shape.N // block_n
-    programs = -(-tiles // -(-tiles // processors))  # with fewer, the longest would take longer
-    stages = _SHARED // (2 * block_k * (block_n + first + more))
-    return GatedTile(first, more, block_n, block_k, stages, programs)
+    return StreamTile(block_n, block_k, stages, programs, 64 if rows <= _SAME_BUCKET else 96)
 
 
 def _even_programs(tiles: int, blocks: int, processors: int) -> int:

@@ -6,7 +6,9 @@ memory for weights and for every token and row of a step, as the tests know it.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,3 +269,18 @@ def test_on_a_cpu_nothing_is_measured(target: Path) -> None:
     assert plan.parts.keys() == {"slots", "K/V cache"}
     assert llm.engine.runner.kv.block_size == 16
     assert plan.num_blocks == llm.engine.scheduler.pool.num_blocks
+
+
+def test_garbage_is_not_looked_for_in_what_is_loaded(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.unfreeze()
+    LLM(str(target))
+    assert gc.get_freeze_count() == 0, "a pause costs no device anything on a CPU"
+    monkeypatch.setattr(build, "is_on_host", lambda device: False)
+    llm = LLM(str(target), backend="torch")
+    assert len(gc.get_objects()) < 0.1 * gc.get_freeze_count()
+    model = weakref.ref(llm.engine.runner.model.module)
+    del llm
+    assert model() is None, "nothing needs the collector to be given back"
+    gc.unfreeze()

@@ -13,6 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from foretoken.engine.memory_plan import (
+    LEAST_CONTEXT,
     Budget,
     Costs,
     Demand,
@@ -20,10 +21,12 @@ from foretoken.engine.memory_plan import (
     StepCost,
     StepPeak,
     blocks_within,
+    fitting_plan,
     graph_sizes,
     most_fitting,
+    remedies,
+    shortage,
 )
-from foretoken.engine.remedies import LEAST_CONTEXT, fitting_plan, remedies, shortage
 from foretoken.errors import ConfigError, EngineMemoryError
 
 GIB = 2**30
@@ -93,8 +96,8 @@ def test_a_plan_fits_and_serves_or_the_error_says_what_would(
         assert demand.missing > 0
         check_remedies(demand, str(error))
         return
-    assert plan.total == sum(plan.parts.values()) <= demand.budget.usable(sizes)
-    assert demand.budget.usable(sizes) < max(demand.budget.free, 1)
+    assert plan.total == sum(plan.parts.values()) <= demand.usable
+    assert demand.usable < max(demand.budget.free, 1)
     assert plan.max_model_len <= sizes.max_model_len
     if plan.max_model_len < sizes.max_model_len:
         assert may_shorten
@@ -108,14 +111,14 @@ def test_a_plan_fits_and_serves_or_the_error_says_what_would(
     assert costs.columns(shortened) <= plan.num_blocks <= costs.most_blocks(shortened)
     if plan.num_blocks < costs.most_blocks(shortened):
         one_more = costs.total(shortened, plan.num_blocks + 1)
-        assert one_more > demand.budget.usable(sizes), "the largest cache"
+        assert one_more > demand.usable, "the largest cache"
 
 
 def check_remedies(demand: Demand, message: str) -> None:
     for remedy in remedies(demand):
         assert remedy.result.missing <= 0
         plan = fitting_plan(remedy.result, may_shorten=False)
-        assert plan.total <= remedy.result.budget.usable(remedy.result.sizes)
+        assert plan.total <= remedy.result.usable
         for name, (old, new) in remedy.changes.items():
             assert f"`{name}` {old} -> {new}" in message
         seqs, rows = remedy.result.sizes.max_num_seqs, remedy.result.sizes.rows

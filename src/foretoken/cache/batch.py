@@ -18,6 +18,7 @@ from torch import Tensor
 from foretoken.errors import IntegrityError
 from foretoken.ops import AttentionBatch, DraftBlock
 from foretoken.ops.steps import PackSizes
+from foretoken.ops.to_device import to_device
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import NONE, SlotSpan, StepRows
 from foretoken.slots.table import SlotTable
@@ -115,8 +116,6 @@ def gather_batch(
 ) -> ForwardBatch:
     """Pack tokens that slots hold, in this order.
 
-    One host array is moved to the device and cut into views: 6 µs for a decode row (2-core CPU).
-
     Args:
         ahead: positions behind each span that the block table reaches over, too.
 
@@ -141,14 +140,10 @@ def gather_batch(
         starts.append(end)
         lengths.append(length)
     columns = -(-(max(lengths) + ahead) // block_size)
-    block_BL = torch.from_numpy(table.block_SL[[span.slot for span in spans], :columns])
-    sizes = [len(tokens), len(positions), len(rows), len(starts), len(lengths)]
-    packed = torch.from_numpy(
-        np.array(tokens + positions + rows + starts + lengths, dtype=np.int64)
+    block_rows = [table.block_SL[span.slot, :columns] for span in spans]
+    token_T, position_T, row_N, start_B1, length_B, block_BL = (
+        to_device(np.array(numbers, dtype=np.int64), table.device)
+        for numbers in (tokens, positions, rows, starts, lengths, block_rows)
     )
-    if table.device.type != "cpu":
-        packed = packed.pin_memory().to(table.device, non_blocking=True)
-        block_BL = block_BL.to(table.device)
-    token_T, position_T, row_N, start_B1, length_B = torch.split_with_sizes(packed, sizes)
     attention = AttentionBatch(start_B1, length_B, block_BL, block_size, values_fit=True)
     return ForwardBatch(token_T, position_T, row_N, attention, spans=spans)

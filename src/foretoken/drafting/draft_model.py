@@ -28,47 +28,32 @@ import torch
 from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch, gather_batch
-from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
+from foretoken.drafting.base import Autoregressive, DrafterSetup, no_drafts
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, RoundDecoder, Rows, Rule
 from foretoken.ops.steps import DraftRows
+from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import SlotSpan, StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
 
-class DraftModel(Drafter):
-    """Autoregressive drafting, `probabilistic` (q kept for verification) or `greedy` (one-hot)."""
+class DraftModel(Autoregressive):
+    """A draft model over slots on a host."""
 
-    options = frozenset({"model", "revision", "draft_sample_method"})
+    slots: SlotTable
 
     def __init__(self, setup: DrafterSetup, model: CausalLM | None = None) -> None:
-        self.model = model or _load_checked(setup)
-        self.config = setup.config
-        self.backend = setup.backend
-        self.block_size = setup.block_size
-        self.probabilistic = setup.speculation.draft_sample_method != "greedy"
-        num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
-        self._cache_shape = (num_drafts, self.model.vocab_size, self.model.dtype)
-        one = DraftCache.empty(1, *self._cache_shape, torch.device("meta"))
-        self.bytes_per_slot = one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes
-        self.kv_bytes_per_block = KVPool.bytes_per_block(
-            self.model.layer_shapes, setup.block_size, self.model.dtype
-        )
+        self.model = model or load_draft(setup)
+        super().__init__(setup, self.model, self.model.vocab_size)
 
-    def allocate(self, slots: SlotTable, num_blocks: int) -> None:  # type: ignore[override]
-        """K/V tensors for as many blocks as the target has, and q for every slot."""
-        shapes, dtype, device = self.model.layer_shapes, self.model.dtype, self.model.device
-        self.slots = slots
+    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+        """See `Autoregressive`; and how far the cache reaches, by slot and by block."""
+        super().allocate(slots, num_blocks)
         self._num_computed_S = [0] * slots.num_slots
         self._complete = bytearray(num_blocks)
-        self._cache = None
-        if self.probabilistic:
-            self._cache = DraftCache.empty(slots.num_slots, *self._cache_shape, device)
-        self.kv = KVPool(shapes, num_blocks, self.block_size, dtype=dtype, device=device)
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
@@ -225,7 +210,7 @@ class DraftModel(Drafter):
         )
 
 
-def _load_checked(setup: DrafterSetup) -> CausalLM:
+def load_draft(setup: DrafterSetup) -> CausalLM:
     """Load the draft model; `ConfigError` unless it has the target's vocabulary."""
     config = setup.config
     name = setup.speculation.model or BUILT_IN_DRAFTS.get(config.model)

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
-from foretoken.cache.kv_pool import KVPool
 from foretoken.config import EngineConfig
-from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts, q_flags
+from foretoken.drafting.base import Autoregressive, DrafterSetup, no_drafts, q_flags
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView, resolve_checkpoint
 from foretoken.models.checkpoint import parse_config, quiet_transformers, read_config
@@ -53,14 +52,11 @@ class Places(NamedTuple):
     index_KB: Tensor
 
 
-class Eagle3(Drafter):
-    """Autoregressive drafting, `probabilistic` (q kept for verification) or `greedy` (one-hot).
-
-    Drafts are drawn by the target's ids, also where the head knows only some of them: q is real,
+class Eagle3(Autoregressive):
+    """Drafts are drawn by the target's ids, also where the head knows only some of them: q is real,
     and `coupled` drafts share the target's noise.
     """
 
-    options = frozenset({"model", "revision", "draft_sample_method"})
     reads_next_token = True
 
     @classmethod
@@ -81,32 +77,17 @@ class Eagle3(Drafter):
 
     def __init__(self, setup: DrafterSetup) -> None:
         self.head = _load_checked(setup)
-        self.config = setup.config
-        self.backend = setup.backend
-        self.block_size = setup.block_size
-        self.probabilistic = setup.speculation.draft_sample_method != "greedy"
-        num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
-        self._cache_shape = (num_drafts, setup.vocab_size, self.head.dtype)
-        one = DraftCache.empty(1, *self._cache_shape, torch.device("meta"))
-        hidden_bytes = self.head.config.hidden_size * self.head.dtype.itemsize
-        q_bytes = one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes
-        row_bytes = setup.vocab_size * self.head.dtype.itemsize if self.head.fused else 0
-        self.bytes_per_slot = hidden_bytes + q_bytes + row_bytes
-        self.kv_bytes_per_block = KVPool.bytes_per_block(
-            self.head.layer_shapes, setup.block_size, self.head.dtype
-        )
+        super().__init__(setup, self.head, setup.vocab_size)
+        row_numbers = setup.vocab_size if self.head.fused else 0
+        numbers = self.head.config.hidden_size + row_numbers
+        self.bytes_per_slot += numbers * self.head.dtype.itemsize
 
     def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
-        """K/V for as many blocks as the target has; a hidden state and q for every slot."""
-        shapes, dtype, device = self.head.layer_shapes, self.head.dtype, self.head.device
-        self.slots = slots
-        num_slots = len(slots.state.length_S)
-        width = self.head.config.hidden_size
-        self._hidden_SC = torch.zeros(num_slots, width, dtype=dtype, device=device)
-        self._cache = None
-        if self.probabilistic:
-            self._cache = DraftCache.empty(num_slots, *self._cache_shape, device)
-        self.kv = KVPool(shapes, num_blocks, self.block_size, dtype=dtype, device=device)
+        """See `Autoregressive`; and a hidden state for every slot."""
+        super().allocate(slots, num_blocks)
+        head, count = self.head, len(slots.state.length_S)
+        width = head.config.hidden_size
+        self._hidden_SC = torch.zeros(count, width, dtype=head.dtype, device=head.device)
 
     def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
         """Run the head over the target's rows, each with the token behind it."""

@@ -20,16 +20,15 @@ Shape suffixes: B requests, K drafts, T packed tokens, N rows of logits, S slots
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
-from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import q_flags
-from foretoken.drafting.draft_model import DraftModel
-from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
+from foretoken.drafting.base import Autoregressive, DrafterSetup, q_flags
+from foretoken.drafting.draft_model import load_draft
+from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, Noise, Rows
 from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
@@ -37,23 +36,19 @@ from foretoken.slots.step import StepResult, StepRows
 _FIRST = 2  # known tokens that a round computes
 
 
-class LockstepDraftModel(DraftModel):
-    """`DraftModel` over a `DeviceSlotTable`."""
+class LockstepDraftModel(Autoregressive):
+    """A draft model over a `DeviceSlotTable`."""
 
     num_behind = 2
+    slots: DeviceSlotTable
 
-    def allocate(self, slots: DeviceSlotTable, num_blocks: int) -> None:  # type: ignore[override]
-        """K/V tensors for as many blocks as the target has, and q for every slot, the spare too."""
-        shapes, dtype, device = self.model.layer_shapes, self.model.dtype, self.model.device
-        self.table = slots
-        self._cache = None
-        if self.probabilistic:
-            self._cache = DraftCache.empty(slots.num_slots + 1, *self._cache_shape, device)
-        self.kv = KVPool(shapes, num_blocks, self.block_size, dtype=dtype, device=device)
+    def __init__(self, setup: DrafterSetup) -> None:
+        self.model = load_draft(setup)
+        super().__init__(setup, self.model, self.model.vocab_size)
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`; every request takes part in every pass, if only as padding."""
-        table, block_size = self.table, self.block_size
+        table, block_size = self.slots, self.block_size
         max_len = self.model.max_model_len
         plan = table.steps.begin_round(table.state, rows, _FIRST, max_len, block_size)
         cache = self._cache if rows.warm else None
@@ -91,10 +86,10 @@ class LockstepDraftModel(DraftModel):
         which no round has computed if all of that one was accepted.
         """
         if _decodes(rows):
-            state, max_len = self.table.state, self.model.max_model_len
+            state, max_len = self.slots.state, self.model.max_model_len
             behind_B = (state.length_S[rows.slot_D] - 1).clamp(min=1)  # the last has no block yet
             known = DraftRows(rows.slot_D, torch.zeros_like(behind_B), behind_B, most=1)
-            plan = self.table.steps.begin_round(state, known, _FIRST, max_len, self.block_size)
+            plan = self.slots.steps.begin_round(state, known, _FIRST, max_len, self.block_size)
             self.model.forward(ForwardBatch(*plan.first), self.kv)
             return
         position_T = batch.position_T.clamp(max=self.model.max_model_len - 1)
@@ -105,13 +100,6 @@ class LockstepDraftModel(DraftModel):
         """Zero the K/V of blocks that change hands if the model multiplies masked keys."""
         if self.model.multiplies_masked_keys:
             self.kv.clear(block_ids)
-
-    def release(self, slot: int) -> None:
-        """Nothing is kept for a slot but K/V, in blocks that are not its own."""
-
-    def held_slots(self) -> Iterable[int]:
-        """None."""
-        return ()
 
 
 def _decodes(rows: StepRows) -> bool:

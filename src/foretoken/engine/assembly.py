@@ -23,9 +23,9 @@ from foretoken.engine.memory_plan import (
     MemoryPlan,
     Sizes,
     blocks_within,
+    fitting_plan,
     graph_sizes,
 )
-from foretoken.engine.remedies import fitting_plan
 from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
 from foretoken.models import CausalLM

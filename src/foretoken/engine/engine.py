@@ -7,7 +7,7 @@ is the detokenizer's.
 A step is launched and committed. `step()` does one after the other; who launches the next step
 before committing the last gets the same tokens, with the device never waiting for the host.
 
-Faults: an exception in the work for one request ends that request (`_alone`); one in the work for
+Faults: an exception in the work for one request ends that request (`_fail`); one in the work for
 the batch, its drafting or its forward pass, ends every running request, because their caches are
 then unknown. If it says that the device failed, the engine is broken, and everything that waits
 ends, too. None of them leaves `step`, and slots and blocks come back. What can fail for one request
@@ -152,8 +152,10 @@ class Engine:
                 self._slots.release(slot)
             for request in plan.admitted:
                 if request.status is Status.RUNNING:  # not aborted since it was scheduled
-                    with self._alone(request):
+                    try:
                         self._admit(request)
+                    except Exception as error:
+                        self._fail(request, error)
             self._slots.write_blocks(plan.new_blocks)
             if plan.fresh_blocks:
                 self.runner.clear(plan.fresh_blocks)
@@ -178,8 +180,10 @@ class Engine:
                 launched.trace.count(launched.result.resolve())
             for share in launched.shares:
                 if share.request.status is not Status.FINISHED:  # since it was launched
-                    with self._alone(share.request):
+                    try:
                         self._commit(share, outcomes[share.slot])
+                    except Exception as error:
+                        self._fail(share.request, error)
         return launched.groups
 
     def add(
@@ -238,9 +242,11 @@ class Engine:
 
         This may end it: a tokenizer that raises is a fault of the request.
         """
-        with self._alone(request):
+        try:
             if (detokenizer := request.detokenizer) and (piece := detokenizer.take()):
                 request.pieces.append(piece)
+        except Exception as error:
+            self._fail(request, error)
 
     def abort(self, group: RequestGroup, reason: str = "abort") -> None:
         """End a request where it is, with this finish reason; its outputs keep what they have."""
@@ -258,15 +264,11 @@ class Engine:
         self.scheduler.check_integrity()
         self._slots.check_integrity({request.slot for request in self.scheduler.running})
 
-    @contextmanager
-    def _alone(self, request: Request) -> Iterator[None]:
-        """Whatever is raised inside ends this request, with its reason, and nothing else."""
-        try:
-            yield
-        except Exception as error:
-            self._blame(request, error)
-            if request.status is not Status.FINISHED:
-                self._finish(request, "error")
+    def _fail(self, request: Request, cause: Exception) -> None:
+        """What was raised in the work for one request ends it, with its reason, and no other."""
+        self._blame(request, cause)
+        if request.status is not Status.FINISHED:
+            self._finish(request, "error")
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -346,26 +348,25 @@ class Engine:
             request.origins.append(origins[i])
             if logprobs is not None:
                 request.logprobs.append(logprobs[i])
-            if self._stops(request, token):
+            if (reason := self._stops(request, token)) is not None:
+                self._finish(request, reason)
                 break
-        if request.finish_reason is not None:
-            self._finish(request, request.finish_reason)
 
-    def _stops(self, request: Request, token: int) -> bool:
-        """Show the token and decide whether it ends the request: stops before length."""
+    def _stops(self, request: Request, token: int) -> str | None:
+        """Show the token; why it ends the request, if it does: stops before length."""
         params, detokenizer = request.params, request.detokenizer
-        may_stop = request.num_output >= params.min_tokens
+        may_stop = not params.min_tokens or request.num_output >= params.min_tokens
         ends = may_stop and token in request.stop_ids
         if detokenizer is not None and (not ends or params.include_stop_str_in_output):
             detokenizer.append(token)
         if ends:
-            request.finish_reason = "stop"
             request.stop_reason = token if token in (params.stop_token_ids or ()) else None
-        elif may_stop and detokenizer is not None:
-            _stop_by_text(request, detokenizer)
-        if request.finish_reason is None and not request.num_remaining:
-            request.finish_reason = "length"
-        return request.finish_reason is not None
+            return "stop"
+        if may_stop and detokenizer is not None:
+            request.stop_reason = detokenizer.find_stop()
+            if request.stop_reason is not None:
+                return "stop"
+        return None if request.num_remaining else "length"
 
     def _finish(self, request: Request, reason: str) -> None:
         """Give back what a request holds, whatever raises on the way; its text is final."""
@@ -381,8 +382,9 @@ class Engine:
                 detokenizer.flush()  # what waited for more bytes; a stop string may stand in it
                 # What was ended from outside stays so: an aborted request is aborted.
                 may_stop = reason in ("length", "stop")
-                if may_stop and request.num_output >= request.params.min_tokens:
-                    _stop_by_text(request, detokenizer)
+                may_stop = may_stop and request.num_output >= request.params.min_tokens
+                if may_stop and (stop := detokenizer.find_stop()) is not None:
+                    request.finish_reason, request.stop_reason = "stop", stop
         except Exception as error:
             self._blame(request, error)
             request.finish_reason = "error"
@@ -390,10 +392,3 @@ class Engine:
             request.pieces.append(detokenizer.text)
         seconds = max(time.perf_counter() - group.arrival, 1e-9)
         group.metrics.tokens_per_second = sum(r.num_output for r in group.samples) / seconds
-
-
-def _stop_by_text(request: Request, detokenizer: Detokenizer) -> None:
-    """End the request if the text that was just added completes a stop string."""
-    stop = detokenizer.find_stop()
-    if stop is not None:
-        request.finish_reason, request.stop_reason = "stop", stop

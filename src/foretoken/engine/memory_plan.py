@@ -1,22 +1,24 @@
-"""How memory is divided: what an engine must have, and the K/V cache of the rest. No torch.
+"""How memory is divided, and what to change where it does not suffice. No torch.
 
 Charter: arithmetic on numbers that `gauge.py` measured or that follow from shapes. A plan never
-exceeds what may be used. What to change where none fits is found by the same arithmetic
-(`remedies.py`).
-
-Between the steps that were measured, the memory of a step is taken to be linear in its tokens.
+exceeds what may be used; every remedy named was tried in the same arithmetic and suffices there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, EngineMemoryError
 
+LEAST_CONTEXT = 1024
+"""A context is not shortened below this, nor is it advised."""
+
+_OPTIONS = {"num_drafts": "num_speculative_tokens"}  # sizes under their names as options
+_LEAST_TOKENS = 256  # of `max_num_batched_tokens`: prompts in smaller chunks are slow
 _RESERVE = 0.03  # of what is free: fragments of the allocator, and kernels that are loaded later
 # Steps are captured when they first occur, by the kernels that their parameters ask for: without
 # filters and with them, say. A draft step and a plain one are counted apart anyway.
@@ -56,21 +58,17 @@ class StepPeak(NamedTuple):
     num_bytes: int
 
 
-_NO_STEP = StepPeak(1, 1, 0)
-
-
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What steps take while they run: linear in tokens and deciding rows, and `least` at least.
+    """Bytes that steps take while they run: linear in tokens and deciding rows, or `least`.
 
-    per_token: of a prompt's token
-    per_row:   of a decode step's row, which is a token, too
+    A decode step's row, which is a token, too, takes `per_row`; another token `per_token`.
     """
 
     least: int = 0
-    largest: StepPeak = _NO_STEP
-    per_token: float = 0.0
+    base: int = 0
     per_row: float = 0.0
+    per_token: float = 0.0
 
     @classmethod
     def of(cls, least: StepPeak, decode: StepPeak, largest: StepPeak) -> StepCost:
@@ -81,21 +79,17 @@ class StepCost:
             decode: as many as may run decode, as far as memory suffices.
             largest: as many tokens as there may be beside them; `decode`, if there are no others.
         """
-        per_row = least.num_bytes / least.rows
-        if decode.rows > least.rows:
-            more = max(decode.num_bytes - least.num_bytes, 0)
-            per_row = more / (decode.rows - least.rows)
-        per_token = per_row
-        if largest.tokens > decode.tokens:
-            more = max(largest.num_bytes - decode.num_bytes, 0)
-            per_token = more / (largest.tokens - decode.tokens)
-        return cls(least.num_bytes, largest, per_token, per_row)
+        rows, tokens = decode.rows - least.rows, largest.tokens - decode.tokens
+        more = (max(decode.num_bytes - least.num_bytes, 0), largest.num_bytes - decode.num_bytes)
+        per_row = more[0] / rows if rows else least.num_bytes / least.rows
+        per_token = max(more[1], 0) / tokens if tokens else per_row
+        linear = cls(per_row=per_row, per_token=per_token).at(largest.tokens, largest.rows)
+        return cls(least.num_bytes, largest.num_bytes - linear, per_row, per_token)
 
     def at(self, tokens: int, rows: int) -> int:
         """Bytes of a step of this size, larger or smaller than those that were measured."""
-        more = self.per_token * (tokens - self.largest.tokens)
-        more += max(self.per_row - self.per_token, 0) * (rows - self.largest.rows)
-        return max(self.least, ceil(self.largest.num_bytes + more))
+        more = self.per_token * tokens + max(self.per_row - self.per_token, 0) * rows
+        return max(self.least, self.base + round(more))
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -178,24 +172,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Memory of a device: of `total` bytes so many are free when the engine starts.
-
-    The engine takes `fraction` of the total at most, and never all that is free.
-    """
+    """Memory of a device: of `total` bytes an engine takes `fraction` at most, and never all that
+    is `free` when it starts."""
 
     total: int
     free: int
     fraction: float
-
-    @property
-    def free_for_use(self) -> int:
-        """All but a reserve of what is free."""
-        return int(self.free * (1 - _RESERVE))
-
-    def usable(self, sizes: Sizes) -> int:
-        """What may be used; if the size of the cache was asked for, the fraction plays no part."""
-        bound = self.total if sizes.num_blocks is not None else int(self.fraction * self.total)
-        return min(bound, self.free_for_use)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,22 +238,20 @@ class Demand:
         return self.costs.total(self.sizes, self.least_blocks)
 
     @property
+    def usable(self) -> int:
+        """Bytes that may be used; if the size of the cache was asked for, whatever the fraction."""
+        fraction = self.budget.fraction if self.sizes.num_blocks is None else 1
+        free = int(self.budget.free * (1 - _RESERVE))
+        return min(int(fraction * self.budget.total), free)
+
+    @property
     def missing(self) -> int:
         """Bytes that the device has too few, if more than 0."""
-        return self.least - self.budget.usable(self.sizes)
+        return self.least - self.usable
 
     def largest(self, name: str, low: int, high: int) -> int | None:
         """The largest value in [low, high] of a size with which nothing is missing, if any."""
         return most_fitting(low, high, lambda value: self.resized(**{name: value}).missing <= 0)
-
-    def plan(self) -> MemoryPlan:
-        """The largest cache of use; to be asked for if nothing is missing."""
-        costs, sizes, usable = self.costs, self.sizes, self.budget.usable(self.sizes)
-        num_blocks, most = self.least_blocks, costs.most_blocks(sizes)
-        if sizes.num_blocks is None:
-            fitting = most_fitting(num_blocks, most, lambda n: costs.total(sizes, n) <= usable)
-            num_blocks = fitting or num_blocks
-        return MemoryPlan(costs.parts(sizes, num_blocks), num_blocks, sizes.max_model_len, usable)
 
 
 def most_fitting(low: int, high: int, fits: Callable[[int], bool]) -> int | None:
@@ -297,3 +277,114 @@ def blocks_within(gib: float, costs: Costs, sizes: Sizes) -> int:
         remedy = "Raise it, or lower `max_num_seqs` or `block_size`."
         raise ConfigError("kv_cache_gib", gib, bound, remedy)
     return num_blocks
+
+
+class Remedy(NamedTuple):
+    """Options to change together, by name: from, to; and the demand that results."""
+
+    changes: dict[str, tuple[object, object]]
+    result: Demand
+
+    def described(self, before: Demand) -> str:
+        """For a message."""
+        listed = (f"`{name}` {old} -> {new}" for name, (old, new) in self.changes.items())
+        freed = before.least - self.result.least
+        return " with ".join(listed) + (f" (frees {shown(freed)})" if freed > 0 else "")
+
+
+def shown(num_bytes: float) -> str:
+    """A number of bytes as users read it."""
+    gib = num_bytes / 2**30
+    return f"{gib:.1f} GiB" if gib >= 0.95 else f"{num_bytes / 2**20:.3g} MiB"
+
+
+def fitting_plan(demand: Demand, *, may_shorten: bool) -> MemoryPlan:
+    """The plan with the largest cache of use, if there is one.
+
+    Args:
+        may_shorten: lower `max_model_len`, which nobody asked for, where the cache is too small.
+
+    Raises:
+        EngineMemoryError: memory does not suffice.
+    """
+    if may_shorten and demand.missing > 0:
+        longest = demand.sizes.max_model_len
+        context = demand.largest("max_model_len", min(longest, LEAST_CONTEXT), longest)
+        if context is not None:
+            demand = demand.resized(max_model_len=context)
+    costs, sizes, usable, least = demand.costs, demand.sizes, demand.usable, demand.least_blocks
+    most = costs.most_blocks(sizes) if sizes.num_blocks is None else least
+    num_blocks = most_fitting(least, most, lambda n: costs.total(sizes, n) <= usable)
+    if num_blocks is None:
+        raise EngineMemoryError(shortage(demand))
+    return MemoryPlan(costs.parts(sizes, num_blocks), num_blocks, sizes.max_model_len, usable)
+
+
+def shortage(demand: Demand) -> str:
+    """How much is missing, for what, and what would do instead."""
+    budget, num_blocks, usable = demand.budget, demand.sizes.num_blocks, demand.usable
+    source = f"{shown(budget.free)} of {shown(budget.total)} are free"
+    if num_blocks is None and usable == int(budget.fraction * budget.total):
+        source = f"`memory_fraction` is {budget.fraction:g} of {shown(budget.total)}"
+    parts = demand.costs.parts(demand.sizes, demand.least_blocks)
+    listed = ", ".join(f"{name} {shown(size)}" for name, size in parts.items())
+    held = f"{num_blocks} blocks" if num_blocks else "one request of `max_model_len`"
+    found = [remedy.described(demand) for remedy in remedies(demand)]
+    advice = "Take a smaller checkpoint, a smaller `dtype`, or a GPU with more memory."
+    if found:
+        advice = f"Enough would be: {'; or '.join(found)}."
+    return (
+        f"The GPU's memory does not suffice: {shown(demand.least)} are needed and {shown(usable)} "
+        f"may be used ({source}), so {shown(demand.missing)} are missing. {advice} Needed are "
+        f"{listed}, with a cache for {held}."
+    )
+
+
+def remedies(demand: Demand) -> list[Remedy]:
+    """Each option that would do alone; else the sizes, halved together; [] if nothing does."""
+    alone = [remedy for remedy in _single(demand) if remedy.result.missing <= 0]
+    halved = (_halved(demand, times) for times in range(1, 32))
+    return alone or [remedy for remedy in halved if remedy.result.missing <= 0][:1]
+
+
+def _single(demand: Demand) -> Iterator[Remedy]:
+    """Each option by itself; of those that are as they were already none suffices either."""
+    sizes, budget = demand.sizes, demand.budget
+    left_out = demand.resized(num_blocks=None)
+    yield Remedy({"num_blocks or kv_cache_gib": ("given", "left out")}, left_out)
+    for name, low in {**_least(sizes), "num_drafts": 1}.items():
+        new = demand.largest(name, low, getattr(sizes, name) - 1)
+        if new is not None:
+            yield _lowered(demand, {name: new})
+    costs = replace(demand.costs, draft_weights=0, draft_block=0)
+    plain = replace(demand, costs=costs).resized(num_drafts=0)
+    yield Remedy({"speculative_config": ("given", None)}, plain)
+    fraction = (100 * demand.least // budget.total + 1) / 100
+    more = replace(demand, budget=replace(budget, fraction=fraction))
+    yield Remedy({"memory_fraction": (f"{budget.fraction:g}", f"{fraction:g}")}, more)
+
+
+def _halved(demand: Demand, times: int) -> Remedy:
+    """All sizes halved so many times, as far as each may be lowered."""
+    before = demand.sizes
+    least = _least(replace(before, max_num_seqs=max(1, before.max_num_seqs >> times)))
+    halves = {name: max(low, getattr(before, name) >> times) for name, low in least.items()}
+    return _lowered(demand, halves)
+
+
+def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
+    """Other sizes, those that are as they were left out of what is said."""
+    changes: dict[str, tuple[object, object]] = {}
+    for name, new in sizes.items():
+        if (old := getattr(demand.sizes, name)) != new:
+            changes[_OPTIONS.get(name, name)] = old, new
+    return Remedy(changes, demand.resized(**sizes))
+
+
+def _least(sizes: Sizes) -> dict[str, int]:
+    """The least that each size may be, the others being as they are."""
+    return {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": max(sizes.rows, min(_LEAST_TOKENS, sizes.max_num_batched_tokens)),
+        "max_model_len": min(LEAST_CONTEXT, sizes.max_model_len),
+    }

@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, Logprobs, Verdict
-from foretoken.slots.step import (
-    NONE,
-    Outcome,
-    SlotSpan,
-    StepInput,
-    StepResult,
-    some_rows,
-)
+from foretoken.slots.step import NONE, Outcome, SlotSpan, StepInput, StepResult, some_rows
 
 
 class ToHost:

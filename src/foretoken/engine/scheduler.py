@@ -201,8 +201,8 @@ class Scheduler:
 
         So every prefill advances in every step, and a short prompt does not wait for a long one.
         """
-        missing = {r: r.num_prefill for r in self.running if not r.decodes}
-        drafts = {r: r.max_drafts for r in self.running if r.decodes and r.most_remaining}
+        missing = {r: count for r in self.running if (count := r.num_prefill)}
+        drafts = {r: r.max_drafts for r in self.running if r not in missing and r.most_remaining}
         room = max(self.max_num_batched_tokens - len(drafts) - sum(drafts.values()), 0)
         even = room // max(len(missing), 1)
         surplus = room - sum(min(count, even) for count in missing.values())

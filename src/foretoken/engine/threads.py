@@ -84,11 +84,10 @@ class StepThreads:
         collapse with them is there a choice for prompts, too, by the time per token: one thread,
         and all of them tried again.
         """
-        tokens = sum(share.num_tokens + share.max_drafts for share in shares)
-        decodes = all(share.num_tokens == 1 for share in shares)
-        choice = None
+        choice, tokens, decodes = None, 0, False
         if self.chooses and shares:
-            choice = self._prompts
+            tokens = sum(share.num_tokens + share.max_drafts for share in shares)
+            decodes, choice = all(share.num_tokens == 1 for share in shares), self._prompts
             if decodes:
                 counts = (1, self.most) if self._prompts else (self.most, 1)
                 size = _rounded(tokens)

@@ -21,7 +21,7 @@ from foretoken.models.checkpoint import (
     reading,
 )
 from foretoken.models.eagle3 import Eagle3Config, Eagle3Head
-from foretoken.models.leftovers import some_names
+from foretoken.models.leftovers import check_fit
 from foretoken.ops import Backend
 from foretoken.ops.decoder import HeadWeights
 
@@ -188,18 +188,8 @@ def _join(tensors: dict[str, Tensor]) -> HeadWeights:
     fc, input_norm, hidden_norm, q, k, v, o, post_norm, gate, up, down, norm, head = (
         tensors.values()
     )
-    return HeadWeights(
-        fc=fc,
-        input_norm=input_norm,
-        hidden_norm=hidden_norm,
-        qkv=torch.cat([q, k, v]),
-        o=o,
-        post_norm=post_norm,
-        gate_up=torch.cat([gate, up]),
-        down=down,
-        norm=norm,
-        head=head,
-    )
+    qkv, gate_up = torch.cat([q, k, v]), torch.cat([gate, up])
+    return HeadWeights(fc, input_norm, hidden_norm, qkv, o, post_norm, gate_up, down, norm, head)
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
@@ -226,12 +216,7 @@ def _check_names(
             if name in stored and stored[name].shape != shape
         ],
     }
-    for problem, found in problems.items():
-        if found:
-            raise CheckpointError(
-                f"The weights in `{folder}` do not fit its `config.json`: {len(found)} {problem} "
-                f"tensors, for example {some_names(found)}."
-            )
+    check_fit(folder, problems)
 
 
 def _target_ids(folder: Path, offset: Tensor | None, config: Eagle3Config) -> Tensor:

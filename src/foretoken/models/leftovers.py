@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from torch import nn
@@ -37,17 +37,23 @@ def check_leftovers(module: nn.Module, names: Iterable[str], folder: Path) -> No
     further = {_layer(name) for name in names if _FURTHER.search(name)} - {""}
     harmless = [name for name in names if _is_harmless(module, name, further)]
     wrong = sorted(set(names) - set(harmless))
-    if wrong:
-        raise CheckpointError(
-            f"The weights in `{folder}` do not fit its `config.json`: {len(wrong)} unexpected "
-            f"tensors, for example {some_names(wrong)}."
-        )
+    check_fit(folder, {"unexpected": wrong})
     if harmless:
         message = "`%s` holds %d tensors that the model does not use, for example %s."
-        _log.warning(message, folder, len(harmless), some_names(harmless))
+        _log.warning(message, folder, len(harmless), _some_names(harmless))
 
 
-def some_names(names: list[str]) -> str:
+def check_fit(folder: Path, problems: Mapping[str, list[str]]) -> None:
+    """Raise `CheckpointError` for the first problem that tensors have, with some of their names."""
+    for problem, names in problems.items():
+        if names:
+            raise CheckpointError(
+                f"The weights in `{folder}` do not fit its `config.json`: {len(names)} {problem} "
+                f"tensors, for example {_some_names(names)}."
+            )
+
+
+def _some_names(names: list[str]) -> str:
     """The first few of them, as a message shows them."""
     return ", ".join(f"`{name}`" for name in names[:_SHOWN])
 

@@ -25,7 +25,7 @@ from foretoken.models.checkpoint import (
     quiet_transformers,
     read_config,
 )
-from foretoken.models.leftovers import check_leftovers, some_names
+from foretoken.models.leftovers import check_fit, check_leftovers
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import can_pack, observe_linears, pack_linears
 from foretoken.ops import AttentionCall, Backend, Decoder, UnfitError, get_backend
@@ -180,15 +180,9 @@ def _weighted_module(
         raise CheckpointError(
             f"The weights in `{folder}` do not fit `{model_class.__name__}`: {first_line(error)}"
         ) from error
-    for problem in ("missing", "mismatched"):
-        # A mismatched one comes as (name, shape stored, shape wanted).
-        found = info[f"{problem}_keys"]
-        keys = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in found)
-        if keys:
-            raise CheckpointError(
-                f"The weights in `{folder}` do not fit its `config.json`: {len(keys)} {problem} "
-                f"tensors, for example {some_names(keys)}."
-            )
+    # A mismatched one comes as (name, shape stored, shape wanted).
+    mismatched = sorted(key[0] for key in info["mismatched_keys"])
+    check_fit(folder, {"missing": sorted(info["missing_keys"]), "mismatched": mismatched})
     check_leftovers(module, info["unexpected_keys"], folder)
     return module.to(device).eval().requires_grad_(False)
 
@@ -258,10 +252,9 @@ def _choose_max_len(wanted: int | None, config: Any, shorten: bool) -> int:
         wanted = min(wanted, limit)
     if wanted is None:
         raise ConfigError("max_model_len", None, "set: the checkpoint does not state its own")
-    if wanted < 1 or (limit is not None and wanted > limit):
-        raise ConfigError(
-            "max_model_len", wanted, f"in 1..{limit}, the positions of the checkpoint"
-        )
+    if not 1 <= wanted <= (limit or wanted):
+        bound = f"in 1..{limit}, the positions of the checkpoint"
+        raise ConfigError("max_model_len", wanted, bound)
     most, kind = guards.rope_limit(config) or (wanted, "")
     if wanted <= most or shorten:
         return min(wanted, most)

@@ -86,11 +86,6 @@ class DeviceSlotTable(SlotParameters):
             return params
         return replace(params, has_filters=shape.has_filters, rules=shape.rules)
 
-    @staticmethod
-    def bytes_per_slot(max_tokens: int, block_size: int) -> int:
-        """Memory of one slot, beside a few numbers."""
-        return 4 * max_tokens + 8 * -(-max_tokens // block_size)
-
     def admit(self, slot: int, request: SlotRequest) -> None:
         """Write a request's state into its slot with the next step."""
         self._enter(slot, request)

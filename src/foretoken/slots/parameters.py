@@ -80,6 +80,11 @@ class SlotParameters:
         self._changed = True
         self._owners: dict[str, SlotOwner] = {}
 
+    @staticmethod
+    def bytes_per_slot(max_tokens: int, block_size: int) -> int:
+        """Memory of one slot, beside a few numbers."""
+        return 4 * max_tokens + 8 * -(-max_tokens // block_size)
+
     @property
     def params(self) -> SlotParams:
         """What ops are given of the slots."""

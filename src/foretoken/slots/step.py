@@ -156,6 +156,9 @@ class Outcome(NamedTuple):
     prompt_logprobs: Logprobs | None = None
 
 
+_UNDECIDED = Outcome([])
+
+
 @dataclass
 class StepResult:
     """What a step computed.
@@ -216,7 +219,7 @@ class StepResult:
 
     def read(self) -> dict[int, Outcome]:
         """The outcome of every request that ran, by slot."""
-        outcomes = {span.slot: Outcome([]) for span in self.spans} | self.decisions
+        outcomes = dict.fromkeys((span.slot for span in self.spans), _UNDECIDED) | self.decisions
         for slot in self.banned_all:
             outcomes[slot] = outcomes[slot]._replace(bans_all=True)
         for slot, fault in self.faults.items():

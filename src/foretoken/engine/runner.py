@@ -128,7 +128,6 @@ class Runner:
         shape: every step runs operator by operator then.
         """
         with self.graphs.warming():
-            self.model.backend.compile_ahead(lambda: self._run(StepInput.padding(), shape))
             self._run(StepInput.padding(), shape)
         try:
             with self.graphs.recording(shape):

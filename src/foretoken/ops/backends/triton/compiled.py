@@ -80,7 +80,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
         named: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted
-        kernel[grid](*_plain(given), **named)
+        if _thread.noted is None:
+            kernel[grid](*_plain(given), **named)
         return
     device = driver.active.get_current_device()
     key = (id(kernel), device, *named.items())
@@ -166,13 +167,12 @@ def compile_ahead(run: Callable[[], object], processes: int | None = None) -> No
     """Call `run`, which launches nothing then, and compile all that it would have launched.
 
     In this thread, that is. Results are memory as it was: `zero_if_noted` makes those of an op safe
-    to go on with. Under Triton's interpreter, which compiles nothing, nothing is run.
+    to go on with. What PyTorch's operators write then lands anywhere in the K/V pools and slots:
+    this is for before anybody is served. Under Triton's interpreter nothing is compiled.
 
     Args:
         processes: None: one per CPU that this process may use, up to 16.
     """
-    if knobs.runtime.interpret:
-        return
     _thread.noted = {}
     try:
         run()

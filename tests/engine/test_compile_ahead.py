@@ -1,0 +1,95 @@
+"""A step that launches nothing, which is how kernels are compiled ahead, survives what it reads.
+
+Kernels are found, compiled in parallel, while an engine is built: the measured steps run once on
+memory that no kernel has written. It is filled with the worst that it can hold here, in Triton's
+interpreter, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.heads import save_head
+from foretoken import LLM
+from foretoken.engine import build
+from foretoken.engine.gauge import Gauge, measure_steps
+from foretoken.engine.memory_plan import Sizes
+from foretoken.ops import Backend
+from tests.support.checkpoints import save_checkpoint
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process it would start")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout
+
+
+@pytest.fixture
+def garbage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """New tensors hold the largest integer, or NaN."""
+    monkeypatch.setattr(build, "is_on_host", lambda device: False)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Compiled(Exception):
+    """What is measured afterwards is left out."""
+
+
+@interpreted
+@pytest.mark.usefixtures("garbage")
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "eagle3", "unfused"])
+def test_no_garbage_is_used_as_an_index(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = save_checkpoint(tmp_path / "target", max_len=128, layers=3)
+    spec: dict[str, Any] | None = {"method": method, "num_speculative_tokens": 3}
+    if method in ("none", "unfused"):
+        spec = None
+    elif method == "draft_model":
+        spec = {"model": str(target), "num_speculative_tokens": 3}
+    elif method == "eagle3":
+        config = LLM(str(target), backend="torch").engine.runner.model.config
+        hidden, vocabulary = config.hidden_size, config.vocab_size
+        spec["model"] = str(save_head(tmp_path / "head", hidden=hidden, vocabulary=vocabulary))
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "max_model_len": 96}
+    runner = LLM(
+        str(target), spec, backend="triton", threads=2, num_blocks=40, block_size=16, **sizes
+    ).engine.runner
+    if method == "unfused":
+        runner.model.fused = None
+    ran = []
+
+    def dry(backend: Backend, run: Any) -> None:
+        backend._kernels.compile_ahead(lambda: ran.append(run()))
+        raise Compiled
+
+    monkeypatch.setattr(Backend, "compile_ahead", dry)
+    monkeypatch.setattr(Gauge, "__init__", lambda gauge: None)
+    monkeypatch.setattr(Gauge, "peak", lambda gauge, run, base: run())
+    drafts = 0 if spec is None else 3
+    with pytest.raises(Compiled):
+        measure_steps(runner, Sizes(3, 48, 96, drafts), Gauge())
+    assert ran

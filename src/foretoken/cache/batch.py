@@ -17,8 +17,8 @@ from torch import Tensor
 
 from foretoken.errors import IntegrityError
 from foretoken.ops import AttentionBatch, DraftBlock
+from foretoken.ops.pinned import to_device
 from foretoken.ops.steps import PackSizes
-from foretoken.ops.to_device import to_device
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import NONE, SlotSpan, StepRows
 from foretoken.slots.table import SlotTable

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import AttentionBatch
-from foretoken.ops.to_device import to_device
+from foretoken.ops.pinned import to_device
 
 _BEHIND = 16  # numbers that can be read behind a tensor: kernels load whole vectors, the last, too
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, Logprobs, Verdict
+from foretoken.ops.pinned import Staging
 from foretoken.slots.step import NONE, Outcome, SlotSpan, StepInput, StepResult, some_rows
 
 
@@ -25,19 +26,22 @@ class ToHost:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
+        self._staged = [Staging(tuple(t.shape), t.dtype, t.device) for t in tensors]
+        self._host = [staging.host for staging in self._staged]
+        for host, tensor in zip(self._host, tensors, strict=True):
+            host.copy_(tensor, non_blocking=True)
         if tensors[0].is_cuda:
-            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-            for host, tensor in zip(self._host, tensors, strict=True):
-                host.copy_(tensor, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
-        else:
-            self._host = [tensor.clone() for tensor in tensors]
 
     def wait(self) -> list[Tensor]:
         """The copies, once they are complete."""
         if self._event is not None:
             self._event.synchronize()
+            self._host = [host.clone() for host in self._host]
+            for staging in self._staged:
+                staging.give_back(self._event)
+            self._event = None
         return self._host
 
 

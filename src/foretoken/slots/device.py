@@ -22,15 +22,11 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, SlotParams
+from foretoken.ops.pinned import Staging, to_device
 from foretoken.ops.steps import DraftRows, Packed, PackSizes, SlotState, Steps, StepTokens
-from foretoken.ops.to_device import to_device
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
 from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
-
-_RING = 4
-"""Host buffers in turn: a step's numbers are on the device before its result is read, and no more
-than two steps are unread."""
 
 
 class DeviceSlotTable(SlotParameters):
@@ -72,8 +68,6 @@ class DeviceSlotTable(SlotParameters):
         )
         self._admitted: dict[int, SlotRequest] = {}
         self._blocks: list[tuple[int, int, Sequence[int]]] = []
-        self._ring = [_pinned(3 * (num_slots + 1), device) for _ in range(_RING)]
-        self._turn = 0
         self._shape: StepShape | None = None  # of the step under way
         self._inputs: dict[int, Tensor] = {}  # of captured steps, by bucket
 
@@ -105,9 +99,8 @@ class DeviceSlotTable(SlotParameters):
         self._flush()
         self._shape = shape
         size = len(step.slot_B) if shape is None else shape.size
-        host = self._ring[self._turn][: 3 * size].view(3, size)
-        self._turn = (self._turn + 1) % _RING
-        numbers = host.numpy()
+        staging = Staging((3, size), torch.int64, self.device)
+        host, numbers = staging.host, staging.host.numpy()
         count = len(step.slot_B)
         numbers[0, :count], numbers[1, :count] = step.slot_B, step.num_tokens_B
         numbers[2, :count] = step.max_drafts_B
@@ -123,11 +116,13 @@ class DeviceSlotTable(SlotParameters):
             self._inputs[size].copy_(host, non_blocking=True)
             slot_B, num_tokens_B, max_drafts_B = self._inputs[size].unbind()
             most, warm = shape.most_drafts, shape.warm
+        staging.give_back()
         if all(step.decides_B):
             return StepRows(
                 step, slot_B, num_tokens_B, slot_B, max_drafts_B, None, most, warm, shape
             )
-        slot_D, max_drafts_D = self._sent(np.ascontiguousarray(numbers[::2, step.decides_B]))
+        both = np.array([step.slot_B, step.max_drafts_B])[:, list(step.decides_B)]
+        slot_D, max_drafts_D = self._sent(np.ascontiguousarray(both))
         of_B = self._sent(np.array(step.of_B, dtype=np.int64))
         return StepRows(step, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most, warm)
 
@@ -198,7 +193,3 @@ class DeviceSlotTable(SlotParameters):
 
 def _tokens(rows: StepRows, num_D: Tensor) -> StepTokens:
     return StepTokens(rows.slot_B, rows.num_tokens_B, rows.of_B, num_D)
-
-
-def _pinned(count: int, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=torch.int64, pin_memory=device.type == "cuda")

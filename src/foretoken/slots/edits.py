@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, Edits
-from foretoken.ops.to_device import to_device
+from foretoken.ops.pinned import to_device
 from foretoken.slots.history import Array, HistoryRows, SlotHistory
 
 

@@ -1,0 +1,77 @@
+"""Memory of the host that a device copies from and to without anybody waiting.
+
+A copy from ordinary memory may wait for all that was launched before it: the host would then not
+run ahead. From pinned memory it never does.
+
+PyTorch gives pinned memory back by asking the device whether the copies are done. Once the device
+has failed that raises an error in a destructor, which ends the process before anybody can be told
+(torch 2.11). So what is pinned here is lent again and again, and never given back to PyTorch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict, deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_LEAST = 4096  # bytes of a piece; sizes are powers of 2
+
+_idle: defaultdict[int, deque[tuple[Tensor, torch.cuda.Event]]] = defaultdict(deque)
+"""By size: pieces, each with what must have passed before it may be overwritten."""
+
+
+class Staging:
+    """A tensor in pinned memory, until `give_back`; on a CPU, in ordinary memory."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self._piece: Tensor | None = None
+        if device.type == "cpu":
+            self.host = torch.empty(shape, dtype=dtype)
+            return
+        num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        self._piece = _lend(max(_LEAST, 1 << (num_bytes - 1).bit_length()))
+        self.host = self._piece[:num_bytes].view(dtype).view(shape)
+
+    def give_back(self, event: torch.cuda.Event | None = None) -> None:
+        """Let others have it once the event, or all that was launched until now, has passed."""
+        if self._piece is not None:
+            if event is None:
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+            _idle[len(self._piece)].append((self._piece, event))
+            self._piece = None
+
+
+def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """The array as a tensor there, behind what was launched; on a CPU it shares its memory."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    staging = Staging(array.shape, tensor.dtype, device)
+    staging.host.copy_(tensor)
+    sent = staging.host.to(device, non_blocking=True)
+    staging.give_back()
+    return sent
+
+
+def _lend(num_bytes: int) -> Tensor:
+    """The piece that has been idle for longest, or a new one if its last copy is not done."""
+    idle = _idle[num_bytes]
+    try:
+        piece, event = idle.popleft()
+    except IndexError:
+        return _pin(num_bytes)
+    if event.query():  # type: ignore[no-untyped-call]
+        return piece
+    idle.appendleft((piece, event))
+    return _pin(num_bytes)
+
+
+def _pin(num_bytes: int) -> Tensor:
+    piece = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(piece))  # for ever: see above
+    return piece

@@ -11,6 +11,7 @@ end; they never touch the GPU. What that cache holds already costs no process.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -282,7 +283,8 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
 
 
 def _compile(jobs: list[_Launch], stub: Any) -> None:
-    driver.set_active(stub)  # CUDA cannot be used in a forked process
+    driver.set_active(stub)  # CUDA cannot be used in a forked process,
+    gc.disable()  # nor what holds some of its memory be freed
     for job in jobs:
         with suppress(Exception):  # raised again where the parent compiles it
             _warm_up(job)

@@ -6,9 +6,9 @@ piece. What a row comes to depends on SIZE, COUNT, GROUPS, KEYS and how pieces a
 nothing beside its context: tiles lie at fixed positions, those that it does not see change no bit,
 and rows of a product do not touch each other, however many a tile has.
 
-A piece takes little data and many instructions (at 256 keys, 10 us for 128 KiB): what counts is how
-many of them follow one another. So whole tiles have no masks, addresses are constants wherever the
-shape allows it, and warps meet by exchanging vectors.
+A piece has little data and many instructions (at 256 keys, 10 us for 128 KiB): the longest chain of
+instructions that wait for each other decides. So whole tiles have no masks, addresses are constants
+wherever the shape allows it, and warps meet by exchanging vectors.
 
 Letters: R rows of a tile, W warps (GROUPS for each of SETS of rows), Q rows of a warp, k keys of a
 warp, D sizes.
@@ -147,7 +147,7 @@ def _pass_over(
 ):  # fmt: skip
     """The softmaxes of all warps, taken on over the keys begin..end - 1.
 
-    MASKED: not every row has come to each of these keys, or the last tile is not full.
+    MASKED: some rows do not see all of these keys, or the last tile is not full.
     """
     W: tl.constexpr = GROUPS * SETS
     TILE: tl.constexpr = GROUPS * KEYS
@@ -278,7 +278,7 @@ def decode_kernel(
         top = tl.full((W, Q), UNSEEN, tl.float32)
         total = tl.zeros((W, Q), tl.float32)
         acc = tl.zeros((W, Q, WIDTH_V), tl.float32)
-        # Every row has come to all keys below `whole`.
+        # Tiles below `whole` need no mask: no row is before any of their keys.
         whole = tl.minimum(item.end, item.start) // TILE * TILE
         whole = tl.maximum(item.begin, whole)
         top, total, acc = _pass_over(

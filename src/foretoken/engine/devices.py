@@ -45,6 +45,12 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def use_device(device: torch.device) -> None:
+    """Let what this thread launches from here on go there: each thread has a device of its own."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _why_no_gpu() -> tuple[str, bool]:
     """The reason, and whether there is a GPU or a driver that ought to work."""
     if torch.version.cuda is None and torch.version.hip is None:

@@ -27,6 +27,7 @@ from typing import Any
 from foretoken.config import EngineConfig
 from foretoken.engine.admission import Limits, bad_word_ids, check_request
 from foretoken.engine.detokenizer import Detokenizer
+from foretoken.engine.devices import use_device
 from foretoken.engine.faults import (
     broken_engine,
     no_token,
@@ -148,6 +149,7 @@ class Engine:
         # Of a step that fails: `_together` ends all.
         launched = Launched((), groups, _NO_RESULT, clock.trace)
         with self._together():
+            use_device(self._slots.device)
             for slot in plan.left_slots:
                 self._slots.release(slot)
             for request in plan.admitted:

@@ -118,6 +118,7 @@ def _tokens_of_rows(
         token_N[:stop] = token_DK1[owner_N, draft_N]
     if stop is not None:  # rows of prompts
         row_P, end_B = batch.logit_row_N[stop:], batch.attention.query_start_B1[1:]
+        # Where kernels are only compiled ahead, all requests begin at 0.
         owner_P = torch.searchsorted(end_B, row_P, right=True).clamp(max=len(end_B) - 1)
         slot_P = rows.slot_B[owner_P]
         token_N[stop:] = slots.state.token_SL[slot_P, batch.position_T[row_P] + 1].to(torch.int64)

@@ -40,7 +40,8 @@ def _kernels(cases: Mapping[str, Mapping[str, Row]]) -> str:
                 parts[part if part in parts else "other"] += own_ms
             if "share_of_floor" in row.values:
                 floor += own_ms * _spread(row, "share_of_floor").median
-        bars.append(Bar(_decoding(row), _group(row), parts, mark=floor))
+        case = next(iter(kinds.values()))
+        bars.append(Bar(_decoding(case), _group(case), parts, mark=floor))
     title = "What a decode step runs"
     return bar_chart(title, "ms per step, with a profiler", bars, mark="floor: reading memory")
 

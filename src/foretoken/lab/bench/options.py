@@ -99,13 +99,15 @@ class BenchOptions:
         tokens = max(_DEFAULTS["max_num_batched_tokens"], most * (1 + drafts))
         sized.setdefault("max_num_batched_tokens", tokens)
         from foretoken.engine.devices import choose_device  # which loads torch
-        from foretoken.lab.bench.kernels import sees_kernels
 
         device = choose_device(engine.get("device", "auto"))
-        if self.kernels and (device.type == "cpu" or not sees_kernels()):
-            remedy = "There, the phases of a step tell where its time goes."
-            bound = "left out on a CPU, and where PyTorch's profiler sees no kernels"
-            raise ConfigError("kernels", True, bound, remedy)
+        if self.kernels:
+            from foretoken.lab.bench.kernels import sees_kernels
+
+            if device.type == "cpu" or not sees_kernels():
+                remedy = "There, the phases of a step tell where its time goes."
+                bound = "left out on a CPU, and where PyTorch's profiler sees no kernels"
+                raise ConfigError("kernels", True, bound, remedy)
         if not {"num_blocks", "kv_cache_gib"} & engine.keys():
             block_size = engine.get("block_size") or BLOCK_SIZES[device.type]
             # One more for each: the scheduler keeps one free per running request.

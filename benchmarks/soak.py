@@ -8,7 +8,7 @@ batch, so that a token may part at a near-tie, and nowhere else (`near_ties.py`)
 decoder they do not, and none may part.
 
     python -m benchmarks.soak --minutes 30                    # make soak
-    python -m benchmarks.soak --device cuda --minutes 8 --requests 20000 --alone 15 --limit 555
+    python -m benchmarks.soak --device cuda --minutes 8 --requests 20000 --alone 15 --limit 560
 """
 
 from __future__ import annotations

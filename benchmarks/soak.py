@@ -179,7 +179,7 @@ class Memory:
         """See what there is, so many seconds from the start on."""
         part, made, on_gpu = seconds / self.limit, self.made, self.on_gpu
         self.made, self.resident, self.on_gpu = self._now()
-        if part < 1 / 4 or (part < 1 / 2 and self.made != made):
+        if part < 1 / 4 or not self.since or (part < 1 / 2 and self.made != made):
             self.before, self.since = self.resident, seconds
         elif self.made == made:
             self.grown_on_gpu += self.on_gpu - on_gpu

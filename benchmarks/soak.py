@@ -2,19 +2,21 @@
 
 Random lengths, temperatures, rules, K, edits, stop strings and samples; a pool too small for what
 runs, prefixes that are shared, aborts at random moments. Each request is one of some hundreds whose
-samples are known from such an engine, alone and without CUDA graphs (each kind of step would take
-seconds to capture, 256 for 300 requests): outputs that differ are counted. Logits of one row
-differ by rounding with what else is in the batch, so that a token may part at a near-tie, and
-nowhere else (`near_ties.py`); in the native decoder they do not, and none may part.
+samples are known from an engine on the host, alone, found by several processes: outputs that differ
+are counted. Logits of one row differ by rounding with the device and with what else is in the
+batch, so that a token may part at a near-tie, and nowhere else (`near_ties.py`); in the native
+decoder they do not, and none may part.
 
     python -m benchmarks.soak --minutes 30                    # make soak
-    python -m benchmarks.soak --device cuda --minutes 8 --requests 20000 --alone 25 --limit 555
+    python -m benchmarks.soak --device cuda --minutes 8 --requests 20000 --alone 15 --limit 560
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import sys
 import time
@@ -25,18 +27,29 @@ from typing import Any
 
 import torch
 
-from benchmarks.near_ties import Parted, unexplained
+from benchmarks.near_ties import PAIR, Ids, Parted, unexplained
 from foretoken import LLM, SamplingParams
+from foretoken.engine import build
 from foretoken.engine.boundary import build_output
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.lab.results import Row, collect, write
 from foretoken.lab.workloads import heldout
+from foretoken.models import load_tokenizer, resolve_checkpoint
 
-NUM_DISTINCT = 300
+NUM_DISTINCT, LEAST_DISTINCT = 300, 100
+MOST_PROCESSES = 12
 CHECK_EVERY = 50  # steps between two checks of every block and slot
+PAUSES = [0, 20, 60, 150]  # steps between two waves; in the longest all end, size after size
+ABORTED = 0.001  # of those there are, in a step
 MOST_PARTED = 100  # samples that are looked into; more would be a bug, and take long
-TO_END = 30  # seconds that are left for this and for who still runs
+TO_START = 60  # seconds, at most, until a process serves requests alone
+TO_END = 20  # seconds that are left for this and for who still runs
+MOST_GROWN = {"resident_mib_grown": 64, "gpu_mib_grown": 1}
+PROMISED = (
+    "preemptions", "aborted", "cached_tokens", "accepted", "resampled", "edited", "stopped",
+    "with_logprobs", "with_prompt_logprobs",
+)  # fmt: skip
 EDITS: list[dict[str, Any]] = [
     {}, {}, {},
     {"repetition_penalty": 1.2, "frequency_penalty": 0.1},
@@ -50,30 +63,37 @@ RULES = [None, "standard", "block", "coupled"]
 
 
 class Known:
-    """A request and what its samples are, alone."""
+    """A request and what its samples are, alone.
 
-    def __init__(self, engine: Engine, prompts: list[list[int]], rng: random.Random) -> None:
+    Attributes:
+        served: the parameters with the K that the engine gives it.
+    """
+
+    def __init__(self, prompts: list[Ids], rng: random.Random, *, on_host: bool) -> None:
         start = rng.choice(prompts)
         self.prompt = start[: rng.randint(1, min(len(start), 100))]
         self.params = SamplingParams(
             temperature=rng.choice([0.0, 0.7, 1.0]),
             seed=rng.randrange(2**31),
-            max_tokens=rng.randint(1, 90),
+            max_tokens=rng.randint(2, 48),
             n=rng.choice([1, 1, 1, 2]),
             num_speculative_tokens=rng.choice([None, None, 0, 1, 2]),
             rejection_sample_method=rng.choice(RULES),
             **rng.choice(EDITS),
         )
-        group = engine.add("alone", self.prompt, self.params)
+        self.served = self.params
+        if self.params.edits_logits and not on_host:  # edits need tokens that the host has seen
+            self.served = replace(self.params, num_speculative_tokens=0)
+        self.alone: list[Ids] = []
+
+    def run(self, engine: Engine) -> None:
+        """Serve it alone."""
+        group = engine.add("alone", self.prompt, self.served)
         while not group.finished:
             engine.step()
         if group.error is not None:
             raise group.error
-        self.alone = outputs(engine, group)
-
-
-def outputs(engine: Engine, group: RequestGroup) -> list[list[int]]:
-    return [sample.token_ids for sample in build_output(engine, group).outputs]
+        self.alone = [sample.token_ids for sample in build_output(engine, group).outputs]
 
 
 class Crowd:
@@ -81,20 +101,27 @@ class Crowd:
 
     def __init__(self, engine: Engine, known: list[Known], rng: random.Random, most: int) -> None:
         self.engine, self.known, self.rng, self.most = engine, known, rng, most
+        # Those of seldom rules share all their kernels and graphs: each kind takes a second.
+        self.alike = [one for one in known if one.params.rejection_sample_method in RULES[2:]]
         self.running: dict[RequestGroup, Known] = {}
         self.found: Counter[str] = Counter()
         self.parted: list[Parted] = []
+        self.pause = 0
 
     def step(self) -> None:
-        """Let some come, perhaps one go, and take a step."""
-        found = self.found
-        room = self.most - len(self.engine.scheduler.waiting)
-        for _ in range(min(self.rng.choice([0, 1, 2, 8]), max(room, 0))):
-            found["requests"] += 1
-            known = self.rng.choice(self.known)
-            group = self.engine.add(str(found["requests"]), known.prompt, known.params)
-            self.running[group] = known
-        if self.running and self.rng.random() < 0.1:
+        """Let a wave come once the pause after the last one is over, perhaps one go, and step."""
+        found, self.pause = self.found, self.pause - 1
+        if self.pause < 0 or not self.engine.has_work:
+            self.pause = self.rng.choice(PAUSES)
+            # The pool keeps a block per request free: only if all grow alike is that too few.
+            among = self.rng.choice([self.known, self.known, [self.rng.choice(self.alike)]])
+            room = self.most - len(self.engine.scheduler.waiting)
+            for _ in range(min(self.rng.randint(1, self.most), room)):
+                found["requests"] += 1
+                known = self.rng.choice(among)
+                group = self.engine.add(str(found["requests"]), known.prompt, known.params)
+                self.running[group] = known
+        if self.rng.random() < ABORTED * len(self.running):
             self.engine.abort(self.rng.choice(list(self.running)))
         self.engine.step()
         found["steps"] += 1
@@ -104,7 +131,7 @@ class Crowd:
             self._take(group, self.running.pop(group))
 
     def drain(self) -> None:
-        """Serve who is left; every block and slot must come back."""
+        """Serve who is left: every size of a batch; every block and slot must come back."""
         while self.engine.has_work:
             self.engine.step()
         self.engine.step()  # what runs ahead is read
@@ -120,68 +147,106 @@ class Crowd:
         found["preemptions"] += metrics.num_preemptions
         found["cached_tokens"] += metrics.num_cached_tokens
         found["accepted"] += metrics.num_accepted_tokens
-        params = known.params
-        if params.edits_logits and not self.engine.runner.slots.on_host:
-            params = replace(params, num_speculative_tokens=0)  # as the engine serves it
-        for request, got, alone in zip(
-            group.samples, outputs(self.engine, group), known.alone, strict=True
-        ):
+        output = build_output(self.engine, group)
+        found["with_prompt_logprobs"] += bool(output.prompt_logprobs)
+        for got, alone in zip(output.outputs, known.alone, strict=True):
             found["samples"] += 1
-            found["tokens"] += len(got)
-            aborted = request.finish_reason == "abort"
+            found["tokens"] += len(got.token_ids)
+            found["resampled"] += got.origins.count("resampled")
+            found["edited"] += known.params.edits_logits
+            found["with_logprobs"] += bool(got.logprobs)
+            found["stopped"] += got.finish_reason == "stop"
+            aborted = got.finish_reason == "abort"
             found["aborted"] += aborted
-            alone = alone[: len(got)] if aborted else alone
-            if parted := Parted.of(known.prompt, params, request.index, got, alone):
+            alone = alone[: len(got.token_ids)] if aborted else alone
+            if parted := Parted.of(known.prompt, known.served, got.index, got.token_ids, alone):
                 self.parted.append(parted)
 
 
-def memory(device: torch.device) -> dict[str, float]:
-    """MiB that the process holds, and what PyTorch has allocated on the GPU."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    on_gpu = torch.cuda.memory_allocated() / 2**20 if device.type == "cuda" else 0.0
-    return {"resident": pages * 4096 / 2**20, "gpu": on_gpu}
+class Memory:
+    """What memory grows by, in MiB, seen while nothing runs.
+
+    That of the process counts from a quarter of the time on, later if a CUDA graph or kernel was
+    new, but from half of it at the latest. PyTorch's on the GPU counts whenever none was.
+    """
+
+    def __init__(self, engine: Engine, limit: float) -> None:
+        self.engine, self.limit, self.since, self.grown_on_gpu = engine, limit, 0.0, 0.0
+        self.made, self.resident, self.on_gpu = self._now()
+        self.before = self.resident
+
+    def look(self, seconds: float) -> None:
+        """See what there is, so many seconds from the start on."""
+        part, made, on_gpu = seconds / self.limit, self.made, self.on_gpu
+        self.made, self.resident, self.on_gpu = self._now()
+        if part < 1 / 4 or not self.since or (part < 1 / 2 and self.made != made):
+            self.before, self.since = self.resident, seconds
+        elif self.made == made:
+            self.grown_on_gpu += self.on_gpu - on_gpu
+
+    def _now(self) -> tuple[int, float, float]:
+        """CUDA graphs and kernels made so far; MiB of the process, and of PyTorch on the GPU."""
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        made, on_gpu = 0, 0.0
+        if self.engine.runner.slots.device.type != "cpu":
+            from foretoken.ops.backends.triton import compiled
+
+            made = len(self.engine.runner.graphs._captured) + len(compiled._kernels)
+            on_gpu = torch.cuda.memory_allocated() / 2**20
+        return made, pages * 4096 / 2**20, on_gpu
 
 
-def learn(llm: LLM, rng: random.Random, seconds: float) -> list[Known]:
-    """What requests give alone, as many as there is time for."""
-    prompts = [llm.get_tokenizer().encode(p.prompt) for p in heldout(40)]
-    known, start = list[Known](), time.perf_counter()
-    while len(known) < NUM_DISTINCT and time.perf_counter() - start < seconds:
-        known.append(Known(llm.engine, prompts, rng))
-        if len(known) % 20 == 0:
-            took = time.perf_counter() - start
-            print(f"{took:6.1f} s: {len(known)} requests alone", flush=True)
+def learn(known: list[Known], speculation: Any, options: Any, seconds: float) -> list[Known]:
+    """Serve each alone in an engine of this process, as many as there is time for."""
+    with LLM(PAIR[0], speculation, **options, device="cpu", threads=1) as llm:
+        start = time.perf_counter()
+        for number, one in enumerate(known):
+            if time.perf_counter() - start > seconds:
+                return known[:number]
+            one.run(llm.engine)
     return known
 
 
 def soak(crowd: Crowd, args: argparse.Namespace, end: float) -> dict[str, float]:
-    """Let the crowd come and go; how long it did, and what memory has grown by.
-
-    Growth counts from a quarter of the time on, and from the last CUDA graph that was captured.
-    """
-    engine, start = crowd.engine, time.perf_counter()
-    device, graphs = engine.runner.slots.device, engine.runner.graphs
-    before, captured, since, told, now = memory(device), 0, 0.0, start, start
-    while now < end - TO_END and (
-        now - start < 60 * args.minutes or crowd.found["requests"] < args.requests
-    ):
+    """Let the crowd come and go; how long it did, and what memory has grown by."""
+    pool, start, limit = crowd.engine.scheduler.pool, time.perf_counter(), 60 * args.minutes
+    memory, now, told = Memory(crowd.engine, limit), start, start
+    if end - TO_END - start < limit:
+        sys.exit(f"Only {end - start:.0f} s of --limit are left for {limit:.0f} s of crowd.")
+    while now - start < limit or (now < end - TO_END and crowd.found["requests"] < args.requests):
         crowd.step()
         now = time.perf_counter()
-        if now >= told:
-            told = now + 20
-            if now - start < 15 * args.minutes or graphs.num_bytes != captured:
-                before, captured, since = memory(device), graphs.num_bytes, now - start
-            print(f"{now - start:6.0f} s", dict(crowd.found), memory(device), flush=True)
-    seconds = time.perf_counter() - start
+        if now - told >= 20:
+            told = now
+            crowd.drain()
+            memory.look(now - start)
+            held = f"{memory.resident:.1f} MiB, GPU {memory.on_gpu:.2f}, {memory.made} made"
+            print(f"{now - start:6.0f} s", held, dict(crowd.found), flush=True)
     crowd.drain()
-    after = memory(device)
+    memory.look(now - start)
     return {
-        "seconds": round(seconds, 1),
-        "resident_mib_grown": round(after["resident"] - before["resident"], 1),
-        "gpu_mib_grown": round(after["gpu"] - before["gpu"], 2),
-        "grown_since_second": round(since, 1),
-        "blocks_missing": engine.scheduler.pool.num_blocks - engine.scheduler.pool.num_free,
+        "seconds": round(now - start, 1),
+        "resident_mib_grown": round(memory.resident - memory.before, 1),
+        "gpu_mib_grown": round(memory.grown_on_gpu, 2),
+        "grown_since_second": round(memory.since, 1),
+        "made": memory.made,
+        "blocks_missing": pool.num_blocks - pool.num_free,
+        "distinct": len(crowd.known),
+        "different": len(crowd.parted),
     }
+
+
+def failures(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """What did not happen as promised, or must not happen."""
+    least = {"seconds": 60 * args.minutes, "requests": args.requests, "distinct": LEAST_DISTINCT}
+    least |= dict.fromkeys(PROMISED, 1)
+    most = {"blocks_missing": 0, "unexplained": 0, **MOST_GROWN}
+    return [
+        f"{name} is {found.get(name, 0)}, not at {word} {bound}"
+        for word, bounds in (("least", least), ("most", most))
+        for name, bound in bounds.items()
+        if (found.get(name, 0) - bound) * (1 if word == "most" else -1) > 0
+    ]
 
 
 def main() -> int:
@@ -191,46 +256,47 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of the crowd")
     parser.add_argument("--requests", type=int, default=0, help="at least so many")
     parser.add_argument("--alone", type=float, default=1e9, help="seconds for requests alone")
+    parser.add_argument("--seqs", type=int, default=0, help="at once; 0: 8, on a GPU 96")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds for everything")
     parser.add_argument("--method", default="draft_model")
     parser.add_argument("--num-blocks", type=int, default=0, help="of the pool; 0: too few")
     parser.add_argument("--output", type=Path, default=None, help="a folder")
     args = parser.parse_args()
-    rng = random.Random("soak")
-    seqs = 96 if args.device != "cpu" else 8
+    rng, on_host = random.Random("soak"), build.is_on_host(torch.device(args.device))
+    seqs = args.seqs or (96 if args.device != "cpu" else 8)
     options: dict[str, Any] = {
         "max_num_seqs": seqs, "max_model_len": 256, "max_num_batched_tokens": 512 + 5 * seqs,
-        "block_size": 16, "num_blocks": args.num_blocks or 3 * seqs, "dtype": "float32",
+        "block_size": 16, "num_blocks": args.num_blocks or 2 * seqs + 8, "dtype": "float32",
+        "async_scheduling": True,
     }  # fmt: skip
     speculation = {"method": args.method, "num_speculative_tokens": 4}
-    given = ("tiny-python", speculation)
-    options |= {"device": args.device, "async_scheduling": True}
-    with LLM(*given, enforce_eager=True, **options) as llm:
-        known = learn(llm, rng, args.alone)
-    llm = LLM(*given, **options)
+    tokenizer = load_tokenizer(resolve_checkpoint(PAIR[0]))
+    prompts = [tokenizer.encode(item.prompt) for item in heldout(40)]
+    known = [Known(prompts, rng, on_host=on_host) for _ in range(NUM_DISTINCT)]
+    count = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        shares = [(known[i::count], speculation, options, args.alone) for i in range(count)]
+        learning = pool.starmap_async(learn, shares)
+        llm = LLM(PAIR[0], speculation, device=args.device, **options)
+        known = [one for share in learning.get(args.alone + TO_START) for one in share]
+    took = time.perf_counter() - start
+    print(f"{took:.1f} s: the engine, and {len(known)} requests alone", flush=True)
     crowd = Crowd(llm.engine, known, rng, 2 * seqs)
-    grown = soak(crowd, args, start + args.limit)
+    found: dict[str, Any] = soak(crowd, args, start + args.limit) | crowd.found
+    print(json.dumps(found), flush=True)
     looked_into = crowd.parted[:MOST_PARTED]
     wrong = unexplained(looked_into, speculation)
-    found = (
-        dict(crowd.found)
-        | grown
-        | {
-            "distinct": len(crowd.known),
-            "different": len(crowd.parted),
-            "near_ties": len(looked_into) - len(wrong),
-            "unexplained": len(crowd.parted) - len(looked_into) + len(wrong),
-        }
-    )
+    found["near_ties"] = len(looked_into) - len(wrong)
+    found["unexplained"] = len(crowd.parted) - found["near_ties"]
     print(json.dumps(found), *wrong[:5], sep="\n", flush=True)
     if args.output is not None:
         row = Row(f"soak on {args.device}", {"device": args.device, "method": args.method}, found)
         command = f"python -m benchmarks.soak {' '.join(sys.argv[1:])}"
         kind = llm.engine.runner.slots.device.type
         write(collect(f"soak_{kind}", command, options, [row]), args.output)
-    short = found["seconds"] < 60 * args.minutes or found["requests"] < args.requests
-    lost = found["blocks_missing"] or found["unexplained"] or found["gpu_mib_grown"] > 1
-    return int(bool(short or lost))
+    failed = failures(found, args)
+    print(*failed, sep="\n", flush=True)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

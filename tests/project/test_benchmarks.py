@@ -15,6 +15,7 @@ from benchmarks.opponents import torch_threads
 from benchmarks.prefix import Prompts
 from benchmarks.profile import DecodeSteps
 from benchmarks.reproducibility import compare, seeded
+from benchmarks.soak import PROMISED, Memory, failures
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread
 from foretoken.lab.workloads import heldout
@@ -173,3 +174,33 @@ def test_near_ties_are_told_from_wrong_tokens() -> None:
     assert len(parted) >= 4
     assert unexplained(parted, speculation, nudge=1e-3) == []
     assert len(unexplained(parted, speculation)) >= len(parted) - 1
+
+
+def test_a_soak_fails_if_anything_promised_never_happened() -> None:
+    args = SimpleNamespace(minutes=8.0, requests=20000)
+    found = dict.fromkeys(PROMISED, 1) | {
+        "seconds": 480.0, "requests": 20000, "distinct": 100, "blocks_missing": 0, "unexplained": 0,
+        "resident_mib_grown": 64, "gpu_mib_grown": -3.0,
+    }  # fmt: skip
+    assert failures(found, args) == []
+    wrong = {"preemptions": 0, "seconds": 462.8, "distinct": 3, "resident_mib_grown": 83.4}
+    assert failures(found | wrong, args) == [
+        "seconds is 462.8, not at least 480.0",
+        "distinct is 3, not at least 100",
+        "preemptions is 0, not at least 1",
+        "resident_mib_grown is 83.4, not at most 64",
+    ]
+    del found["aborted"]
+    assert failures(found, args) == ["aborted is 0, not at least 1"]
+
+
+def test_what_a_soak_captures_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MiB of the process count from 40 s on, the last capture in the first half of the time."""
+    seen = [(0, 9, 1), (4, 20, 2), (5, 30, 9), (5, 31, 9.5), (6, 40, 15), (6, 41, 16)]
+    looks = iter(seen)
+    monkeypatch.setattr(Memory, "_now", lambda self: next(looks))
+    memory = Memory(None, 100.0)  # type: ignore[arg-type]
+    for seconds in (20, 40, 45, 60, 80):
+        memory.look(seconds)
+    assert (memory.since, memory.resident - memory.before) == (40, 11)
+    assert memory.grown_on_gpu == 0.5 + 1

@@ -244,8 +244,8 @@ def _decode(
         rows, heads, caches, plan.work, plan.partials, scores, out,
         ROTARY=0 if heads is None else 2 * heads.cos_PR.shape[1], WINDOW=shape.window,
         R=config.rows, SETS=config.sets, GROUPS=config.groups, KEYS=config.keys,
-        STAGES=config.stages, NEW=plan.new if heads else 1, AHEAD=config.ahead, PRECISION=shape.precision,
-        OVERLAP=overlap, **shape.constants, num_warps=config.warps,
+        STAGES=config.stages, NEW=plan.new if heads else 1, AHEAD=config.ahead,
+        PRECISION=shape.precision, OVERLAP=overlap, **shape.constants, num_warps=config.warps,
         # A score is rounded before the largest is taken off, in tiles with a mask and in those
         # without: fused, only these would differ.
         enable_fp_fusion=False, **at_most_registers(config.registers), **_dependent(overlap),

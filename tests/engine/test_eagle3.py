@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.heads import LAYOUTS
 from foretoken import LLM, SamplingParams
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ConfigError
-from tests.models.heads import Checked, head_of
+from tests.models.heads import SWITCHES, Checked, head_of
 from tests.support.checkpoints import save_checkpoint
 
 VOCABULARY, K = 12, 3
@@ -76,6 +77,19 @@ def test_chunks_ragged_drafts_and_rejections(
     prompts = [TEXT, TEXT[:3], TEXT[5:], TEXT[2:9], [7], TEXT[::-1]]
     llm.generate(prompts, asked)
     checked.done(least=60)
+    assert 0 < llm.metrics.num_accepted_tokens < llm.metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_every_layout_and_switch_is_the_equations(few: Path, switches: str, layout: str) -> None:
+    """Hidden states and logits to 1e-5 of the largest, over what is accepted and what is not."""
+    head = head_of(few, name=switches, layout=layout, **SWITCHES[switches])
+    llm = build(few, head)
+    checked = Checked(llm.engine.runner, few, head, own_states=True)
+    asked = [params(seed=i, temperature=t) for i, t in enumerate((0.7, 1.0, 2.0, 1.5))]
+    llm.generate([TEXT, TEXT[:3], TEXT[2:9], [7]], asked)
+    checked.done(least=60, most=1e-5)
     assert 0 < llm.metrics.num_accepted_tokens < llm.metrics.num_draft_tokens
 
 

@@ -17,66 +17,84 @@ from foretoken.models.checkpoint import (
     check_weights,
     parse_config,
     quiet_transformers,
-    read_config,
+    read_json,
     reading,
 )
-from foretoken.models.eagle3 import Eagle3Config, Eagle3Head
+from foretoken.models.eagle3 import Eagle3Config, Eagle3Head, Extras
 from foretoken.models.leftovers import check_fit
 from foretoken.ops import Backend
 from foretoken.ops.decoder import HeadWeights
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+# What writes of architectures: EAGLE and SpecForge, vLLM, NeMo; `speculators` last.
+_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "LlamaEagle3DraftModel",
+    "Eagle3DraftModel",
+    "Eagle3Speculator",
+)
+_LAYER_TYPES = ("llama", "qwen3")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# Switches that change what a head computes. None of them is read yet, so a head that sets one of
-# them to anything else is refused.
+# Switches that change what a head computes, with the values that leave it as it is here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (None, False),
-    "fc_norm": (None, False),
+    "bias": (None, False),
     "hidden_act": (None, "silu"),
+    "kv_lora_rank": (None,),  # of MLA
+    "logit_scale": (None, 1),
     "mlp_bias": (None, False),
-    "norm_output": (None, False),
+    "next_layer_regular": (None, True),
     "num_hidden_layers": (None, 1),
-    "partial_rotary_factor": (None, 1),
+    "qkv_bias": (None, False),
     "quantization_config": (None,),
-    "sliding_window": (None,),
-    "speculators_model_type": (None,),
+    "use_aux_hidden_state": (None, True),
+    "use_input_layernorm_in_first_layer": (None, True),
+    "use_last_layernorm": (None, True),
+    "use_mtp_layernorm": (None, False),
+}
+# Settings of `speculators` with which its verifier accepts what its target would not have said.
+_LOSSLESS: dict[str, tuple[Any, ...]] = {
+    "verifier_accept_k": (None, 1),
+    "accept_tolerance": (None, 0),
 }
 # Of these types the frequencies are constants; others look at the longest request of a batch.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# What names of tensors begin with in one layout or another, and here: as in `speculators`.
+_PREFIXES = {"model.": "", "midlayer.": "layers.0."}
+_LAYER = "layers.0."
+_HEAD, _EMBEDDING, _MAP = "lm_head.weight", "embed_tokens.weight", "d2t"
+_UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _DUMMY_LOGIT_STD = 2.0
-_MAP, _INVERSE_MAP = "d2t", "t2d"
 
 
 def read_eagle3_config(folder: Path) -> Eagle3Config:
-    """Read `config.json` of a head in the original layout.
+    """Read `config.json` of a head, of EAGLE's own format or of `speculators`.
 
     Raises:
         CheckpointError: it is none, lacks a size, or has one that cannot be.
         UnsupportedModelError: another architecture, or a switch that would change the result.
     """
-    path, raw = folder / "config.json", read_config(folder)
-    if raw.get("architectures") != [ARCHITECTURE] or raw["model_type"] != "llama":
-        raise UnsupportedModelError(
-            f"`{path}` is of architecture {raw.get('architectures')}, type `{raw['model_type']}`: "
-            f"method `eagle3` takes heads of architecture `{ARCHITECTURE}`, type `llama`."
-        )
-    for name, neutral in _NEUTRAL.items():
-        if raw.get(name) not in neutral:
-            raise UnsupportedModelError(
-                f"`{path}` sets `{name}` to {raw[name]!r}, which heads do not have here: its "
-                "drafts would be wrong."
-            )
+    path = folder / "config.json"
+    raw = read_json(path)
+    eagle, inner = (raw.get(name) or {} for name in ("eagle_config", "transformer_layer_config"))
+    for name, part in (("eagle_config", eagle), ("transformer_layer_config", inner)):
+        if not isinstance(part, dict):
+            raise CheckpointError(f"`{path}` gives `{name}` as {part!r}: must be an object.")
+    values = inner or raw  # of the layer
+    told = {**eagle, **raw, **values}
+    _check_supported(path, raw, told)
     for name in _REQUIRED:
-        if name not in raw:
+        if name not in told:
             raise CheckpointError(f"`{path}` has no `{name}`: it does not describe a head.")
+    model_type = values["model_type"]
     with quiet_transformers():
-        layer = parse_config(folder, "llama")
+        layer = parse_config(folder, model_type, {**values, "num_hidden_layers": 1})
     kind = layer.rope_parameters["rope_type"]
     if kind not in _ROPE_TYPES:
         known = ", ".join(f"`{name}`" for name in _ROPE_TYPES)
         raise UnsupportedModelError(f"`{path}` asks for RoPE of type `{kind}`; heads have {known}.")
-    target_hidden_size = _size(path, raw, "target_hidden_size", layer.hidden_size)
-    draft_vocab_size = _size(path, raw, "draft_vocab_size", layer.vocab_size)
+    draft_vocab_size = _size(path, told, "draft_vocab_size", layer.vocab_size)
     if draft_vocab_size > layer.vocab_size:
         raise CheckpointError(
             f"`{path}` has a `draft_vocab_size` of {draft_vocab_size}, more than its "
@@ -84,13 +102,51 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
         )
     return Eagle3Config(
         hidden_size=layer.hidden_size,
-        target_hidden_size=target_hidden_size,
+        target_hidden_size=_size(path, told, "target_hidden_size", layer.hidden_size),
         vocab_size=layer.vocab_size,
         draft_vocab_size=draft_vocab_size,
-        aux_layers=_aux_layers(path, raw),
-        norm_before_residual=raw.get("norm_before_residual") is True,
+        aux_layers=_aux_layers(path, raw, eagle),
         layer=layer,
+        sliding_window=_sliding_window(path, told, layer),
+        norm_before_residual=told.get("norm_before_residual") is True,
+        norm_output=told.get("norm_output") is True,
+        fc_norm=told.get("fc_norm") is True,
+        norm_before_fc=told.get("norm_before_fc") is True,
+        attention_bias=told.get("attention_bias") is True,
+        qk_norm=model_type == "qwen3",
     )
+
+
+def _check_supported(path: Path, raw: dict[str, Any], told: dict[str, Any]) -> None:
+    """Refuse by name what would draft wrongly, or what asks for drafts to be accepted wrongly."""
+    speculators, names = "speculators_model_type" in raw, raw.get("architectures")
+    [name] = names if isinstance(names, list) and len(names) == 1 else [names]
+    kinds = (told.get("model_type"), raw.get("speculators_model_type", "eagle3"))
+    if name not in _ARCHITECTURES or kinds[0] not in _LAYER_TYPES or kinds[1] != "eagle3":
+        known = ", ".join(f"`{known}`" for known in _ARCHITECTURES)
+        hint = " Heads with MLA are not among them." if "Deepseek" in str(name) else ""
+        raise UnsupportedModelError(
+            f"`{path}` is of architecture {name}, type `{kinds[0]}`, kind `{kinds[1]}`: method "
+            f"`eagle3` takes {known} of type `llama` or `qwen3`, kind `eagle3`.{hint}"
+        )
+    rules = raw.get("speculators_config") or {}
+    for values, neutral, why in (
+        (told, _NEUTRAL, "heads do not have here: its drafts would be wrong"),
+        *((rule, _LOSSLESS, "is lossy: here drafts are accepted by lossless rules alone")
+          for rule in rules.get("proposal_methods") or ()),
+    ):  # fmt: skip
+        for switch, allowed in neutral.items():
+            if values.get(switch) not in allowed:
+                raise UnsupportedModelError(
+                    f"`{path}` sets `{switch}` to {values[switch]!r}, which {why}."
+                )
+    if told.get("fc_norm") and told.get("norm_before_fc"):
+        raise UnsupportedModelError(f"`{path}` sets both `fc_norm` and `norm_before_fc`.")
+    if speculators and "norm_before_residual" not in told:
+        # False in `speculators`, True in vLLM.
+        raise CheckpointError(
+            f"`{path}` does not say `norm_before_residual`: must be true or false."
+        )
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
@@ -105,26 +161,47 @@ def _size(path: Path, raw: dict[str, Any], name: str, default: int) -> int:
     return value
 
 
-def _aux_layers(path: Path, raw: dict[str, Any]) -> tuple[int, ...] | None:
-    """Those that `eagle_config` names, by the layer that puts them out: one less than our number.
-
-    So lmsys's head for Qwen3-235B with 94 layers, which says [1, 46, 90], has the default ones.
-    """
-    given = raw.get("eagle_config") or {}
-    if not isinstance(given, dict) or given.get("use_aux_hidden_state", True) is not True:
-        raise UnsupportedModelError(
-            f"`{path}` has `eagle_config` {given!r}: a head without the target's auxiliary hidden "
-            "states is not EAGLE-3."
-        )
-    ids = given.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
+def _sliding_window(path: Path, told: dict[str, Any], layer: Any) -> int | None:
+    """Of the only layer; `layer_types` comes before `use_sliding_window`."""
+    window, is_used = told.get("sliding_window"), told.get("use_sliding_window") is not False
+    default = "sliding_attention" if window is not None and is_used else "full_attention"
+    kind = (told.get("layer_types") or getattr(layer, "layer_types", None) or [default])[0]
+    if kind == "full_attention":
         return None
-    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+    if kind != "sliding_attention":
+        raise UnsupportedModelError(f"`{path}` has a layer of type `{kind}`, unknown here.")
+    return _size(path, told, "sliding_window", 0)
+
+
+def _aux_layers(path: Path, raw: dict[str, Any], eagle: dict[str, Any]) -> tuple[int, ...] | None:
+    """Those that `config.json` names, by our numbers; docs/drafters.md has who reads them how.
+
+    In `eagle_config`, a list that begins with 1 numbers layers by their output: state i + 1.
+    """
+    ids = raw.get(_AUX_LAYERS) or eagle.get(_AUX_LAYERS)
+    if not ids:
+        return None
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
         raise CheckpointError(
-            f"`{path}` gives `eagle_aux_hidden_state_layer_ids` as {ids!r}: must be a list of "
-            "layers."
+            f"`{path}` gives `{_AUX_LAYERS}` as {ids!r}: must be a list of layers."
         )
-    return tuple(i + 1 for i in ids)
+    by_output = not raw.get(_AUX_LAYERS) and ids[0] == 1
+    return tuple(i + by_output for i in ids)
+
+
+def lacks_head(folder: Path, config: Eagle3Config) -> bool:
+    """Whether the weights leave the output layer to the target; reads names alone.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+    """
+    from safetensors import safe_open
+
+    names = set[str]()
+    for path in check_weights(folder):
+        with reading(path), safe_open(path, "pt") as file:
+            names |= {_our_name(name) for name in file.keys()}  # noqa: SIM118 (not iterable)
+    return _HEAD not in names and config.draft_vocab_size == config.vocab_size
 
 
 def load_eagle3(
@@ -133,87 +210,162 @@ def load_eagle3(
     *,
     embedding: Tensor,
     backend: Backend,
+    head: Tensor | None = None,
     dummy_seed: int | None = None,
 ) -> Eagle3Head:
-    """Load the weights of a head in the original layout.
+    """Load the weights of a head, in any of the layouts.
 
     Args:
         config: of this folder.
-        embedding: the target's, [V, C]; the head takes its dtype and its device, too.
+        embedding: the target's, [V, hidden]; the head takes its dtype and its device, too. One of
+            the head's own is used in its stead, and has to be there if its vectors have another
+            size.
+        head: the target's output layer, if the head has none; see `lacks_head`.
         dummy_seed: if given, weights are random numbers of this seed, the ids that it drafts are
             spread evenly over the target's, and `config.json` is all that the folder must have.
 
     Raises:
         CheckpointError: the weights cannot be read, or are not those of `config.json`.
     """
-    shapes = _shapes(config)
+    shapes, optional = _shapes(config), _optional_shapes(config)
+    if embedding.shape[1] != config.hidden_size:
+        shapes[_EMBEDDING] = optional[_EMBEDDING]
     drafted, known = config.draft_vocab_size, config.vocab_size
     if dummy_seed is None:
         stored = _read_weights(folder)
         target_ids = _target_ids(folder, stored.pop(_MAP, None), config)
-        _check_names(folder, stored, shapes)
+        if head is not None:
+            stored.setdefault(_HEAD, head)
+        _check_names(folder, stored, shapes, optional)
     else:
         stored = _random_weights(shapes, dummy_seed, embedding)
         target_ids = torch.arange(drafted) * known // drafted
-    tensors = {name: stored[name].to(embedding.device, embedding.dtype) for name in shapes}
+    tensors = {name: w.to(embedding.device, embedding.dtype) for name, w in stored.items()}
+    own = tensors.pop(_EMBEDDING, embedding)
+    if torch.equal(own, embedding):  # a copy of the target's
+        own = embedding
     is_identity = drafted == known and bool((target_ids == torch.arange(known)).all())
     to_target = None if is_identity else target_ids.to(embedding.device)
-    return Eagle3Head(config, _join(tensors), to_target, embedding, backend)
+    return Eagle3Head(config, *_join(tensors, config), to_target, own, backend)
 
 
 def _shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the original layout except the two maps of ids."""
+    """Every tensor that a head must have, by our names, except the map of ids."""
     layer, width = config.layer, config.hidden_size
     queries = layer.num_attention_heads * layer.head_dim
     keys, inner = layer.num_key_value_heads * layer.head_dim, layer.intermediate_size
+    states = config.num_aux * config.target_hidden_size
+    in_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (width,),
+        "hidden_norm.weight": (width,),
+        "self_attn.q_proj.weight": (queries, 2 * width),
+        "self_attn.k_proj.weight": (keys, 2 * width),
+        "self_attn.v_proj.weight": (keys, 2 * width),
+        "self_attn.o_proj.weight": (width, queries),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+    if config.attention_bias:
+        sizes = {"q": queries, "k": keys, "v": keys}
+        in_layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+    if config.qk_norm:
+        in_layer |= {f"self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
+    norms = _fc_norms(config)
     return {
-        "fc.weight": (width, config.num_aux * config.target_hidden_size),
-        "midlayer.input_layernorm.weight": (width,),
-        "midlayer.hidden_norm.weight": (width,),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * width),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * width),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * width),
-        "midlayer.self_attn.o_proj.weight": (width, queries),
-        "midlayer.post_attention_layernorm.weight": (width,),
-        "midlayer.mlp.gate_proj.weight": (inner, width),
-        "midlayer.mlp.up_proj.weight": (inner, width),
-        "midlayer.mlp.down_proj.weight": (width, inner),
+        **{name: (states // len(norms),) for name in norms},
+        "fc.weight": (width, states),
+        **{_LAYER + name: shape for name, shape in in_layer.items()},
         "norm.weight": (width,),
-        "lm_head.weight": (config.draft_vocab_size, width),
+        _HEAD: (config.draft_vocab_size, width),
     }
 
 
-def _join(tensors: dict[str, Tensor]) -> HeadWeights:
-    """Tensors of `_shapes`, in its order, as the head reads them."""
-    fc, input_norm, hidden_norm, q, k, v, o, post_norm, gate, up, down, norm, head = (
-        tensors.values()
+def _optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """What a head may have beside `_shapes`. Not every trainer gives the output layer a bias."""
+    bias = {_LAYER + "self_attn.o_proj.bias": (config.hidden_size,)}
+    return {
+        _EMBEDDING: (config.vocab_size, config.hidden_size),
+        **(bias if config.attention_bias else {}),
+    }
+
+
+def _fc_norms(config: Eagle3Config) -> list[str]:
+    """The norms in front of `fc`, each of an equal part of what it reads."""
+    if config.norm_before_fc:
+        return ["input_norm.weight"]
+    return [f"fc_norm.{i}.weight" for i in range(config.num_aux) if config.fc_norm]
+
+
+def _join(tensors: dict[str, Tensor], config: Eagle3Config) -> tuple[HeadWeights, Extras]:
+    """Tensors by our names as the head reads them."""
+
+    def of(name: str) -> Tensor:
+        return tensors[_LAYER + name]
+
+    def projected(kind: str) -> Tensor:
+        return torch.cat([of(f"self_attn.{name}_proj.{kind}") for name in "qkv"])
+
+    weights = HeadWeights(
+        fc=tensors["fc.weight"],
+        input_norm=of("input_layernorm.weight"),
+        hidden_norm=of("hidden_norm.weight"),
+        qkv=projected("weight"),
+        o=of("self_attn.o_proj.weight"),
+        post_norm=of("post_attention_layernorm.weight"),
+        gate_up=torch.cat([of("mlp.gate_proj.weight"), of("mlp.up_proj.weight")]),
+        down=of("mlp.down_proj.weight"),
+        norm=tensors["norm.weight"],
+        head=tensors[_HEAD],
     )
-    qkv, gate_up = torch.cat([q, k, v]), torch.cat([gate, up])
-    return HeadWeights(fc, input_norm, hidden_norm, qkv, o, post_norm, gate_up, down, norm, head)
+    extras, heads = Extras(o_bias=tensors.get(_LAYER + "self_attn.o_proj.bias")), config.layer
+    if config.attention_bias:
+        extras = extras._replace(qkv_bias=projected("bias"))
+    if config.qk_norm:
+        counts = {"q": heads.num_attention_heads, "k": heads.num_key_value_heads}
+        gains = [of(f"self_attn.{name}_norm.weight").expand(n, -1) for name, n in counts.items()]
+        extras = extras._replace(qk_norm=torch.cat(gains))
+    if names := _fc_norms(config):
+        extras = extras._replace(fc_norm=torch.stack([tensors[name] for name in names]))
+    return weights, extras
+
+
+def _our_name(name: str) -> str:
+    """That of `speculators`, whatever the layout."""
+    for prefix, ours in _PREFIXES.items():
+        if name.startswith(prefix):
+            name = ours + name.removeprefix(prefix)
+    return name
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """By our names."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
     for path in check_weights(folder):
         with reading(path):
-            tensors |= load_file(path)
-    tensors.pop(_INVERSE_MAP, None)
-    return tensors
+            stored = load_file(path)
+        tensors |= {_our_name(name): tensor for name, tensor in stored.items()}
+    return {name: tensor for name, tensor in tensors.items() if name not in _UNUSED}
 
 
 def _check_names(
-    folder: Path, stored: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
+    folder: Path,
+    stored: dict[str, Tensor],
+    shapes: dict[str, tuple[int, ...]],
+    optional: dict[str, tuple[int, ...]],
 ) -> None:
-    """Raise `CheckpointError` unless exactly these tensors are there, in these shapes."""
+    """Raise `CheckpointError` unless all of `shapes` are there and nothing unknown, each so."""
+    known = {**optional, **shapes}
     problems = {
         "missing": [name for name in shapes if name not in stored],
-        "unexpected": [name for name in stored if name not in shapes],
+        "unexpected": [name for name in stored if name not in known],
         "mismatched": [
-            f"{name} {[*stored[name].shape]} in place of {[*shape]}"
-            for name, shape in shapes.items()
-            if name in stored and stored[name].shape != shape
+            f"{name} {[*tensor.shape]} in place of {[*known[name]]}"
+            for name, tensor in stored.items()
+            if name in known and tensor.shape != known[name]
         ],
     }
     check_fit(folder, problems)
@@ -253,6 +405,6 @@ def _random_weights(
     for name, shape in shapes.items():
         tensors[name] = torch.ones(shape, dtype=like.dtype, device=like.device)
         if len(shape) == 2:
-            scale = (_DUMMY_LOGIT_STD if name == "lm_head.weight" else 1.0) * shape[1] ** -0.5
+            scale = (_DUMMY_LOGIT_STD if name == _HEAD else 1.0) * shape[1] ** -0.5
             tensors[name].normal_(std=scale, generator=generator)
     return tensors

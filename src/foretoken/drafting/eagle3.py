@@ -27,12 +27,8 @@ from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView, resolve_checkpoint
 from foretoken.models.checkpoint import parse_config, quiet_transformers, read_config
 from foretoken.models.eagle3 import Eagle3Head
-from foretoken.models.eagle3_checkpoint import (
-    default_aux_layers,
-    lacks_head,
-    load_eagle3,
-    read_eagle3_config,
-)
+from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
+from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
 from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
 from foretoken.ops.steps import DraftRows

@@ -1,8 +1,8 @@
 """An EAGLE-3 head: one decoder layer on top of the target's hidden states and the next token.
 
 Belongs here: what a head is made of, and its pass over packed rows. Does not: reading its folder
-(`eagle3_checkpoint.py`), whether a backend's own may stand in (`eagle3_fused.py`), when it runs and
-what is kept between passes (`drafting/eagle3.py`).
+(`eagle3_config.py`, `eagle3_checkpoint.py`), whether a backend's own may stand in
+(`eagle3_fused.py`), when it runs and what is kept between passes (`drafting/eagle3.py`).
 
 Row i reads the *feature* of position i, which is several hidden states of the target through `fc`,
 and the token at position i + 1; what it puts out predicts the token at i + 2. Where the target has
@@ -18,8 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,45 +26,9 @@ from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
+from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.ops import AttentionOptions, Backend, UnfitError
 from foretoken.ops.decoder import DraftHead, HeadModel, HeadWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Eagle3Config:
-    """What `config.json` of a head says.
-
-    target_hidden_size, vocab_size: the target's
-    draft_vocab_size: ids that the head can draft
-    aux_layers: the target's hidden states that it reads, numbered as in `ForwardOutput.aux`; None
-        leaves the choice to `default_aux_layers`
-    layer: Transformers' configuration of the layer
-    sliding_window: as in `AttentionOptions`
-    norm_before_residual: the residual starts at the normed feature, not at the feature
-    norm_output: what a row puts out is normed for the next row, too, not for its logits alone
-    fc_norm, norm_before_fc: each hidden state is normed before `fc`; all of them as one vector
-    attention_bias: projections of queries, keys and values have biases
-    qk_norm: each head's query and key is normed before it is turned, as in Qwen3
-    """
-
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    aux_layers: tuple[int, ...] | None
-    layer: Any
-    sliding_window: int | None
-    norm_before_residual: bool
-    norm_output: bool
-    fc_norm: bool
-    norm_before_fc: bool
-    attention_bias: bool
-    qk_norm: bool
-
-    @property
-    def num_aux(self) -> int:
-        """Hidden states of the target that make a feature."""
-        return 3 if self.aux_layers is None else len(self.aux_layers)
 
 
 class Extras(NamedTuple):
@@ -130,7 +93,7 @@ class Eagle3Head:
             return self.fused.features(aux)
         states_TA, gain_PA = torch.cat(list(aux), dim=-1), self.extras.fc_norm
         if gain_PA is not None:
-            states_TA = self._norm_parts(states_TA.unflatten(-1, gain_PA.shape), gain_PA).flatten(1)
+            states_TA = self._norm_parts(states_TA.view(-1, *gain_PA.shape), gain_PA).flatten(1)
         return F.linear(states_TA, self.weights.fc)
 
     def forward(
@@ -237,7 +200,7 @@ class Eagle3Head:
         cos = (angle_T1R.cos() * self._rotary_scale).to(x_THD.dtype)
         sin = (angle_T1R.sin() * self._rotary_scale).to(x_THD.dtype)
         size = cos.shape[-1]
-        a, b, rest = x_THD.split((size, size, x_THD.shape[-1] - 2 * size), dim=-1)
+        a, b, rest = torch.split(x_THD, [size, size, x_THD.shape[-1] - 2 * size], dim=-1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
 
     def _norm(self, x_TC: Tensor, gain_C: Tensor) -> Tensor:

@@ -278,9 +278,10 @@ def test_garbage_is_not_looked_for_in_what_is_loaded(
     LLM(str(target))
     assert gc.get_freeze_count() == 0, "a pause costs no device anything on a CPU"
     monkeypatch.setattr(build, "is_on_host", lambda device: False)
-    llm = LLM(str(target), backend="torch")
+    llm = LLM(str(target), {"model": str(target), "num_speculative_tokens": 2}, backend="torch")
     assert len(gc.get_objects()) < 0.1 * gc.get_freeze_count()
-    model = weakref.ref(llm.engine.runner.model.module)
-    del llm
-    assert model() is None, "nothing needs the collector to be given back"
+    runner = llm.engine.runner
+    kept = [weakref.ref(one) for one in (runner.model.module, runner.drafter, runner.slots)]
+    del llm, runner
+    assert [one() for one in kept] == [None] * 3, "nothing needs the collector to be given back"
     gc.unfreeze()

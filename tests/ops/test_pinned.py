@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from foretoken.engine.pending import ToHost
 from foretoken.ops import pinned
 from foretoken.ops.pinned import Staging, to_device
 
@@ -78,6 +79,22 @@ def test_an_event_of_the_caller_is_enough() -> None:
     assert not made
     event.has_passed = True
     assert place(Staging((4,), torch.int64, GPU)) == place(staging)
+
+
+class OnGpu(Tensor):
+    device = GPU
+    is_cuda = True
+
+
+def test_what_nobody_reads_is_lent_again() -> None:
+    numbers = torch.arange(3).as_subclass(OnGpu)
+    unread = ToHost([numbers])
+    (at,) = (staging.host.data_ptr() for staging in unread._staged)
+    del unread
+    (event,) = made
+    assert place(Staging((3,), torch.int64, GPU)) != at
+    event.has_passed = True
+    assert place(Staging((3,), torch.int64, GPU)) == at
 
 
 def test_on_a_cpu_nothing_is_copied() -> None:

@@ -170,6 +170,33 @@ def test_other_threads_launch_meanwhile(calls: list[Any]) -> None:
     assert len(calls) == 1
 
 
+def test_two_engines_are_compiled_one_after_the_other(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, before = torch.zeros(8), triton.knobs.cache.manager_class
+    first_is_done, real = threading.Event(), compiled._warm_up
+
+    def begin(kernel: Any, *given: Any, **named: Any) -> None:
+        compiled.compile_ahead(lambda: compiled.launch(kernel, (1,), *given, **named), 1)
+
+    other = threading.Thread(target=begin, args=(other_kernel, x), kwargs={"WIDTH": 8})
+
+    def warm_up(job: Any) -> Any:
+        if threading.current_thread() is other:
+            first_is_done.wait(10)
+        elif other.ident is None:
+            other.start()
+            other.join(0.2)  # where it is free to, it begins now
+        return real(job)
+
+    monkeypatch.setattr(compiled, "_warm_up", warm_up)
+    begin(other_kernel, x, WIDTH=16)
+    first_is_done.set()
+    other.join()
+    assert triton.knobs.cache.manager_class is before
+    assert len(other_kernel.device_caches[0][0]) == 2
+
+
 def test_a_kernel_that_does_not_compile_is_an_error_there(calls: list[Any]) -> None:
     x = torch.zeros(8)
 

@@ -22,7 +22,7 @@ from foretoken.slots.step import NONE, Outcome, SlotSpan, StepInput, StepResult,
 
 
 class ToHost:
-    """A tensor that is copied to the host behind everything that was launched before."""
+    """Tensors that are copied to the host behind everything that was launched before."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
@@ -39,10 +39,16 @@ class ToHost:
         if self._event is not None:
             self._event.synchronize()
             self._host = [host.clone() for host in self._host]
+            self._give_back()
+        return self._host
+
+    def _give_back(self) -> None:
+        if self._event is not None:
             for staging in self._staged:
                 staging.give_back(self._event)
             self._event = None
-        return self._host
+
+    __del__ = _give_back  # nobody reads the results of captures, say
 
 
 @dataclass

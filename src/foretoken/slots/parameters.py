@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -78,7 +79,9 @@ class SlotParameters:
         self.histories: dict[int, SlotHistory] = {}
         self.requests: dict[int, SlotRequest] = {}
         self._changed = True
-        self._owners: dict[str, SlotOwner] = {}
+        # Weakly: a drafter holds the slots, too, and what is frozen (`engine/build.py`) is freed
+        # by its last reference or never.
+        self._owners = WeakValueDictionary[str, SlotOwner]()
 
     @staticmethod
     def bytes_per_slot(max_tokens: int, block_size: int) -> int:
@@ -105,7 +108,8 @@ class SlotParameters:
         return self._params
 
     def register(self, name: str, owner: SlotOwner) -> None:
-        """Have what `owner` keeps by slot released and checked with the table's own."""
+        """Have what `owner` keeps by slot released and checked with the table's own, as long as
+        somebody else holds it."""
         self._owners[name] = owner
 
     def _enter(self, slot: int, request: SlotRequest) -> None:

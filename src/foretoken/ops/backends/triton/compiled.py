@@ -11,6 +11,7 @@ end; they never touch the GPU. What that cache holds already costs no process.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -49,8 +50,10 @@ _packers: dict[tuple[Any, ...], list[_Packer]] = {}
 _kernels: dict[tuple[_Packer, tuple[Any, ...]], tuple[Any, ...]] = {}
 """Compiled kernels, by a packer and what it finds."""
 
-_kinds: dict[tuple[_Packer, tuple[Any, ...]], int] = {}
-"""A number for what one finds in a shared argument: hashed once for several launches."""
+_kinds: dict[tuple[_Packer, tuple[Any, ...]], object] = {}
+"""What stands for what one finds in a shared argument: hashed once for several launches."""
+
+_compiling = threading.Lock()  # Triton has one cache manager for all threads
 
 
 class _Thread(threading.local):
@@ -68,7 +71,7 @@ class Shared:
     def __init__(self, value: tuple[Any, ...]) -> None:
         self.value = value
         pack, self.packed, kinds = _pack(_packers.setdefault((), []), value, None)
-        self.kind = _kinds.setdefault((pack, kinds), len(_kinds))
+        self.kind = _kinds.setdefault((pack, kinds), object())
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> None:
@@ -119,8 +122,9 @@ def _pack(
             return pack, *pack(given)
         except (AttributeError, TypeError, ValueError):  # these are nested in another way
             continue
-    packers.append(_packer(given, kernel))
-    return packers[-1], *packers[-1](given)
+    pack = _packer(given, kernel)
+    packers.append(pack)
+    return pack, *pack(given)
 
 
 def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
@@ -179,8 +183,12 @@ def compile_ahead(run: Callable[[], object], processes: int | None = None) -> No
         jobs = list(_thread.noted.values())
     finally:
         _thread.noted = None
-    if not jobs:
-        return
+    if jobs:
+        with _compiling:
+            _compile_all(jobs, processes)
+
+
+def _compile_all(jobs: list[_Launch], processes: int | None) -> None:
     missing = _not_on_disk(jobs)
     count = min(processes or len(os.sched_getaffinity(0)), 16, len(missing))
     if count > 1 and not multiprocessing.current_process().daemon:  # which may have no children
@@ -275,7 +283,8 @@ def _compile_in_processes(jobs: list[_Launch], count: int) -> None:
 
 
 def _compile(jobs: list[_Launch], stub: Any) -> None:
-    driver.set_active(stub)  # CUDA cannot be used in a forked process
+    driver.set_active(stub)  # CUDA cannot be used in a forked process,
+    gc.disable()  # nor what holds some of its memory be freed
     for job in jobs:
         with suppress(Exception):  # raised again where the parent compiles it
             _warm_up(job)

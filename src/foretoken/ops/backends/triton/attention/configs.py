@@ -17,11 +17,11 @@ class Decoding(NamedTuple):
     groups:      of warps, each with its own keys
     keys:        of a warp at a time
     rows:        of a tile; sets: of warps that share its rows
-    stages:      see `decode_kernel`
+    stages:      of the pipeline that loads tiles
     programs:    per multiprocessor
     registers:   of a thread at most
-    merged_heads, merged_pieces: of a program of the merge at once
-    ahead:       tokens of an item that the L2 is asked for ahead
+    merged_heads, merged_pieces: of a program of the merge at once; merged_warps: of it
+    ahead:       tokens of an item that are prefetched, see `decode_kernel`
     """
 
     size: int

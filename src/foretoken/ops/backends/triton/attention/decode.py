@@ -6,9 +6,9 @@ piece. What a row comes to depends on SIZE, COUNT, GROUPS, KEYS and how pieces a
 nothing beside its context: tiles lie at fixed positions, those that it does not see change no bit,
 and rows of a product do not touch each other, however many a tile has.
 
-A piece takes little data and many instructions (at 256 keys, 10 us for 128 KiB): what counts is how
-many of them follow one another. So whole tiles have no masks, addresses are constants wherever the
-shape allows it, and warps meet by exchanging vectors.
+A piece has little data and many instructions (at 256 keys, 10 us for 128 KiB): the longest chain of
+instructions that wait for each other decides. So whole tiles have no masks, addresses are constants
+wherever the shape allows it, and warps meet by exchanging vectors.
 
 Letters: R rows of a tile, W warps (GROUPS for each of SETS of rows), Q rows of a warp, k keys of a
 warp, D sizes.
@@ -90,22 +90,22 @@ def _load_tile(
 
 
 @triton.jit
-def _ask(
+def _prefetch_item(
     table, item, cache: Cache, h, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     PAGE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """Ask the L2 for the first AHEAD of an item's keys and values: they must not be new."""
+    """Prefetch the first AHEAD of an item's keys and values into the L2, except new ones."""
     at = item.begin + tl.arange(0, AHEAD)
     old = at < tl.minimum(item.end, item.start)
     block = tl.load(table + at // PAGE, mask=old, other=0)
     place = (block.to(tl.int64) * PAGE + at % PAGE) * H_KV + h
-    _fetch(cache.key + place * D, old, D)
-    _fetch(cache.value + place * D_V, old, D_V)
+    _prefetch(cache.key + place * D, old, D)
+    _prefetch(cache.value + place * D_V, old, D_V)
 
 
 @triton.jit
-def _fetch(p, wanted, D: tl.constexpr):
-    """Ask the L2 for D values at each address."""
+def _prefetch(p, wanted, D: tl.constexpr):
+    """Prefetch D values at each address into the L2."""
     SIZE: tl.constexpr = p.dtype.element_ty.primitive_bitwidth // 8
     for line in tl.static_range(0, D * SIZE, 128):
         tl.inline_asm_elementwise(
@@ -147,7 +147,7 @@ def _pass_over(
 ):  # fmt: skip
     """The softmaxes of all warps, taken on over the keys begin..end - 1.
 
-    MASKED: not every row has come to each of these keys, or the last tile is not full.
+    MASKED: some rows do not see all of these keys, or the last tile is not full.
     """
     W: tl.constexpr = GROUPS * SETS
     TILE: tl.constexpr = GROUPS * KEYS
@@ -239,7 +239,7 @@ def decode_kernel(
     ROTARY: 0 if `rows` attend as they are and their K/V is in the cache; else rows are of qkv.
     (Triton 3.6 cannot ask whether `heads` is None, if a field of it is None.)
     NEW: new tokens of a request at most, a power of 2.
-    AHEAD: how many tokens of an item the L2 is asked for while the kernel before is running.
+    AHEAD: tokens of an item that are prefetched into the L2 while the kernel before is running.
     """
     let_next_start(OVERLAP)
     rows, cache, partials = rows, cache, partials  # see `triton/records.py`
@@ -258,7 +258,7 @@ def decode_kernel(
         live = t < item.count
         position = item.start + t
         if AHEAD and OVERLAP:
-            _ask(table, item, cache, h, H_KV, D, D_V, PAGE, AHEAD)
+            _prefetch_item(table, item, cache, h, H_KV, D, D_V, PAGE, AHEAD)
         row_p = rows.query + (item.first + t).to(tl.int64) * rows.stride + head * rows.head_stride
         if ROTARY:
             angles = load_angles(heads, position, live, WIDTH, ROTARY)
@@ -278,9 +278,8 @@ def decode_kernel(
         top = tl.full((W, Q), UNSEEN, tl.float32)
         total = tl.zeros((W, Q), tl.float32)
         acc = tl.zeros((W, Q, WIDTH_V), tl.float32)
-        whole = (
-            tl.minimum(item.end, item.start) // TILE * TILE
-        )  # tiles below: no row is before them
+        # Tiles below `whole` need no mask: no row is before any of their keys.
+        whole = tl.minimum(item.end, item.start) // TILE * TILE
         whole = tl.maximum(item.begin, whole)
         top, total, acc = _pass_over(
             top, total, acc, item.begin, whole, query, position, table, cache, scores, h, False,

@@ -35,7 +35,6 @@ from foretoken.ops.backends.triton.decoder.tiles import (
 )
 from foretoken.ops.backends.triton.launch import overlaps
 
-_SILU_BLOCK = 4096  # of 320 rows, a block of 1024 made each layer 5 us slower
 _MOST_TILES = 1 << 15  # of one product; vocabularies have up to 262 144 / 64
 _PARTIALS = 1 << 22  # float32 numbers: 132 programs, 2 slots, 2 halves of 128 x 64, less than this
 
@@ -176,9 +175,9 @@ class ResidualStream:
         tile = self._products.tile(len(self.state_TH), shape)
         if tile is None:
             gate_up = _multiply(self._normed(), linear)
-            blocks = triton.cdiv(shape.N, _SILU_BLOCK)
-            grid = len(gate_up), blocks
-            launch(silu_kernel, grid, gate_up, shape.N, _SILU_BLOCK, num_warps=4)
+            block = 4096 if len(gate_up) <= 512 else 1024  # 320 rows: 5 us a layer less than 1024
+            grid = len(gate_up), triton.cdiv(shape.N, block)
+            launch(silu_kernel, grid, gate_up, shape.N, block, num_warps=4)
             return gate_up[:, : shape.N]
         y_TN = self.state_TH.new_empty(len(self.state_TH), shape.N)
         given = self._scaled_and_squares(tile)

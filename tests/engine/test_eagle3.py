@@ -224,7 +224,7 @@ def test_hidden_states_that_the_target_lacks(few: Path, layers: tuple[int, ...])
 
 
 def test_a_head_without_an_output_layer_takes_the_target_s(few: Path, backend: str) -> None:
-    head = head_of(few, name="borrows", layout="model")
+    head = head_of(few, name=f"borrows {backend}", layout="model")
     tensors = load_file(head / "model.safetensors")
     del tensors["model.lm_head.weight"]
     save_file(tensors, head / "model.safetensors")

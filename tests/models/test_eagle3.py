@@ -113,8 +113,8 @@ def test_hidden_states_unless_named() -> None:
         ("original", [1, 46, 90], default_aux_layers(94)),
         # nvidia/gpt-oss-120b-Eagle3-v3, 36 layers: none is behind the last one's state.
         ("original", [24, 30, 36], (24, 30, 36)),
-        # `speculators`, trained and served by vLLM: what enters these layers.
-        ("speculators", [2, 18, 33], (2, 18, 33)),
+        # RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3, 30 layers: vLLM takes what enters these.
+        ("speculators", [2, 15, 27], default_aux_layers(30)),
         ("speculators", [1, 23, 44], (1, 23, 44)),
         ("original", [], None),
         ("speculators", None, None),
@@ -143,6 +143,15 @@ def test_hidden_states_that_heads_name(
 )
 def test_windows(tmp_path: Path, told: dict[str, Any], window: int | None) -> None:
     assert read_eagle3_config(save_head(tmp_path, **SIZES, **told)).sliding_window == window
+
+
+def test_switches_may_stand_in_eagle_config(tmp_path: Path) -> None:
+    """As in nvidia's heads; what stands outside comes first."""
+    folder = save_head(tmp_path, **SIZES, norm_output=False)
+    change_config(folder, eagle_config={"norm_before_fc": True, "norm_output": True})
+    config = read_eagle3_config(folder)
+    assert config.norm_before_fc
+    assert not config.norm_output
 
 
 def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     for name, part in (("eagle_config", eagle), ("transformer_layer_config", inner)):
         if not isinstance(part, dict):
             raise CheckpointError(f"`{path}` gives `{name}` as {part!r}: must be an object.")
-    values = inner or raw  # of the layer
+    values = {"model_type": "llama", **inner} if inner else raw  # of the layer
     told = {**eagle, **raw, **values}
     _check_supported(path, raw, told)
     for name in _REQUIRED:

@@ -217,6 +217,11 @@ def test_random_weights_need_the_configuration_alone(tmp_path: Path) -> None:
     assert logits_NV.shape == (50, 400)
     assert logits_NV[:, ::4].std().item() == pytest.approx(2.0, rel=0.1)
     assert load(save_head(tmp_path, hidden=64, vocabulary=40), dummy_seed=1).target_ids is None
+    folder = save_head(tmp_path, **{**SIZES, **SWITCHES["all at once"]})
+    (folder / "model.safetensors").unlink()
+    head = load(folder, dummy_seed=1)
+    assert None not in (head.extras.fc_norm, head.extras.qk_norm, head.extras.qkv_bias)
+    assert head.embedding.shape == (VOCABULARY, head.config.hidden_size)
 
 
 def test_a_map_that_changes_nothing_is_left_out(tmp_path: Path) -> None:

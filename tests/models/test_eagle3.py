@@ -308,6 +308,7 @@ def test_heads_that_would_draft_wrongly_are_refused_by_name(
         ({"target_hidden_size": "x"}, "`target_hidden_size` as 'x'"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "as 2: must be a list"),
         ({"eagle_config": [2]}, r"`eagle_config` as \[2\]: must be an object"),
+        ({"speculators_config": "x"}, "`speculators_config` as 'x': must be an object"),
         ({"norm_output": "yes"}, "`norm_output` as 'yes': must be true or false"),
         ({"layer_types": ["sliding_attention"]}, "`sliding_window` as None"),
         ({"speculators_model_type": "eagle3"}, "does not say `norm_before_residual`"),

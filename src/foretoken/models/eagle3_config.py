@@ -23,6 +23,7 @@ _ARCHITECTURES = (
     "Eagle3Speculator",
 )
 _LAYER_TYPES = ("llama", "qwen3")
+_PARTS = ("eagle_config", "transformer_layer_config", "speculators_config")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Switches that change what a head computes, with the values that leave it as it is here.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -96,10 +97,11 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     """
     path = folder / "config.json"
     raw = read_json(path)
-    eagle, inner = (raw.get(name) or {} for name in ("eagle_config", "transformer_layer_config"))
-    for name, part in (("eagle_config", eagle), ("transformer_layer_config", inner)):
+    parts = {name: raw.get(name) or {} for name in _PARTS}
+    for name, part in parts.items():
         if not isinstance(part, dict):
             raise CheckpointError(f"`{path}` gives `{name}` as {part!r}: must be an object.")
+    eagle, inner, _ = parts.values()
     values = {"model_type": "llama", **inner} if inner else raw  # of the layer
     told = {**eagle, **raw, **values}
     _check_supported(path, raw, told)
@@ -152,7 +154,7 @@ def _check_supported(path: Path, raw: dict[str, Any], told: dict[str, Any]) -> N
     for values, neutral, why in (
         (told, _NEUTRAL, "heads do not have here: its drafts would be wrong"),
         *((rule, _LOSSLESS, "is lossy: here drafts are accepted by lossless rules alone")
-          for rule in rules.get("proposal_methods") or ()),
+          for rule in rules.get("proposal_methods") or () if isinstance(rule, dict)),
     ):  # fmt: skip
         for switch, allowed in neutral.items():
             if values.get(switch) not in allowed:

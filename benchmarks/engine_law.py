@@ -117,7 +117,7 @@ def cases(folder: Path) -> dict[str, dict[str, Any] | None]:
     """The speculative configurations, by name."""
     draft = {"model": str(save_model(folder / "draft", 2)), "num_speculative_tokens": K}
     few = {"hidden": 64, "vocabulary": VOCABULARY, "drafted": VOCABULARY - 1}
-    head = save_head(folder / "head", **few, head_dim=64, aux_layers=(0, 1, 2), seed=3)
+    head = save_head(folder / "head", **few, head_dim=64, aux_layers=(0, 1, 1), seed=3)
     return {
         "plain": None,
         "draft_model": draft,

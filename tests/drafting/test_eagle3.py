@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.heads import save_head
@@ -18,6 +19,7 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DrafterSetup
 from foretoken.drafting.eagle3 import Eagle3
 from foretoken.errors import CheckpointError, ConfigError
+from foretoken.models import TargetView
 from foretoken.ops import (
     DRAFT,
     TARGET,
@@ -262,12 +264,15 @@ def test_what_it_reads_of_the_target_is_known_before_the_target_is_loaded(tmp_pa
     target = save_checkpoint(tmp_path / "target", layers=5, tokenizer=False)
     (target / "model.safetensors").unlink()
     sizes = {"hidden": HIDDEN, "vocabulary": 260}
-    for layers, expected in ((None, (2, 2, 2)), ((0, 3, 5), (0, 3, 5))):
+    for layers, expected in ((None, (2, 2, 2)), ((0, 3, 4), (0, 3, 4))):
         head = save_head(tmp_path / "head", aux_layers=layers, **sizes)
-        (head / "model.safetensors").unlink()
         speculation: Any = {"method": "eagle3", "model": str(head)}
         config = EngineConfig(model=str(target), speculative_config=speculation)
-        assert Eagle3.target_view(config).aux_layers == expected
+        assert Eagle3.target_view(config) == TargetView(expected, head=False)
+    tensors = load_file(head / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, head / "model.safetensors")
+    assert Eagle3.target_view(config) == TargetView(expected, head=True)
 
 
 def test_a_head_must_be_named(tmp_path: Path) -> None:
@@ -286,7 +291,6 @@ def test_a_head_must_be_named(tmp_path: Path) -> None:
         ({"vocabulary": 61}, "It takes 61 logits; the target has 60"),
         ({"hidden": 48}, "It takes 48 numbers in a hidden state of its target; the target has 32"),
         ({"target_hidden_size": 16}, "16 numbers in a hidden state of its target"),
-        ({"hidden": 48, "target_hidden_size": 32}, "48 numbers in a token's embedding"),
     ],
 )
 def test_a_head_of_another_target_is_refused(
@@ -294,4 +298,16 @@ def test_a_head_of_another_target_is_refused(
 ) -> None:
     folder = save_head(tmp_path, **{"hidden": HIDDEN, "vocabulary": VOCABULARY, **given})
     with pytest.raises(ConfigError, match=message):
+        Eagle3(setup_of(folder))
+
+
+def test_a_head_of_another_size_has_vectors_of_its_own(tmp_path: Path) -> None:
+    sizes = {"hidden": 48, "vocabulary": VOCABULARY, "target_hidden_size": HIDDEN}
+    folder = save_head(tmp_path, **sizes)
+    assert Eagle3(setup_of(folder)).head.embedding.shape == (VOCABULARY, 48)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["embed_tokens.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    message = "lack `embed_tokens.weight`: .* 48 numbers of a token, its target has 32"
+    with pytest.raises(CheckpointError, match=message):
         Eagle3(setup_of(folder))

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from benchmarks.heads import LAYOUTS
 from foretoken import LLM, SamplingParams
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ConfigError
-from tests.models.heads import Checked, head_of
+from tests.models.heads import SWITCHES, Checked, head_of
 from tests.support.checkpoints import save_checkpoint
 
 VOCABULARY, K = 12, 3
@@ -76,6 +78,19 @@ def test_chunks_ragged_drafts_and_rejections(
     prompts = [TEXT, TEXT[:3], TEXT[5:], TEXT[2:9], [7], TEXT[::-1]]
     llm.generate(prompts, asked)
     checked.done(least=60)
+    assert 0 < llm.metrics.num_accepted_tokens < llm.metrics.num_draft_tokens
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_every_layout_and_switch_is_the_equations(few: Path, switches: str, layout: str) -> None:
+    """Hidden states and logits to 1e-5 of the largest, over what is accepted and what is not."""
+    head = head_of(few, name=switches, layout=layout, **SWITCHES[switches])
+    llm = build(few, head)
+    checked = Checked(llm.engine.runner, few, head, own_states=True)
+    asked = [params(seed=i, temperature=t) for i, t in enumerate((0.7, 1.0, 2.0, 1.5))]
+    llm.generate([TEXT, TEXT[:3], TEXT[2:9], [7]], asked)
+    checked.done(least=60, most=1e-5)
     assert 0 < llm.metrics.num_accepted_tokens < llm.metrics.num_draft_tokens
 
 
@@ -199,7 +214,22 @@ def test_dummy_weights_of_both_need_their_configurations_alone(few: Path, tmp_pa
     assert llm.metrics.num_draft_tokens > 0
 
 
-def test_hidden_states_that_the_target_lacks(few: Path) -> None:
-    head = head_of(few, aux_layers=(0, 1, 4))
-    with pytest.raises(ConfigError, match=r"`aux_layers` is \(0, 1, 4\): must be in 0\.\.3"):
+@pytest.mark.parametrize("layers", [(0, 1, 4), (0, 1, 3), (-1, 1, 2)])
+def test_hidden_states_that_the_target_lacks(few: Path, layers: tuple[int, ...]) -> None:
+    """The last is normed here, and is not what heads are trained on."""
+    head = head_of(few, aux_layers=layers, layout="speculators")
+    message = rf"in 0\.\.2 of its target\. It reads \[{layers[0]}.*; the target has 3 layers"
+    with pytest.raises(ConfigError, match=message):
         build(few, head)
+
+
+def test_a_head_without_an_output_layer_takes_the_target_s(few: Path, backend: str) -> None:
+    head = head_of(few, name=f"borrows {backend}", layout="model")
+    tensors = load_file(head / "model.safetensors")
+    del tensors["model.lm_head.weight"]
+    save_file(tensors, head / "model.safetensors")
+    llm = build(few, head, backend=backend)
+    runner = llm.engine.runner
+    assert runner.drafter.head.weights.head is runner.model.head
+    llm.generate([TEXT], params(temperature=0.0))
+    assert llm.metrics.num_draft_tokens > 0

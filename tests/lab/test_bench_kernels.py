@@ -104,10 +104,13 @@ def test_what_one_call_reads(pair: LLM) -> None:
     assert 20 * sum(target[name] for name in list(sizes)[:4]) == pytest.approx(in_layers)
     assert 0 < target["draft qkv"] < target["qkv"]
     weights = SimpleNamespace(_asdict=lambda: {"fc": torch.zeros(3), "o": torch.zeros(5)})
-    head: Any = SimpleNamespace(weights=weights, layer_shapes=[(2, 8, 8)], dtype=torch.float32)
+    window = SimpleNamespace(sliding_window=1)
+    head: Any = SimpleNamespace(
+        weights=weights, layer_shapes=[(2, 8, 8)], dtype=torch.float32, config=window
+    )
     reads = Reads.of_head(head)
-    assert reads == Reads(20, ((128, None),))
-    assert reads.per_call(3, 2) == {"o": 20, "features": 12, "attention": 3 * 2 * 128}
+    assert reads == Reads(20, ((128, 1),))
+    assert reads.per_call(3, 2) == {"o": 20, "features": 12, "attention": 3 * 1 * 128}
 
 
 def record(pair: LLM, monkeypatch: pytest.MonkeyPatch, names: Sequence[str], **given: Any) -> Bench:

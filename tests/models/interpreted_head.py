@@ -21,7 +21,8 @@ from torch import Tensor
 from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models.eagle3 import Eagle3Head
-from foretoken.models.eagle3_checkpoint import load_eagle3, read_eagle3_config
+from foretoken.models.eagle3_checkpoint import load_eagle3
+from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import AttentionBatch, get_backend
 from foretoken.ops.backends.triton.decoder import FusedDraftHead
@@ -34,6 +35,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "some of it": {"drafted": 128},
     "normed residual": {"drafted": 128, "norm_before_residual": True, "aux_layers": (0, 3)},
     "other heads": {"num_key_value_heads": 4, "head_dim": 32, "rms_norm_eps": 1e-3},
+    "an embedding of its own": {"layout": "model", "target_hidden_size": HIDDEN},
 }
 
 

@@ -17,20 +17,17 @@ from benchmarks.heads import save_head
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.eagle3 import Eagle3Head
-from foretoken.models.eagle3_checkpoint import default_aux_layers, load_eagle3, read_eagle3_config
+from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
+from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
+from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import get_backend
 from tests.models.batches import Span, build_batch
-from tests.models.heads import NaiveHead, NaiveRows
+from tests.models.heads import SWITCHES, NaiveHead, NaiveRows
 from tests.support.cases import host_backends
 
 CPU = torch.device("cpu")
 HIDDEN, VOCABULARY, BLOCK, LENGTH = 32, 60, 4, 19
-SWITCHES: list[dict[str, Any]] = [
-    {},
-    {"drafted": 23},
-    {"drafted": 23, "norm_before_residual": True, "aux_layers": (0, 3)},
-    {"num_key_value_heads": 4, "head_dim": 8, "rope_theta": 500.0, "rms_norm_eps": 1e-3},
-]
+SIZES = {"hidden": HIDDEN, "vocabulary": VOCABULARY}
 
 
 def embedding(vocabulary: int = VOCABULARY, hidden: int = HIDDEN) -> Tensor:
@@ -39,7 +36,7 @@ def embedding(vocabulary: int = VOCABULARY, hidden: int = HIDDEN) -> Tensor:
 
 def load(folder: Path, backend: str = "torch", dummy_seed: int | None = None) -> Eagle3Head:
     config = read_eagle3_config(folder)
-    weight = embedding(config.vocab_size, config.hidden_size)
+    weight = embedding(config.vocab_size, config.target_hidden_size)
     kernels = get_backend(backend)
     return load_eagle3(folder, config, embedding=weight, backend=kernels, dummy_seed=dummy_seed)
 
@@ -47,10 +44,10 @@ def load(folder: Path, backend: str = "torch", dummy_seed: int | None = None) ->
 @pytest.mark.parametrize("switches", SWITCHES)
 @pytest.mark.parametrize("backend", host_backends())
 def test_packed_rows_are_those_of_the_equations(
-    tmp_path: Path, backend: str, switches: dict[str, Any]
+    tmp_path: Path, backend: str, switches: str
 ) -> None:
     """Three texts in ragged chunks, through a cache whose blocks lie apart."""
-    folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY, **switches)
+    folder = save_head(tmp_path, **{**SIZES, **SWITCHES[switches]})
     head, naive = load(folder, backend), NaiveHead(folder, embedding())
     rng, generator = random.Random(3), torch.Generator().manual_seed(3)
     texts = [[rng.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(3)]
@@ -58,7 +55,7 @@ def test_packed_rows_are_those_of_the_equations(
     aux = torch.randn(shape, generator=generator)
     blocks = rng.sample(range(1, 18), 15)
     kv = KVPool(head.layer_shapes, 18, BLOCK, dtype=head.dtype, device=CPU)
-    done, found = [0] * 3, torch.empty(3, LENGTH, HIDDEN)
+    done, found = [0] * 3, torch.empty(3, LENGTH, head.config.hidden_size)
     while min(done) < LENGTH:
         spans, taken, parts = [], [], []
         for i in rng.sample(range(3), rng.randint(1, 3)):
@@ -83,7 +80,7 @@ def test_packed_rows_are_those_of_the_equations(
         torch.testing.assert_close(found[i], want_TC, atol=1e-5, rtol=1e-5)
         want_TV = torch.stack([naive.logits(hidden_C) for hidden_C in expected]).float()
         torch.testing.assert_close(head.logits(found[i]), want_TV, atol=1e-5, rtol=1e-5)
-        assert (want_TV == -torch.inf).any() == ("drafted" in switches)
+        assert (want_TV == -torch.inf).any() == ("drafted" in SWITCHES[switches])
 
 
 def test_scaled_rotary_angles_are_those_of_transformers(tmp_path: Path) -> None:
@@ -105,14 +102,106 @@ def test_scaled_rotary_angles_are_those_of_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(head._rotate(x_THD, position_T), want)
 
 
-def test_the_hidden_states_that_heads_read(tmp_path: Path) -> None:
-    sizes = {"hidden": HIDDEN, "vocabulary": VOCABULARY}
-    assert read_eagle3_config(save_head(tmp_path, **sizes)).aux_layers is None
+def test_hidden_states_unless_named() -> None:
     assert default_aux_layers(32) == (2, 16, 29)
-    # As lmsys's head for Qwen3-235B names them: layers whose output is read.
-    named = {"eagle_aux_hidden_state_layer_ids": [1, 46, 90]}
-    folder = save_head(tmp_path, **sizes, eagle_config=named)
-    assert read_eagle3_config(folder).aux_layers == (2, 47, 91) == default_aux_layers(94)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ids", "states"),
+    [
+        # lmsys/Qwen3-235B-A22B-EAGLE3, 94 layers: SGLang takes what enters layers 2, 47, 91.
+        ("original", [1, 46, 90], default_aux_layers(94)),
+        # nvidia/gpt-oss-120b-Eagle3-v3, 36 layers: none is behind the last one's state.
+        ("original", [24, 30, 36], (24, 30, 36)),
+        # RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3, 30 layers: vLLM takes what enters these.
+        ("speculators", [2, 15, 27], default_aux_layers(30)),
+        ("speculators", [1, 23, 44], (1, 23, 44)),
+        ("original", [], None),
+        ("speculators", None, None),
+    ],
+)
+def test_hidden_states_that_heads_name(
+    tmp_path: Path, layout: str, ids: list[int] | None, states: tuple[int, ...] | None
+) -> None:
+    folder = save_head(tmp_path, **SIZES, layout=layout)
+    named = {"eagle_aux_hidden_state_layer_ids": ids}
+    change_config(folder, **(named if layout == "speculators" else {"eagle_config": named}))
+    assert read_eagle3_config(folder).aux_layers == states
+
+
+@pytest.mark.parametrize(
+    ("told", "window"),
+    [
+        ({"sliding_window": 64}, 64),
+        ({"sliding_window": 64, "use_sliding_window": False}, None),
+        ({"sliding_window": 64, "layer_types": ["full_attention"]}, None),
+        ({"sliding_window": 64, "layer_types": ["sliding_attention"]}, 64),
+        ({"sliding_window": 64, "model_type": "qwen3"}, None),  # as Transformers reads Qwen3
+        ({"sliding_window": 64, "model_type": "qwen3", "layer_types": ["sliding_attention"]}, 64),
+        ({"sliding_window": None, "layer_types": ["full_attention"]}, None),
+    ],
+)
+def test_windows(tmp_path: Path, told: dict[str, Any], window: int | None) -> None:
+    assert read_eagle3_config(save_head(tmp_path, **SIZES, **told)).sliding_window == window
+
+
+def test_switches_may_stand_in_eagle_config(tmp_path: Path) -> None:
+    """As in nvidia's heads; what stands outside comes first."""
+    folder = save_head(tmp_path, **SIZES, norm_output=False)
+    change_config(folder, eagle_config={"norm_before_fc": True, "norm_output": True})
+    config = read_eagle3_config(folder)
+    assert config.norm_before_fc
+    assert not config.norm_output
+
+
+def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path: Path) -> None:
+    folder = save_head(tmp_path, **SIZES, layout="model", target_hidden_size=HIDDEN)
+    config, target = read_eagle3_config(folder), embedding()
+    assert not lacks_head(folder, config)
+    own = load(folder)
+    assert not torch.equal(own.embedding, target)
+    change_weights(folder, embed_tokens=lambda _: target, lm_head=lambda _: None)
+    assert lacks_head(folder, config)
+    output = torch.randn(VOCABULARY, HIDDEN)
+    kernels = get_backend("torch")
+    head = load_eagle3(folder, config, embedding=target, backend=kernels, head=output)
+    assert head.embedding is target
+    assert head.weights.head is output
+    with pytest.raises(CheckpointError, match=r"mismatched .*lm_head.weight \[60, 31\] in place"):
+        load_eagle3(folder, config, embedding=target, backend=kernels, head=output[:, 1:])
+    with pytest.raises(CheckpointError, match=r"missing tensors, for example `lm_head.weight`"):
+        load(folder)
+    few = save_head(tmp_path / "few", **SIZES, drafted=9)
+    change_weights(few, lm_head=lambda _: None)
+    assert not lacks_head(few, read_eagle3_config(few))  # the target's has other ids
+
+
+@pytest.mark.parametrize(
+    ("switches", "named"),
+    [
+        ("none", None),
+        ("an embedding of its own", None),
+        ("normed residual", None),
+        ("no window", None),
+        ("a norm of each state", "`fc_norm`, `norm_output`"),
+        ("norms of queries and keys", "`qk_norm`"),
+        ("biases", "`qkv_bias`, `o_bias`"),
+        ("a window", "`sliding_window`"),
+        ("half of each head turned", "`partial_rotary_factor`"),
+    ],
+)
+def test_what_a_backend_s_own_head_cannot_have(
+    tmp_path: Path, switches: str, named: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once; drafts are computed operator by operator then."""
+    head = load(save_head(tmp_path, **{**SIZES, **SWITCHES[switches]}))
+    if named is None:
+        assert head.model(40).positions == 40
+        return
+    with caplog.at_level("INFO"):
+        fuse(head, positions=40, most_rows=4)
+    assert head.fused is None
+    assert f"operator by operator: a backend's own head has no {named}" in caplog.text
 
 
 def test_random_weights_need_the_configuration_alone(tmp_path: Path) -> None:
@@ -128,6 +217,11 @@ def test_random_weights_need_the_configuration_alone(tmp_path: Path) -> None:
     assert logits_NV.shape == (50, 400)
     assert logits_NV[:, ::4].std().item() == pytest.approx(2.0, rel=0.1)
     assert load(save_head(tmp_path, hidden=64, vocabulary=40), dummy_seed=1).target_ids is None
+    folder = save_head(tmp_path, **{**SIZES, **SWITCHES["all at once"]})
+    (folder / "model.safetensors").unlink()
+    head = load(folder, dummy_seed=1)
+    assert None not in (head.extras.fc_norm, head.extras.qk_norm, head.extras.qkv_bias)
+    assert head.embedding.shape == (VOCABULARY, head.config.hidden_size)
 
 
 def test_a_map_that_changes_nothing_is_left_out(tmp_path: Path) -> None:
@@ -170,22 +264,29 @@ def change_weights(folder: Path, **changes: Callable[[Tensor], Tensor | None]) -
     save_file(tensors, path)
 
 
+def lossy(**settings: Any) -> dict[str, Any]:
+    kept = {"proposal_type": "greedy", "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    return {"speculators_config": {"proposal_methods": [kept, {**kept, **settings}]}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, r"takes heads of .* `LlamaForCausalLMEagle3`"),
-        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "Eagle3DeepseekV2ForCausalLM"),
-        ({"model_type": "qwen3"}, "type `qwen3`"),
-        ({"fc_norm": True}, "sets `fc_norm` to True"),
-        ({"norm_output": True}, "sets `norm_output` to True"),
-        ({"attention_bias": True}, "sets `attention_bias` to True"),
+        ({"architectures": ["LlamaForCausalLM"]}, r"LlamaForCausalLM, .* `LlamaForCausalLMEagle3`"),
+        ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "V2ForCausalLM, .* Heads with MLA"),
+        ({"model_type": "mistral"}, "type `mistral`, .* of type `llama` or `qwen3`"),
+        ({"speculators_model_type": "peagle"}, "kind `peagle`"),
+        ({"kv_lora_rank": 512}, "sets `kv_lora_rank` to 512"),
         ({"hidden_act": "gelu"}, "sets `hidden_act` to 'gelu'"),
         ({"num_hidden_layers": 2}, "sets `num_hidden_layers` to 2"),
-        ({"sliding_window": 512}, "sets `sliding_window` to 512"),
-        ({"partial_rotary_factor": 0.5}, "sets `partial_rotary_factor` to 0.5"),
+        ({"bias": True}, "sets `bias` to True"),
+        ({"layer_types": ["chunked_attention"]}, "of type `chunked_attention`"),
+        ({"fc_norm": True, "norm_before_fc": True}, "both `fc_norm` and `norm_before_fc`"),
         ({"quantization_config": {"quant_method": "fp8"}}, "sets `quantization_config`"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE of type `dynamic`"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "is not EAGLE-3"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "sets `use_aux_hidden_state` to False"),
+        (lossy(verifier_accept_k=5), "sets `verifier_accept_k` to 5, which is lossy"),
+        (lossy(accept_tolerance=0.1), r"sets `accept_tolerance` to 0\.1, which is lossy"),
     ],
 )
 def test_heads_that_would_draft_wrongly_are_refused_by_name(
@@ -206,6 +307,11 @@ def test_heads_that_would_draft_wrongly_are_refused_by_name(
         ({"draft_vocab_size": 61}, "`draft_vocab_size` of 61, more than its `vocab_size` of 60"),
         ({"target_hidden_size": "x"}, "`target_hidden_size` as 'x'"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": 2}}, "as 2: must be a list"),
+        ({"eagle_config": [2]}, r"`eagle_config` as \[2\]: must be an object"),
+        ({"speculators_config": "x"}, "`speculators_config` as 'x': must be an object"),
+        ({"norm_output": "yes"}, "`norm_output` as 'yes': must be true or false"),
+        ({"layer_types": ["sliding_attention"]}, "`sliding_window` as None"),
+        ({"speculators_model_type": "eagle3"}, "does not say `norm_before_residual`"),
     ],
 )
 def test_configurations_that_cannot_be(
@@ -221,7 +327,7 @@ def test_configurations_that_cannot_be(
     ("changes", "message"),
     [
         ({"fc": lambda _: None}, "1 missing tensors, for example `fc.weight`"),
-        ({"midlayer.q_norm.weight": lambda _: torch.ones(16)}, "1 unexpected .*`midlayer.q_norm"),
+        ({"midlayer.q_norm.weight": lambda _: torch.ones(16)}, "1 unexpected .*`layers.0.q_norm"),
         ({"o_proj": lambda w: w[:, 1:]}, r"1 mismatched .*o_proj.weight \[32, 63\] in place of"),
         ({"d2t": lambda _: None}, "lack `d2t`, which says what the 23 ids"),
         ({"d2t": lambda d: d[1:]}, r"`d2t` in .* is torch.int64 \[22\]: must be one integer for"),

@@ -27,7 +27,8 @@ from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView, resolve_checkpoint
 from foretoken.models.checkpoint import parse_config, quiet_transformers, read_config
 from foretoken.models.eagle3 import Eagle3Head
-from foretoken.models.eagle3_checkpoint import default_aux_layers, load_eagle3, read_eagle3_config
+from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
+from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
 from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
 from foretoken.ops.steps import DraftRows
@@ -61,19 +62,28 @@ class Eagle3(Autoregressive):
 
     @classmethod
     def target_view(cls, config: EngineConfig) -> TargetView:
-        """Hidden states that the head reads, by its `config.json` or by the target's depth."""
-        layers = read_eagle3_config(_folder(config, weights=False)).aux_layers
-        if layers is None:
-            target = resolve_checkpoint(
-                config.model,
-                revision=config.revision,
-                local_files_only=config.local_files_only,
-                weights=False,
-            )
-            with quiet_transformers():
-                parsed = parse_config(target, read_config(target)["model_type"])
-            layers = default_aux_layers(parsed.get_text_config().num_hidden_layers)
-        return TargetView(aux_layers=layers)
+        """Hidden states that the head reads, by its `config.json` or by the target's depth; and
+        the target's output layer, if it has none."""
+        is_dummy = config.load_format == "dummy"
+        folder = _folder(config, weights=not is_dummy)
+        head = read_eagle3_config(folder)
+        target = resolve_checkpoint(
+            config.model,
+            revision=config.revision,
+            local_files_only=config.local_files_only,
+            weights=False,
+        )
+        with quiet_transformers():
+            parsed = parse_config(target, read_config(target)["model_type"])
+        depth = parsed.get_text_config().num_hidden_layers
+        layers = head.aux_layers or default_aux_layers(depth)
+        if not all(0 <= layer < depth for layer in layers):
+            # Trained on what leaves the last layer; here the last state is normed already.
+            bound = f"a head that reads hidden states in 0..{depth - 1} of its target"
+            remedy = f"It reads {list(layers)}; the target has {depth} layers."
+            name = config.speculative_config and config.speculative_config.model
+            raise ConfigError("speculative_config.model", name, bound, remedy)
+        return TargetView(layers, head=not is_dummy and lacks_head(folder, head))
 
     def __init__(self, setup: DrafterSetup) -> None:
         self.head = _load_checked(setup)
@@ -175,7 +185,6 @@ def _load_checked(setup: DrafterSetup) -> Eagle3Head:
     for what, own, targets in (
         ("logits", config.vocab_size, setup.vocab_size),
         ("numbers in a hidden state of its target", config.target_hidden_size, width),
-        ("numbers in a token's embedding", config.hidden_size, width),
     ):
         if own != targets:
             bound = "a head that was trained for this target"
@@ -186,6 +195,7 @@ def _load_checked(setup: DrafterSetup) -> Eagle3Head:
         config,
         embedding=embedding,
         backend=setup.backend,
+        head=setup.head,
         dummy_seed=setup.config.seed if is_dummy else None,
     )
     # Blocks may reach further than the longest request.

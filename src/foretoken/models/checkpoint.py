@@ -79,15 +79,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def parse_config(folder: Path, model_type: str) -> Any:
+def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = None) -> Any:
     """Transformers' configuration object (`PretrainedConfig`) of a model folder.
+
+    Args:
+        values: what to read in place of the whole `config.json`, a part of it.
 
     Raises:
         CheckpointError: a value in `config.json` is not what its `model_type` takes.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
+        if values is not None:
+            return CONFIG_MAPPING[model_type].from_dict(values)
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise CheckpointError(

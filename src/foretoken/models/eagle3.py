@@ -1,8 +1,8 @@
 """An EAGLE-3 head: one decoder layer on top of the target's hidden states and the next token.
 
 Belongs here: what a head is made of, and its pass over packed rows. Does not: reading its folder
-(`eagle3_checkpoint.py`), whether a backend's own may stand in (`eagle3_fused.py`), when it runs and
-what is kept between passes (`drafting/eagle3.py`).
+(`eagle3_config.py`, `eagle3_checkpoint.py`), whether a backend's own may stand in
+(`eagle3_fused.py`), when it runs and what is kept between passes (`drafting/eagle3.py`).
 
 Row i reads the *feature* of position i, which is several hidden states of the target through `fc`,
 and the token at position i + 1; what it puts out predicts the token at i + 2. Where the target has
@@ -10,14 +10,15 @@ not been yet, its own output of the row before stands in for the feature (Li et 
 Scaling up Inference Acceleration of Large Language Models via Training-Time Test").
 
 Shape suffixes: T packed rows, N rows whose logits are wanted, C the head's hidden size, V the
-target's vocabulary, H heads, D head size.
+target's vocabulary, H heads, D head size, A numbers of a part that is normed by itself, R half of
+the numbers of a head that are turned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from copy import copy
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,42 +26,32 @@ from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
-from foretoken.ops import AttentionOptions, Backend
+from foretoken.models.eagle3_config import Eagle3Config
+from foretoken.ops import AttentionOptions, Backend, UnfitError
 from foretoken.ops.decoder import DraftHead, HeadModel, HeadWeights
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle3Config:
-    """What `config.json` of a head says.
+class Extras(NamedTuple):
+    """Weights that some heads have beside `HeadWeights`; None: they are not used.
 
-    target_hidden_size, vocab_size: the target's
-    draft_vocab_size: ids that the head can draft
-    aux_layers: the target's hidden states that it reads, numbered as in `ForwardOutput.aux`; None
-        leaves the choice to `default_aux_layers`
-    norm_before_residual: the residual starts at the normed feature, not at the feature
-    layer: Transformers' configuration of the layer
+    fc_norm: [P, num_aux * target_hidden_size / P], gains of P parts of what `fc` reads
+    qk_norm: [H + H_kv, D], gains of queries and keys
+    qkv_bias: [(H + 2 H_kv) D]
+    o_bias: [C]
     """
 
-    hidden_size: int
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    aux_layers: tuple[int, ...] | None
-    norm_before_residual: bool
-    layer: Any
-
-    @property
-    def num_aux(self) -> int:
-        """Hidden states of the target that make a feature."""
-        return 3 if self.aux_layers is None else len(self.aux_layers)
+    fc_norm: Tensor | None = None
+    qk_norm: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
 
 
 class Eagle3Head:
-    """A loaded head; everything is in the dtype and on the device of the target's embedding.
+    """A loaded head; everything is in the dtype and on the device of its embedding.
 
     `forward` is one ordinary decoder block with a wider input. Nothing here waits for a device.
 
-    config, weights: as loaded
+    config, weights, extras: as loaded
     layer_shapes: what a `KVPool` for it needs
     target_ids: int64 [draft_vocab_size], the target's id of each id of the head's, rising or not;
         None if they are the same
@@ -71,6 +62,7 @@ class Eagle3Head:
         self,
         config: Eagle3Config,
         weights: HeadWeights,
+        extras: Extras,
         target_ids: Tensor | None,
         embedding: Tensor,
         backend: Backend,
@@ -78,23 +70,31 @@ class Eagle3Head:
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         layer = config.layer
-        self.config, self.weights, self.target_ids = config, weights, target_ids
+        self.config, self.weights, self.extras = config, weights, extras
+        self.target_ids = target_ids
         self.embedding, self.backend = embedding, backend
         self.fused: DraftHead | None = None
         self.dtype, self.device = embedding.dtype, embedding.device
         self._sizes = (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim)
         _, kv_heads, head_dim = self._sizes
         self.layer_shapes: list[LayerShape] = [(kv_heads, head_dim, head_dim)]
-        self._attention = AttentionOptions(head_dim**-0.5)
-        rotary = LlamaRotaryEmbedding(layer)
-        self._frequency_D = rotary.inv_freq.to(self.device, torch.float32)
+        self._attention = AttentionOptions(head_dim**-0.5, config.sliding_window)
+        # Transformers leaves a part of each head unturned for some types of RoPE only.
+        turned, rope = copy(layer), dict(layer.rope_parameters)
+        turned.head_dim = int(head_dim * (rope.pop("partial_rotary_factor", None) or 1))
+        turned.rope_parameters = rope
+        rotary = LlamaRotaryEmbedding(turned)
+        self._frequency_R = rotary.inv_freq.to(self.device, torch.float32)
         self._rotary_scale = float(rotary.attention_scaling)
 
     def features(self, aux: Sequence[Tensor]) -> Tensor:
         """[T, C] of the target's hidden states [T, target_hidden_size], in the order of layers."""
         if self.fused is not None:
             return self.fused.features(aux)
-        return F.linear(torch.cat(list(aux), dim=-1), self.weights.fc)
+        states_TA, gain_PA = torch.cat(list(aux), dim=-1), self.extras.fc_norm
+        if gain_PA is not None:
+            states_TA = self._norm_parts(states_TA.view(-1, *gain_PA.shape), gain_PA).flatten(1)
+        return F.linear(states_TA, self.weights.fc)
 
     def forward(
         self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool, row_N: Tensor | None = None
@@ -113,17 +113,18 @@ class Eagle3Head:
         if self.fused is not None:
             where = (batch.attention, kv.keys[0], kv.values[0])
             return self.fused.forward(batch.token_T, feature_TC, *where, row_N)
-        w, eps = self.weights, self.config.layer.rms_norm_eps
-        token_TC = F.rms_norm(self.embedding[batch.token_T], w.input_norm.shape, w.input_norm, eps)
-        normed_TC = F.rms_norm(feature_TC, w.hidden_norm.shape, w.hidden_norm, eps)
+        w = self.weights
+        token_TC = self._norm(self.embedding[batch.token_T], w.input_norm)
+        normed_TC = self._norm(feature_TC, w.hidden_norm)
         hidden_TC = normed_TC if self.config.norm_before_residual else feature_TC
         attended_TD = self._attend(torch.cat([token_TC, normed_TC], dim=-1), batch, kv)
         if row_N is not None:
             hidden_TC, attended_TD = hidden_TC[row_N], attended_TD[row_N]
-        hidden_NC = hidden_TC + F.linear(attended_TD, w.o)
-        inner_NC = F.rms_norm(hidden_NC, w.post_norm.shape, w.post_norm, eps)
+        hidden_NC = hidden_TC + F.linear(attended_TD, w.o, self.extras.o_bias)
+        inner_NC = self._norm(hidden_NC, w.post_norm)
         gate_NI, up_NI = F.linear(inner_NC, w.gate_up).chunk(2, dim=-1)
-        return hidden_NC + F.linear(F.silu(gate_NI) * up_NI, w.down)
+        hidden_NC = hidden_NC + F.linear(F.silu(gate_NI) * up_NI, w.down)
+        return self._norm(hidden_NC, w.norm) if self.config.norm_output else hidden_NC
 
     def draft(self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool) -> tuple[Tensor, Tensor]:
         """What `forward` returns of all rows, and the `logits` of it."""
@@ -143,7 +144,7 @@ class Eagle3Head:
         if self.fused is not None:
             return self.fused.logits(hidden_NC)
         w = self.weights
-        normed_NC = F.rms_norm(hidden_NC, w.norm.shape, w.norm, self.config.layer.rms_norm_eps)
+        normed_NC = hidden_NC if self.config.norm_output else self._norm(hidden_NC, w.norm)
         logits = F.linear(normed_NC, w.head)
         if self.target_ids is None:
             return logits
@@ -151,7 +152,17 @@ class Eagle3Head:
         return wide_NV.index_copy_(1, self.target_ids, logits)
 
     def model(self, positions: int) -> HeadModel:
-        """All that it computes with, for contexts of so many positions."""
+        """All that it computes with, for contexts of so many positions.
+
+        Raises:
+            UnfitError: it has something that `HeadModel` cannot say; named as in `config.json`.
+        """
+        has = {name: weight is not None for name, weight in self.extras._asdict().items()}
+        has["norm_output"] = self.config.norm_output
+        has["sliding_window"] = self.config.sliding_window is not None
+        has["partial_rotary_factor"] = 2 * len(self._frequency_R) < self._sizes[2]
+        if names := [f"`{name}`" for name, is_set in has.items() if is_set]:
+            raise UnfitError(f"a backend's own head has no {', '.join(names)}")
         return HeadModel(
             self.weights,
             self.embedding,
@@ -160,7 +171,7 @@ class Eagle3Head:
             *self._sizes,
             self.config.layer.rms_norm_eps,
             self.config.norm_before_residual,
-            self._frequency_D,
+            self._frequency_R,
             self._rotary_scale,
             positions,
         )
@@ -168,8 +179,12 @@ class Eagle3Head:
     def _attend(self, both_T2C: Tensor, batch: ForwardBatch, kv: KVPool) -> Tensor:
         heads, kv_heads, head_dim = self._sizes
         turned = heads + kv_heads
-        qkv_THD = F.linear(both_T2C, self.weights.qkv).view(len(both_T2C), -1, head_dim)
-        turned_THD = self._rotate(qkv_THD[:, :turned], batch.position_T)
+        qkv_TD = F.linear(both_T2C, self.weights.qkv, self.extras.qkv_bias)
+        qkv_THD = qkv_TD.view(len(both_T2C), -1, head_dim)
+        straight_THD = qkv_THD[:, :turned]
+        if self.extras.qk_norm is not None:
+            straight_THD = self._norm_parts(straight_THD, self.extras.qk_norm)
+        turned_THD = self._rotate(straight_THD, batch.position_T)
         query_THD, key_THD = turned_THD[:, :heads], turned_THD[:, heads:]
         index_T = write_index(batch.attention, len(batch.token_T), kv.num_blocks)
         kv.write(0, index_T, key_THD, qkv_THD[:, turned:])
@@ -179,9 +194,18 @@ class Eagle3Head:
         return out_THD.flatten(1)
 
     def _rotate(self, x_THD: Tensor, position_T: Tensor) -> Tensor:
-        """Queries and keys turned by their positions, pairs half a head apart."""
-        angle_T1D = position_T.float()[:, None, None] * self._frequency_D
-        cos = (angle_T1D.cos() * self._rotary_scale).to(x_THD.dtype)
-        sin = (angle_T1D.sin() * self._rotary_scale).to(x_THD.dtype)
-        a, b = x_THD.chunk(2, dim=-1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+        """Queries and keys turned by their positions: of the first 2R numbers of each head those
+        that are R apart."""
+        angle_T1R = position_T.float()[:, None, None] * self._frequency_R
+        cos = (angle_T1R.cos() * self._rotary_scale).to(x_THD.dtype)
+        sin = (angle_T1R.sin() * self._rotary_scale).to(x_THD.dtype)
+        size = cos.shape[-1]
+        a, b, rest = torch.split(x_THD, [size, size, x_THD.shape[-1] - 2 * size], dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1)
+
+    def _norm(self, x_TC: Tensor, gain_C: Tensor) -> Tensor:
+        return F.rms_norm(x_TC, gain_C.shape, gain_C, self.config.layer.rms_norm_eps)
+
+    def _norm_parts(self, x_TPA: Tensor, gain_PA: Tensor) -> Tensor:
+        eps = self.config.layer.rms_norm_eps
+        return F.rms_norm(x_TPA, gain_PA.shape[1:], None, eps) * gain_PA

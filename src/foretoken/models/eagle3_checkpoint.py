@@ -1,130 +1,45 @@
-"""Reading an EAGLE-3 head from its folder: configuration, weights, ids it drafts.
+"""Reading the weights of an EAGLE-3 head from its folder, and which ids it drafts.
 
-Belongs here: the layout of the checkpoints, and what of it is refused. Does not: what the head
+Belongs here: the layouts of tensors. Does not: `config.json` (`eagle3_config.py`), what the head
 computes (`eagle3.py`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.checkpoint import (
-    check_weights,
-    parse_config,
-    quiet_transformers,
-    read_config,
-    reading,
-)
-from foretoken.models.eagle3 import Eagle3Config, Eagle3Head
+from foretoken.errors import CheckpointError
+from foretoken.models.checkpoint import check_weights, reading
+from foretoken.models.eagle3 import Eagle3Head, Extras
+from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.models.leftovers import check_fit
 from foretoken.ops import Backend
 from foretoken.ops.decoder import HeadWeights
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-_REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
-# Switches that change what a head computes. None of them is read yet, so a head that sets one of
-# them to anything else is refused.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (None, False),
-    "fc_norm": (None, False),
-    "hidden_act": (None, "silu"),
-    "mlp_bias": (None, False),
-    "norm_output": (None, False),
-    "num_hidden_layers": (None, 1),
-    "partial_rotary_factor": (None, 1),
-    "quantization_config": (None,),
-    "sliding_window": (None,),
-    "speculators_model_type": (None,),
-}
-# Of these types the frequencies are constants; others look at the longest request of a batch.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# What names of tensors begin with in one layout or another, and here: as in `speculators`.
+_PREFIXES = {"model.": "", "midlayer.": "layers.0."}
+_LAYER = "layers.0."
+_HEAD, _EMBEDDING, _MAP = "lm_head.weight", "embed_tokens.weight", "d2t"
+_UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 _DUMMY_LOGIT_STD = 2.0
-_MAP, _INVERSE_MAP = "d2t", "t2d"
 
 
-def read_eagle3_config(folder: Path) -> Eagle3Config:
-    """Read `config.json` of a head in the original layout.
+def lacks_head(folder: Path, config: Eagle3Config) -> bool:
+    """Whether the weights leave the output layer to the target; reads names alone.
 
     Raises:
-        CheckpointError: it is none, lacks a size, or has one that cannot be.
-        UnsupportedModelError: another architecture, or a switch that would change the result.
+        CheckpointError: the weights cannot be read.
     """
-    path, raw = folder / "config.json", read_config(folder)
-    if raw.get("architectures") != [ARCHITECTURE] or raw["model_type"] != "llama":
-        raise UnsupportedModelError(
-            f"`{path}` is of architecture {raw.get('architectures')}, type `{raw['model_type']}`: "
-            f"method `eagle3` takes heads of architecture `{ARCHITECTURE}`, type `llama`."
-        )
-    for name, neutral in _NEUTRAL.items():
-        if raw.get(name) not in neutral:
-            raise UnsupportedModelError(
-                f"`{path}` sets `{name}` to {raw[name]!r}, which heads do not have here: its "
-                "drafts would be wrong."
-            )
-    for name in _REQUIRED:
-        if name not in raw:
-            raise CheckpointError(f"`{path}` has no `{name}`: it does not describe a head.")
-    with quiet_transformers():
-        layer = parse_config(folder, "llama")
-    kind = layer.rope_parameters["rope_type"]
-    if kind not in _ROPE_TYPES:
-        known = ", ".join(f"`{name}`" for name in _ROPE_TYPES)
-        raise UnsupportedModelError(f"`{path}` asks for RoPE of type `{kind}`; heads have {known}.")
-    target_hidden_size = _size(path, raw, "target_hidden_size", layer.hidden_size)
-    draft_vocab_size = _size(path, raw, "draft_vocab_size", layer.vocab_size)
-    if draft_vocab_size > layer.vocab_size:
-        raise CheckpointError(
-            f"`{path}` has a `draft_vocab_size` of {draft_vocab_size}, more than its "
-            f"`vocab_size` of {layer.vocab_size}."
-        )
-    return Eagle3Config(
-        hidden_size=layer.hidden_size,
-        target_hidden_size=target_hidden_size,
-        vocab_size=layer.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        aux_layers=_aux_layers(path, raw),
-        norm_before_residual=raw.get("norm_before_residual") is True,
-        layer=layer,
-    )
+    from safetensors import safe_open
 
-
-def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """The hidden states that heads read unless they say otherwise, by the target's layers."""
-    return 2, num_layers // 2, num_layers - 3
-
-
-def _size(path: Path, raw: dict[str, Any], name: str, default: int) -> int:
-    value = default if raw.get(name) is None else raw[name]
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"`{path}` gives `{name}` as {value!r}: must be an integer >= 1.")
-    return value
-
-
-def _aux_layers(path: Path, raw: dict[str, Any]) -> tuple[int, ...] | None:
-    """Those that `eagle_config` names, by the layer that puts them out: one less than our number.
-
-    So lmsys's head for Qwen3-235B with 94 layers, which says [1, 46, 90], has the default ones.
-    """
-    given = raw.get("eagle_config") or {}
-    if not isinstance(given, dict) or given.get("use_aux_hidden_state", True) is not True:
-        raise UnsupportedModelError(
-            f"`{path}` has `eagle_config` {given!r}: a head without the target's auxiliary hidden "
-            "states is not EAGLE-3."
-        )
-    ids = given.get("eagle_aux_hidden_state_layer_ids")
-    if ids is None:
-        return None
-    if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
-        raise CheckpointError(
-            f"`{path}` gives `eagle_aux_hidden_state_layer_ids` as {ids!r}: must be a list of "
-            "layers."
-        )
-    return tuple(i + 1 for i in ids)
+    names = set[str]()
+    for path in check_weights(folder):
+        with reading(path), safe_open(path, "pt") as file:
+            names |= {_our_name(name) for name in file.keys()}  # noqa: SIM118 (not iterable)
+    return _HEAD not in names and config.draft_vocab_size == config.vocab_size
 
 
 def load_eagle3(
@@ -133,87 +48,167 @@ def load_eagle3(
     *,
     embedding: Tensor,
     backend: Backend,
+    head: Tensor | None = None,
     dummy_seed: int | None = None,
 ) -> Eagle3Head:
-    """Load the weights of a head in the original layout.
+    """Load the weights of a head, in any of the layouts.
 
     Args:
         config: of this folder.
-        embedding: the target's, [V, C]; the head takes its dtype and its device, too.
+        embedding: the target's, [V, hidden]; the head takes its dtype and its device, too. One of
+            the head's own is used in its stead, and has to be there if its vectors have another
+            size.
+        head: the target's output layer, if the head has none; see `lacks_head`.
         dummy_seed: if given, weights are random numbers of this seed, the ids that it drafts are
             spread evenly over the target's, and `config.json` is all that the folder must have.
 
     Raises:
         CheckpointError: the weights cannot be read, or are not those of `config.json`.
     """
-    shapes = _shapes(config)
+    shapes, optional = _shapes(config), _optional_shapes(config)
+    if embedding.shape[1] != config.hidden_size:
+        shapes[_EMBEDDING] = optional[_EMBEDDING]
     drafted, known = config.draft_vocab_size, config.vocab_size
     if dummy_seed is None:
         stored = _read_weights(folder)
         target_ids = _target_ids(folder, stored.pop(_MAP, None), config)
-        _check_names(folder, stored, shapes)
+        if head is not None:
+            stored.setdefault(_HEAD, head)
+        if _EMBEDDING in shapes and _EMBEDDING not in stored:
+            raise CheckpointError(
+                f"The weights in `{folder}` lack `{_EMBEDDING}`: the head takes "
+                f"{config.hidden_size} numbers of a token, its target has {embedding.shape[1]}."
+            )
+        _check_names(folder, stored, shapes, optional)
     else:
         stored = _random_weights(shapes, dummy_seed, embedding)
         target_ids = torch.arange(drafted) * known // drafted
-    tensors = {name: stored[name].to(embedding.device, embedding.dtype) for name in shapes}
+    tensors = {name: w.to(embedding.device, embedding.dtype) for name, w in stored.items()}
+    own = tensors.pop(_EMBEDDING, embedding)
+    if torch.equal(own, embedding):  # a copy of the target's
+        own = embedding
     is_identity = drafted == known and bool((target_ids == torch.arange(known)).all())
     to_target = None if is_identity else target_ids.to(embedding.device)
-    return Eagle3Head(config, _join(tensors), to_target, embedding, backend)
+    return Eagle3Head(config, *_join(tensors, config), to_target, own, backend)
 
 
 def _shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the original layout except the two maps of ids."""
+    """Every tensor that a head must have, by our names, except the map of ids."""
     layer, width = config.layer, config.hidden_size
     queries = layer.num_attention_heads * layer.head_dim
     keys, inner = layer.num_key_value_heads * layer.head_dim, layer.intermediate_size
+    states = config.num_aux * config.target_hidden_size
+    in_layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (width,),
+        "hidden_norm.weight": (width,),
+        "self_attn.q_proj.weight": (queries, 2 * width),
+        "self_attn.k_proj.weight": (keys, 2 * width),
+        "self_attn.v_proj.weight": (keys, 2 * width),
+        "self_attn.o_proj.weight": (width, queries),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+    }
+    if config.attention_bias:
+        sizes = {"q": queries, "k": keys, "v": keys}
+        in_layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
+    if config.qk_norm:
+        in_layer |= {f"self_attn.{name}_norm.weight": (layer.head_dim,) for name in "qk"}
+    norms = _fc_norms(config)
     return {
-        "fc.weight": (width, config.num_aux * config.target_hidden_size),
-        "midlayer.input_layernorm.weight": (width,),
-        "midlayer.hidden_norm.weight": (width,),
-        "midlayer.self_attn.q_proj.weight": (queries, 2 * width),
-        "midlayer.self_attn.k_proj.weight": (keys, 2 * width),
-        "midlayer.self_attn.v_proj.weight": (keys, 2 * width),
-        "midlayer.self_attn.o_proj.weight": (width, queries),
-        "midlayer.post_attention_layernorm.weight": (width,),
-        "midlayer.mlp.gate_proj.weight": (inner, width),
-        "midlayer.mlp.up_proj.weight": (inner, width),
-        "midlayer.mlp.down_proj.weight": (width, inner),
+        **{name: (states // len(norms),) for name in norms},
+        "fc.weight": (width, states),
+        **{_LAYER + name: shape for name, shape in in_layer.items()},
         "norm.weight": (width,),
-        "lm_head.weight": (config.draft_vocab_size, width),
+        _HEAD: (config.draft_vocab_size, width),
     }
 
 
-def _join(tensors: dict[str, Tensor]) -> HeadWeights:
-    """Tensors of `_shapes`, in its order, as the head reads them."""
-    fc, input_norm, hidden_norm, q, k, v, o, post_norm, gate, up, down, norm, head = (
-        tensors.values()
+def _optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+    """What a head may have beside `_shapes`. Not every trainer gives the output layer a bias."""
+    bias = {_LAYER + "self_attn.o_proj.bias": (config.hidden_size,)}
+    return {
+        _EMBEDDING: (config.vocab_size, config.hidden_size),
+        **(bias if config.attention_bias else {}),
+    }
+
+
+def _fc_norms(config: Eagle3Config) -> list[str]:
+    """The norms in front of `fc`, each of an equal part of what it reads."""
+    if config.norm_before_fc:
+        return ["input_norm.weight"]
+    return [f"fc_norm.{i}.weight" for i in range(config.num_aux) if config.fc_norm]
+
+
+def _join(tensors: dict[str, Tensor], config: Eagle3Config) -> tuple[HeadWeights, Extras]:
+    """Tensors by our names as the head reads them."""
+
+    def of(name: str) -> Tensor:
+        return tensors[_LAYER + name]
+
+    def projected(kind: str) -> Tensor:
+        return torch.cat([of(f"self_attn.{name}_proj.{kind}") for name in "qkv"])
+
+    weights = HeadWeights(
+        fc=tensors["fc.weight"],
+        input_norm=of("input_layernorm.weight"),
+        hidden_norm=of("hidden_norm.weight"),
+        qkv=projected("weight"),
+        o=of("self_attn.o_proj.weight"),
+        post_norm=of("post_attention_layernorm.weight"),
+        gate_up=torch.cat([of("mlp.gate_proj.weight"), of("mlp.up_proj.weight")]),
+        down=of("mlp.down_proj.weight"),
+        norm=tensors["norm.weight"],
+        head=tensors[_HEAD],
     )
-    qkv, gate_up = torch.cat([q, k, v]), torch.cat([gate, up])
-    return HeadWeights(fc, input_norm, hidden_norm, qkv, o, post_norm, gate_up, down, norm, head)
+    extras, heads = Extras(o_bias=tensors.get(_LAYER + "self_attn.o_proj.bias")), config.layer
+    if config.attention_bias:
+        extras = extras._replace(qkv_bias=projected("bias"))
+    if config.qk_norm:
+        counts = {"q": heads.num_attention_heads, "k": heads.num_key_value_heads}
+        gains = [of(f"self_attn.{name}_norm.weight").expand(n, -1) for name, n in counts.items()]
+        extras = extras._replace(qk_norm=torch.cat(gains))
+    if names := _fc_norms(config):
+        extras = extras._replace(fc_norm=torch.stack([tensors[name] for name in names]))
+    return weights, extras
+
+
+def _our_name(name: str) -> str:
+    """That of `speculators`, whatever the layout."""
+    for prefix, ours in _PREFIXES.items():
+        if name.startswith(prefix):
+            name = ours + name.removeprefix(prefix)
+    return name
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """By our names."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
     for path in check_weights(folder):
         with reading(path):
-            tensors |= load_file(path)
-    tensors.pop(_INVERSE_MAP, None)
-    return tensors
+            stored = load_file(path)
+        tensors |= {_our_name(name): tensor for name, tensor in stored.items()}
+    return {name: tensor for name, tensor in tensors.items() if name not in _UNUSED}
 
 
 def _check_names(
-    folder: Path, stored: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
+    folder: Path,
+    stored: dict[str, Tensor],
+    shapes: dict[str, tuple[int, ...]],
+    optional: dict[str, tuple[int, ...]],
 ) -> None:
-    """Raise `CheckpointError` unless exactly these tensors are there, in these shapes."""
+    """Raise `CheckpointError` unless all of `shapes` are there and nothing unknown, each so."""
+    known = {**optional, **shapes}
     problems = {
         "missing": [name for name in shapes if name not in stored],
-        "unexpected": [name for name in stored if name not in shapes],
+        "unexpected": [name for name in stored if name not in known],
         "mismatched": [
-            f"{name} {[*stored[name].shape]} in place of {[*shape]}"
-            for name, shape in shapes.items()
-            if name in stored and stored[name].shape != shape
+            f"{name} {[*tensor.shape]} in place of {[*known[name]]}"
+            for name, tensor in stored.items()
+            if name in known and tensor.shape != known[name]
         ],
     }
     check_fit(folder, problems)
@@ -253,6 +248,6 @@ def _random_weights(
     for name, shape in shapes.items():
         tensors[name] = torch.ones(shape, dtype=like.dtype, device=like.device)
         if len(shape) == 2:
-            scale = (_DUMMY_LOGIT_STD if name == "lm_head.weight" else 1.0) * shape[1] ** -0.5
+            scale = (_DUMMY_LOGIT_STD if name == _HEAD else 1.0) * shape[1] ** -0.5
             tensors[name].normal_(std=scale, generator=generator)
     return tensors

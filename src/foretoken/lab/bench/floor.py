@@ -59,7 +59,9 @@ class Reads:
         sizes = {name: weight.nbytes for name, weight in head.weights._asdict().items()}
         sizes["features"] = sizes.pop("fc")
         kept = KVPool.bytes_per_block(head.layer_shapes, 1, head.dtype)
-        return cls(sum(sizes.values()) - sizes["features"], ((kept, None),), sizes)
+        return cls(
+            sum(sizes.values()) - sizes["features"], ((kept, head.config.sliding_window),), sizes
+        )
 
     def per_pass(self, batch: float, context: float) -> float:
         """Bytes of a pass over `batch` requests whose contexts have `context` tokens each."""

@@ -1,0 +1,216 @@
+"""What `config.json` of an EAGLE-3 head says.
+
+Belongs here: both formats of it, its switches, and which of them are refused. Does not: weights
+(`eagle3_checkpoint.py`), what the head computes (`eagle3.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.models.checkpoint import parse_config, quiet_transformers, read_json
+
+# In EAGLE's own format as EAGLE and SpecForge, vLLM and NeMo write it; then `speculators`.
+_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Qwen3ForCausalLM",
+    "LlamaEagle3DraftModel",
+    "Eagle3DraftModel",
+    "Eagle3Speculator",
+)
+_LAYER_TYPES = ("llama", "qwen3")
+_PARTS = ("eagle_config", "transformer_layer_config", "speculators_config")
+_REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+# Switches that change what a head computes, with the values that leave it as it is here.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "bias": (None, False),
+    "hidden_act": (None, "silu"),
+    "kv_lora_rank": (None,),  # of MLA
+    "logit_scale": (None, 1),
+    "mlp_bias": (None, False),
+    "num_hidden_layers": (None, 1),
+    "parallel_draft_step": (None, 1),
+    "qkv_bias": (None, False),
+    "quantization_config": (None,),
+    "use_aux_hidden_state": (None, True),
+    "use_input_layernorm_in_first_layer": (None, True),
+    "use_last_layernorm": (None, True),
+    "use_mtp_layernorm": (None, False),
+}
+# Settings of `speculators` with which its verifier accepts what its target would not have said.
+_LOSSLESS: dict[str, tuple[Any, ...]] = {
+    "verifier_accept_k": (None, 1),
+    "accept_tolerance": (None, 0),
+}
+# Of these types the frequencies are constants; others look at the longest request of a batch.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """What `config.json` of a head says.
+
+    target_hidden_size, vocab_size: the target's
+    draft_vocab_size: ids that the head can draft
+    aux_layers: the target's hidden states that it reads, numbered as in `ForwardOutput.aux`; None
+        leaves the choice to `default_aux_layers`
+    layer: Transformers' configuration of the layer
+    sliding_window: as in `AttentionOptions`
+    norm_before_residual: the residual starts at the normed feature, not at the feature
+    norm_output: what a row puts out is normed for the next row, too, not for its logits alone
+    fc_norm, norm_before_fc: each hidden state is normed before `fc`; all of them as one vector
+    attention_bias: projections of queries, keys and values have biases
+    qk_norm: each head's query and key is normed before it is turned, as in Qwen3
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...] | None
+    layer: Any
+    sliding_window: int | None
+    norm_before_residual: bool
+    norm_output: bool
+    fc_norm: bool
+    norm_before_fc: bool
+    attention_bias: bool
+    qk_norm: bool
+
+    @property
+    def num_aux(self) -> int:
+        """Hidden states of the target that make a feature."""
+        return 3 if self.aux_layers is None else len(self.aux_layers)
+
+
+def read_eagle3_config(folder: Path) -> Eagle3Config:
+    """Read `config.json` of a head, of EAGLE's own format or of `speculators`.
+
+    Raises:
+        CheckpointError: it is none, lacks a size, or has one that cannot be.
+        UnsupportedModelError: another architecture, or a switch that would change the result.
+    """
+    path = folder / "config.json"
+    raw = read_json(path)
+    parts = {name: raw.get(name) or {} for name in _PARTS}
+    for name, part in parts.items():
+        if not isinstance(part, dict):
+            raise CheckpointError(f"`{path}` gives `{name}` as {part!r}: must be an object.")
+    eagle, inner, _ = parts.values()
+    values = {"model_type": "llama", **inner} if inner else raw  # of the layer
+    told = {**eagle, **raw, **values}
+    _check_supported(path, raw, told)
+    for name in _REQUIRED:
+        if name not in told:
+            raise CheckpointError(f"`{path}` has no `{name}`: it does not describe a head.")
+    model_type = values["model_type"]
+    with quiet_transformers():
+        layer = parse_config(folder, model_type, {**values, "num_hidden_layers": 1})
+    kind = layer.rope_parameters["rope_type"]
+    if kind not in _ROPE_TYPES:
+        known = ", ".join(f"`{name}`" for name in _ROPE_TYPES)
+        raise UnsupportedModelError(f"`{path}` asks for RoPE of type `{kind}`; heads have {known}.")
+    draft_vocab_size = _size(path, told, "draft_vocab_size", layer.vocab_size)
+    if draft_vocab_size > layer.vocab_size:
+        raise CheckpointError(
+            f"`{path}` has a `draft_vocab_size` of {draft_vocab_size}, more than its "
+            f"`vocab_size` of {layer.vocab_size}."
+        )
+    return Eagle3Config(
+        hidden_size=layer.hidden_size,
+        target_hidden_size=_size(path, told, "target_hidden_size", layer.hidden_size),
+        vocab_size=layer.vocab_size,
+        draft_vocab_size=draft_vocab_size,
+        aux_layers=_aux_layers(path, raw, eagle),
+        layer=layer,
+        sliding_window=_sliding_window(path, told, layer),
+        norm_before_residual=_flag(path, told, "norm_before_residual"),
+        norm_output=_flag(path, told, "norm_output"),
+        fc_norm=_flag(path, told, "fc_norm"),
+        norm_before_fc=_flag(path, told, "norm_before_fc"),
+        attention_bias=_flag(path, told, "attention_bias"),
+        qk_norm=model_type == "qwen3",
+    )
+
+
+def _check_supported(path: Path, raw: dict[str, Any], told: dict[str, Any]) -> None:
+    """Refuse by name what would draft wrongly, or what asks for drafts to be accepted wrongly."""
+    speculators, names = "speculators_model_type" in raw, raw.get("architectures")
+    [name] = names if isinstance(names, list) and len(names) == 1 else [names]
+    kinds = (told.get("model_type"), raw.get("speculators_model_type", "eagle3"))
+    if name not in _ARCHITECTURES or kinds[0] not in _LAYER_TYPES or kinds[1] != "eagle3":
+        known = ", ".join(f"`{known}`" for known in _ARCHITECTURES)
+        hint = " Heads with MLA are not among them." if "Deepseek" in str(name) else ""
+        raise UnsupportedModelError(
+            f"`{path}` is of architecture {name}, type `{kinds[0]}`, kind `{kinds[1]}`: method "
+            f"`eagle3` takes {known} of type `llama` or `qwen3`, kind `eagle3`.{hint}"
+        )
+    rules = raw.get("speculators_config") or {}
+    for values, neutral, why in (
+        (told, _NEUTRAL, "heads do not have here: its drafts would be wrong"),
+        *((rule, _LOSSLESS, "is lossy: here drafts are accepted by lossless rules alone")
+          for rule in rules.get("proposal_methods") or () if isinstance(rule, dict)),
+    ):  # fmt: skip
+        for switch, allowed in neutral.items():
+            if values.get(switch) not in allowed:
+                raise UnsupportedModelError(
+                    f"`{path}` sets `{switch}` to {values[switch]!r}, which {why}."
+                )
+    if told.get("fc_norm") and told.get("norm_before_fc"):
+        raise UnsupportedModelError(f"`{path}` sets both `fc_norm` and `norm_before_fc`.")
+    if speculators and "norm_before_residual" not in told:
+        # False in `speculators`, True in vLLM.
+        raise CheckpointError(
+            f"`{path}` does not say `norm_before_residual`: must be true or false."
+        )
+
+
+def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+    """The hidden states that heads read unless they say otherwise, by the target's layers."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def _size(path: Path, told: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = default if told.get(name) is None else told[name]
+    if type(value) is not int or value < 1:
+        raise CheckpointError(f"`{path}` gives `{name}` as {value!r}: must be an integer >= 1.")
+    return value
+
+
+def _flag(path: Path, told: dict[str, Any], name: str) -> bool:
+    if told.get(name) not in (None, False, True):
+        raise CheckpointError(f"`{path}` gives `{name}` as {told[name]!r}: must be true or false.")
+    return bool(told.get(name))
+
+
+def _sliding_window(path: Path, told: dict[str, Any], layer: Any) -> int | None:
+    """Of the only layer; `layer_types` comes before `use_sliding_window`."""
+    window, is_used = told.get("sliding_window"), told.get("use_sliding_window") is not False
+    default = "sliding_attention" if window is not None and is_used else "full_attention"
+    kind = (told.get("layer_types") or getattr(layer, "layer_types", None) or [default])[0]
+    if kind == "full_attention":
+        return None
+    if kind != "sliding_attention":
+        raise UnsupportedModelError(f"`{path}` has a layer of type `{kind}`, unknown here.")
+    return _size(path, told, "sliding_window")
+
+
+def _aux_layers(path: Path, raw: dict[str, Any], eagle: dict[str, Any]) -> tuple[int, ...] | None:
+    """Those that `config.json` names, by our numbers; docs/drafters.md has who reads them how.
+
+    In `eagle_config`, a list that begins with 1 numbers layers by their output: state i + 1.
+    """
+    ids = raw.get(_AUX_LAYERS) or eagle.get(_AUX_LAYERS)
+    if not ids:
+        return None
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise CheckpointError(
+            f"`{path}` gives `{_AUX_LAYERS}` as {ids!r}: must be a list of layers."
+        )
+    by_output = not raw.get(_AUX_LAYERS) and ids[0] == 1
+    return tuple(i + by_output for i in ids)

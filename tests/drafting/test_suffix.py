@@ -19,9 +19,8 @@ from foretoken.drafting.registry import find_drafter
 from foretoken.drafting.suffix import Suffix
 from foretoken.errors import ConfigError
 from foretoken.ops import Rule, get_backend, unavailable
-from foretoken.ops.backends.native import library
-from foretoken.ops.backends.native.suffix import SuffixIndexes, SuffixOptions, propose
 from foretoken.ops.steps import DraftRows
+from foretoken.ops.suffix import SuffixIndexes, SuffixOptions, propose
 from tests.support.cases import make_params
 from tests.support.slots import GivenSlots
 
@@ -298,7 +297,7 @@ def test_it_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> N
     speculation = SpeculativeConfig(method="suffix")
     with pytest.raises(ConfigError, match=r"draft_model, eagle3, ngram\. .*`ngram` runs on"):
         find_drafter(speculation, on_host=False)
-    monkeypatch.setattr(library, "missing", lambda: "they were not built")
+    monkeypatch.setattr("foretoken.drafting.suffix.unavailable", lambda _: "they were not built")
     with pytest.raises(ConfigError, match=r"kernels: they were not built\. `ngram` does not"):
         make_drafter()
 

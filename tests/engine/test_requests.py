@@ -330,7 +330,6 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
     ("speculation", "message"),
     [
         ({"method": "ngrams"}, "draft_model, eagle3, ngram, suffix"),
-        ({"method": "ngram", "suffix_corpus": "x"}, "`speculative_config.suffix_corpus` is 'x'"),
         ({"num_speculative_tokens": 0, "method": "ngram"}, "speculative_config=None"),
         ({"method": "ngram", "num_speculative_token": 3}, "Did you mean `num_speculative_tokens`"),
         ({"model": "x", "draft_sample_method": "gumbel"}, "is called `probabilistic`"),

@@ -18,10 +18,9 @@ import torch
 
 from foretoken.drafting.base import Drafter, DrafterSetup, q_flags
 from foretoken.errors import ConfigError, IntegrityError
-from foretoken.ops import DraftBlock, Rule
-from foretoken.ops.backends.native import library
-from foretoken.ops.backends.native.suffix import Array, SuffixIndexes, SuffixOptions, propose
+from foretoken.ops import DraftBlock, Rule, unavailable
 from foretoken.ops.steps import DraftRows
+from foretoken.ops.suffix import Array, SuffixIndexes, SuffixOptions, propose
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.table import SlotTable
 
@@ -47,7 +46,7 @@ class Suffix(Drafter):
     )
 
     def __init__(self, setup: DrafterSetup) -> None:
-        if (reason := library.missing()) is not None:
+        if (reason := unavailable("native")) is not None:
             remedy = f"It needs the native kernels: {reason}. `ngram` does not."
             raise ConfigError("speculative_config.method", "suffix", "another drafter", remedy)
         given = setup.speculation

@@ -12,7 +12,7 @@
 namespace foretoken {
 namespace {
 
-constexpr int kLinks = 3;  // suffix.py: LINKS
+constexpr int kLinks = 3;  // ops/suffix.py: LINKS
 constexpr int64_t kLengths[kLinks] = {1, 3, 8};  // tokens that are hashed
 constexpr int64_t kMostVotes = 32;  // links followed in a lookup, so that one takes microseconds
 constexpr int64_t kMostDrafts = 64;

@@ -1,4 +1,6 @@
-"""Where the last tokens of a text occurred before, and what followed: `csrc/suffix.cpp`.
+"""Where the last tokens of a text occurred before, and what followed: native kernels alone.
+
+Belongs here: the memory of `backends/native/csrc/suffix.cpp`, which is all numpy's, and its calls.
 
 Shapes: N texts, W tokens of a text, S slots, B requests, K drafts.
 """

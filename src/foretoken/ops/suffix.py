@@ -104,7 +104,7 @@ def propose(
     rows: DraftRows,
     options: SuffixOptions,
 ) -> tuple[Tensor, Tensor]:
-    """Drafts behind the known tokens of each slot, in one call; 0.1 ms for 64 requests.
+    """Drafts behind the known tokens of each slot, in one call.
 
     Each follows the commonest continuation of the longest suffix that occurred before, in its own
     text or in the first `num_others_B` of the others: where the most of them are to be expected.

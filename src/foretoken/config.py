@@ -72,7 +72,7 @@ class SpeculativeConfig:
     """How tokens are drafted and verified.
 
     Attributes:
-        method: the drafter: `draft_model`, `eagle3` or `ngram` (names registered in
+        method: the drafter: `draft_model`, `eagle3`, `ngram` or `suffix` (names registered in
             `drafting/registry.py`). None: `draft_model` if `model` is given, else an error.
         model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
             built-in target `tiny-python` means its own draft, `tiny-python-draft`.
@@ -80,6 +80,14 @@ class SpeculativeConfig:
         num_speculative_tokens: K >= 1, the most tokens drafted per step.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
             None: 2 and 4.
+        suffix_corpus: a file of UTF-8 text, in which `suffix` looks up what tokens follow.
+        suffix_decoding_max_tree_depth: most tokens of a match that are compared.
+        suffix_decoding_max_cached_requests: finished requests whose output is looked up, too; the
+            oldest makes room for a new one. 0: no request sees what others put out.
+        suffix_decoding_max_cached_tokens: most tokens of these outputs together, 28 bytes each.
+        suffix_decoding_max_spec_factor: most drafts per token of the match.
+        suffix_decoding_min_token_prob: drafts go on while the product of the frequencies with which
+            they followed is at least this.
         draft_sample_method: `probabilistic` (None means this) draws drafts from q and verifies
             with it; `greedy` drafts the argmax and verifies it as one-hot.
         rejection_sample_method: the verification rule of requests that name none: `standard`,
@@ -99,6 +107,12 @@ class SpeculativeConfig:
     num_speculative_tokens: int = 4
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    suffix_corpus: str | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_cached_tokens: int = 2**20
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
     draft_sample_method: str | None = None
     rejection_sample_method: str = "standard"
     synthetic_acceptance_rate: float | None = None
@@ -119,6 +133,7 @@ class SpeculativeConfig:
         check_int(where + "prompt_lookup_min", shortest, 1)
         remedy = "It must not be smaller than `prompt_lookup_min`."
         check_int(where + "prompt_lookup_max", longest, shortest, remedy=remedy)
+        self._check_suffix(where)
         method = self.draft_sample_method
         gumbel = "`gumbel` is called `probabilistic` here: drafts are drawn by Gumbel-max from q."
         if method is not None:
@@ -129,9 +144,28 @@ class SpeculativeConfig:
         self._check_synthetic(where)
         if self.method is None:
             if self.model is None:
-                remedy = "Use `draft_model` or `eagle3` (with `model`), or `ngram`."
+                remedy = "Use `draft_model` or `eagle3` (with `model`), `ngram` or `suffix`."
                 raise ConfigError(where + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
+
+    def _check_suffix(self, where: str) -> None:
+        corpus, where = self.suffix_corpus, where + "suffix_"
+        if corpus is not None:
+            path = fspath(corpus) if isinstance(corpus, PathLike) else corpus
+            if not isinstance(path, str) or not path:
+                raise ConfigError(where + "corpus", corpus, "a file of UTF-8 text")
+            object.__setattr__(self, "suffix_corpus", path)
+        where += "decoding_"
+        depth = self.suffix_decoding_max_tree_depth
+        check_int(where + "max_tree_depth", depth, 1, 2**31 - 1)
+        check_int(where + "max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
+        off = "`suffix_decoding_max_cached_requests=0` keeps none."
+        tokens = self.suffix_decoding_max_cached_tokens
+        check_int(where + "max_cached_tokens", tokens, 1024, 2**31 - 1, off)
+        remedy = f"With matches of up to {depth} tokens there would be no drafts below."
+        factor = self.suffix_decoding_max_spec_factor
+        check_number(where + "max_spec_factor", factor, 1 / depth, MAX_SPECULATIVE_TOKENS, remedy)
+        check_number(where + "min_token_prob", self.suffix_decoding_min_token_prob, 0, 1)
 
     def _check_synthetic(self, where: str) -> None:
         options = {name: getattr(self, name) for name in _SYNTHETIC}

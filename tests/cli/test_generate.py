@@ -113,6 +113,8 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (seen["speculative_config"], seen["use_fp64_gumbel"]) == (None, True)
     runner.invoke(cli.app, ["generate", "x", "--speculative-config", '{"method": "ngram"}'])
     assert seen["speculative_config"] == '{"method": "ngram"}'
+    runner.invoke(cli.app, ["generate", "x", "--suffix-corpus", "y"])
+    assert seen["speculative_config"] == {"method": "suffix", "suffix_corpus": "y"}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--top-p", "0"], "`top_p`"),
         (["--max-tokens", "0"], "`max_tokens` is 0: must be an integer >= 1."),
         (["--no-speculation", "--speculative-config", "{}"], "`speculative-config`"),
+        (["--no-speculation", "--suffix-corpus", "x"], "`suffix-corpus` is 'x': must be left out"),
         (["--logit-bias", "[1]"], "`logit_bias` is '[1]': must be a JSON object of token ids"),
         (["--logit-bias", '{"a": 1}'], "`logit_bias`"),
         (["--logit-bias", '{"1": 500}'], "`logit_bias[1]` is 500: must be in [-100, 100]."),

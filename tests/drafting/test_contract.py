@@ -81,7 +81,7 @@ def decide(llm: LLM, order: list[int], change: Change | None = None) -> list[dic
 def test_drafts_and_q_reach_their_request_in_any_order(target: Path, name: str) -> None:
     expected = decide(build(target, name), IN_ORDER)
     assert decide(build(target, name), MIXED) == expected
-    if name != "ngram":
+    if name not in ("ngram", "suffix"):
         decided = [outcome for step in expected[1:] for outcome in step.values()]
         drafted = sum(outcome.num_drafts for outcome in decided)
         assert drafted == 5 * sum(k for *_, k in ASKED)

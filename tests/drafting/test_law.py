@@ -142,8 +142,9 @@ def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
 OPTIONS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": "table"},
     "ngram": {"prompt_lookup_min": 1},
+    "suffix": {"suffix_decoding_max_spec_factor": 2},
 }
-LENGTHS = {"ngram": 4}  # tokens enough that a suffix has often occurred before
+LENGTHS = {"ngram": 4, "suffix": 4}  # tokens enough that a suffix has often occurred before
 
 
 def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any) -> MakePropose:

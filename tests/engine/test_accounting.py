@@ -75,6 +75,7 @@ def drafting(target: Path, draft: Path, tmp_path_factory: pytest.TempPathFactory
     return {
         "draft_model": build(few, {"model": model}),
         "ngram": build(few, {"method": "ngram", "prompt_lookup_min": 1}),
+        "suffix": build(few, {"method": "suffix", "suffix_decoding_max_spec_factor": 4}),
     }
 
 
@@ -170,7 +171,7 @@ EDITS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+@pytest.mark.parametrize("method", ["draft_model", "ngram", "suffix"])
 @pytest.mark.parametrize("edits", EDITS)
 def test_edits_count_the_drafts_before_them(
     drafting: dict[str, LLM], method: str, edits: str
@@ -199,7 +200,7 @@ def assert_same_logprobs(
             assert entry.logprob == pytest.approx(b[token].logprob, abs=1e-5)
 
 
-@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+@pytest.mark.parametrize("method", ["draft_model", "ngram", "suffix"])
 @pytest.mark.parametrize("edits", ["allowed", "repetition"])
 def test_logprobs_are_those_without_speculation(
     drafting: dict[str, LLM], method: str, edits: str
@@ -241,7 +242,7 @@ def test_a_stop_string_counts_from_the_last_of_min_tokens_on(
     assert done.text == whole.text[: 4 if stops else 12], "what came too early stays"
 
 
-@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+@pytest.mark.parametrize("method", ["draft_model", "ngram", "suffix"])
 def test_samples_stream_in_order(drafting: dict[str, LLM], method: str) -> None:
     params = {
         "n": 3, "seed": 11, "temperature": 0.7, "max_tokens": 30, "stop": ["€"], "logprobs": 0,
@@ -281,7 +282,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+@pytest.mark.parametrize("method", ["draft_model", "ngram", "suffix"])
 @settings(max_examples=150)
 @given(prompt=st.lists(st.sampled_from(ALPHABET), min_size=1, max_size=6), params=requests(),
        k=st.integers(1, K))  # fmt: skip

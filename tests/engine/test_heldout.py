@@ -36,8 +36,9 @@ def plain(prompts: list[str]) -> list[RequestOutput]:
         {"method": "draft_model"},
         {"method": "draft_model", "draft_sample_method": "greedy", "num_speculative_tokens": 7},
         {"method": "ngram", "num_speculative_tokens": 6},
+        {"method": "suffix", "num_speculative_tokens": 6},
     ],
-    ids=["draft_model", "greedy", "ngram"],
+    ids=["draft_model", "greedy", "ngram", "suffix"],
 )
 def test_greedy_tokens_equal_plain_ones(
     prompts: list[str],

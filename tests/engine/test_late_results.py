@@ -299,13 +299,14 @@ def serve(llm: LLM, crowd: list[Visit], late: bool) -> list[RequestOutput]:
     return [build_output(engine, group) for group in groups]
 
 
-@pytest.mark.parametrize("kind", ["plain", "draft_model", "greedy", "ngram"])
+@pytest.mark.parametrize("kind", ["plain", "draft_model", "greedy", "ngram", "suffix"])
 def test_a_checkpoint_serves_the_same_a_step_late(target: Path, draft: Path, kind: str) -> None:
     speculation: dict[str, Any] | None = {
         "plain": None,
         "draft_model": {"model": str(draft)},
         "greedy": {"model": str(draft), "draft_sample_method": "greedy"},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+        "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     }[kind]
     crowd = crowd_of(24)
     if speculation is None:

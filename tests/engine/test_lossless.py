@@ -48,6 +48,7 @@ def speculations(draft: Path) -> dict[str, dict[str, Any]]:
         "draft_model": {"model": str(draft), "num_speculative_tokens": 3},
         "greedy": {"model": str(draft), "draft_sample_method": "greedy"},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5},
+        "suffix": {"method": "suffix", "num_speculative_tokens": 5},
     }
 
 
@@ -63,7 +64,7 @@ EDITS = {
 @pytest.mark.parametrize(
     ("kind", "edits", "backend"),
     [
-        *product(["draft_model", "greedy", "ngram"], EDITS, ["auto"]),
+        *product(["draft_model", "greedy", "ngram", "suffix"], EDITS, ["auto"]),
         *product(["draft_model"], EDITS, ["torch"]),
         ("greedy", "plain", "torch"),
         ("ngram", "penalties", "torch"),
@@ -79,7 +80,7 @@ def test_greedy_tokens_equal_plain_decoding(
     assert tokens(speculative) == tokens(plain)
     assert [o.outputs[0].text for o in speculative] == [o.outputs[0].text for o in plain]
     assert llm.metrics.num_draft_tokens > 0
-    if kind != "ngram" and edits == "plain":
+    if kind not in ("ngram", "suffix") and edits == "plain":
         assert 0 < llm.metrics.num_accepted_tokens < llm.metrics.num_draft_tokens
     for fast, slow in zip(speculative, plain, strict=True):
         check_logprobs(fast, slow, TOLERANCE[backend])

@@ -62,6 +62,8 @@ def speculations(draft: Path) -> dict[str, dict[str, Any] | None]:
             "num_speculative_tokens": 4,
         },
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4},
+        # Alone: a request's steps depend on what others put out, though its tokens do not.
+        "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
     }
 
 
@@ -96,7 +98,7 @@ def check_equal(crowded: RequestOutput, alone: RequestOutput) -> None:
 @pytest.mark.parametrize(
     ("kind", "caching", "backend"),
     [
-        *product(["plain", "draft_model", "greedy", "ngram"], [True, False], ["auto"]),
+        *product(["plain", "draft_model", "greedy", "ngram", "suffix"], [True, False], ["auto"]),
         ("plain", False, "torch"),
         ("draft_model", True, "torch"),
     ],

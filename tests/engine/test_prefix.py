@@ -59,7 +59,7 @@ def count_target_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("kind", ["plain", "draft_model", "ngram"])
+@pytest.mark.parametrize("kind", ["plain", "draft_model", "ngram", "suffix"])
 def test_a_shared_prompt_is_computed_once_and_changes_no_token(
     target: Path, draft: Path, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,6 +67,7 @@ def test_a_shared_prompt_is_computed_once_and_changes_no_token(
         "plain": None,
         "draft_model": {"model": str(draft), "num_speculative_tokens": 3},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+        "suffix": {"method": "suffix"},
     }[kind]
     prompts = [TEXT, TEXT, TEXT[:40], [*TEXT[:30], 7, 7], [*TEXT, 9]]
     expected_cached = [0, 60, 36, 28, 60]

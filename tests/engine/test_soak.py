@@ -143,13 +143,14 @@ class Crowd:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("kind", ["draft_model", "ngram", "embedded pair"])
+@pytest.mark.parametrize("kind", ["draft_model", "ngram", "suffix", "embedded pair"])
 def test_a_crowd_in_a_small_pool_gets_what_each_gets_alone(
     target: Path, draft: Path, kind: str, late: bool, record_property: Any
 ) -> None:
     speculation: dict[str, Any] = {
         "draft_model": {"model": str(draft)},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+        "suffix": {"method": "suffix"},
         "embedded pair": {"method": "draft_model"},
     }[kind]
     model = "tiny-python" if kind == "embedded pair" else str(target)

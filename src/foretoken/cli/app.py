@@ -54,6 +54,14 @@ Speculative = Annotated[
         "Default: tiny-python drafts with its own draft model, other models decode plainly.",
     ),
 ]
+SuffixCorpus = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Draft by suffix, also from this text. In place of --speculative-config "
+        '\'{"method": "suffix", "suffix_corpus": FILE}\'.',
+    ),
+]
 NoSpeculation = Annotated[bool, typer.Option("--no-speculation", help="Decode one token per pass.")]
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object when done (see docs/cli.md).")
@@ -81,6 +89,7 @@ def root(
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to complete; - reads standard input.")],
     speculative_config: Speculative = None,
+    suffix_corpus: SuffixCorpus = None,
     no_speculation: NoSpeculation = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -91,7 +100,7 @@ def generate(
         params = SamplingParams(**fields_given(SamplingParams, options))
         check_shown(params, as_json)
         text = read_input("prompt") if prompt == "-" else as_utf8("prompt", prompt)
-        llm = _start(options, speculative_config, no_speculation)
+        llm = _start(options, speculative_config, no_speculation, suffix_corpus)
         raise SystemExit(exit_code(complete(llm, text, params, as_json, note)))
 
 
@@ -116,6 +125,7 @@ def chat(
         ),
     ] = None,
     speculative_config: Speculative = None,
+    suffix_corpus: SuffixCorpus = None,
     no_speculation: NoSpeculation = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -131,7 +141,7 @@ def chat(
         check_shown(params, as_json)
         messages, given = read_messages(message, system), read_template(chat_template)
         typed = Conversation(messages, params, as_json) if message is None else None
-        llm = _start(options, speculative_config, no_speculation)
+        llm = _start(options, speculative_config, no_speculation, suffix_corpus)
         template = find_template(llm, given)
         if typed:
             typed.run(llm, template, note)
@@ -174,6 +184,7 @@ def demo(
 )
 def bench(
     speculative_config: Speculative = None,
+    suffix_corpus: SuffixCorpus = None,
     no_speculation: NoSpeculation = False,
     debug: Debug = False,
     **options: Any,
@@ -185,7 +196,8 @@ def bench(
     with reporting(debug) as note:
         asked = BenchOptions(**fields_given(BenchOptions, options))
         params = SamplingParams(**fields_given(SamplingParams, options))
-        engine = asked.sized(_engine_options(options, speculative_config, no_speculation))
+        given = (speculative_config, no_speculation, suffix_corpus)
+        engine = asked.sized(_engine_options(options, *given))
         note("nothing was measured.")
         start = time.perf_counter()
         llm = _load(**engine)
@@ -198,15 +210,21 @@ def bench(
             command.run(llm, asked, params, [loading])
 
 
-def _start(options: dict[str, Any], given: str | None, off: bool) -> LLM:
-    return _load(**_engine_options(options, given, off))
+def _start(options: dict[str, Any], given: str | None, off: bool, corpus: str | None) -> LLM:
+    return _load(**_engine_options(options, given, off, corpus))
 
 
-def _engine_options(options: dict[str, Any], given: str | None, off: bool) -> dict[str, Any]:
+def _engine_options(
+    options: dict[str, Any], given: str | None, off: bool, corpus: str | None
+) -> dict[str, Any]:
     engine = fields_given(EngineConfig, options)
-    if off and given is not None:
-        bound = "left out with --no-speculation"
-        raise ConfigError("speculative-config", given, bound, "Give one of the two.")
+    ways = {"no-speculation": off or None, "suffix-corpus": corpus, "speculative-config": given}
+    asked = [name for name, value in ways.items() if value is not None]
+    if len(asked) > 1:
+        bound = f"left out with --{asked[0]}"
+        raise ConfigError(asked[-1], ways[asked[-1]], bound, "Give one of the two.")
+    if corpus is not None:
+        return {**engine, "speculative_config": {"method": "suffix", "suffix_corpus": corpus}}
     own_draft = None if off or engine["model"] != _EMBEDDED else _OWN_DRAFT
     return {**engine, "speculative_config": own_draft if given is None else given}
 

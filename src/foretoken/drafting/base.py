@@ -42,6 +42,7 @@ class DrafterSetup:
         config: the engine's options; `speculation` are those of this drafter.
         vocab_size, max_model_len: the target's.
         target_tokens: token text -> id of the target's tokenizer, or None without a tokenizer.
+        tokenizer: the target's, if it has one.
         embedding, head: weights [V, H] of the target itself; the head if `target_view` asks for it.
     """
 
@@ -52,6 +53,7 @@ class DrafterSetup:
     vocab_size: int
     max_model_len: int
     target_tokens: dict[str, int] | None = None
+    tokenizer: Any | None = None
     embedding: Tensor | None = None
     head: Tensor | None = None
 
@@ -71,6 +73,7 @@ class Drafter(ABC):
         addressed by the engine's block ids, so that they roll back with the target's; and what it
         keeps for one request beside K/V, the q of its drafts above all, so that it is taken to
         grow with K.
+    bytes_shared: memory on the host that is nobody's own, in which texts are looked up.
     reads_next_token: what it keeps for a position depends on the token behind it, too. A block is
         then shared only among requests that agree in the token behind its last one.
     num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
@@ -84,6 +87,7 @@ class Drafter(ABC):
     num_behind: int = 0
     kv_bytes_per_block: int = 0
     bytes_per_slot: int = 0
+    bytes_shared: int = 0
     target_ids: Tensor | None = None
 
     @classmethod

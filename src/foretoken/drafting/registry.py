@@ -14,10 +14,16 @@ DRAFTERS = {
     "draft_model": "foretoken.drafting.draft_model:DraftModel",
     "eagle3": "foretoken.drafting.eagle3:Eagle3",
     "ngram": "foretoken.drafting.ngram:NGram",
+    "suffix": "foretoken.drafting.suffix:Suffix",
 }
 
 ON_DEVICE = {"draft_model": "foretoken.drafting.lockstep:LockstepDraftModel"}
 """Those that are others on a device that nobody waits for."""
+
+ON_HOST_ALONE = {
+    "suffix": "`suffix` reads tokens on the host, too late for a GPU: `ngram` runs on the device."
+}
+"""What is not to be had on such a device, and what to take instead."""
 
 _FOR_ALL = ("method", "num_speculative_tokens", "rejection_sample_method", "synthetic_")
 
@@ -25,8 +31,11 @@ _FOR_ALL = ("method", "num_speculative_tokens", "rejection_sample_method", "synt
 def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> type[Drafter]:
     """The class that `method` names; `ConfigError` for a name or an option it does not know."""
     method = speculation.method or ""
-    check_choice("speculative_config.method", method, tuple(DRAFTERS))
-    named = DRAFTERS if on_host else DRAFTERS | ON_DEVICE
+    named, remedy = DRAFTERS, ""
+    if not on_host:
+        named = {k: v for k, v in (DRAFTERS | ON_DEVICE).items() if k not in ON_HOST_ALONE}
+        remedy = ON_HOST_ALONE.get(method, "")
+    check_choice("speculative_config.method", method, tuple(named), remedy)
     module, name = named[method].split(":")
     found = cast(type[Drafter], getattr(import_module(module), name))
     for field in fields(speculation):

@@ -141,6 +141,7 @@ class Assembly:
             draft_block=drafter.kv_bytes_per_block if drafter else 0,
             slot_block=SlotTable.bytes_per_slot(size, size),
             draft=drafter.bytes_per_slot / self.config.num_drafts if drafter else 0.0,
+            draft_texts=drafter.bytes_shared if drafter else 0,
             spare=0 if self.on_host else 1,
             # A layer's keys and values, padded to twice their length at most.
             copied=2 * block // len(model.layer_shapes) if copies else 0,

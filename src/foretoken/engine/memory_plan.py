@@ -105,6 +105,7 @@ class Costs:
     block, draft_block: K/V of a cache block of `block_size` tokens
     slot_block:  tokens and block id of a slot, by cache block
     draft:       what the drafter keeps for a slot, the q of its drafts above all, by draft
+    draft_texts: what the drafter keeps of texts for all requests together
     spare:       slots and blocks that no request is given
     copied:      what attention copies of a block while it runs, as stock operators do
     weights, draft_weights: as loading took them
@@ -118,6 +119,7 @@ class Costs:
     draft_block: int = 0
     slot_block: int = 0
     draft: float = 0.0
+    draft_texts: int = 0
     spare: int = 0
     copied: int = 0
     weights: int = 0
@@ -140,6 +142,7 @@ class Costs:
         parts = {
             "weights": self.weights,
             "weights of the draft": self.draft_weights,
+            "texts to draft from": self.draft_texts,
             "kernels and libraries": self.libraries,
             "activations": self.steps.at(sizes.tokens, sizes.rows) + copied,
             "CUDA graphs": self._graphs(sizes),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import platform
-from ctypes import c_float, c_int, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "draft": _ADDRESS * 4,
     "logprobs": [*_ADDRESS * 6, c_int64],
     "verify": _ADDRESS * 4,
+    "suffix_append": [c_void_p, c_int64],
+    "suffix_propose": [*_ADDRESS * 3, c_int64, c_double, c_double],
 }
 
 

@@ -1,0 +1,139 @@
+"""Suffix decoding: draft what most often followed the longest suffix that occurred before.
+
+It is looked up in the request's own tokens, in what finished requests put out, and in a corpus;
+drafts go on as long as they are likely, by counts. No model and no q: they are verified as one-hot
+(Oliaro et al. 2024, "SuffixDecoding"). How: `ops/backends/native/csrc/suffix.cpp`.
+
+Shape suffixes: S slots, N indexes that all requests share.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from foretoken.drafting.base import Drafter, DrafterSetup, q_flags
+from foretoken.errors import ConfigError, IntegrityError
+from foretoken.ops import DraftBlock, Rule, unavailable
+from foretoken.ops.steps import DraftRows
+from foretoken.ops.suffix import Array, SuffixIndexes, SuffixOptions, propose
+from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.table import SlotTable
+
+
+class Suffix(Drafter):
+    """Drafts by looking up tokens, the request's own and others'.
+
+    A request with a seed of its own that draws at random does not look at what others put out: its
+    text would depend on them. Where one of them had the same seed, its drafts would even have been
+    drawn with the noise that verifies them, which biases the output. At T=0 and under `coupled`
+    drafts change no text: such requests do look.
+    """
+
+    options = frozenset(
+        {
+            "suffix_corpus",
+            "suffix_decoding_max_tree_depth",
+            "suffix_decoding_max_cached_requests",
+            "suffix_decoding_max_cached_tokens",
+            "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        }
+    )
+
+    def __init__(self, setup: DrafterSetup) -> None:
+        if (reason := unavailable("native")) is not None:
+            remedy = f"It needs the native kernels: {reason}. `ngram` does not."
+            raise ConfigError("speculative_config.method", "suffix", "another drafter", remedy)
+        given = setup.speculation
+        self._limits = SuffixOptions(
+            given.suffix_decoding_max_tree_depth,
+            given.suffix_decoding_max_spec_factor,
+            given.suffix_decoding_min_token_prob,
+        )
+        corpus = [] if given.suffix_corpus is None else [_read(given.suffix_corpus, setup)]
+        self._max_finished = given.suffix_decoding_max_cached_requests
+        size = given.suffix_decoding_max_cached_tokens if self._max_finished else 0
+        rings = [np.empty(len(ids) + 1, dtype=np.int32) for ids in corpus]
+        rings += [np.empty(size, dtype=np.int32)] if size else []
+        self._shared = SuffixIndexes(rings)
+        for i, ids in enumerate(corpus):
+            self._shared.append(i, ids)
+        self._num_fixed, self._finished = len(corpus), deque[int]()
+        self.bytes_shared = sum(ring.nbytes + self._shared.num_bytes(len(ring)) for ring in rings)
+        width = setup.max_model_len + given.num_speculative_tokens
+        self.bytes_per_slot = SuffixIndexes.num_bytes(width)
+
+    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+        """An index for each slot, over the row of its tokens."""
+        if isinstance(slots, DeviceSlotTable):
+            raise IntegrityError("`suffix` was given slots on a device")
+        self.slots = slots
+        self._own = SuffixIndexes(list(slots.token_SL))
+        self._first_S = [0] * slots.num_slots  # where the tokens begin that the request put out
+        self._num_shared_S = torch.zeros(slots.num_slots, dtype=torch.int64)
+
+    def propose(self, rows: DraftRows) -> DraftBlock:
+        """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
+        slot_B = rows.slot_B.numpy()
+        for slot in slot_B[self._own.size_N[slot_B] == 0].tolist():
+            self._enter(slot)
+        num_shared_B = self._num_shared_S[rows.slot_B]
+        token_BK, num_B = propose(self._own, self._shared, num_shared_B, rows, self._limits)
+        return DraftBlock(token_BK, num_B, None, q_flags(len(num_B), num_B.device, real=False))
+
+    def _enter(self, slot: int) -> None:
+        """See a request for the first time, one that was preempted again."""
+        slots, request = self.slots, self.slots.requests[slot]
+        self._first_S[slot] = max(slots.prompt_S[slot], slots.length_S[slot] - 1)
+        fixed = request.params.temperature == 0 or request.rule == Rule.COUPLED
+        may_learn = fixed or request.params.seed is None
+        number = len(self._shared.size_N) if may_learn else self._num_fixed
+        self._num_shared_S[slot] = number
+
+    def release(self, slot: int) -> None:
+        """Keep what the request put out since it was first seen, and forget it."""
+        if self._own.size_N[slot]:
+            self._own.resize(slot, 0)
+            if self._max_finished:
+                text = self.slots.token_SL[slot, self._first_S[slot] : self.slots.length_S[slot]]
+                self._learn(text)
+
+    def held_slots(self) -> Iterable[int]:
+        """Slots whose tokens are indexed."""
+        held: list[int] = np.flatnonzero(self._own.size_N).tolist()
+        return held
+
+    def _learn(self, text: Array) -> None:
+        """Index a text, in place of the oldest ones where there are too many, or too long ones."""
+        finished, at = self._finished, self._num_fixed
+        size, room = int(self._shared.size_N[at]), self._shared.room(at, text)
+        while finished and (len(finished) == self._max_finished or size > room):
+            size -= finished.popleft()
+        self._shared.resize(at, size)
+        finished.append(self._shared.append(at, text))
+
+
+def _read(path: str, setup: DrafterSetup) -> Array:
+    """Token ids of a corpus, a file of UTF-8 text.
+
+    Raises:
+        ConfigError: there is no such file, it is no text, or the target has no tokenizer.
+    """
+    field, bound = "speculative_config.suffix_corpus", "a file of UTF-8 text"
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(field, path, bound, f"Byte {error.start} is none.") from None
+    except OSError as error:
+        raise ConfigError(field, path, bound, f"{error.strerror}.") from None
+    if setup.tokenizer is None:
+        raise ConfigError(field, path, "left out", "The target has no tokenizer to read it with.")
+    ids = setup.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    if not ids:
+        raise ConfigError(field, path, f"{bound}, one token at least", "It is empty.")
+    return np.array(ids, dtype=np.int32)

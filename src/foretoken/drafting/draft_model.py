@@ -246,8 +246,8 @@ def load_draft(setup: DrafterSetup) -> DraftNetwork:
     if not is_known and model.vocab_size != setup.vocab_size:
         bound = "a model with the target's vocabulary, or with a tokenizer, as the target"
         remedy = (
-            f"It has {model.vocab_size} logits where the target has {setup.vocab_size}, and nothing "
-            "says which tokens are the same. Choose another, or `ngram`."
+            f"It has {model.vocab_size} logits where the target has {setup.vocab_size}; without "
+            "tokenizers nothing says which tokens are the same. Choose another, or `ngram`."
         )
         raise ConfigError("speculative_config.model", name, bound, remedy)
     ids = match.ids(setup.vocab_size, model.vocab_size, setup.device)

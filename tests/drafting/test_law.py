@@ -249,6 +249,16 @@ def check_lossless(
     assert joint_p_value(emission.token_SL, setting.next_token(target)) > CORRECT_P
 
 
+@pytest.mark.parametrize("backend", [BACKEND, TORCH], ids=lambda b: b.name)
+def test_float16_drafts_of_a_bfloat16_target_are_lossless(
+    chains: tuple[Chain, Chain], backend: Backend
+) -> None:
+    target, draft = chains
+    of_two_dtypes = (Chain(target.logits_CV.bfloat16()), Chain(draft.logits_CV.half()))
+    for setting in (Setting(0.7), Setting(1.0, top_k=3, rule=Rule.BLOCK)):
+        check_lossless(of_two_dtypes, "draft_model", backend, setting)
+
+
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
 @pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.COUPLED])
 def test_greedy_drafts_verified_as_one_hot_are_lossless(

@@ -172,7 +172,8 @@ def _weighted_module(
     model_class: Any, config: Any, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Any:
     # Layers of quantised weights choose their kernels by the device that they are loaded to.
-    is_placed = device.type != "cpu" and bool(getattr(config, "quantization_config", None))
+    quantisation = getattr(config, "quantization_config", None) or {"dequantize": True}
+    is_placed = device.type != "cpu" and not quantisation.get("dequantize")
     try:
         module, info = model_class.from_pretrained(
             folder,

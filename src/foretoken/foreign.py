@@ -104,7 +104,7 @@ ENGINE_OPTIONS = {
     "data_parallel_size": _ONE_PROCESS,
     "distributed_executor_backend": Foreign((None, "uni"), _ONE_PROCESS.instead),
     "disable_custom_all_reduce": _EITHER,
-    "quantization": Foreign((None,), "Weights are read as they are stored: float32, bf16, fp16."),
+    "quantization": Foreign((None,), "Weights are read as they are stored: docs/models.md."),
     "gpu_memory_utilization": Foreign((None, 0.9, 0.92), "Write `memory_fraction`."),
     "kv_cache_memory_bytes": Foreign((None,), "Write `kv_cache_gib`."),
     "num_gpu_blocks_override": Foreign((None,), "Write `num_blocks`."),

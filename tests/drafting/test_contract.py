@@ -16,7 +16,7 @@ import torch
 
 from foretoken import LLM, SamplingParams
 from foretoken.cache.batch import ForwardBatch
-from foretoken.drafting.base import DrafterSetup, in_target_ids, one_hot_block
+from foretoken.drafting.base import DrafterSetup, one_hot_block
 from foretoken.drafting.ngram import NGram
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import IntegrityError, StepError
@@ -190,18 +190,6 @@ class Leaking(Watching):
         """Forgets to forget."""
 
 
-class OtherIds(NGram):
-    """Its ids are the target's, back to front."""
-
-    def __init__(self, setup: DrafterSetup) -> None:
-        super().__init__(setup)
-        self.target_ids = torch.arange(setup.vocab_size).flip(0)
-
-    def propose(self, rows: DraftRows) -> DraftBlock:
-        assert self.target_ids is not None
-        return in_target_ids(super().propose(rows), self.target_ids)
-
-
 class ForeignIds(NGram):
     """Every other draft is an id that the target lacks."""
 
@@ -219,7 +207,7 @@ class TooMany(NGram):
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for drafter in (Watching, Leaking, OtherIds, ForeignIds, TooMany):
+    for drafter in (Watching, Leaking, ForeignIds, TooMany):
         place = f"{__name__}:{drafter.__name__}"
         monkeypatch.setitem(DRAFTERS, drafter.__name__, place)
 
@@ -254,19 +242,6 @@ def test_what_a_drafter_keeps_for_nobody_is_found(target: Path) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_drafts_by_other_ids_are_verified_by_the_targets(target: Path) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    expected, outputs = (
-        build(target, name, prompt_lookup_min=1).generate(["abcabc", "xx"], params)
-        for name in ("ngram", "OtherIds")
-    )
-    for mine, theirs in zip(outputs, expected, strict=True):
-        assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
-        assert mine.metrics.accepted_per_position == theirs.metrics.accepted_per_position
-    assert sum(output.metrics.num_accepted_tokens for output in outputs) > 0
-
-
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("edits", [{}, {"repetition_penalty": 1.2, "logprobs": 1}])
 def test_ids_that_the_target_lacks_are_rejected_and_cost_nothing_else(
     target: Path, edits: dict[str, Any]
@@ -288,15 +263,6 @@ def test_more_drafts_than_were_asked_for_are_an_error(target: Path) -> None:
     with pytest.raises(StepError, match=r"proposed \[5\] drafts, asked for \[4\]"):
         llm.generate("abc", SamplingParams(max_tokens=9))
     llm.engine.check_integrity()
-
-
-def test_a_map_of_ids_leaves_placeholders_and_refuses_a_q() -> None:
-    target_ids = torch.tensor([7, 3, 9])
-    block = one_hot_block([[2, 0], [1]], CPU)
-    assert in_target_ids(block, target_ids).token_BK.tolist() == [[9, 7], [3, -1]]
-    cache = DraftCache.empty(2, 2, 3, torch.float32, CPU)
-    with pytest.raises(IntegrityError, match="with a q"):
-        in_target_ids(replace(block, cache=cache), target_ids)
 
 
 def test_slots_say_who_registered() -> None:

@@ -14,6 +14,7 @@ import torch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DrafterSetup
 from foretoken.drafting.draft_model import DraftModel
+from foretoken.drafting.vocabulary import DraftNetwork
 from foretoken.models import CausalLM
 from foretoken.ops import TARGET, DraftBlock, Noise, Rows, Rule, SlotParams, get_backend
 from tests.models.batches import Span, build_batch
@@ -57,7 +58,8 @@ def build(
     setup = DrafterSetup(config, spec, get_backend("native"), CPU, VOCABULARY, MAX_LEN)
     built = DraftModel(setup)
     if by_passes:
-        built = DraftModel(setup, Unfused(built.model))  # type: ignore[arg-type]
+        network = DraftNetwork(Unfused(built.model), None)  # type: ignore[arg-type]
+        built = DraftModel(setup, network)
     columns = -(-(MAX_LEN + MOST) // block_size)
     # One request may be longer than the draft model's context.
     sizes = {"max_tokens": MAX_LEN + MOST, "max_drafts": MOST, "blocks": columns}

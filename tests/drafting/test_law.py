@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.heads import save_head
 from foretoken.cache.batch import ForwardBatch
@@ -144,27 +146,46 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ngram": {"prompt_lookup_min": 1},
     "suffix": {"suffix_decoding_max_spec_factor": 2},
 }
+# Tokens of draft models whose tokenizer is another, one letter an id, where the target has TEXT;
+# "padded" is the target's tokenizer with more columns of logits.
+TEXT = "abcde"
+TEXTS = {"padded": TEXT, "other_ids": "ecxabd", "fewer": "cyzda"}
+OTHERS = [f"draft_model {texts}" for texts in TEXTS]
 LENGTHS = {"ngram": 4, "suffix": 4}  # tokens enough that a suffix has often occurred before
 
 
+def letters(text: str) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are these letters."""
+    tokens = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(text)}, merges=[]))
+    tokens.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokens)
+
+
 def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any) -> MakePropose:
-    """The registered drafter of that name; a model it loads is `chain`."""
+    """The registered drafter of that name; a model it loads is `chain`.
+
+    A draft model of other `TEXTS` has a chain of its own, as likely to begin with any token.
+    """
+    name, _, texts = name.partition(" ")
 
     def make(params: SlotParams) -> Propose:
         num_slots = len(params.key_S)
-        model = TableModel(chain, num_slots * BLOCK)
+        own = random_chain(7 if texts == "padded" else len(TEXTS[texts]), 5)[0] if texts else chain
+        model = TableModel(own, num_slots * BLOCK)
         setup = setup_for(num_slots, backend, method=name, **{**OPTIONS.get(name, {}), **options})
+        setup = replace(setup, tokenizer=letters(TEXT) if texts else None)
         module = import_module(DRAFTERS[name].split(":")[0])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "resolve_checkpoint", lambda name, **_: Path(name), raising=False)
             patch.setattr(module, "load_model", lambda *_, **__: model, raising=False)
-            patch.setattr(module, "load_tokenizer", lambda _: None, raising=False)
+            tokenizer = letters(TEXTS[texts]) if texts else None
+            patch.setattr(module, "load_tokenizer", lambda _: tokenizer, raising=False)
             built = find_drafter(setup.speculation)(setup)
         # A slot owns one block; no text is longer.
         slots = GivenSlots(params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1)
         slots.write_blocks((slot, 0, [slot]) for slot in range(num_slots))
         built.allocate(slots, num_slots)
-        return driven(built, slots, model.bos)
+        return driven(built, slots, 0 if texts else model.bos)
 
     return make
 
@@ -182,8 +203,16 @@ def test_every_drafter_is_lossless(
     check_lossless(chains, name, BACKEND, setting)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("setting", CASES[4:7])
+def test_draft_models_of_other_vocabularies_are_lossless(
+    chains: tuple[Chain, Chain], name: str, setting: Setting
+) -> None:
+    check_lossless(chains, name, BACKEND, setting)
+
+
 @_law
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [*DRAFTERS, *OTHERS])
 @pytest.mark.parametrize("setting", CASES)
 def test_every_drafter_is_lossless_full(
     chains: tuple[Chain, Chain], name: str, setting: Setting
@@ -219,6 +248,16 @@ def check_lossless(
     )
     assert sum(emission.accepted) > 0
     assert joint_p_value(emission.token_SL, setting.next_token(target)) > CORRECT_P
+
+
+@pytest.mark.parametrize("backend", [BACKEND, TORCH], ids=lambda b: b.name)
+def test_float16_drafts_of_a_bfloat16_target_are_lossless(
+    chains: tuple[Chain, Chain], backend: Backend
+) -> None:
+    target, draft = chains
+    of_two_dtypes = (Chain(target.logits_CV.bfloat16()), Chain(draft.logits_CV.half()))
+    for setting in (Setting(0.7), Setting(1.0, top_k=3, rule=Rule.BLOCK)):
+        check_lossless(of_two_dtypes, "draft_model", backend, setting)
 
 
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
@@ -257,6 +296,23 @@ def mutant_other_ids(make: MakePropose) -> MakePropose:
     return mutant
 
 
+def mutant_unnormalised_q(make: MakePropose) -> MakePropose:
+    """Tokens that cannot be drafted keep their share of q."""
+
+    def mutant(params: SlotParams) -> Propose:
+        propose = make(params)
+
+        def unnormalised(*asked: Tensor) -> DraftBlock:
+            drafts = propose(*asked)
+            assert drafts.cache is not None
+            q = replace(drafts.cache, lse_SK=drafts.cache.lse_SK + 0.2)
+            return replace(drafts, cache=q)
+
+        return unnormalised
+
+    return mutant
+
+
 def mutant_p_value(backend: Backend, chains: tuple[Chain, Chain], make: MakePropose) -> float:
     target, _ = chains
     setting = Setting(1.0)
@@ -271,6 +327,9 @@ def mutant_p_value(backend: Backend, chains: tuple[Chain, Chain], make: MakeProp
         ("draft_model", mutant_hidden_token),
         ("eagle3", mutant_q_of_another_draft),
         ("eagle3", mutant_other_ids),
+        ("draft_model other_ids", mutant_other_ids),
+        ("draft_model fewer", mutant_unnormalised_q),
+        ("draft_model padded", mutant_q_of_another_draft),
     ],
 )
 def test_mutants_of_the_proposal_are_rejected(

@@ -60,7 +60,7 @@ class Compiled(Exception):
 
 @interpreted
 @pytest.mark.usefixtures("garbage")
-@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "eagle3", "unfused"])
+@pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "padded", "eagle3", "unfused"])
 def test_no_garbage_is_used_as_an_index(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +70,9 @@ def test_no_garbage_is_used_as_an_index(
         spec = None
     elif method == "draft_model":
         spec = {"model": str(target), "num_speculative_tokens": 3}
+    elif method == "padded":
+        draft = save_checkpoint(tmp_path / "draft", max_len=128, vocabulary=300)
+        spec = {"model": str(draft), "num_speculative_tokens": 3}
     elif method == "eagle3":
         config = LLM(str(target), backend="torch").engine.runner.model.config
         hidden, vocabulary = config.hidden_size, config.vocab_size

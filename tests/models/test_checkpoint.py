@@ -148,6 +148,7 @@ BROKEN: dict[Callable[[Path], None], str] = {
     _no_model_type: "no `model_type`",
     _bad_value: "not a valid `llama` configuration: .*'hidden_size': .*(int|str)",
     _vocabulary: "do not fit",
+    _list_for_quantization: "not a valid `llama` configuration: 'list'",
     _bad_generation_json: "generation_config.json` is not valid JSON",
     _generation_list: "generation_config.json` must hold a JSON object",
     _bad_end: r"generation_config.json` gives `eos_token_id` as \[1, '2'\]: it must be a token id",
@@ -213,6 +214,16 @@ def _quantised(folder: Path) -> None:
     edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
 
 
+def _adapter(folder: Path) -> None:
+    stated = {"peft_type": "LORA", "base_model_name_or_path": "someone/base"}
+    (folder / "adapter_config.json").write_text(json.dumps(stated))
+
+
+def _adapter_alone(folder: Path) -> None:
+    _adapter(folder)
+    (folder / "config.json").unlink()
+
+
 def _encoder_decoder(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
 
@@ -222,8 +233,9 @@ UNSUPPORTED: dict[Callable[[Path], None], str] = {
     _own_code_of_a_known_type: "its own code",
     _unknown_type: "no causal language model of type `llama99`",
     _other_head: "LlamaForSequenceClassification",
-    _quantised: "awq",
-    _list_for_quantization: "Quantised weights",
+    _quantised: r"`quant_method`: awq.*requires gptqmodel",
+    _adapter: "adapter_config.json`: LORA, for `someone/base`.*merge_and_unload",
+    _adapter_alone: "adapter_config.json`: LORA",
     _encoder_decoder: "no causal language model of type `t5`",
 }
 

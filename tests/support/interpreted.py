@@ -55,12 +55,12 @@ CASES: dict[str, dict[str, Any]] = {
         "fp64_noise": True,
         "dtype": BF16,
     },
-    "1025, block, wider q, bf16": {
+    "1025, block, wider q in fp16, bf16": {
         "seed": 30,
         "fixed": {"rule": Rule.BLOCK, "temperature": 1.0},
         "wider": 3,
         "dtype": BF16,
-        "draft_dtype": BF16,
+        "draft_dtype": torch.float16,
     },
     "1025, coupled, min-p": {"seed": 7, "fixed": {**OFF, "min_p": 0.1, "rule": Rule.COUPLED}},
     "2100, junk, top-p": {"seed": 50, "junk": True, "fixed": {**OFF, "top_p": 0.5}},

@@ -28,7 +28,7 @@ class TableModel:
         self.bos = chain.vocabulary
         self.max_model_len = max_model_len
         self.layer_shapes: list[LayerShape] = []
-        self.dtype = torch.float32
+        self.dtype = chain.logits_CV.dtype
         self.device = torch.device("cpu")
         self.memory = torch.full((num_positions,), -1)
         self.num_tokens_computed = 0

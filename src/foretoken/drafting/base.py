@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
 
@@ -41,8 +41,7 @@ class DrafterSetup:
     Attributes:
         config: the engine's options; `speculation` are those of this drafter.
         vocab_size, max_model_len: the target's.
-        target_tokens: token text -> id of the target's tokenizer, or None without a tokenizer.
-        tokenizer: the target's, if it has one.
+        tokenizer: the target's (`PreTrainedTokenizerBase`), or None without one.
         embedding, head: weights [V, H] of the target itself; the head if `target_view` asks for it.
     """
 
@@ -52,8 +51,7 @@ class DrafterSetup:
     device: torch.device
     vocab_size: int
     max_model_len: int
-    target_tokens: dict[str, int] | None = None
-    tokenizer: Any | None = None
+    tokenizer: Any = None
     embedding: Tensor | None = None
     head: Tensor | None = None
 
@@ -78,8 +76,6 @@ class Drafter(ABC):
         then shared only among requests that agree in the token behind its last one.
     num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
         is found by others once the target has computed so many tokens past its end.
-    target_ids: int64 [V'], the target's id of each id that it proposes; None if they are the same.
-        With such a map q is one-hot: verification has no q over other ids.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
@@ -88,7 +84,6 @@ class Drafter(ABC):
     kv_bytes_per_block: int = 0
     bytes_per_slot: int = 0
     bytes_shared: int = 0
-    target_ids: Tensor | None = None
 
     @classmethod
     def target_view(cls, config: EngineConfig) -> TargetView:
@@ -206,16 +201,3 @@ def one_hot_block(drafts: Sequence[Sequence[int]], device: torch.device) -> Draf
         cache=None,
         real_q_B=torch.zeros(len(drafts), dtype=torch.bool, device=device),
     )
-
-
-def in_target_ids(drafts: DraftBlock, target_ids: Tensor) -> DraftBlock:
-    """One-hot drafts, each by the target's id of it; the padding of -1 stays.
-
-    Raises:
-        IntegrityError: they have a q over other ids than the target's, which nobody can verify.
-    """
-    if drafts.cache is not None:
-        raise IntegrityError("a drafter with `target_ids` proposed drafts with a q")
-    own_BK = drafts.token_BK
-    token_BK = torch.where(own_BK < 0, own_BK, target_ids[own_BK.clamp(min=0)])
-    return replace(drafts, token_BK=token_BK)

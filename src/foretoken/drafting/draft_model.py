@@ -1,4 +1,4 @@
-"""A small language model drafts for a large one that shares its tokenizer.
+"""A small language model drafts for a large one; see `vocabulary.py` if its tokens are others.
 
 Its K/V cache is addressed by the target's block ids, so accepting, rejecting and freeing need no
 bookkeeping here beyond one number per slot: how many leading tokens its cache holds. After steps
@@ -29,8 +29,9 @@ from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch, gather_batch
 from foretoken.drafting.base import Autoregressive, DrafterSetup, no_drafts
+from foretoken.drafting.vocabulary import DraftNetwork, Match, match_tokenizers
 from foretoken.errors import ConfigError
-from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
+from foretoken.models import load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, RoundDecoder, Rows, Rule
 from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
@@ -45,9 +46,10 @@ class DraftModel(Autoregressive):
 
     slots: SlotTable
 
-    def __init__(self, setup: DrafterSetup, model: CausalLM | None = None) -> None:
-        self.model = model or load_draft(setup)
-        super().__init__(setup, self.model, self.model.vocab_size)
+    def __init__(self, setup: DrafterSetup, network: DraftNetwork | None = None) -> None:
+        self.network = network or load_draft(setup)
+        self.model = self.network.model
+        super().__init__(setup, self.model, setup.vocab_size)
 
     def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
         """See `Autoregressive`; and how far the cache reaches, by slot and by block."""
@@ -71,7 +73,7 @@ class DraftModel(Autoregressive):
         warm = any(self.slots.requests[slot].params.temperature > 0 for slot, _ in wanted)
         cache = self._cache if warm else None
         fused = self.model.fused
-        if isinstance(fused, RoundDecoder):
+        if isinstance(fused, RoundDecoder) and self.network.ids is None:
             token_BK = self._draft_at_once(fused, wanted, cache)
         else:
             token_BK = self._draft_by_passes(wanted, cache)
@@ -126,7 +128,7 @@ class DraftModel(Autoregressive):
                 spans = [SlotSpan(slot, self.slots.length_S[slot] + i - 1, 1, 1) for slot in slots]
             else:
                 spans = [self._missing(slot) for slot in slots]
-            logits_AV = self.model.forward(self._gather(spans), self.kv).logits_NV
+            logits_AV = self.network.forward(self._gather(spans), self.kv)
             if cache is None:
                 token_A = logits_AV.argmax(dim=-1)
             else:
@@ -195,7 +197,7 @@ class DraftModel(Autoregressive):
                     room -= size
             if not spans:
                 return
-            self.model.forward(self._gather(spans), self.kv)
+            self.network.forward(self._gather(spans), self.kv)
             for span in spans:
                 self._advance(span.slot, span.start + span.num_tokens)
 
@@ -210,8 +212,13 @@ class DraftModel(Autoregressive):
         )
 
 
-def load_draft(setup: DrafterSetup) -> CausalLM:
-    """Load the draft model; `ConfigError` unless it has the target's vocabulary."""
+def load_draft(setup: DrafterSetup) -> DraftNetwork:
+    """Load the draft model.
+
+    Raises:
+        ConfigError: it shares too few tokens with the target; or it has another number of logits,
+            and there are no two tokenizers to compare.
+    """
     config = setup.config
     name = setup.speculation.model or BUILT_IN_DRAFTS.get(config.model)
     if name is None:
@@ -223,12 +230,10 @@ def load_draft(setup: DrafterSetup) -> CausalLM:
         local_files_only=config.local_files_only,
         weights=config.load_format == "auto",
     )
-    tokenizer = load_tokenizer(folder)
-    target = setup.target_tokens
-    if target is not None and tokenizer is not None and (draft := tokenizer.get_vocab()) != target:
-        num_differing = sum(target.get(token) != i for token, i in draft.items())
-        difference = f"{len(draft)} tokens where the target has {len(target)}"
-        raise _other_vocabulary(name, f"{difference}, {num_differing} with another id")
+    match, tokenizer = Match(None, {}), load_tokenizer(folder)
+    is_known = setup.tokenizer is not None and tokenizer is not None
+    if is_known:
+        match = match_tokenizers(name, setup.tokenizer, tokenizer)
     model = load_model(
         folder,
         device=setup.device,
@@ -238,13 +243,12 @@ def load_draft(setup: DrafterSetup) -> CausalLM:
         max_model_len=setup.max_model_len,
         shorten=True,
     )
-    if model.vocab_size != setup.vocab_size:
-        difference = f"{model.vocab_size} logits where the target has {setup.vocab_size}"
-        raise _other_vocabulary(name, difference)
-    return model
-
-
-def _other_vocabulary(name: str, difference: str) -> ConfigError:
-    bound = "a model with the target's vocabulary"
-    remedy = f"It has {difference}. Choose a draft that shares the target's tokenizer, or `ngram`."
-    return ConfigError("speculative_config.model", name, bound, remedy)
+    if not is_known and model.vocab_size != setup.vocab_size:
+        bound = "a model with the target's vocabulary, or with a tokenizer, as the target"
+        remedy = (
+            f"It has {model.vocab_size} logits where the target has {setup.vocab_size}; without "
+            "tokenizers nothing says which tokens are the same. Choose another, or `ngram`."
+        )
+        raise ConfigError("speculative_config.model", name, bound, remedy)
+    ids = match.ids(setup.vocab_size, model.vocab_size, setup.device)
+    return DraftNetwork(model, ids)

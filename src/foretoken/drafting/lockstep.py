@@ -43,8 +43,9 @@ class LockstepDraftModel(Autoregressive):
     slots: DeviceSlotTable
 
     def __init__(self, setup: DrafterSetup) -> None:
-        self.model = load_draft(setup)
-        super().__init__(setup, self.model, self.model.vocab_size)
+        self.network = load_draft(setup)
+        self.model = self.network.model
+        super().__init__(setup, self.model, setup.vocab_size)
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`; every request takes part in every pass, if only as padding."""
@@ -62,7 +63,7 @@ class LockstepDraftModel(Autoregressive):
                     most_queries=1, values_fit=True,
                 )  # fmt: skip
                 batch = ForwardBatch(drafts[-1], plan.position_KB[i], row_B, attention)
-            logits_BV = self.model.forward(batch, self.kv).logits_NV
+            logits_BV = self.network.forward(batch, self.kv)
             if cache is None:
                 drafts.append(logits_BV.argmax(dim=-1))
                 continue
@@ -90,11 +91,11 @@ class LockstepDraftModel(Autoregressive):
             behind_B = (state.length_S[rows.slot_D] - 1).clamp(min=1)  # the last has no block yet
             known = DraftRows(rows.slot_D, torch.zeros_like(behind_B), behind_B, most=1)
             plan = self.slots.steps.begin_round(state, known, _FIRST, max_len, self.block_size)
-            self.model.forward(ForwardBatch(*plan.first), self.kv)
+            self.network.forward(ForwardBatch(*plan.first), self.kv)
             return
         position_T = batch.position_T.clamp(max=self.model.max_model_len - 1)
         none_N = batch.logit_row_N[:0]
-        self.model.forward(batch._replace(position_T=position_T, logit_row_N=none_N), self.kv)
+        self.network.forward(batch._replace(position_T=position_T, logit_row_N=none_N), self.kv)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero the K/V of blocks that change hands if the model multiplies masked keys."""

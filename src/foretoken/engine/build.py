@@ -96,7 +96,6 @@ def _build(config: EngineConfig) -> Engine:
         setup = DrafterSetup(
             config=config, speculation=speculation, backend=backend, device=device,
             vocab_size=model.vocab_size, max_model_len=model.max_model_len,
-            target_tokens=tokenizer.get_vocab() if tokenizer is not None else None,
             tokenizer=tokenizer, embedding=model.embedding, head=model.head if view.head else None,
         )  # fmt: skip
         with reserving("the drafter was loaded", _SMALLER_DRAFT):

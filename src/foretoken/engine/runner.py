@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from foretoken.cache.batch import ForwardBatch, gather_step
 from foretoken.cache.kv_pool import KVPool
-from foretoken.drafting.base import Drafter, in_target_ids, no_drafts
+from foretoken.drafting.base import Drafter, no_drafts
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.memory import is_out_of_memory
 from foretoken.engine.memory_plan import MemoryPlan
@@ -143,8 +143,6 @@ class Runner:
         if self.drafter is None or not asked.most:
             return asked, no_drafts(len(rows.slot_D), self.slots.device)
         drafts = self.drafter.propose(asked)
-        if self.drafter.target_ids is not None:
-            drafts = in_target_ids(drafts, self.drafter.target_ids)
         # An id that the target lacks is rejected, but passes through it first: as its last one.
         self.slots.write_drafts(asked, drafts, self.model.vocab_size - 1)
         return asked, drafts

@@ -71,7 +71,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: no such file, not JSON, not an object, or without `model_type`.
+        UnsupportedModelError: the folder holds an adapter.
     """
+    check_no_adapter(folder)
     path = folder / "config.json"
     config = read_json(path)
     if not isinstance(config.get("model_type"), str):
@@ -151,11 +153,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_weights(folder: Path) -> list[Path]:
+def check_no_adapter(folder: Path) -> None:
+    """Raise `UnsupportedModelError` for a LoRA adapter: Transformers might apply it in silence."""
+    path = folder / "adapter_config.json"
+    with reading(path):
+        if not path.exists():
+            return
+    stated = read_json(path)
+    kind, base = stated.get("peft_type", "of no type"), stated.get("base_model_name_or_path")
+    raise UnsupportedModelError(
+        f"`{folder}` holds an adapter (`adapter_config.json`: {kind}, for `{base}`), which is not "
+        "supported. Merge it into its model's weights once, where `peft` is installed: "
+        "`merge_and_unload().save_pretrained(folder)`."
+    )
+
+
+def check_weights(folder: Path, *, plain: bool = True) -> list[Path]:
     """Check that the folder's safetensors files are all there, whole, and hold plain numbers.
 
     Reads headers only (0.3 ms for the embedded model), so that a truncated download is reported
     by name and size, before a loader fails somewhere inside.
+
+    Args:
+        plain: False takes weights of any type, for who knows what they mean.
 
     Returns:
         These files.
@@ -168,7 +188,7 @@ def check_weights(folder: Path) -> list[Path]:
     with reading(folder):
         files = sorted(path.name for path in folder.iterdir() if path.is_file())
     if "model.safetensors" in files:
-        _check_dtypes(folder / "model.safetensors")
+        _check_dtypes(folder / "model.safetensors", plain)
         return [folder / "model.safetensors"]
     if index_path.name not in files:
         pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
@@ -191,23 +211,24 @@ def check_weights(folder: Path) -> list[Path]:
             "named in the index but is not there. Download the model again."
         )
     for shard, wanted in shards.items():
-        absent = sorted(wanted - _check_dtypes(folder / shard).keys())
+        absent = sorted(wanted - _check_dtypes(folder / shard, plain).keys())
         if absent:
             raise CheckpointError(f"`{folder / shard}` lacks the tensor `{absent[0]}`.")
     return [folder / shard for shard in shards]
 
 
-def _check_dtypes(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file whose weights are ordinary floating-point numbers.
+def _check_dtypes(path: Path, plain: bool) -> dict[str, Any]:
+    """The header of a safetensors file; if `plain`, its weights are floating-point numbers.
 
     Others would be read as if their scale were 1. Integers that are no weights are left alone.
     """
     header = _read_header(path)
     for name, entry in header.items():
-        if name.endswith(".weight") and entry.get("dtype") not in _WEIGHT_DTYPES:
+        if plain and name.endswith(".weight") and entry.get("dtype") not in _WEIGHT_DTYPES:
             raise UnsupportedModelError(
-                f"`{path}` stores `{name}` as {entry.get('dtype')}: quantised weights are not "
-                "supported. Use a checkpoint in bfloat16, float16 or float32."
+                f"`{path}` stores `{name}` as {entry.get('dtype')}, and `config.json` has no "
+                "`quantization_config` that says what it means. Use a checkpoint in bfloat16, "
+                "float16 or float32."
             )
     return header
 

@@ -21,6 +21,7 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import UnsupportedModelError
 from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_context
 from foretoken.models.causal_lm import CausalLM
+from foretoken.models.checkpoint import first_line
 from foretoken.ops import AttentionCall
 from foretoken.slots.step import SlotSpan
 from foretoken.slots.table import SlotTable
@@ -63,8 +64,8 @@ _BLOCK = 4  # tokens per cache block there
 def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
     """The class that `config.json` names, the first if it names none.
 
-    Remote code, another architecture and quantised weights are refused. `class_names` are what
-    Transformers has for the `model_type`: a causal language model, then one of pictures or sound.
+    Remote code and another architecture are refused. `class_names` are what Transformers has for
+    the `model_type`: a causal language model, then one of pictures or sound.
     """
     names = raw.get("architectures") or []
     same = [name for name in class_names if name in map(str, names)]
@@ -83,13 +84,33 @@ def check_config(raw: dict[str, Any], class_names: list[str]) -> str:
             f"The checkpoint is of architecture {names}; for `{raw['model_type']}` we run "
             f"`{class_names[0]}`."
         )
-    if given := raw.get("quantization_config"):
-        method = given.get("quant_method", "unknown") if isinstance(given, dict) else "unknown"
-        raise UnsupportedModelError(
-            f"Quantised weights (`quant_method`: {method}) are not supported. Use a checkpoint in "
-            "bfloat16, float16 or float32."
-        )
     return (same or class_names)[0]
+
+
+def check_quantisation(config: Any) -> bool:
+    """Whether the weights are quantised; if so, Transformers has all that it takes to load them.
+
+    Weights that can be turned back into ordinary numbers will be (the configuration is changed):
+    any backend's decoder runs those, and no kernels are fetched from elsewhere.
+    """
+    given: Any = getattr(config, "quantization_config", None)
+    given = given or getattr(config.get_text_config(), "quantization_config", None)
+    if not given:
+        return False
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        quantiser = AutoHfQuantizer.from_config(dict(given), pre_quantized=True)
+        if hasattr(quantiser.quantization_config, "dequantize"):
+            given["dequantize"] = quantiser.quantization_config.dequantize = True
+        quantiser.validate_environment(device_map=None)
+    except Exception as error:
+        method = given.get("quant_method")
+        raise UnsupportedModelError(
+            f"Quantised weights (`quant_method`: {method}) cannot be loaded here: "
+            f"{first_line(error).rstrip('.')}. Or use a checkpoint in bfloat16, float16 or float32."
+        ) from error
+    return True
 
 
 def check_class(model_class: Any, config: Any) -> None:

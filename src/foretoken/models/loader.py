@@ -69,11 +69,15 @@ def load_model(
     backend = get_backend(backend) if isinstance(backend, str) else backend
     folder = resolve_checkpoint(path_or_name)
     raw = read_config(folder)
-    if dummy_seed is None:
-        check_weights(folder)
     with quiet_transformers():
         check_generation_config(folder)
         config, model_class = _config_and_class(folder, raw)
+        is_quantised = guards.check_quantisation(config)
+        if dummy_seed is None:
+            check_weights(folder, plain=not is_quantised)
+        elif is_quantised:
+            bound = "`auto` for quantised weights: random ones would be of another kind"
+            raise ConfigError("load_format", "dummy", bound)
         torch_dtype = _choose_dtype(dtype, config, device)
         limit = _choose_max_len(max_model_len, config, shorten)
         register_attention()
@@ -138,6 +142,8 @@ def _fused(
 ) -> Decoder | None:
     """The backend's decoder in the module's stead, if it implements all that the module has."""
     try:
+        if getattr(module, "is_quantized", False):
+            raise UnfitError("its weights are quantised")
         return backend.decoder(module, calls, positions)
     except UnfitError as reason:
         _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
@@ -165,6 +171,9 @@ def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
 def _weighted_module(
     model_class: Any, config: Any, folder: Path, dtype: torch.dtype, device: torch.device
 ) -> Any:
+    # Layers of quantised weights choose their kernels by the device that they are loaded to.
+    quantisation = getattr(config, "quantization_config", None) or {"dequantize": True}
+    is_placed = device.type != "cpu" and not quantisation.get("dequantize")
     try:
         module, info = model_class.from_pretrained(
             folder,
@@ -175,6 +184,7 @@ def _weighted_module(
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below, by name
+            device_map=device if is_placed else None,
         )
     except Exception as error:
         raise CheckpointError(
@@ -184,7 +194,8 @@ def _weighted_module(
     mismatched = sorted(key[0] for key in info["mismatched_keys"])
     check_fit(folder, {"missing": sorted(info["missing_keys"]), "mismatched": mismatched})
     check_leftovers(module, info["unexpected_keys"], folder)
-    return module.to(device).eval().requires_grad_(False)
+    module = module if is_placed else module.to(device)
+    return module.eval().requires_grad_(False)
 
 
 def _dummy_module(

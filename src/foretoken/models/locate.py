@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import CheckpointError, ConfigError
-from foretoken.models.checkpoint import TOKENIZER_FILES, first_line, reading
+from foretoken.models.checkpoint import TOKENIZER_FILES, check_no_adapter, first_line, reading
 
 BUILT_IN = ("tiny-python", "tiny-python-draft")
 """Checkpoints that come with the package, under `foretoken/assets`."""
@@ -24,7 +24,7 @@ BUILT_IN = ("tiny-python", "tiny-python-draft")
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"
 # Nothing that could run code (`*.py`, pickled weights), and no second copy of the weights, such as
 # `consolidated.safetensors` or a folder `onnx`.
-_SETTINGS = ("config.json", "generation_config.json", *TOKENIZER_FILES)
+_SETTINGS = ("config.json", "generation_config.json", "adapter_config.json", *TOKENIZER_FILES)
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.safetensors", "model.safetensors.index.json")
 _PATIENCE = 0.5  # seconds until a download shows its bars; to find all in the cache takes less
 
@@ -105,6 +105,7 @@ def _from_hub(name: str, revision: str | None, local_only: bool, weights: bool) 
     except Exception as error:
         raise CheckpointError(_explain(error, name, revision, local_only)) from error
     folder = Path(snapshot)
+    check_no_adapter(folder)
     if weights and not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"`{folder}` holds no weights of `{name}` in safetensors. Either the repository has "

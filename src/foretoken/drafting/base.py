@@ -22,12 +22,10 @@ import torch
 from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
-from foretoken.cache.kv_pool import KVPool
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
-from foretoken.models import CausalLM, TargetView
-from foretoken.models.eagle3 import Eagle3Head
-from foretoken.ops import Backend, DraftBlock, DraftCache
+from foretoken.models import TargetView
+from foretoken.ops import Backend, DraftBlock
 from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
@@ -142,38 +140,6 @@ class Drafter(ABC):
     def held_slots(self) -> Iterable[int]:
         """Slots for which it keeps anything, to be found empty when no request has them."""
         return ()
-
-
-class Autoregressive(Drafter):
-    """What drafters that run a model keep: its K/V by the target's block ids, and q by slot.
-
-    `probabilistic` (q kept for verification) or `greedy` (one-hot).
-    """
-
-    options = frozenset({"model", "revision", "draft_sample_method"})
-    slots: Any
-
-    def __init__(self, setup: DrafterSetup, model: CausalLM | Eagle3Head, vocab_size: int) -> None:
-        """model: keeps K/V; vocab_size: tokens that q is over."""
-        self.config, self.backend, self.block_size = setup.config, setup.backend, setup.block_size
-        self._network = model
-        self.probabilistic = setup.speculation.draft_sample_method != "greedy"
-        num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
-        self._cache_shape = (num_drafts, vocab_size, model.dtype)
-        one = DraftCache.empty(1, *self._cache_shape, torch.device("meta"))
-        self.bytes_per_slot = one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes
-        shape = (model.layer_shapes, setup.block_size, model.dtype)
-        self.kv_bytes_per_block = KVPool.bytes_per_block(*shape)
-
-    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
-        """K/V for as many blocks as the target has, and q for every slot, the spare too."""
-        model, size = self._network, self.block_size
-        self.slots, self._cache = slots, None
-        if self.probabilistic:
-            count = len(slots.state.length_S)
-            self._cache = DraftCache.empty(count, *self._cache_shape, model.device)
-        shape = (model.layer_shapes, num_blocks, size)
-        self.kv = KVPool(*shape, dtype=model.dtype, device=model.device)
 
 
 @cache

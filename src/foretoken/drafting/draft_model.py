@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch, gather_batch
-from foretoken.drafting.base import Autoregressive, DrafterSetup, no_drafts
+from foretoken.drafting.autoregressive import Autoregressive
+from foretoken.drafting.base import DrafterSetup, no_drafts
 from foretoken.drafting.vocabulary import DraftNetwork, Match, match_tokenizers
 from foretoken.errors import ConfigError
 from foretoken.models import load_model, load_tokenizer, resolve_checkpoint

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig
-from foretoken.drafting.base import Autoregressive, DrafterSetup, no_drafts, q_flags
+from foretoken.drafting.autoregressive import Autoregressive
+from foretoken.drafting.base import DrafterSetup, no_drafts, q_flags
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView, resolve_checkpoint
 from foretoken.models.checkpoint import parse_config, quiet_transformers, read_config

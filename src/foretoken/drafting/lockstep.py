@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from foretoken.cache.batch import ForwardBatch
-from foretoken.drafting.base import Autoregressive, DrafterSetup, q_flags
+from foretoken.drafting.autoregressive import Autoregressive
+from foretoken.drafting.base import DrafterSetup, q_flags
 from foretoken.drafting.draft_model import load_draft
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, Noise, Rows
 from foretoken.ops.steps import DraftRows

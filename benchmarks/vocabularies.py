@@ -79,9 +79,7 @@ def main() -> None:
             draft = DRAFT if known is None else folder
             rows += [measure(draft, known, t, args.prompts) for t in (0.0, 0.8)]
     shapes = {"target": TARGET, "draft": DRAFT, "prompts": args.prompts, "max_tokens": 96, "k": 5}
-    notes = [
-        "Deterministic: seeds and prompts are fixed. The draft learnt with the whole tokenizer."
-    ]
+    notes = ["Seeds and prompts are fixed. The draft learnt with the whole tokenizer."]
     record("vocabularies", args, shapes, rows, notes)
 
 

@@ -28,7 +28,9 @@ def speculation(draft: Path) -> str:
     return json.dumps({"model": str(draft), "num_speculative_tokens": 3})
 
 
-def test_tables_results_and_figure(target: Path, speculation: str, tmp_path: Path) -> None:
+def test_tables_results_and_figure(
+    target: Path, draft: Path, speculation: str, tmp_path: Path
+) -> None:
     path, figure = tmp_path / "my-run.json", tmp_path / "run.svg"
     result = bench(
         "--model", target, "--speculative-config", speculation, "--compare",
@@ -46,7 +48,7 @@ def test_tables_results_and_figure(target: Path, speculation: str, tmp_path: Pat
     ]
     shapes = found.shapes
     assert shapes["model"] == target.name
-    assert shapes["speculation"]["model"] == "draft0"
+    assert shapes["speculation"]["model"] == draft.name
     assert shapes["sampling"] == {"temperature": 0.7, "top_p": 0.9, "top_k": 9}
     assert (shapes["engine"]["threads"], shapes["engine"]["max_num_seqs"]) == (1, 2)
     for row in found.rows:

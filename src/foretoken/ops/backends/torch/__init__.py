@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from foretoken.ops.dispatch import Kernels
 
 
@@ -15,6 +17,7 @@ def load() -> Kernels:
     from foretoken.ops.backends.torch import (
         attention,
         draft,
+        evidence,
         logprobs,
         process,
         sample,
@@ -27,6 +30,9 @@ def load() -> Kernels:
         sample=sample.sample,
         draft=draft.draft,
         verify=verify.verify,
+        evidence=partial(
+            evidence.evidence, evidence.Kernels(process.process_logits, logprobs.logprobs)
+        ),
         logprobs=logprobs.logprobs,
         attention=attention.attention,
         steps=steps,

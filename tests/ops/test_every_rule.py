@@ -121,7 +121,7 @@ def test_one_rule_cannot_pass_for_another() -> None:
 
 PLACES = {
     "src/foretoken/ops/types.py": "{rule} = {number}",
-    "src/foretoken/config.py": '"{rule}"',
+    "src/foretoken/config/speculative.py": '"{rule}"',
     "src/foretoken/ops/rules.py": "rule.{rule}: ",
     "src/foretoken/ops/backends/torch/verify.py": "",
     "src/foretoken/ops/backends/reference/_rules.py": "rule.{rule}: ",

@@ -1,0 +1,30 @@
+"""Options of the engine and of speculation: names, defaults, bounds. No torch.
+
+Charter: every default lives here and is documented here; every value is checked here, once, with
+the nearest valid name for an unknown key. Environment switches, if there ever are any, too.
+"""
+
+from foretoken.config.checks import check_choice, check_int, check_number, plain
+from foretoken.config.engine import BLOCK_SIZES, DTYPES, EngineConfig
+from foretoken.config.speculative import (
+    LOSSLESS_METHODS,
+    MAX_SPECULATIVE_TOKENS,
+    REJECTION_SAMPLE_METHODS,
+    SpeculativeConfig,
+    check_synthetic,
+)
+
+__all__ = [
+    "BLOCK_SIZES",
+    "DTYPES",
+    "LOSSLESS_METHODS",
+    "MAX_SPECULATIVE_TOKENS",
+    "REJECTION_SAMPLE_METHODS",
+    "EngineConfig",
+    "SpeculativeConfig",
+    "check_choice",
+    "check_int",
+    "check_number",
+    "check_synthetic",
+    "plain",
+]

@@ -1,0 +1,56 @@
+"""Bounds of options: each check raises `ConfigError` with the value, the bound and the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from os import PathLike, fspath
+from typing import Any
+
+from foretoken.errors import ConfigError
+
+
+def plain(value: Any) -> Any:
+    """A number or truth value of numpy or torch as Python's own; anything else as it is."""
+    is_scalar = getattr(value, "shape", None) == () and hasattr(value, "item")
+    return value.item() if is_scalar else value
+
+
+def check_int(field: str, value: Any, low: int, high: int | None = None, remedy: str = "") -> None:
+    """Raise `ConfigError` unless `value` is an int in [low, high]; bool is not an int here."""
+    bad_type = isinstance(value, bool) or not isinstance(value, int)
+    if bad_type or value < low or (high is not None and value > high):
+        bound = f"an integer >= {low}" if high is None else f"an integer in [{low}, {high}]"
+        raise ConfigError(field, value, bound, remedy)
+
+
+def check_number(field: str, value: Any, low: float, high: float, remedy: str = "") -> None:
+    """Raise `ConfigError` unless `value` is a number in [low, high]; bool and NaN are none here."""
+    bad_type = isinstance(value, bool) or not isinstance(value, (int, float))
+    if bad_type or not low <= value <= high:
+        raise ConfigError(field, value, f"a number in [{low:g}, {high:g}]", remedy)
+
+
+def check_choice(field: str, value: Any, choices: tuple[str, ...], remedy: str = "") -> None:
+    """Raise `ConfigError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(field, value, f"one of {', '.join(choices)}", remedy)
+
+
+def check_model(field: str, value: Any, remedy: str = "") -> str:
+    """The name, folder or hub id of a model as a string; `ConfigError` if it is none of them."""
+    text = fspath(value) if isinstance(value, PathLike) else value
+    if not isinstance(text, str) or not text:
+        raise ConfigError(field, value, "a model name, a folder or a hub id", remedy)
+    return text
+
+
+def check_revision(field: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is None or may be a branch, a tag or a commit."""
+    if value is not None and (not isinstance(value, str) or not value):
+        raise ConfigError(field, value, "a branch, a tag or a commit", "None means `main`.")
+
+
+def make_plain(config: Any) -> None:
+    """Numbers of numpy and torch among a frozen dataclass's fields become Python's own."""
+    for f in fields(config):
+        object.__setattr__(config, f.name, plain(getattr(config, f.name)))

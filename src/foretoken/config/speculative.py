@@ -1,0 +1,203 @@
+"""Options of speculation: how tokens are drafted and verified."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from os import PathLike, fspath
+from typing import Any, Self
+
+from foretoken.config.checks import (
+    check_choice,
+    check_int,
+    check_model,
+    check_number,
+    check_revision,
+    make_plain,
+)
+from foretoken.errors import ConfigError, check_known_keys
+from foretoken.foreign import SPECULATIVE_FIELDS, without_foreign
+
+DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
+LOSSLESS_METHODS = ("standard", "block", "coupled")
+REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
+MAX_SPECULATIVE_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """How tokens are drafted and verified.
+
+    Attributes:
+        method: the drafter: `draft_model`, `eagle3`, `ngram` or `suffix` (names registered in
+            `drafting/registry.py`). None: `draft_model` if `model` is given, else an error.
+        model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
+            built-in target `tiny-python` means its own draft, `tiny-python-draft`.
+        revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
+        num_speculative_tokens: K >= 1, the most tokens drafted per step.
+        prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
+            None: 2 and 4.
+        suffix_corpus: a file of UTF-8 text, in which `suffix` looks up what tokens follow.
+        suffix_decoding_max_tree_depth: most tokens of a match that are compared.
+        suffix_decoding_max_cached_requests: finished requests whose output is looked up, too; the
+            oldest makes room for a new one. 0: no request sees what others put out.
+        suffix_decoding_max_cached_tokens: most tokens of these outputs together, 28 bytes each.
+        suffix_decoding_max_spec_factor: most drafts per token of the match.
+        suffix_decoding_min_token_prob: drafts go on while the product of the frequencies with which
+            they followed is at least this.
+        draft_sample_method: `probabilistic` (None means this) draws drafts from q and verifies
+            with it; `greedy` drafts the argmax and verifies it as one-hot.
+        rejection_sample_method: the verification rule of requests that name none: `standard`,
+            `block`, `coupled` (lossless, all three) or `synthetic` (see docs/verification.md).
+        synthetic_acceptance_rate, synthetic_acceptance_rates, synthetic_acceptance_length: exactly
+            one of them with `synthetic`, none of them without; all None by default. The rate is the
+            mean, over positions i = 1..K, of the probability that the first i drafts are all
+            accepted, in [0, 1]. The rates are these K probabilities, none above the one before. The
+            length is the mean of accepted drafts + 1, in [1, K + 1].
+
+    An option that the method does not take is refused when its drafter is built.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    revision: str | None = None
+    num_speculative_tokens: int = 4
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
+    suffix_corpus: str | None = None
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_cached_tokens: int = 2**20
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
+    draft_sample_method: str | None = None
+    rejection_sample_method: str = "standard"
+    synthetic_acceptance_rate: float | None = None
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    synthetic_acceptance_length: float | None = None
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        where = "speculative_config."
+        if self.model is not None:
+            remedy = "Leave it out for the draft model that comes with the target, if one does."
+            object.__setattr__(self, "model", check_model(where + "model", self.model, remedy))
+        check_revision(where + "revision", self.revision)
+        remedy = "Pass speculative_config=None to decode without speculation."
+        most = MAX_SPECULATIVE_TOKENS
+        check_int(where + "num_speculative_tokens", self.num_speculative_tokens, 1, most, remedy)
+        shortest, longest = self.lookup_sizes
+        check_int(where + "prompt_lookup_min", shortest, 1)
+        remedy = "It must not be smaller than `prompt_lookup_min`."
+        check_int(where + "prompt_lookup_max", longest, shortest, remedy=remedy)
+        self._check_suffix(where)
+        method = self.draft_sample_method
+        gumbel = "`gumbel` is called `probabilistic` here: drafts are drawn by Gumbel-max from q."
+        if method is not None:
+            remedy = gumbel if method == "gumbel" else ""
+            check_choice(where + "draft_sample_method", method, DRAFT_SAMPLE_METHODS, remedy)
+        rule = self.rejection_sample_method
+        check_choice(where + "rejection_sample_method", rule, REJECTION_SAMPLE_METHODS)
+        self._check_synthetic(where)
+        if self.method is None:
+            if self.model is None:
+                remedy = "Use `draft_model` or `eagle3` (with `model`), `ngram` or `suffix`."
+                raise ConfigError(where + "method", None, "given", remedy)
+            object.__setattr__(self, "method", "draft_model")
+
+    def _check_suffix(self, where: str) -> None:
+        corpus, where = self.suffix_corpus, where + "suffix_"
+        if corpus is not None:
+            path = fspath(corpus) if isinstance(corpus, PathLike) else corpus
+            if not isinstance(path, str) or not path:
+                raise ConfigError(where + "corpus", corpus, "a file of UTF-8 text")
+            object.__setattr__(self, "suffix_corpus", path)
+        where += "decoding_"
+        depth = self.suffix_decoding_max_tree_depth
+        check_int(where + "max_tree_depth", depth, 1, 2**31 - 1)
+        check_int(where + "max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
+        off = "`suffix_decoding_max_cached_requests=0` keeps none."
+        tokens = self.suffix_decoding_max_cached_tokens
+        check_int(where + "max_cached_tokens", tokens, 1024, 2**31 - 1, off)
+        remedy = f"With matches of up to {depth} tokens there would be no drafts below."
+        factor = self.suffix_decoding_max_spec_factor
+        check_number(where + "max_spec_factor", factor, 1 / depth, MAX_SPECULATIVE_TOKENS, remedy)
+        check_number(where + "min_token_prob", self.suffix_decoding_min_token_prob, 0, 1)
+
+    def _check_synthetic(self, where: str) -> None:
+        options = {name: getattr(self, name) for name in _SYNTHETIC}
+        if self.rejection_sample_method == "synthetic":
+            check_synthetic(where, self.num_speculative_tokens, options)
+        elif given := [name for name in _SYNTHETIC if options[name] is not None]:
+            bound = f"left out with rejection_sample_method `{self.rejection_sample_method}`"
+            remedy = "Set `rejection_sample_method` to `synthetic`, or leave it out."
+            raise ConfigError(where + given[0], options[given[0]], bound, remedy)
+        if self.synthetic_acceptance_rates is not None:
+            rates = tuple(map(float, self.synthetic_acceptance_rates))
+            object.__setattr__(self, "synthetic_acceptance_rates", rates)
+
+    @property
+    def lookup_sizes(self) -> tuple[int, int]:
+        """Shortest and longest n-gram to look up, defaults filled in; each follows the other."""
+        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        if shortest is None:
+            shortest = 2 if longest is None else min(2, longest)
+        return shortest, max(4, shortest) if longest is None else longest
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any] | str | Self | None) -> Self | None:
+        """Accept a dict, its JSON text, an instance, or None (no speculation)."""
+        if given is None or isinstance(given, cls):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except json.JSONDecodeError as error:
+                remedy = f"The parser says: {error}."
+                raise ConfigError("speculative_config", given, "a JSON object", remedy) from error
+        if not isinstance(given, Mapping):
+            raise ConfigError("speculative_config", given, "a JSON object or a dict")
+        given = without_foreign(given, SPECULATIVE_FIELDS, ConfigError)
+        check_known_keys("speculative_config", given, [f.name for f in fields(cls)])
+        return cls(**given)
+
+
+_SYNTHETIC = tuple(f"synthetic_acceptance_{kind}" for kind in ("rate", "rates", "length"))
+
+
+def check_synthetic(where: str, count: int, options: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` unless exactly one of the three is given, and in range.
+
+    Args:
+        where: stands before a name in an error.
+        count: num_speculative_tokens, K.
+        options: `synthetic_acceptance_rate`, `_rates` and `_length`, None if not given.
+    """
+    given = [name for name in _SYNTHETIC if options[name] is not None]
+    one = "Rule `synthetic` takes exactly one of the three."
+    if not given:
+        first, *others = _SYNTHETIC
+        raise ConfigError(where + first, None, f"given, or one of {', '.join(others)}", one)
+    if len(given) > 1:
+        raise ConfigError(where + given[1], options[given[1]], f"left out beside `{given[0]}`", one)
+    field, value = where + given[0], options[given[0]]
+    if given[0] == "synthetic_acceptance_rate":
+        check_number(field, value, 0, 1)
+    elif given[0] == "synthetic_acceptance_length":
+        bonus = "It counts the bonus token: at most num_speculative_tokens + 1."
+        check_number(field, value, 1, count + 1, bonus)
+    else:
+        _check_rates(field, value, count)
+
+
+def _check_rates(field: str, given: Any, count: int) -> None:
+    """K unconditional rates; each is in [0, 1] and at most the one before."""
+    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != count:
+        bound = f"a list of num_speculative_tokens = {count} numbers in [0, 1]"
+        raise ConfigError(field, given, bound)
+    before = 1.0
+    for i, rate in enumerate(given):
+        remedy = f"It is the chance that the first {i + 1} drafts are all accepted: it cannot rise."
+        check_number(f"{field}[{i}]", rate, 0, before, remedy)
+        before = float(rate)

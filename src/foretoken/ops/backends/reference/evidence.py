@@ -74,7 +74,7 @@ def _p(row: Row, params: SlotParams, s: int) -> Row:
     if not is_finite(row):
         return np.zeros(len(row))
     if params.temperature_S[s] == 0:
-        return np.eye(1, len(row), int(np.argmax(row)))[0]
+        return np.asarray(np.arange(len(row)) == np.argmax(row), np.float64)
     return softmax(row)
 
 

@@ -54,7 +54,7 @@ class _Asked(NamedTuple):
 def evidence(kernels: Kernels, given: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
     """See `Backend.evidence`."""
     most_logits = (given.drafts.token_BK.shape[1] + 1) * given.logits_NV.shape[1]
-    parts = request_R.split(max(_AT_ONCE // most_logits, 1))
+    parts = torch.split(request_R, max(_AT_ONCE // most_logits, 1))
     found = [_evidence(kernels, given, verdict, part_R) for part_R in parts]
     return Evidence(*(torch.cat(column) for column in zip(*found, strict=True)))
 
@@ -76,9 +76,10 @@ def _evidence(
     p_R1, _ = _p(asked, accepted_R1, last_R1)
     q_RK = _q_of_drafts(asked, index_RK)
     q_R1 = _q_of_last(asked, q_RK, accepted_R1, last_R1)
-    key_R1, position_R1 = given.params.key_S[slot_R, None], given.position_B[request_R, None]
-    name = (key_R1.expand_as(index_RK), position_R1 + index_RK, index_RK)
-    u_M = first_uniform(*(part.flatten() for part in name), Stream.ACCEPT, given.fp64_noise)
+    key_M = given.params.key_S[slot_R].repeat_interleave(most)
+    index_M = index_RK.flatten()
+    position_M = given.position_B[request_R].repeat_interleave(most) + index_M
+    u_M = first_uniform(key_M, position_M, index_M, Stream.ACCEPT, given.fp64_noise)
     mass_RK = torch.full_like(p_RK, torch.nan)
     if Rule.BLOCK in given.params.rules and most > 1:
         mass_RK[:, :-1] = _masses(asked, p_RK, q_RK, finite_RK)

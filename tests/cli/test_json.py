@@ -50,7 +50,7 @@ def documented() -> list[str]:
 
 
 def test_every_key_is_documented_and_there() -> None:
-    wanted = ["--json", "--logprobs", "2", "--prompt-logprobs", "1"]
+    wanted = ["--json", "--trace", "--logprobs", "2", "--prompt-logprobs", "1"]
     result = CliRunner().invoke(cli.app, ["generate", "abcabc", *OPTIONS, *wanted])
     (line,) = result.stdout.splitlines()
     data = json.loads(line)
@@ -59,6 +59,12 @@ def test_every_key_is_documented_and_there() -> None:
     for sample in data["outputs"]:
         assert [row[0]["token_id"] for row in sample["logprobs"]] == sample["token_ids"]
         assert all(2 <= len(row) <= 3 for row in sample["logprobs"])
+    tokens = [token for sample in data["outputs"] for token in sample["trace"]]
+    dropped = [draft for token in tokens for draft in token["dropped"]]
+    assert dropped
+    assert all(draft.keys() == tokens[0].keys() - {"dropped"} for draft in dropped)
+    for token in tokens:
+        token["dropped"] = []
     assert data["prompt_logprobs"][0] is None
     places = data.pop("prompt_logprobs")[1:]
     assert [row[0]["token_id"] for row in places] == data["prompt_token_ids"][1:]

@@ -40,7 +40,7 @@ class TokenTrace:
             `unread` behind a rejected one, or `accepted` behind the token that ended the sample.
         p: the target's probability of the token.
         q: the drafter's, in the same place; None if it had none to give: no draft stood there, or
-            its q is one-hot, 1 for the draft and 0 for all else.
+            its q is one-hot, 1 for the draft and 0 for all else, as it is under `coupled`.
         drafter: who drafted in this round; None if nobody did.
         draft_index: of a draft, its index in the round, from 0.
         u: the uniform random number of a draft's acceptance test; None where no number decides,

@@ -163,9 +163,10 @@ class Backend:
     def evidence(self, batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
         """What some requests of a verification were decided by: p, q and u of all their drafts.
 
-        Both are of processed rows: at T=0 p is 1 for the argmax, and q is one-hot. Under COUPLED,
-        which compares draws, they are the probabilities of these. Of a target row that is not
-        finite p is 0. Drafts behind a rejected one have their numbers, too.
+        Both are of processed rows. At T=0 p is 1 for the argmax; under COUPLED, which compares
+        draws, it is the probability of these. In neither case is anything of q read: it is one-hot.
+        Of a target row that is not finite p is 0. Drafts behind a rejected one have their numbers,
+        too.
 
         Args:
             batch: what was verified; its q must still be in the cache.

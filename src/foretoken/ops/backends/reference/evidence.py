@@ -61,7 +61,7 @@ def evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidenc
         y = int(verdict.token_BK1[b, tau])
         out.p_RK1[r, most] = _of(p[tau], y)
         out.q_RK1[r, most] = _of(q[tau][1], y) if tau < num and q[tau][0] > 0 else 0.0
-        out.real_q_R[r] = _is_real(drafts, b, slot.temperature)
+        out.real_q_R[r] = _is_real(drafts, b, params, s)
     return out
 
 
@@ -78,8 +78,9 @@ def _p(row: Row, params: SlotParams, s: int) -> Row:
     return softmax(row)
 
 
-def _is_real(drafts: DraftBlock, b: int, temperature: float) -> bool:
-    return temperature > 0 and drafts.cache is not None and bool(drafts.real_q_B[b])
+def _is_real(drafts: DraftBlock, b: int, params: SlotParams, s: int) -> bool:
+    own_draw = params.temperature_S[s] == 0 or params.rule_S[s] == Rule.COUPLED
+    return not own_draw and drafts.cache is not None and bool(drafts.real_q_B[b])
 
 
 def _q(
@@ -90,7 +91,7 @@ def _q(
     q, none = np.zeros(vocabulary), np.zeros(vocabulary)
     if x < 0 or (x >= vocabulary and params.rule_S[s] == Rule.SYNTHETIC):
         return 0.0, none
-    if drafts.cache is None or not _is_real(drafts, b, temperature):
+    if drafts.cache is None or not _is_real(drafts, b, params, s):
         q[x : x + 1] = 1.0
         return 1.0, q
     if not math.isfinite(float(drafts.cache.lse_SK[s, i])):

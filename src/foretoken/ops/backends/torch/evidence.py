@@ -66,8 +66,9 @@ def _evidence(
     most, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
     index_RK = torch.arange(most, device=slot_R.device).expand(len(slot_R), most)
     token_RK = drafts.token_BK[request_R].long()
-    warm_R = given.params.temperature_S[slot_R] > 0
-    real_q_R = drafts.real_q_B[request_R] & warm_R
+    own_R = given.params.temperature_S[slot_R] == 0
+    own_R = own_R | (given.params.rule_S[slot_R] == Rule.COUPLED)
+    real_q_R = drafts.real_q_B[request_R] & ~own_R
     first_row_R = (rows_B.cumsum(0) - rows_B)[request_R]
     asked = _Asked(kernels, given, slot_R, drafts.num_B[request_R], first_row_R, real_q_R, token_RK)
     accepted_R1 = verdict.n_accept_B[request_R, None]

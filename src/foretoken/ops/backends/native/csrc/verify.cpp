@@ -59,13 +59,10 @@ struct Request {
     if (i >= batch.num_B[index] || token(i) < 0) return false;
     return token(i) < batch.logits.vocabulary || !synthetic();
   }
+  bool has_q() const { return batch.real_q_B[index] && !greedy() && !params.coupled(slot); }
   // What draft i was drawn from, if that was kept and is looked at.
   std::optional<Draft> q(int64_t i) const {
-    return params.coupled(slot) ? std::nullopt : kept_q(i);
-  }
-  // The same, also of COUPLED, which does not look at it.
-  std::optional<Draft> kept_q(int64_t i) const {
-    if (!batch.real_q_B[index] || !batch.cache || greedy()) return {};
+    if (!has_q() || !batch.cache) return {};
     const Cache& cache = *batch.cache;
     const int64_t at = slot * cache.drafts + i;
     return Draft{Row{cache.row(slot, i), cache.dtype, cache.vocabulary}, cache.threshold_SK[at],
@@ -194,7 +191,7 @@ class Witness {
   // q of a token in the row of draft i; NaN where that is not finite.
   double q(int64_t id) const {
     if (!r_.has_draft(i_)) return 0;
-    const std::optional<Draft> draft = r_.kept_q(i_);
+    const std::optional<Draft> draft = r_.q(i_);
     if (!draft) return id == r_.token(i_);
     if (!std::isfinite(draft->lse)) return std::numeric_limits<double>::quiet_NaN();
     return id < 0 ? 0 : std::exp(draft->log_of(id, r_.params.temperature_S[r_.slot]));
@@ -202,9 +199,8 @@ class Witness {
 
   // S of the prefix before draft i, whose weight is w.
   double mass(double w) const {
-    const int64_t x = r_.token(i_);
-    if (r_.greedy()) return best_.finite ? w * (best_.id != x) : 0;
-    return d_.finite() ? Residual(d_, r_.kept_q(i_), x, std::log(w)).mass() : 0;
+    if (r_.greedy()) return best_.finite ? w * (best_.id != r_.token(i_)) : 0;
+    return d_.finite() ? r_.residual(i_, d_, std::log(w)).mass() : 0;
   }
 
  private:
@@ -239,7 +235,7 @@ void testify(const Request& request, const Asked& asked, int64_t r, const Eviden
     if (i > 0) mass[i - 1] = w > 0 ? witness.mass(w) : 0;
     w = std::min(1.0, w * p[i] / q[i]);
   }
-  out.real_q_R[r] = !request.greedy() && request.batch.real_q_B[request.index];
+  out.real_q_R[r] = request.has_q();
 }
 
 // work(n, the first row of each request) for n < count.

@@ -307,6 +307,12 @@ def test_what_counts_as_no_draft(rule: str, token: int, q: float, reason: str) -
     assert {record.drafter for record in (*records, rejected, unread)} == {"mine"}
 
 
+def test_a_rule_that_is_not_stated_fails() -> None:
+    request: Any = Asked("another")
+    with pytest.raises(NotImplementedError, match="another"):
+        trace_round(request, Outcome([5], 1, 0), evidence_of([7], [0.5]), Round("a", (), str))
+
+
 def test_accepted_drafts_of_a_request_that_cannot_go_on() -> None:
     outcome = Outcome([7], num_drafts=2, num_accepted=1, is_finite=False)
     request: Any = Asked("standard")

@@ -99,6 +99,8 @@ def _thresholds(
             found.append(rates[i])
         elif rule == "standard":
             found.append(min(1.0, p / q))
+        elif rule != "block":
+            raise NotImplementedError(f"`engine/rounds.py` lacks the verification rule {rule}")
         else:
             weight = min(1.0, weight * p / q)
             rest = mass + 1 - weight  # NaN: no draft follows

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from foretoken.ops.dispatch import Kernels
 
 
@@ -30,9 +28,7 @@ def load() -> Kernels:
         sample=sample.sample,
         draft=draft.draft,
         verify=verify.verify,
-        evidence=partial(
-            evidence.evidence, evidence.Kernels(process.process_logits, logprobs.logprobs)
-        ),
+        evidence=evidence.evidence,
         logprobs=logprobs.logprobs,
         attention=attention.attention,
         steps=steps,

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from foretoken.ops.backends.torch.logprobs import logprobs
 from foretoken.ops.backends.torch.noise import first_uniform
-from foretoken.ops.backends.torch.process import temperatures
+from foretoken.ops.backends.torch.process import process_logits, temperatures
 from foretoken.ops.rules import RuleInputs, block_weights
 from foretoken.ops.types import Edits, Evidence, Logprobs, Rows, Rule, Stream, Verdict, VerifyBatch
 
 _AT_ONCE = 1 << 22  # logits at a time: memory does not grow with how many requests are asked for
 
 
-class Kernels(NamedTuple):
-    """What a backend brings: two of its functions, see `Backend`."""
+class Reading(NamedTuple):
+    """How a backend reads rows: two of its functions, see `Backend`."""
 
     process_logits: Callable[[Rows], Tensor]
     logprobs: Callable[[Rows, Tensor, int], Logprobs]
@@ -34,7 +35,7 @@ class Kernels(NamedTuple):
 class _Asked(NamedTuple):
     """The requests that are asked for, by their order there."""
 
-    kernels: Kernels
+    reading: Reading
     given: VerifyBatch
     slot_R: Tensor
     num_R: Tensor
@@ -51,16 +52,23 @@ class _Asked(NamedTuple):
         return Rows(self.given.logits_NV[row_M], self.given.params, slot_M, edits)
 
 
-def evidence(kernels: Kernels, given: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
+def evidence(given: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
     """See `Backend.evidence`."""
+    return evidence_by(Reading(process_logits, logprobs), given, verdict, request_R)
+
+
+def evidence_by(
+    reading: Reading, given: VerifyBatch, verdict: Verdict, request_R: Tensor
+) -> Evidence:
+    """The same by another backend's functions, some requests at a time."""
     most_logits = (given.drafts.token_BK.shape[1] + 1) * given.logits_NV.shape[1]
     parts = torch.split(request_R, max(_AT_ONCE // most_logits, 1))
-    found = [_evidence(kernels, given, verdict, part_R) for part_R in parts]
+    found = [_evidence(reading, given, verdict, part_R) for part_R in parts]
     return Evidence(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def _evidence(
-    kernels: Kernels, given: VerifyBatch, verdict: Verdict, request_R: Tensor
+    reading: Reading, given: VerifyBatch, verdict: Verdict, request_R: Tensor
 ) -> Evidence:
     drafts, slot_R = given.drafts, given.slot_B[request_R]
     most, rows_B = drafts.token_BK.shape[1], drafts.num_B + 1
@@ -70,7 +78,7 @@ def _evidence(
     own_R = own_R | (given.params.rule_S[slot_R] == Rule.COUPLED)
     real_q_R = drafts.real_q_B[request_R] & ~own_R
     first_row_R = (rows_B.cumsum(0) - rows_B)[request_R]
-    asked = _Asked(kernels, given, slot_R, drafts.num_B[request_R], first_row_R, real_q_R, token_RK)
+    asked = _Asked(reading, given, slot_R, drafts.num_B[request_R], first_row_R, real_q_R, token_RK)
     accepted_R1 = verdict.n_accept_B[request_R, None]
     last_R1 = verdict.token_BK1[request_R].long().gather(1, accepted_R1)
     p_RK, finite_RK = _p(asked, index_RK, token_RK)
@@ -98,7 +106,7 @@ def _p(asked: _Asked, index_RJ: Tensor, token_RJ: Tensor) -> tuple[Tensor, Tenso
     """p of tokens in rows of each request, float64; and whether the rows are finite."""
     vocabulary, rows = asked.given.logits_NV.shape[1], asked.rows(index_RJ)
     token_M = token_RJ.flatten()
-    found = asked.kernels.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
+    found = asked.reading.logprobs(rows, token_M.clamp(0, vocabulary - 1), 1)
     finite_M = found.top_logprob_NT[:, 0].isfinite()
     cold_M = rows.params.temperature_S[rows.slot_N] == 0
     is_best_M = found.top_token_NT[:, 0] == token_M
@@ -153,7 +161,7 @@ def _masses(asked: _Asked, p_RK: Tensor, q_RK: Tensor, finite_RK: Tensor) -> Ten
     if cache is not None:
         following_RK = torch.arange(1, most, device=p_RK.device).expand_as(mass_RK)
         rows, index_M = asked.rows(following_RK), following_RK.flatten()
-        rest_MV = asked.kernels.process_logits(rows).double().softmax(dim=1)
+        rest_MV = asked.reading.process_logits(rows).double().softmax(dim=1)
         rest_MV.mul_(w_RK.reshape(-1, 1))
         raw_MV = cache.logits_SKV[rows.slot_N, index_M][:, : rest_MV.shape[1]].float()
         lse_M1 = cache.lse_SK[rows.slot_N, index_M, None]

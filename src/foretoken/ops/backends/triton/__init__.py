@@ -9,7 +9,6 @@ and `compiled`. `attention/` and `decoder/` are apart, with reading orders of th
 
 from __future__ import annotations
 
-from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -30,20 +29,18 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.torch import evidence
-    from foretoken.ops.backends.triton import logprobs, process, sample, steps, verify
+    from foretoken.ops.backends.triton import evidence, logprobs, process, sample, steps, verify
     from foretoken.ops.backends.triton.attention import attention
     from foretoken.ops.backends.triton.compiled import compile_ahead, zero_if_noted
     from foretoken.ops.backends.triton.decoder import FusedDecoder, FusedDraftHead
 
-    processing = zero_if_noted(process.process_logits), zero_if_noted(logprobs.logprobs)
     return Kernels(
-        process_logits=processing[0],
+        process_logits=zero_if_noted(process.process_logits),
         sample=zero_if_noted(sample.sample),
         draft=zero_if_noted(sample.draft),
         verify=zero_if_noted(verify.verify),
-        evidence=partial(evidence.evidence, evidence.Kernels(*processing)),
-        logprobs=processing[1],
+        evidence=zero_if_noted(evidence.evidence),
+        logprobs=zero_if_noted(logprobs.logprobs),
         attention=zero_if_noted(attention),
         steps=steps,
         decoder=FusedDecoder,

@@ -1,0 +1,91 @@
+"""What training minimises: how often drafts will be refused.
+
+Shape suffixes: N rows, V ids that the head drafts, J steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+LOSSES = ("length", "tv", "kl")
+# Numbers of a piece of logits: its copies in float32 shall fit a CPU's cache, or be few on a GPU.
+_PIECE = {"cpu": 1 << 20, "cuda": 1 << 27}
+
+
+def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Tensor]) -> Tensor:
+    """A scalar, of each step's `overlap` or `cross_entropy` [N].
+
+    `kl`: the mean cross-entropy. `tv`: 1 - the mean overlap, which is the rate of refusals.
+    `length`: 1 - accepted drafts per step; draft j counts where all before it were accepted, too.
+    """
+    if kind == "kl":
+        return torch.stack(list(cross_entropies)).mean()
+    rate_JN = torch.stack(list(overlaps))
+    return 1 - (rate_JN.cumprod(dim=0) if kind == "length" else rate_JN).mean()
+
+
+def overlap(logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
+    """sum(min(p, q)) of each row, [N] float32: the chance that a draft is accepted.
+
+    q is the softmax of `logits_NV / temperature`. p has what the target gives to these ids.
+    """
+    found: Tensor = _Overlap.apply(logits_NV, p_NV, temperature)  # type: ignore[no-untyped-call]
+    return found
+
+
+def cross_entropy(logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
+    """-sum(p log q) of each row in nats, [N] float32: KL(p, q) but for what no head can change."""
+    found: Tensor = _CrossEntropy.apply(logits_NV, p_NV, temperature)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _RowFunction(Function):
+    """A number of each row, with its gradient from the same pass, in the logits' dtype.
+
+    So nothing as large as the logits is kept but that gradient: PyTorch's own would keep five.
+    """
+
+    @classmethod
+    def row(cls, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """[N], and its derivatives [N, V]."""
+        raise NotImplementedError
+
+    @classmethod
+    def forward(cls, ctx: Any, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
+        """See `overlap`."""
+        rows = max(1, _PIECE[logits_NV.device.type] // logits_NV.shape[1])
+        found_N = logits_NV.new_empty(len(logits_NV), dtype=torch.float32)
+        slope_NV = torch.empty_like(logits_NV)
+        for i in range(0, len(logits_NV), rows):
+            at = slice(i, i + rows)
+            found_N[at], slope_NV[at] = cls.row(logits_NV[at].float(), p_NV[at], temperature)
+        ctx.save_for_backward(slope_NV)
+        return found_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """Of the logits alone: the target is frozen."""
+        [slope_NV], [gradient_N] = ctx.saved_tensors, gradients
+        return slope_NV * gradient_N[:, None].to(slope_NV.dtype), None, None
+
+
+class _Overlap(_RowFunction):
+    @classmethod
+    def row(cls, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        q_NV = (logits_NV / temperature).softmax(-1)
+        counted_NV = q_NV * (q_NV < p_NV)  # where q is the smaller, more of it helps
+        slope_NV = counted_NV - q_NV * counted_NV.sum(-1, keepdim=True)
+        return torch.minimum(p_NV, q_NV).sum(-1), slope_NV / temperature
+
+
+class _CrossEntropy(_RowFunction):
+    @classmethod
+    def row(cls, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        log_q_NV = (logits_NV / temperature).log_softmax(-1)
+        slope_NV = log_q_NV.exp() * p_NV.sum(-1, keepdim=True) - p_NV
+        return -(p_NV * log_q_NV).sum(-1), slope_NV / temperature

@@ -30,7 +30,6 @@ from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.ops import AttentionOptions, Backend, UnfitError
 from foretoken.ops.decoder import DraftHead, HeadModel, HeadWeights
 
-
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

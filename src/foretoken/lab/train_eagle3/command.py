@@ -153,9 +153,7 @@ class Training:
             counts = torch.bincount(own_NL.flatten(), minlength=config.vocab_size)
             likeliest = counts.argsort(descending=True, stable=True)[: config.draft_vocab_size]
             target_ids = likeliest.sort().values
-        recipe = Recipe(
-            options.steps, options.unroll, options.learning_rate, options.loss, options.seed
-        )
+        recipe = Recipe(**{name: getattr(options, name) for name in Recipe._fields})
         return Trainer(config, target, recipe, target_ids=target_ids, tied=options.tied_head)
 
     def _loop(self, trainer: Trainer, batches: Batches, interrupt: Interrupt) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-LOSSES = ("length", "tv", "kl")
 # Numbers of a piece of logits: its copies in float32 shall fit a CPU's cache, or be few on a GPU.
 _PIECE = {"cpu": 1 << 20, "cuda": 1 << 27}
 
@@ -34,58 +33,62 @@ def overlap(logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
 
     q is the softmax of `logits_NV / temperature`. p has what the target gives to these ids.
     """
-    found: Tensor = _Overlap.apply(logits_NV, p_NV, temperature)  # type: ignore[no-untyped-call]
-    return found
+    return _by_rows("overlap", logits_NV, p_NV, temperature)
 
 
 def cross_entropy(logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
     """-sum(p log q) of each row in nats, [N] float32: KL(p, q) but for what no head can change."""
-    found: Tensor = _CrossEntropy.apply(logits_NV, p_NV, temperature)  # type: ignore[no-untyped-call]
+    return _by_rows("cross_entropy", logits_NV, p_NV, temperature)
+
+
+def compile_losses() -> None:
+    """Fuse their operators, which takes a C compiler, and half a minute once."""
+    for name, rows in _ROWS.items():
+        _ROWS[name] = torch.compile(rows)
+
+
+def _by_rows(name: str, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
+    scale = torch.tensor(1 / temperature, device=logits_NV.device)  # a number would be compiled in
+    found: Tensor = _RowFunction.apply(logits_NV, p_NV, scale, name)  # type: ignore[no-untyped-call]
     return found
 
 
 class _RowFunction(Function):
-    """A number of each row, with its gradient from the same pass, in the logits' dtype.
+    """A number of each row, with its slope from the same pass, in the logits' dtype.
 
-    So nothing as large as the logits is kept but that gradient: PyTorch's own would keep five.
+    So nothing as large as the logits is kept but that slope: PyTorch's own would keep five.
     """
 
-    @classmethod
-    def row(cls, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """[N], and its derivatives [N, V]."""
-        raise NotImplementedError
-
-    @classmethod
-    def forward(cls, ctx: Any, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
-        """See `overlap`."""
-        rows = max(1, _PIECE[logits_NV.device.type] // logits_NV.shape[1])
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, p_NV: Tensor, scale: Tensor, name: str) -> Tensor:
+        """[N]"""
+        size = max(1, _PIECE[logits_NV.device.type] // logits_NV.shape[1])
         found_N = logits_NV.new_empty(len(logits_NV), dtype=torch.float32)
         slope_NV = torch.empty_like(logits_NV)
-        for i in range(0, len(logits_NV), rows):
-            at = slice(i, i + rows)
-            found_N[at], slope_NV[at] = cls.row(logits_NV[at].float(), p_NV[at], temperature)
+        for i in range(0, len(logits_NV), size):
+            at = slice(i, i + size)
+            found_N[at], slope_NV[at] = _ROWS[name](logits_NV[at], p_NV[at], scale)
         ctx.save_for_backward(slope_NV)
         return found_N
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         """Of the logits alone: the target is frozen."""
         [slope_NV], [gradient_N] = ctx.saved_tensors, gradients
-        return slope_NV * gradient_N[:, None].to(slope_NV.dtype), None, None
+        return slope_NV * gradient_N[:, None].to(slope_NV.dtype), None, None, None
 
 
-class _Overlap(_RowFunction):
-    @classmethod
-    def row(cls, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        q_NV = (logits_NV / temperature).softmax(-1)
-        counted_NV = q_NV * (q_NV < p_NV)  # where q is the smaller, more of it helps
-        slope_NV = counted_NV - q_NV * counted_NV.sum(-1, keepdim=True)
-        return torch.minimum(p_NV, q_NV).sum(-1), slope_NV / temperature
+def _overlap_rows(logits_NV: Tensor, p_NV: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    q_NV = (logits_NV.float() * scale).softmax(-1)
+    counted_NV = q_NV * (q_NV < p_NV)  # where q is the smaller, more of it helps
+    slope_NV = counted_NV - q_NV * counted_NV.sum(-1, keepdim=True)
+    return torch.minimum(p_NV, q_NV).sum(-1), (slope_NV * scale).to(logits_NV.dtype)
 
 
-class _CrossEntropy(_RowFunction):
-    @classmethod
-    def row(cls, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        log_q_NV = (logits_NV / temperature).log_softmax(-1)
-        slope_NV = log_q_NV.exp() * p_NV.sum(-1, keepdim=True) - p_NV
-        return -(p_NV * log_q_NV).sum(-1), slope_NV / temperature
+def _cross_entropy_rows(logits_NV: Tensor, p_NV: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    log_q_NV = (logits_NV.float() * scale).log_softmax(-1)
+    slope_NV = log_q_NV.exp() * p_NV.sum(-1, keepdim=True) - p_NV
+    return -(p_NV * log_q_NV).sum(-1), (slope_NV * scale).to(logits_NV.dtype)
+
+
+_ROWS = {"overlap": _overlap_rows, "cross_entropy": _cross_entropy_rows}

@@ -24,8 +24,8 @@ class TrainOptions:
         length: tokens of a text.
         unroll: draft steps that every position is trained for, one after another.
         learning_rate: the highest; it rises for 5 % of the steps, then falls as a cosine.
-        loss: `length` of what is accepted, `tv` (the rate of refusals) or `kl`; the first two after
-            a tenth of the steps with `kl`.
+        loss: `length` of what is accepted, `tv` (the rate of refusals) or `kl`.
+        kl_share: part of the steps, the first ones, whose loss is `kl` all the same.
         num_texts: texts that the target writes, one half each of prompt and answer, at
             temperatures 1, 0.8 and 0.
         real_share: part of each batch that is text of `data` as it is.
@@ -50,6 +50,7 @@ class TrainOptions:
     unroll: int = 5
     learning_rate: float = 1e-3
     loss: str = "length"
+    kl_share: float = 0.3
     num_texts: int = 4096
     real_share: float = 0.2
     draft_vocab_size: int | None = None
@@ -74,7 +75,8 @@ class TrainOptions:
         check_int("length", self.length, 2 * self.unroll + 2, remedy="Twice `unroll` and more.")
         check_int("seed", self.seed, 0, 2**63 - 1)
         check_number("learning_rate", self.learning_rate, 1e-8, 1.0)
-        check_number("real_share", self.real_share, 0.0, 1.0)
+        for name in ("kl_share", "real_share"):
+            check_number(name, getattr(self, name), 0.0, 1.0)
         check_choice("loss", self.loss, LOSSES)
         check_choice("device", self.device, DEVICES)
         check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))

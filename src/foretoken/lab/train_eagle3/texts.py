@@ -87,7 +87,9 @@ class Batches:
         picked = []
         for rows_NL, count, seed in self._parts:
             at = range(index * count, (index + 1) * count)
-            rows = [self._order(seed, i // len(rows_NL), len(rows_NL))[i % len(rows_NL)] for i in at]
+            rows = [
+                self._order(seed, i // len(rows_NL), len(rows_NL))[i % len(rows_NL)] for i in at
+            ]
             picked += [rows_NL[rows].long()] if rows else []
         return torch.cat(picked)
 
@@ -96,7 +98,10 @@ class Batches:
             # Of each part the last two epochs: a batch may lie in both.
             kept = {key: o for key, o in self._orders.items() if key != (seed, epoch - 2)}
             generator = torch.Generator().manual_seed((seed << 24) + epoch & (1 << 63) - 1)
-            self._orders = {**kept, (seed, epoch): torch.randperm(size, generator=generator).tolist()}
+            self._orders = {
+                **kept,
+                (seed, epoch): torch.randperm(size, generator=generator).tolist(),
+            }
         return self._orders[seed, epoch]
 
 

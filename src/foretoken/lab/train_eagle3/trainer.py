@@ -25,7 +25,7 @@ from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.ops import get_backend
 
 TEMPERATURES = (1.0, 0.8, 0.5, 0.8)  # of p and q, in turn; low ones stand for greedy decoding
-_KL_SHARE, _WARMUP_SHARE = 0.1, 0.05
+_WARMUP_SHARE = 0.05
 _KL_WEIGHT = 0.05  # beside `tv` and `length`, whose slope is flat where q is next to nothing
 _WEIGHT_DECAY, _CLIP = 0.01, 1.0
 
@@ -37,6 +37,7 @@ class Recipe(NamedTuple):
     unroll: int
     learning_rate: float
     loss: str
+    kl_share: float
     seed: int
 
 
@@ -105,7 +106,7 @@ class Trainer:
             self.step, recipe.steps, recipe.learning_rate, max(1, int(_WARMUP_SHARE * recipe.steps))
         )
         set_learning_rate(self._optimizer, rate)
-        kind = recipe.loss if self.step >= _KL_SHARE * recipe.steps else "kl"
+        kind = recipe.loss if self.step >= recipe.kl_share * recipe.steps else "kl"
         temperature = TEMPERATURES[self.step % len(TEMPERATURES)]
         rates, entropies = self._measure(token_BT, temperature, kind)
         loss = loss_of(kind, rates, entropies)

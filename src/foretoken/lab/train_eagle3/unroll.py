@@ -22,7 +22,9 @@ from torch import Tensor
 from foretoken.models.eagle3 import Eagle3Head
 
 
-def unroll(head: Eagle3Head, aux: Sequence[Tensor], token_BT: Tensor, steps: int) -> Iterator[Tensor]:
+def unroll(
+    head: Eagle3Head, aux: Sequence[Tensor], token_BT: Tensor, steps: int
+) -> Iterator[Tensor]:
     """What each step puts out, [X, C] in turn; S = T - `steps`, so that all have tokens to read.
 
     Args:

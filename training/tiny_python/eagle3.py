@@ -141,7 +141,7 @@ class Run:
         order = torch.randperm(len(own_NL), generator=torch.Generator().manual_seed(config.seed))
         own_NL = own_NL[order].to(config.device)
         self.held_NL, own_NL = own_NL[: config.held_rows], own_NL[config.held_rows :]
-        real_NL = cut(stream_N.tolist(), config.length).to(config.device)
+        real_NL = cut(stream_N, config.length).to(config.device)
         self.batches = Batches(own_NL, real_NL, config.rows, config.real_share, config.seed)
 
     def trials(self) -> HeadConfig:

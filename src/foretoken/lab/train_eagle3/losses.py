@@ -48,7 +48,7 @@ def compile_losses() -> None:
 
 
 def _by_rows(name: str, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
-    scale = torch.tensor(1 / temperature, device=logits_NV.device)  # a number would be compiled in
+    scale = torch.full((), 1 / temperature, device=logits_NV.device)  # a number is compiled in
     found: Tensor = _RowFunction.apply(logits_NV, p_NV, scale, name)  # type: ignore[no-untyped-call]
     return found
 

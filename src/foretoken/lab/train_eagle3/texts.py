@@ -105,10 +105,10 @@ class Batches:
         return self._orders[seed, epoch]
 
 
-def cut(tokens: Sequence[int], length: int) -> Tensor:
+def cut(tokens: Sequence[int] | Tensor, length: int) -> Tensor:
     """Consecutive rows [N, length] of one run of ids, int32; what is left over is dropped."""
     whole = len(tokens) // length * length
-    return torch.tensor(tokens[:whole], dtype=torch.int32).view(-1, length)
+    return torch.as_tensor(tokens[:whole], dtype=torch.int32).view(-1, length)
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[int]:

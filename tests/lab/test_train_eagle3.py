@@ -236,7 +236,7 @@ def test_training_goes_on_bit_for_bit_after_ctrl_c(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"data": None}, "`data` is None: must be a path. Give `--data`."),
+        ({"data": ""}, "`data` is '': must be a path. Give `--data`."),
         ({"steps": 0}, "`steps` is 0: must be an integer >= 1"),
         ({"length": 7}, r"`length` is 7: must be an integer >= 8"),
         ({"loss": "mse"}, "`loss` is 'mse': must be one of length, tv, kl"),
@@ -293,4 +293,4 @@ def test_what_cannot_be_trained_is_refused(
 def test_the_command_line_reports_one_line_of_error(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["train-eagle3", "--output", str(tmp_path)])
     assert done.exit_code == 2
-    assert "`data` is None" in done.output
+    assert "`data` is ''" in done.output

@@ -99,7 +99,7 @@ def unpack(path: Path) -> torch.Tensor:
 
 
 def build_trainer(
-    config: HeadConfig, module: LlamaForCausalLM, steps: int, folder: Path
+    config: HeadConfig, module: LlamaForCausalLM, sample_BT: torch.Tensor, steps: int, folder: Path
 ) -> Trainer:
     """A fresh head; its `config.json` is in `folder` then."""
     described = describe_head(
@@ -114,7 +114,7 @@ def build_trainer(
     weights = module.get_input_embeddings().weight, module.get_output_embeddings().weight
     target = Target(module, *weights, config.aux_layers)
     recipe = Recipe(steps, config.unroll, config.lr, config.loss, config.kl_share, config.seed)
-    return Trainer(read_eagle3_config(folder), target, recipe, tied=config.tied)
+    return Trainer(read_eagle3_config(folder), target, recipe, sample_BT, tied=config.tied)
 
 
 def accepted(trainer: Trainer, held_NL: torch.Tensor, rows: int) -> dict[str, float]:
@@ -144,12 +144,17 @@ class Run:
         real_NL = cut(stream_N, config.length).to(config.device)
         self.batches = Batches(own_NL, real_NL, config.rows, config.real_share, config.seed)
 
+    def trainer(self, config: HeadConfig, steps: int) -> Trainer:
+        """A fresh one, whose head is in `head`."""
+        sample_BT = self.held_NL[: config.rows].long()
+        return build_trainer(config, self.module, sample_BT, steps, self.out / "head")
+
     def trials(self) -> HeadConfig:
         """Train each variant for `trial_steps`; the best of those that are taken."""
         found: dict[str, float] = {}
         for name, changes in VARIANTS.items():
             config = replace(self.config, **changes)
-            trainer = build_trainer(config, self.module, config.trial_steps, self.out / "head")
+            trainer = self.trainer(config, config.trial_steps)
             began = time.perf_counter()
             for step in range(config.trial_steps):
                 loss = trainer.train(self.batches.batch(step))
@@ -164,7 +169,7 @@ class Run:
     def train(self, config: HeadConfig) -> None:
         """Train for as many steps as the time allows, measured on the first ones."""
         folder, warm, timed = self.out / "head", 20, 40
-        trainer = build_trainer(config, self.module, warm + timed, folder)
+        trainer = self.trainer(config, warm + timed)
         for step in range(warm + timed):
             if step == warm:
                 began = self.now()
@@ -173,7 +178,7 @@ class Run:
         left = self.until - self.now() - RESERVE_S
         steps = max(config.trial_steps, int(0.97 * left / seconds))
         self.note("plan", {"steps": steps, "seconds_per_step": seconds})
-        trainer = build_trainer(config, self.module, steps, folder)
+        trainer = self.trainer(config, steps)
         every = max(1, steps // 40)
         for step in range(steps):
             loss = trainer.train(self.batches.batch(step))

@@ -109,20 +109,20 @@ class Training:
         prompts = pick_prompts(
             tokenizer, documents, stream, length // 2, options.num_texts, options.seed
         )
-        given = [{"prompt_token_ids": ids} for ids in prompts]
+        given = [*prompts]
         temperatures = [t for t, share in SAMPLING for _ in range(round(share * 20))]
         params = [
             SamplingParams(
                 temperature=temperatures[i % len(temperatures)],
-                max_tokens=length - len(prompt["prompt_token_ids"]),
+                max_tokens=length - len(prompt),
                 ignore_eos=True,
                 seed=i,
             )
             for i, prompt in enumerate(given)
         ]
         self._say(f"The target writes {len(given)} texts of {length} tokens.")
-        engine = {"device": options.device, "dtype": options.dtype, "max_model_len": length}
-        with LLM(options.model, **engine, seed=options.seed) as llm:
+        engine: dict[str, Any] = {"device": options.device, "dtype": options.dtype}
+        with LLM(options.model, **engine, max_model_len=length, seed=options.seed) as llm:
             outputs = llm.generate(given, params)
         rows = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
         texts = {"own": torch.tensor(rows, dtype=torch.int32), "real": cut(stream, length)}
@@ -154,7 +154,10 @@ class Training:
             likeliest = counts.argsort(descending=True, stable=True)[: config.draft_vocab_size]
             target_ids = likeliest.sort().values
         recipe = Recipe(**{name: getattr(options, name) for name in Recipe._fields})
-        return Trainer(config, target, recipe, target_ids=target_ids, tied=options.tied_head)
+        sample_BT = own_NL[: options.batch_size].long()
+        return Trainer(
+            config, target, recipe, sample_BT, target_ids=target_ids, tied=options.tied_head
+        )
 
     def _loop(self, trainer: Trainer, batches: Batches, interrupt: Interrupt) -> None:
         options, every = self.options, max(1, self.options.steps // _REPORTS)

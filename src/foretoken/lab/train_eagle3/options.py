@@ -42,8 +42,8 @@ class TrainOptions:
     """
 
     model: str = "tiny-python"
-    data: str | None = None
-    output: str | None = None
+    data: str = ""
+    output: str = ""
     steps: int = 2000
     batch_size: int = 8
     length: int = 512

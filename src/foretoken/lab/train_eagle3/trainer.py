@@ -46,7 +46,8 @@ class Target:
 
     Args:
         module: frozen; its attention takes [B, T].
-        embedding, head: its tensors [V, hidden] of tokens and of the output layer.
+        embedding, head: its tensors [V, hidden] of tokens and of the output layer; `norm` is what
+            is in front of that, where the module calls it so, as most do.
         aux_layers: hidden states that the head reads, numbered as in `ForwardOutput.aux`.
     """
 
@@ -55,6 +56,8 @@ class Target:
     ) -> None:
         self.module, self.aux_layers = module, aux_layers
         self.embedding, self.head = embedding.detach(), head.detach()
+        norm = getattr(getattr(module.base_model, "norm", None), "weight", None)
+        self.norm: Tensor | None = None if norm is None else norm.detach()
 
     @torch.no_grad()
     def __call__(self, token_BT: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -68,6 +71,7 @@ class Trainer:
 
     Args:
         config: of the head.
+        sample_BT: some text, for the size of hidden states.
         target_ids: int64 [draft_vocab_size], ascending; None: all of the target's.
         tied: the target's output layer is the head's, too.
     """
@@ -77,6 +81,7 @@ class Trainer:
         config: Eagle3Config,
         target: Target,
         recipe: Recipe,
+        sample_BT: Tensor,
         *,
         target_ids: Tensor | None = None,
         tied: bool = False,
@@ -84,7 +89,7 @@ class Trainer:
         self.target, self.recipe, self.target_ids, self.step = target, recipe, target_ids, 0
         self.history: list[dict[str, float]] = []
         embedding = target.embedding
-        self.weights = _first_weights(config, target, target_ids, recipe.seed)
+        self.weights = _first_weights(config, target, sample_BT, target_ids, recipe.seed)
         self._frozen = {OUTPUT_LAYER: self.weights.pop(OUTPUT_LAYER)} if tied else {}
         for weight in self.weights.values():
             weight.requires_grad_()
@@ -113,7 +118,7 @@ class Trainer:
         if kind != "kl":
             loss = loss + _KL_WEIGHT * loss_of("kl", (), entropies)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.weights.values(), _CLIP)
         self._optimizer.step()
         self.step += 1
@@ -142,8 +147,8 @@ class Trainer:
         """Mean chance that draft j is accepted where all before it were, of texts not trained on,
         by position."""
         sums, count = torch.zeros(self.recipe.unroll, dtype=torch.float64), 0
-        for rows in rows_NL.split(batch_size):
-            rates, _ = self._measure(rows.long(), temperature, "tv")
+        for i in range(0, len(rows_NL), batch_size):
+            rates, _ = self._measure(rows_NL[i : i + batch_size].long(), temperature, "tv")
             sums += torch.stack(rates).cumprod(0).double().sum(1).cpu()
             count += len(rates[0])
         return (sums / count).tolist()
@@ -191,20 +196,24 @@ class Trainer:
 
 
 def _first_weights(
-    config: Eagle3Config, target: Target, target_ids: Tensor | None, seed: int
+    config: Eagle3Config, target: Target, sample_BT: Tensor, target_ids: Tensor | None, seed: int
 ) -> dict[str, Tensor]:
-    """Float32 on the target's device: a feature begins near the last of the hidden states, the
-    output layer as the target's, and what the layer adds small."""
+    """Float32 on the target's device. A feature begins as the last of the hidden states, no larger
+    than what the layer adds to it; the output layer and its norm as the target's."""
     device, width = target.embedding.device, config.hidden_size
     generator, weights = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for name, shape in tensor_shapes(config).items():
         weight = torch.ones(shape)
         if len(shape) == 2:
             weight.normal_(std=shape[1] ** -0.5, generator=generator)
-        if name.endswith(("fc.weight", "o_proj.weight", "down_proj.weight")):
-            weight.mul_(0.1)
         weights[name] = weight.to(device)
-    weights["fc.weight"][:, -width:] += torch.eye(width, device=device)
+    last_BTH = target(sample_BT)[0][-1].float()
+    size = last_BTH.pow(2).mean(-1).sqrt().median()  # a first token's may be a hundred times larger
+    fc = weights["fc.weight"].mul_(0.1)
+    fc[:, -width:] += torch.eye(width, device=device)
+    fc /= 1.0 if config.fc_norm else size
+    if target.norm is not None:
+        weights["norm.weight"] = target.norm.float().clone()
     head = target.head.float()
     weights[OUTPUT_LAYER] = (head if target_ids is None else head[target_ids]).clone()
     return weights

@@ -52,14 +52,15 @@ class UnrolledAttention:
 
     def __call__(self, query_XHD: Tensor, key_XHD: Tensor, value_XHD: Tensor) -> Tensor:
         query_BHSD, key_BHSD, value_BHSD = (
-            x.unflatten(0, self._shape).transpose(1, 2) for x in (query_XHD, key_XHD, value_XHD)
+            x.view(*self._shape, *x.shape[1:]).transpose(1, 2)
+            for x in (query_XHD, key_XHD, value_XHD)
         )
         self._keys.append(key_BHSD)
         self._values.append(value_BHSD)
         # Heads that share a key lie beside each other.
-        query_BHGSD = query_BHSD.unflatten(1, (key_BHSD.shape[1], -1)) * query_XHD.shape[-1] ** -0.5
+        (texts, size), (_, heads, size_D) = self._shape, key_XHD.shape
+        query_BHGSD = query_BHSD.reshape(texts, heads, -1, size, size_D) * size_D**-0.5
         (first_BHSD, *later), (values_BHSD, *later_values) = self._keys, self._values
-        size = self._shape[1]
         unseen_SS = torch.ones(size, size, dtype=torch.bool, device=query_XHD.device).triu_(1)
         score_BHGSS = query_BHGSD @ first_BHSD.unsqueeze(2).transpose(-1, -2)
         scores = [score_BHGSS.masked_fill(unseen_SS, -torch.inf)]

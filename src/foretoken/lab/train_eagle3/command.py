@@ -106,17 +106,14 @@ class Training:
         if tokenizer is None:
             raise CheckpointError(f"`{options.model}` has no tokenizer: nothing can be encoded.")
         stream, length = encode(tokenizer, documents.texts), options.length
-        prompts = pick_prompts(
-            tokenizer, documents, stream, length // 2, options.num_texts, options.seed
-        )
-        given = [*prompts]
+        chosen = (length // 2, options.num_texts, options.seed)
+        given = list(pick_prompts(tokenizer, documents, stream, *chosen))
         temperatures = [t for t, share in SAMPLING for _ in range(round(share * 20))]
         params = [
             SamplingParams(
                 temperature=temperatures[i % len(temperatures)],
                 max_tokens=length - len(prompt),
                 ignore_eos=True,
-                seed=i,
             )
             for i, prompt in enumerate(given)
         ]

@@ -28,7 +28,7 @@ class TrainOptions:
         kl_share: part of the steps, the first ones, whose loss is `kl` all the same.
         num_texts: texts that the target writes, one half each of prompt and answer, at
             temperatures 1, 0.8 and 0.
-        real_share: part of each batch that is text of `data` as it is.
+        real_share: part of each batch that is text of `data` as it is, if it has any.
         draft_vocab_size: ids that the head drafts, those most frequent in its texts; None: all.
         intermediate_size: of the head's layer; None: the target's.
         tied_head: draft by the target's output layer instead of one of the head's own.
@@ -69,8 +69,9 @@ class TrainOptions:
         for name in ("data", "output"):
             if not getattr(self, name):
                 raise ConfigError(name, getattr(self, name), "a path", f"Give `--{name}`.")
-        for name in ("steps", "batch_size", "num_texts", "save_every"):
+        for name in ("steps", "batch_size", "save_every"):
             check_int(name, getattr(self, name), 1)
+        check_int("num_texts", self.num_texts, 2, remedy="One is kept for measuring.")
         check_int("unroll", self.unroll, 1, 16)
         check_int("length", self.length, 2 * self.unroll + 2, remedy="Twice `unroll` and more.")
         check_int("seed", self.seed, 0, 2**63 - 1)

@@ -198,18 +198,20 @@ class Trainer:
 def _first_weights(
     config: Eagle3Config, target: Target, sample_BT: Tensor, target_ids: Tensor | None, seed: int
 ) -> dict[str, Tensor]:
-    """Float32 on the target's device. A feature begins as the last of the hidden states, no larger
-    than what the layer adds to it; the output layer and its norm as the target's."""
+    """Float32 on the target's device. A feature begins as the last of the hidden states, of size
+    1; what the layer adds to it small; the output layer and its norm as the target's."""
     device, width = target.embedding.device, config.hidden_size
     generator, weights = torch.Generator().manual_seed(seed), dict[str, Tensor]()
     for name, shape in tensor_shapes(config).items():
         weight = torch.ones(shape)
         if len(shape) == 2:
             weight.normal_(std=shape[1] ** -0.5, generator=generator)
+        if name.endswith(("fc.weight", "o_proj.weight", "down_proj.weight")):
+            weight.mul_(0.1)
         weights[name] = weight.to(device)
     last_BTH = target(sample_BT)[0][-1].float()
     size = last_BTH.pow(2).mean(-1).sqrt().median()  # a first token's may be a hundred times larger
-    fc = weights["fc.weight"].mul_(0.1)
+    fc = weights["fc.weight"]
     fc[:, -width:] += torch.eye(width, device=device)
     fc /= 1.0 if config.fc_norm else size
     if target.norm is not None:

@@ -13,11 +13,6 @@ from foretoken import __version__
 from foretoken.errors import ConfigError, UnsupportedModelError
 from foretoken.models.eagle3_config import ROPE_TYPES, default_aux_layers
 
-_SHARED = (
-    "hidden_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
-    "max_position_embeddings", "vocab_size", "rope_parameters",
-)  # fmt: skip
-
 
 def describe_head(
     target: Any,
@@ -34,30 +29,40 @@ def describe_head(
 
     Raises:
         ConfigError: `draft_vocab_size` is more than the target has.
-        UnsupportedModelError: a target of too few layers, or without the sizes of a Llama.
+        UnsupportedModelError: the target has too few layers.
     """
     text = target.get_text_config()
-    missing = [name for name in _SHARED[:-1] if getattr(text, name, None) is None]
-    if text.num_hidden_layers < 3 or missing:
+    if text.num_hidden_layers < 3:
         raise UnsupportedModelError(
-            f"No head can be trained for this `{text.model_type}`: it takes 3 layers or more (here "
-            f"{text.num_hidden_layers}), and sizes as Llama names them (missing: {missing})."
+            f"No head can be trained for this `{text.model_type}`: it takes 3 layers or more, the "
+            f"target has {text.num_hidden_layers}."
         )
     drafted = draft_vocab_size or text.vocab_size
     if drafted > text.vocab_size:
         bound = f"at most {text.vocab_size}, the target's"
         raise ConfigError("draft_vocab_size", draft_vocab_size, bound)
-    shared = {name: getattr(text, name, None) for name in _SHARED}
-    rope = shared["rope_parameters"] or {}
-    if rope.get("rope_type") not in ROPE_TYPES:  # a head's positions may be turned in its own way
-        shared["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
-    heads = text.num_attention_heads
+
+    def of_target(name: str, default: Any) -> Any:
+        value = getattr(text, name, None)
+        return default if value is None else value
+
+    width, heads = text.hidden_size, text.num_attention_heads
+    rope = of_target("rope_parameters", {})
+    if rope.get("rope_type") not in ROPE_TYPES:
+        rope = {"rope_type": "default", "rope_theta": 10000.0}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
-        **shared,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-        "intermediate_size": intermediate_size or text.intermediate_size,
+        "hidden_size": width,
+        "intermediate_size": intermediate_size or of_target("intermediate_size", 4 * width),
+        "num_attention_heads": heads,
+        "num_key_value_heads": of_target("num_key_value_heads", heads),
+        "head_dim": of_target("head_dim", width // heads),
+        "max_position_embeddings": of_target("max_position_embeddings", 2048),
+        "rms_norm_eps": of_target("rms_norm_eps", 1e-6),
+        # Turned whole: that is what fused heads know.
+        "rope_parameters": {k: v for k, v in rope.items() if k != "partial_rotary_factor"},
+        "vocab_size": text.vocab_size,
         "hidden_act": "silu",
         "num_hidden_layers": 1,
         "draft_vocab_size": drafted,

@@ -51,13 +51,14 @@ def test_a_run_tries_variants_and_trains_the_best(
         rows=4, length=32, prompt=8, rounds=1, sample_rows=24, held_rows=4, unroll=2,
         intermediate=32, aux_layers=(2, 1, 0), trial_steps=4, device="cpu",
     )  # fmt: skip
-    run = eagle3.Run(config, module, tmp_path, time.time() + 2 + eagle3.RESERVE_S)
+    run = eagle3.Run(config, module, tmp_path, time.time() + 4 + eagle3.RESERVE_S)
     run.texts((torch.arange(4_000) % VOCAB).to(torch.int16))
-    chosen = run.trials()
-    run.train(chosen)
+    pace = run.pace()
+    chosen = run.trials(pace)
+    run.train(chosen, pace)
     record = json.loads((tmp_path / "eagle3.json").read_text())
     assert chosen.tied == (record["taken"] == "tied")
-    assert record["plan"]["steps"] >= 4
-    assert record["history"][-1]["step"] <= record["plan"]["steps"]
+    assert record["trial: no"]["steps"] <= 4
+    assert 1 <= record["history"][-1]["step"] <= record["plan"]["steps"]
     assert read_eagle3_config(tmp_path / "head").aux_layers == (2, 1, 0)
     assert (tmp_path / "head" / "model.safetensors").exists()

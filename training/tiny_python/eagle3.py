@@ -43,7 +43,7 @@ class HeadConfig:
     rows: int = 64
     length: int = 512
     prompt: int = 192
-    rounds: int = 30
+    rounds: int = 24
     sample_rows: int = 2_048
     held_rows: int = 256
     real_share: float = 0.2
@@ -73,6 +73,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "both norms": {"fc_norm": True, "norm_output": True},
 }
 NOT_TAKEN = ("wider", "both norms")
+TRIAL_SHARE = 0.2  # of the time that is left behind sampling
 RESERVE_S = 15  # for the measurements between and after the steps, and for writing
 
 
@@ -149,49 +150,55 @@ class Run:
         sample_BT = self.held_NL[: config.rows].long()
         return build_trainer(config, self.module, sample_BT, steps, self.out / "head")
 
-    def trials(self) -> HeadConfig:
-        """Train each variant for `trial_steps`; the best of those that are taken."""
-        found: dict[str, float] = {}
+    def pace(self) -> float:
+        """Seconds of a step of the head as it is, compiling left out."""
+        warm, timed = 20, 40  # the second kind of loss comes with step 18
+        trainer, began = self.trainer(self.config, warm + timed), 0.0
+        for step in range(warm + timed):
+            if step == warm:
+                began = self.now()
+            trainer.train(self.batches.batch(step))
+        return (self.now() - began) / timed
+
+    def trials(self, pace: float) -> HeadConfig:
+        """Train each variant, for a share of the time in all; the best of those that are taken."""
+        left = TRIAL_SHARE * (self.until - self.now()) / len(VARIANTS)
+        steps, found = max(1, min(self.config.trial_steps, int(left / pace))), dict[str, float]()
         for name, changes in VARIANTS.items():
             config = replace(self.config, **changes)
-            trainer = self.trainer(config, config.trial_steps)
-            began = time.perf_counter()
-            for step in range(config.trial_steps):
-                loss = trainer.train(self.batches.batch(step))
+            trainer, began = self.trainer(config, steps), self.now()
+            for step in range(steps):
+                trainer.train(self.batches.batch(step))
+            seconds = (self.now() - began) / steps
             row = accepted(trainer, self.held_NL, config.rows)
-            seconds = time.perf_counter() - began
-            self.note(f"trial: {name}", {"loss": loss.item(), "seconds": seconds, **row})
+            self.note(f"trial: {name}", {"steps": steps, "seconds_per_step": seconds, **row})
             found[name] = sum(row.values()) if name not in NOT_TAKEN else 0.0
         best = max(found, key=lambda name: found[name])
         self.note("taken", best)
         return replace(self.config, **VARIANTS[best])
 
-    def train(self, config: HeadConfig) -> None:
-        """Train for as many steps as the time allows, measured on the first ones."""
-        folder, warm, timed = self.out / "head", 20, 40
-        trainer = self.trainer(config, warm + timed)
-        for step in range(warm + timed):
-            if step == warm:
-                began = self.now()
-            trainer.train(self.batches.batch(step))
-        seconds = (self.now() - began) / timed
-        left = self.until - self.now() - RESERVE_S
-        steps = max(config.trial_steps, int(0.97 * left / seconds))
-        self.note("plan", {"steps": steps, "seconds_per_step": seconds})
-        trainer = self.trainer(config, steps)
-        every = max(1, steps // 40)
+    def train(self, config: HeadConfig, pace: float) -> None:
+        """Train for as many steps as the time allows."""
+        folder = self.out / "head"
+        steps = max(1, int(0.97 * (self.until - self.now() - RESERVE_S) / pace))
+        self.note("plan", {"steps": steps, "seconds_per_step": pace})
+        trainer, every, measured = self.trainer(config, steps), max(1, steps // 40), {}
         for step in range(steps):
             loss = trainer.train(self.batches.batch(step))
-            if trainer.step % every == 0:
+            is_last = trainer.step == steps or time.time() > self.until - RESERVE_S / 2
+            if trainer.step % every == 0 or is_last:
                 row = {"step": trainer.step, "loss": loss.item()}
                 trainer.history.append(row)
                 print(json.dumps({**row, "left": round(self.until - time.time())}), flush=True)
-            if trainer.step % (8 * every) == 0 or trainer.step == steps:
+            if trainer.step % (8 * every) == 0 or is_last:
                 measured = accepted(trainer, self.held_NL, config.rows)
                 self.note(f"accepted at step {trainer.step}", measured)
                 save_weights(folder, trainer.weights, None)
+            if is_last:
+                break
         self.note("history", trainer.history)
-        facts = {"model": "tiny-python", **asdict(config), "steps": steps, "accepted": measured}
+        done = f"{trainer.step} of {steps}"
+        facts = {"model": "tiny-python", **asdict(config), "steps": done, "accepted": measured}
         write_card(folder, facts, trainer.history)
 
     def now(self) -> float:
@@ -245,7 +252,8 @@ def main() -> None:
         compile_losses()
     run = Run(config, module, args.out, began + args.seconds)
     run.texts(unpack(args.stream))
-    run.train(run.trials() if config.trial_steps else config)
+    pace = run.pace()
+    run.train(run.trials(pace) if config.trial_steps else config, pace)
 
 
 if __name__ == "__main__":

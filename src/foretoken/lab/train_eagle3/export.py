@@ -42,24 +42,20 @@ def describe_head(
         bound = f"at most {text.vocab_size}, the target's"
         raise ConfigError("draft_vocab_size", draft_vocab_size, bound)
 
-    def of_target(name: str, default: Any) -> Any:
-        value = getattr(text, name, None)
-        return default if value is None else value
-
     width, heads = text.hidden_size, text.num_attention_heads
-    rope = of_target("rope_parameters", {})
+    rope = _told(text, "rope_parameters", {})
     if rope.get("rope_type") not in ROPE_TYPES:
         rope = {"rope_type": "default", "rope_theta": 10000.0}
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "hidden_size": width,
-        "intermediate_size": intermediate_size or of_target("intermediate_size", 4 * width),
+        "intermediate_size": intermediate_size or _told(text, "intermediate_size", 4 * width),
         "num_attention_heads": heads,
-        "num_key_value_heads": of_target("num_key_value_heads", heads),
-        "head_dim": of_target("head_dim", width // heads),
-        "max_position_embeddings": of_target("max_position_embeddings", 2048),
-        "rms_norm_eps": of_target("rms_norm_eps", 1e-6),
+        "num_key_value_heads": _told(text, "num_key_value_heads", heads),
+        "head_dim": _told(text, "head_dim", width // heads),
+        "max_position_embeddings": _told(text, "max_position_embeddings", 2048),
+        "rms_norm_eps": _told(text, "rms_norm_eps", 1e-6),
         # Turned whole: that is what fused heads know.
         "rope_parameters": {k: v for k, v in rope.items() if k != "partial_rotary_factor"},
         "vocab_size": text.vocab_size,
@@ -69,13 +65,17 @@ def describe_head(
         "fc_norm": fc_norm,
         "norm_output": norm_output,
         "norm_before_residual": False,
-        "tie_word_embeddings": False,
         "dtype": "bfloat16",
         "eagle_config": {
             "eagle_aux_hidden_state_layer_ids": [*default_aux_layers(text.num_hidden_layers)],
             "use_aux_hidden_state": True,
         },
     }
+
+
+def _told(config: Any, name: str, default: Any) -> Any:
+    value = getattr(config, name, None)
+    return default if value is None else value
 
 
 def save_weights(folder: Path, weights: dict[str, Tensor], target_ids: Tensor | None) -> None:

@@ -79,7 +79,7 @@ def test_help_and_version() -> None:
     assert runner.invoke(app, ["--version"]).output == f"foretoken {foretoken.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["", "generate", "chat", "bench", "demo"])
+@pytest.mark.parametrize("command", ["", "generate", "chat", "bench", "train-eagle3", "demo"])
 def test_help_loads_no_heavy_library(command: str) -> None:
     code = (
         f"import sys; sys.argv = ['foretoken', *{command.split()}, '--help']\n"

@@ -31,7 +31,7 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def with_fields(
-    *own: type, without: Set[str] = frozenset(), **defaults: Any
+    *own: type, engine: bool = True, without: Set[str] = frozenset(), **defaults: Any
 ) -> Callable[[_Command], _Command]:
     """Give a command the options of `EngineConfig` and `SamplingParams`.
 
@@ -39,6 +39,7 @@ def with_fields(
 
     Args:
         own: further dataclasses whose fields are its options, before the others.
+        engine: False gives it those of `own` alone.
         without: fields of those two that are none.
         defaults: those that differ from the dataclasses'.
     """
@@ -48,12 +49,13 @@ def with_fields(
         typed = [p.replace(kind=p.KEYWORD_ONLY) for p in typed]
         arguments = [p for p in typed if isinstance(p.annotation.__metadata__[0], ArgumentInfo)]
         *others, last = [p for p in typed if p not in arguments]
-        model, *engine = _parameters(EngineConfig, defaults, without)
         first = [p for cls in own for p in _parameters(cls, defaults)]
-        sampling = _parameters(SamplingParams, defaults, without)
-        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [*arguments, model, *first, *others, *sampling, *engine, last]
-        )
+        listed = [*arguments, *first, *others, last]
+        if engine:
+            model, *rest = _parameters(EngineConfig, defaults, without)
+            sampling = _parameters(SamplingParams, defaults, without)
+            listed = [*arguments, model, *first, *others, *sampling, *rest, last]
+        command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
         return command
 
     return decorate

@@ -146,6 +146,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ngram": {"prompt_lookup_min": 1},
     "suffix": {"suffix_decoding_max_spec_factor": 2},
 }
+# What its requests ask for: it draws from no such distribution, whatever they say.
+REQUESTS: dict[str, dict[str, Any]] = {
+    "forced": {"allowed_token_ids": [2]},
+    "prediction": {"prediction": [1, 3, 0, 2, 3, 1, 1, 4, 0]},
+}
 # Tokens of draft models whose tokenizer is another, one letter an id, where the target has TEXT;
 # "padded" is the target's tokenizer with more columns of logits.
 TEXT = "abcde"
@@ -184,6 +189,9 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
         # A slot owns one block; no text is longer.
         slots = GivenSlots(params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1)
         slots.write_blocks((slot, 0, [slot]) for slot in range(num_slots))
+        asked = replace(slots.requests[0].params, **REQUESTS.get(name, {}))
+        slots.requests = {i: r._replace(params=asked) for i, r in slots.requests.items()}
+        slots.prompt_S = [1] * num_slots
         built.allocate(slots, num_slots)
         return driven(built, slots, 0 if texts else model.bos)
 

@@ -39,6 +39,9 @@ Params = SamplingParams | Mapping[str, Any]
 _PROMPT_KINDS = "a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`"
 
 
+_BORDER = 8  # tokens of a prompt before a predicted text: none is cut by what stands further away
+
+
 class ParamsReader:
     """Sampling parameters as a caller gave them; None means the engine's defaults.
 
@@ -133,6 +136,29 @@ def encode(tokenizer: Any | None, prompt: Any) -> tuple[str | None, list[int]]:
     if ids is None:
         raise RequestError("prompt", prompt, _PROMPT_KINDS)
     return None, [plain(token) for token in ids]
+
+
+def encode_prediction(
+    tokenizer: Any | None, prompt_ids: Sequence[int], prediction: str | Sequence[int] | None
+) -> Sequence[int] | None:
+    """Token ids of a predicted text, as they would follow the prompt, whose last token stays whole.
+
+    Raises:
+        RequestError: it is a text, and there is no tokenizer.
+    """
+    if not isinstance(prediction, str):
+        return prediction
+    if tokenizer is None:
+        bound = "token ids: this checkpoint has no tokenizer"
+        raise RequestError("prediction", prediction, bound, "Encode it first.")
+    # Behind some text: a tokenizer may put a space before what begins one.
+    before = tokenizer.decode(prompt_ids[-_BORDER:])
+    first, both = (
+        tokenizer.encode(text, add_special_tokens=False) for text in (before, before + prediction)
+    )
+    if both[: len(first)] == first:
+        return tuple(both[len(first) :])
+    return tuple(tokenizer.encode(prediction, add_special_tokens=False))
 
 
 def as_list(value: Any) -> list[Any] | None:

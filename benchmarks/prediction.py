@@ -88,9 +88,8 @@ def main() -> None:
             took, outputs = served(llm, prompts, params)
             if repeat:  # the first one warms up
                 seconds[name].append(took)
-            if any(
-                a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in zip(outputs, texts)
-            ):
+            said = ([o.outputs[0].token_ids for o in both] for both in (outputs, texts))
+            if next(said) != next(said):
                 raise SystemExit(f"{name} changed a token")
             if repeat == args.repeats:
                 drafted = sum(o.metrics.num_drafts for o in outputs)

@@ -38,7 +38,7 @@ ASKED = [
     (SamplingParams(temperature=1.3), Rule.COUPLED, 3),
 ]
 PROMPTS = [ids_of(text) for text in ("abcabcab", "xyx", "def f(x): x", "import os")]
-MAY_NOT_DRAFT = ("forced", "ngram", "prediction", "suffix")
+MAY_NOT_DRAFT = ("draft_text", "forced", "ngram", "prediction", "suffix")
 IN_ORDER, MIXED = [0, 1, 2, 3], [2, 0, 3, 1]
 
 
@@ -46,6 +46,7 @@ def build(target: Path, name: str, **speculation: Any) -> LLM:
     """The target drafts for itself where a drafter takes a model: q is near p, and never equal."""
     given = {
         "draft_model": {"model": str(target)},
+        "draft_text": {"model": str(target)},
         "eagle3": {"model": str(head_of(target))},
         "ngram": {"prompt_lookup_min": 1},
     }

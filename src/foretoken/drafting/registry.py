@@ -12,6 +12,7 @@ from foretoken.errors import ConfigError
 
 DRAFTERS = {
     "draft_model": "foretoken.drafting.draft_model:DraftModel",
+    "draft_text": "foretoken.drafting.draft_text:DraftText",
     "eagle3": "foretoken.drafting.eagle3:Eagle3",
     "forced": "foretoken.drafting.forced:Forced",
     "ngram": "foretoken.drafting.ngram:NGram",
@@ -24,7 +25,7 @@ ON_DEVICE = {"draft_model": "foretoken.drafting.lockstep:LockstepDraftModel"}
 
 ON_HOST_ALONE = {
     name: f"`{name}` reads tokens on the host, too late for a GPU: `ngram` runs on the device."
-    for name in ("forced", "prediction", "suffix")
+    for name in ("draft_text", "forced", "prediction", "suffix")
 }
 """What is not to be had on such a device, and what to take instead."""
 

@@ -15,6 +15,7 @@ from foretoken.config import plain
 from foretoken.errors import RequestError, check_known_keys
 from foretoken.foreign import CALL_OPTIONS, PROMPT_KEYS, without_foreign
 from foretoken.models.chat import ChatPrompt
+from foretoken.models.tokenizer import encode_after
 from foretoken.sampling.params import SamplingParams, check_text
 
 _log = logging.getLogger(__name__)
@@ -37,9 +38,6 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 Params = SamplingParams | Mapping[str, Any]
 
 _PROMPT_KINDS = "a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`"
-
-
-_BORDER = 8  # tokens of a prompt before a predicted text: none is cut by what stands further away
 
 
 class ParamsReader:
@@ -141,7 +139,7 @@ def encode(tokenizer: Any | None, prompt: Any) -> tuple[str | None, list[int]]:
 def encode_prediction(
     tokenizer: Any | None, prompt_ids: Sequence[int], prediction: str | Sequence[int] | None
 ) -> Sequence[int] | None:
-    """Token ids of a predicted text, as they would follow the prompt, whose last token stays whole.
+    """Token ids of a predicted text, as they would follow the prompt.
 
     Raises:
         RequestError: it is a text, and there is no tokenizer.
@@ -151,14 +149,7 @@ def encode_prediction(
     if tokenizer is None:
         bound = "token ids: this checkpoint has no tokenizer"
         raise RequestError("prediction", prediction, bound, "Encode it first.")
-    # Behind some text: a tokenizer may put a space before what begins one.
-    before = tokenizer.decode(prompt_ids[-_BORDER:])
-    first, both = (
-        tokenizer.encode(text, add_special_tokens=False) for text in (before, before + prediction)
-    )
-    if both[: len(first)] == first:
-        return tuple(both[len(first) :])
-    return tuple(tokenizer.encode(prediction, add_special_tokens=False))
+    return encode_after(tokenizer, prompt_ids, prediction)
 
 
 def as_list(value: Any) -> list[Any] | None:

@@ -34,6 +34,7 @@ from foretoken.slots.table import SlotTable
 
 _PIECE = 32  # tokens of the target that are cut together, once as many have followed
 _MOST = 4  # tokens of the draft model for each draft that is asked for, at most
+_BYTES = 4  # of a character, at most
 _PARTIAL = "\ufffd"  # what bytes decode to that are no whole character
 
 
@@ -56,14 +57,20 @@ class Transcript:
         before = self.ids
         settled = before[: self.num_settled]
         while len(known) >= self.num_read + 2 * _PIECE:
-            settled += self._cut(settled, known, self.num_read + _PIECE)
-            self.num_settled, self.num_read = len(settled), self.num_read + _PIECE
-        if decode_after(self.target, known[:-4], known[-4:]).endswith(_PARTIAL):
+            ends = range(self.num_read + _PIECE, self.num_read + _PIECE + _BYTES)
+            end = next((end for end in ends if self._is_whole(known[:end])), ends[0])
+            settled += self._cut(settled, known, end)
+            self.num_settled, self.num_read = len(settled), end
+        if not self._is_whole(known):
             self.ids = settled
             return None
         self.ids = settled + self._cut(settled, known, len(known))
         same = takewhile(lambda pair: pair[0] == pair[1], zip(before, self.ids, strict=False))
         return sum(1 for _ in same)
+
+    def _is_whole(self, known: list[int]) -> bool:
+        last = decode_after(self.target, known[:-_BYTES], known[-_BYTES:])
+        return not last.endswith(_PARTIAL)
 
     def _cut(self, settled: Sequence[int], known: list[int], end: int) -> list[int]:
         text = decode_after(self.target, known[: self.num_read], known[self.num_read : end])

@@ -23,6 +23,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "suffix": {"suffix_decoding_max_cached_tokens": 1024},
     "ngram": {"prompt_lookup_min": 1},
 }
+ASKED: dict[str, dict[str, Any]] = {
+    "forced": {"allowed_token_ids": [7]},
+    "prediction": {"prediction": "abc" * 20},
+}
 NATIVE_ALONE = {"suffix"}
 
 
@@ -33,7 +37,7 @@ def test_finished_requests_leave_nothing(
 ) -> None:
     if name in NATIVE_ALONE and unavailable("native"):
         pytest.skip(f"{name} needs the native kernels")
-    options = {"draft_model": {"model": str(draft)}} | OPTIONS
+    options = {method: {"model": str(draft)} for method in ("draft_model", "draft_text")} | OPTIONS
     if name == "eagle3":
         options[name] = {
             "model": str(
@@ -50,7 +54,8 @@ def test_finished_requests_leave_nothing(
             if first == WARM:
                 resident = resident_mib()
             prompts = [[rng.randrange(97, 123) for _ in range(8)] for _ in range(WAVE)]
-            params = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True)
+            asked = ASKED.get(name, {})
+            params = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, **asked)
             outputs = llm.generate(prompts, params)
             assert sum(output.metrics.num_drafts for output in outputs)
             del outputs

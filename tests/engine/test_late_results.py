@@ -301,7 +301,7 @@ def serve(llm: LLM, crowd: list[Visit], late: bool) -> list[RequestOutput]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", "draft_model", "greedy", "ngram", "suffix", "prediction"]
+    "kind", ["plain", "draft_model", "greedy", "ngram", "suffix", "prediction", "draft_text"]
 )
 def test_a_checkpoint_serves_the_same_a_step_late(target: Path, draft: Path, kind: str) -> None:
     speculation: dict[str, Any] | None = {
@@ -311,6 +311,7 @@ def test_a_checkpoint_serves_the_same_a_step_late(target: Path, draft: Path, kin
         "ngram": {"method": "ngram", "prompt_lookup_min": 1},
         "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
         "prediction": {"method": "prediction"},
+        "draft_text": {"method": "draft_text", "model": str(draft)},
     }[kind]
     crowd = crowd_of(24)
     if kind == "prediction":

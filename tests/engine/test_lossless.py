@@ -52,6 +52,7 @@ def speculations(draft: Path) -> dict[str, dict[str, Any]]:
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5},
         "suffix": {"method": "suffix", "num_speculative_tokens": 5},
         "prediction": {"method": "prediction"},
+        "draft_text": {"method": "draft_text", "model": str(draft)},
     }
 
 
@@ -68,6 +69,7 @@ EDITS = {
     ("kind", "edits", "backend"),
     [
         *product(["draft_model", "greedy", "ngram", "suffix", "prediction"], EDITS, ["auto"]),
+        *product(["draft_text"], EDITS, ["auto"]),
         *product(["draft_model"], EDITS, ["torch"]),
         ("greedy", "plain", "torch"),
         ("ngram", "penalties", "torch"),
@@ -85,7 +87,7 @@ def test_greedy_tokens_equal_plain_decoding(
     assert tokens(speculative) == tokens(plain)
     assert [o.outputs[0].text for o in speculative] == [o.outputs[0].text for o in plain]
     assert llm.metrics.num_draft_tokens > 0
-    if kind not in ("ngram", "suffix") and edits == "plain":
+    if kind not in ("ngram", "suffix", "draft_text") and edits == "plain":
         assert 0 < llm.metrics.num_accepted_tokens < llm.metrics.num_draft_tokens
     for fast, slow in zip(speculative, plain, strict=True):
         check_logprobs(fast, slow, TOLERANCE[backend])

@@ -2,8 +2,8 @@
 
 What the target has said is cut anew by the draft's tokenizer; the draft model continues it by its
 likeliest tokens, and what these say is cut into tokens of the target. No q: they are verified as
-one-hot. Drafts by ids (`vocabulary.py`) have one, so they are better where tokens are drawn at random
-and the tokenizers share nine tenths of the text.
+one-hot. Drafts by ids (`vocabulary.py`) have one, so they are better where tokens are drawn at
+random and the tokenizers share nine tenths of the text.
 
 Its positions are not the target's, so its K/V cannot lie in the target's blocks: each slot has rows
 of its own, as long as the draft model's context. What was computed stays as far as the tokens do;

@@ -74,12 +74,13 @@ def check_request(
 def _prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:
     """The prediction, if a drafter reads it and it is no longer than a text may be."""
     prediction = params.prediction or ()
+    given = f"{len(prediction)} tokens"
     if params.prediction is not None and not limits.reads_prediction:
         remedy = 'Load one with `speculative_config={"method": "prediction"}`.'
-        raise RequestError("prediction", prediction, "left out: no drafter here reads it", remedy)
+        raise RequestError("prediction", given, "left out: no drafter here reads it", remedy)
     if len(prediction) > limits.max_model_len:
         bound = f"at most as long as the context of {limits.max_model_len} tokens"
-        raise CapacityError("prediction", f"{len(prediction)} tokens", bound, "Shorten it.")
+        raise CapacityError("prediction", given, bound, "Shorten it.")
     return prediction
 
 

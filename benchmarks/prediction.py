@@ -66,18 +66,20 @@ def served(
 
 
 def main() -> None:
-    args = parse(__doc__, prompts=8, repeats=7)
+    args = parse(__doc__, prompts=8, repeats=5)
     prompts = [one.prompt for one in heldout(args.prompts)]
     greedy = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
     options: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
     predicting = LLM(TARGET, {"method": "prediction", "num_speculative_tokens": K}, **options)
     drafting = LLM(TARGET, OWN | {"num_speculative_tokens": K}, **options)
+    by_text = LLM(TARGET, {"method": "draft_text", "num_speculative_tokens": K}, **options)
     looking = LLM(TARGET, {"method": "ngram", "num_speculative_tokens": K}, **options)
     plain = [greedy] * len(prompts)
     texts = served(predicting, prompts, plain)[1]
     rng = random.Random(1)
     cases = {"plain": (predicting, plain)}
-    cases |= {"draft_model": (drafting, plain), "ngram": (looking, plain)}
+    cases |= {"draft_model": (drafting, plain), "draft_text": (by_text, plain)}
+    cases |= {"ngram": (looking, plain)}
     for name, edit in EDITS.items():
         predicted = [replace(greedy, prediction=edit(rng, o.outputs[0].text)) for o in texts]
         cases[f"prediction, {name}"] = predicting, predicted

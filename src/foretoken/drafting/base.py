@@ -79,7 +79,7 @@ class Drafter(ABC):
 
     options: ClassVar[frozenset[str]] = frozenset()
     reads_next_token: ClassVar[bool] = False
-    reads_prediction: ClassVar[bool] = False
+    reads_prediction: bool = False
     num_behind: int = 0
     kv_bytes_per_block: int = 0
     bytes_per_slot: int = 0

@@ -34,7 +34,8 @@ class Alignment:
     """
 
     def __init__(self, prediction: Sequence[int]) -> None:
-        self.text: Array = np.array(prediction, dtype=np.int32)
+        self._bytes = np.array(prediction, dtype=np.int32).tobytes()
+        self.text: Array = np.frombuffer(self._bytes, dtype=np.int32)
         self._num_read = 0
         self._next = 0  # where it is followed; its end, while nothing is alike
         self._left = 0  # how far it was surely followed, and how many tokens came since
@@ -67,6 +68,9 @@ class Alignment:
         deleted ones, whichever are more. One with less than -1 points is not followed. Where there
         is none, the first token off the text is taken to stand in the place of another.
         """
+        if self._since >= _FAR + 3 and output[-3:].tobytes() not in self._bytes:
+            self._next = len(self.text)  # so far away three in a row are the least: seen at once
+            return
         end_N = np.flatnonzero(self.text == output[-1]) + 1
         run_N = np.ones_like(end_N)
         for back in range(1, min(_LONGEST, len(output))):

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 _EMBEDDED = "tiny-python"
 _OWN_DRAFT = {"method": "draft_model"}
-# `bench` has its own seed, and of how long an output is and what ends it the length alone.
+# `bench` has its own prompts and seed, and of how long an output is and what ends it the length
+# alone.
 SET_BY_BENCH = {
     *("seed", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "ignore_eos"),
-    *("include_stop_str_in_output", "skip_special_tokens"),
+    *("include_stop_str_in_output", "skip_special_tokens", "prediction"),
 }
 
 app = typer.Typer(

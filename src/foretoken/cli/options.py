@@ -68,6 +68,8 @@ def fields_given(cls: type, options: dict[str, Any]) -> dict[str, Any]:
         value = options.get(field.name)
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = [as_utf8(field.name, item) for item in value]
+        elif value is not None and _is_text(field):
+            value = as_utf8(field.name, value)
         if value is not None:
             given[field.name] = _parse_map(field.name, value) if _is_map(field) else value
     return given
@@ -118,6 +120,8 @@ def _annotation(field: Field[Any], text: str) -> Any:
     kinds = re.findall(r"\b(str|int|float|bool)\b", str(field.type))
     if _is_map(field):
         return Annotated[str | None, typer.Option(option, metavar="JSON", help=text)]
+    if _is_text(field):
+        return Annotated[str | None, typer.Option(option, help=text)]
     if re.search(r"(list|tuple|Sequence)\[", str(field.type)):
         items = list[int] if kinds[0] == "int" else list[str]
         return Annotated[items | None, typer.Option(option, help=f"{text} May be repeated.")]
@@ -129,6 +133,11 @@ def _annotation(field: Field[Any], text: str) -> Any:
 
 def _is_map(field: Field[Any]) -> bool:
     return "Mapping[" in str(field.type)
+
+
+def _is_text(field: Field[Any]) -> bool:
+    """Whether it is a text, or token ids, which are not typed."""
+    return str(field.type).startswith("str | Sequence")
 
 
 def _parse_map(name: str, text: str) -> dict[int, Any]:

@@ -30,8 +30,9 @@ class SpeculativeConfig:
     """How tokens are drafted and verified.
 
     Attributes:
-        method: the drafter: `draft_model`, `eagle3`, `ngram` or `suffix` (names registered in
-            `drafting/registry.py`). None: `draft_model` if `model` is given, else an error.
+        method: the drafter: `draft_model`, `draft_text`, `eagle3`, `forced`, `ngram`, `prediction`
+            or `suffix` (names registered in `drafting/registry.py`). None: `draft_model` if `model`
+            is given, else an error.
         model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
             built-in target `tiny-python` means its own draft, `tiny-python-draft`.
         revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
@@ -102,7 +103,9 @@ class SpeculativeConfig:
         self._check_synthetic(where)
         if self.method is None:
             if self.model is None:
-                remedy = "Use `draft_model` or `eagle3` (with `model`), `ngram` or `suffix`."
+                remedy = (
+                    "Use `draft_model`, `eagle3` (with `model`), `ngram`, `prediction` or `suffix`."
+                )
                 raise ConfigError(where + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
 

@@ -105,6 +105,7 @@ class Engine:
             num_speculative_tokens=self.num_speculative_tokens,
             has_tokenizer=tokenizer is not None,
             allows_synthetic=self._rule == "synthetic",
+            reads_prediction=runner.drafter is not None and runner.drafter.reads_prediction,
         )
 
     @property
@@ -197,7 +198,7 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
     ) -> RequestGroup:
-        """Queue a prompt.
+        """Queue a prompt; `params.prediction` is token ids by now.
 
         Raises:
             RequestError: the prompt or its parameters are out of bounds.

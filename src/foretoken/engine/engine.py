@@ -103,6 +103,8 @@ class Engine:
             num_speculative_tokens=self.num_speculative_tokens,
             has_tokenizer=tokenizer is not None,
             allows_synthetic=self._rule == "synthetic",
+            drafter=str(speculation.method) if speculation else "",
+            drafters=runner.drafter.names if runner.drafter else (),
         )
 
     @property
@@ -226,9 +228,10 @@ class Engine:
         if rule == "synthetic" and not most_drafts:
             rule = "standard"  # plain decoding, with the target's distribution
         for j in range(params.n):
-            tokens, key = list(prompt_ids), mix(seed, j)
-            request = Request(group, j, key, tokens, stop_ids, bad_words, rule, most_drafts)
-            request.waits_for_tokens = edits_on_host
+            request = Request(
+                group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words, rule, most_drafts,
+                self.limits.number_of(params.drafter), waits_for_tokens=edits_on_host,
+            )  # fmt: skip
             self.scheduler.add(request)
             group.samples.append(request)
         self._num_added = admission
@@ -328,9 +331,10 @@ class Engine:
         if outcome.is_finite:
             if group.metrics.time_to_first_token is None:
                 group.metrics.time_to_first_token = time.perf_counter() - group.arrival
-            synthetic = request.rule == "synthetic"
+            asked = request.drafter if outcome.drafter is None else outcome.drafter
+            name, synthetic = self.limits.names[asked], request.rule == "synthetic"
             for metrics in (group.metrics, self.metrics):
-                metrics.observe(outcome.num_drafts, outcome.num_accepted, synthetic=synthetic)
+                metrics.observe(outcome.num_drafts, outcome.num_accepted, name, synthetic=synthetic)
         self._take_tokens(request, outcome)  # accepted drafts stand, whatever follows them
         if not outcome.is_finite and request.status is not Status.FINISHED:
             group.error = group.error or no_token(request, outcome.bans_all)

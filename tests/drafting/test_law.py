@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +21,19 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.heads import save_head
 from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.drafting import draft_model as draft_models
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
+from foretoken.drafting.choice import Choice
 from foretoken.drafting.registry import DRAFTERS, find_drafter
 from foretoken.lab.laws.chain import CPU, Chain, Setting, random_chain
-from foretoken.lab.laws.emission import TRIALS, MakePropose, Propose, emit, joint_p_value
+from foretoken.lab.laws.emission import (
+    TRIALS,
+    MakePropose,
+    Propose,
+    emit,
+    first_row,
+    joint_p_value,
+)
 from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P
 from foretoken.lab.laws.mutants import (
     asking,
@@ -151,7 +159,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 TEXT = "abcde"
 TEXTS = {"padded": TEXT, "other_ids": "ecxabd", "fewer": "cyzda"}
 OTHERS = [f"draft_model {texts}" for texts in TEXTS]
-LENGTHS = {"ngram": 4, "suffix": 4}  # tokens enough that a suffix has often occurred before
+# Several at once: one for all, or, under "each", for every slot another, `hybrid` among them.
+SEVERAL = {
+    "hybrid": ["suffix", "draft_model"],
+    "hybrid of a head": ["ngram", "eagle3"],
+    "each": ["draft_model", "suffix", "eagle3"],
+}
+LENGTHS = {"ngram": 4, "suffix": 4, "hybrid": 4}  # tokens enough that a suffix occurred before
 
 
 def letters(text: str) -> PreTrainedTokenizerFast:
@@ -166,25 +180,34 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
 
     A draft model of other `TEXTS` has a chain of its own, as likely to begin with any token.
     """
-    name, _, texts = name.partition(" ")
+    members = SEVERAL.get(name)
+    name, _, texts = name.partition(" ") if members is None else (name, "", "")
+    if members is None:
+        options = {"method": name, **OPTIONS.get(name, {}), **options}
+    else:
+        options["drafters"] = [{"method": one, **OPTIONS.get(one, {})} for one in members]
 
     def make(params: SlotParams) -> Propose:
         num_slots = len(params.key_S)
         own = random_chain(7 if texts == "padded" else len(TEXTS[texts]), 5)[0] if texts else chain
         model = TableModel(own, num_slots * BLOCK)
-        setup = setup_for(num_slots, backend, method=name, **{**OPTIONS.get(name, {}), **options})
+        setup = setup_for(num_slots, backend, **options)
         setup = replace(setup, tokenizer=letters(TEXT) if texts else None)
-        module = import_module(DRAFTERS[name].split(":")[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "resolve_checkpoint", lambda name, **_: Path(name), raising=False)
-            patch.setattr(module, "load_model", lambda *_, **__: model, raising=False)
+            patch.setattr(draft_models, "resolve_checkpoint", lambda name, **_: Path(name))
+            patch.setattr(draft_models, "load_model", lambda *_, **__: model)
             tokenizer = letters(TEXTS[texts]) if texts else None
-            patch.setattr(module, "load_tokenizer", lambda _: tokenizer, raising=False)
+            patch.setattr(draft_models, "load_tokenizer", lambda _: tokenizer)
             built = find_drafter(setup.speculation)(setup)
         # A slot owns one block; no text is longer.
         slots = GivenSlots(params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1)
         slots.write_blocks((slot, 0, [slot]) for slot in range(num_slots))
         built.allocate(slots, num_slots)
+        for slot, request in slots.requests.items() if members else ():
+            number = slot % len(built.names) if name == "each" else len(members)
+            params_of = replace(request.params, seed=slot if slot % 2 else None)
+            slots.requests[slot] = request._replace(drafter=number, params=params_of)
+            slots.drafter_S[slot] = number
         return driven(built, slots, 0 if texts else model.bos)
 
     return make
@@ -203,6 +226,14 @@ def test_every_drafter_is_lossless(
     check_lossless(chains, name, BACKEND, setting)
 
 
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("setting", CASES[4:7])
+def test_several_drafters_and_choices_among_them_are_lossless(
+    chains: tuple[Chain, Chain], name: str, setting: Setting
+) -> None:
+    check_lossless(chains, name, BACKEND, setting)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("setting", CASES[4:7])
 def test_draft_models_of_other_vocabularies_are_lossless(
@@ -212,7 +243,7 @@ def test_draft_models_of_other_vocabularies_are_lossless(
 
 
 @_law
-@pytest.mark.parametrize("name", [*DRAFTERS, *OTHERS])
+@pytest.mark.parametrize("name", [*DRAFTERS, *OTHERS, *SEVERAL])
 @pytest.mark.parametrize("setting", CASES)
 def test_every_drafter_is_lossless_full(
     chains: tuple[Chain, Chain], name: str, setting: Setting
@@ -337,6 +368,44 @@ def test_mutants_of_the_proposal_are_rejected(
 ) -> None:
     make = mutate(drafter(name, chains[1]))
     assert mutant_p_value(BACKEND, chains, make) < MUTANT_P
+
+
+def seeing(target: Chain, make: MakePropose, looked: MakePropose, seen: set[int]) -> MakePropose:
+    """Before each round, the slots whose first draft that is looked up will be accepted."""
+
+    def mutant(params: SlotParams) -> Propose:
+        propose, look_up = make(params), looked(params)
+
+        def foreseen(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+            found = look_up(prefix_BL, slot_B, position_B)
+            wide_BL = torch.cat([prefix_BL, found.token_BK], dim=1)
+            place_BK = position_B[:, None] + torch.arange(found.token_BK.shape[1])
+            wide_BL.scatter_(1, place_BK, found.token_BK.clamp(min=0))
+            b_N = torch.arange(len(slot_B)).repeat_interleave(found.num_B + 1)
+            i_N = torch.arange(len(b_N)) - first_row(found)[b_N]
+            rows_NV = target.logits_CV[target.context(wide_BL[b_N], position_B[b_N] + i_N)]
+            batch = VerifyBatch(rows_NV, params, slot_B, position_B, found)
+            accepted_B = one_later(BACKEND).verify(batch).n_accept_B > 0
+            seen.clear()
+            seen.update(slot_B[accepted_B].tolist())
+            return propose(prefix_BL, slot_B, position_B)
+
+        return foreseen
+
+    return mutant
+
+
+def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
+    chains: tuple[Chain, Chain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same choice without foresight is `hybrid of a head`, above."""
+    target, draft = chains
+    seen: set[int] = set()
+    monkeypatch.setattr(Choice, "takes", lambda _, request, slot, *__: slot in seen)
+    make = seeing(target, drafter("hybrid of a head", draft), drafter("ngram", draft), seen)
+    setting = Setting(1.0)
+    emission = emit(one_later(BACKEND), target, make, setting, length=4, trials=MUTANT_TRIALS)
+    assert joint_p_value(emission.token_SL, setting.next_token(target)) < MUTANT_P
 
 
 def test_a_draft_that_shares_the_residuals_noise_is_rejected(chains: tuple[Chain, Chain]) -> None:

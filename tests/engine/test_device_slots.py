@@ -39,7 +39,9 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "greedy": {"draft_sample_method": "greedy"},
     "eagle3": {"method": "eagle3"},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "several": {},
 }
+NAMES = ("draft_model", "ngram", "eagle3")  # of "several"
 
 
 class Padding(Graphs):
@@ -65,6 +67,8 @@ def params_of(kind: str, number: int) -> list[SamplingParams]:
         if kind != "plain":
             asked["num_speculative_tokens"] = 0 if asked.keys() - {"logprobs"} else (None, 2)[i % 2]
             asked["rejection_sample_method"] = rules[i % 3]
+        if kind == "several":
+            asked["drafter"] = NAMES[i // 2 % 3]
         params.append(
             SamplingParams(
                 temperature=(0.9, 0.0, 1.3)[i % 3], max_tokens=9 + 5 * (i % 4), seed=i, n=1 + i % 2,
@@ -79,7 +83,11 @@ def serve(
     target: Path, draft: Path, kind: str, *, on_host: bool, num_blocks: int = 23, **options: Any
 ) -> list[RequestOutput]:
     spec = SPECULATION[kind]
-    if spec is not None and kind != "ngram":
+    if kind == "several":
+        models = {"draft_model": str(draft), "eagle3": str(head_of(target))}
+        entries = [{"method": name, "model": models.get(name)} for name in NAMES]
+        spec = {"drafters": entries, "method": "ngram"}
+    elif spec is not None and kind != "ngram":
         spec = {"model": str(head_of(target) if kind == "eagle3" else draft), **spec}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("foretoken.engine.build.is_on_host", lambda device: on_host)

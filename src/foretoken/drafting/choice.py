@@ -22,7 +22,7 @@ from foretoken.ops import Rule
 from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import Outcome
 
-FIXED_PART = 0.5
+FIXED_PART = 0.85
 """Of the drafts asked for, what must be expected to be accepted where nothing is measured."""
 
 _MODEL_PRIOR = 0.6  # of the drafts asked for, accepted of a model's before any were seen

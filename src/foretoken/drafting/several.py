@@ -8,7 +8,7 @@ requests of the others, too, since its own requests find the blocks that those h
 are worth it (`choice.py`), else those of the first drafter that runs a model.
 
 On a host each member is asked for its own requests. On a device that nobody waits for all members
-that the step's requests may have take part for all of them, most of them asking for nothing of it.
+that the step's requests may have take part, each with as many rows as there are requests.
 
 Shape suffixes: B requests, K drafts, S slots.
 """
@@ -111,14 +111,19 @@ class Several(Drafter):
         return block
 
     def _propose_for_all(self, rows: DraftRows, slots: DeviceSlotTable) -> DraftBlock:
-        """Each member for all requests, of which the others' want no drafts."""
+        """Each member for all requests; the spare stands in the place of those of others."""
         numbers = sorted(slots.drafters)
         if len(numbers) == 1:
             return self.members[numbers[0]].propose(rows)
         drafter_B, merged = slots.drafter_S[rows.slot_B], None
         for number in numbers:
             mine_B = drafter_B == number
-            block = self.members[number].propose(rows._replace(num_B=rows.num_B * mine_B))
+            own = rows._replace(
+                slot_B=torch.where(mine_B, rows.slot_B, slots.spare),
+                num_B=torch.where(mine_B, rows.num_B, 0),
+                position_B=torch.where(mine_B, rows.position_B, 1),
+            )
+            block = self.members[number].propose(own)
             merged = block if merged is None else _where(mine_B, block, merged)
         return merged or no_drafts(len(rows.slot_B), slots.device)
 

@@ -24,7 +24,7 @@ OPTIONS = ["--temperature", "1", "--max-tokens", "5", "--n", "3", "--seed", "4"]
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = save_checkpoint(tmp_path_factory.mktemp("json"), seed=1)
-    return LLM(str(folder), {"method": "ngram"}, num_blocks=64)
+    return LLM(str(folder), {"method": "ngram", "prompt_lookup_min": 1}, num_blocks=64)
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,7 @@ def documented() -> list[str]:
 
 def test_every_key_is_documented_and_there() -> None:
     wanted = ["--json", "--logprobs", "2", "--prompt-logprobs", "1"]
+    wanted += ["--allowed-token-ids", "64"]  # `a`, to be looked up
     result = CliRunner().invoke(cli.app, ["generate", "abcabc", *OPTIONS, *wanted])
     (line,) = result.stdout.splitlines()
     data = json.loads(line)

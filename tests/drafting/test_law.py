@@ -23,17 +23,9 @@ from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting import draft_model as draft_models
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
-from foretoken.drafting.choice import Choice
 from foretoken.drafting.registry import DRAFTERS, find_drafter
 from foretoken.lab.laws.chain import CPU, Chain, Setting, random_chain
-from foretoken.lab.laws.emission import (
-    TRIALS,
-    MakePropose,
-    Propose,
-    emit,
-    first_row,
-    joint_p_value,
-)
+from foretoken.lab.laws.emission import TRIALS, MakePropose, Propose, emit, joint_p_value
 from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P
 from foretoken.lab.laws.mutants import (
     asking,
@@ -368,44 +360,6 @@ def test_mutants_of_the_proposal_are_rejected(
 ) -> None:
     make = mutate(drafter(name, chains[1]))
     assert mutant_p_value(BACKEND, chains, make) < MUTANT_P
-
-
-def seeing(target: Chain, make: MakePropose, looked: MakePropose, seen: set[int]) -> MakePropose:
-    """Before each round, the slots whose first draft that is looked up will be accepted."""
-
-    def mutant(params: SlotParams) -> Propose:
-        propose, look_up = make(params), looked(params)
-
-        def foreseen(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
-            found = look_up(prefix_BL, slot_B, position_B)
-            wide_BL = torch.cat([prefix_BL, found.token_BK], dim=1)
-            place_BK = position_B[:, None] + torch.arange(found.token_BK.shape[1])
-            wide_BL.scatter_(1, place_BK, found.token_BK.clamp(min=0))
-            b_N = torch.arange(len(slot_B)).repeat_interleave(found.num_B + 1)
-            i_N = torch.arange(len(b_N)) - first_row(found)[b_N]
-            rows_NV = target.logits_CV[target.context(wide_BL[b_N], position_B[b_N] + i_N)]
-            batch = VerifyBatch(rows_NV, params, slot_B, position_B, found)
-            accepted_B = one_later(BACKEND).verify(batch).n_accept_B > 0
-            seen.clear()
-            seen.update(slot_B[accepted_B].tolist())
-            return propose(prefix_BL, slot_B, position_B)
-
-        return foreseen
-
-    return mutant
-
-
-def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
-    chains: tuple[Chain, Chain], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same choice without foresight is `hybrid of a head`, above."""
-    target, draft = chains
-    seen: set[int] = set()
-    monkeypatch.setattr(Choice, "takes", lambda _, request, slot, *__: slot in seen)
-    make = seeing(target, drafter("hybrid of a head", draft), drafter("ngram", draft), seen)
-    setting = Setting(1.0)
-    emission = emit(one_later(BACKEND), target, make, setting, length=4, trials=MUTANT_TRIALS)
-    assert joint_p_value(emission.token_SL, setting.next_token(target)) < MUTANT_P
 
 
 def test_a_draft_that_shares_the_residuals_noise_is_rejected(chains: tuple[Chain, Chain]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from foretoken import LLM, SamplingParams
 from foretoken.config import SpeculativeConfig
@@ -15,9 +16,13 @@ from foretoken.drafting.choice import Choice, Kind
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.drafting.several import _keepers
 from foretoken.errors import ConfigError, RequestError
-from foretoken.ops import Rule, unavailable
+from foretoken.lab.laws.chain import Chain, Setting, random_chain
+from foretoken.lab.laws.emission import MakePropose, Propose, emit, first_row, joint_p_value
+from foretoken.lab.laws.findings import MUTANT_P
+from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch, unavailable
 from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import Outcome
+from tests.drafting import test_law as laws
 from tests.models.heads import head_of
 
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64, "threads": 1}
@@ -268,3 +273,42 @@ def test_a_toy_drafter_takes_a_class_and_a_line(
     assert not any(o.num_drafts for o in decided)
     run(llm, PROMPTS, temperature=0.0, drafter="Watching")
     assert llm.metrics.drafters["Watching"].num_drafts > 0
+
+
+def seeing(target: Chain, make: MakePropose, looked: MakePropose, seen: set[int]) -> MakePropose:
+    """Before each round, the slots whose first draft that is looked up will be accepted."""
+
+    def mutant(params: SlotParams) -> Propose:
+        propose, look_up = make(params), looked(params)
+
+        def foreseen(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+            found = look_up(prefix_BL, slot_B, position_B)
+            wide_BL = torch.cat([prefix_BL, found.token_BK], dim=1)
+            place_BK = position_B[:, None] + torch.arange(found.token_BK.shape[1])
+            wide_BL.scatter_(1, place_BK, found.token_BK.clamp(min=0))
+            b_N = torch.arange(len(slot_B)).repeat_interleave(found.num_B + 1)
+            i_N = torch.arange(len(b_N)) - first_row(found)[b_N]
+            rows_NV = target.logits_CV[target.context(wide_BL[b_N], position_B[b_N] + i_N)]
+            batch = VerifyBatch(rows_NV, params, slot_B, position_B, found)
+            accepted_B = laws.one_later(laws.BACKEND).verify(batch).n_accept_B > 0
+            seen.clear()
+            seen.update(slot_B[accepted_B].tolist())
+            return propose(prefix_BL, slot_B, position_B)
+
+        return foreseen
+
+    return mutant
+
+
+def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same path without foresight is `hybrid` in `test_law.py`."""
+    target, draft = random_chain(laws.VOCABULARY, seed=3)
+    seen: set[int] = set()
+    monkeypatch.setattr(Choice, "takes", lambda _, request, slot, *__: slot in seen)
+    make = seeing(target, laws.drafter("hybrid", draft), laws.drafter("suffix", draft), seen)
+    setting = Setting(1.0)
+    backend, trials = laws.one_later(laws.BACKEND), laws.MUTANT_TRIALS
+    emission = emit(backend, target, make, setting, length=4, trials=trials)
+    assert joint_p_value(emission.token_SL, setting.next_token(target)) < MUTANT_P

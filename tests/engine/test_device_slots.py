@@ -184,19 +184,26 @@ def test_mutants_of_the_device_slots_are_noticed(
 def kept_for(llm: LLM, tokens: list[int]) -> list[torch.Tensor]:
     """K/V of the draft model in the blocks that others find for a text."""
     drafter: Any = llm.engine.runner.drafter
+    drafter = drafter.members[1] if drafter.names else drafter
     pool = llm.engine.scheduler.pool
     blocks = [block for block, _ in pool.match(tokens, len(tokens) // pool.block_size)]
     return [kept[blocks].flatten(0, 1) for kept in (*drafter.kv.keys, *drafter.kv.values)]
 
 
-@pytest.mark.parametrize("beside", ["alone", "beside a prompt", "beside another"])
+@pytest.mark.parametrize(
+    "beside", ["alone", "beside a prompt", "beside another", "by ngram", "by ngram beside another"]
+)
 def test_the_drafts_half_of_blocks_that_others_find_is_complete(
     target: Path, monkeypatch: pytest.MonkeyPatch, beside: str
 ) -> None:
     monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
 
     def build() -> LLM:
-        spec = {"method": "draft_model", "model": str(target), "num_speculative_tokens": 2}
+        spec: dict[str, Any] = {"method": "draft_model", "model": str(target)}
+        if "ngram" in beside:
+            both = [{"method": "ngram", "prompt_lookup_min": 1}, spec]
+            spec = {"drafters": both, "method": "ngram"}
+        spec["num_speculative_tokens"] = 2
         return LLM(
             str(target), spec, backend="torch", threads=1, num_blocks=80, block_size=4,
             max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=False,
@@ -208,6 +215,9 @@ def test_the_drafts_half_of_blocks_that_others_find_is_complete(
         while not group.finished:
             if beside == "beside a prompt" or (beside == "beside another" and step == 0):
                 most = SamplingParams(max_tokens=40, ignore_eos=True, num_speculative_tokens=0)
+                llm.engine.add(f"{step}", [step % 7] * 9, most)
+            if beside == "by ngram beside another" and step == 0:
+                most = SamplingParams(max_tokens=40, ignore_eos=True, drafter="draft_model")
                 llm.engine.add(f"{step}", [step % 7] * 9, most)
             llm.engine.step()
             step += 1

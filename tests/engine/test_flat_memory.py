@@ -23,11 +23,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "suffix": {"suffix_decoding_max_cached_tokens": 1024},
     "ngram": {"prompt_lookup_min": 1},
 }
-NATIVE_ALONE = {"suffix"}
+NATIVE_ALONE = {"suffix", "hybrid"}
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [*DRAFTERS, "hybrid"])
 def test_finished_requests_leave_nothing(
     target: Path, draft: Path, tmp_path: Path, name: str
 ) -> None:
@@ -40,6 +40,9 @@ def test_finished_requests_leave_nothing(
                 save_head(tmp_path / "head", hidden=32, vocabulary=260, aux_layers=(0, 1, 1))
             )
         }
+    if name == "hybrid":
+        entries = [{"method": one, **options[one]} for one in ("suffix", "draft_model")]
+        options[name] = {"drafters": entries}
     speculation = {"method": name, "num_speculative_tokens": 3, **options.get(name, {})}
     rng = random.Random(f"flat {name}")
     with LLM(str(target), speculation, max_num_seqs=32, max_model_len=64, threads=1) as llm:

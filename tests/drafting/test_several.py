@@ -142,7 +142,7 @@ def taught(choice: Choice, accepted: int, rounds: int = 30) -> Choice:
     for _ in range(rounds):
         choice.offer(1, Kind(0, 4))
         choice.learn(1, outcome(*range(accepted + 1), num_accepted=accepted))
-        choice.offer(1, Kind(1, 4))
+        choice.offer(1, Kind(1, 4, asked=4))
         choice.learn(1, outcome(1, 2, 3, num_accepted=2))
     return choice
 
@@ -166,6 +166,18 @@ def test_hybrid_weighs_what_past_rounds_accepted_by_what_they_cost() -> None:
     assert choice.takes(slot_request(seed=3, temperature=0.0), 1, (0, 3.6), model)
     choice.forget(1)
     assert not choice.held_slots()
+
+
+def test_a_model_is_judged_by_places_like_this_one() -> None:
+    """Where four drafts are promised it had none accepted; elsewhere that says nothing."""
+    choice = timed()
+    for _ in range(30):
+        choice.offer(1, Kind(0, 4), [9, 9, 9, 9])
+        choice.offer_model(1, 1, 4)
+        choice.learn(1, outcome(7, num_accepted=0))
+    free = slot_request()
+    assert choice.takes(free, 1, (0, 4.0), (1, 4)), "either fails, and this one is cheaper"
+    assert not choice.takes(free, 1, (0, 0.4), (1, 4))
 
 
 def test_drafts_that_were_passed_over_teach_what_they_would_have_been() -> None:

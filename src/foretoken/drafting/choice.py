@@ -25,7 +25,9 @@ from foretoken.slots.step import Outcome
 FIXED_PART = 0.85
 """Of the drafts asked for, what must be expected to be accepted where nothing is measured."""
 
-_MODEL_PRIOR = 0.6  # of the drafts asked for, accepted of a model's before any were seen
+# Of the drafts asked for, accepted of a model's before any were seen: where nothing was looked up,
+# and where all were. Text that repeats is easy for a model, too: 3.7 of 5 at T=0, and there 4.1.
+_MODEL_PRIORS = (0.6, 0.8)
 _PRIOR_ROUNDS, _MOST_ROUNDS = 4, 64  # weight of what is assumed at first; rounds that count
 
 
@@ -39,10 +41,24 @@ class _Mean(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Rounds that are alike: by the drafter's number and how many drafts it promises, rounded."""
+    """Rounds that are alike.
+
+    drafter: its number
+    promised: how many drafts that were looked up are expected to be accepted, rounded
+    asked: of a model, how many drafts it was asked for; 0: these are what was looked up
+    """
 
     drafter: int
     promised: int
+    asked: int = 0
+
+    @property
+    def prior(self) -> float:
+        """Accepted drafts, as long as there were no such rounds."""
+        if not self.asked:
+            return self.promised
+        low, high = _MODEL_PRIORS
+        return self.asked * low + min(self.promised, self.asked) * (high - low)
 
 
 class Choice:
@@ -73,13 +89,19 @@ class Choice:
         if _is_fixed(request) or None in costs:
             return expected >= FIXED_PART * asked
         looking, drafting, verifying = (cost or 0.0 for cost in costs)
-        mine = self._expect(slot, Kind(number, round(expected)), expected)
-        theirs = self._expect(slot, Kind(rival, asked), _MODEL_PRIOR * asked)
+        promised = round(expected)
+        mine = self._expect(slot, Kind(number, promised))
+        theirs = self._expect(slot, Kind(rival, promised, asked))
         return (1 + mine) * (verifying + drafting) >= (1 + theirs) * (verifying + looking)
 
     def offer(self, slot: int, kind: Kind, passed_over: Sequence[int] | None = None) -> None:
         """Remember what this round will teach: the drafts that were taken, or others, as tokens."""
         self._offers.setdefault(slot, []).append((kind, passed_over))
+
+    def offer_model(self, slot: int, number: int, asked: int) -> None:
+        """The same of a model's drafts, in place of what was found in this round, if anything."""
+        found = (kind.promised for kind, _ in self._offers.get(slot, ()))
+        self.offer(slot, Kind(number, max(found, default=0), asked))
 
     def learn(self, slot: int, outcome: Outcome) -> None:
         """Count what was accepted of this round's drafts, or would have been."""
@@ -90,15 +112,13 @@ class Choice:
                 differ = (i for i, (draft, token) in enumerate(pairs) if draft != token)
                 known = next(differ, None)
                 if known is None:  # it goes on as usual
-                    usual = self._expect(slot, kind, float(kind.promised))
-                    num_accepted = max(usual, len(pairs))
+                    num_accepted = max(self._expect(slot, kind), len(pairs))
                 else:
                     num_accepted = known
             self._count(slot, kind, num_accepted)
 
     def _count(self, slot: int, kind: Kind, num_accepted: float) -> None:
-        prior = float(kind.promised)
-        everyone = self._all.get(kind, _Mean(prior))
+        everyone = self._all.get(kind, _Mean(kind.prior))
         own = self._own.setdefault(slot, {})
         own[kind] = own.get(kind, _Mean(everyone.value)).with_one(num_accepted)
         self._all[kind] = everyone.with_one(num_accepted)
@@ -120,9 +140,9 @@ class Choice:
         seconds = (time.perf_counter() - begin) / num_requests
         self._seconds[number] = follow(self._seconds.get(number), seconds)
 
-    def _expect(self, slot: int, kind: Kind, prior: float) -> float:
+    def _expect(self, slot: int, kind: Kind) -> float:
         own = self._own.get(slot, {}).get(kind) or self._all.get(kind)
-        return prior if own is None else own.value
+        return kind.prior if own is None else own.value
 
 
 def follow(before: float | None, seconds: float) -> float:

@@ -148,7 +148,7 @@ class Several(Drafter):
                 part = _some(part, [i for i, has in enumerate(taken) if has])
             else:
                 for b in of_hybrid:
-                    self._choice.offer(slot_B[b], Kind(number, asked_B[b]))
+                    self._choice.offer_model(slot_B[b], number, asked_B[b])
             parts.append(part)
         block, source_B = _joined(parts, len(slot_B), slots.device)
         self._maker.update(zip(slot_B, source_B.tolist(), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -324,3 +325,17 @@ def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
     backend, trials = laws.one_later(laws.BACKEND), laws.MUTANT_TRIALS
     emission = emit(backend, target, make, setting, length=4, trials=trials)
     assert joint_p_value(emission.token_SL, setting.next_token(target)) < MUTANT_P
+
+
+def test_the_trace_names_who_drafted(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Choice, "takes", lambda *_: True)
+    llm = build(target, draft, "ngram", "draft_model")
+    outputs = run(llm, PROMPTS, temperature=0.0, trace=True)
+    for output in outputs:
+        named = Counter(t.drafter for t in output.outputs[0].trace if t.origin == "accepted")
+        for name, counts in output.metrics.drafters.items():
+            assert named[name] <= counts.num_accepted_tokens
+    traced = {token.drafter for output in outputs for token in output.outputs[0].trace}
+    assert {"ngram", "draft_model"} <= traced

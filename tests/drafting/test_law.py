@@ -53,6 +53,7 @@ BLOCK = 16
 VOCABULARY, HIDDEN = 5, 16
 NUM_DRAFTS = 2
 MUTANT_TRIALS = 60_000
+SLOW = {"draft_text": 5}  # as many fewer: each round cuts texts
 QUICK = 40_000  # trials in `make test`: 2 s each; a drafter is asked request by request, in Python
 _law = pytest.mark.law
 CASES = [
@@ -143,8 +144,14 @@ def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
 # What a drafter is given in these tests beside its name; a new one needs no entry.
 OPTIONS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": "table"},
+    "draft_text": {"model": "table"},
     "ngram": {"prompt_lookup_min": 1},
     "suffix": {"suffix_decoding_max_spec_factor": 2},
+}
+# What its requests ask for: it draws from no such distribution, whatever they say.
+REQUESTS: dict[str, dict[str, Any]] = {
+    "forced": {"allowed_token_ids": [2]},
+    "prediction": {"prediction": [1, 3, 0, 2, 3, 1, 1, 4, 0]},
 }
 # Tokens of draft models whose tokenizer is another, one letter an id, where the target has TEXT;
 # "padded" is the target's tokenizer with more columns of logits.
@@ -174,6 +181,7 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
     """
     members = SEVERAL.get(name)
     name, _, texts = name.partition(" ") if members is None else (name, "", "")
+    texts = "other_ids" if name == "draft_text" else texts
     if members is None:
         options = {"method": name, **OPTIONS.get(name, {}), **options}
     else:
@@ -182,7 +190,8 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
     def make(params: SlotParams) -> Propose:
         num_slots = len(params.key_S)
         own = random_chain(7 if texts == "padded" else len(TEXTS[texts]), 5)[0] if texts else chain
-        model = TableModel(own, num_slots * BLOCK)
+        # A block of each slot holds what `draft_text` may draft behind half of it.
+        model = TableModel(own, num_slots * BLOCK, BLOCK // 2 if name == "draft_text" else 4096)
         setup = setup_for(num_slots, backend, **options)
         setup = replace(setup, tokenizer=letters(TEXT) if texts else None)
         with pytest.MonkeyPatch.context() as patch:
@@ -194,6 +203,9 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
         # A slot owns one block; no text is longer.
         slots = GivenSlots(params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1)
         slots.write_blocks((slot, 0, [slot]) for slot in range(num_slots))
+        asked = replace(slots.requests[0].params, **REQUESTS.get(name, {}))
+        slots.requests = {i: r._replace(params=asked) for i, r in slots.requests.items()}
+        slots.prompt_S = [1] * num_slots
         built.allocate(slots, num_slots)
         for slot, request in slots.requests.items() if members else ():
             number = slot % len(built.names) if name == "each" else len(members)
@@ -267,8 +279,9 @@ def check_lossless(
     target, draft = chains
     make, length = drafter(name, draft, backend, **options), LENGTHS.get(name, 3)
     emission = emit(
-        one_later(backend), target, make, setting, length=length, trials=trials, seed=11
-    )
+        one_later(backend), target, make, setting, length=length,
+        trials=trials // SLOW.get(name, 1), seed=11,
+    )  # fmt: skip
     assert sum(emission.accepted) > 0
     assert joint_p_value(emission.token_SL, setting.next_token(target)) > CORRECT_P
 

@@ -32,10 +32,10 @@ class SpeculativeConfig:
     """How tokens are drafted and verified.
 
     Attributes:
-        method: the drafter: `draft_model`, `eagle3`, `ngram` or `suffix` (names registered in
-            `drafting/registry.py`). None: `draft_model` if `model` is given, else an error. Beside
-            `drafters`: the name of the one that requests have which name none, or `hybrid`; None:
-            `hybrid`.
+        method: the drafter: `draft_model`, `draft_text`, `eagle3`, `forced`, `ngram`, `prediction`
+            or `suffix` (names registered in `drafting/registry.py`). None: `draft_model` if `model`
+            is given, else an error. Beside `drafters`: the name of the one that requests have which
+            name none, or `hybrid`; None: `hybrid`.
         drafters: drafters that are loaded together, each a dict of `method` and its options, and
             `name`, by default its method, by which requests choose it.
         model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
@@ -111,7 +111,9 @@ class SpeculativeConfig:
             self._check_drafters(where)
         elif self.method is None:
             if self.model is None:
-                remedy = "Use `draft_model` or `eagle3` (with `model`), `ngram` or `suffix`."
+                remedy = (
+                    "Use `draft_model`, `eagle3` (with `model`), `ngram`, `prediction` or `suffix`."
+                )
                 raise ConfigError(where + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
 

@@ -77,6 +77,7 @@ class Drafter(ABC):
     bytes_shared: memory on the host that is nobody's own, in which texts are looked up.
     reads_next_token: what it keeps for a position depends on the token behind it, too. A block is
         then shared only among requests that agree in the token behind its last one.
+    reads_prediction: whether it drafts from `SamplingParams.prediction`.
     num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
         is found by others once the target has computed so many tokens past its end.
     """
@@ -85,6 +86,7 @@ class Drafter(ABC):
     looks_up: ClassVar[bool] = False
     names: tuple[str, ...] = ()
     reads_next_token: bool = False
+    reads_prediction: bool = False
     num_behind: int = 0
     kv_bytes_per_block: int = 0
     bytes_per_slot: int = 0

@@ -12,8 +12,11 @@ from foretoken.errors import ConfigError
 
 DRAFTERS = {
     "draft_model": "foretoken.drafting.draft_model:DraftModel",
+    "draft_text": "foretoken.drafting.draft_text:DraftText",
     "eagle3": "foretoken.drafting.eagle3:Eagle3",
+    "forced": "foretoken.drafting.forced:Forced",
     "ngram": "foretoken.drafting.ngram:NGram",
+    "prediction": "foretoken.drafting.prediction:Prediction",
     "suffix": "foretoken.drafting.suffix:Suffix",
 }
 
@@ -21,7 +24,8 @@ ON_DEVICE = {"draft_model": "foretoken.drafting.lockstep:LockstepDraftModel"}
 """Those that are others on a device that nobody waits for."""
 
 ON_HOST_ALONE = {
-    "suffix": "`suffix` reads tokens on the host, too late for a GPU: `ngram` runs on the device."
+    name: f"`{name}` reads tokens on the host, too late for a GPU: `ngram` runs on the device."
+    for name in ("draft_text", "forced", "prediction", "suffix")
 }
 """What is not to be had on such a device, and what to take instead."""
 

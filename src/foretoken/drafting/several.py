@@ -82,6 +82,7 @@ class Several(Drafter):
         _check_default(setup, self.names)
         keep = _keepers(members)
         self.reads_next_token = any(member.reads_next_token for member in members)
+        self.reads_prediction = any(member.reads_prediction for member in members)
         self.num_behind = max(member.num_behind for member in members)
         self.kv_bytes_per_block = sum(member.kv_bytes_per_block for member in members)
         self.bytes_shared = sum(member.bytes_shared for member in members)

@@ -18,6 +18,7 @@ class Limits:
 
     cache_tokens: what the block pool holds
     allows_synthetic: whether the engine is configured with the rule `synthetic`
+    reads_prediction: whether a drafter is loaded that drafts from `prediction`
     drafter: who drafts for requests that name nobody; "": this engine drafts nothing
     drafters: names of several, `drafter` among them; () if there is no other
     """
@@ -28,6 +29,7 @@ class Limits:
     num_speculative_tokens: int
     has_tokenizer: bool
     allows_synthetic: bool = False
+    reads_prediction: bool = False
     drafter: str = ""
     drafters: tuple[str, ...] = ()
 
@@ -67,6 +69,7 @@ def check_request(
         "stop_token_ids": params.stop_token_ids or (),
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
+        "prediction": _prediction(params, limits),
     }
     for name, ids in all_ids.items():
         for token in ids:
@@ -92,6 +95,19 @@ def check_request(
         remedy = "Use `stop_token_ids`, or add tokenizer files to the checkpoint."
         raise RequestError(name, getattr(params, name), bound, remedy)
     return params
+
+
+def _prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:
+    """The prediction, if a drafter reads it and it is no longer than a text may be."""
+    prediction = params.prediction or ()
+    given = f"{len(prediction)} tokens"
+    if params.prediction is not None and not limits.reads_prediction:
+        remedy = 'Load one with `speculative_config={"method": "prediction"}`.'
+        raise RequestError("prediction", given, "left out: no drafter here reads it", remedy)
+    if len(prediction) > limits.max_model_len:
+        bound = f"at most as long as the context of {limits.max_model_len} tokens"
+        raise CapacityError("prediction", given, bound, "Shorten it.")
+    return prediction
 
 
 def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:

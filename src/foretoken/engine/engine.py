@@ -106,6 +106,7 @@ class Engine:
             allows_synthetic=self._rule == "synthetic",
             drafter=str(speculation.method) if speculation else "",
             drafters=runner.drafter.names if runner.drafter else (),
+            reads_prediction=runner.drafter is not None and runner.drafter.reads_prediction,
         )
 
     @property
@@ -198,7 +199,7 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
     ) -> RequestGroup:
-        """Queue a prompt.
+        """Queue a prompt; `params.prediction` is token ids by now.
 
         Raises:
             RequestError: the prompt or its parameters are out of bounds.

@@ -117,6 +117,8 @@ class SamplingParams:
             see docs/drafters.md; None: the engine's.
         rejection_sample_method: the verification rule of this request: `standard`, `block` or
             `coupled`, or `synthetic` if the engine is configured with it; None: the engine's.
+        prediction: a text that the output may be like, or its token ids, for the drafter
+            `prediction` to draft from; it changes how fast tokens come, and not what is likely.
         trace: tell how each token came about: which draft it was, p, q and the random number that
             decided, and which drafts came to nothing, and why.
     """
@@ -145,6 +147,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     drafter: str | None = None
     rejection_sample_method: str | None = None
+    prediction: str | Sequence[int] | None = None
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -204,6 +207,12 @@ class SamplingParams:
             if not allowed:
                 raise RequestError("allowed_token_ids", [], "a non-empty list, or None")
             self.allowed_token_ids = allowed
+        if isinstance(self.prediction, str):
+            check_text("prediction", self.prediction)
+        elif self.prediction is not None:
+            if isinstance(self.prediction, (bytes, set, frozenset)):
+                raise RequestError("prediction", self.prediction, "a text or a list of token ids")
+            self.prediction = _token_ids("prediction", self.prediction)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError("logit_bias", self.logit_bias, "a map of token id to value")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.heads import save_head
 from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.drafting import draft_model as draft_models
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.drafting.registry import DRAFTERS, find_drafter
 from foretoken.lab.laws.chain import CPU, Chain, Setting, random_chain
@@ -158,7 +158,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
 TEXT = "abcde"
 TEXTS = {"padded": TEXT, "other_ids": "ecxabd", "fewer": "cyzda"}
 OTHERS = [f"draft_model {texts}" for texts in TEXTS]
-LENGTHS = {"ngram": 4, "suffix": 4}  # tokens enough that a suffix has often occurred before
+# Several at once: one for all, or, under "each", for every slot another, `hybrid` among them.
+SEVERAL = {
+    "hybrid": ["suffix", "draft_model"],
+    "hybrid of a head": ["ngram", "eagle3"],
+    "each": ["draft_model", "suffix", "eagle3"],
+}
+LENGTHS = {"ngram": 4, "suffix": 4, "hybrid": 4}  # tokens enough that a suffix occurred before
 
 
 def letters(text: str) -> PreTrainedTokenizerFast:
@@ -173,23 +179,26 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
 
     A draft model of other `TEXTS` has a chain of its own, as likely to begin with any token.
     """
-    name, _, texts = name.partition(" ")
+    members = SEVERAL.get(name)
+    name, _, texts = name.partition(" ") if members is None else (name, "", "")
     texts = "other_ids" if name == "draft_text" else texts
+    if members is None:
+        options = {"method": name, **OPTIONS.get(name, {}), **options}
+    else:
+        options["drafters"] = [{"method": one, **OPTIONS.get(one, {})} for one in members]
 
     def make(params: SlotParams) -> Propose:
         num_slots = len(params.key_S)
         own = random_chain(7 if texts == "padded" else len(TEXTS[texts]), 5)[0] if texts else chain
         # A block of each slot holds what `draft_text` may draft behind half of it.
         model = TableModel(own, num_slots * BLOCK, BLOCK // 2 if name == "draft_text" else 4096)
-        setup = setup_for(num_slots, backend, method=name, **{**OPTIONS.get(name, {}), **options})
+        setup = setup_for(num_slots, backend, **options)
         setup = replace(setup, tokenizer=letters(TEXT) if texts else None)
-        loads = DRAFTERS["draft_model" if name == "draft_text" else name]
-        module = import_module(loads.split(":")[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "resolve_checkpoint", lambda name, **_: Path(name), raising=False)
-            patch.setattr(module, "load_model", lambda *_, **__: model, raising=False)
+            patch.setattr(draft_models, "resolve_checkpoint", lambda name, **_: Path(name))
+            patch.setattr(draft_models, "load_model", lambda *_, **__: model)
             tokenizer = letters(TEXTS[texts]) if texts else None
-            patch.setattr(module, "load_tokenizer", lambda _: tokenizer, raising=False)
+            patch.setattr(draft_models, "load_tokenizer", lambda _: tokenizer)
             built: Any = find_drafter(setup.speculation)(setup)
         if name == "eagle3":
             assert (built.head.fused is not None) == (backend.name == "native")
@@ -200,6 +209,11 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
         slots.requests = {i: r._replace(params=asked) for i, r in slots.requests.items()}
         slots.prompt_S = [1] * num_slots
         built.allocate(slots, num_slots)
+        for slot, request in slots.requests.items() if members else ():
+            number = slot % len(built.names) if name == "each" else len(members)
+            params_of = replace(request.params, seed=slot if slot % 2 else None)
+            slots.requests[slot] = request._replace(drafter=number, params=params_of)
+            slots.drafter_S[slot] = number
         return driven(built, slots, 0 if texts else model.bos)
 
     return make
@@ -218,6 +232,14 @@ def test_every_drafter_is_lossless(
     check_lossless(chains, name, BACKEND, setting)
 
 
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("setting", CASES[4:7])
+def test_several_drafters_and_choices_among_them_are_lossless(
+    chains: tuple[Chain, Chain], name: str, setting: Setting
+) -> None:
+    check_lossless(chains, name, BACKEND, setting)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("setting", CASES[4:7])
 def test_draft_models_of_other_vocabularies_are_lossless(
@@ -227,7 +249,7 @@ def test_draft_models_of_other_vocabularies_are_lossless(
 
 
 @_law
-@pytest.mark.parametrize("name", [*DRAFTERS, *OTHERS])
+@pytest.mark.parametrize("name", [*DRAFTERS, *OTHERS, *SEVERAL])
 @pytest.mark.parametrize("setting", CASES)
 def test_every_drafter_is_lossless_full(
     chains: tuple[Chain, Chain], name: str, setting: Setting

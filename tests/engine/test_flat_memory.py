@@ -27,11 +27,11 @@ ASKED: dict[str, dict[str, Any]] = {
     "forced": {"allowed_token_ids": [7]},
     "prediction": {"prediction": "abc" * 20},
 }
-NATIVE_ALONE = {"suffix"}
+NATIVE_ALONE = {"suffix", "hybrid"}
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [*DRAFTERS, "hybrid"])
 def test_finished_requests_leave_nothing(
     target: Path, draft: Path, tmp_path: Path, name: str
 ) -> None:
@@ -44,6 +44,9 @@ def test_finished_requests_leave_nothing(
                 save_head(tmp_path / "head", hidden=32, vocabulary=260, aux_layers=(0, 1, 1))
             )
         }
+    if name == "hybrid":
+        entries = [{"method": one, **options[one]} for one in ("suffix", "draft_model")]
+        options[name] = {"drafters": entries}
     speculation = {"method": name, "num_speculative_tokens": 3, **options.get(name, {})}
     rng = random.Random(f"flat {name}")
     with LLM(str(target), speculation, max_num_seqs=32, max_model_len=64, threads=1) as llm:

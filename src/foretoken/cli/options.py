@@ -23,7 +23,7 @@ from foretoken.sampling.params import SamplingParams
 
 NOT_OPTIONS: dict[type, set[str]] = {
     # A command's requests all draft by `--speculative-config`.
-    SamplingParams: {"num_speculative_tokens", "rejection_sample_method"},
+    SamplingParams: {"num_speculative_tokens", "drafter", "rejection_sample_method"},
     # `--seed` is the request's; nothing ever waits for another; every request has parameters.
     EngineConfig: {"speculative_config", "seed", "max_num_waiting", "generation_config"},
 }

@@ -7,16 +7,19 @@ the nearest valid name for an unknown key. Environment switches, if there ever a
 from foretoken.config.checks import check_choice, check_int, check_number, plain
 from foretoken.config.engine import BLOCK_SIZES, DTYPES, EngineConfig
 from foretoken.config.speculative import (
+    HYBRID,
     LOSSLESS_METHODS,
     MAX_SPECULATIVE_TOKENS,
     REJECTION_SAMPLE_METHODS,
     SpeculativeConfig,
     check_synthetic,
+    of_drafter,
 )
 
 __all__ = [
     "BLOCK_SIZES",
     "DTYPES",
+    "HYBRID",
     "LOSSLESS_METHODS",
     "MAX_SPECULATIVE_TOKENS",
     "REJECTION_SAMPLE_METHODS",
@@ -26,5 +29,6 @@ __all__ = [
     "check_int",
     "check_number",
     "check_synthetic",
+    "of_drafter",
     "plain",
 ]

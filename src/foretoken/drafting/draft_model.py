@@ -74,7 +74,7 @@ class DraftModel(Autoregressive):
         self._catch_up([slot for slot, _ in wanted])
         # None means argmax to a native round. Coupled requests draw, if without keeping q.
         warm = any(self.slots.requests[slot].params.temperature > 0 for slot, _ in wanted)
-        cache = self._cache if warm else None
+        cache = self.cache if warm else None
         fused = self.model.fused
         if isinstance(fused, RoundDecoder) and self.network.ids is None:
             token_BK = self._draft_at_once(fused, wanted, cache)

@@ -128,7 +128,7 @@ class Eagle3(Autoregressive):
         size, device = len(rows.slot_B), self.head.device
         if rows.most == 0:
             return no_drafts(size, device)
-        cache = self._cache if rows.warm else None
+        cache = self.cache if rows.warm else None
         if self._round_head is None:
             token_BK = self._draft_by_passes(rows, cache)
         else:

@@ -20,6 +20,8 @@ from foretoken.slots.table import SlotTable
 class Forced(Drafter):
     """Drafts what the first continuation says that says anything."""
 
+    looks_up = True
+
     def __init__(self, setup: DrafterSetup) -> None:
         """Nothing is loaded."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 from foretoken.config import LOSSLESS_METHODS
@@ -18,6 +19,8 @@ class Limits:
     cache_tokens: what the block pool holds
     allows_synthetic: whether the engine is configured with the rule `synthetic`
     reads_prediction: whether a drafter is loaded that drafts from `prediction`
+    drafter: who drafts for requests that name nobody; "": this engine drafts nothing
+    drafters: names of several, `drafter` among them; () if there is no other
     """
 
     vocab_size: int
@@ -27,6 +30,27 @@ class Limits:
     has_tokenizer: bool
     allows_synthetic: bool = False
     reads_prediction: bool = False
+    drafter: str = ""
+    drafters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Drafters by number, as requests and slots name them."""
+        return self.drafters or (self.drafter,)
+
+    def number_of(self, name: str | None) -> int:
+        """The number of a request's drafter."""
+        return self.names.index(name or self.drafter)
+
+    def check_drafter(self, name: str) -> None:
+        """Raise `RequestError` for a drafter that is not loaded."""
+        names = self.names
+        if not self.drafter:
+            raise RequestError("drafter", name, "left out: this engine drafts nothing")
+        if name not in names:
+            near = get_close_matches(name, names, n=1, cutoff=0.5)
+            remedy = f"Did you mean `{near[0]}`?" if near else "The engine loads `drafters`."
+            raise RequestError("drafter", name, f"one of {', '.join(names)}", remedy)
 
 
 def check_request(
@@ -57,6 +81,8 @@ def check_request(
         bound = f"at most the engine's {limits.num_speculative_tokens}"
         remedy = "Raise `num_speculative_tokens` in `speculative_config`."
         raise RequestError("num_speculative_tokens", wanted, bound, remedy)
+    if params.drafter is not None:
+        limits.check_drafter(params.drafter)
     if params.rejection_sample_method == "synthetic" and not limits.allows_synthetic:
         bound = f"one of {', '.join(LOSSLESS_METHODS)}: this engine does not allow `synthetic`"
         remedy = (

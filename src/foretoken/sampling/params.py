@@ -113,6 +113,8 @@ class SamplingParams:
         allowed_token_ids: only these can be drawn.
         num_speculative_tokens: this request's own K, 0..the engine's; 0 opts out; None: the
             engine's.
+        drafter: the drafter of this request, by its name in `drafters` of the engine, or `hybrid`:
+            see docs/drafters.md; None: the engine's.
         rejection_sample_method: the verification rule of this request: `standard`, `block` or
             `coupled`, or `synthetic` if the engine is configured with it; None: the engine's.
         prediction: a text that the output may be like, or its token ids, for the drafter
@@ -143,6 +145,7 @@ class SamplingParams:
     bad_words: tuple[str, ...] | list[str] | None = ()
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     num_speculative_tokens: int | None = None
+    drafter: str | None = None
     rejection_sample_method: str | None = None
     prediction: str | Sequence[int] | None = None
     trace: bool = False
@@ -186,6 +189,8 @@ class SamplingParams:
                 raise RequestError(name, getattr(self, name), "true or false")
         if self.num_speculative_tokens is not None:
             _integer("num_speculative_tokens", self.num_speculative_tokens, 0, "an integer >= 0")
+        if self.drafter is not None and not isinstance(self.drafter, str):
+            raise RequestError("drafter", self.drafter, "the name of a drafter, or None")
         rule = self.rejection_sample_method
         if rule is not None and rule not in REJECTION_SAMPLE_METHODS:
             bound = f"one of {', '.join(REJECTION_SAMPLE_METHODS)}, or None (the engine's)"

@@ -29,6 +29,7 @@ from foretoken.ops import (
     Rows,
     Rule,
     get_backend,
+    unavailable,
 )
 from foretoken.ops.steps import DraftRows, SlotState
 from foretoken.slots.device import DeviceSlotTable
@@ -138,8 +139,9 @@ class Target:
         for _ in range(pad):  # requests of the spare slot, then rows of nobody
             slots, starts = [*slots, SLOTS], [*starts, starts[-1] + 1]
             lengths, positions = [*lengths, 1], [*positions, 0]
-        positions += [0] * pad
-        aux.append(torch.full((3, 2 * pad, HIDDEN), 1e3))
+        behind = 0 if self.drafter.backend.name == "native" else pad  # hosts have no such rows
+        positions += [0] * behind
+        aux.append(torch.full((3, pad + behind, HIDDEN), 1e3))
         slot_B = torch.tensor(slots)
         attention = AttentionBatch(
             torch.tensor(starts),
@@ -148,7 +150,7 @@ class Target:
             BLOCK,
             values_fit=True,  # rows of nobody are for devices, where nobody looks
         )
-        token_T = torch.tensor([*tokens, *[0] * (2 * pad)])
+        token_T = torch.tensor([*tokens, *[0] * (pad + behind)])
         batch = ForwardBatch(token_T, torch.tensor(positions), token_T[:0], attention)
         result: Any = SimpleNamespace(aux=torch.cat(aux, dim=1).unbind())
         rows: Any = SimpleNamespace(slot_B=slot_B)
@@ -228,7 +230,7 @@ def test_drafts_are_those_of_the_equations(
             known = target.texts[slot]
             expected, logits = expected_drafts(naive, known, slot, count, method == "greedy")
             drafts = block.token_BK[b].tolist()
-            assert drafts == [*expected, *[-1] * (MOST - count)]
+            assert drafts == [*expected, *[-1] * (len(drafts) - count)]
             assert bool(block.real_q_B[b]) == (method == "probabilistic" and count > 0)
             if block.cache is not None and count:
                 q_KV = block.cache.logits_SKV[slot, :count]
@@ -243,6 +245,34 @@ def test_drafts_are_those_of_the_equations(
         target.step(passes, grown, pad=PAD)
     assert num_checked > 20
     assert (block.cache is None) == (method == "greedy")
+
+
+@pytest.mark.skipif(unavailable("native") is not None, reason="needs native kernels")
+@pytest.mark.parametrize("method", ["probabilistic", "greedy"])
+@pytest.mark.parametrize("head", HEADS)
+def test_a_round_in_one_call_is_its_passes_to_the_bit(
+    tmp_path: Path, head: str, method: str
+) -> None:
+    """Drafts and their q; at T=0, of a block rule and coupled, some requests without a draft."""
+    folder = save_head(tmp_path, hidden=HIDDEN, vocabulary=VOCABULARY, **HEADS[head])
+    target = Target(folder, "native", draft_sample_method=method)
+    drafter, rng = target.drafter, random.Random(3)
+    assert drafter._round_head is not None
+    for slot, length in enumerate((9, 2, 21)):
+        target.admit(slot, [rng.randrange(VOCABULARY) for _ in range(length)])
+    texts = {slot: text[:] for slot, text in enumerate(target.texts)}
+    target.step(texts, {slot: [rng.randrange(VOCABULARY)] for slot in texts}, pad=0)
+    for counts in ((4, 4, 4), (0, 3, 1), (2, 0, 4), (0, 0, 0), (1, 4, 0)):
+        outcomes = []
+        for round_head in (drafter._round_head, None):
+            with mock.patch.object(drafter, "_round_head", round_head):
+                block = target.propose(dict(enumerate(counts)), pad=0)
+            assert (block.token_BK >= 0).sum(dim=1).tolist() == [*counts]
+            outcomes.append([block.token_BK[:, : max(counts)].clone()])
+            q = block.cache
+            for column in (q.logits_SKV, q.threshold_SK, q.lse_SK) if q is not None else ():
+                outcomes[-1] += [column[slot, :count].clone() for slot, count in enumerate(counts)]
+        assert all(map(torch.equal, *outcomes))
 
 
 def test_the_memory_plan_is_what_is_allocated(tmp_path: Path) -> None:

@@ -82,8 +82,8 @@ def _no_collection() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _head(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A head that drafts four of the five tokens."""
-    sizes = {"hidden": HIDDEN, "vocabulary": VOCABULARY, "drafted": 4, "head_dim": 4}
+    """A head that drafts four of the five tokens; native kernels take heads of 16."""
+    sizes = {"hidden": HIDDEN, "vocabulary": VOCABULARY, "drafted": 4, "head_dim": 16}
     OPTIONS["eagle3"] = {"model": str(save_head(tmp_path_factory.mktemp("head"), **sizes))}
 
 
@@ -199,7 +199,9 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
             patch.setattr(draft_models, "load_model", lambda *_, **__: model)
             tokenizer = letters(TEXTS[texts]) if texts else None
             patch.setattr(draft_models, "load_tokenizer", lambda _: tokenizer)
-            built = find_drafter(setup.speculation)(setup)
+            built: Any = find_drafter(setup.speculation)(setup)
+        if name == "eagle3":
+            assert (built.head.fused is not None) == (backend.name == "native")
         # A slot owns one block; no text is longer.
         slots = GivenSlots(params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1)
         slots.write_blocks((slot, 0, [slot]) for slot in range(num_slots))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from benchmarks.heads import LAYOUTS
@@ -61,15 +62,15 @@ def params(**given: Any) -> SamplingParams:
 
 @pytest.mark.parametrize("drafted", [None, 5])
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("slots", ["host, native", "host", "device"])
+@pytest.mark.parametrize("slots", ["host, native", "host", "device, native", "device"])
 def test_chunks_ragged_drafts_and_rejections(
     few: Path, slots: str, drafted: int | None, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda _: slots != "device")
+    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda _: "device" not in slots)
     backend = "auto" if "native" in slots else "torch"
     head = head_of(few, drafted=drafted)
     llm = build(few, head, backend=backend, async_scheduling=ahead)
-    assert llm.engine.runner.slots.on_host == (slots != "device")
+    assert llm.engine.runner.slots.on_host == ("device" not in slots)
     checked = Checked(llm.engine.runner, few, head)
     asked = [
         params(seed=i, temperature=t, num_speculative_tokens=k, max_tokens=12 + i)
@@ -229,7 +230,9 @@ def test_a_head_without_an_output_layer_takes_the_target_s(few: Path, backend: s
     del tensors["model.lm_head.weight"]
     save_file(tensors, head / "model.safetensors")
     llm = build(few, head, backend=backend)
-    runner = llm.engine.runner
-    assert runner.drafter.head.weights.head is runner.model.head
+    runner, hidden_NC = llm.engine.runner, torch.randn(3, 32)
+    own = runner.drafter.head
+    normed_NC = F.rms_norm(hidden_NC, (32,), own.weights.norm, own.config.layer.rms_norm_eps)
+    torch.testing.assert_close(own.logits(hidden_NC), F.linear(normed_NC, runner.model.head))
     llm.generate([TEXT], params(temperature=0.0))
     assert llm.metrics.num_draft_tokens > 0

@@ -41,14 +41,14 @@ def drafted(head: Eagle3Head, aux: Tensor, tokens: list[int], last: int) -> list
     """Logits of each draft step behind position `last`, by packed rows and a paged cache."""
     kv = KVPool(head.layer_shapes, 9, BLOCK, dtype=head.dtype, device=head.device)
     blocks = [3, 1, 7, 5, 2, 8]
-    feature_TC = head.features(aux[:, : last + 1].unbind())
+    states = aux[:, : last + 1].unbind()
     batch = build_batch([Span(blocks, 0, tokens[1 : last + 2], 1)], BLOCK, head.device)
-    hidden_1C, found = head.forward(batch, feature_TC, kv)[-1:], list[Tensor]()
+    hidden_1C, found = head.forward(batch, states, kv)[-1:], list[Tensor]()
     for j in range(UNROLL):
         if j:
             at = last + j
             batch = build_batch([Span(blocks, at, tokens[at + 1 : at + 2], 1)], BLOCK, head.device)
-            hidden_1C = head.forward(batch, hidden_1C, kv)
+            hidden_1C, _ = head.draft(batch, hidden_1C, kv)
         found.append(head.logits(hidden_1C)[0])
     return found
 

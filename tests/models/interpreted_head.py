@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import load_eagle3
 from foretoken.models.eagle3_config import read_eagle3_config
 from foretoken.models.eagle3_fused import fuse
-from foretoken.ops import AttentionBatch, get_backend
+from foretoken.ops import AttentionBatch, UnfitError, get_backend
 from foretoken.ops.backends.triton.decoder import FusedDraftHead
 from tests.models.batches import Span, build_batch
 
@@ -74,12 +75,12 @@ def agrees(folder: Path, switches: dict[str, Any]) -> None:
         row_N = None if wanted is None else torch.tensor(wanted)
         outcomes = []
         for head, kv in zip(heads, pools, strict=True):
-            batch, feature_TC = build_batch(spans, BLOCK, CPU), head.features(aux.unbind())
+            batch = build_batch(spans, BLOCK, CPU)
             if row_N is None:
-                outcomes.append([feature_TC, *head.draft(batch, feature_TC, kv)])
+                outcomes.append([*head.draft(batch, head.features(aux.unbind()), kv)])
             else:
-                hidden_NC = head.forward(batch, feature_TC, kv, row_N)
-                outcomes.append([feature_TC, hidden_NC, head.logits(hidden_NC)])
+                hidden_NC = head.forward(batch, aux.unbind(), kv, row_N)
+                outcomes.append([hidden_NC, head.logits(hidden_NC)])
             outcomes[-1] += [*kv.keys, *kv.values]
         for found, expected in zip(*outcomes, strict=True):
             torch.testing.assert_close(found, expected, atol=3e-5, rtol=1e-4)
@@ -100,21 +101,21 @@ def padding(folder: Path) -> None:
     """Rows behind those of all requests change no row and no block."""
     head, _ = both(folder, drafted=128)
     generator = torch.Generator().manual_seed(2)
-    feature_TC = torch.randn(7, HIDDEN, generator=generator)
+    aux = torch.randn(3, 7, HIDDEN, generator=generator)
     outcomes = []
     for behind in ([], [-1, 10**9, 3]):
         kv = KVPool(head.layer_shapes, 6, BLOCK, dtype=head.dtype, device=CPU)
         spans = [Span([1, 2], 0, [5, 6, 7, 8, 9], 0), Span([4, 3], 0, [11, 12], 0)]
         batch = build_batch(spans, BLOCK, CPU)
         token_T = torch.cat([batch.token_T, torch.tensor(behind, dtype=torch.int64)])
-        padded_TC = torch.cat([feature_TC, torch.full((len(behind), HIDDEN), torch.inf)])
+        padded = torch.cat([aux, torch.full((3, len(behind), HIDDEN), torch.inf)], dim=1)
         where = batch.attention
         attention = AttentionBatch(
             where.query_start_B1, where.length_B, where.block_BL, BLOCK, values_fit=True
         )
         batch = batch._replace(token_T=token_T, attention=attention)
         row_N = torch.tensor([4, 6])
-        outcomes.append([head.forward(batch, padded_TC, kv, row_N), *kv.keys, *kv.values])
+        outcomes.append([head.forward(batch, padded.unbind(), kv, row_N), *kv.keys, *kv.values])
     for without, with_padding in zip(*outcomes, strict=True):
         torch.testing.assert_close(with_padding, without, atol=1e-5, rtol=1e-5)
 
@@ -149,11 +150,27 @@ def refuses(folder: Path) -> None:
     assert head.fused is None
 
 
+def lacks(folder: Path) -> None:
+    """What these kernels have not is named."""
+    for switches, named in LACKING:
+        head = load(folder, "triton", **switches)
+        with pytest.raises(UnfitError, match=named):
+            head.backend.draft_head(head.model(40), ROWS)
+
+
+LACKING: list[tuple[dict[str, Any], str]] = [
+    ({"fc_norm": True, "norm_output": True}, "no `fc_norm`, `norm_output`$"),
+    ({"model_type": "qwen3"}, "no `qk_norm`$"),
+    ({"attention_bias": True}, "no `qkv_bias`, `o_bias`$"),
+    ({"sliding_window": 5}, "no `sliding_window`$"),
+    ({"partial_rotary_factor": 0.5}, "no `partial_rotary_factor`$"),
+]
 CASES: dict[str, Callable[[Path], None]] = {
     **{name: lambda folder, s=switches: agrees(folder, s) for name, switches in SWITCHES.items()},
     "logits": logits,
     "padding": padding,
     "refuses": refuses,
+    "lacks": lacks,
 }
 
 

@@ -46,9 +46,12 @@ def load(folder: Path, backend: str = "torch", dummy_seed: int | None = None) ->
 def test_packed_rows_are_those_of_the_equations(
     tmp_path: Path, backend: str, switches: str
 ) -> None:
-    """Three texts in ragged chunks, through a cache whose blocks lie apart."""
+    """Three texts in ragged chunks, through a cache whose blocks lie apart; in native code, too."""
     folder = save_head(tmp_path, **{**SIZES, **SWITCHES[switches]})
     head, naive = load(folder, backend), NaiveHead(folder, embedding())
+    fuse(head, positions=LENGTH, most_rows=3)
+    size = head.config.layer.head_dim
+    assert (head.fused is not None) == (backend == "native" and size % 16 == 0)
     rng, generator = random.Random(3), torch.Generator().manual_seed(3)
     texts = [[rng.randrange(VOCABULARY) for _ in range(LENGTH)] for _ in range(3)]
     shape = (3, head.config.num_aux, LENGTH, HIDDEN)
@@ -67,8 +70,8 @@ def test_packed_rows_are_those_of_the_equations(
                 done[i] = end
         if not spans:
             continue
-        features = head.features(torch.cat(taken, dim=1).unbind())
-        hidden_TC = head.forward(build_batch(spans, BLOCK, CPU), features, kv)
+        states = torch.cat(taken, dim=1).unbind()
+        hidden_TC = head.forward(build_batch(spans, BLOCK, CPU), states, kv)
         for i, start, end in parts:
             found[i, start:end], hidden_TC = hidden_TC[: end - start], hidden_TC[end - start :]
     for i, text in enumerate(texts):
@@ -174,34 +177,6 @@ def test_a_head_borrows_what_it_has_not_and_shares_what_is_the_target_s(tmp_path
     few = save_head(tmp_path / "few", **SIZES, drafted=9)
     change_weights(few, lm_head=lambda _: None)
     assert not lacks_head(few, read_eagle3_config(few))  # the target's has other ids
-
-
-@pytest.mark.parametrize(
-    ("switches", "named"),
-    [
-        ("none", None),
-        ("an embedding of its own", None),
-        ("normed residual", None),
-        ("no window", None),
-        ("a norm of each state", "`fc_norm`, `norm_output`"),
-        ("norms of queries and keys", "`qk_norm`"),
-        ("biases", "`qkv_bias`, `o_bias`"),
-        ("a window", "`sliding_window`"),
-        ("half of each head turned", "`partial_rotary_factor`"),
-    ],
-)
-def test_what_a_backend_s_own_head_cannot_have(
-    tmp_path: Path, switches: str, named: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Said once; drafts are computed operator by operator then."""
-    head = load(save_head(tmp_path, **{**SIZES, **SWITCHES[switches]}))
-    if named is None:
-        assert head.model(40).positions == 40
-        return
-    with caplog.at_level("INFO"):
-        fuse(head, positions=40, most_rows=4)
-    assert head.fused is None
-    assert f"operator by operator: a backend's own head has no {named}" in caplog.text
 
 
 def test_random_weights_need_the_configuration_alone(tmp_path: Path) -> None:

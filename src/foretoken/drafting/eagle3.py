@@ -31,7 +31,16 @@ from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
 from foretoken.models.eagle3_fused import fuse
-from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, Noise, Rows
+from foretoken.ops import (
+    DRAFT,
+    AttentionBatch,
+    DraftBlock,
+    DraftCache,
+    DraftRound,
+    Noise,
+    Rows,
+)
+from foretoken.ops.decoder import RoundHead
 from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
@@ -99,29 +108,57 @@ class Eagle3(Autoregressive):
         head, count = self.head, len(slots.state.length_S)
         width = head.config.hidden_size
         self._hidden_SC = torch.zeros(count, width, dtype=head.dtype, device=head.device)
+        on_host = not isinstance(slots, DeviceSlotTable)
+        self._round_head = head.fused if on_host and isinstance(head.fused, RoundHead) else None
 
     def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
         """Run the head over the target's rows, each with the token behind it."""
         state, steps = self.slots.state, self.backend.steps
+        if self._round_head is not None:  # and not over what was rejected
+            where = (batch.attention, self.kv.keys[0], self.kv.values[0])
+            self._round_head.observe(self._hidden_SC, state, rows.slot_B, result.aux, *where)
+            return
         token_T, row_B = steps.shift(state, rows.slot_B, batch.attention, len(batch.token_T))
-        feature_TC = self.head.features(result.aux)
-        hidden_BC = self.head.forward(batch._replace(token_T=token_T), feature_TC, self.kv, row_B)
+        batch = batch._replace(token_T=token_T)
+        hidden_BC = self.head.forward(batch, result.aux, self.kv, row_B)
         self._hidden_SC.index_copy_(0, rows.slot_B, hidden_BC)
 
     def propose(self, rows: DraftRows) -> DraftBlock:
-        """See `Drafter.propose`. Passes run for all requests; of some, more than are read."""
-        size, device, block_size = len(rows.slot_B), self.head.device, self.block_size
+        """See `Drafter.propose`."""
+        size, device = len(rows.slot_B), self.head.device
         if rows.most == 0:
             return no_drafts(size, device)
+        cache = self.cache if rows.warm else None
+        if self._round_head is None:
+            token_BK = self._draft_by_passes(rows, cache)
+        else:
+            token_BK = self._draft_at_once(self._round_head, rows, cache)
+        # At T=0 and under COUPLED, where nothing of q is read, too.
+        real_q_B = q_flags(size, device, real=False) if cache is None else rows.num_B > 0
+        return DraftBlock(token_BK, rows.num_B, cache, real_q_B)
+
+    def _draft_at_once(self, head: RoundHead, rows: DraftRows, cache: DraftCache | None) -> Tensor:
+        """All passes and draws in one native call."""
+        index_B1, block_BL = torch.arange(len(rows.slot_B) + 1), self.slots.state.block_SL
+        known = AttentionBatch(
+            index_B1, rows.position_B, block_BL[rows.slot_B], self.block_size,
+            most_queries=1, values_fit=True,
+        )  # fmt: skip
+        fp64 = self.config.use_fp64_gumbel
+        drafting = DraftRound(self.slots.params, rows.slot_B, rows.num_B, cache, fp64)
+        where = (known, self.kv.keys[0], self.kv.values[0])
+        return head.draft_round(self._hidden_SC, *where, drafting)
+
+    def _draft_by_passes(self, rows: DraftRows, cache: DraftCache | None) -> Tensor:
+        """Passes run for all requests; of some, more than are read."""
         places = self._places(rows)
         hidden_BC, drafts = self._hidden_SC[rows.slot_B], list[Tensor]()
-        cache = self.cache if rows.warm else None
         logits_BV = self.head.logits(hidden_BC)
         for i in range(rows.most):
             if i:
                 # Draft i is drawn from the row one before it, whose token is draft i - 1.
                 attention = AttentionBatch(
-                    places.index_B1, places.length_KB[i - 1], places.block_BL, block_size,
+                    places.index_B1, places.length_KB[i - 1], places.block_BL, self.block_size,
                     most_queries=1, values_fit=True,
                 )  # fmt: skip
                 position_B, row_B = places.position_KB[i - 1], places.index_B1[:-1]
@@ -129,14 +166,12 @@ class Eagle3(Autoregressive):
                 hidden_BC, logits_BV = self.head.draft(batch, hidden_BC, self.kv)
             noise = (places.length_KB[i], places.index_KB[i], DRAFT, self.config.use_fp64_gumbel)
             drafts.append(self._draw(logits_BV, rows, Noise(*noise), cache))
-        token_BK = self.backend.steps.join_drafts(drafts, rows.num_B)
-        # At T=0 and under COUPLED, where nothing of q is read, too.
-        real_q_B = q_flags(size, device, real=False) if cache is None else rows.num_B > 0
-        return DraftBlock(token_BK, rows.num_B, cache, real_q_B)
+        return self.backend.steps.join_drafts(drafts, rows.num_B)
 
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Zero K/V that attention multiplies also where it is masked: a NaN would spread."""
-        self.kv.clear(block_ids)
+        """Zero K/V, if attention multiplies with masked keys, too: a NaN would spread."""
+        if self.head.fused is None:
+            self.kv.clear(block_ids)
 
     def _places(self, rows: DraftRows) -> Places:
         state, size = self.slots.state, len(rows.slot_B)

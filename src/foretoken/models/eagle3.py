@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,25 +26,10 @@ from torch import Tensor
 from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
 from foretoken.models.eagle3_config import Eagle3Config
-from foretoken.ops import AttentionOptions, Backend, UnfitError
-from foretoken.ops.decoder import DraftHead, HeadModel, HeadWeights
+from foretoken.ops import AttentionOptions, Backend
+from foretoken.ops.decoder import DraftHead, HeadExtras, HeadModel, HeadWeights
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Extras(NamedTuple):
-    """Weights that some heads have beside `HeadWeights`; None: they are not used.
-
-    fc_norm: [P, num_aux * target_hidden_size / P], gains of P parts of what `fc` reads
-    qk_norm: [H + H_kv, D], gains of queries and keys
-    qkv_bias: [(H + 2 H_kv) D]
-    o_bias: [C]
-    """
-
-    fc_norm: Tensor | None = None
-    qk_norm: Tensor | None = None
-    qkv_bias: Tensor | None = None
-    o_bias: Tensor | None = None
 
 
 class Eagle3Head:
@@ -64,7 +48,7 @@ class Eagle3Head:
         self,
         config: Eagle3Config,
         weights: HeadWeights,
-        extras: Extras,
+        extras: HeadExtras,
         target_ids: Tensor | None,
         embedding: Tensor,
         backend: Backend,
@@ -91,22 +75,23 @@ class Eagle3Head:
 
     def features(self, aux: Sequence[Tensor]) -> Tensor:
         """[T, C] of the target's hidden states [T, target_hidden_size], in the order of layers."""
-        if self.fused is not None:
-            return self.fused.features(aux)
         states_TA, gain_PA = torch.cat(list(aux), dim=-1), self.extras.fc_norm
         if gain_PA is not None:
             states_TA = self._norm_parts(states_TA.view(-1, *gain_PA.shape), gain_PA).flatten(1)
         return F.linear(states_TA, self.weights.fc)
 
     def forward(
-        self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool, row_N: Tensor | None = None
+        self,
+        batch: ForwardBatch,
+        aux: Sequence[Tensor],
+        kv: KVPool,
+        row_N: Tensor | None = None,
     ) -> Tensor:
         """Run packed rows and write their K/V.
 
         Args:
             batch: `token_T` is the token *behind* each row's position; `logit_row_N` is not read.
-            feature_TC: of each row's position; where the target has not been, what this returned
-                for the position before.
+            aux: as for `features`, of each row's position.
             row_N: int64, rows that are wanted; None: all.
 
         Returns:
@@ -114,8 +99,12 @@ class Eagle3Head:
         """
         if self.fused is not None:
             where = (batch.attention, kv.keys[0], kv.values[0])
-            return self.fused.forward(batch.token_T, feature_TC, *where, row_N)
+            return self.fused.forward(batch.token_T, aux, *where, row_N)
+        return self._pass(batch, self.features(aux), kv, row_N)
 
+    def _pass(
+        self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool, row_N: Tensor | None = None
+    ) -> Tensor:
         def attend(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor:
             index_T = write_index(batch.attention, len(batch.token_T), kv.num_blocks)
             kv.write(0, index_T, key_THD, value_THD)
@@ -133,7 +122,7 @@ class Eagle3Head:
         attend: Attend,
         row_N: Tensor | None = None,
     ) -> Tensor:
-        """`forward` with any attention: [T, H, D] of queries, keys and values, turned."""
+        """A pass with any attention: [T, H, D] of queries, keys and values, turned."""
         w = self.weights
         token_TC = self._norm(self.embedding[token_T], w.input_norm)
         normed_TC = self._norm(feature_TC, w.hidden_norm)
@@ -149,11 +138,15 @@ class Eagle3Head:
         return self._norm(hidden_NC, w.norm) if self.config.norm_output else hidden_NC
 
     def draft(self, batch: ForwardBatch, feature_TC: Tensor, kv: KVPool) -> tuple[Tensor, Tensor]:
-        """What `forward` returns of all rows, and the `logits` of it."""
+        """What `forward` returns of all rows, and the `logits` of it.
+
+        Args:
+            feature_TC: where the target has not been: what the row before put out.
+        """
         if self.fused is not None:
             where = (batch.attention, kv.keys[0], kv.values[0])
             return self.fused.draft(batch.token_T, feature_TC, *where)
-        hidden_TC = self.forward(batch, feature_TC, kv)
+        hidden_TC = self._pass(batch, feature_TC, kv)
         return hidden_TC, self.logits(hidden_TC)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
@@ -174,29 +167,27 @@ class Eagle3Head:
         return wide_NV.index_copy_(1, self.target_ids, logits)
 
     def model(self, positions: int) -> HeadModel:
-        """All that it computes with, for contexts of so many positions.
-
-        Raises:
-            UnfitError: it has something that `HeadModel` cannot say; named as in `config.json`.
-        """
-        has = {name: weight is not None for name, weight in self.extras._asdict().items()}
-        has["norm_output"] = self.config.norm_output
-        has["sliding_window"] = self.config.sliding_window is not None
-        has["partial_rotary_factor"] = 2 * len(self._frequency_R) < self._sizes[2]
-        if names := [f"`{name}`" for name, is_set in has.items() if is_set]:
-            raise UnfitError(f"a backend's own head has no {', '.join(names)}")
+        """All that it computes with, for contexts of so many positions."""
         return HeadModel(
             self.weights,
+            self.extras,
             self.embedding,
             self.config.vocab_size,
             self.target_ids,
             *self._sizes,
             self.config.layer.rms_norm_eps,
             self.config.norm_before_residual,
+            self.config.norm_output,
+            self.config.sliding_window,
             self._frequency_R,
             self._rotary_scale,
             positions,
         )
+
+    def drop_matrices(self) -> None:
+        """Free what `fused` keeps itself; nothing else can compute this head any more."""
+        kept = (w if w.dim() == 1 else torch.empty_like(w, device="meta") for w in self.weights)
+        self.weights = HeadWeights(*kept)
 
     def _project(self, both_T2C: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, turned, and values; [T, H, D]."""

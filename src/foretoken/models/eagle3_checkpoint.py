@@ -13,11 +13,11 @@ from torch import Tensor
 
 from foretoken.errors import CheckpointError
 from foretoken.models.checkpoint import check_weights, reading
-from foretoken.models.eagle3 import Eagle3Head, Extras
+from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.models.leftovers import check_fit
 from foretoken.ops import Backend
-from foretoken.ops.decoder import HeadWeights
+from foretoken.ops.decoder import HeadExtras, HeadWeights
 
 # What names of tensors begin with in one layout or another, and here: as in `speculators`.
 _PREFIXES = {"model.": "", "midlayer.": "layers.0."}
@@ -141,7 +141,9 @@ def _fc_norms(config: Eagle3Config) -> list[str]:
     return [f"fc_norm.{i}.weight" for i in range(config.num_aux) if config.fc_norm]
 
 
-def join_weights(tensors: dict[str, Tensor], config: Eagle3Config) -> tuple[HeadWeights, Extras]:
+def join_weights(
+    tensors: dict[str, Tensor], config: Eagle3Config
+) -> tuple[HeadWeights, HeadExtras]:
     """Tensors by our names as the head reads them."""
 
     def of(name: str) -> Tensor:
@@ -162,7 +164,7 @@ def join_weights(tensors: dict[str, Tensor], config: Eagle3Config) -> tuple[Head
         norm=tensors["norm.weight"],
         head=tensors[OUTPUT_LAYER],
     )
-    extras, heads = Extras(o_bias=tensors.get(_LAYER + "self_attn.o_proj.bias")), config.layer
+    extras, heads = HeadExtras(o_bias=tensors.get(_LAYER + "self_attn.o_proj.bias")), config.layer
     if config.attention_bias:
         extras = extras._replace(qkv_bias=projected("bias"))
     if config.qk_norm:

@@ -18,7 +18,7 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.guards import TOLERANCE
 from foretoken.ops import AttentionBatch, UnfitError
-from foretoken.ops.decoder import DraftHead
+from foretoken.ops.decoder import DraftHead, RoundHead
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ def fuse(head: Eagle3Head, positions: int, most_rows: int) -> None:
             error,
             tolerance,
         )
+    elif isinstance(fused, RoundHead):
+        head.drop_matrices()
 
 
 @torch.no_grad()
@@ -81,14 +83,13 @@ def _outputs(head: Eagle3Head, fused: DraftHead | None) -> list[Tensor]:
         aux = torch.randn(config.num_aux, total, config.target_hidden_size, generator=generator).to(
             device, head.dtype
         )
-        feature_TC = head.features(aux.unbind())
-        row_N = (start_B1[1:] - 1).to(device)
         if max(rows) == 1:
+            feature_TC = head.features(aux.unbind())
             hidden_NC, logits_NV = head.draft(batch, feature_TC, kv)
         else:
-            hidden_NC = head.forward(batch, feature_TC, kv, row_N)
+            hidden_NC = head.forward(batch, aux.unbind(), kv, (start_B1[1:] - 1).to(device))
             logits_NV = head.logits(hidden_NC)
-        outputs += [feature_TC, hidden_NC, logits_NV.clone()]
+        outputs += [hidden_NC, logits_NV.clone()]
     return outputs
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from foretoken.ops.steps import SlotState
 from foretoken.ops.types import AttentionBatch, DraftCache, SlotParams
 
 
@@ -165,6 +166,21 @@ class HeadWeights(NamedTuple):
     head: Tensor
 
 
+class HeadExtras(NamedTuple):
+    """Weights that some heads have beside `HeadWeights`; None: they are not used.
+
+    fc_norm: [P, num_aux * target_hidden_size / P], gains of P parts of what `fc` reads
+    qk_norm: [H + H_kv, D], gains of queries, all alike, and of keys
+    qkv_bias: [(H + 2 H_kv) D]
+    o_bias: [C]
+    """
+
+    fc_norm: Tensor | None = None
+    qk_norm: Tensor | None = None
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
+
+
 class HeadModel(NamedTuple):
     """An EAGLE-3 head: all that `models/eagle3.py` computes with.
 
@@ -174,13 +190,15 @@ class HeadModel(NamedTuple):
         None if they are the same
     heads, kv_heads, head_size: H, H_kv, D
     eps: of the norms
-    norm_before_residual: the residual starts at the normed feature, not at the feature
-    frequency_R: of rotary embedding, float32 [D / 2]
+    norm_before_residual, norm_output: as in `Eagle3Config`
+    sliding_window: as in `AttentionOptions`
+    frequency_R: of rotary embedding, float32 [R], of the first 2R numbers of each head
     rotary_scale: cosines and sines are multiplied by it
     positions: longest context, in tokens
     """
 
     weights: HeadWeights
+    extras: HeadExtras
     embedding_VC: Tensor
     vocab_size: int
     target_ids: Tensor | None
@@ -189,6 +207,8 @@ class HeadModel(NamedTuple):
     head_size: int
     eps: float
     norm_before_residual: bool
+    norm_output: bool
+    sliding_window: int | None
     frequency_R: Tensor
     rotary_scale: float
     positions: int
@@ -197,18 +217,13 @@ class HeadModel(NamedTuple):
 class DraftHead(Protocol):
     """A stand-in for an EAGLE-3 head, on the same weights, with the same results up to rounding.
 
-    Keys and values are laid out as `Backend.attention` reads them. Keys that a query may not see
-    are not multiplied in.
+    Of keys and values the same is true as for a `Decoder`.
     """
-
-    def features(self, aux: Sequence[Tensor]) -> Tensor:
-        """[T, C] of the target's hidden states [T, target_hidden_size], in the order of layers."""
-        ...
 
     def forward(
         self,
         token_T: Tensor,
-        feature_TC: Tensor,
+        aux: Sequence[Tensor],
         batch: AttentionBatch,
         keys: Tensor,
         values: Tensor,
@@ -218,9 +233,9 @@ class DraftHead(Protocol):
 
         Args:
             token_T: int64, the token behind each row's position.
-            feature_TC: of each row's position.
+            aux: the target's hidden states [T, target_hidden_size], in the order of layers.
             keys, values: the tensors of its one layer.
-            row_N: int64, rows that are wanted; None: all.
+            row_N: int64, rows that are wanted; None, or T of them: all, in order.
 
         Returns:
             [N, C].
@@ -235,12 +250,62 @@ class DraftHead(Protocol):
         keys: Tensor,
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """What `forward` returns of all rows, and the `logits` of it."""
+        """What `forward` returns of all rows, and the `logits` of it.
+
+        Args:
+            feature_TC: in the place of hidden states: what the row before put out.
+        """
         ...
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
         """Raw logits [N, V] by the target's ids; -inf for those that the head never drafts.
 
         They may lie in memory that the next call overwrites.
+        """
+        ...
+
+
+@runtime_checkable
+class RoundHead(DraftHead, Protocol):
+    """A head on a host that runs whole rounds of drafting in one call; it has copies of all weights
+    [out, in]."""
+
+    def observe(
+        self,
+        hidden_SC: Tensor,
+        state: SlotState,
+        slot_B: Tensor,
+        aux: Sequence[Tensor],
+        batch: AttentionBatch,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        """Run those rows of a target's pass that have a known token behind them, each with it.
+
+        Args:
+            hidden_SC: by slot; gets what `forward` returns of each request's last such row.
+            state: of the slots, once the step was taken over.
+            aux, batch: hidden states and requests of the pass; slot_B: int64, whose they are.
+        """
+        ...
+
+    def draft_round(
+        self,
+        hidden_SC: Tensor,
+        batch: AttentionBatch,
+        keys: Tensor,
+        values: Tensor,
+        drafting: DraftRound,
+    ) -> Tensor:
+        """A whole round of drafting; each draft as `Backend.draft` has it.
+
+        Args:
+            hidden_SC: as `observe` left it.
+            batch: its `length_B` counts known tokens, and says where the first draft stands; its
+                block table reaches over all drafts but the last. Its queries are not read.
+            drafting: a request may have no draft at all.
+
+        Returns:
+            int64 [B, K], -1 behind a request's last draft.
         """
         ...

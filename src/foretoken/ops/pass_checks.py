@@ -96,7 +96,9 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
         _check_values(batch, tokens, blocks)
 
 
-def check_draft_round(drafting: DraftRound, batch: AttentionBatch, vocabulary: int) -> list[int]:
+def check_draft_round(
+    drafting: DraftRound, batch: AttentionBatch, vocabulary: int, least: int = 1
+) -> list[int]:
     """Slots exist, block table and cache reach over the drafts; returns their numbers.
 
     All tensors are on the host.
@@ -111,8 +113,9 @@ def check_draft_round(drafting: DraftRound, batch: AttentionBatch, vocabulary: i
             raise ConfigError("drafting.slot_B", slot, f"in 0..{last}, the slots of `params`")
     most = batch.block_BL.shape[1] * batch.block_size
     for num, length in zip(nums, batch.length_B.tolist(), strict=True):
-        if not 1 <= num <= most - length + 1:
-            wanted = f"in 1..{most - length + 1}: `block_BL` reaches over all drafts but the last"
+        end = most - length + 1
+        if not least <= num <= end:
+            wanted = f"in {least}..{end}: `block_BL` reaches over all drafts but the last"
             raise ConfigError("drafting.num_B", num, wanted)
     if cache is not None:
         check_cache("drafting.cache", cache, drafting.params, slot_B.device)

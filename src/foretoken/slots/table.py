@@ -115,7 +115,8 @@ class SlotTable(SlotParameters):
         if not all(step.decides_B):
             of_B = _int64(step.of_B)
             slot_D, num_D, position_D = (c[of_B >= 0] for c in (slot_B, num_D, position_D))
-        known = DraftRows(slot_D, num_D, position_D, most)
+        warm = any(self.requests[slot].params.temperature > 0 for slot in step.slot_B)
+        known = DraftRows(slot_D, num_D, position_D, most, warm)
         return StepRows(step, slot_B, num_tokens_B, slot_D, num_D, of_B, most, known=known)
 
     def asked(self, rows: StepRows) -> DraftRows:

@@ -21,6 +21,7 @@ def load() -> Kernels:
     from foretoken.ops.backends.native import (
         decoder,
         evidence,
+        head,
         library,
         logprobs,
         process,
@@ -40,6 +41,7 @@ def load() -> Kernels:
         attention=attention,
         steps=steps,
         decoder=decoder.FusedDecoder,
+        draft_head=head.FusedHead,
         set_num_threads=library.set_num_threads,
         tunings=decoder.tunings,
     )

@@ -45,7 +45,7 @@ FETCHES = ("no hint", "cached", "past the caches")
 
 _log = logging.getLogger(__name__)
 
-_HEAD_MULTIPLE = 16  # the widest vector: values are read by whole vectors
+HEAD_MULTIPLE = 16  # the widest vector: values are read by whole vectors
 
 _tunings: dict[str, dict[str, dict[str, float | str]]] = {}
 
@@ -61,7 +61,71 @@ def describe_fetches(taken: int, seconds: Sequence[float]) -> dict[str, float | 
     return {"taken": FETCHES[taken], **measured}
 
 
-class FusedDecoder:
+class NativeModel:
+    """Matrices packed for the kernels, and the fastest way to fetch them.
+
+    Args:
+        model, layers: `Model` and `LayerWeights`; what they point to besides matrices and biases
+            must outlive it.
+        scales: epsilon of the norms, factors of attention's scores and of rotary embedding.
+        size: bytes of the matrices.
+        eagle: `Eagle`, of a head.
+    """
+
+    def __init__(
+        self,
+        model: Struct,
+        layers: Sequence[Struct],
+        scales: tuple[float, float, float],
+        size: int,
+        eagle: Struct | None = None,
+    ) -> None:
+        self._library, self._handle, self._num_layers = library.load(), c_void_p(), len(layers)
+        addresses = struct((), *map(address, layers))
+        self._library.foretoken_decoder_new(model, eagle, addresses, *scales, byref(self._handle))
+        # Not at exit: a daemon thread may still compute then.
+        weakref.finalize(self, self._library.foretoken_decoder_free, self._handle).atexit = False
+        self._tune(size)
+        self._cache: tuple[Any, ...] = (None,) * 4  # keys, values, their addresses
+
+    def _tune(self, size: int) -> None:
+        """Measure how weights are fetched fastest on this machine, take it and say so."""
+        taken_R = torch.empty(2, dtype=torch.int64)
+        seconds_RF = torch.empty(2, len(FETCHES), dtype=torch.float64)
+        self._library.foretoken_decoder_measure_fetches(
+            self._handle, taken_R.data_ptr(), seconds_RF.data_ptr()
+        )
+        self.set_fetches(*taken_R.tolist())
+        name = f"{size / 2**20:.1f} MiB"
+        found = map(describe_fetches, taken_R.tolist(), seconds_RF.tolist())
+        _tunings[name] = dict(zip(("1 row", "6 rows"), found, strict=True))
+        for rows, measured in _tunings[name].items():
+            _log.info("Weights of %s, %s, ms: %s", name, rows, measured)
+
+    def set_fetches(self, one_row: int, few_rows: int) -> None:
+        """Fetch weights so (`FETCHES`) for one row and for a few; no logit changes."""
+        self._library.foretoken_decoder_set_fetches(self._handle, one_row, few_rows)
+
+    def _addresses(
+        self, keys: Sequence[Tensor] | Tensor, values: Sequence[Tensor] | Tensor
+    ) -> tuple[Struct, Struct]:
+        """Where the tensors are; looked up once for a pool that is used again and again."""
+        known_keys, known_values, *addresses = self._cache
+        if keys is not known_keys or values is not known_values:
+            all_keys, all_values = (
+                [pool] if isinstance(pool, Tensor) else pool for pool in (keys, values)
+            )
+            if not len(all_keys) == len(all_values) == self._num_layers:
+                raise ConfigError("keys", len(all_keys), f"tensors of {self._num_layers} layers")
+            if all_keys[0].dtype is not torch.float32:
+                raise ConfigError("keys.dtype", all_keys[0].dtype, "torch.float32")
+            addresses = [struct(all_keys), struct(all_values)]
+            self._cache = (keys, values, *addresses)
+        key_addresses, value_addresses = addresses
+        return key_addresses, value_addresses
+
+
+class FusedDecoder(NativeModel):
     """The native `Decoder`. Keeps its own copy of all matrices but the embedding.
 
     Keys and values are laid out as `csrc/attention.h` says.
@@ -81,45 +145,15 @@ class FusedDecoder:
         """Without effect are `positions`, as angles are computed where they are used, and
         `deterministic`, as a row's bits never depend on the rows beside it."""
         _check_fit(module, calls)
-        self._library = library.load()
         self._module = module  # whose embedding and norms are read
         self._vocab_size: int = module.lm_head.out_features
         self._hidden_size: int = module.config.hidden_size
-        self._num_layers = len(calls)
         pairs = zip(module.model.layers, calls, strict=True)
         layers = [_native_layer(layer, call.sliding_window) for layer, call in pairs]
-        self._handle = c_void_p()
-        self._library.foretoken_decoder_new(
-            _native_model(module),
-            struct((), *map(address, layers)),
-            module.model.norm.variance_epsilon,
-            module.model.layers[0].self_attn.scaling,
-            module.model.rotary_emb.attention_scaling,
-            byref(self._handle),
-        )
-        # Not at exit: a daemon thread may still compute then.
-        weakref.finalize(self, self._library.foretoken_decoder_free, self._handle).atexit = False
-        self._tune()
-        self._cache: tuple[Any, ...] = (None,) * 4  # keys, values, their addresses
-
-    def _tune(self) -> None:
-        """Measure how weights are fetched fastest on this machine, take it and say so."""
-        taken_R = torch.empty(2, dtype=torch.int64)
-        seconds_RF = torch.empty(2, len(FETCHES), dtype=torch.float64)
-        self._library.foretoken_decoder_measure_fetches(
-            self._handle, taken_R.data_ptr(), seconds_RF.data_ptr()
-        )
-        self.set_fetches(*taken_R.tolist())
-        linears = [m for m in self._module.modules() if isinstance(m, nn.Linear)]
-        size = f"{sum(linear.weight.nbytes for linear in linears) / 2**20:.1f} MiB"
-        found = map(describe_fetches, taken_R.tolist(), seconds_RF.tolist())
-        _tunings[size] = dict(zip(("1 row", "6 rows"), found, strict=True))
-        for rows, measured in _tunings[size].items():
-            _log.info("Weights of %s, %s, ms: %s", size, rows, measured)
-
-    def set_fetches(self, one_row: int, few_rows: int) -> None:
-        """Fetch weights so (`FETCHES`) for one row and for a few; no logit changes."""
-        self._library.foretoken_decoder_set_fetches(self._handle, one_row, few_rows)
+        model, attention = module.model, module.model.layers[0].self_attn
+        scales = model.norm.variance_epsilon, attention.scaling, model.rotary_emb.attention_scaling
+        size = sum(m.weight.nbytes for m in module.modules() if isinstance(m, nn.Linear))
+        super().__init__(_native_model(module), layers, scales, size)
 
     def drop_module_weights(self) -> None:
         """See `Decoder.drop_module_weights`: all but the embedding's."""
@@ -142,7 +176,7 @@ class FusedDecoder:
         aux = {i: torch.empty(len(token_T), self._hidden_size) for i in aux_layers}
         self._library.foretoken_decoder_forward(
             self._handle,
-            _native_batch(token_T, logit_row_N, batch, keys[0]),
+            native_batch(token_T, logit_row_N, batch, keys[0]),
             *self._addresses(keys, values),
             logits_NV.data_ptr(),
             struct([aux.get(i) for i in range(self._num_layers + 1)]) if aux else None,
@@ -159,33 +193,26 @@ class FusedDecoder:
     ) -> Tensor:
         """See `Decoder.draft`."""
         nums = check_draft_round(drafting, batch, self._vocab_size)
-        token_BK = torch.full((len(nums), max(nums)), -1, dtype=torch.int64)
-        kept = native_params(drafting.params), native_cache(drafting.cache)
-        tensors = (drafting.slot_B, drafting.num_B, token_BK)
-        last_B = batch.query_start_B1[1:] - 1
-        self._library.foretoken_decoder_draft(
-            self._handle,
-            _native_batch(token_T, last_B, batch, keys[0]),
-            *self._addresses(keys, values),
-            struct(tensors, *map(address, kept), max(nums), drafting.fp64_noise, kept=kept),
-        )
+        token_BK, native = native_round(drafting, max(nums))
+        first = native_batch(token_T, batch.query_start_B1[1:] - 1, batch, keys[0])
+        addresses = self._addresses(keys, values)
+        self._library.foretoken_decoder_draft(self._handle, first, *addresses, native)
         return token_BK
 
-    def _addresses(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> tuple[Struct, Struct]:
-        """Where the tensors are; looked up once for a pool that is used again and again."""
-        known_keys, known_values, *addresses = self._cache
-        if keys is not known_keys or values is not known_values:
-            if not len(keys) == len(values) == self._num_layers:
-                raise ConfigError("keys", len(keys), f"tensors of {self._num_layers} layers")
-            if keys[0].dtype is not torch.float32:
-                raise ConfigError("keys.dtype", keys[0].dtype, "torch.float32")
-            addresses = [struct(keys), struct(values)]
-            self._cache = (keys, values, *addresses)
-        key_addresses, value_addresses = addresses
-        return key_addresses, value_addresses
+
+def native_round(
+    drafting: DraftRound, most: int, hidden_SC: Tensor | None = None
+) -> tuple[Tensor, Struct]:
+    """`DraftRound`, and the drafts [B, most] that it gives."""
+    token_BK = torch.full((len(drafting.num_B), most), -1, dtype=torch.int64)
+    kept = native_params(drafting.params), native_cache(drafting.cache), hidden_SC
+    tensors = (drafting.slot_B, drafting.num_B, token_BK)
+    hidden = 0 if hidden_SC is None else hidden_SC.data_ptr()
+    numbers = (*map(address, kept[:2]), hidden, most, drafting.fp64_noise)
+    return token_BK, struct(tensors, *numbers, kept=kept)
 
 
-def _native_batch(
+def native_batch(
     token_T: Tensor, row_N: Tensor, batch: AttentionBatch, key_cache: Tensor
 ) -> Struct:
     """`Batch`."""
@@ -196,17 +223,21 @@ def _native_batch(
 
 def _check_fit(module: Any, calls: Sequence[AttentionCall]) -> None:
     check_common_block(module)
-    if library.missing() is not None:
-        raise UnfitError(f"there are no native kernels: {library.missing()}")
-    dtype = module.lm_head.weight.dtype
-    if dtype is not torch.float32 or module.lm_head.weight.device.type != "cpu":
-        raise UnfitError(f"weights are {dtype}, not float32 on the CPU")
+    check_kernels(module.lm_head.weight)
     if module.lm_head.bias is not None:
         raise UnfitError("the output layer has a bias")
     sizes = {call.shape for call in calls}
     _, key_size, value_size = calls[0].shape
-    if len(sizes) > 1 or key_size != value_size or key_size % _HEAD_MULTIPLE:
-        raise UnfitError(f"heads of sizes {sorted(sizes)}: not one multiple of {_HEAD_MULTIPLE}")
+    if len(sizes) > 1 or key_size != value_size or key_size % HEAD_MULTIPLE:
+        raise UnfitError(f"heads of sizes {sorted(sizes)}: not one multiple of {HEAD_MULTIPLE}")
+
+
+def check_kernels(weight: Tensor) -> None:
+    """Raise `UnfitError` unless there are kernels for such weights."""
+    if library.missing() is not None:
+        raise UnfitError(f"there are no native kernels: {library.missing()}")
+    if weight.dtype is not torch.float32 or weight.device.type != "cpu":
+        raise UnfitError(f"weights are {weight.dtype}, not float32 on the CPU")
 
 
 def _native_model(module: Any) -> Struct:
@@ -219,7 +250,7 @@ def _native_model(module: Any) -> Struct:
         model.rotary_emb.inv_freq,
     )
     return struct(
-        _checked(*tensors),
+        checked(*tensors),
         len(model.layers),
         config.hidden_size,
         model.layers[0].mlp.gate_proj.out_features,
@@ -239,10 +270,11 @@ def _native_layer(layer: Any, window: int | None) -> Struct:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     linears = (*projections, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
     weights = [None if part is None else part.weight for part in (*norms, *linears)]
-    return struct(_checked(*weights, *(linear.bias for linear in linears)), window or 0)
+    return struct(checked(*weights, *(linear.bias for linear in linears)), window or 0)
 
 
-def _checked(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+def checked(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The weights, if kernels can read them where they are."""
     for weight in weights:
         if weight is not None and not (weight.is_contiguous() and weight.dtype is torch.float32):
             raise UnfitError("a weight is not contiguous float32")

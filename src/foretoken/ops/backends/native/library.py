@@ -85,12 +85,15 @@ def load() -> ctypes.CDLL:
 _ADDRESS = [c_void_p]
 _SIGNATURES: dict[str, list[Any]] = {
     "set_num_threads": [c_int64],
-    "decoder_new": [*_ADDRESS * 2, c_float, c_float, c_float, c_void_p],
+    "decoder_new": [*_ADDRESS * 3, c_float, c_float, c_float, c_void_p],
     "decoder_free": _ADDRESS,
     "decoder_measure_fetches": _ADDRESS * 3,
     "decoder_set_fetches": [c_void_p, c_int64, c_int64],
     "decoder_forward": _ADDRESS * 6,
     "decoder_draft": _ADDRESS * 5,
+    "head_forward": _ADDRESS * 6,
+    "head_observe": _ADDRESS * 6,
+    "head_logits": [c_void_p, c_void_p, c_int64, c_void_p],
     "process": _ADDRESS * 2,
     "sample": _ADDRESS * 3,
     "draft": _ADDRESS * 4,

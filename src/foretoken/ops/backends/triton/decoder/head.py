@@ -43,6 +43,7 @@ class FusedDraftHead:
     """
 
     def __init__(self, model: HeadModel, most_rows: int, *, deterministic: bool = False) -> None:
+        _check_fit(model)
         w, table_VC = model.weights, model.embedding_VC
         check_weight(table_VC, model.head_size)
         for name, weight in (*w._asdict().items(), ("embedding", table_VC)):
@@ -68,22 +69,17 @@ class FusedDraftHead:
 
     @zero_if_noted
     @torch.no_grad()
-    def features(self, aux: Sequence[Tensor]) -> Tensor:
-        """See `DraftHead.features`."""
-        return self._products.multiply(self._fc, torch.cat(list(aux), dim=-1))
-
-    @zero_if_noted
-    @torch.no_grad()
     def forward(
         self,
         token_T: Tensor,
-        feature_TC: Tensor,
+        aux: Sequence[Tensor],
         batch: AttentionBatch,
         keys: Tensor,
         values: Tensor,
         row_N: Tensor | None = None,
     ) -> Tensor:
         """See `DraftHead.forward`. Behind attention only wanted rows are computed."""
+        feature_TC = self._products.multiply(self._fc, torch.cat(list(aux), dim=-1))
         return self._pass(token_T, feature_TC, batch, keys, values, row_N).state_TH
 
     @torch.no_grad()
@@ -167,3 +163,13 @@ class FusedDraftHead:
 
     def _all_dropped(self, rows: int) -> Tensor:
         return self._model.embedding_VC.new_full((rows, self._model.vocab_size), -torch.inf)
+
+
+def _check_fit(model: HeadModel) -> None:
+    """Raise `UnfitError` for what these kernels lack; named as in `config.json`."""
+    has = {name: weight is not None for name, weight in model.extras._asdict().items()}
+    has["norm_output"] = model.norm_output
+    has["sliding_window"] = model.sliding_window is not None
+    has["partial_rotary_factor"] = 2 * len(model.frequency_R) < model.head_size
+    if names := [f"`{name}`" for name, is_set in has.items() if is_set]:
+        raise UnfitError(f"the kernels of a head have no {', '.join(names)}")

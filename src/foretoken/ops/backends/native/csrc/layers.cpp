@@ -1,0 +1,235 @@
+// The layers of a decoder: packing their weights, and a pass through them.
+#include <algorithm>
+#include <cmath>
+
+#include "decoder.h"
+
+namespace foretoken {
+namespace {
+
+// A panel of gate_up holds half a panel of gate, then the same outputs of up.
+constexpr int64_t kHalf = kPanel / 2;
+
+int64_t gate_up_outputs(const Model& model) {
+  return (model.intermediate + kHalf - 1) / kHalf * kPanel;
+}
+
+// Floats that all packed weights take.
+int64_t arena_size(const Model& m, const Eagle* eagle) {
+  const int64_t q = m.heads * m.head_size, kv = m.kv_heads * m.head_size;
+  const auto size = [](int64_t outputs, int64_t inputs) {
+    return Arena::padded(Packed::size(outputs, inputs));
+  };
+  return size(m.vocabulary, m.hidden) + (eagle ? size(m.hidden, eagle->states) : 0) +
+         m.layers * (size(q + 2 * kv, (eagle ? 2 : 1) * m.hidden) + size(m.hidden, q) +
+                     size(gate_up_outputs(m), m.hidden) + size(m.hidden, m.intermediate));
+}
+
+// silu(gate) * up, for `count` outputs.
+void activate(const float* values, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += kWidth) {
+    const Vec gate = load(values + i), up = load(values + kHalf + i);
+    const Vec y = gate / (1.0f + exp(-gate)) * up;
+    if (i + kWidth <= count) {
+      store(out + i, y);
+    } else {
+      for (int64_t j = i; j < count; j++) out[j] = y[j - i];
+    }
+  }
+}
+
+}  // namespace
+
+void norm_row(const float* x, const float* weight, int64_t size, float epsilon, float* out) {
+  Vec squares = {};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + kWidth <= size; i += kWidth) squares += load(x + i) * load(x + i);
+  for (; i < size; i++) rest += x[i] * x[i];
+  const float scale = 1.0f / std::sqrt((sum_lanes(squares) + rest) / size + epsilon);
+  for (i = 0; i < size; i++) out[i] = weight[i] * (x[i] * scale);
+}
+
+Decoder::Decoder(const Model& model, const Eagle* eagle, const LayerWeights* const* layers,
+                 float norm_epsilon, float attention_scale, float rotary_scale)
+    : model_(model),
+      eagle_(eagle ? *eagle : Eagle{}),
+      is_head_(eagle),
+      norm_epsilon_(norm_epsilon),
+      attention_scale_(attention_scale),
+      rotary_scale_(rotary_scale),
+      arena_(arena_size(model, eagle)) {
+  const int64_t h = model.hidden, q = model.heads * model.head_size,
+                kv = model.kv_heads * model.head_size;
+  if (is_head_) {
+    fc_ = Packed(h, eagle_.states, arena_);
+    fc_.fill(0, eagle_.fc, nullptr, h);
+  }
+  for (int64_t l = 0; l < model.layers; l++) {
+    const LayerWeights& w = *layers[l];
+    Layer layer{w, Packed(q + 2 * kv, is_head_ ? 2 * h : h, arena_), Packed(h, q, arena_),
+                Packed(gate_up_outputs(model), h, arena_), Packed(h, model.intermediate, arena_)};
+    layer.qkv.fill(0, w.q, w.q_bias, q);
+    layer.qkv.fill(q, w.k, w.k_bias, kv);
+    layer.qkv.fill(q + kv, w.v, w.v_bias, kv);
+    layer.o.fill(0, w.o, w.o_bias, h);
+    for (int64_t i = 0; i < layer.gate_up.panels; i++) {
+      const int64_t at = i * kHalf, count = std::min(model.intermediate - at, kHalf);
+      const float *gate_bias = w.gate_bias ? w.gate_bias + at : nullptr,
+                  *up_bias = w.up_bias ? w.up_bias + at : nullptr;
+      layer.gate_up.fill(i * kPanel, w.gate + at * h, gate_bias, count);
+      layer.gate_up.fill(i * kPanel + kHalf, w.up + at * h, up_bias, count);
+    }
+    layer.down.fill(0, w.down, w.down_bias, h);
+    layers_.push_back(std::move(layer));
+  }
+  head_ = Packed(model.vocabulary, h, arena_);  // last, as in a pass
+  head_.fill(0, model.head, nullptr, model.vocabulary);
+}
+
+std::vector<const Packed*> Decoder::weights() const {
+  std::vector<const Packed*> all;
+  if (is_head_) all.push_back(&fc_);
+  for (const Layer& layer : layers_)
+    all.insert(all.end(), {&layer.qkv, &layer.o, &layer.gate_up, &layer.down});
+  all.push_back(&head_);
+  return all;
+}
+
+void Decoder::place(int64_t tokens, int64_t rows) {
+  const int64_t q = model_.heads * model_.head_size, kv = model_.kv_heads * model_.head_size;
+  const int64_t half = model_.rotary_size / 2, inputs = is_head_ ? 2 * model_.hidden : model_.hidden;
+  const std::pair<float**, int64_t> parts[] = {
+      {&x_, model_.hidden}, {&normed_, inputs}, {&qkv_, q + 2 * kv},
+      {&query_, q},         {&mixed_, q},       {&activated_, model_.intermediate},
+      {&cos_, half},        {&sin_, half},      {&joined_, eagle_.states}};
+  const auto floats = [&](int64_t size) { return size * std::max(tokens, rows) + 2 * kWidth; };
+  int64_t total = 0;
+  for (const auto& part : parts) total += floats(part.second);
+  if (static_cast<int64_t>(memory_.size()) < total) memory_.resize(total);
+  float* next = memory_.data();
+  for (const auto& part : parts) {
+    *part.first = next;
+    next += floats(part.second);
+  }
+}
+
+void Decoder::run_layers(const Batch& batch, float* const* keys, float* const* values,
+                         float* const* aux) {
+  const int64_t h = model_.hidden;
+  const size_t layers = layers_.size();
+  locate(batch.attention);
+  int64_t rows = batch.num_tokens;
+  for (size_t i = 0; i < layers; i++) {
+    if (aux && aux[i]) std::memcpy(aux[i], x_, rows * h * sizeof(float));
+    attention(layers_[i], batch, keys[i], values[i]);
+    if (i + 1 == layers && !(aux && aux[layers])) rows = keep_wanted(batch);
+    add_product(mixed_, rows, layers_[i].o);
+    mlp(layers_[i], rows);
+  }
+  if (aux && aux[layers]) {
+    norm(model_.final_norm, rows, aux[layers]);
+    keep_wanted(batch);
+  }
+  if (eagle_.norm_output) norm(model_.final_norm, batch.num_rows, x_);
+}
+
+// Go on with the wanted rows of x_ and mixed_ alone; returns their number.
+int64_t Decoder::keep_wanted(const Batch& batch) {
+  const int64_t h = model_.hidden, q = model_.heads * model_.head_size;
+  if (batch.num_rows == batch.num_tokens) return batch.num_rows;
+  for (int64_t n = 0; n < batch.num_rows; n++) {
+    std::memcpy(normed_ + n * h, x_ + batch.row_N[n] * h, h * sizeof(float));
+    std::memcpy(query_ + n * q, mixed_ + batch.row_N[n] * q, q * sizeof(float));
+  }
+  std::swap(x_, normed_);
+  std::swap(query_, mixed_);
+  return batch.num_rows;
+}
+
+// Of the first rows of x_.
+void Decoder::norm(const float* weight, int64_t rows, float* out) const {
+  parallel_for(rows, rows * model_.hidden > 100000, [&](int64_t r) {
+    const int64_t at = r * model_.hidden;
+    norm_row(x_ + at, weight, model_.hidden, norm_epsilon_, out + at);
+  });
+}
+
+// Where each token stands in its request and in the cache.
+void Decoder::locate(const AttentionBatch& batch) {
+  const int64_t half = model_.rotary_size / 2, width = batch.block_size;
+  const int64_t tokens = batch.query_start_B1[batch.requests];
+  slots_.resize(tokens);
+  positions_.resize(tokens);
+  for (int64_t b = 0; b < batch.requests; b++) {
+    const int64_t end = batch.query_start_B1[b + 1];
+    for (int64_t t = batch.query_start_B1[b]; t < end; t++) {
+      const int64_t position = positions_[t] = batch.length_B[b] - (end - t);
+      slots_[t] = batch.blocks(b)[position / width] * width + position % width;
+    }
+  }
+  parallel_for(tokens, tokens > 64, [&](int64_t t) {
+    for (int64_t i = 0; i < half; i++) {
+      const float angle = static_cast<float>(positions_[t]) * model_.frequencies[i];
+      cos_[t * half + i] = std::cos(angle) * rotary_scale_;
+      sin_[t * half + i] = std::sin(angle) * rotary_scale_;
+    }
+  });
+  plan_attention(batch, model_.heads, model_.kv_heads, &plan_);
+}
+
+void Decoder::rotate(float* head, int64_t token) const {
+  const int64_t half = model_.rotary_size / 2;
+  const float *c = cos_ + token * half, *s = sin_ + token * half;
+  for (int64_t i = 0; i < half; i++) {
+    const float a = head[i], b = head[half + i];
+    head[i] = a * c[i] - b * s[i];
+    head[half + i] = b * c[i] + a * s[i];
+  }
+}
+
+void Decoder::attention(const Layer& layer, const Batch& batch, float* keys, float* values) {
+  const int64_t d = model_.head_size, q = model_.heads * d, kv = model_.kv_heads * d;
+  const int64_t all = q + 2 * kv, tokens = batch.num_tokens;
+  const AttentionShape s{model_.heads, model_.kv_heads, d, d, batch.attention.block_size,
+                         attention_scale_, layer.given.window};
+  if (is_head_)
+    join_tokens(layer, batch);
+  else
+    norm(layer.given.input_norm, tokens, normed_);
+  product(normed_, tokens, layer.qkv, fetches_, [&](auto row, auto first, auto count, auto y) {
+    std::memcpy(qkv_ + row * all + first, y, count * sizeof(float));
+  });
+  parallel_for(tokens, tokens > 32, [&](int64_t t) {
+    float* row = qkv_ + t * all;
+    for (int64_t h = 0; h < model_.heads + model_.kv_heads; h++) {
+      float* head = row + h * d;
+      const float* weight = h < model_.heads ? layer.given.q_norm : layer.given.k_norm;
+      if (weight) norm_row(head, weight, d, norm_epsilon_, head);
+      rotate(head, t);
+    }
+    std::memcpy(query_ + t * q, row, q * sizeof(float));
+    write_kv(keys, values, slots_[t], row + q, row + q + kv, s);
+  });
+  attend(query_, keys, values, batch.attention, plan_, s, mixed_);
+}
+
+void Decoder::mlp(const Layer& layer, int64_t rows) {
+  const int64_t wide = model_.intermediate;
+  norm(layer.given.post_attention_norm, rows, normed_);
+  product(normed_, rows, layer.gate_up, fetches_, [&](auto row, auto first, auto, auto y) {
+    const int64_t at = first / 2;
+    activate(y, std::min(wide - at, kHalf), activated_ + row * wide + at);
+  });
+  add_product(activated_, rows, layer.down);
+}
+
+// Add input times w to x_.
+void Decoder::add_product(const float* input, int64_t rows, const Packed& w) {
+  const int64_t h = model_.hidden;
+  product(input, rows, w, fetches_, [&](auto row, auto first, auto count, auto y) {
+    for (int64_t i = 0; i < count; i++) x_[row * h + first + i] += y[i];
+  });
+}
+
+}  // namespace foretoken

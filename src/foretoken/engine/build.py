@@ -104,6 +104,8 @@ def _build(config: EngineConfig) -> Engine:
     plan = assembly.plan(gauge, weights)
     _log.info("Memory:\n%s", plan.table())
     model.max_model_len = plan.max_model_len
+    runner, control = assembly.served(plan.num_blocks)
+    runner.planned = plan
     lookahead = int(drafter is not None and drafter.reads_next_token)
     scheduler = Scheduler(
         BlockPool(plan.num_blocks, assembly.block_size, lookahead),
@@ -111,9 +113,8 @@ def _build(config: EngineConfig) -> Engine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         num_behind=drafter.num_behind if drafter else 0,
+        control=control,
     )
-    runner = assembly.runner(plan.num_blocks)
-    runner.planned = plan
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
     return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads)
 

@@ -31,6 +31,7 @@ class Sizes:
 
     num_drafts: K; 0 without speculation.
     num_blocks: of the cache; None: as many as fit, enough for one request of `max_model_len`.
+    adapts: whether K is `auto`, and `num_drafts` the most.
     """
 
     max_num_seqs: int
@@ -38,6 +39,7 @@ class Sizes:
     max_model_len: int
     num_drafts: int = 0
     num_blocks: int | None = None
+    adapts: bool = False
 
     @property
     def rows(self) -> int:
@@ -96,6 +98,13 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Numbers of requests that decode steps are padded to when they are captured."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
+
+
+def draft_widths(num_drafts: int, *, adapts: bool) -> tuple[int, ...]:
+    """Numbers of drafts that steps are padded to when they are captured: none and all of them, and
+    where K is chosen step by step the powers of two between."""
+    between = [2**i for i in range(6) if 2**i < num_drafts] if adapts else []
+    return (0, *between, num_drafts) if num_drafts else (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +177,8 @@ class Costs:
         """Captured steps keep what they return; plain ones and those with drafts are apart."""
         if not self.graph:
             return 0
-        captured, kinds = graph_sizes(sizes.max_num_seqs), {1, 1 + sizes.num_drafts}
+        captured = graph_sizes(sizes.max_num_seqs)
+        kinds = [1 + width for width in draft_widths(sizes.num_drafts, adapts=sizes.adapts)]
         rows, number = sum(captured) * sum(kinds), len(captured) * len(kinds)
         return _VARIANTS * (number * self.graph + ceil(rows * self.steps.per_row))
 
@@ -380,7 +390,8 @@ def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
     changes: dict[str, tuple[object, object]] = {}
     for name, new in sizes.items():
         if (old := getattr(demand.sizes, name)) != new:
-            changes[_OPTIONS.get(name, name)] = old, new
+            option = "max_speculative_tokens" if name == "num_drafts" and demand.sizes.adapts else ""
+            changes[option or _OPTIONS.get(name, name)] = old, new
     return Remedy(changes, demand.resized(**sizes))
 
 

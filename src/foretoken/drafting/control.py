@@ -166,17 +166,20 @@ class StepCosts:
     def __init__(self, table: StepTable) -> None:
         self.table = table
         self.off = 0.0  # logarithm of measured to expected
+        self._beside: float | None = None  # the host's work for one request in one step
         self._deviations: dict[int, Array] = {}
 
     def curve(self, batch: int) -> Curve:
         """Costs of steps of so many requests."""
         table = self.table
-        rest_K1, draft_K1 = (_at(table.batches, x, batch) for x in (table.rest_JK1, table.draft_JK1))
+        rest_K1, draft_K1 = (
+            _at(table.batches, x, batch) for x in (table.rest_JK1, table.draft_JK1)
+        )
         first_K = np.maximum(np.diff(table.draft_JK1[0]) / table.batches[0], 0)
         pass_K = np.maximum(np.diff(draft_K1), 0)
         first_K = np.minimum(first_K, pass_K)
         return Curve(
-            rest_K1 + draft_K1[0], first_K, (pass_K - first_K) / max(batch - 1, 1),
+            rest_K1 + draft_K1[0] + batch * (self._beside or 0.0), first_K, (pass_K - first_K) / max(batch - 1, 1),
             table.context, table.context_row, self._deviation(batch),
         )  # fmt: skip
 
@@ -190,6 +193,12 @@ class StepCosts:
         at = round(per_request)
         moved = deviation_K1[at] + self._SLOW * gap
         deviation_K1[at] = min(max(moved, -self._MOST), self._MOST)
+
+    def learn_beside(self, batch: int, measured: float) -> None:
+        """See what a step took beside the runner."""
+        measured /= batch
+        known = measured if self._beside is None else self._beside
+        self._beside = known + self._QUICK * (min(measured, 2 * known) - known)
 
     def _deviation(self, batch: int) -> Array:
         """By drafts per request, at about this batch size."""
@@ -295,4 +304,3 @@ def by_width(curve: Curve, load: Load, widths: Sequence[int]) -> Choice:
     """One K for all that adapt, of a few: a GPU replays steps that were captured at these."""
     asked = (np.where(load.fixed_B == ADAPTS, width, load.fixed_B) for width in widths)
     return max((expect(curve, load, a, in_lockstep=True) for a in asked), key=lambda c: c.rate)
-

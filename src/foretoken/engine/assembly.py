@@ -30,7 +30,7 @@ from foretoken.engine.memory_plan import (
 )
 from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
-from foretoken.engine.step_costs import measure
+from foretoken.engine.step_costs import BLOCK_TOKENS, measure
 from foretoken.models import CausalLM
 from foretoken.sampling.synthetic import joint_rates, rates_of
 from foretoken.slots.device import DeviceSlotTable
@@ -39,7 +39,6 @@ from foretoken.slots.table import SlotTable
 _log = logging.getLogger(__name__)
 
 _GRAPH = 4 << 20  # bytes of a captured step beside its tensors: some hundred kernels
-_MEASURED_BLOCKS = 64  # of a cache for steps of nobody, who share them
 _ROUNDING = 2 << 20  # PyTorch takes memory for large tensors in multiples of this
 
 
@@ -146,7 +145,8 @@ class Assembly:
         sizes = config.max_num_seqs, config.num_drafts
         widths = () if self.on_host else draft_widths(config.num_drafts, adapts=self.adapts)
         if self.adapts and self.on_host:
-            table = measure(self.runner(_MEASURED_BLOCKS, measuring=True), *sizes, widths)
+            own_blocks = min(num_blocks, BLOCK_TOKENS // self.block_size)
+            table = measure(self.runner(own_blocks, measuring=True), *sizes, widths)
         runner = self.runner(num_blocks)
         if self.adapts and not self.on_host:
             table = measure(runner, *sizes, widths)

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 _STEPS = 8  # between choices: at batch 1 one takes 0.1 ms where a step takes 1.4
 _CLEARLY = 1.02  # of the rate of what is done now: enough to change
-_STRETCH = 32  # steps by which what a drafter has missed must pay
+_STRETCH = 128  # steps by which what a drafter has missed must pay
 _PROBING = 0.015  # of the time
 _PROBE = 2  # drafts more than are thought best
 _PATIENCE = 2000  # steps in a row without drafts: worth a word
@@ -77,7 +77,7 @@ class DraftControl:
         self._probed: tuple[Request, int] | None = None
         self._turn, self._has_warned = 0, False
         self._rounds: list[tuple[int, int, int, int]] = []
-        self._steps: list[tuple[float, int]] = []
+        self._steps: list[tuple[float, float, int]] = []
         self._seen_S = [0] * num_slots  # tokens known when the drafter was last asked
 
     def choose(self, decoding: Sequence[Request]) -> None:
@@ -104,8 +104,15 @@ class DraftControl:
             request.num_speculative_tokens = asked
         self._probe(curve, load, decoding)
 
-    def observe(self, shares: Sequence[Share], outcomes: Mapping[int, Outcome]) -> None:
-        """See what became of a step: drafts, and seconds if all of its requests decoded."""
+    def observe(
+        self, shares: Sequence[Share], outcomes: Mapping[int, Outcome], in_runner: float
+    ) -> None:
+        """See what became of a step: drafts, and seconds if all of its requests decoded.
+
+        Args:
+            in_runner: of these, seconds that were measured at start, too: all but the host's work
+                for requests.
+        """
         tokens, plain = 0, True
         for share in shares:
             if not (share.decides and share.num_tokens == 1):
@@ -119,7 +126,7 @@ class DraftControl:
         seconds = self._clock() - self._start
         self._budget += _PROBING * seconds
         if plain and self._probed is None and len(shares) == self._batch and self._choice:
-            self._steps.append((seconds, tokens))
+            self._steps.append((seconds, seconds - in_runner, tokens))
 
     def release(self, slot: int) -> None:
         """The slot's request ended or gave way: what it taught of others stays."""
@@ -138,10 +145,12 @@ class DraftControl:
         steps, self._steps = self._steps, []
         if not steps or self._choice is None or self._plain is None:
             return
-        seconds, tokens = sum(s for s, _ in steps), sum(t for _, t in steps)
         choice, metrics = self._choice, self.metrics
-        usual = median(s for s, _ in steps)
+        usual, beside = (median(column) for column in list(zip(*steps, strict=True))[:2])
+        seconds, tokens = sum(s for s, _, _ in steps), sum(t for _, _, t in steps)
         self.costs.learn(self._batch, choice.per_request, choice.seconds, usual)
+        if not self._widths:  # a device computes meanwhile
+            self.costs.learn_beside(self._batch, beside)
         metrics.controlled_seconds += seconds
         metrics.estimated_plain_seconds += seconds * choice.rate / self._plain.rate
         slower = float(np.exp(self.costs.off))

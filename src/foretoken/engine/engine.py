@@ -182,7 +182,7 @@ class Engine:
             if launched.trace:
                 launched.trace.count(launched.result.resolve(), launched.shares)
             if self._control is not None:
-                self._control.observe(launched.shares, outcomes)
+                self._control.observe(launched.shares, outcomes, self.runner.seconds)
             for share in launched.shares:
                 if share.request.status is not Status.FINISHED:  # since it was launched
                     try:

@@ -390,7 +390,9 @@ def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
     changes: dict[str, tuple[object, object]] = {}
     for name, new in sizes.items():
         if (old := getattr(demand.sizes, name)) != new:
-            option = "max_speculative_tokens" if name == "num_drafts" and demand.sizes.adapts else ""
+            option = (
+                "max_speculative_tokens" if name == "num_drafts" and demand.sizes.adapts else ""
+            )
             changes[option or _OPTIONS.get(name, name)] = old, new
     return Remedy(changes, demand.resized(**sizes))
 

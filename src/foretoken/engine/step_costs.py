@@ -26,8 +26,11 @@ SECONDS = {"cpu": 1.5, "cuda": 30.0}
 """When the limit is reached, larger batches are taken to cost as much more as they are larger; on
 a GPU captures take most of it."""
 
-_ROUNDS = 3  # of which the quickest counts: whatever disturbs a step makes it slower
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 12  # the quickest counts: what disturbs a step makes it slower
+_SHARE = 0.2  # of the time, for each batch size
 _SHORT, _LONG = 32, 512  # tokens of context
+_MIDDLE = 16  # requests of which a long context is measured
+BLOCK_TOKENS = _MIDDLE * (_LONG + 64)  # of a cache for steps of nobody
 _EVERY_K = 4  # requests, up to which all K are measured, and not powers of two alone
 _PARAMS = SamplingParams(temperature=1.0)
 
@@ -39,7 +42,8 @@ def measure(runner: Runner, num_slots: int, num_drafts: int, widths: Sequence[in
         num_slots, num_drafts: most requests, most drafts of each.
         widths: numbers of drafts that a captured step may have; () where nothing is captured.
     """
-    end = time.perf_counter() + SECONDS[runner.slots.device.type]
+    limit = SECONDS[runner.slots.device.type]
+    end = time.perf_counter() + limit
     steps = _Steps(runner, num_drafts)
     coarse = sorted({0, num_drafts, *(k for k in (1, 2, 4, 8, 16, 32) if k < num_drafts)})
     batches, rows, missed = list[int](), list[Array](), 0.0
@@ -47,11 +51,11 @@ def measure(runner: Runner, num_slots: int, num_drafts: int, widths: Sequence[in
     while not batches or (batches[-1] < num_slots and time.perf_counter() < end):
         batch = min(size, num_slots)
         every = widths or (range(num_drafts + 1) if batch <= _EVERY_K else coarse)
-        found_2K, missed = steps.table(batch, list(every), end)
+        found_2K, missed = steps.table(batch, list(every), _SHARE * limit)
         batches.append(batch)
         rows.append(np.stack([np.interp(range(num_drafts + 1), every, x) for x in found_2K]))
         size *= 4
-    context, context_row = steps.of_context(rows[0].sum(axis=0)) if steps.fits(_LONG) else (0.0, 0.0)
+    context, context_row = steps.of_context(min(num_slots, _MIDDLE))
     steps.clear()
     rest_JK1, draft_JK1 = np.stack(rows, axis=1)
     return StepTable(np.array(batches), rest_JK1, draft_JK1, context, context_row, missed)
@@ -67,16 +71,15 @@ class _Steps:
         self._columns, self._num_blocks = state.block_SL.shape[1], runner.kv.num_blocks
         self._batch = 0
 
-    def fits(self, context: int) -> bool:
-        """Whether requests may be so long."""
-        return context + 4 * (self._num_drafts + 1) <= self._most
+    def table(self, batch: int, every: Sequence[int], limit: float) -> tuple[Array, float]:
+        """Seconds [2, K] of all but drafting, and of drafting; and of a token that was missed.
 
-    def table(self, batch: int, every: Sequence[int], end: float) -> tuple[Array, float]:
-        """Seconds [2, K] of all but drafting, and of drafting; and of a token that was missed."""
-        rounds, first = list[list[tuple[float, float]]](), 0.0
+        A step with fewer drafts is no slower than one with more, whatever disturbed it.
+        """
+        rounds, first, start = list[list[tuple[float, float]]](), 0.0, time.perf_counter()
         self._admit(batch, _SHORT)
         self._run(1)  # whatever is done once
-        for _ in range(_ROUNDS):
+        while len(rounds) < _MOST_ROUNDS:
             self._admit(batch, _SHORT)
             first = self._run(1)[1]
             taken = []
@@ -86,21 +89,29 @@ class _Steps:
                     self._run(1)
                 taken.append(self._run(count))
             rounds.append(taken)
-            if time.perf_counter() > end:
+            if len(rounds) >= _LEAST_ROUNDS and time.perf_counter() > start + limit:
                 break
         found_2K = np.array(rounds).min(axis=0).T
+        found_2K = np.minimum.accumulate(found_2K[:, ::-1], axis=1)[:, ::-1]
         drafted = float(np.interp(1, every, found_2K[1]))
         return found_2K, max(first - drafted, 0.0) / (batch * min(_SHORT, self._most // 2))
 
-    def of_context(self, short_K1: Array) -> tuple[float, float]:
-        """Seconds per token of context: of a step without drafts, and of each draft beside."""
-        seconds = []
-        for count in (0, self._num_drafts):
-            self._admit(1, _LONG)
+    def of_context(self, batch: int) -> tuple[float, float]:
+        """Seconds per token of context: of a step without drafts, and of each draft beside.
+
+        Of several requests, so that it is no difference of two times that are nearly the same.
+        """
+        quickest = []
+        for length in (_SHORT, _LONG):
+            self._admit(batch, length)
             self._run(1)
-            seconds.append(min(sum(self._run(count)) for _ in range(2)) - short_K1[count])
-        plain, drafted = (max(s, 0.0) / (_LONG - _SHORT) for s in seconds)
-        return plain, max(drafted - plain, 0.0) / self._num_drafts
+            taken = [[sum(self._run(k)) for k in (0, min(2, self._num_drafts))] for _ in range(4)]
+            quickest.append((self._length, *np.min(taken, axis=0)))
+        tokens, plain, drafted = np.maximum(np.subtract(*quickest[::-1]), 0).tolist()
+        if not tokens:
+            return 0.0, 0.0
+        num_drafts = min(2, self._num_drafts)
+        return plain / tokens / batch, max(drafted - plain, 0.0) / tokens / batch / num_drafts
 
     def clear(self) -> None:
         """Leave nothing behind."""
@@ -112,7 +123,11 @@ class _Steps:
         return self._length + count + 2 <= self._most
 
     def _admit(self, batch: int, length: int) -> None:
-        """New requests, all but the last of whose tokens are computed; they share blocks."""
+        """New requests, all but the last of whose tokens are computed.
+
+        Each has blocks of its own, as far as there are so many: shared ones would stay in a
+        processor's cache.
+        """
         self.clear()
         if not isinstance(self._slots, DeviceSlotTable):
             self._runner.clear(range(self._num_blocks))  # whose contents the drafter has seen
@@ -120,11 +135,12 @@ class _Steps:
         request = SlotRequest(
             0, _PARAMS, Rule.STANDARD, [0] * length, limit=self._most, num_computed=length - 1
         )
-        blocks = [i % self._num_blocks for i in range(self._columns)]
         for slot in range(batch):
             self._slots.admit(slot, request._replace(key=slot))
             if not isinstance(self._slots, DeviceSlotTable):  # there a free slot's are the spare's
-                self._slots.write_blocks([(slot, 0, blocks)])
+                first = slot * -(-2 * length // self._runner.kv.block_size)
+                columns = range(first, first + self._columns)
+                self._slots.write_blocks([(slot, 0, [i % self._num_blocks for i in columns])])
         self._batch = batch
 
     def _run(self, count: int) -> tuple[float, float]:

@@ -207,14 +207,12 @@ class StepCosts:
 
 
 def _at(batches: Array, table_JK1: Array, batch: int) -> Array:
-    """A table's row for a batch size: between measured ones on a line, beyond them by their ratio."""
+    """A table's row for a batch size: on a line between measured ones, in proportion beyond."""
     if batch >= batches[-1]:
-        return table_JK1[-1] * (batch / batches[-1])
-    j = max(int(np.searchsorted(batches, batch, side="right")) - 1, 0)
-    if j + 1 == len(batches):
-        return table_JK1[j]
-    part = max(batch - batches[j], 0) / (batches[j + 1] - batches[j])
-    return (1 - part) * table_JK1[j] + part * table_JK1[j + 1]
+        return np.asarray(table_JK1[-1] * (batch / batches[-1]))
+    j = int(np.searchsorted(batches, batch, side="right"))  # 1 is the first, so there is one below
+    part = (batch - batches[j - 1]) / (batches[j] - batches[j - 1])
+    return np.asarray((1 - part) * table_JK1[j - 1] + part * table_JK1[j])
 
 
 class Load(NamedTuple):
@@ -234,7 +232,10 @@ class Load(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Drafts of each request [B], and what is expected of the step: rows beside one of each, too."""
+    """Drafts of each request [B], and what is expected of the step.
+
+    per_request: drafts that the drafter has, on average.
+    """
 
     asked_B: Array
     tokens: float
@@ -245,6 +246,13 @@ class Choice(NamedTuple):
     def rate(self) -> float:
         """Tokens per second."""
         return self.tokens / self.seconds
+
+
+def draft_widths(num_drafts: int, *, adapts: bool) -> tuple[int, ...]:
+    """Numbers of drafts that steps are padded to when they are captured: none and all of them, and
+    where K is chosen step by step the powers of two between."""
+    between = [2**i for i in range(6) if 2**i < num_drafts] if adapts else []
+    return (0, *between, num_drafts) if num_drafts else (0,)
 
 
 def expect(curve: Curve, load: Load, asked_B: Array, *, in_lockstep: bool = False) -> Choice:

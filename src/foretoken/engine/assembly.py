@@ -14,6 +14,7 @@ from typing import Any
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import BLOCK_SIZES, EngineConfig
 from foretoken.drafting.base import Drafter
+from foretoken.drafting.control import draft_widths
 from foretoken.engine.control import DraftControl
 from foretoken.engine.gauge import Gauge, measure_steps
 from foretoken.engine.graphs import Graphs
@@ -24,7 +25,6 @@ from foretoken.engine.memory_plan import (
     MemoryPlan,
     Sizes,
     blocks_within,
-    draft_widths,
     fitting_plan,
     graph_sizes,
 )

@@ -159,8 +159,10 @@ def _check_token_budget(config: EngineConfig) -> None:
     """Every running request must be able to verify its drafts in one step, whoever else runs."""
     least = config.max_num_seqs * (1 + config.num_drafts)
     if config.max_num_batched_tokens < least:
-        bound = f"at least max_num_seqs x (1 + num_speculative_tokens) = {least}"
-        remedy = "Raise it, or lower `max_num_seqs` or `num_speculative_tokens`."
+        speculation = config.speculative_config
+        name = "max" if speculation is not None and speculation.is_auto else "num"
+        bound = f"at least max_num_seqs x (1 + {name}_speculative_tokens) = {least}"
+        remedy = f"Raise it, or lower `max_num_seqs` or `{name}_speculative_tokens`."
         raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, bound, remedy)
 
 

@@ -211,9 +211,9 @@ class DraftControl:
         curve = self.costs.curve(self._batch)
         plain, one = (float(curve.seconds(k, curve.drafting(self._live(k)), 0)) for k in (0, 1))
         _log.warning(
-            "Speculation has not paid for %d steps: at batch %d a first draft is accepted in %.0f%% "
-            "of the cases, and a step with one takes %.2f times one without. Drafts are still "
-            "tried now and then; without `speculative_config` their memory is free.",
+            "Speculation has not paid for %d steps: at batch %d a first draft is accepted in "
+            "%.0f%% of all cases, and a step with one takes %.2f times one without. Drafts are "
+            "still tried now and then; without `speculative_config` their memory is free.",
             self._unpaid, self._batch, 100 * self.acceptance.shared()[0], one / plain,
         )  # fmt: skip
 

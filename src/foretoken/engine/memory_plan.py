@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
+from foretoken.drafting.control import draft_widths
 from foretoken.errors import ConfigError, EngineMemoryError
 
 LEAST_CONTEXT = 1024
 """A context is not shortened below this, nor is it advised."""
 
-_OPTIONS = {"num_drafts": "num_speculative_tokens"}  # sizes under their names as options
+# Sizes under their names as options, where K is fixed and where it is `auto`.
+_OPTIONS = {"num_drafts": ("num_speculative_tokens", "max_speculative_tokens")}
 _LEAST_TOKENS = 256  # of `max_num_batched_tokens`: prompts in smaller chunks are slow
 _RESERVE = 0.03  # of what is free: fragments of the allocator, and kernels that are loaded later
 # Steps are captured when they first occur, by the kernels that their parameters ask for: without
@@ -98,13 +100,6 @@ def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
     """Numbers of requests that decode steps are padded to when they are captured."""
     sizes = [1, 2, 4, 8, 12, 16, 24, 32, 48, 64, *range(96, 257, 32), *range(320, 1025, 64)]
     return (*(size for size in sizes if size < max_num_seqs), max_num_seqs)
-
-
-def draft_widths(num_drafts: int, *, adapts: bool) -> tuple[int, ...]:
-    """Numbers of drafts that steps are padded to when they are captured: none and all of them, and
-    where K is chosen step by step the powers of two between."""
-    between = [2**i for i in range(6) if 2**i < num_drafts] if adapts else []
-    return (0, *between, num_drafts) if num_drafts else (0,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,10 +385,7 @@ def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
     changes: dict[str, tuple[object, object]] = {}
     for name, new in sizes.items():
         if (old := getattr(demand.sizes, name)) != new:
-            option = (
-                "max_speculative_tokens" if name == "num_drafts" and demand.sizes.adapts else ""
-            )
-            changes[option or _OPTIONS.get(name, name)] = old, new
+            changes[_OPTIONS.get(name, (name, name))[demand.sizes.adapts]] = old, new
     return Remedy(changes, demand.resized(**sizes))
 
 

@@ -1,7 +1,7 @@
 """Tokens per second with K fixed at 0 to 8, and with K = `auto`, in batches of several sizes.
 
-All cases of a batch size and a temperature take turns within each repeat, on the same prompts, which
-are others in the next. Fixed K and `auto` have an engine each.
+All cases of a batch size and a temperature take turns within each repeat, on the same prompts; the
+next repeat has others. Fixed K and `auto` have an engine each.
 """
 
 from __future__ import annotations

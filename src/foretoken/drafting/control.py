@@ -23,11 +23,13 @@ Array = np.ndarray[Any, Any]
 ADAPTS = -1
 """In the place of a number of drafts: it is to be chosen."""
 
-_FIRST_GUESS = 0.7  # the chance of a first draft before anything was seen
+_FIRST_GUESS = 0.8  # the chance of a first draft before anything was seen: hopeful, to be seen
+_FIRST = 4.0  # rounds that this counts for
 _NEIGHBOUR = 2.0  # rounds that the estimate of the draft before counts for
 _SHARED = 8.0  # rounds that all requests' estimate counts for in a request's own
 _SHARED_DECAY = 1 - 1 / 256  # per round of any request
 _OWN_DECAY = 1 - 1 / 48  # per round of its own
+_FORGETTING = 1 - 1 / 48  # of either, per choice: rounds are few where drafts do not pay
 
 
 class Acceptance:
@@ -65,12 +67,17 @@ class Acceptance:
             table_SK[slots] *= _OWN_DECAY ** np.bincount(of_R)[:, None]
             np.add.at(table_SK, slot_R, new_RK)
 
+    def age(self) -> None:
+        """Let time pass: what was seen counts for less."""
+        for table in (self._tried_SK, self._accepted_SK, self._shared_4K):
+            table *= _FORGETTING
+
     def shared(self) -> Array:
         """Of each draft [K], its chance to be accepted once those before it are."""
         _, _, tried_K, accepted_K = self._shared_4K.tolist()
-        chance, chances = _FIRST_GUESS, []
+        chance, weight, chances = _FIRST_GUESS, _FIRST, []
         for tried, accepted in zip(tried_K, accepted_K, strict=True):
-            chance = (accepted + _NEIGHBOUR * chance) / (tried + _NEIGHBOUR)
+            chance, weight = (accepted + weight * chance) / (tried + weight), _NEIGHBOUR
             chances.append(chance)
         return np.array(chances)
 
@@ -91,7 +98,8 @@ class Acceptance:
 
     def held_slots(self) -> list[int]:
         """Slots of requests that were tried."""
-        return np.flatnonzero(self._tried_SK.any(axis=1)).tolist()
+        held: list[int] = np.flatnonzero(self._tried_SK.any(axis=1)).tolist()
+        return held
 
 
 @dataclass(frozen=True)
@@ -178,8 +186,9 @@ class StepCosts:
         first_K = np.maximum(np.diff(table.draft_JK1[0]) / table.batches[0], 0)
         pass_K = np.maximum(np.diff(draft_K1), 0)
         first_K = np.minimum(first_K, pass_K)
+        rest_K1 = rest_K1 + draft_K1[0] + batch * (self._beside or 0.0)
         return Curve(
-            rest_K1 + draft_K1[0] + batch * (self._beside or 0.0), first_K, (pass_K - first_K) / max(batch - 1, 1),
+            rest_K1, first_K, (pass_K - first_K) / max(batch - 1, 1),
             table.context, table.context_row, self._deviation(batch),
         )  # fmt: skip
 
@@ -196,9 +205,10 @@ class StepCosts:
 
     def learn_beside(self, batch: int, measured: float) -> None:
         """See what a step took beside the runner."""
-        measured /= batch
+        measured = max(measured, 0.0) / batch
         known = measured if self._beside is None else self._beside
-        self._beside = known + self._QUICK * (min(measured, 2 * known) - known)
+        most = known + 1e-5  # twice what is known, about
+        self._beside = known + self._QUICK * min(measured - known, most)
 
     def _deviation(self, batch: int) -> Array:
         """By drafts per request, at about this batch size."""

@@ -5,7 +5,7 @@ probe, what is told of it. A choice knows of steps that were committed, and of n
 that are computed beside do not change it.
 
 A request without drafts is never seen to be worth them again. So now and then one request gets more
-drafts than are thought best, for one step, as often as `_PROBING` of the time pays for.
+drafts than are thought best, for one step: as often as `_PROBING` of the time pays for.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _CLEARLY = 1.02  # of the rate of what is done now: enough to change
 _STRETCH = 128  # steps by which what a drafter has missed must pay
 _PROBING = 0.015  # of the time
 _PROBE = 2  # drafts more than are thought best
+_SELDOM = 8  # choices between probes of requests that do have drafts
 _PATIENCE = 2000  # steps in a row without drafts: worth a word
 
 
@@ -74,7 +75,7 @@ class DraftControl:
         self._adapting: list[Request] = []
         self._batch = self._wait = self._unpaid = 0
         self._start = self._budget = 0.0
-        self._probed: tuple[Request, int] | None = None
+        self._probed: list[tuple[Request, int]] = []
         self._turn, self._has_warned = 0, False
         self._rounds: list[tuple[int, int, int, int]] = []
         self._steps: list[tuple[float, float, int]] = []
@@ -83,9 +84,9 @@ class DraftControl:
     def choose(self, decoding: Sequence[Request]) -> None:
         """Set K of the requests that adapt, among those that decode in the coming step."""
         self._start = self._clock()
-        if self._probed is not None:
-            request, asked = self._probed
-            request.num_speculative_tokens, self._probed = asked, None
+        for request, asked in self._probed:
+            request.num_speculative_tokens = asked
+        self._probed = []
         adapting = [request for request in decoding if request.adapts]
         self._wait -= 1
         known = adapting == self._adapting and len(decoding) == self._batch
@@ -96,6 +97,7 @@ class DraftControl:
         if not adapting:
             self._choice = None
             return
+        self.acceptance.age()
         curve, load = self._look(decoding)
         none_B = np.zeros_like(load.fixed_B)
         self._plain = expect(curve, load, none_B, in_lockstep=bool(self._widths))
@@ -125,7 +127,7 @@ class DraftControl:
                     self._seen_S[share.slot] = share.start + 1
         seconds = self._clock() - self._start
         self._budget += _PROBING * seconds
-        if plain and self._probed is None and len(shares) == self._batch and self._choice:
+        if plain and not self._probed and len(shares) == self._batch and self._choice:
             self._steps.append((seconds, seconds - in_runner, tokens))
 
     def release(self, slot: int) -> None:
@@ -188,24 +190,33 @@ class DraftControl:
         return self.costs.table.missed * behind
 
     def _probe(self, curve: Curve, load: Load, decoding: Sequence[Request]) -> None:
-        """Give the next request in turn more drafts, once time enough was put by for it."""
-        self._turn += 1
-        request = self._adapting[self._turn % len(self._adapting)]
-        asked, more = request.num_speculative_tokens, request.num_speculative_tokens + _PROBE
-        wider = min(more, self.max_drafts)
-        if self._widths:
-            wider = min((w for w in self._widths if w > asked), default=asked)
-        if wider == asked or self._choice is None:
+        """Give the next request in turn more drafts, once time enough was put by for it.
+
+        In lockstep all that adapt: they wait for each other's passes anyway.
+        """
+        if self._choice is None:
             return
-        asked_B: Array = self._choice.asked_B.copy()
-        asked_B[decoding.index(request)] = wider
+        self._turn += 1
+        probed = (
+            self._adapting if self._widths else [self._adapting[self._turn % len(self._adapting)]]
+        )
+        asked = probed[0].num_speculative_tokens
+        wider = min(asked + _PROBE, self.max_drafts)
+        if self._widths:
+            wider = min((width for width in self._widths if width > asked), default=asked)
+        if wider == asked or (asked and self._turn % _SELDOM):
+            return
+        more_B = np.array([wider if request in probed else 0 for request in decoding])
+        asked_B = np.maximum(self._choice.asked_B, more_B)
         probe = expect(curve, load, asked_B, in_lockstep=bool(self._widths))
         price = max(probe.seconds - self._choice.seconds, 0.0)
         if not asked:
-            price += self._missed([request])
+            price += self._missed(probed)
         if self._budget >= price:
             self._budget = 0.0
-            request.num_speculative_tokens, self._probed = wider, (request, asked)
+            self._probed = [(request, request.num_speculative_tokens) for request in probed]
+            for request in probed:
+                request.num_speculative_tokens = wider
 
     def _say_unpaid(self) -> None:
         curve = self.costs.curve(self._batch)

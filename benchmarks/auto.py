@@ -7,19 +7,20 @@ next repeat has others. Fixed K and `auto` have an engine each.
 from __future__ import annotations
 
 import time
+from math import comb
 from statistics import median
 from typing import Any
 
 from benchmarks.common import DRAFT, TARGET, arguments, goal, record, use_cores
 from foretoken import LLM, SamplingParams
-from foretoken.lab.results import Row, Spread, Value
+from foretoken.lab.results import Row, Spread, Value, read
 from foretoken.lab.workloads import heldout
 
 BATCHES = (1, 4, 16, 64)
 TEMPERATURES = (0.0, 0.8)
 MOST = 8
 CASES: list[int | str] = [*range(MOST + 1), "auto"]
-TOKENS = {1: 128, 4: 128, 16: 64, 64: 48}
+TOKENS = {1: 128, 4: 128, 16: 64, 64: 32}
 Speeds = dict[int | str, list[float]]
 
 
@@ -58,6 +59,15 @@ def measure(fixed: LLM, auto: LLM, batch: int, temperature: float, repeats: int)
     return speeds
 
 
+def median_interval(found: list[float]) -> tuple[float, float]:
+    """Order statistics between which the median lies with 95 % at least, if turns are independent."""
+    ordered, below, rank = sorted(found), 0.0, 0
+    while (below := below + comb(len(found), rank) / 2 ** len(found)) <= 0.025:
+        rank += 1
+    rank = max(rank - 1, 0)
+    return ordered[rank], ordered[-1 - rank]
+
+
 def rows_of(speeds: Speeds, batch: int, temperature: float) -> list[Row]:
     """A row per case; of `auto` also its ratio to plain decoding and to the best fixed K."""
     best = max(range(MOST + 1), key=lambda k: median(speeds[k]))
@@ -70,6 +80,7 @@ def rows_of(speeds: Speeds, batch: int, temperature: float) -> list[Row]:
             for name, other in (("ratio_to_plain", 0), ("ratio_to_best", best)):
                 ratios = [a / b for a, b in zip(found, speeds[other], strict=True)]
                 values[name] = Spread.of(ratios, "ratio")
+                values[f"{name}_low"], values[f"{name}_high"] = median_interval(ratios)
         rows.append(Row(f"batch {batch}, K={case}, T={temperature:g}", labels, values))
     return rows
 
@@ -77,6 +88,8 @@ def rows_of(speeds: Speeds, batch: int, temperature: float) -> list[Row]:
 def main() -> None:
     parser = arguments(__doc__, repeats=15, cores=2)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, choices=BATCHES)
+    parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES)
+    parser.add_argument("--keep", action="store_true", help="other cases of the file that is there")
     options = parser.parse_args()
     use_cores(options.cores)
     fixed, auto = engine(MOST), engine("auto")
@@ -86,25 +99,24 @@ def main() -> None:
         "at most 8. Whole calls are timed, their prompts were computed before; the first turn is "
         "left out. Ratios are taken turn by turn.",
     ]
+    print(f"costs at start:\n{auto.engine.scheduler.control.costs.table.shown()}")
     for batch in options.batches:
-        for temperature in TEMPERATURES:
+        for temperature in options.temperatures:
             found = rows_of(measure(fixed, auto, batch, temperature, options.repeats), batch,
                             temperature)  # fmt: skip
             rows += found
             what = f"batch {batch}, auto, T={temperature:g}"
             notes.append(goal(f"{what}: to best K", found[-1], "ratio_to_best", 0.95))
             notes.append(goal(f"{what}: to plain", found[-1], "ratio_to_plain", 1.0))
-            for row in found:
-                print(row.case, row.values, flush=True)
-    metrics = auto.metrics
-    notes.append(
-        f"auto over all: mean K {metrics.mean_k:.2f}, speed-up estimated "
-        f"{metrics.estimated_speedup:.2f}, realised {metrics.realised_speedup:.2f} (by its costs)."
-    )
+            print(*(f"{row.case}: {row.values}" for row in found), sep="\n", flush=True)
+    file = options.out / f"auto{'_' if options.machine else ''}{options.machine}.json"
+    if options.keep and file.exists():
+        before, new = read(file), {row.case for row in rows}
+        rows = [row for row in before.rows if row.case not in new] + rows
+        notes = [*dict.fromkeys([*before.notes, *notes])]
     shapes = {
-        "target": TARGET, "draft": DRAFT, "batches": list(options.batches), "most_drafts": MOST,
-        "max_tokens": TOKENS, "repeats": options.repeats, "cores": options.cores,
-        "dtype": "float32",
+        "target": TARGET, "draft": DRAFT, "most_drafts": MOST, "max_tokens": TOKENS,
+        "cores": options.cores, "dtype": "float32",
     }  # fmt: skip
     record("auto", options, shapes, rows, notes)
 

@@ -60,7 +60,7 @@ def measure(fixed: LLM, auto: LLM, batch: int, temperature: float, repeats: int)
 
 
 def median_interval(found: list[float]) -> tuple[float, float]:
-    """Order statistics between which the median lies with 95 % at least, if turns are independent."""
+    """Order statistics around the median: 95 % at least, if turns are independent."""
     ordered, below, rank = sorted(found), 0.0, 0
     while (below := below + comb(len(found), rank) / 2 ** len(found)) <= 0.025:
         rank += 1
@@ -115,8 +115,8 @@ def main() -> None:
         rows = [row for row in before.rows if row.case not in new] + rows
         notes = [*dict.fromkeys([*before.notes, *notes])]
     shapes = {
-        "target": TARGET, "draft": DRAFT, "most_drafts": MOST, "max_tokens": TOKENS,
-        "cores": options.cores, "dtype": "float32",
+        "target": TARGET, "draft": DRAFT, "most_drafts": MOST, "cores": options.cores,
+        "max_tokens": {str(batch): tokens for batch, tokens in TOKENS.items()}, "dtype": "float32",
     }  # fmt: skip
     record("auto", options, shapes, rows, notes)
 

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_STEPS = 8  # between choices: at batch 1 one takes 0.1 ms where a step takes 1.4
+_STEPS, _MOST_STEPS = 8, 64  # between choices
+_CHOOSING = 0.01  # of the time at most, unless the most steps are reached: one takes 0.2 to 2 ms
 _CLEARLY = 1.02  # of the rate of what is done now: enough to change
 _STRETCH = 128  # steps by which what a drafter has missed must pay
 _PROBING = 0.015  # of the time
@@ -105,6 +106,8 @@ class DraftControl:
         for request, asked in zip(decoding, self._choice.asked_B.tolist(), strict=True):
             request.num_speculative_tokens = asked
         self._probe(curve, load, decoding)
+        took = (self._clock() - self._start) / _CHOOSING
+        self._wait = min(max(_STEPS, int(took / self._choice.seconds)), _MOST_STEPS)
 
     def observe(
         self, shares: Sequence[Share], outcomes: Mapping[int, Outcome], in_runner: float
@@ -119,7 +122,8 @@ class DraftControl:
         for share in shares:
             if not (share.decides and share.num_tokens == 1):
                 plain = False
-            elif (outcome := outcomes.get(share.slot)) is not None:
+            elif share.request.slot == share.slot and share.slot in outcomes:
+                outcome = outcomes[share.slot]
                 tokens += len(outcome.token_ids)
                 if share.max_drafts:
                     drafted, accepted = outcome.num_drafts, outcome.num_accepted

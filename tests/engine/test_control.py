@@ -351,6 +351,14 @@ def test_what_was_measured_is_plausible(target: Path, auto: dict[str, Any]) -> N
                  ).engine.scheduler.control is None  # fmt: skip
 
 
+def test_the_shortest_of_contexts_is_measured_too(target: Path, auto: dict[str, Any]) -> None:
+    for length in (2, 9, 70):
+        llm = build(target, auto, max_model_len=length)
+        params = SamplingParams(temperature=0, max_tokens=length - 1)
+        (output,) = llm.generate("a", params)
+        assert len(output.outputs[0].token_ids) == length - 1
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -91,16 +91,19 @@ class _Steps:
             rounds.append(taken)
             if len(rounds) >= _LEAST_ROUNDS and time.perf_counter() > start + limit:
                 break
-        found_2K = np.array(rounds).min(axis=0).T
+        found_2K = np.maximum(np.array(rounds).min(axis=0).T, 1e-7)  # 0: no room for a step at all
         found_2K = np.minimum.accumulate(found_2K[:, ::-1], axis=1)[:, ::-1]
         drafted = float(np.interp(1, every, found_2K[1]))
-        return found_2K, max(first - drafted, 0.0) / (batch * min(_SHORT, self._most // 2))
+        tokens = batch * max(min(_SHORT, self._most // 2), 1)
+        return found_2K, max(first - drafted, 0.0) / tokens
 
     def of_context(self, batch: int) -> tuple[float, float]:
         """Seconds per token of context: of a step without drafts, and of each draft beside.
 
         Of several requests, so that it is no difference of two times that are nearly the same.
         """
+        if self._most < 2 * _SHORT:
+            return 0.0, 0.0
         quickest = []
         for length in (_SHORT, _LONG):
             self._admit(batch, length)
@@ -108,8 +111,6 @@ class _Steps:
             taken = [[sum(self._run(k)) for k in (0, min(2, self._num_drafts))] for _ in range(4)]
             quickest.append((self._length, *np.min(taken, axis=0)))
         tokens, plain, drafted = np.maximum(np.subtract(*quickest[::-1]), 0).tolist()
-        if not tokens:
-            return 0.0, 0.0
         num_drafts = min(2, self._num_drafts)
         return plain / tokens / batch, max(drafted - plain, 0.0) / tokens / batch / num_drafts
 
@@ -158,5 +159,6 @@ class _Steps:
         clock.stop()
         read_events(trace, events)
         self._length += count + 1
-        drafting = trace.seconds.get("draft", 0.0)
-        return trace.total - drafting, drafting
+        trace.seconds.pop("gap", None)  # in which a GPU waited for this
+        drafting = trace.seconds.pop("draft", 0.0)
+        return sum(trace.seconds.values()), drafting

@@ -58,7 +58,17 @@ def measure(runner: Runner, num_slots: int, num_drafts: int, widths: Sequence[in
     context, context_row = steps.of_context(min(num_slots, _MIDDLE))
     steps.clear()
     rest_JK1, draft_JK1 = np.stack(rows, axis=1)
+    rest_JK1 = _undisturbed(np.array(batches), rest_JK1)
     return StepTable(np.array(batches), rest_JK1, draft_JK1, context, context_row, missed)
+
+
+def _undisturbed(batches: Array, rest_JK1: Array) -> Array:
+    """No step is slower than one of as many requests and rows, or more, whatever disturbed it."""
+    rows_JK1 = batches[:, None] * np.arange(1, rest_JK1.shape[1] + 1)
+    least_JK1 = rest_JK1.copy()
+    for j, k in np.ndindex(rest_JK1.shape):
+        least_JK1[j, k] = rest_JK1[j:][rows_JK1[j:] >= rows_JK1[j, k]].min()
+    return least_JK1
 
 
 class _Steps:

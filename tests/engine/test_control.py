@@ -315,6 +315,25 @@ def test_decisions_are_told(target: Path, auto: dict[str, Any]) -> None:
     assert sum(asked) == metrics.num_steps
 
 
+def test_prompts_that_join_play_no_part_and_nobody_is_kept(
+    target: Path, auto: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose, seen = DraftControl.choose, list[int]()
+
+    def watched(control: DraftControl, decoding: list[Request]) -> None:
+        assert all(request.decodes for request in decoding)
+        choose(control, decoding)
+        seen.append(len(decoding))
+
+    monkeypatch.setattr(DraftControl, "choose", watched)
+    llm = build(target, auto)
+    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    assert seen[0] == 0 < max(seen) <= 3
+    control = llm.engine.scheduler.control
+    assert control is not None
+    assert control._adapting == control._probed == control.held_slots() == []
+
+
 def test_slots_on_a_device_take_one_of_few_widths(
     target: Path, auto: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,9 +85,7 @@ class DraftControl:
     def choose(self, decoding: Sequence[Request]) -> None:
         """Set K of the requests that adapt, among those that decode in the coming step."""
         self._start = self._clock()
-        for request, asked in self._probed:
-            request.num_speculative_tokens = asked
-        self._probed = []
+        self._end_probe()
         adapting = [request for request in decoding if request.adapts]
         self._wait -= 1
         known = adapting == self._adapting and len(decoding) == self._batch
@@ -139,6 +137,9 @@ class DraftControl:
         self._take_in()
         self.acceptance.release(slot)
         self._seen_S[slot] = 0
+        if any(request.slot in (-1, slot) for request in self._adapting):
+            self._end_probe()
+            self._adapting = []  # nobody that has ended is kept
 
     def held_slots(self) -> list[int]:
         """Slots for which something is kept."""
@@ -221,6 +222,11 @@ class DraftControl:
             self._probed = [(request, request.num_speculative_tokens) for request in probed]
             for request in probed:
                 request.num_speculative_tokens = wider
+
+    def _end_probe(self) -> None:
+        for request, asked in self._probed:
+            request.num_speculative_tokens = asked
+        self._probed = []
 
     def _say_unpaid(self) -> None:
         curve = self.costs.curve(self._batch)

@@ -24,6 +24,64 @@ class Logprob:
     decoded_token: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TokenTrace:
+    """How a token came about, or a draft that came to nothing; see docs/verification.md.
+
+    p and q are those that verification saw, after edits, temperature and filters: at temperature 0
+    p is 1 or 0.
+
+    Attributes:
+        token_id: the token; `decoded_token`: the same as text, as in `Logprob`.
+        position: its place in prompt and output together, from 0.
+        round: which pass of the target decided it, from 0 within the sample.
+        rule: the verification rule of the sample.
+        origin: as in `CompletionOutput.origins`. A draft that was not emitted is `rejected`, or
+            `unread` behind a rejected one, or `accepted` behind the token that ended the sample.
+        p: the target's probability of the token.
+        q: the drafter's, in the same place; None if it had none to give: no draft stood there, or
+            its q is one-hot, 1 for the draft and 0 for all else, as it is under `coupled`.
+        drafter: who drafted in this round; None if nobody did.
+        draft_index: of a draft, its index in the round, from 0.
+        u: the uniform random number of a draft's acceptance test; None where no number decides,
+            which is so under `coupled` and at temperature 0, and of what counts as no draft.
+        threshold: what u has to be below: min(1, p / q), 1 in the place of a q that is None; under
+            `block` its h_i, under `synthetic` the rate that was set; None if u is.
+        residual_mass: under `block` S_i, if another draft follows.
+        reason: why a draft was rejected, one of `REASONS`; else None.
+        dropped: in the last token of a round, its drafts that were not emitted, in order: the one
+            that the token replaced is the first of them.
+    """
+
+    token_id: int
+    decoded_token: str | None
+    position: int
+    round: int
+    rule: str
+    origin: str
+    p: float
+    q: float | None = None
+    drafter: str | None = None
+    draft_index: int | None = None
+    u: float | None = None
+    threshold: float | None = None
+    residual_mass: float | None = None
+    reason: str | None = None
+    dropped: tuple[TokenTrace, ...] = ()
+
+
+REASONS = {
+    "standard": "u >= p/q",
+    "block": "u >= h",
+    "synthetic": "u >= rate",
+    "coupled": "the target drew another token",
+    "greedy": "not the argmax",
+    "placeholder": "no token, or one that its q excludes",
+    "not finite": "q is not finite",
+}
+"""Why drafts are rejected: by their rule, at temperature 0, or because they count as none."""
+
+
 @dataclass(slots=True)
 class SpeculationMetrics:
     """What verification decided for one request, or a sum of requests.
@@ -176,6 +234,7 @@ class CompletionOutput:
             draft), `bonus` (after all drafts were accepted) or `plain` (no draft before it).
         synthetic_acceptance: the rule `synthetic` decided which drafts were accepted: the text is
             meaningless by design.
+        trace: per generated token how it came about; None unless asked for.
     """
 
     index: int
@@ -187,6 +246,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     origins: list[str] = field(default_factory=list)
     synthetic_acceptance: bool = False
+    trace: list[TokenTrace] | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -236,7 +296,7 @@ class CompletionDelta(CompletionOutput):
 
     Attributes:
         index, seed, synthetic_acceptance: as there, the same in every delta of the sample.
-        token_ids, logprobs, origins: of the new tokens.
+        token_ids, logprobs, origins, trace: of the new tokens; they come by whole rounds.
         text: what follows the text so far; it is never taken back. While a stop string or a
             character is incomplete, tokens come without text, and later text without tokens.
         finish_reason, stop_reason: as there, in the sample's last delta; None before.
@@ -292,13 +352,16 @@ class RequestDelta:
 def _concatenate(deltas: Sequence[CompletionDelta]) -> CompletionDelta:
     """Consecutive deltas of one sample as one; only the last can tell of its end."""
     last = deltas[-1]
-    logprobs = None
+    logprobs, trace = None, None
     if last.logprobs is not None:
         logprobs = [row for delta in deltas for row in delta.logprobs or ()]
+    if last.trace is not None:
+        trace = [token for delta in deltas for token in delta.trace or ()]
     return replace(
         last,
         token_ids=[token for delta in deltas for token in delta.token_ids],
         text="".join(delta.text for delta in deltas),
         logprobs=logprobs,
         origins=[origin for delta in deltas for origin in delta.origins],
+        trace=trace,
     )

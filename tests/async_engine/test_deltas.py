@@ -26,6 +26,7 @@ CASES = {
     "greedy": replace(PARAMS, seed=1),
     "samples": replace(SAMPLED, n=3),  # random bytes: most text is half characters
     "logprobs": replace(SAMPLED, n=2, logprobs=2, prompt_logprobs=1, stop=["\ufffd\ufffd\ufffd"]),
+    "trace": replace(SAMPLED, n=2, trace=True),
     "stop": replace(SAMPLED, n=2, stop=["from the text"]),
     "stop in text": replace(SAMPLED, stop=["from the text"], include_stop_str_in_output=True),
     "stop too early": replace(SAMPLED, n=2, stop=["from the text"], min_tokens=39),
@@ -46,11 +47,14 @@ def concatenated(deltas: Sequence[RequestDelta]) -> Contents:
                 once[name] = value
         for new in delta.outputs:
             empty: Contents = {"token_ids": [], "text": "", "logprobs": None, "origins": []}
+            empty["trace"] = None
             sample = samples.setdefault(new.index, empty | {"finish_reason": None})
             assert sample["finish_reason"] is None, "something follows the end"
             if new.logprobs is not None:
                 assert len(new.logprobs) == len(new.token_ids)
                 sample["logprobs"] = [*(sample["logprobs"] or ()), *new.logprobs]
+            if new.trace is not None:
+                sample["trace"] = [*(sample["trace"] or ()), *new.trace]
             sample["token_ids"] += new.token_ids
             sample["text"] += new.text
             sample["origins"] += new.origins
@@ -64,7 +68,7 @@ def concatenated(deltas: Sequence[RequestDelta]) -> Contents:
 def contents(output: RequestOutput) -> Contents:
     """The same of an output."""
     names = (
-        "token_ids text logprobs origins finish_reason stop_reason seed synthetic_acceptance"
+        "token_ids text logprobs trace origins finish_reason stop_reason seed synthetic_acceptance"
     ).split()
     samples = [{name: getattr(sample, name) for name in names} for sample in output.outputs]
     once = ("prompt", "prompt_token_ids", "prompt_logprobs", "error")
@@ -128,7 +132,7 @@ def test_deltas_are_the_output(engine: AsyncEngine, llm: LLM, case: str) -> None
 
 
 def test_a_slow_reader_gets_many_deltas_as_one(engine: AsyncEngine, llm: LLM) -> None:
-    check_slow_reader(engine, llm, CASES["logprobs"])
+    check_slow_reader(engine, llm, replace(CASES["logprobs"], trace=True))
 
 
 def test_a_reader_who_keeps_up_gets_one_delta_per_step(engine: AsyncEngine) -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from foretoken import LLM
 from foretoken.cli import app as cli
 from foretoken.cli.output import as_json
-from foretoken.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from foretoken.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, TokenTrace
 from tests.project.source import ROOT
 from tests.support.checkpoints import save_checkpoint
 
@@ -50,7 +50,7 @@ def documented() -> list[str]:
 
 
 def test_every_key_is_documented_and_there() -> None:
-    wanted = ["--json", "--logprobs", "2", "--prompt-logprobs", "1"]
+    wanted = ["--json", "--trace", "--logprobs", "2", "--prompt-logprobs", "1"]
     result = CliRunner().invoke(cli.app, ["generate", "abcabc", *OPTIONS, *wanted])
     (line,) = result.stdout.splitlines()
     data = json.loads(line)
@@ -71,6 +71,16 @@ def test_what_was_not_asked_for_is_null() -> None:
     assert data["prompt_logprobs"] is None
     assert [sample["logprobs"] for sample in data["outputs"]] == [None] * 3
     assert set(keys(data)) < set(documented())
+
+
+def test_a_dropped_draft_has_the_keys_of_a_token() -> None:
+    draft = TokenTrace(4, "d", 1, 0, "standard", "rejected", p=0.5, reason="u >= p/q")
+    token = TokenTrace(3, "c", 1, 0, "standard", "resampled", p=0.25, dropped=(draft,))
+    sample = CompletionOutput(0, [3], "x", "length", trace=[token])
+    data = as_json(RequestOutput("1", "p", [1], [sample], RequestMetrics()))
+    (shown,) = data["outputs"][0]["trace"]
+    assert shown["dropped"][0].keys() == shown.keys() - {"dropped"}
+    assert (shown["token_id"], shown["dropped"][0]["reason"]) == (3, "u >= p/q")
 
 
 def test_an_infinite_logarithm_is_null() -> None:

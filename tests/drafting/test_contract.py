@@ -72,7 +72,7 @@ def decide(llm: LLM, order: list[int], change: Change | None = None) -> list[dic
         tokens = [len(PROMPTS[slot]) if step == 0 else 1 for slot in order]
         drafts = [0 if step == 0 else ASKED[slot][2] for slot in order]
         none = [NONE] * 4
-        result = runner.run(StepInput(order, tokens, drafts, [True] * 4, none, none))
+        result = runner.run(StepInput(order, tokens, drafts, [True] * 4, none, none, [False] * 4))
         decided.append(dict(sorted(result.decisions.items())))
     return decided
 

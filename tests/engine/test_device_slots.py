@@ -23,6 +23,7 @@ from foretoken.ops.steps import DraftRows
 from foretoken.outputs import RequestOutput
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
+from tests.engine.test_traced_tokens import check_equal as check_traces
 from tests.models.heads import head_of
 
 PROMPTS = [
@@ -60,10 +61,12 @@ def params_of(kind: str, number: int) -> list[SamplingParams]:
     edits = [{}, {"repetition_penalty": 1.3}, {}, {"bad_words": ["a"]}, {"logit_bias": {5: 2.0}}]
     params = []
     for i in range(number):
-        asked: dict[str, Any] = {"logprobs": 2 if i % 3 == 0 else None}
+        asked: dict[str, Any] = {"logprobs": 2 if i % 3 == 0 else None, "trace": i % 2 == 0}
         asked |= edits[i % 5] if i >= 6 else {}
         if kind != "plain":
-            asked["num_speculative_tokens"] = 0 if asked.keys() - {"logprobs"} else (None, 2)[i % 2]
+            asked["num_speculative_tokens"] = (
+                0 if asked.keys() - {"logprobs", "trace"} else (None, 2)[i % 2]
+            )
             asked["rejection_sample_method"] = rules[i % 3]
         params.append(
             SamplingParams(
@@ -105,6 +108,7 @@ def check_equal(mine: list[RequestOutput], theirs: list[RequestOutput]) -> None:
             assert (a.token_ids, a.origins, a.text) == (b.token_ids, b.origins, b.text)
             assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason)
             check_rows(a.logprobs, b.logprobs)
+            check_traces(a.trace, b.trace)
         check_rows(one.prompt_logprobs, other.prompt_logprobs)
         assert one.metrics.drafted_per_position == other.metrics.drafted_per_position
         assert one.metrics.accepted_per_position == other.metrics.accepted_per_position

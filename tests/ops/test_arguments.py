@@ -316,6 +316,29 @@ def test_logprobs(field: str, value: object) -> None:
     refuses(logprobs, logprobs_arguments(), field, value)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("batch", None),
+        ("verdict", None),
+        ("verdict.token_BK1", torch.zeros(2, 2).long()),
+        ("verdict.n_accept_B", torch.zeros(3).long()),
+        ("request_R", torch.tensor([2])),
+        ("request_R", torch.tensor([-1])),
+        ("request_R", torch.tensor([0.0])),
+    ],
+)
+def test_evidence(field: str, value: Any) -> None:
+    batch = VerifyBatch(**verify_arguments())
+    given: Any = {"batch": batch, "verdict": OPS.verify(batch), "request_R": two()}
+    OPS.evidence(**given)
+    name, _, part = field.partition(".")
+    given[name] = given[name]._replace(**{part: value}) if part else value
+    with pytest.raises(ConfigError) as caught:
+        OPS.evidence(**given)
+    assert caught.value.field.startswith(field)
+
+
 @pytest.mark.parametrize("value", [None, torch.zeros(2), torch.zeros(2, 8).long()])
 def test_logprobs_of_raw_logits(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:

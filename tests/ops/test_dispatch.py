@@ -17,6 +17,7 @@ from foretoken.ops import (
     Backend,
     Noise,
     Rows,
+    Verdict,
     VerifyBatch,
     draft_cache,
     get_backend,
@@ -26,7 +27,7 @@ from foretoken.ops.dispatch import Kernels
 from tests.project.source import imports, modules
 from tests.support.cases import drafts_of, host_backends, make_params
 
-OPS = ("process_logits", "sample", "draft", "verify", "logprobs", "attention")
+OPS = ("process_logits", "sample", "draft", "verify", "evidence", "logprobs", "attention")
 STEPS = get_backend("torch").steps
 
 
@@ -90,9 +91,12 @@ def test_what_was_checked_is_handed_on_and_what_was_refused_is_not() -> None:
     ops.sample(rows, noise)
     ops.draft(rows, noise, None)
     ops.verify(batch)
+    verdict = Verdict(torch.zeros(2, 1).long(), *(torch.zeros(2).long(),) * 2)
+    ops.evidence(batch, verdict, torch.arange(2))
     ops.logprobs(rows, torch.arange(2), 3)
     ops.logprobs(rows.logits_NV, torch.arange(2), 3)
-    names = ["process_logits", "sample", "draft", "verify", "logprobs", "logprobs"]
+    names = ["process_logits", "sample", "draft", "verify", "evidence", "logprobs"]
+    names.append("logprobs")
     assert [name for name, _ in recorder.calls] == names
     assert recorder.calls[1][1] == (rows, noise)
     ops.set_num_threads(2)  # there is nothing to set
@@ -102,6 +106,7 @@ def test_what_was_checked_is_handed_on_and_what_was_refused_is_not() -> None:
         lambda: ops.sample(wrong, noise),
         lambda: ops.draft(rows, noise._replace(streams=TARGET), None),
         lambda: ops.verify(batch._replace(slot_B=torch.tensor([0, 2]))),
+        lambda: ops.evidence(batch, verdict, torch.arange(3)),
         lambda: ops.logprobs(wrong, torch.arange(2), 3),
     ):
         with pytest.raises(ConfigError):

@@ -130,6 +130,8 @@ PLACES = {
     "src/foretoken/ops/backends/triton/rules.py": "",
     "src/foretoken/ops/backends/triton/decide.py": "{rule}",
     "src/foretoken/lab/laws/joint.py": "",
+    "src/foretoken/engine/rounds.py": "",
+    "src/foretoken/outputs.py": '"{rule}": ',
     "docs/verification.md": "| `{rule}`",
     "tests/ops/test_every_rule.py": "",
 }

@@ -23,8 +23,8 @@ PUBLIC = (
 ).split()
 OPS = (
     "BACKENDS DRAFT RESIDUAL TARGET AttentionBatch AttentionCall AttentionOptions Backend Decoder "
-    "DraftBlock DraftCache DraftRound Edits ForwardOutput Logprobs Noise RoundDecoder Rows Rule "
-    "SlotParams Stream UnfitError Verdict VerifyBatch draft_cache get_backend unavailable"
+    "DraftBlock DraftCache DraftRound Edits Evidence ForwardOutput Logprobs Noise RoundDecoder "
+    "Rows Rule SlotParams Stream UnfitError Verdict VerifyBatch draft_cache get_backend unavailable"
 ).split()
 LLM_METHODS = {
     "get_tokenizer": "",

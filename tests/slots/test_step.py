@@ -16,6 +16,7 @@ STEP = StepInput(
     decides_B=[True, False, True],
     num_logprobs_B=[NONE, NONE, 2],
     num_prompt_logprobs_B=[NONE, 4, NONE],
+    traces_B=[False, True, True],
 )
 
 

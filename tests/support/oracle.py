@@ -30,6 +30,7 @@ from foretoken.ops import (
     Rows,
     Rule,
     SlotParams,
+    Verdict,
     VerifyBatch,
     get_backend,
 )
@@ -237,22 +238,23 @@ def outcome(
     token_BK = drafted_BK if given is None else given.token_BK.to(device)
     token_N = drawn_N if given is None else given.token_N.to(device)
     hidden_BK = token_BK.masked_fill(on.hidden_BK, -1).to(case.token_dtype)
-    verdict = backend.verify(
-        VerifyBatch(
-            on.raw_NV,
-            on.params,
-            on.slot_B,
-            on.position_B,
-            DraftBlock(hidden_BK, on.num_B, cache, on.real_q_B),
-            edits=on.edits,
-            synthetic_rate_K=on.rate_K,
-            fp64_noise=fp64,
-        )
+    batch = VerifyBatch(
+        on.raw_NV,
+        on.params,
+        on.slot_B,
+        on.position_B,
+        DraftBlock(hidden_BK, on.num_B, cache, on.real_q_B),
+        edits=on.edits,
+        synthetic_rate_K=on.rate_K,
+        fp64_noise=fp64,
     )
+    verdict = backend.verify(batch)
     assert verdict.token_BK1.dtype == case.token_dtype
     top = min(3, case.raw_NV.shape[1])
-    raw = backend.logprobs(on.raw_NV, token_N, top)
-    processed = backend.logprobs(Rows(on.raw_NV, on.params, slot_N, on.edits), token_N, top)
+    found = [backend.logprobs(on.raw_NV, token_N, top)]
+    found += [backend.logprobs(Rows(on.raw_NV, on.params, slot_N, on.edits), token_N, top)]
+    ranks = [part for one in found for part in (one.rank_N[:, None], one.top_token_NT)]
+    logprobs = [part for one in found for part in (one.logprob_N[:, None], one.top_logprob_NT)]
     kept_SKV = (cache.logits_SKV >= cache.threshold_SK[..., None])[on.slot_B]
     decisions = {
         "kept": logits_NV > -torch.inf,
@@ -263,28 +265,13 @@ def outcome(
             [verdict.n_accept_B[:, None], verdict.finite_B[:, None], verdict.token_BK1.long()],
             dim=1,
         ),
-        "ranks": torch.cat(
-            [
-                raw.rank_N[:, None],
-                raw.top_token_NT,
-                processed.rank_N[:, None],
-                processed.top_token_NT,
-            ],
-            dim=1,
-        ),
+        "ranks": torch.cat(ranks, dim=1),
     }
     values = {
         "logits": logits_NV.double(),
         "lse of q": cache.lse_SK[on.slot_B].flatten(),
-        "logprobs": torch.cat(
-            [
-                raw.logprob_N[:, None],
-                raw.top_logprob_NT,
-                processed.logprob_N[:, None],
-                processed.top_logprob_NT,
-            ],
-            dim=1,
-        ),
+        "logprobs": torch.cat(logprobs, dim=1),
+        "evidence": evidence_of(backend, batch, verdict),
     }
     return Outcome(
         {name: value.cpu().long() for name, value in decisions.items()},
@@ -292,6 +279,18 @@ def outcome(
         drafted_BK.cpu(),
         drawn_N.cpu(),
     )
+
+
+def evidence_of(backend: Backend, batch: VerifyBatch, verdict: Verdict) -> Tensor:
+    """The evidence of every request, in reverse order; 0 behind a request's last draft."""
+    request_R = torch.arange(len(batch.slot_B), device=batch.slot_B.device).flip(0)
+    found = backend.evidence(batch, verdict, request_R)
+    most = found.token_RK.shape[1]
+    behind_RK = torch.arange(most, device=request_R.device) >= batch.drafts.num_B[request_R, None]
+    of_drafts = [found.token_RK, found.p_RK1[:, :most], found.q_RK1[:, :most], *found[3:5]]
+    columns = [column.double().masked_fill(behind_RK, 0.0) for column in of_drafts]
+    of_last = torch.stack([found.p_RK1[:, most], found.q_RK1[:, most], found.real_q_R], dim=1)
+    return torch.cat([*columns, of_last], dim=1).flip(0)
 
 
 def drafted(backend: Backend, on: Case, device: torch.device) -> tuple[Tensor, DraftCache]:
@@ -353,9 +352,14 @@ def expect(case: Case) -> Expected:
         "logits": finite_N,
         "lse of q": finite_q & warm_q,
         "logprobs": finite_N & raw_N,
+        "evidence": torch.ones(len(case.slot_B)).bool(),
     }
     near["logits"], near["lse of q"] = near["kept"], near["kept of q"]
     near["logprobs"] = near["ranks"]
+    rows_B, near_N = (case.num_B + 1).tolist(), near["kept"] | near["drawn"]
+    of_rows_B = torch.stack([rows.any() for rows in near_N.split(rows_B)])
+    of_q_B = near["kept of q"].view(len(rows_B), -1).any(dim=1)
+    near["evidence"] = near["verdict"] | of_rows_B | of_q_B
     return Expected(first, counts, near)
 
 
@@ -375,7 +379,9 @@ def compare_batch(
         tally = tally.plus(Tally(int(counts.sum()), int((counts & near).sum())))
     for name, want in oracle.values.items():
         at = expected.counts[name] & ~expected.near[name]
-        torch.testing.assert_close(ours.values[name][at], want[at], rtol=1e-5, atol=2e-5, msg=name)
+        torch.testing.assert_close(
+            ours.values[name][at], want[at], rtol=1e-5, atol=2e-5, equal_nan=True
+        )
     return tally
 
 

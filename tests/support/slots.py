@@ -73,7 +73,9 @@ def observe(
         for row, kept in zip(drafts.token_BK.tolist(), accepted, strict=True)
     ]
     size = len(slots)
-    step = StepInput(slots, [1] * size, nums, [True] * size, [NONE] * size, [NONE] * size)
+    step = StepInput(
+        slots, [1] * size, nums, [True] * size, [NONE] * size, [NONE] * size, [False] * size
+    )
     spans = [SlotSpan(slot, 0, 1 + num, 1 + num) for slot, num in zip(slots, nums, strict=True)]
     verdict = Verdict(
         torch.tensor(tokens), torch.tensor(accepted), torch.ones(size, dtype=torch.bool)

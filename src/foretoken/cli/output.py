@@ -14,13 +14,14 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from foretoken.cli.terminal import Note, console, is_utf8, say
+from foretoken.cli.traced import Painter, show_tables
 from foretoken.errors import RequestError
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
     from foretoken.models.chat import ChatPrompt
-    from foretoken.outputs import Logprob, RequestOutput
+    from foretoken.outputs import Logprob, RequestOutput, TokenTrace
 
 
 _SYNTHETIC = "Synthetic acceptance: this text is meaningless by design."
@@ -42,7 +43,9 @@ def complete(
     Returns the last output, maybe `interrupted_by` a signal; raises the error of a request that
     was refused, or that failed after what is printed.
     """
-    start, output, text = time.perf_counter(), None, _Text(params.n)
+    start, output = time.perf_counter(), None
+    coloured = params.trace and not json_output and sys.stdout.isatty()
+    text = _Text(params.n, Painter(llm.tokenizer, params) if coloured else None)
     most = f" of at most {params.n * params.max_tokens}" if params.max_tokens else ""
     done = "no token was generated."
     note(done)
@@ -60,6 +63,8 @@ def complete(
         escaped = not is_utf8(sys.stdout)
         _write(json.dumps(as_json(output), ensure_ascii=escaped, allow_nan=False))
     _write("\n")
+    if params.trace and not json_output:
+        show_tables(output.outputs)
     if output.synthetic_acceptance:
         say(_SYNTHETIC, style="bold yellow")
     if output.error is not None:
@@ -80,14 +85,20 @@ def exit_code(output: RequestOutput) -> int:
 class _Text:
     """Prints samples in their order: one as it grows, the next when it has ended."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, painter: Painter | None) -> None:
+        self._painter = painter
         self._count, self._index, self._shown = count, 0, 0
         self._title = f"--- 1 of {count} ---\n" if count > 1 else ""
 
     def show(self, output: RequestOutput) -> None:
         """Print what is new."""
         for sample in output.outputs[self._index :]:
-            _write(self._title + sample.text[self._shown :])
+            if self._painter is None:
+                _write(self._title + sample.text[self._shown :])
+            elif self._title or len(sample.text) > self._shown:
+                painted = self._painter.paint(output.prompt_token_ids, sample, self._shown)
+                _write(self._title)
+                console(soft_wrap=True, highlight=False).print(painted, end="")
             self._title, self._shown = "", len(sample.text)
             if sample.finish_reason is None or sample.index + 1 == self._count:
                 break
@@ -130,8 +141,9 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     return fields | {
         "prompt_logprobs": _logprobs(output.prompt_logprobs),
         "outputs": [
-            asdict(replace(sample, logprobs=None))
+            asdict(replace(sample, logprobs=None, trace=None))
             | {
+                "trace": None if sample.trace is None else [*map(_traced, sample.trace)],
                 "logprobs": _logprobs(sample.logprobs),
                 "cumulative_logprob": _finite(sample.cumulative_logprob),
             }
@@ -141,6 +153,14 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
         "metrics": metrics,
         "error": None if output.error is None else str(output.error),
     }
+
+
+def _traced(token: TokenTrace) -> dict[str, Any]:
+    """Field by field; what was dropped dropped nothing itself."""
+    fields = asdict(token)
+    for draft in fields["dropped"]:
+        del draft["dropped"]
+    return fields
 
 
 def _logprobs(

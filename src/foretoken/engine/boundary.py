@@ -151,4 +151,5 @@ def _sample(kind: type[_Sample], request: Request, given: Given) -> _Sample:
         logprobs=request.logprobs[first:] if request.params.logprobs is not None else None,
         origins=request.origins[first:],
         synthetic_acceptance=request.rule == "synthetic",
+        trace=request.trace[first:] if request.params.trace else None,
     )

@@ -37,6 +37,7 @@ from foretoken.engine.faults import (
 )
 from foretoken.engine.pending import PendingResult
 from foretoken.engine.request import Request, RequestGroup, Share, Status
+from foretoken.engine.rounds import Round, ended_at, trace_round
 from foretoken.engine.runner import Runner
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.step import slot_request, step_input
@@ -95,6 +96,7 @@ class Engine:
         self._slots = runner.slots
         self._num_added = 0
         speculation = config.speculative_config
+        self._drafter = speculation.method if speculation else None
         self._rule = speculation.rejection_sample_method if speculation else "standard"
         self.limits = Limits(
             vocab_size=runner.model.vocab_size,
@@ -332,44 +334,31 @@ class Engine:
             synthetic = request.rule == "synthetic"
             for metrics in (group.metrics, self.metrics):
                 metrics.observe(outcome.num_drafts, outcome.num_accepted, synthetic=synthetic)
-        self._take_tokens(request, outcome)  # accepted drafts stand, whatever follows them
+        self._take_tokens(
+            request, outcome, self._drafter
+        )  # accepted drafts stand, whatever follows them
         if not outcome.is_finite and request.status is not Status.FINISHED:
             group.error = group.error or no_token(request, outcome.bans_all)
             self._finish(request, "error")
 
-    def _take_tokens(self, request: Request, outcome: Outcome) -> None:
+    def _take_tokens(self, request: Request, outcome: Outcome, drafter: str | None) -> None:
         """Append tokens until one ends the request; what follows it is dropped."""
-        tokens, num_accepted = outcome.token_ids, outcome.num_accepted
-        last = "bonus" if num_accepted == outcome.num_drafts else "resampled"
-        origins = ["accepted"] * num_accepted + [last if outcome.num_drafts else "plain"]
-        logprobs = None
+        sampler, tokens = self.runner.sampler, outcome.token_ids
+        logprobs, trace = [], []
         if outcome.logprobs is not None and request.params.logprobs is not None:
-            describe = self.runner.sampler.describe
-            logprobs = describe(outcome.logprobs, tokens, request.params.logprobs)
-        for i, token in enumerate(tokens):
-            request.token_ids.append(token)
-            request.origins.append(origins[i])
-            if logprobs is not None:
-                request.logprobs.append(logprobs[i])
-            if (reason := self._stops(request, token)) is not None:
+            logprobs = sampler.describe(outcome.logprobs, tokens, request.params.logprobs)
+        if outcome.evidence is not None:
+            about = Round(drafter, sampler.synthetic_rates, sampler.decode)
+            trace = trace_round(request, outcome, outcome.evidence, about)
+        for i, (token, origin) in enumerate(zip(tokens, outcome.origins, strict=False)):
+            request.origins.append(origin)
+            request.logprobs += logprobs[i : i + 1]
+            request.trace += trace[i : i + 1]
+            if (reason := request.append(token)) is not None:
+                if trace:
+                    request.trace[-1] = ended_at(trace, i)
                 self._finish(request, reason)
                 break
-
-    def _stops(self, request: Request, token: int) -> str | None:
-        """Show the token; why it ends the request, if it does: stops before length."""
-        params, detokenizer = request.params, request.detokenizer
-        may_stop = not params.min_tokens or request.num_output >= params.min_tokens
-        ends = may_stop and token in request.stop_ids
-        if detokenizer is not None and (not ends or params.include_stop_str_in_output):
-            detokenizer.append(token)
-        if ends:
-            request.stop_reason = token if token in (params.stop_token_ids or ()) else None
-            return "stop"
-        if may_stop and detokenizer is not None:
-            request.stop_reason = detokenizer.find_stop()
-            if request.stop_reason is not None:
-                return "stop"
-        return None if request.num_remaining else "length"
 
     def _finish(self, request: Request, reason: str) -> None:
         """Give back what a request holds, whatever raises on the way; its text is final."""

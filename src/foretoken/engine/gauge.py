@@ -153,4 +153,5 @@ def _chunks(requests: int, prompt_tokens: int, longest: int) -> list[int]:
 def _step(chunks: Sequence[int], drafts: int) -> StepInput:
     count, top = len(chunks), _PARAMS.logprobs or 0
     prompts = [NONE if chunk == 1 else top for chunk in chunks]
-    return StepInput(range(count), chunks, [drafts] * count, [True] * count, [top] * count, prompts)
+    drafts_B, all_B, top_B = [drafts] * count, [True] * count, [top] * count
+    return StepInput(range(count), chunks, drafts_B, all_B, top_B, prompts, traces_B=all_B)

@@ -1,8 +1,8 @@
 """A step's result on its way from the device to the host.
 
-Charter: what crosses to the host, in one copy for the step and one for log-probabilities, and how
-it is read there. Nobody waits but who reads. On a host there is nothing to wait for, and a
-`StepResult` is read as it is.
+Charter: what crosses to the host, in one copy for the step and others for log-probabilities and
+evidence, and how it is read there. Nobody waits but who reads. On a host there is nothing to wait
+for, and a `StepResult` is read as it is.
 
 Shape suffixes: B requests, D deciding requests, K drafts, N rows of logits.
 """
@@ -16,9 +16,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from foretoken.ops import DraftBlock, Logprobs, Verdict
+from foretoken.ops import DraftBlock, Evidence, Logprobs, Verdict
 from foretoken.ops.pinned import Staging
-from foretoken.slots.step import NONE, Outcome, SlotSpan, StepInput, StepResult, some_rows
+from foretoken.slots.step import (
+    NONE,
+    Outcome,
+    SlotSpan,
+    StepInput,
+    StepResult,
+    evidence_by_slot,
+    some_rows,
+)
 
 
 class ToHost:
@@ -63,6 +71,7 @@ class PendingResult:
         logprobs: of `Logprobs`, rows as in the step's batch; None if nobody wants any.
         first_row_is_finite: whether the first row of each deciding request was, before edits; None
             if nobody edits.
+        evidence: of those that want it; None if nobody does.
         edited: slots whose requests edit logits; each has one row.
     """
 
@@ -73,6 +82,7 @@ class PendingResult:
     faults: dict[int, Exception] = field(default_factory=dict)
     logprobs: ToHost | None = None
     first_row_is_finite: ToHost | None = None
+    evidence: ToHost | None = None
     edited: frozenset[int] = frozenset()
 
     def resolve(self) -> StepResult:
@@ -111,6 +121,8 @@ class PendingResult:
             result.banned_all |= banned & self.edited
         if self.logprobs is not None:
             self._read_logprobs(result, Logprobs(*self.logprobs.wait()))
+        if self.evidence is not None:
+            result.evidence = evidence_by_slot(step, Evidence(*self.evidence.wait()))
         return result
 
     def _read_logprobs(self, result: StepResult, found: Logprobs) -> None:

@@ -1,7 +1,8 @@
 """What the host will ask of a step's logits, taken before the next pass overwrites them.
 
-Charter: log-probabilities, and whether a request's own bans left it no token. On a host they are
-read at once; on a device they are sent on their way with the rest of the result (`pending.py`).
+Charter: log-probabilities, the evidence of traced requests, and whether a request's own bans left
+it no token. On a host they are read at once; on a device they are sent on their way with the rest
+of the result (`pending.py`).
 
 Shape suffixes: B requests, D those that decide, N rows of logits, V vocabulary.
 """
@@ -15,27 +16,44 @@ from foretoken.cache.batch import ForwardBatch
 from foretoken.engine.pending import PendingResult, ToHost
 from foretoken.engine.sampler import Sampler
 from foretoken.ops import Edits, ForwardOutput
+from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import NONE, StepInput, StepResult, StepRows, some_rows
+from foretoken.slots.step import (
+    NONE,
+    StepInput,
+    StepResult,
+    StepRows,
+    evidence_by_slot,
+    some_rows,
+)
 from foretoken.slots.table import SlotTable
 
 
 def readout(
     sampler: Sampler,
     rows: StepRows,
+    asked: DraftRows,
     batch: ForwardBatch,
     output: ForwardOutput,
     result: StepResult,
     edits: Edits | None,
 ) -> StepResult | PendingResult:
     """The result as the host reads it: as it is, or what was sent on its way."""
+    evidence, traced_D = None, rows.step.traced_D
+    if traced_D:
+        logits_NV = batch.deciding(output.logits_NV)
+        evidence = sampler.evidence(logits_NV, asked, result, edits, traced_D)
     if isinstance(sampler.slots, SlotTable):
         if not all(outcome.is_finite for outcome in result.decisions.values()):
             _mark_banned(result, batch.deciding(output.logits_NV))
         if rows.step.most_logprobs != NONE:
             _take_logprobs(sampler, sampler.slots, result, rows.step, output.logits_NV)
+        if evidence is not None:
+            result.evidence = evidence_by_slot(rows.step, evidence)
         return result
-    return _send(sampler, sampler.slots, rows, batch, output, result, edits)
+    pending = _send(sampler, sampler.slots, rows, batch, output, result, edits)
+    pending.evidence = None if evidence is None else ToHost(evidence)
+    return pending
 
 
 def _mark_banned(result: StepResult, logits_NV: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.errors import ForetokenError
-from foretoken.outputs import Logprob, RequestMetrics
+from foretoken.outputs import Logprob, RequestMetrics, TokenTrace
 from foretoken.sampling.params import SamplingParams
 
 
@@ -75,6 +75,7 @@ class Request:
             the serials of their contents.
         arrival: its place in the order in which requests came; lower is older.
         num_preemptions: how often it lost its blocks and had to compute them again.
+        trace: how its tokens came about, if that was asked for.
         detokenizer: makes its text while it runs; None without a tokenizer.
         pieces: the text that no later token can take back, as it was read.
         given: how much of it was given out as deltas.
@@ -101,6 +102,7 @@ class Request:
     num_preemptions: int = 0
     origins: list[str] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    trace: list[TokenTrace] = field(default_factory=list)
     detokenizer: Detokenizer | None = None
     pieces: list[str] = field(default_factory=list)
     given: Given = field(default_factory=Given)
@@ -181,6 +183,23 @@ class Request:
     def decodes(self) -> bool:
         """Whether its next step is a decode step."""
         return self.num_prefill == 0
+
+    def append(self, token: int) -> str | None:
+        """Take and show a token; why it ends the request, if it does: stops before length."""
+        self.token_ids.append(token)
+        params, detokenizer = self.params, self.detokenizer
+        may_stop = not params.min_tokens or self.num_output >= params.min_tokens
+        ends = may_stop and token in self.stop_ids
+        if detokenizer is not None and (not ends or params.include_stop_str_in_output):
+            detokenizer.append(token)
+        if ends:
+            self.stop_reason = token if token in (params.stop_token_ids or ()) else None
+            return "stop"
+        if may_stop and detokenizer is not None:
+            self.stop_reason = detokenizer.find_stop()
+            if self.stop_reason is not None:
+                return "stop"
+        return None if self.num_remaining else "length"
 
     @property
     def needs_prompt_logits(self) -> bool:

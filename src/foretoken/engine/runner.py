@@ -106,7 +106,7 @@ class Runner:
         if self.drafter is not None and self.drafter.observes(rows):
             stage("observe", self._observe, rows, batch, result)
             mark("observe", "observe")
-        read = readout(self.sampler, rows, batch, output, result, edits)
+        read = readout(self.sampler, rows, asked, batch, output, result, edits)
         mark("read", "read")
         return read
 

@@ -10,13 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, Edits, Logprobs, Verdict, VerifyBatch
+from foretoken.ops import (
+    Backend,
+    DraftBlock,
+    Edits,
+    Evidence,
+    Logprobs,
+    Verdict,
+    VerifyBatch,
+)
+from foretoken.ops.pinned import to_device
 from foretoken.ops.steps import DraftRows
 from foretoken.outputs import Logprob
 from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.step import StepResult
 from foretoken.slots.table import SlotTable
 
 
@@ -40,7 +51,8 @@ class Sampler:
         self.backend = backend
         self.slots = slots
         self.fp64_noise = fp64_noise
-        self._decode: Callable[[int], str | None] = decode or (lambda token: None)
+        self.decode: Callable[[int], str | None] = decode or (lambda token: None)
+        self.synthetic_rates = synthetic_rates
         rate_K = torch.tensor(synthetic_rates, dtype=torch.float64, device=slots.device)
         self.synthetic_rate_K = rate_K if synthetic_rates else None
 
@@ -48,7 +60,27 @@ class Sampler:
         self, logits_NV: Tensor, asked: DraftRows, drafts: DraftBlock, edits: Edits | None
     ) -> Verdict:
         """Verify drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
-        batch = VerifyBatch(
+        batch = self._batch(logits_NV, asked, drafts, edits)
+        # What a drafter made is looked at; in a plain step that would be 26 us, 2 % of it.
+        return self.backend.verify(batch._replace(values_fit=drafts.token_BK.shape[1] == 0))
+
+    def evidence(
+        self,
+        logits_NV: Tensor,
+        asked: DraftRows,
+        result: StepResult,
+        edits: Edits | None,
+        traced_D: Sequence[int],
+    ) -> Evidence:
+        """What some requests of a step were decided by; see `Backend.evidence`."""
+        batch = self._batch(logits_NV, asked, result.drafts, edits)
+        request_R = to_device(np.array(traced_D, dtype=np.int64), self.slots.device)
+        return self.backend.evidence(batch, result.verdict, request_R)
+
+    def _batch(
+        self, logits_NV: Tensor, asked: DraftRows, drafts: DraftBlock, edits: Edits | None
+    ) -> VerifyBatch:
+        return VerifyBatch(
             logits_NV,
             self.slots.params,
             asked.slot_B,
@@ -57,10 +89,8 @@ class Sampler:
             edits=edits,
             synthetic_rate_K=self.synthetic_rate_K,
             fp64_noise=self.fp64_noise,
-            # What a drafter made is looked at; in a plain step that would be 26 us, 2 % of it.
-            values_fit=drafts.token_BK.shape[1] == 0,
+            values_fit=True,
         )
-        return self.backend.verify(batch)
 
     def describe(
         self, found: Logprobs, token_ids: Sequence[int], num_top: int
@@ -81,8 +111,8 @@ class Sampler:
         )
         described = []
         for token, logprob, rank, top_ids, top_logprobs in rows:
-            row = {token: Logprob(logprob, rank, self._decode(token))}
+            row = {token: Logprob(logprob, rank, self.decode(token))}
             for k, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True)):
-                row.setdefault(top_id, Logprob(value, k + 1, self._decode(top_id)))
+                row.setdefault(top_id, Logprob(value, k + 1, self.decode(top_id)))
             described.append(row)
         return described

@@ -15,13 +15,15 @@ def step_input(shares: Sequence[Share]) -> StepInput:
     return StepInput(*zip(*map(_numbers, shares), strict=True))
 
 
-def _numbers(share: Share) -> tuple[int, int, int, bool, int, int]:
+def _numbers(share: Share) -> tuple[int, int, int, bool, int, int, bool]:
     request, top, prompt_top = share.request, NONE, NONE
+    traces = request.params.trace
     if share.decides and request.params.logprobs is not None:
         top = request.params.logprobs
     if share.start < request.num_prompt and request.needs_prompt_logits:
         prompt_top = request.params.prompt_logprobs or 0
-    return share.slot, share.num_tokens, share.max_drafts, share.decides, top, prompt_top
+    known, most = share.num_tokens, share.max_drafts
+    return share.slot, known, most, share.decides, top, prompt_top, traces
 
 
 def slot_request(request: Request) -> SlotRequest:

@@ -29,6 +29,7 @@ from foretoken.ops.types import (
     Rows,
     Rule,
     SlotParams,
+    Verdict,
     VerifyBatch,
 )
 
@@ -246,6 +247,20 @@ def check_verify(batch: VerifyBatch) -> None:
         check_rates(synthetic_rate_K, most, device)
     elif Rule.SYNTHETIC in rules:
         raise ConfigError("synthetic_rate_K", None, "given, since a slot is under SYNTHETIC")
+
+
+def check_evidence(batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> None:
+    """All of `Backend.evidence` against each other."""
+    check_verify(batch)
+    check_kind("verdict", verdict, Verdict)
+    requests, most = batch.drafts.token_BK.shape
+    device = batch.logits_NV.device
+    check_tensor("verdict.token_BK1", verdict.token_BK1, (requests, most + 1), IDS, device)
+    check_tensor("verdict.n_accept_B", verdict.n_accept_B, (requests,), INT64, device)
+    check_tensor("request_R", request_R, (R,), INT64, device)
+    if request_R.is_cpu:
+        wanted = f"in 0..{requests - 1}, the batch's requests"
+        check_between("request_R", request_R.tolist(), 0, requests - 1, wanted)
 
 
 def check_rates(synthetic_rate_K: Tensor, most: int, device: torch.device) -> None:

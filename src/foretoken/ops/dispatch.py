@@ -17,6 +17,7 @@ from foretoken.errors import ConfigError
 from foretoken.ops.checks import (
     check_draft,
     check_draft_cache,
+    check_evidence,
     check_logprobs,
     check_rows,
     check_sample,
@@ -30,6 +31,7 @@ from foretoken.ops.types import (
     AttentionBatch,
     AttentionOptions,
     DraftCache,
+    Evidence,
     Logprobs,
     Noise,
     Rows,
@@ -47,6 +49,7 @@ class Kernels:
     sample: Callable[[Rows, Noise], Tensor]
     draft: Callable[[Rows, Noise, DraftCache | None], Tensor]
     verify: Callable[[VerifyBatch], Verdict]
+    evidence: Callable[[VerifyBatch, Verdict, Tensor], Evidence]
     logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs]
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
     steps: Steps
@@ -156,6 +159,22 @@ class Backend:
         """
         check_verify(batch)
         return self._kernels.verify(batch)
+
+    def evidence(self, batch: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
+        """What some requests of a verification were decided by: p, q and u of all their drafts.
+
+        Both are of processed rows. At T=0 p is 1 for the argmax; under COUPLED, which compares
+        draws, it is the probability of these. In neither case is anything of q read: it is one-hot.
+        Of a target row that is not finite p is 0. Drafts behind a rejected one have their numbers,
+        too.
+
+        Args:
+            batch: what was verified; its q must still be in the cache.
+            verdict: what `verify` said of it.
+            request_R: int64, which requests, in 0..B-1.
+        """
+        check_evidence(batch, verdict, request_R)
+        return self._kernels.evidence(batch, verdict, request_R)
 
     def logprobs(self, rows: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
         """Log-probabilities of a given token and of the `num_top` likeliest of every row.

@@ -242,6 +242,30 @@ class Verdict(NamedTuple):
     finite_B: Tensor
 
 
+class Evidence(NamedTuple):
+    """The numbers that a verdict rests on, of R of its requests; see `Backend.evidence`.
+
+    What stands behind a request's last draft may be anything, except in column K of p and q.
+
+    token_RK: int64, the drafts x_i
+    p_RK1:    float64, p(x_i); column K: of the token that follows the accepted drafts
+    q_RK1:    float64, q(x_i): 1 where q is one-hot, 0 of what counts as no draft, NaN where that is
+              because the draft's row is not finite; column K: q of the token that follows, in the
+              row of the draft whose place it takes, 0 if it takes none's
+    u_RK:     float64, the acceptance uniforms
+    mass_RK:  float64, under BLOCK the S of the prefix that ends with draft i, if a draft follows
+              it; NaN elsewhere
+    real_q_R: bool, whether q is not one-hot
+    """
+
+    token_RK: Tensor
+    p_RK1: Tensor
+    q_RK1: Tensor
+    u_RK: Tensor
+    mass_RK: Tensor
+    real_q_R: Tensor
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class AttentionBatch:
     """Ragged queries of B requests over paged keys and values.

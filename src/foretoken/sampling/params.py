@@ -116,6 +116,8 @@ class SamplingParams:
             else is in the batch; None: the engine's.
         rejection_sample_method: the verification rule of this request: `standard`, `block` or
             `coupled`, or `synthetic` if the engine is configured with it; None: the engine's.
+        trace: tell how each token came about: which draft it was, p, q and the random number that
+            decided, and which drafts came to nothing, and why.
     """
 
     temperature: float = 1.0
@@ -141,6 +143,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     num_speculative_tokens: int | str | None = None
     rejection_sample_method: str | None = None
+    trace: bool = False
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -176,7 +179,7 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
         _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
-        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
+        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "trace"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
         if self.num_speculative_tokens not in (None, AUTO):

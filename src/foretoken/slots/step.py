@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.ops import DraftBlock, Logprobs, Rule, Verdict
+from foretoken.ops import DraftBlock, Evidence, Logprobs, Rule, Verdict
 from foretoken.ops.steps import DraftRows
 
 NONE = -1
@@ -41,6 +41,7 @@ class StepInput(NamedTuple):
         decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
         num_logprobs_B: likeliest tokens to report beside each that is drawn; NONE: no report.
         num_prompt_logprobs_B: the same of the prompt's tokens: logits of every row are wanted.
+        traces_B: whether evidence of what is decided is wanted.
     """
 
     slot_B: Sequence[int]
@@ -49,6 +50,7 @@ class StepInput(NamedTuple):
     decides_B: Sequence[bool]
     num_logprobs_B: Sequence[int]
     num_prompt_logprobs_B: Sequence[int]
+    traces_B: Sequence[bool]
 
     def at(self, index: Sequence[int]) -> StepInput:
         """Some of the requests."""
@@ -66,6 +68,13 @@ class StepInput(NamedTuple):
         return [s for s, decides in zip(self.slot_B, self.decides_B, strict=True) if decides]
 
     @property
+    def traced_D(self) -> list[int]:
+        """Which of the requests that decide want evidence."""
+        if True not in self.traces_B:
+            return []
+        return [d for d, traces in zip(self.of_B, self.traces_B, strict=True) if traces and d >= 0]
+
+    @property
     def of_B(self) -> list[int]:
         """Which of the requests that decide each is; -1: none of them."""
         index = count()
@@ -74,7 +83,7 @@ class StepInput(NamedTuple):
     @classmethod
     def padding(cls) -> StepInput:
         """No request at all: a captured step of padding alone."""
-        return cls([], [], [], [], [], [])
+        return cls([], [], [], [], [], [], [])
 
 
 class StepShape(NamedTuple):
@@ -144,6 +153,7 @@ class Outcome(NamedTuple):
         fault: what its own part of the step raised; its tokens are void.
         logprobs: one row per token, if asked for.
         prompt_logprobs: rows of the prompt tokens after those computed here, if asked for.
+        evidence: its row of each part, if asked for.
     """
 
     token_ids: list[int]
@@ -154,6 +164,13 @@ class Outcome(NamedTuple):
     fault: Exception | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    evidence: Evidence | None = None
+
+    @property
+    def origins(self) -> list[str]:
+        """Of each of the tokens, as in `CompletionOutput.origins`."""
+        last = "bonus" if self.num_accepted == self.num_drafts else "resampled"
+        return ["accepted"] * self.num_accepted + [last if self.num_drafts else "plain"]
 
 
 _UNDECIDED = Outcome([])
@@ -175,6 +192,7 @@ class StepResult:
         faults: by slot, what the part of one request alone raised.
         banned_all: slots whose logits were finite, but whose requests' parameters left no token.
         logprobs: by slot, those of the prompt and of the decision, each None if not wanted.
+        evidence: by slot, one request's row of each part, where it is wanted.
         aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of
             the batch.
         packet: of a step on a device: what the host will read, see `Steps.advance`.
@@ -187,6 +205,7 @@ class StepResult:
     faults: dict[int, Exception] = field(default_factory=dict)
     banned_all: set[int] = field(default_factory=set)
     logprobs: dict[int, tuple[Logprobs | None, Logprobs | None]] = field(default_factory=dict)
+    evidence: dict[int, Evidence] = field(default_factory=dict)
     aux: tuple[Tensor, ...] = ()
     packet: Tensor = _NO_PACKET
 
@@ -227,9 +246,20 @@ class StepResult:
         for slot, (of_prompt, of_decision) in self.logprobs.items():
             outcome = outcomes[slot]
             outcomes[slot] = outcome._replace(prompt_logprobs=of_prompt, logprobs=of_decision)
+        for slot, evidence in self.evidence.items():
+            outcomes[slot] = outcomes[slot]._replace(evidence=evidence)
         return outcomes
 
 
 def some_rows(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:
     """The rows `begin` to `end`, None if there are none."""
     return None if begin == end else Logprobs(*(column[begin:end] for column in logprobs))
+
+
+def evidence_by_slot(step: StepInput, evidence: Evidence) -> dict[int, Evidence]:
+    """Its rows, by the slots of those requests that want it."""
+    slot_D = step.deciding_slots
+    return {
+        slot_D[d]: Evidence(*(column[r] for column in evidence))
+        for r, d in enumerate(step.traced_D)
+    }

@@ -18,7 +18,15 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.native import decoder, library, logprobs, process, sample, verify
+    from foretoken.ops.backends.native import (
+        decoder,
+        evidence,
+        library,
+        logprobs,
+        process,
+        sample,
+        verify,
+    )
     from foretoken.ops.backends.torch import steps
     from foretoken.ops.backends.torch.attention import attention
 
@@ -27,6 +35,7 @@ def load() -> Kernels:
         sample=sample.sample,
         draft=sample.draft,
         verify=verify.verify,
+        evidence=evidence.evidence,
         logprobs=logprobs.logprobs,
         attention=attention,
         steps=steps,

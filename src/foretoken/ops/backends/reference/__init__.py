@@ -16,7 +16,15 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.reference import attention, draft, logprobs, process, sample, verify
+    from foretoken.ops.backends.reference import (
+        attention,
+        draft,
+        evidence,
+        logprobs,
+        process,
+        sample,
+        verify,
+    )
     from foretoken.ops.backends.torch import steps
 
     return Kernels(
@@ -24,6 +32,7 @@ def load() -> Kernels:
         sample=sample.sample,
         draft=draft.draft,
         verify=verify.verify,
+        evidence=evidence.evidence,
         logprobs=logprobs.logprobs,
         attention=attention.attention,
         steps=steps,

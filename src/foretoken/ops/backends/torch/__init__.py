@@ -15,6 +15,7 @@ def load() -> Kernels:
     from foretoken.ops.backends.torch import (
         attention,
         draft,
+        evidence,
         logprobs,
         process,
         sample,
@@ -27,6 +28,7 @@ def load() -> Kernels:
         sample=sample.sample,
         draft=draft.draft,
         verify=verify.verify,
+        evidence=evidence.evidence,
         logprobs=logprobs.logprobs,
         attention=attention.attention,
         steps=steps,

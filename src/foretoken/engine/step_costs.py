@@ -157,8 +157,8 @@ class _Steps:
     def _run(self, count: int) -> tuple[float, float]:
         """Seconds of a step with so many drafts of each: of all but drafting, and of drafting."""
         clock, batch = self._runner.clock, self._batch
-        none, all_of = [NONE] * batch, [True] * batch
-        step = StepInput(range(batch), [1] * batch, [count] * batch, all_of, none, none)
+        none, all_of, no = [NONE] * batch, [True] * batch, [False] * batch
+        step = StepInput(range(batch), [1] * batch, [count] * batch, all_of, none, none, no)
         clock.start(trace := StepTrace())
         result = self._runner.run(step)
         events = clock.take_events()

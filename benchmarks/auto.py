@@ -6,6 +6,7 @@ next repeat has others. Fixed K and `auto` have an engine each.
 
 from __future__ import annotations
 
+import argparse
 import time
 from math import comb
 from statistics import median
@@ -85,6 +86,20 @@ def rows_of(speeds: Speeds, batch: int, temperature: float) -> list[Row]:
     return rows
 
 
+def save(options: argparse.Namespace, rows: list[Row], notes: list[str]) -> None:
+    """Write what was measured so far, beside the cases of an earlier file if they are kept."""
+    file = options.out / f"auto{'_' if options.machine else ''}{options.machine}.json"
+    if options.keep and file.exists():
+        before, new = read(file), {row.case for row in rows}
+        rows = [row for row in before.rows if row.case not in new] + rows
+        notes = [*dict.fromkeys([*before.notes, *notes])]
+    shapes = {
+        "target": TARGET, "draft": DRAFT, "most_drafts": MOST, "cores": options.cores,
+        "max_tokens": {str(batch): tokens for batch, tokens in TOKENS.items()}, "dtype": "float32",
+    }  # fmt: skip
+    record("auto", options, shapes, rows, notes)
+
+
 def main() -> None:
     parser = arguments(__doc__, repeats=15, cores=2)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, choices=BATCHES)
@@ -109,16 +124,7 @@ def main() -> None:
             notes.append(goal(f"{what}: to best K", found[-1], "ratio_to_best", 0.95))
             notes.append(goal(f"{what}: to plain", found[-1], "ratio_to_plain", 1.0))
             print(*(f"{row.case}: {row.values}" for row in found), sep="\n", flush=True)
-    file = options.out / f"auto{'_' if options.machine else ''}{options.machine}.json"
-    if options.keep and file.exists():
-        before, new = read(file), {row.case for row in rows}
-        rows = [row for row in before.rows if row.case not in new] + rows
-        notes = [*dict.fromkeys([*before.notes, *notes])]
-    shapes = {
-        "target": TARGET, "draft": DRAFT, "most_drafts": MOST, "cores": options.cores,
-        "max_tokens": {str(batch): tokens for batch, tokens in TOKENS.items()}, "dtype": "float32",
-    }  # fmt: skip
-    record("auto", options, shapes, rows, notes)
+            save(options, rows, notes)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,12 @@ KINDS = (
         "a CPU with the native kernels",
         "outputs resemble each other, or a corpus",
     ),
+    Kind(
+        "hybrid",
+        {"drafters": [{"method": "suffix"}, {"method": "draft_model"}]},
+        "what its drafters need",
+        "some of the text repeats, and the draft model is dear",
+    ),
 )
 
 

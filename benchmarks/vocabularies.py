@@ -1,7 +1,7 @@
 """How much is accepted of a draft model whose tokenizer has fewer tokens than the target's.
 
-The embedded draft model, cut to the tokens of its first merges: the rest is read by the last piece
-that its own tokenizer makes of it (`docs/drafters.md`).
+The embedded draft model, cut to the tokens of its first merges: by ids the rest is read by the last
+piece that its own tokenizer makes of it, by text as all of them (`docs/drafters.md`).
 
     python -m benchmarks.vocabularies
 """
@@ -53,9 +53,11 @@ def cut(source: Path, kept: int, folder: Path) -> frozenset[int]:
     return frozenset(rows)
 
 
-def measure(draft: str, known: frozenset[int] | None, temperature: float, count: int) -> Row:
+def measure(
+    method: str, draft: str, known: frozenset[int] | None, temperature: float, count: int
+) -> Row:
     """Accepted tokens over prompts of held-out code, each drafted for behind the other."""
-    speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": 5}
+    speculation = {"method": method, "model": draft, "num_speculative_tokens": 5}
     params = SamplingParams(temperature=temperature, max_tokens=96, seed=1)
     with LLM(TARGET, speculation, max_num_seqs=8, max_num_batched_tokens=512) as llm:
         outputs = llm.generate([one.prompt for one in heldout(count)], params)
@@ -64,10 +66,10 @@ def measure(draft: str, known: frozenset[int] | None, temperature: float, count:
     accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
     share = 1.0 if known is None else sum(i in known for i in tokens) / len(tokens)
     size = 4096 if known is None else len(known)
-    print(f"T={temperature} {size} tokens, {share:.3f} of the text: {1 + accepted / rounds:.3f}")
+    print(f"{method} T={temperature} {size} tokens, {share:.3f}: {1 + accepted / rounds:.3f}")
     values = {"share_of_text": share, "mean_acceptance_length": 1 + accepted / rounds}
-    labels = {"temperature": temperature, "tokens": size}
-    return Row(f"T={temperature}, {size} tokens", labels, values | {"rounds": rounds})
+    labels = {"method": method, "temperature": temperature, "tokens": size}
+    return Row(f"{method}, T={temperature}, {size} tokens", labels, values | {"rounds": rounds})
 
 
 def main() -> None:
@@ -77,7 +79,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             known = None if kept is None else cut(source, kept, Path(folder))
             draft = DRAFT if known is None else folder
-            rows += [measure(draft, known, t, args.prompts) for t in (0.0, 0.8)]
+            for method in ("draft_model", "draft_text"):
+                rows += [measure(method, draft, known, t, args.prompts) for t in (0.0, 0.8)]
     shapes = {"target": TARGET, "draft": DRAFT, "prompts": args.prompts, "max_tokens": 96, "k": 5}
     notes = ["Seeds and prompts are fixed. The draft learnt with the whole tokenizer."]
     record("vocabularies", args, shapes, rows, notes)

@@ -83,6 +83,15 @@ REASONS = {
 
 
 @dataclass(slots=True)
+class DrafterMetrics:
+    """The part of one drafter in `SpeculationMetrics`, whose names these are."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+
+@dataclass(slots=True)
 class SpeculationMetrics:
     """What verification decided for one request, or a sum of requests.
 
@@ -98,6 +107,7 @@ class SpeculationMetrics:
         steps_per_k: `num_steps` by how many drafts were verified, from 0 on.
         num_synthetic_drafts: of `num_drafts`, those that the rule `synthetic` decided: what was
             accepted there was set, and tells nothing of the drafter.
+        drafters: counts of each drafter that drafted, by name.
     """
 
     num_steps: int = 0
@@ -108,8 +118,11 @@ class SpeculationMetrics:
     drafted_per_position: list[int] = field(default_factory=list)
     steps_per_k: list[int] = field(default_factory=list)
     num_synthetic_drafts: int = 0
+    drafters: dict[str, DrafterMetrics] = field(default_factory=dict)
 
-    def observe(self, num_drafted: int, num_accepted: int, *, synthetic: bool = False) -> None:
+    def observe(
+        self, num_drafted: int, num_accepted: int, drafter: str = "", *, synthetic: bool = False
+    ) -> None:
         """Record one step: K_b drafts, of which a prefix was accepted, maybe by `synthetic`."""
         self.num_steps += 1
         self.steps_per_k.extend([0] * (num_drafted + 1 - len(self.steps_per_k)))
@@ -120,15 +133,26 @@ class SpeculationMetrics:
         self.num_synthetic_drafts += synthetic
         self.num_draft_tokens += num_drafted
         self.num_accepted_tokens += num_accepted
+        self._count(drafter, DrafterMetrics(1, num_drafted, num_accepted))
         drafted, accepted = self.drafted_per_position, self.accepted_per_position
         for counts, upto in ((drafted, num_drafted), (accepted, num_accepted)):
             counts.extend([0] * (num_drafted - len(counts)))
             for i in range(upto):
                 counts[i] += 1
 
+    def _count(self, drafter: str, more: DrafterMetrics) -> None:
+        counts = self.drafters.setdefault(drafter, DrafterMetrics())
+        counts.num_drafts += more.num_drafts
+        counts.num_draft_tokens += more.num_draft_tokens
+        counts.num_accepted_tokens += more.num_accepted_tokens
+
     def add(self, other: SpeculationMetrics) -> None:
         """Add another request's counts to these."""
+        for name, counts in other.drafters.items():
+            self._count(name, counts)
         for count in fields(SpeculationMetrics):
+            if count.name == "drafters":
+                continue
             mine, theirs = getattr(self, count.name), getattr(other, count.name)
             if isinstance(mine, list):
                 total: Any = [a + b for a, b in zip_longest(mine, theirs, fillvalue=0)]
@@ -143,6 +167,7 @@ class SpeculationMetrics:
             accepted_per_position=[*self.accepted_per_position],
             drafted_per_position=[*self.drafted_per_position],
             steps_per_k=[*self.steps_per_k],
+            drafters={name: replace(counts) for name, counts in self.drafters.items()},
         )
 
     @property

@@ -77,12 +77,14 @@ def test_options_reach_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
         "--presence-penalty", "0.1", "--frequency-penalty", "0.2", "--repetition-penalty", "1.5",
         "--logit-bias", '{"4": -1.5}', "--bad-words", "c", "--allowed-token-ids", "4", "--json",
         "--logprobs", "1", "--prompt-logprobs", "0", "--include-stop-str-in-output",
+        "--prediction", "pä",
     )  # fmt: skip
     assert llm.calls[0][1] == SamplingParams(
         temperature=0.5, top_p=0.9, top_k=20, min_p=0.1, max_tokens=9, min_tokens=2, seed=3,
         stop=["ä", "b"], stop_token_ids=[7, 8], ignore_eos=True, n=2, presence_penalty=0.1,
         frequency_penalty=0.2, repetition_penalty=1.5, logit_bias={4: -1.5}, bad_words=["c"],
         allowed_token_ids=[4], logprobs=1, prompt_logprobs=0, include_stop_str_in_output=True,
+        prediction="pä",
     )  # fmt: skip
 
 
@@ -129,6 +131,7 @@ def test_options_reach_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--logit-bias", '{"a": 1}'], "`logit_bias`"),
         (["--logit-bias", '{"1": 500}'], "`logit_bias[1]` is 500: must be in [-100, 100]."),
         (["--logprobs", "2"], "`logprobs` is 2: must be left out without --json."),
+        (["--prediction", "\udcff"], "`prediction` is b'\\xff': must be UTF-8 text."),
         (["--stop", "def \udcff():"], "`stop` is b'def \\xff():': must be UTF-8 text."),
     ],
 )

@@ -24,7 +24,7 @@ OPTIONS = ["--temperature", "1", "--max-tokens", "5", "--n", "3", "--seed", "4"]
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = save_checkpoint(tmp_path_factory.mktemp("json"), seed=1)
-    return LLM(str(folder), {"method": "ngram"}, num_blocks=64)
+    return LLM(str(folder), {"method": "ngram", "prompt_lookup_min": 1}, num_blocks=64)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,8 @@ def documented() -> list[str]:
 
 def test_every_key_is_documented_and_there() -> None:
     wanted = ["--json", "--trace", "--logprobs", "2", "--prompt-logprobs", "1"]
-    result = CliRunner().invoke(cli.app, ["generate", "abcabc", *OPTIONS, *wanted])
+    wanted += ["--allowed-token-ids", "64"]  # `a`: looked up, and accepted
+    result = CliRunner().invoke(cli.app, ["generate", "aaaa", *OPTIONS, *wanted])
     (line,) = result.stdout.splitlines()
     data = json.loads(line)
     assert [sample["index"] for sample in data["outputs"]] == [0, 1, 2]

@@ -38,6 +38,7 @@ ASKED = [
     (SamplingParams(temperature=1.3), Rule.COUPLED, 3),
 ]
 PROMPTS = [ids_of(text) for text in ("abcabcab", "xyx", "def f(x): x", "import os")]
+MAY_NOT_DRAFT = ("draft_text", "forced", "ngram", "prediction", "suffix")
 IN_ORDER, MIXED = [0, 1, 2, 3], [2, 0, 3, 1]
 
 
@@ -45,6 +46,7 @@ def build(target: Path, name: str, **speculation: Any) -> LLM:
     """The target drafts for itself where a drafter takes a model: q is near p, and never equal."""
     given = {
         "draft_model": {"model": str(target)},
+        "draft_text": {"model": str(target)},
         "eagle3": {"model": str(head_of(target))},
         "ngram": {"prompt_lookup_min": 1},
     }
@@ -81,7 +83,7 @@ def decide(llm: LLM, order: list[int], change: Change | None = None) -> list[dic
 def test_drafts_and_q_reach_their_request_in_any_order(target: Path, name: str) -> None:
     expected = decide(build(target, name), IN_ORDER)
     assert decide(build(target, name), MIXED) == expected
-    if name not in ("ngram", "suffix"):
+    if name not in MAY_NOT_DRAFT:
         decided = [outcome for step in expected[1:] for outcome in step.values()]
         drafted = sum(outcome.num_drafts for outcome in decided)
         assert drafted == 5 * sum(k for *_, k in ASKED)
@@ -144,14 +146,17 @@ def test_a_proposal_keeps_to_what_was_asked(target: Path, name: str) -> None:
         return record
 
     llm = build(target, name)
+    only = {"forced": {"allowed_token_ids": [7]}, "prediction": {"prediction": "abc" * 9}}
+    asked = only.get(name, {})
     params = [
-        SamplingParams(temperature=t, max_tokens=20, seed=5, num_speculative_tokens=k)
+        SamplingParams(temperature=t, max_tokens=20, seed=5, num_speculative_tokens=k, **asked)
         for t, k in ((1.0, 0), (0.0, 1), (0.9, 3), (1.0, 4))
     ]
     drafter: Any = llm.engine.runner.drafter
     drafter.propose = recorded(drafter.propose)
     outputs = llm.generate(["abcabcab"] * 4, params)
     assert outputs[0].metrics.num_draft_tokens == 0
+    assert llm.metrics.num_draft_tokens > 0
     assert any(0 in asked and any(asked) for _, asked, _ in proposals), "0 is allowed"
     for slots, asked, block in proposals:
         counts, rows = block.num_B.tolist(), block.token_BK.tolist()

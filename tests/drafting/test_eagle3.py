@@ -250,8 +250,8 @@ def test_the_memory_plan_is_what_is_allocated(tmp_path: Path) -> None:
     for method in ("probabilistic", "greedy"):
         drafter = Target(folder, "torch", draft_sample_method=method).drafter
         held = [drafter._hidden_SC]
-        if drafter._cache is not None:
-            cache = drafter._cache
+        if drafter.cache is not None:
+            cache = drafter.cache
             held += [cache.logits_SKV, cache.threshold_SK, cache.lse_SK]
             assert cache.logits_SKV.shape == (SLOTS + 1, MOST, VOCABULARY)
         assert sum(tensor.nbytes for tensor in held) == (SLOTS + 1) * drafter.bytes_per_slot

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.heads import save_head
 from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.drafting import draft_model as draft_models
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.drafting.registry import DRAFTERS, find_drafter
 from foretoken.lab.laws.chain import CPU, Chain, Setting, random_chain
@@ -53,6 +53,7 @@ BLOCK = 16
 VOCABULARY, HIDDEN = 5, 16
 NUM_DRAFTS = 2
 MUTANT_TRIALS = 60_000
+SLOW = {"draft_text": 5}  # as many fewer: each round cuts texts
 QUICK = 40_000  # trials in `make test`: 2 s each; a drafter is asked request by request, in Python
 _law = pytest.mark.law
 CASES = [
@@ -143,15 +144,27 @@ def driven(built: Drafter, slots: GivenSlots, bos: int) -> Propose:
 # What a drafter is given in these tests beside its name; a new one needs no entry.
 OPTIONS: dict[str, dict[str, Any]] = {
     "draft_model": {"model": "table"},
+    "draft_text": {"model": "table"},
     "ngram": {"prompt_lookup_min": 1},
     "suffix": {"suffix_decoding_max_spec_factor": 2},
+}
+# What its requests ask for: it draws from no such distribution, whatever they say.
+REQUESTS: dict[str, dict[str, Any]] = {
+    "forced": {"allowed_token_ids": [2]},
+    "prediction": {"prediction": [1, 3, 0, 2, 3, 1, 1, 4, 0]},
 }
 # Tokens of draft models whose tokenizer is another, one letter an id, where the target has TEXT;
 # "padded" is the target's tokenizer with more columns of logits.
 TEXT = "abcde"
 TEXTS = {"padded": TEXT, "other_ids": "ecxabd", "fewer": "cyzda"}
 OTHERS = [f"draft_model {texts}" for texts in TEXTS]
-LENGTHS = {"ngram": 4, "suffix": 4}  # tokens enough that a suffix has often occurred before
+# Several at once: one for all, or, under "each", for every slot another, `hybrid` among them.
+SEVERAL = {
+    "hybrid": ["suffix", "draft_model"],
+    "hybrid of a head": ["ngram", "eagle3"],
+    "each": ["draft_model", "suffix", "eagle3"],
+}
+LENGTHS = {"ngram": 4, "suffix": 4, "hybrid": 4}  # tokens enough that a suffix occurred before
 
 
 def letters(text: str) -> PreTrainedTokenizerFast:
@@ -166,25 +179,39 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
 
     A draft model of other `TEXTS` has a chain of its own, as likely to begin with any token.
     """
-    name, _, texts = name.partition(" ")
+    members = SEVERAL.get(name)
+    name, _, texts = name.partition(" ") if members is None else (name, "", "")
+    texts = "other_ids" if name == "draft_text" else texts
+    if members is None:
+        options = {"method": name, **OPTIONS.get(name, {}), **options}
+    else:
+        options["drafters"] = [{"method": one, **OPTIONS.get(one, {})} for one in members]
 
     def make(params: SlotParams) -> Propose:
         num_slots = len(params.key_S)
         own = random_chain(7 if texts == "padded" else len(TEXTS[texts]), 5)[0] if texts else chain
-        model = TableModel(own, num_slots * BLOCK)
-        setup = setup_for(num_slots, backend, method=name, **{**OPTIONS.get(name, {}), **options})
+        # A block of each slot holds what `draft_text` may draft behind half of it.
+        model = TableModel(own, num_slots * BLOCK, BLOCK // 2 if name == "draft_text" else 4096)
+        setup = setup_for(num_slots, backend, **options)
         setup = replace(setup, tokenizer=letters(TEXT) if texts else None)
-        module = import_module(DRAFTERS[name].split(":")[0])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "resolve_checkpoint", lambda name, **_: Path(name), raising=False)
-            patch.setattr(module, "load_model", lambda *_, **__: model, raising=False)
+            patch.setattr(draft_models, "resolve_checkpoint", lambda name, **_: Path(name))
+            patch.setattr(draft_models, "load_model", lambda *_, **__: model)
             tokenizer = letters(TEXTS[texts]) if texts else None
-            patch.setattr(module, "load_tokenizer", lambda _: tokenizer, raising=False)
+            patch.setattr(draft_models, "load_tokenizer", lambda _: tokenizer)
             built = find_drafter(setup.speculation)(setup)
         # A slot owns one block; no text is longer.
         slots = GivenSlots(params, max_tokens=BLOCK, max_drafts=NUM_DRAFTS, blocks=1)
         slots.write_blocks((slot, 0, [slot]) for slot in range(num_slots))
+        asked = replace(slots.requests[0].params, **REQUESTS.get(name, {}))
+        slots.requests = {i: r._replace(params=asked) for i, r in slots.requests.items()}
+        slots.prompt_S = [1] * num_slots
         built.allocate(slots, num_slots)
+        for slot, request in slots.requests.items() if members else ():
+            number = slot % len(built.names) if name == "each" else len(members)
+            params_of = replace(request.params, seed=slot if slot % 2 else None)
+            slots.requests[slot] = request._replace(drafter=number, params=params_of)
+            slots.drafter_S[slot] = number
         return driven(built, slots, 0 if texts else model.bos)
 
     return make
@@ -203,6 +230,14 @@ def test_every_drafter_is_lossless(
     check_lossless(chains, name, BACKEND, setting)
 
 
+@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("setting", CASES[4:7])
+def test_several_drafters_and_choices_among_them_are_lossless(
+    chains: tuple[Chain, Chain], name: str, setting: Setting
+) -> None:
+    check_lossless(chains, name, BACKEND, setting)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("setting", CASES[4:7])
 def test_draft_models_of_other_vocabularies_are_lossless(
@@ -212,7 +247,7 @@ def test_draft_models_of_other_vocabularies_are_lossless(
 
 
 @_law
-@pytest.mark.parametrize("name", [*DRAFTERS, *OTHERS])
+@pytest.mark.parametrize("name", [*DRAFTERS, *OTHERS, *SEVERAL])
 @pytest.mark.parametrize("setting", CASES)
 def test_every_drafter_is_lossless_full(
     chains: tuple[Chain, Chain], name: str, setting: Setting
@@ -244,8 +279,9 @@ def check_lossless(
     target, draft = chains
     make, length = drafter(name, draft, backend, **options), LENGTHS.get(name, 3)
     emission = emit(
-        one_later(backend), target, make, setting, length=length, trials=trials, seed=11
-    )
+        one_later(backend), target, make, setting, length=length,
+        trials=trials // SLOW.get(name, 1), seed=11,
+    )  # fmt: skip
     assert sum(emission.accepted) > 0
     assert joint_p_value(emission.token_SL, setting.next_token(target)) > CORRECT_P
 

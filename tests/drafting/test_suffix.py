@@ -141,13 +141,16 @@ def test_equals_counting_also_as_texts_grow_and_old_ones_make_room(
             assert others.append(0, np.array(held[-1])) == min(len(held[-1]) + 1, capacity)
         rows = DraftRows(*torch.tensor([[0], [k], [end]]).unbind(), most=k)
         for number in (0, 1):
-            drafts, num_B = propose(index, others, torch.tensor([number]), rows, options)
+            drafts, num_B, expected_B = propose(
+                index, others, torch.tensor([number]), rows, options
+            )
             got = drafts[0, : int(num_B)].tolist()
             allowed = [naive([], text, k, options)]
             kept = wrapped(held, capacity)
             allowed += [naive(kept, text, k, options)] if number and any(kept) else []
             most = max(expected for expected, _ in allowed)
             assert got in [one for expected, one in allowed if expected > most - 1e-9]
+            assert float(expected_B) == pytest.approx(most)
 
 
 def test_a_period_is_continued_to_k() -> None:

@@ -40,7 +40,9 @@ SPECULATION: dict[str, dict[str, Any] | None] = {
     "greedy": {"draft_sample_method": "greedy"},
     "eagle3": {"method": "eagle3"},
     "ngram": {"method": "ngram", "prompt_lookup_min": 1},
+    "several": {},
 }
+NAMES = ("draft_model", "ngram", "eagle3")  # of "several"
 
 
 class Padding(Graphs):
@@ -68,6 +70,8 @@ def params_of(kind: str, number: int) -> list[SamplingParams]:
                 0 if asked.keys() - {"logprobs", "trace"} else (None, 2)[i % 2]
             )
             asked["rejection_sample_method"] = rules[i % 3]
+        if kind == "several":
+            asked["drafter"] = NAMES[i // 2 % 3]
         params.append(
             SamplingParams(
                 temperature=(0.9, 0.0, 1.3)[i % 3], max_tokens=9 + 5 * (i % 4), seed=i, n=1 + i % 2,
@@ -82,7 +86,11 @@ def serve(
     target: Path, draft: Path, kind: str, *, on_host: bool, num_blocks: int = 23, **options: Any
 ) -> list[RequestOutput]:
     spec = SPECULATION[kind]
-    if spec is not None and kind != "ngram":
+    if kind == "several":
+        models = {"draft_model": str(draft), "eagle3": str(head_of(target))}
+        entries = [{"method": name, "model": models.get(name)} for name in NAMES]
+        spec = {"drafters": entries, "method": "ngram"}
+    elif spec is not None and kind != "ngram":
         spec = {"model": str(head_of(target) if kind == "eagle3" else draft), **spec}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("foretoken.engine.build.is_on_host", lambda device: on_host)
@@ -180,19 +188,26 @@ def test_mutants_of_the_device_slots_are_noticed(
 def kept_for(llm: LLM, tokens: list[int]) -> list[torch.Tensor]:
     """K/V of the draft model in the blocks that others find for a text."""
     drafter: Any = llm.engine.runner.drafter
+    drafter = drafter.members[1] if drafter.names else drafter
     pool = llm.engine.scheduler.pool
     blocks = [block for block, _ in pool.match(tokens, len(tokens) // pool.block_size)]
     return [kept[blocks].flatten(0, 1) for kept in (*drafter.kv.keys, *drafter.kv.values)]
 
 
-@pytest.mark.parametrize("beside", ["alone", "beside a prompt", "beside another"])
+@pytest.mark.parametrize(
+    "beside", ["alone", "beside a prompt", "beside another", "by ngram", "by ngram beside another"]
+)
 def test_the_drafts_half_of_blocks_that_others_find_is_complete(
     target: Path, monkeypatch: pytest.MonkeyPatch, beside: str
 ) -> None:
     monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
 
     def build() -> LLM:
-        spec = {"method": "draft_model", "model": str(target), "num_speculative_tokens": 2}
+        spec: dict[str, Any] = {"method": "draft_model", "model": str(target)}
+        if "ngram" in beside:
+            both = [{"method": "ngram", "prompt_lookup_min": 1}, spec]
+            spec = {"drafters": both, "method": "ngram"}
+        spec["num_speculative_tokens"] = 2
         return LLM(
             str(target), spec, backend="torch", threads=1, num_blocks=80, block_size=4,
             max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=False,
@@ -204,6 +219,9 @@ def test_the_drafts_half_of_blocks_that_others_find_is_complete(
         while not group.finished:
             if beside == "beside a prompt" or (beside == "beside another" and step == 0):
                 most = SamplingParams(max_tokens=40, ignore_eos=True, num_speculative_tokens=0)
+                llm.engine.add(f"{step}", [step % 7] * 9, most)
+            if beside == "by ngram beside another" and step == 0:
+                most = SamplingParams(max_tokens=40, ignore_eos=True, drafter="draft_model")
                 llm.engine.add(f"{step}", [step % 7] * 9, most)
             llm.engine.step()
             step += 1

@@ -23,26 +23,37 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "suffix": {"suffix_decoding_max_cached_tokens": 1024},
     "ngram": {"prompt_lookup_min": 1},
 }
-NATIVE_ALONE = {"suffix"}
+ASKED: dict[str, dict[str, Any]] = {
+    "forced": {"allowed_token_ids": [7]},
+    "prediction": {"prediction": "abc" * 20},
+}
+NATIVE_ALONE = {"suffix", "hybrid"}
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", [*DRAFTERS, "hybrid"])
 def test_finished_requests_leave_nothing(
     target: Path, draft: Path, tmp_path: Path, name: str
 ) -> None:
     if name in NATIVE_ALONE and unavailable("native"):
         pytest.skip(f"{name} needs the native kernels")
-    options = {"draft_model": {"model": str(draft)}} | OPTIONS
+    options = {method: {"model": str(draft)} for method in ("draft_model", "draft_text")} | OPTIONS
     if name == "eagle3":
         options[name] = {
             "model": str(
                 save_head(tmp_path / "head", hidden=32, vocabulary=260, aux_layers=(0, 1, 1))
             )
         }
+    if name == "hybrid":
+        entries = [{"method": one, **options[one]} for one in ("suffix", "draft_model")]
+        options[name] = {"drafters": entries}
     speculation = {"method": name, "num_speculative_tokens": 3, **options.get(name, {})}
     rng = random.Random(f"flat {name}")
     with LLM(str(target), speculation, max_num_seqs=32, max_model_len=64, threads=1) as llm:
+        if name == "draft_text":  # tokenizers keep 10 000 words each, here up to 15 MiB
+            drafter: Any = llm.engine.runner.drafter
+            for tokenizer in drafter._tokenizers:
+                tokenizer.backend_tokenizer.model._resize_cache(0)
         resident = 0.0
         for first in range(0, NUM_REQUESTS, WAVE):
             if first % WARM == 0:  # garbage in cycles, of pytest's too, is not what is looked for
@@ -50,7 +61,8 @@ def test_finished_requests_leave_nothing(
             if first == WARM:
                 resident = resident_mib()
             prompts = [[rng.randrange(97, 123) for _ in range(8)] for _ in range(WAVE)]
-            params = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True)
+            asked = ASKED.get(name, {})
+            params = SamplingParams(temperature=0.8, max_tokens=6, ignore_eos=True, **asked)
             outputs = llm.generate(prompts, params)
             assert sum(output.metrics.num_drafts for output in outputs)
             del outputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.ops import unavailable
 from foretoken.outputs import RequestOutput
+from tests.engine.predictions import edited
 
 # The native decoder's logits do not depend on what is verified with them, not by a bit.
 TOLERANCE = {"auto": 1e-4 if unavailable("native") else 0.0, "torch": 1e-4}
@@ -49,6 +51,8 @@ def speculations(draft: Path) -> dict[str, dict[str, Any]]:
         "greedy": {"model": str(draft), "draft_sample_method": "greedy"},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 5},
         "suffix": {"method": "suffix", "num_speculative_tokens": 5},
+        "prediction": {"method": "prediction"},
+        "draft_text": {"method": "draft_text", "model": str(draft)},
     }
 
 
@@ -64,7 +68,8 @@ EDITS = {
 @pytest.mark.parametrize(
     ("kind", "edits", "backend"),
     [
-        *product(["draft_model", "greedy", "ngram", "suffix"], EDITS, ["auto"]),
+        *product(["draft_model", "greedy", "ngram", "suffix", "prediction"], EDITS, ["auto"]),
+        *product(["draft_text"], EDITS, ["auto"]),
         *product(["draft_model"], EDITS, ["torch"]),
         ("greedy", "plain", "torch"),
         ("ngram", "penalties", "torch"),
@@ -73,14 +78,16 @@ EDITS = {
 def test_greedy_tokens_equal_plain_decoding(
     target: Path, draft: Path, kind: str, edits: str, backend: str
 ) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, logprobs=2, **EDITS[edits])
+    params: Any = SamplingParams(temperature=0, max_tokens=40, logprobs=2, **EDITS[edits])
     plain = run(build(target, backend=backend), PROMPTS, params)
+    if kind == "prediction":
+        params = [replace(params, prediction=edited(o.outputs[0].token_ids)) for o in plain]
     llm = build(target, speculations(draft)[kind], backend=backend)
     speculative = run(llm, PROMPTS, params)
     assert tokens(speculative) == tokens(plain)
     assert [o.outputs[0].text for o in speculative] == [o.outputs[0].text for o in plain]
     assert llm.metrics.num_draft_tokens > 0
-    if kind not in ("ngram", "suffix") and edits == "plain":
+    if kind not in ("ngram", "suffix", "draft_text") and edits == "plain":
         assert 0 < llm.metrics.num_accepted_tokens < llm.metrics.num_draft_tokens
     for fast, slow in zip(speculative, plain, strict=True):
         check_logprobs(fast, slow, TOLERANCE[backend])

@@ -12,6 +12,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.engine.boundary import build_output
 from foretoken.errors import OverloadedError
 from foretoken.outputs import RequestOutput
+from tests.engine.predictions import with_predictions
 from tests.support.steps import OneLate
 
 SHARED = list(b"def shared(prefix, of, many):\n    ")
@@ -64,6 +65,7 @@ def speculations(draft: Path) -> dict[str, dict[str, Any] | None]:
         "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4},
         # Alone: a request's steps depend on what others put out, though its tokens do not.
         "suffix": {"method": "suffix", "suffix_decoding_max_cached_requests": 0},
+        "prediction": {"method": "prediction"},
     }
 
 
@@ -98,7 +100,8 @@ def check_equal(crowded: RequestOutput, alone: RequestOutput) -> None:
 @pytest.mark.parametrize(
     ("kind", "caching", "backend"),
     [
-        *product(["plain", "draft_model", "greedy", "ngram", "suffix"], [True, False], ["auto"]),
+        *product(["plain", "draft_model", "greedy", "ngram"], [True, False], ["auto"]),
+        *product(["suffix", "prediction"], [True, False], ["auto"]),
         ("plain", False, "torch"),
         ("draft_model", True, "torch"),
     ],
@@ -109,6 +112,8 @@ def test_preemption_changes_no_token(
     speculation = speculations(draft)[kind]
     items = workload(20, most_drafts=4 if speculation else 0)
     prompts, params = [p for p, _ in items], [q for _, q in items]
+    if kind == "prediction":
+        params = with_predictions(build(target, None), prompts, params)
     llm = build(target, speculation, num_blocks=30, enable_prefix_caching=caching, backend=backend)
     check_after_every_step(llm)
     crowded = llm.generate(prompts, params)

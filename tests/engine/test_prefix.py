@@ -59,7 +59,7 @@ def count_target_tokens(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("kind", ["plain", "draft_model", "ngram", "suffix"])
+@pytest.mark.parametrize("kind", ["plain", "draft_model", "ngram", "suffix", "prediction"])
 def test_a_shared_prompt_is_computed_once_and_changes_no_token(
     target: Path, draft: Path, kind: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -68,7 +68,9 @@ def test_a_shared_prompt_is_computed_once_and_changes_no_token(
         "draft_model": {"model": str(draft), "num_speculative_tokens": 3},
         "ngram": {"method": "ngram", "prompt_lookup_min": 1},
         "suffix": {"method": "suffix"},
+        "prediction": {"method": "prediction"},
     }[kind]
+    asked = params(prediction="abc" * 9 if kind == "prediction" else None)
     prompts = [TEXT, TEXT, TEXT[:40], [*TEXT[:30], 7, 7], [*TEXT, 9]]
     expected_cached = [0, 60, 36, 28, 60]
     llm = build(target, speculation, backend=backend)
@@ -76,8 +78,8 @@ def test_a_shared_prompt_is_computed_once_and_changes_no_token(
     counts = count_target_tokens(llm, monkeypatch)
     for prompt, cached in zip(prompts, expected_cached, strict=True):
         counts.clear()
-        [output] = llm.generate([prompt], params())
-        [expected] = fresh.generate([prompt], params())
+        [output] = llm.generate([prompt], asked)
+        [expected] = fresh.generate([prompt], asked)
         assert tokens(output) == tokens(expected)
         assert output.outputs[0].origins == expected.outputs[0].origins
         assert output.metrics.num_cached_tokens == cached

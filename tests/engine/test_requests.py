@@ -329,7 +329,7 @@ def test_a_single_bad_prompt_raises(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("speculation", "message"),
     [
-        ({"method": "ngrams"}, "draft_model, eagle3, ngram, suffix"),
+        ({"method": "ngrams"}, "draft_model, draft_text, eagle3, forced, ngram, prediction, suff"),
         ({"num_speculative_tokens": 0, "method": "ngram"}, "speculative_config=None"),
         ({"method": "ngram", "num_speculative_token": 3}, "Did you mean `num_speculative_tokens`"),
         ({"model": "x", "draft_sample_method": "gumbel"}, "is called `probabilistic`"),

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from foretoken.lab.train_eagle3.optim import learning_rate
 from training.tiny_python.data import Windows
 from training.tiny_python.decode import StaticDecoder
 from training.tiny_python.distill import DistillConfig, distill, kl_loss, tv_loss
 from training.tiny_python.evaluate import evaluate
 from training.tiny_python.generate import row_temperatures, sample_corpus
 from training.tiny_python.models import build
-from training.tiny_python.optim import learning_rate
 from training.tiny_python.pretrain import PretrainConfig, pretrain
 
 VOCAB = 64

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from foretoken.lab.train_eagle3.optim import adamw, learning_rate, set_learning_rate
 from training.tiny_python.data import Windows, load_stream
 from training.tiny_python.generate import sample_corpus
 from training.tiny_python.models import build, logits_of
-from training.tiny_python.optim import adamw, learning_rate, set_learning_rate
 from training.tiny_python.pretrain import autocast
 
 
@@ -113,7 +113,9 @@ def distill(
     wrap = torch.compile if config.compile else lambda f: f
     vocab = target.config.vocab_size
     drafts = {s: build(s, vocab, config.seed).to(config.device) for s in config.shapes}
-    optimizers = {s: adamw(d, config.lr, config.weight_decay) for s, d in drafts.items()}
+    optimizers = {
+        s: adamw(d.parameters(), config.lr, config.weight_decay) for s, d in drafts.items()
+    }
     losses = {s: wrap(draft_loss) for s in drafts}
     target_logits = wrap(logits_of)
     mixture = Mixture(config, own_NT, train_N)

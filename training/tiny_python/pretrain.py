@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer, LlamaForCausalLM
 
+from foretoken.lab.train_eagle3.optim import adamw, learning_rate, set_learning_rate
 from training.tiny_python.data import Windows, load_stream
 from training.tiny_python.models import build, logits_of
-from training.tiny_python.optim import adamw, learning_rate, set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def pretrain(
     model = build(config.shape, vocab_size, config.seed).to(config.device)
     forward = torch.compile(token_loss) if config.compile else token_loss
     windows = Windows(train_N, config.length, config.seed + 1, config.device)
-    optimizer = adamw(model, config.lr, config.weight_decay)
+    optimizer = adamw(model.parameters(), config.lr, config.weight_decay)
     history: list[dict[str, float]] = []
     best, best_state, began = float("inf"), {}, time.perf_counter()
     recent = torch.zeros((), device=config.device)

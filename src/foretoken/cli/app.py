@@ -26,6 +26,7 @@ from foretoken.cli.terminal import (
 from foretoken.config import EngineConfig, check_int
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.options import BenchOptions
+from foretoken.lab.train_eagle3.options import TrainOptions
 from foretoken.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
 
 _EMBEDDED = "tiny-python"
 _OWN_DRAFT = {"method": "draft_model"}
-# `bench` has its own seed, and of how long an output is and what ends it the length alone.
+# `bench` has its own prompts and seed, and of how long an output is and what ends it the length
+# alone.
 SET_BY_BENCH = {
     *("seed", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "ignore_eos"),
-    *("include_stop_str_in_output", "skip_special_tokens"),
+    *("include_stop_str_in_output", "skip_special_tokens", "prediction"),
 }
 
 app = typer.Typer(
@@ -208,6 +210,22 @@ def bench(
         command = Command(as_typed(), tables, errors, note)
         with exit_on_sigterm():
             command.run(llm, asked, params, [loading])
+
+
+@app.command("train-eagle3")
+@with_fields(TrainOptions, engine=False)
+def train_eagle3(debug: Debug = False, **options: Any) -> None:
+    """Train an EAGLE-3 head for a model, on texts that the model writes itself.
+
+    Ctrl-C keeps the head as it is by then, and a checkpoint from which --resume goes on.
+    """
+    with reporting(debug) as note:
+        asked = TrainOptions(**fields_given(TrainOptions, options))
+        note("nothing was trained.")
+        from foretoken.lab.train_eagle3.command import Training
+
+        shown = console(stderr=True, highlight=False, soft_wrap=True)
+        Training(asked, lambda line: shown.print(line, markup=False), note).run()
 
 
 def _start(options: dict[str, Any], given: str | None, off: bool, corpus: str | None) -> LLM:

@@ -23,7 +23,7 @@ from foretoken.sampling.params import SamplingParams
 
 NOT_OPTIONS: dict[type, set[str]] = {
     # A command's requests all draft by `--speculative-config`.
-    SamplingParams: {"num_speculative_tokens", "rejection_sample_method"},
+    SamplingParams: {"num_speculative_tokens", "drafter", "rejection_sample_method"},
     # `--seed` is the request's; nothing ever waits for another; every request has parameters.
     EngineConfig: {"speculative_config", "seed", "max_num_waiting", "generation_config"},
 }
@@ -31,7 +31,7 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def with_fields(
-    *own: type, without: Set[str] = frozenset(), **defaults: Any
+    *own: type, engine: bool = True, without: Set[str] = frozenset(), **defaults: Any
 ) -> Callable[[_Command], _Command]:
     """Give a command the options of `EngineConfig` and `SamplingParams`.
 
@@ -39,6 +39,7 @@ def with_fields(
 
     Args:
         own: further dataclasses whose fields are its options, before the others.
+        engine: False gives it those of `own` alone.
         without: fields of those two that are none.
         defaults: those that differ from the dataclasses'.
     """
@@ -48,12 +49,13 @@ def with_fields(
         typed = [p.replace(kind=p.KEYWORD_ONLY) for p in typed]
         arguments = [p for p in typed if isinstance(p.annotation.__metadata__[0], ArgumentInfo)]
         *others, last = [p for p in typed if p not in arguments]
-        model, *engine = _parameters(EngineConfig, defaults, without)
         first = [p for cls in own for p in _parameters(cls, defaults)]
-        sampling = _parameters(SamplingParams, defaults, without)
-        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [*arguments, model, *first, *others, *sampling, *engine, last]
-        )
+        listed = [*arguments, *first, *others, last]
+        if engine:
+            model, *rest = _parameters(EngineConfig, defaults, without)
+            sampling = _parameters(SamplingParams, defaults, without)
+            listed = [*arguments, model, *first, *others, *sampling, *rest, last]
+        command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
         return command
 
     return decorate
@@ -66,6 +68,8 @@ def fields_given(cls: type, options: dict[str, Any]) -> dict[str, Any]:
         value = options.get(field.name)
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = [as_utf8(field.name, item) for item in value]
+        elif value is not None and _is_text(field):
+            value = as_utf8(field.name, value)
         if value is not None:
             given[field.name] = _parse_map(field.name, value) if _is_map(field) else value
     return given
@@ -116,6 +120,8 @@ def _annotation(field: Field[Any], text: str) -> Any:
     kinds = re.findall(r"\b(str|int|float|bool)\b", str(field.type))
     if _is_map(field):
         return Annotated[str | None, typer.Option(option, metavar="JSON", help=text)]
+    if _is_text(field):
+        return Annotated[str | None, typer.Option(option, help=text)]
     if re.search(r"(list|tuple|Sequence)\[", str(field.type)):
         items = list[int] if kinds[0] == "int" else list[str]
         return Annotated[items | None, typer.Option(option, help=f"{text} May be repeated.")]
@@ -127,6 +133,11 @@ def _annotation(field: Field[Any], text: str) -> Any:
 
 def _is_map(field: Field[Any]) -> bool:
     return "Mapping[" in str(field.type)
+
+
+def _is_text(field: Field[Any]) -> bool:
+    """Whether it is a text, or token ids, which are not typed."""
+    return str(field.type).startswith("str | Sequence")
 
 
 def _parse_map(name: str, text: str) -> dict[int, Any]:

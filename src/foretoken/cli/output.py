@@ -138,6 +138,7 @@ def as_json(output: RequestOutput) -> dict[str, Any]:
     fields = asdict(replace(output, error=None, prompt_logprobs=None, outputs=[]))
     derived = ("synthetic_acceptance", "mean_k", "mean_acceptance_length", "acceptance_rate")
     metrics = fields["metrics"] | {name: getattr(output.metrics, name) for name in derived}
+    metrics["drafters"] = [{"name": k, **counts} for k, counts in metrics["drafters"].items()]
     return fields | {
         "prompt_logprobs": _logprobs(output.prompt_logprobs),
         "outputs": [

@@ -8,17 +8,20 @@ from foretoken.config.checks import check_choice, check_int, check_number, plain
 from foretoken.config.engine import BLOCK_SIZES, DTYPES, EngineConfig
 from foretoken.config.speculative import (
     AUTO,
+    HYBRID,
     LOSSLESS_METHODS,
     MAX_SPECULATIVE_TOKENS,
     REJECTION_SAMPLE_METHODS,
     SpeculativeConfig,
     check_synthetic,
+    of_drafter,
 )
 
 __all__ = [
     "AUTO",
     "BLOCK_SIZES",
     "DTYPES",
+    "HYBRID",
     "LOSSLESS_METHODS",
     "MAX_SPECULATIVE_TOKENS",
     "REJECTION_SAMPLE_METHODS",
@@ -28,5 +31,6 @@ __all__ = [
     "check_int",
     "check_number",
     "check_synthetic",
+    "of_drafter",
     "plain",
 ]

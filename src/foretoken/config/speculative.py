@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from os import PathLike, fspath
 from typing import Any, Self
@@ -25,6 +26,7 @@ REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
 MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"
 _MOST_UNDER_AUTO = 8
+HYBRID = "hybrid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,12 @@ class SpeculativeConfig:
     """How tokens are drafted and verified.
 
     Attributes:
-        method: the drafter: `draft_model`, `eagle3`, `ngram` or `suffix` (names registered in
-            `drafting/registry.py`). None: `draft_model` if `model` is given, else an error.
+        method: the drafter: `draft_model`, `draft_text`, `eagle3`, `forced`, `ngram`, `prediction`
+            or `suffix` (names registered in `drafting/registry.py`). None: `draft_model` if `model`
+            is given, else an error. Beside `drafters`: the name of the one that requests have which
+            name none, or `hybrid`; None: `hybrid`.
+        drafters: drafters that are loaded together, each a dict of `method` and its options, and
+            `name`, by default its method, by which requests choose it.
         model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
             built-in target `tiny-python` means its own draft, `tiny-python-draft`.
         revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
@@ -65,6 +71,7 @@ class SpeculativeConfig:
     """
 
     method: str | None = None
+    drafters: Sequence[Mapping[str, Any]] | None = None
     model: str | None = None
     revision: str | None = None
     num_speculative_tokens: int | str = 4
@@ -104,9 +111,13 @@ class SpeculativeConfig:
         rule = self.rejection_sample_method
         check_choice(where + "rejection_sample_method", rule, REJECTION_SAMPLE_METHODS)
         self._check_synthetic(where)
-        if self.method is None:
+        if self.drafters is not None:
+            self._check_drafters(where)
+        elif self.method is None:
             if self.model is None:
-                remedy = "Use `draft_model` or `eagle3` (with `model`), `ngram` or `suffix`."
+                remedy = (
+                    "Use `draft_model`, `eagle3` (with `model`), `ngram`, `prediction` or `suffix`."
+                )
                 raise ConfigError(where + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
 
@@ -156,6 +167,58 @@ class SpeculativeConfig:
             rates = tuple(map(float, self.synthetic_acceptance_rates))
             object.__setattr__(self, "synthetic_acceptance_rates", rates)
 
+    def _check_drafters(self, where: str) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in self._drafter_options() and value != field.default:
+                remedy = "Put it into the entry of the drafter that it is for."
+                raise ConfigError(where + field.name, value, "left out beside `drafters`", remedy)
+        given, where = self.drafters, where + "drafters"
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        if not given or not is_list or not all(isinstance(entry, Mapping) for entry in given):
+            bound = "a list of objects, one for each drafter"
+            raise ConfigError(where, given, bound, 'For example [{"method": "ngram"}].')
+        named: dict[str, Mapping[str, Any]] = {}
+        for i, entry in enumerate(given):
+            with of_drafter(i):
+                method, name = self._member(entry).method, entry.get("name")
+            name = method if name is None else name
+            if not isinstance(name, str) or not name or name == HYBRID or name in named:
+                bound = f"a text that no other drafter has for a name, and not `{HYBRID}`"
+                raise ConfigError(f"{where}[{i}].name", name, bound)
+            named[name] = {**entry, "method": method, "name": name}
+        object.__setattr__(self, "drafters", tuple(named.values()))
+        if self.method is None:
+            object.__setattr__(self, "method", HYBRID)
+        check_choice("speculative_config.method", self.method, (*named, HYBRID))
+
+    @classmethod
+    def _drafter_options(cls) -> list[str]:
+        """Fields that are about one drafter."""
+        shared = ("method", "drafters", "num_", "max_", "rejection_", "synthetic_")
+        return [f.name for f in fields(cls) if not f.name.startswith(shared)]
+
+    def _member(self, entry: Mapping[str, Any]) -> Self:
+        """The options of one of `drafters`, with those that all share."""
+        entry = without_foreign(entry, SPECULATIVE_FIELDS, ConfigError)
+        own = ("method", "name", *self._drafter_options())
+        shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
+        del shared["drafters"]
+        for key in shared.keys() & entry.keys():
+            remedy = "All drafters share it: set it beside `drafters`."
+            raise ConfigError(
+                f"speculative_config.{key}", entry[key], "left out of an entry", remedy
+            )
+        check_known_keys("speculative_config", entry, own)
+        return type(self)(**{k: v for k, v in entry.items() if k != "name"}, **shared)
+
+    @property
+    def members(self) -> dict[str, Self]:
+        """The options of each drafter that is loaded, by name."""
+        if self.drafters is None:
+            return {str(self.method): self}
+        return {entry["name"]: self._member(entry) for entry in self.drafters}
+
     @property
     def is_auto(self) -> bool:
         """Whether K is chosen step by step."""
@@ -193,6 +256,17 @@ class SpeculativeConfig:
         given = without_foreign(given, SPECULATIVE_FIELDS, ConfigError)
         check_known_keys("speculative_config", given, [f.name for f in fields(cls)])
         return cls(**given)
+
+
+@contextmanager
+def of_drafter(index: int) -> Iterator[None]:
+    """Errors raised inside name options of this one of several `drafters`."""
+    try:
+        yield
+    except ConfigError as error:
+        whole, prefix = error.field, "speculative_config."
+        field = f"{prefix}drafters[{index}].{whole.removeprefix(prefix)}"
+        raise ConfigError(field, error.value, error.bound, error.remedy) from error
 
 
 _SYNTHETIC = tuple(f"synthetic_acceptance_{kind}" for kind in ("rate", "rates", "length"))

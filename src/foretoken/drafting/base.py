@@ -41,6 +41,7 @@ class DrafterSetup:
         vocab_size, max_model_len: the target's.
         tokenizer: the target's (`PreTrainedTokenizerBase`), or None without one.
         embedding, head: weights [V, H] of the target itself; the head if `target_view` asks for it.
+        on_host: whether slots are kept as numbers on the host.
     """
 
     config: EngineConfig
@@ -52,6 +53,7 @@ class DrafterSetup:
     tokenizer: Any = None
     embedding: Tensor | None = None
     head: Tensor | None = None
+    on_host: bool = True
 
     @property
     def block_size(self) -> int:
@@ -65,6 +67,9 @@ class Drafter(ABC):
     """Base class of all drafters; built as `cls(setup)`.
 
     options: the optional fields of `SpeculativeConfig` that it reads; others are refused.
+    looks_up: drafts are found at hardly any cost, or there are none: `hybrid` asks it first.
+    names: of several drafters loaded together, by number, and `hybrid` behind them where there is
+        one; () for a drafter by itself.
     kv_bytes_per_block, bytes_per_slot: memory that the instance asks for: K/V of one cache block,
         addressed by the engine's block ids, so that they roll back with the target's; and what it
         keeps for one request beside K/V, the q of its drafts above all, so that it is taken to
@@ -72,12 +77,16 @@ class Drafter(ABC):
     bytes_shared: memory on the host that is nobody's own, in which texts are looked up.
     reads_next_token: what it keeps for a position depends on the token behind it, too. A block is
         then shared only among requests that agree in the token behind its last one.
+    reads_prediction: whether it drafts from `SamplingParams.prediction`.
     num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
         is found by others once the target has computed so many tokens past its end.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()
-    reads_next_token: ClassVar[bool] = False
+    looks_up: ClassVar[bool] = False
+    names: tuple[str, ...] = ()
+    reads_next_token: bool = False
+    reads_prediction: bool = False
     num_behind: int = 0
     kv_bytes_per_block: int = 0
     bytes_per_slot: int = 0
@@ -118,8 +127,9 @@ class Drafter(ABC):
     def observe(  # noqa: B027 (optional hook)
         self, rows: StepRows, batch: ForwardBatch, result: StepResult
     ) -> None:
-        """See what the target computed, prompts too, and what became of the drafts.
+        """See what the target computed, prompts too, and what became of its drafts.
 
+        Beside other drafters, `num_drafts` of a decision is 0 where the drafts were another's.
         The slots hold the outcome already: lengths count the tokens that were drawn. Hidden states
         that `target_view` asks for are `result.aux`, in the order of `batch`.
         """

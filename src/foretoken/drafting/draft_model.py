@@ -22,6 +22,8 @@ Shape suffixes: B requests, K drafts, S slots, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +34,7 @@ from foretoken.drafting.autoregressive import Autoregressive
 from foretoken.drafting.base import DrafterSetup, no_drafts
 from foretoken.drafting.vocabulary import DraftNetwork, Match, match_tokenizers
 from foretoken.errors import ConfigError
-from foretoken.models import load_model, load_tokenizer, resolve_checkpoint
+from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, RoundDecoder, Rows, Rule
 from foretoken.ops.steps import DraftRows
 from foretoken.slots.device import DeviceSlotTable
@@ -72,7 +74,7 @@ class DraftModel(Autoregressive):
         self._catch_up([slot for slot, _ in wanted])
         # None means argmax to a native round. Coupled requests draw, if without keeping q.
         warm = any(self.slots.requests[slot].params.temperature > 0 for slot, _ in wanted)
-        cache = self._cache if warm else None
+        cache = self.cache if warm else None
         fused = self.model.fused
         if isinstance(fused, RoundDecoder) and self.network.ids is None:
             token_BK = self._draft_at_once(fused, wanted, cache)
@@ -155,6 +157,10 @@ class DraftModel(Autoregressive):
         """Forget the request in this slot."""
         self._num_computed_S[slot] = 0
 
+    def take_back(self, slot: int, length: int) -> None:
+        """Of a slot that shares no block: its tokens behind the first `length` are others now."""
+        self._num_computed_S[slot] = min(self._num_computed_S[slot], length)
+
     def held_slots(self) -> Iterable[int]:
         """Slots whose tokens it has computed."""
         return [slot for slot, count in enumerate(self._num_computed_S) if count]
@@ -220,6 +226,25 @@ def load_draft(setup: DrafterSetup) -> DraftNetwork:
         ConfigError: it shares too few tokens with the target; or it has another number of logits,
             and there are no two tokenizers to compare.
     """
+    name, folder, tokenizer = find_draft(setup)
+    match = Match(None, {})
+    is_known = setup.tokenizer is not None and tokenizer is not None
+    if is_known:
+        match = match_tokenizers(name, setup.tokenizer, tokenizer)
+    model = load_weights(setup, folder)
+    if not is_known and model.vocab_size != setup.vocab_size:
+        bound = "a model with the target's vocabulary, or with a tokenizer, as the target"
+        remedy = (
+            f"It has {model.vocab_size} logits where the target has {setup.vocab_size}; without "
+            "tokenizers nothing says which tokens are the same. Choose another, or `ngram`."
+        )
+        raise ConfigError("speculative_config.model", name, bound, remedy)
+    ids = match.ids(setup.vocab_size, model.vocab_size, setup.device)
+    return DraftNetwork(model, ids)
+
+
+def find_draft(setup: DrafterSetup) -> tuple[str, Path, Any]:
+    """The draft model's name, its folder, and its tokenizer, if it has one."""
     config = setup.config
     name = setup.speculation.model or BUILT_IN_DRAFTS.get(config.model)
     if name is None:
@@ -231,11 +256,13 @@ def load_draft(setup: DrafterSetup) -> DraftNetwork:
         local_files_only=config.local_files_only,
         weights=config.load_format == "auto",
     )
-    match, tokenizer = Match(None, {}), load_tokenizer(folder)
-    is_known = setup.tokenizer is not None and tokenizer is not None
-    if is_known:
-        match = match_tokenizers(name, setup.tokenizer, tokenizer)
-    model = load_model(
+    return name, folder, load_tokenizer(folder)
+
+
+def load_weights(setup: DrafterSetup, folder: Path) -> CausalLM:
+    """The draft model, of no longer a context than the target's."""
+    config = setup.config
+    return load_model(
         folder,
         device=setup.device,
         dtype=config.dtype,
@@ -244,12 +271,3 @@ def load_draft(setup: DrafterSetup) -> DraftNetwork:
         max_model_len=setup.max_model_len,
         shorten=True,
     )
-    if not is_known and model.vocab_size != setup.vocab_size:
-        bound = "a model with the target's vocabulary, or with a tokenizer, as the target"
-        remedy = (
-            f"It has {model.vocab_size} logits where the target has {setup.vocab_size}; without "
-            "tokenizers nothing says which tokens are the same. Choose another, or `ngram`."
-        )
-        raise ConfigError("speculative_config.model", name, bound, remedy)
-    ids = match.ids(setup.vocab_size, model.vocab_size, setup.device)
-    return DraftNetwork(model, ids)

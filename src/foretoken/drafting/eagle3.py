@@ -115,7 +115,7 @@ class Eagle3(Autoregressive):
             return no_drafts(size, device)
         places = self._places(rows)
         hidden_BC, drafts = self._hidden_SC[rows.slot_B], list[Tensor]()
-        cache = self._cache if rows.warm else None
+        cache = self.cache if rows.warm else None
         logits_BV = self.head.logits(hidden_BC)
         for i in range(rows.most):
             if i:

@@ -53,7 +53,7 @@ class LockstepDraftModel(Autoregressive):
         table, block_size = self.slots, self.block_size
         max_len = self.model.max_model_len
         plan = table.steps.begin_round(table.state, rows, _FIRST, max_len, block_size)
-        cache = self._cache if rows.warm else None
+        cache = self.cache if rows.warm else None
         batch = ForwardBatch(*plan.first)
         block_BL, row_B = batch.attention.block_BL, plan.index_B1[:-1]
         drafts: list[Tensor] = []
@@ -79,15 +79,15 @@ class LockstepDraftModel(Autoregressive):
 
     def observes(self, rows: StepRows) -> bool:
         """Not where a round of drafting has computed all that the target has."""
-        return not (rows.most_drafts and _decodes(rows))
+        return rows.others or not (rows.most_drafts and _decodes(rows))
 
     def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
-        """Compute what the target computed.
+        """Compute what the target computed, drafts of other drafters too.
 
         In a step of decoding alone, one known token more: the last draft of the round before it,
         which no round has computed if all of that one was accepted.
         """
-        if _decodes(rows):
+        if _decodes(rows) and not rows.most_drafts:
             state, max_len = self.slots.state, self.model.max_model_len
             behind_B = (state.length_S[rows.slot_D] - 1).clamp(min=1)  # the last has no block yet
             known = DraftRows(rows.slot_D, torch.zeros_like(behind_B), behind_B, most=1)

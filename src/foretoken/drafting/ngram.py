@@ -22,6 +22,7 @@ class NGram(Drafter):
     """Drafts by looking up the request's own tokens."""
 
     options = frozenset({"prompt_lookup_min", "prompt_lookup_max"})
+    looks_up = True
 
     def __init__(self, setup: DrafterSetup) -> None:
         self.shortest, self.longest = setup.speculation.lookup_sizes

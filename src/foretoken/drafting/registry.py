@@ -6,14 +6,17 @@ from dataclasses import fields
 from importlib import import_module
 from typing import cast
 
-from foretoken.config import SpeculativeConfig, check_choice
+from foretoken.config import SpeculativeConfig, check_choice, of_drafter
 from foretoken.drafting.base import Drafter
 from foretoken.errors import ConfigError
 
 DRAFTERS = {
     "draft_model": "foretoken.drafting.draft_model:DraftModel",
+    "draft_text": "foretoken.drafting.draft_text:DraftText",
     "eagle3": "foretoken.drafting.eagle3:Eagle3",
+    "forced": "foretoken.drafting.forced:Forced",
     "ngram": "foretoken.drafting.ngram:NGram",
+    "prediction": "foretoken.drafting.prediction:Prediction",
     "suffix": "foretoken.drafting.suffix:Suffix",
 }
 
@@ -21,10 +24,12 @@ ON_DEVICE = {"draft_model": "foretoken.drafting.lockstep:LockstepDraftModel"}
 """Those that are others on a device that nobody waits for."""
 
 ON_HOST_ALONE = {
-    "suffix": "`suffix` reads tokens on the host, too late for a GPU: `ngram` runs on the device."
+    name: f"`{name}` reads tokens on the host, too late for a GPU: `ngram` runs on the device."
+    for name in ("draft_text", "forced", "prediction", "suffix")
 }
 """What is not to be had on such a device, and what to take instead."""
 
+_SEVERAL = "foretoken.drafting.several:Several"
 _FOR_ALL = (
     "method", "num_speculative_tokens", "max_speculative_tokens", "rejection_sample_method",
     "synthetic_",
@@ -33,14 +38,18 @@ _FOR_ALL = (
 
 def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> type[Drafter]:
     """The class that `method` names; `ConfigError` for a name or an option it does not know."""
+    if speculation.drafters is not None:
+        for i, member in enumerate(speculation.members.values()):
+            with of_drafter(i):
+                find_drafter(member, on_host=on_host)
+        return _imported(_SEVERAL)
     method = speculation.method or ""
     named, remedy = DRAFTERS, ""
     if not on_host:
         named = {k: v for k, v in (DRAFTERS | ON_DEVICE).items() if k not in ON_HOST_ALONE}
         remedy = ON_HOST_ALONE.get(method, "")
     check_choice("speculative_config.method", method, tuple(named), remedy)
-    module, name = named[method].split(":")
-    found = cast(type[Drafter], getattr(import_module(module), name))
+    found = _imported(named[method])
     for field in fields(speculation):
         option, value = field.name, getattr(speculation, field.name)
         is_taken = option.startswith(_FOR_ALL) or option in found.options
@@ -49,3 +58,8 @@ def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> typ
             remedy = f"`{method}` takes {', '.join(sorted(found.options)) or 'no options'}."
             raise ConfigError(f"speculative_config.{option}", value, bound, remedy)
     return found
+
+
+def _imported(place: str) -> type[Drafter]:
+    module, name = place.split(":")
+    return cast(type[Drafter], getattr(import_module(module), name))

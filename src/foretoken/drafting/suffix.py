@@ -45,6 +45,8 @@ class Suffix(Drafter):
         }
     )
 
+    looks_up = True
+
     def __init__(self, setup: DrafterSetup) -> None:
         if (reason := unavailable("native")) is not None:
             remedy = f"It needs the native kernels: {reason}. `ngram` does not."
@@ -83,8 +85,11 @@ class Suffix(Drafter):
         for slot in slot_B[self._own.size_N[slot_B] == 0].tolist():
             self._enter(slot)
         num_shared_B = self._num_shared_S[rows.slot_B]
-        token_BK, num_B = propose(self._own, self._shared, num_shared_B, rows, self._limits)
-        return DraftBlock(token_BK, num_B, None, q_flags(len(num_B), num_B.device, real=False))
+        token_BK, num_B, expected_B = propose(
+            self._own, self._shared, num_shared_B, rows, self._limits
+        )
+        no_q_B = q_flags(len(num_B), num_B.device, real=False)
+        return DraftBlock(token_BK, num_B, None, no_q_B, expected_B=expected_B)
 
     def _enter(self, slot: int) -> None:
         """See a request for the first time, one that was preempted again."""

@@ -109,8 +109,8 @@ def match_tokenizers(name: str, target: Any, draft: Any) -> Match:
     if share < LEAST_SHARE:
         bound = f"a model whose tokenizer has {LEAST_SHARE:.0%} of the target's tokens or more"
         remedy = (
-            f"It has {len(shared)} of {len(target_pieces)}. Choose a draft whose tokenizer is "
-            "nearer to the target's, or `ngram`."
+            f"It has {len(shared)} of {len(target_pieces)}. Method `draft_text` drafts with it by "
+            "text; or choose a draft whose tokenizer is nearer to the target's."
         )
         raise ConfigError("speculative_config.model", name, bound, remedy)
     _log.log(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 from foretoken.config import AUTO, LOSSLESS_METHODS
@@ -23,6 +24,9 @@ class Limits:
     num_speculative_tokens: K of requests that name none, or the most that `auto` drafts
     adapts: whether K is `auto`
     allows_synthetic: whether the engine is configured with the rule `synthetic`
+    reads_prediction: whether a drafter is loaded that drafts from `prediction`
+    drafter: who drafts for requests that name nobody; "": this engine drafts nothing
+    drafters: names of several, `drafter` among them; () if there is no other
     """
 
     vocab_size: int
@@ -32,6 +36,28 @@ class Limits:
     has_tokenizer: bool
     adapts: bool = False
     allows_synthetic: bool = False
+    reads_prediction: bool = False
+    drafter: str = ""
+    drafters: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Drafters by number, as requests and slots name them."""
+        return self.drafters or (self.drafter,)
+
+    def number_of(self, name: str | None) -> int:
+        """The number of a request's drafter."""
+        return self.names.index(name or self.drafter)
+
+    def check_drafter(self, name: str) -> None:
+        """Raise `RequestError` for a drafter that is not loaded."""
+        names = self.names
+        if not self.drafter:
+            raise RequestError("drafter", name, "left out: this engine drafts nothing")
+        if name not in names:
+            near = get_close_matches(name, names, n=1, cutoff=0.5)
+            remedy = f"Did you mean `{near[0]}`?" if near else "The engine loads `drafters`."
+            raise RequestError("drafter", name, f"one of {', '.join(names)}", remedy)
 
 
 def check_request(
@@ -50,6 +76,7 @@ def check_request(
         "stop_token_ids": params.stop_token_ids or (),
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
+        "prediction": _prediction(params, limits),
     }
     for name, ids in all_ids.items():
         for token in ids:
@@ -65,6 +92,8 @@ def check_request(
         bound = f"at most the engine's {limits.num_speculative_tokens}"
         remedy = "Raise `num_speculative_tokens` in `speculative_config`."
         raise RequestError("num_speculative_tokens", wanted, bound, remedy)
+    if params.drafter is not None:
+        limits.check_drafter(params.drafter)
     if params.rejection_sample_method == "synthetic" and not limits.allows_synthetic:
         bound = f"one of {', '.join(LOSSLESS_METHODS)}: this engine does not allow `synthetic`"
         remedy = (
@@ -92,6 +121,19 @@ def drafts_of(params: SamplingParams, rule: str, limits: Limits) -> tuple[int, b
         return most, False
     same_text = rule == "coupled" or (params.temperature == 0 and rule != "synthetic")
     return min(FIXED, most), asked == AUTO or params.seed is None or same_text
+
+
+def _prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:
+    """The prediction, if a drafter reads it and it is no longer than a text may be."""
+    prediction = params.prediction or ()
+    given = f"{len(prediction)} tokens"
+    if params.prediction is not None and not limits.reads_prediction:
+        remedy = 'Load one with `speculative_config={"method": "prediction"}`.'
+        raise RequestError("prediction", given, "left out: no drafter here reads it", remedy)
+    if len(prediction) > limits.max_model_len:
+        bound = f"at most as long as the context of {limits.max_model_len} tokens"
+        raise CapacityError("prediction", given, bound, "Shorten it.")
+    return prediction
 
 
 def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingParams:

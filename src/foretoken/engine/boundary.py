@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from foretoken.engine.admission import check_request
 from foretoken.engine.engine import Engine
-from foretoken.engine.prompts import encode, shown_parts
+from foretoken.engine.prompts import encode, encode_prediction, shown_parts
 from foretoken.engine.request import Given, Request, RequestGroup
 from foretoken.errors import ForetokenError, ProcessingError
 from foretoken.outputs import (
@@ -48,6 +48,9 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     engine.check_works()
     with _encoding(request_id):
         text, ids = encode(engine.tokenizer, prompt)
+        prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
+    if prediction is not params.prediction:
+        params = replace(params, prediction=prediction)
     limits = engine.limits
     if params is engine.default_params and len(ids) + params.token_limit > limits.max_model_len:
         params = replace(params, max_tokens=None)  # nobody asked for as many as do not fit

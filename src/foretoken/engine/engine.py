@@ -96,7 +96,6 @@ class Engine:
         self._slots = runner.slots
         self._num_added = 0
         speculation = config.speculative_config
-        self._drafter = speculation.method if speculation else None
         self._rule = speculation.rejection_sample_method if speculation else "standard"
         self.limits = Limits(
             vocab_size=runner.model.vocab_size,
@@ -106,6 +105,9 @@ class Engine:
             adapts=self._control is not None,
             has_tokenizer=tokenizer is not None,
             allows_synthetic=self._rule == "synthetic",
+            drafter=str(speculation.method) if speculation else "",
+            drafters=runner.drafter.names if runner.drafter else (),
+            reads_prediction=runner.drafter is not None and runner.drafter.reads_prediction,
         )
 
     @property
@@ -200,7 +202,7 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
     ) -> RequestGroup:
-        """Queue a prompt.
+        """Queue a prompt; `params.prediction` is token ids by now.
 
         Raises:
             RequestError: the prompt or its parameters are out of bounds.
@@ -229,9 +231,11 @@ class Engine:
         if rule == "synthetic" and not most_drafts:
             rule = "standard"  # plain decoding, with the target's distribution
         for j in range(params.n):
-            tokens, key = list(prompt_ids), mix(seed, j)
-            request = Request(group, j, key, tokens, stop_ids, bad_words, rule, most_drafts)
-            request.waits_for_tokens, request.adapts = edits_on_host, adapts
+            request = Request(
+                group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words, rule, most_drafts,
+                self.limits.number_of(params.drafter), waits_for_tokens=edits_on_host,
+                adapts=adapts,
+            )  # fmt: skip
             self.scheduler.add(request)
             group.samples.append(request)
         self._num_added = admission
@@ -328,27 +332,27 @@ class Engine:
             return
         if outcome.fault is not None:
             raise outcome.fault
+        number = request.drafter if outcome.drafter is None else outcome.drafter
+        name = self.limits.names[number]
         if outcome.is_finite:
             if group.metrics.time_to_first_token is None:
                 group.metrics.time_to_first_token = time.perf_counter() - group.arrival
             synthetic = request.rule == "synthetic"
             for metrics in (group.metrics, self.metrics):
-                metrics.observe(outcome.num_drafts, outcome.num_accepted, synthetic=synthetic)
-        self._take_tokens(
-            request, outcome, self._drafter
-        )  # accepted drafts stand, whatever follows them
+                metrics.observe(outcome.num_drafts, outcome.num_accepted, name, synthetic=synthetic)
+        self._take_tokens(request, outcome, name)  # accepted drafts stand, whatever follows them
         if not outcome.is_finite and request.status is not Status.FINISHED:
             group.error = group.error or no_token(request, outcome.bans_all)
             self._finish(request, "error")
 
-    def _take_tokens(self, request: Request, outcome: Outcome, drafter: str | None) -> None:
+    def _take_tokens(self, request: Request, outcome: Outcome, drafter: str) -> None:
         """Append tokens until one ends the request; what follows it is dropped."""
         sampler, tokens = self.runner.sampler, outcome.token_ids
         logprobs, trace = [], []
         if outcome.logprobs is not None and request.params.logprobs is not None:
             logprobs = sampler.describe(outcome.logprobs, tokens, request.params.logprobs)
         if outcome.evidence is not None:
-            about = Round(drafter, sampler.synthetic_rates, sampler.decode)
+            about = Round(drafter or None, sampler.synthetic_rates, sampler.decode)
             trace = trace_round(request, outcome, outcome.evidence, about)
         for i, (token, origin) in enumerate(zip(tokens, outcome.origins, strict=False)):
             request.origins.append(origin)

@@ -61,10 +61,13 @@ class Graphs:
         mine = (s for s in segments if tuple(s["segment_pool_id"]) == tuple(self._pool))
         return sum(int(segment["total_size"]) for segment in mine)
 
-    def shape_of(self, step: StepInput, params: SlotParams, *, warm: bool) -> StepShape | None:
+    def shape_of(
+        self, step: StepInput, params: SlotParams, drafters: frozenset[int], *, warm: bool
+    ) -> StepShape | None:
         """The shape under which this step is replayed; None if it is not.
 
         Args:
+            drafters: of the slots in use.
             warm: whether a request of the step draws at random, so that the q of drafts is kept.
         """
         count = len(step.slot_B)
@@ -76,11 +79,11 @@ class Graphs:
         size = next(size for size in self.sizes if size >= count)
         asked = max(step.max_drafts_B)
         most = next(width for width in self.widths if width >= asked)
-        shape = StepShape(size, most, params.has_filters, params.rules, warm)
+        shape = StepShape(size, most, params.has_filters, params.rules, warm, drafters)
         if len(params.rules) > 1 or params.rules & _SELDOM:
             # Requests of several kinds share the kernels that serve all: a capture takes as long
             # as a hundred steps, and there would be 30 kinds.
-            shape = StepShape(size, most, True, params.rules | _LOSSLESS, True)
+            shape = StepShape(size, most, True, params.rules | _LOSSLESS, True, drafters)
         return None if shape in self._left_out else shape
 
     def leave_out(self, shape: StepShape) -> None:

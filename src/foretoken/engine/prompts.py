@@ -15,6 +15,7 @@ from foretoken.config import plain
 from foretoken.errors import RequestError, check_known_keys
 from foretoken.foreign import CALL_OPTIONS, PROMPT_KEYS, without_foreign
 from foretoken.models.chat import ChatPrompt
+from foretoken.models.tokenizer import encode_after
 from foretoken.sampling.params import SamplingParams, check_text
 
 _log = logging.getLogger(__name__)
@@ -133,6 +134,22 @@ def encode(tokenizer: Any | None, prompt: Any) -> tuple[str | None, list[int]]:
     if ids is None:
         raise RequestError("prompt", prompt, _PROMPT_KINDS)
     return None, [plain(token) for token in ids]
+
+
+def encode_prediction(
+    tokenizer: Any | None, prompt_ids: Sequence[int], prediction: str | Sequence[int] | None
+) -> Sequence[int] | None:
+    """Token ids of a predicted text, as they would follow the prompt.
+
+    Raises:
+        RequestError: it is a text, and there is no tokenizer.
+    """
+    if not isinstance(prediction, str):
+        return prediction
+    if tokenizer is None:
+        bound = "token ids: this checkpoint has no tokenizer"
+        raise RequestError("prediction", prediction, bound, "Encode it first.")
+    return encode_after(tokenizer, prompt_ids, prediction)
 
 
 def as_list(value: Any) -> list[Any] | None:

@@ -65,6 +65,7 @@ class Request:
         bad_word_ids: tokenised `bad_words`.
         rule: name of the verification rule that decides it.
         num_speculative_tokens: its K; if it `adapts`, that of its next step.
+        drafter: the number of its drafter in `Limits.drafters`.
         waits_for_tokens: whether no step may be launched for it before the last one's tokens are
             known here.
         launched_share: its share of a step whose result is not known yet.
@@ -90,6 +91,7 @@ class Request:
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     rule: str = "standard"
     num_speculative_tokens: int = 0
+    drafter: int = 0
     adapts: bool = False
     status: Status = Status.WAITING
     waits_for_tokens: bool = False

@@ -116,7 +116,8 @@ class Runner:
             return None
         requests = self.slots.requests
         warm = any(requests[slot].params.temperature > 0 for slot in step.slot_B)
-        shape = self.graphs.shape_of(step, self.slots.in_use, warm=warm)
+        slots = self.slots
+        shape = self.graphs.shape_of(step, slots.in_use, slots.drafters_in_use, warm=warm)
         if shape is not None and shape not in self.graphs:
             try:
                 self.capture(shape)

@@ -38,4 +38,5 @@ def slot_request(request: Request) -> SlotRequest:
         num_computed=request.num_computed,
         stop_ids=tuple(request.stop_ids),
         bad_word_ids=request.bad_word_ids,
+        drafter=request.drafter,
     )

@@ -16,7 +16,7 @@ the numbers of a head that are turned.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.ops import AttentionOptions, Backend, UnfitError
 from foretoken.ops.decoder import DraftHead, HeadModel, HeadWeights
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Extras(NamedTuple):
@@ -113,11 +115,31 @@ class Eagle3Head:
         if self.fused is not None:
             where = (batch.attention, kv.keys[0], kv.values[0])
             return self.fused.forward(batch.token_T, feature_TC, *where, row_N)
+
+        def attend(query_THD: Tensor, key_THD: Tensor, value_THD: Tensor) -> Tensor:
+            index_T = write_index(batch.attention, len(batch.token_T), kv.num_blocks)
+            kv.write(0, index_T, key_THD, value_THD)
+            return self.backend.attention(
+                query_THD, kv.keys[0], kv.values[0], batch.attention, self._attention
+            )
+
+        return self.block(batch.token_T, batch.position_T, feature_TC, attend, row_N)
+
+    def block(
+        self,
+        token_T: Tensor,
+        position_T: Tensor,
+        feature_TC: Tensor,
+        attend: Attend,
+        row_N: Tensor | None = None,
+    ) -> Tensor:
+        """`forward` with any attention: [T, H, D] of queries, keys and values, turned."""
         w = self.weights
-        token_TC = self._norm(self.embedding[batch.token_T], w.input_norm)
+        token_TC = self._norm(self.embedding[token_T], w.input_norm)
         normed_TC = self._norm(feature_TC, w.hidden_norm)
         hidden_TC = normed_TC if self.config.norm_before_residual else feature_TC
-        attended_TD = self._attend(torch.cat([token_TC, normed_TC], dim=-1), batch, kv)
+        projected = self._project(torch.cat([token_TC, normed_TC], dim=-1), position_T)
+        attended_TD = attend(*projected).flatten(1)
         if row_N is not None:
             hidden_TC, attended_TD = hidden_TC[row_N], attended_TD[row_N]
         hidden_NC = hidden_TC + F.linear(attended_TD, w.o, self.extras.o_bias)
@@ -176,7 +198,8 @@ class Eagle3Head:
             positions,
         )
 
-    def _attend(self, both_T2C: Tensor, batch: ForwardBatch, kv: KVPool) -> Tensor:
+    def _project(self, both_T2C: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, turned, and values; [T, H, D]."""
         heads, kv_heads, head_dim = self._sizes
         turned = heads + kv_heads
         qkv_TD = F.linear(both_T2C, self.weights.qkv, self.extras.qkv_bias)
@@ -184,14 +207,8 @@ class Eagle3Head:
         straight_THD = qkv_THD[:, :turned]
         if self.extras.qk_norm is not None:
             straight_THD = self._norm_parts(straight_THD, self.extras.qk_norm)
-        turned_THD = self._rotate(straight_THD, batch.position_T)
-        query_THD, key_THD = turned_THD[:, :heads], turned_THD[:, heads:]
-        index_T = write_index(batch.attention, len(batch.token_T), kv.num_blocks)
-        kv.write(0, index_T, key_THD, qkv_THD[:, turned:])
-        out_THD = self.backend.attention(
-            query_THD, kv.keys[0], kv.values[0], batch.attention, self._attention
-        )
-        return out_THD.flatten(1)
+        turned_THD = self._rotate(straight_THD, position_T)
+        return turned_THD[:, :heads], turned_THD[:, heads:], qkv_THD[:, turned:]
 
     def _rotate(self, x_THD: Tensor, position_T: Tensor) -> Tensor:
         """Queries and keys turned by their positions: of the first 2R numbers of each head those

@@ -22,7 +22,7 @@ from foretoken.ops.decoder import HeadWeights
 # What names of tensors begin with in one layout or another, and here: as in `speculators`.
 _PREFIXES = {"model.": "", "midlayer.": "layers.0."}
 _LAYER = "layers.0."
-_HEAD, _EMBEDDING, _MAP = "lm_head.weight", "embed_tokens.weight", "d2t"
+OUTPUT_LAYER, _EMBEDDING, _MAP = "lm_head.weight", "embed_tokens.weight", "d2t"
 _UNUSED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 _DUMMY_LOGIT_STD = 2.0
 
@@ -39,7 +39,7 @@ def lacks_head(folder: Path, config: Eagle3Config) -> bool:
     for path in check_weights(folder):
         with reading(path), safe_open(path, "pt") as file:
             names |= {_our_name(name) for name in file.keys()}  # noqa: SIM118 (not iterable)
-    return _HEAD not in names and config.draft_vocab_size == config.vocab_size
+    return OUTPUT_LAYER not in names and config.draft_vocab_size == config.vocab_size
 
 
 def load_eagle3(
@@ -65,7 +65,7 @@ def load_eagle3(
     Raises:
         CheckpointError: the weights cannot be read, or are not those of `config.json`.
     """
-    shapes, optional = _shapes(config), _optional_shapes(config)
+    shapes, optional = tensor_shapes(config), _optional_shapes(config)
     if embedding.shape[1] != config.hidden_size:
         shapes[_EMBEDDING] = optional[_EMBEDDING]
     drafted, known = config.draft_vocab_size, config.vocab_size
@@ -73,7 +73,7 @@ def load_eagle3(
         stored = _read_weights(folder)
         target_ids = _target_ids(folder, stored.pop(_MAP, None), config)
         if head is not None:
-            stored.setdefault(_HEAD, head)
+            stored.setdefault(OUTPUT_LAYER, head)
         if _EMBEDDING in shapes and _EMBEDDING not in stored:
             raise CheckpointError(
                 f"The weights in `{folder}` lack `{_EMBEDDING}`: the head takes "
@@ -89,10 +89,10 @@ def load_eagle3(
         own = embedding
     is_identity = drafted == known and bool((target_ids == torch.arange(known)).all())
     to_target = None if is_identity else target_ids.to(embedding.device)
-    return Eagle3Head(config, *_join(tensors, config), to_target, own, backend)
+    return Eagle3Head(config, *join_weights(tensors, config), to_target, own, backend)
 
 
-def _shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
     """Every tensor that a head must have, by our names, except the map of ids."""
     layer, width = config.layer, config.hidden_size
     queries = layer.num_attention_heads * layer.head_dim
@@ -121,12 +121,12 @@ def _shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
         "fc.weight": (width, states),
         **{_LAYER + name: shape for name, shape in in_layer.items()},
         "norm.weight": (width,),
-        _HEAD: (config.draft_vocab_size, width),
+        OUTPUT_LAYER: (config.draft_vocab_size, width),
     }
 
 
 def _optional_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
-    """What a head may have beside `_shapes`. Not every trainer gives the output layer a bias."""
+    """What a head may have beside `tensor_shapes`; not every output layer has its bias."""
     bias = {_LAYER + "self_attn.o_proj.bias": (config.hidden_size,)}
     return {
         _EMBEDDING: (config.vocab_size, config.hidden_size),
@@ -141,7 +141,7 @@ def _fc_norms(config: Eagle3Config) -> list[str]:
     return [f"fc_norm.{i}.weight" for i in range(config.num_aux) if config.fc_norm]
 
 
-def _join(tensors: dict[str, Tensor], config: Eagle3Config) -> tuple[HeadWeights, Extras]:
+def join_weights(tensors: dict[str, Tensor], config: Eagle3Config) -> tuple[HeadWeights, Extras]:
     """Tensors by our names as the head reads them."""
 
     def of(name: str) -> Tensor:
@@ -160,7 +160,7 @@ def _join(tensors: dict[str, Tensor], config: Eagle3Config) -> tuple[HeadWeights
         gate_up=torch.cat([of("mlp.gate_proj.weight"), of("mlp.up_proj.weight")]),
         down=of("mlp.down_proj.weight"),
         norm=tensors["norm.weight"],
-        head=tensors[_HEAD],
+        head=tensors[OUTPUT_LAYER],
     )
     extras, heads = Extras(o_bias=tensors.get(_LAYER + "self_attn.o_proj.bias")), config.layer
     if config.attention_bias:
@@ -248,6 +248,6 @@ def _random_weights(
     for name, shape in shapes.items():
         tensors[name] = torch.ones(shape, dtype=like.dtype, device=like.device)
         if len(shape) == 2:
-            scale = (_DUMMY_LOGIT_STD if name == _HEAD else 1.0) * shape[1] ** -0.5
+            scale = (_DUMMY_LOGIT_STD if name == OUTPUT_LAYER else 1.0) * shape[1] ** -0.5
             tensors[name].normal_(std=scale, generator=generator)
     return tensors

@@ -47,7 +47,7 @@ _LOSSLESS: dict[str, tuple[Any, ...]] = {
     "accept_tolerance": (None, 0),
 }
 # Of these types the frequencies are constants; others look at the longest request of a batch.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -112,8 +112,8 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     with quiet_transformers():
         layer = parse_config(folder, model_type, {**values, "num_hidden_layers": 1})
     kind = layer.rope_parameters["rope_type"]
-    if kind not in _ROPE_TYPES:
-        known = ", ".join(f"`{name}`" for name in _ROPE_TYPES)
+    if kind not in ROPE_TYPES:
+        known = ", ".join(f"`{name}`" for name in ROPE_TYPES)
         raise UnsupportedModelError(f"`{path}` asks for RoPE of type `{kind}`; heads have {known}.")
     draft_vocab_size = _size(path, told, "draft_vocab_size", layer.vocab_size)
     if draft_vocab_size > layer.vocab_size:

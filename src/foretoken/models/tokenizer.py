@@ -7,6 +7,7 @@ templates (`chat.py`), text from tokens (`engine/detokenizer.py`).
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,32 @@ _MAKES_ONE = (
     "vocab.txt",
     *TOKENIZER_FOREIGN,
 )
+
+
+_CONTEXT = 8  # tokens before a text that are encoded with it
+
+
+def decode_after(tokenizer: Any, before: Sequence[int], ids: Sequence[int]) -> str:
+    """What tokens say behind others: a tokenizer may drop the space that begins a text."""
+    first, both = (
+        str(tokenizer.decode(some, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        for some in (before[-_CONTEXT:], [*before[-_CONTEXT:], *ids])
+    )
+    return both[len(first) :] if both.startswith(first) else decode_after(tokenizer, [], ids)
+
+
+def encode_after(tokenizer: Any, before: Sequence[int], text: str) -> list[int]:
+    """Token ids of a text as it follows tokens, which stay as they are.
+
+    A tokenizer may begin a text with a space, or with a token that is none of the text's.
+    """
+    known = tokenizer.decode(before[-_CONTEXT:])
+    first, both = (
+        list(tokenizer.encode(some, add_special_tokens=False)) for some in (known, known + text)
+    )
+    if both[: len(first)] == first:
+        return both[len(first) :]
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def load_tokenizer(path_or_name: str | Path) -> Any:

@@ -103,7 +103,7 @@ def propose(
     num_others_B: Tensor,
     rows: DraftRows,
     options: SuffixOptions,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts behind the known tokens of each slot, in one call.
 
     Each follows the commonest continuation of the longest suffix that occurred before, in its own
@@ -113,13 +113,15 @@ def propose(
         own: over the slots' rows of tokens [S]; takes in what is new, the last token excepted.
 
     Returns:
-        int64 [B, rows.most], -1 behind a request's last, and int64 [B], how many there are.
+        int64 [B, rows.most], -1 behind a request's last; int64 [B], how many there are; and float64
+        [B], how many would be accepted if tokens followed as often as they did before.
     """
     count = len(rows.slot_B)
     token_BK = torch.empty((count, rows.most), dtype=torch.int64)
     num_B = torch.empty(count, dtype=torch.int64)
-    tensors = (rows.slot_B, rows.position_B, rows.num_B, num_others_B, token_BK, num_B)
+    expected_B = torch.empty(count, dtype=torch.float64)
+    tensors = (rows.slot_B, rows.position_B, rows.num_B, num_others_B, token_BK, num_B, expected_B)
     requests = struct(tensors, count, rows.most)
     own_S, others_N = own.field_NF.ctypes.data, others.field_NF.ctypes.data
     library.load().foretoken_suffix_propose(own_S, others_N, requests, *options)
-    return token_BK, num_B
+    return token_BK, num_B, expected_B

@@ -177,12 +177,17 @@ class DraftBlock:
     cache:    where the q of this batch's slots is; None if no row has a real q
     real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request whose q is missing).
               At T=0 and under COUPLED nothing of q is read either way.
+    source_B: int64, the number of the drafter that made them; None: who each request asked for
+    expected_B: float64, of drafts that were looked up: how many would be accepted if tokens
+              followed as often as they did before; None: not counted
     """
 
     token_BK: Tensor
     num_B: Tensor
     cache: DraftCache | None
     real_q_B: Tensor
+    source_B: Tensor | None = None
+    expected_B: Tensor | None = None
 
 
 class VerifyBatch(NamedTuple):

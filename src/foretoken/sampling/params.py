@@ -114,8 +114,12 @@ class SamplingParams:
         num_speculative_tokens: this request's own K, 0..the engine's; 0 opts out; `auto`, if the
             engine's is: as pays in each step, also where the text of a seed then depends on what
             else is in the batch; None: the engine's.
+        drafter: the drafter of this request, by its name in `drafters` of the engine, or `hybrid`:
+            see docs/drafters.md; None: the engine's.
         rejection_sample_method: the verification rule of this request: `standard`, `block` or
             `coupled`, or `synthetic` if the engine is configured with it; None: the engine's.
+        prediction: a text that the output may be like, or its token ids, for the drafter
+            `prediction` to draft from; it changes how fast tokens come, and not what is likely.
         trace: tell how each token came about: which draft it was, p, q and the random number that
             decided, and which drafts came to nothing, and why.
     """
@@ -142,7 +146,9 @@ class SamplingParams:
     bad_words: tuple[str, ...] | list[str] | None = ()
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
     num_speculative_tokens: int | str | None = None
+    drafter: str | None = None
     rejection_sample_method: str | None = None
+    prediction: str | Sequence[int] | None = None
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -185,6 +191,8 @@ class SamplingParams:
         if self.num_speculative_tokens not in (None, AUTO):
             bound = f"an integer >= 0, or `{AUTO}`"
             _integer("num_speculative_tokens", self.num_speculative_tokens, 0, bound)
+        if self.drafter is not None and not isinstance(self.drafter, str):
+            raise RequestError("drafter", self.drafter, "the name of a drafter, or None")
         rule = self.rejection_sample_method
         if rule is not None and rule not in REJECTION_SAMPLE_METHODS:
             bound = f"one of {', '.join(REJECTION_SAMPLE_METHODS)}, or None (the engine's)"
@@ -201,6 +209,12 @@ class SamplingParams:
             if not allowed:
                 raise RequestError("allowed_token_ids", [], "a non-empty list, or None")
             self.allowed_token_ids = allowed
+        if isinstance(self.prediction, str):
+            check_text("prediction", self.prediction)
+        elif self.prediction is not None:
+            if isinstance(self.prediction, (bytes, set, frozenset)):
+                raise RequestError("prediction", self.prediction, "a text or a list of token ids")
+            self.prediction = _token_ids("prediction", self.prediction)
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError("logit_bias", self.logit_bias, "a map of token id to value")

@@ -80,6 +80,11 @@ class DeviceSlotTable(SlotParameters):
             return params
         return replace(params, has_filters=shape.has_filters, rules=shape.rules)
 
+    @property
+    def drafters(self) -> frozenset[int]:
+        """Numbers of drafters: no slot of the step under way has another."""
+        return self.drafters_in_use if self._shape is None else self._shape.drafters
+
     def admit(self, slot: int, request: SlotRequest) -> None:
         """Write a request's state into its slot with the next step."""
         self._enter(slot, request)
@@ -171,8 +176,9 @@ class DeviceSlotTable(SlotParameters):
         lengths = [(len(k), r.num_computed, r.limit) for k, r in zip(known, requests, strict=True)]
         asked = list(zip(*map(numbers_of, requests), strict=True))
         params = self._params
-        columns = (params.key_S, params.top_k_S, params.rule_S, *self.state[2:])
-        numbers = [slots, asked[0], asked[2], asked[5], *zip(*lengths, strict=True)]
+        columns = (params.key_S, params.top_k_S, params.rule_S, self.drafter_S, *self.state[2:])
+        drafters = [request.drafter for request in requests]
+        numbers = [slots, asked[0], asked[2], asked[5], drafters, *zip(*lengths, strict=True)]
         slot_A, *values = self._sent(np.array(numbers, dtype=np.int64)).unbind()
         for column, value_A in zip(columns, values, strict=True):
             column[slot_A] = value_A

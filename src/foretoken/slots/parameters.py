@@ -34,6 +34,7 @@ class SlotRequest(NamedTuple):
         num_computed: leading tokens whose K/V are in the cache already.
         stop_ids: banned while it has fewer than `min_tokens`.
         bad_word_ids: tokenised `bad_words`.
+        drafter: its drafter's number, of several.
     """
 
     key: int
@@ -45,6 +46,7 @@ class SlotRequest(NamedTuple):
     num_computed: int = 0
     stop_ids: Sequence[int] = ()
     bad_word_ids: Sequence[Sequence[int]] = ()
+    drafter: int = 0
 
 
 class SlotOwner(Protocol):
@@ -63,6 +65,7 @@ class SlotParameters:
     Attributes:
         histories: of slots whose requests edit logits.
         requests: as they were admitted, of slots in use.
+        drafter_S: int64, the number of each slot's drafter.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -75,6 +78,8 @@ class SlotParameters:
             rule_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
             values_fit=True,  # `SamplingParams` saw to it
         )
+        self.drafter_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self._drafters = frozenset[int]()
         self.device = device
         self.histories: dict[int, SlotHistory] = {}
         self.requests: dict[int, SlotRequest] = {}
@@ -100,12 +105,28 @@ class SlotParameters:
         `has_filters` and `rules` are those of the slots in use, known without looking at the
         device, and stated anew only once a request has come or gone.
         """
+        self._refresh()
+        return self._params
+
+    def _refresh(self) -> None:
+        """Look at the requests once some have come or gone."""
         if self._changed:
             has_filters = any(r.params.filters_logits for r in self.requests.values())
             rules = frozenset(request.rule for request in self.requests.values())
+            self._drafters = frozenset(request.drafter for request in self.requests.values())
             self._params = replace(self._params, has_filters=has_filters, rules=rules)
             self._changed = False
-        return self._params
+
+    @property
+    def drafters_in_use(self) -> frozenset[int]:
+        """Numbers of drafters: no slot in use has another."""
+        self._refresh()
+        return self._drafters
+
+    @property
+    def drafters(self) -> frozenset[int]:
+        """The same of a step under way."""
+        return self.drafters_in_use
 
     def register(self, name: str, owner: SlotOwner) -> None:
         """Have what `owner` keeps by slot released and checked with the table's own, as long as

@@ -94,6 +94,7 @@ class StepShape(NamedTuple):
         most_drafts: columns of drafts.
         has_filters, rules: as in `SlotParams`.
         warm: whether a request draws at random, so that the q of drafts is kept.
+        drafters: numbers of those that its requests may have.
     """
 
     size: int
@@ -101,6 +102,7 @@ class StepShape(NamedTuple):
     has_filters: bool
     rules: frozenset[Rule]
     warm: bool
+    drafters: frozenset[int] = frozenset()
 
 
 class StepRows(NamedTuple):
@@ -119,6 +121,7 @@ class StepRows(NamedTuple):
         warm: whether a request draws at random; True says nothing.
         shape: of a captured step; None runs operator by operator.
         known: on a host, where numbers are the truth: who decides.
+        others: drafts may be another drafter's than the one that reads this.
     """
 
     step: StepInput
@@ -131,6 +134,7 @@ class StepRows(NamedTuple):
     warm: bool = True
     shape: StepShape | None = None
     known: DraftRows | None = None
+    others: bool = False
 
 
 class SlotSpan(NamedTuple):
@@ -153,6 +157,7 @@ class Outcome(NamedTuple):
         fault: what its own part of the step raised; its tokens are void.
         logprobs: one row per token, if asked for.
         prompt_logprobs: rows of the prompt tokens after those computed here, if asked for.
+        drafter: the number of the one that made the drafts; None: the one that was asked for.
         evidence: its row of each part, if asked for.
     """
 
@@ -164,6 +169,7 @@ class Outcome(NamedTuple):
     fault: Exception | None = None
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
+    drafter: int | None = None
     evidence: Evidence | None = None
 
     @property
@@ -231,10 +237,14 @@ class StepResult:
             self.verdict.finite_B.tolist(),
             strict=True,
         )
-        return {
+        decisions = {
             slot: Outcome(tokens[: accepted + finite], drafted, accepted, finite)
             for slot, tokens, drafted, accepted, finite in columns
         }
+        if self.drafts.source_B is not None:
+            for slot, drafter in zip(self.slot_D, self.drafts.source_B.tolist(), strict=True):
+                decisions[slot] = decisions[slot]._replace(drafter=drafter)
+        return decisions
 
     def read(self) -> dict[int, Outcome]:
         """The outcome of every request that ran, by slot."""

@@ -77,6 +77,7 @@ class SlotTable(SlotParameters):
         )  # fmt: skip
         for column, number in zip(columns, numbers_of(request), strict=True):
             column[slot] = number
+        self.drafter_S[slot] = request.drafter
         known = [*request.prompt_ids, *request.output_ids]
         self.token_SL[slot, : len(known)] = known
         self.token_SL[slot, len(known) :] = NO_TOKEN

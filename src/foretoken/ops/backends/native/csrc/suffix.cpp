@@ -133,6 +133,7 @@ Draft follow(const SuffixIndex& index, Matches found, bool own, int64_t most,
 struct Requests {
   const int64_t *slot, *length, *most, *others;  // others: how many indexes beside its own to use
   int64_t *token_BK, *num_B;
+  double* expected_B;
   int64_t count, columns;
 };
 
@@ -152,6 +153,7 @@ void propose(SuffixIndex* own_S, const SuffixIndex* others, const Requests& requ
   std::copy(best.token, best.token + best.count, token_K);
   std::fill(token_K + best.count, token_K + requests.columns, -1);
   requests.num_B[b] = best.count;
+  requests.expected_B[b] = best.expected;
 }
 
 }  // namespace

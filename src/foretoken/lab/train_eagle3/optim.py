@@ -1,22 +1,22 @@
-"""The optimiser and learning-rate schedule shared by pre-training and distillation."""
+"""The optimiser and its learning rate, of every model that is trained here."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 
-def adamw(model: torch.nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def adamw(weights: Iterable[Tensor], lr: float, weight_decay: float) -> torch.optim.AdamW:
     """AdamW with decay on matrices only (norm gains and biases have one dimension)."""
-    matrices = [w for w in model.parameters() if w.ndim >= 2]
-    vectors = [w for w in model.parameters() if w.ndim < 2]
+    weights = list(weights)
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [w for w in weights if w.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
     ]
-    fused = next(model.parameters()).is_cuda
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=fused)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=weights[0].is_cuda)
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int, floor: float = 0.02) -> float:

@@ -1,0 +1,61 @@
+"""Draft the tokens that a request's own parameters force: see `sampling/forced.py`.
+
+No model and no q: they are verified as one-hot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
+from foretoken.errors import IntegrityError
+from foretoken.ops import DraftBlock
+from foretoken.ops.steps import DraftRows
+from foretoken.sampling.forced import FORCING, Continuation
+from foretoken.sampling.params import SamplingParams
+from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.table import SlotTable
+
+
+class Forced(Drafter):
+    """Drafts what the first continuation says that says anything."""
+
+    looks_up = True
+
+    def __init__(self, setup: DrafterSetup) -> None:
+        """Nothing is loaded."""
+
+    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+        """Remember where the tokens are."""
+        if isinstance(slots, DeviceSlotTable):
+            raise IntegrityError("a drafter that reads tokens was given slots on a device")
+        self.slots = slots
+        self._continuations: dict[int, list[Continuation]] = {}
+
+    def continuations(self, params: SamplingParams) -> list[Continuation]:
+        """What is asked for a sample with these parameters, in this order."""
+        made = (force(params) for force in FORCING)
+        return [continuation for continuation in made if continuation is not None]
+
+    def propose(self, rows: DraftRows) -> DraftBlock:
+        """One-hot drafts; none where nothing is known. See `Drafter.propose`."""
+        asked = zip(rows.slot_B.tolist(), rows.num_B.tolist(), strict=True)
+        return one_hot_block([self._draft(*one) for one in asked], self.slots.device)
+
+    def _draft(self, slot: int, most: int) -> list[int]:
+        slots = self.slots
+        if slot not in self._continuations:
+            self._continuations[slot] = self.continuations(slots.requests[slot].params)
+        output = slots.token_SL[slot, slots.prompt_S[slot] : slots.length_S[slot]]
+        for continuation in self._continuations[slot]:
+            if drafts := [int(token) for token in continuation(output)[:most]]:
+                return drafts
+        return []
+
+    def release(self, slot: int) -> None:
+        """Forget the request in this slot."""
+        self._continuations.pop(slot, None)
+
+    def held_slots(self) -> Iterable[int]:
+        """Slots that were drafted for."""
+        return self._continuations

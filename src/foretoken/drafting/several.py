@@ -1,0 +1,321 @@
+"""Several drafters loaded at once: each request has the one that it names, or `hybrid`.
+
+A drafter made of drafters: it routes what it is given by slot, and merges what they return. What a
+member keeps stays as right as if it were alone: one that runs in lock-step with the target observes
+requests of the others, too, since its own requests find the blocks that those have filled.
+
+`hybrid` is a choice among them for each request and round: drafts that are looked up, where they
+are worth it (`choice.py`), else those of the first drafter that runs a model.
+
+On a host each member is asked for its own requests. On a device that nobody waits for all members
+that the step's requests may have take part, each with as many rows as there are requests.
+
+Shape suffixes: B requests, K drafts, S slots.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.cache.batch import ForwardBatch
+from foretoken.config import HYBRID, EngineConfig, SpeculativeConfig, of_drafter
+from foretoken.drafting.autoregressive import Autoregressive
+from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
+from foretoken.drafting.choice import Choice, Kind, follow
+from foretoken.drafting.registry import find_drafter
+from foretoken.errors import ConfigError, IntegrityError
+from foretoken.models import TargetView
+from foretoken.ops import DraftBlock, DraftCache
+from foretoken.ops.steps import DraftRows
+from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.step import StepResult, StepRows
+from foretoken.slots.table import SlotTable
+
+
+class Part(NamedTuple):
+    """What one drafter made, and for which requests of the batch."""
+
+    number: int
+    of_batch: list[int]
+    block: DraftBlock
+
+
+class Several(Drafter):
+    """The drafters of `SpeculativeConfig.drafters`, by number in its order."""
+
+    @classmethod
+    def target_view(cls, config: EngineConfig) -> TargetView:
+        """What all of them want; `ConfigError` if two want different hidden states."""
+        merged = TargetView()
+        for i, own in enumerate(_configs(config)):
+            with of_drafter(i):
+                view = find_drafter(_speculation(own)).target_view(own)
+                layers = view.aux_layers or merged.aux_layers
+                if merged.aux_layers not in ((), layers):
+                    bound = f"a drafter that reads hidden states {list(merged.aux_layers)}"
+                    remedy = f"It reads {list(layers)}; the target gives one set of them."
+                    model = _speculation(own).model
+                    raise ConfigError("speculative_config.model", model, bound, remedy)
+                merged = TargetView(layers, merged.head or view.head)
+        return merged
+
+    def __init__(self, setup: DrafterSetup) -> None:
+        self.members: list[Drafter] = []
+        for i, config in enumerate(_configs(setup.config)):
+            own = _speculation(config)
+            with of_drafter(i):
+                build = find_drafter(own, on_host=setup.on_host)
+                self.members.append(build(replace(setup, config=config, speculation=own)))
+        members, names = self.members, tuple(setup.speculation.members)
+        models = [i for i, member in enumerate(members) if not member.looks_up]
+        self._order = [i for i in range(len(members)) if i not in models] + models
+        self._model = models[0] if models else None  # that of `hybrid`
+        has_hybrid = setup.on_host and len(models) < len(members) and len(members) > 1
+        self.names = (*names, HYBRID) if has_hybrid else names
+        _check_default(setup, self.names)
+        keep = _keepers(members)
+        self.reads_next_token = any(member.reads_next_token for member in members)
+        self.reads_prediction = any(member.reads_prediction for member in members)
+        self.num_behind = max(member.num_behind for member in members)
+        self.kv_bytes_per_block = sum(member.kv_bytes_per_block for member in members)
+        self.bytes_shared = sum(member.bytes_shared for member in members)
+        twice = sum(member.cache_bytes for member in keep[1:])
+        self.bytes_per_slot = sum(member.bytes_per_slot for member in members) - twice
+        self._shares_blocks = setup.config.enable_prefix_caching
+
+    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+        """What each allocates, the q of drafts once for all."""
+        self.slots, shared = slots, None
+        self._choice = Choice()
+        self._maker: dict[int, int] = {}  # by slot: who made the drafts of its latest round
+        self._proposed_at = 0.0
+        for member in self.members:
+            if isinstance(member, Autoregressive):
+                member.shared_cache = shared
+            member.allocate(slots, num_blocks)
+            if isinstance(member, Autoregressive):
+                shared = shared or member.cache
+
+    def propose(self, rows: DraftRows) -> DraftBlock:
+        """See `Drafter.propose`."""
+        if isinstance(self.slots, DeviceSlotTable):
+            return self._propose_for_all(rows, self.slots)
+        block = self._propose_to_each(rows, self.slots)
+        self._proposed_at = time.perf_counter()
+        return block
+
+    def _propose_for_all(self, rows: DraftRows, slots: DeviceSlotTable) -> DraftBlock:
+        """Each member for all requests; the spare stands in the place of those of others."""
+        numbers = sorted(slots.drafters)
+        if len(numbers) == 1:
+            return self.members[numbers[0]].propose(rows)
+        drafter_B, merged = slots.drafter_S[rows.slot_B], None
+        for number in numbers:
+            mine_B = drafter_B == number
+            own = rows._replace(
+                slot_B=torch.where(mine_B, rows.slot_B, slots.spare),
+                num_B=torch.where(mine_B, rows.num_B, 0),
+                position_B=torch.where(mine_B, rows.position_B, 1),
+            )
+            block = self.members[number].propose(own)
+            merged = block if merged is None else _where(mine_B, block, merged)
+        return merged or no_drafts(len(rows.slot_B), slots.device)
+
+    def _propose_to_each(self, rows: DraftRows, slots: SlotTable) -> DraftBlock:
+        """Each member for its own requests, and for those under `hybrid` that come to it."""
+        hybrid, asked_B = len(self.members), rows.num_B.tolist()
+        slot_B, drafter_B = rows.slot_B.tolist(), slots.drafter_S[rows.slot_B].tolist()
+        open_B = [b for b, number in enumerate(drafter_B) if number == hybrid and asked_B[b]]
+        parts = list[Part]()
+        for number in self._order:
+            member = self.members[number]
+            of_hybrid = open_B if member.looks_up or number == self._model else []
+            own = [b for b, chosen in enumerate(drafter_B) if chosen == number]
+            if not own and not of_hybrid:
+                continue
+            asked = _at(rows, own + of_hybrid)
+            with self._choice.timing(number, len(asked.slot_B)):
+                part = Part(number, own + of_hybrid, member.propose(asked))
+            if member.looks_up:
+                taken = self._taken(part, asked, slots, len(own))
+                open_B = [b for b, has in zip(part.of_batch, taken, strict=True) if not has]
+                part = _some(part, [i for i, has in enumerate(taken) if has])
+            else:
+                for b in of_hybrid:
+                    self._choice.offer_model(slot_B[b], number, asked_B[b])
+            parts.append(part)
+        block, source_B = _joined(parts, len(slot_B), slots.device)
+        self._maker.update(zip(slot_B, source_B.tolist(), strict=True))
+        return replace(block, source_B=source_B)
+
+    def _taken(self, part: Part, asked: DraftRows, slots: SlotTable, first: int) -> list[bool]:
+        """Which requests have the drafts that were found for them; from `first` on by choice."""
+        slot_B, asked_B, block = asked.slot_B.tolist(), asked.num_B.tolist(), part.block
+        num_B = block.num_B.tolist()
+        expected_B = num_B if block.expected_B is None else block.expected_B.tolist()
+        taken = [True] * first
+        for i in range(first, len(slot_B)):
+            slot, has = slot_B[i], num_B[i] > 0
+            if has and self._model is not None:
+                found, model = (part.number, expected_B[i]), (self._model, asked_B[i])
+                has = self._choice.takes(slots.requests[slot], slot, found, model)
+            if num_B[i]:
+                passed_over = None if has else block.token_BK[i, : num_B[i]].tolist()
+                self._choice.offer(slot, Kind(part.number, round(expected_B[i])), passed_over)
+            taken.append(has)
+        return taken
+
+    def observes(self, rows: StepRows) -> bool:
+        """On a host always: decisions teach the choice."""
+        return self.slots.on_host or any(True for _ in self._observers(rows))
+
+    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+        """See `Drafter.observe`; each member sees as its own what became of its own drafts."""
+        if self.slots.on_host:
+            if self._proposed_at and rows.of_B is None:
+                seconds = (time.perf_counter() - self._proposed_at) / len(rows.step.slot_B)
+                self._choice.pass_seconds = follow(self._choice.pass_seconds, seconds)
+            self._proposed_at = 0.0
+            for slot, outcome in result.decisions.items():
+                self._choice.learn(slot, outcome)
+        for number, seen in self._observers(rows):
+            self.members[number].observe(seen, batch, self._own_part(number, result))
+
+    def _observers(self, rows: StepRows) -> Iterator[tuple[int, StepRows]]:
+        """Members that have something to observe.
+
+        One that no request of now has is told all the same: what it keeps for cache blocks must be
+        there when others find these. Where blocks are not shared, it is left out.
+        """
+        present = set(self.slots.drafters)
+        if len(self.members) in present:
+            present |= {n for n in self._order if self.members[n].looks_up or n == self._model}
+        for number, member in enumerate(self.members):
+            seen = rows._replace(others=bool(present - {number}))
+            if (number in present or self._shares_blocks) and member.observes(seen):
+                yield number, seen
+
+    def _own_part(self, number: int, result: StepResult) -> StepResult:
+        """The result without the drafts of other members, as far as the host knows it."""
+        if not self.slots.on_host or all(
+            self._maker.get(slot, number) == number for slot in result.slot_D
+        ):
+            return result
+        own = replace(result)
+        own.decisions = {
+            slot: outcome if self._maker.get(slot) == number else outcome._replace(num_drafts=0)
+            for slot, outcome in result.decisions.items()
+        }
+        return own
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """See `Drafter.clear`."""
+        for member in self.members:
+            member.clear(block_ids)
+
+    def release(self, slot: int) -> None:
+        """See `Drafter.release`."""
+        for member in self.members:
+            member.release(slot)
+        self._maker.pop(slot, None)
+        self._choice.forget(slot)
+
+    def held_slots(self) -> Iterable[int]:
+        """See `Drafter.held_slots`."""
+        held = {*self._maker, *self._choice.held_slots()}
+        return held.union(*(member.held_slots() for member in self.members))
+
+
+def _configs(config: EngineConfig) -> list[EngineConfig]:
+    """The engine's options as each of its drafters sees them."""
+    members = _speculation(config).members.values()
+    return [replace(config, speculative_config=member) for member in members]
+
+
+def _speculation(config: EngineConfig) -> SpeculativeConfig:
+    if config.speculative_config is None:
+        raise IntegrityError("drafters were asked for without `speculative_config`")
+    return config.speculative_config
+
+
+def _check_default(setup: DrafterSetup, names: tuple[str, ...]) -> None:
+    """Raise `ConfigError` for `hybrid` where there is none."""
+    method = setup.speculation.method
+    if method not in names:
+        remedy = "It needs `ngram` or `suffix` among several `drafters`."
+        if not setup.on_host:
+            remedy = "`hybrid` runs on a CPU alone: name the drafter that requests have by default."
+        field = "speculative_config.method"
+        raise ConfigError(field, method, f"one of {', '.join(names)}", remedy)
+
+
+def _keepers(members: Sequence[Drafter]) -> list[Autoregressive]:
+    """Members that keep q, all in one cache, since a slot has one drafter in a round."""
+    keep = list[Autoregressive]()
+    for i, member in enumerate(members):
+        if isinstance(member, Autoregressive) and member.probabilistic:
+            keep.append(member)
+            own, shared = (m.cache_shape[2] for m in (member, keep[0]))
+            if own != shared:
+                bound = f"left out, or a drafter whose logits are {shared}, as an earlier one's"
+                remedy = f"Its logits are {own}: give both one `dtype`, or have one draft `greedy`."
+                field = f"speculative_config.drafters[{i}].model"
+                raise ConfigError(field, None, bound, remedy)
+    return keep
+
+
+def _at(rows: DraftRows, index: list[int]) -> DraftRows:
+    """Some of the requests, in this order."""
+    if index == list(range(len(rows.slot_B))):
+        return rows
+    at = torch.from_numpy(np.array(index, dtype=np.int64))
+    slot_B, num_B, position_B = (column[at] for column in rows[:3])
+    return DraftRows(slot_B, num_B, position_B, int(num_B.max()), rows.warm)
+
+
+def _some(part: Part, kept: list[int]) -> Part:
+    """A part without the requests that have other drafts."""
+    if len(kept) == len(part.of_batch):
+        return part
+    at, block = torch.from_numpy(np.array(kept, dtype=np.int64)), part.block
+    columns = (block.token_BK[at], block.num_B[at], block.cache, block.real_q_B[at])
+    return Part(part.number, [part.of_batch[i] for i in kept], DraftBlock(*columns))
+
+
+def _joined(parts: Sequence[Part], size: int, device: torch.device) -> tuple[DraftBlock, Tensor]:
+    """All parts as one batch, and who made which."""
+    if len(parts) == 1 and parts[0].of_batch == list(range(size)):
+        return parts[0].block, torch.full((size,), parts[0].number)
+    width = max((part.block.token_BK.shape[1] for part in parts), default=0)
+    token_BK = torch.full((size, width), -1)
+    num_B, real_q_B = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
+    source_B, cache = torch.zeros_like(num_B), None
+    for number, index, block in parts:
+        at = torch.from_numpy(np.array(index, dtype=np.int64))
+        token_BK[at, : block.token_BK.shape[1]] = block.token_BK.to(torch.int64)
+        num_B[at], real_q_B[at], source_B[at] = block.num_B, block.real_q_B, number
+        cache = _one_cache(cache, block.cache)
+    return DraftBlock(token_BK, num_B, cache, real_q_B), source_B
+
+
+def _where(first_B: Tensor, first: DraftBlock, second: DraftBlock) -> DraftBlock:
+    """For each request one of two blocks."""
+    return DraftBlock(
+        torch.where(first_B[:, None], first.token_BK, second.token_BK),
+        torch.where(first_B, first.num_B, second.num_B),
+        _one_cache(first.cache, second.cache),
+        torch.where(first_B, first.real_q_B, second.real_q_B),
+    )
+
+
+def _one_cache(one: DraftCache | None, other: DraftCache | None) -> DraftCache | None:
+    if one is not None and other is not None and one is not other:
+        raise IntegrityError("two drafters keep q apart; `Autoregressive.shared_cache` is for both")
+    return one or other

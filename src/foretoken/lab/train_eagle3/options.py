@@ -1,0 +1,89 @@
+"""Options of `foretoken train-eagle3`: names, defaults, bounds. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.config.checks import check_choice, check_int, check_model, check_number
+from foretoken.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+LOSSES = ("length", "tv", "kl")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainOptions:
+    """What `foretoken train-eagle3` trains, on what, and for how long.
+
+    Attributes:
+        model: the target: `tiny-python`, a checkpoint folder, or a hub id.
+        data: the file: UTF-8 text, or JSON lines (*.jsonl), each with a `text` or a `prompt`.
+        output: folder of the head; what `resume` needs is in its folder `training`.
+        steps: training steps.
+        batch_size: texts of a step.
+        length: tokens of a text.
+        unroll: draft steps that every position is trained for, one after another.
+        learning_rate: the highest; it rises for 5 % of the steps, then falls as a cosine.
+        loss: `length` of what is accepted, `tv` (the rate of refusals) or `kl`.
+        kl_share: part of the steps, the first ones, whose loss is `kl` all the same.
+        num_texts: texts that the target writes, one half each of prompt and answer, at
+            temperatures 1, 0.8 and 0.
+        real_share: part of each batch that is text of `data` as it is, if it has any.
+        draft_vocab_size: ids that the head drafts, those most frequent in its texts; None: all.
+        intermediate_size: of the head's layer; None: the target's.
+        tied_head: draft by the target's output layer instead of one of the head's own.
+        fc_norm: norm each hidden state of the target (EAGLE-3.1).
+        norm_output: norm what is fed back to the next step, too (EAGLE-3.1).
+        device: `auto` takes a GPU if there is one.
+        dtype: of products: `auto` is bfloat16 on a GPU and float32 on a CPU.
+        seed: of weights, texts and batches.
+        save_every: steps from one checkpoint to the next.
+        resume: go on from the last checkpoint in `output`, with the options that it was begun with.
+    """
+
+    model: str = "tiny-python"
+    data: str = ""
+    output: str = ""
+    steps: int = 2000
+    batch_size: int = 8
+    length: int = 512
+    unroll: int = 5
+    learning_rate: float = 1e-3
+    loss: str = "length"
+    kl_share: float = 0.3
+    num_texts: int = 4096
+    real_share: float = 0.2
+    draft_vocab_size: int | None = None
+    intermediate_size: int | None = None
+    tied_head: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    device: str = "auto"
+    dtype: str = "auto"
+    seed: int = 0
+    save_every: int = 500
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        check_model("model", self.model)
+        for name in ("data", "output"):
+            if not getattr(self, name):
+                raise ConfigError(name, getattr(self, name), "a path", f"Give `--{name}`.")
+        for name in ("steps", "batch_size", "save_every"):
+            check_int(name, getattr(self, name), 1)
+        check_int("num_texts", self.num_texts, 2, remedy="One is kept for measuring.")
+        check_int("unroll", self.unroll, 1, 16)
+        check_int("length", self.length, 2 * self.unroll + 2, remedy="Twice `unroll` and more.")
+        check_int("seed", self.seed, 0, 2**63 - 1)
+        check_number("learning_rate", self.learning_rate, 1e-8, 1.0)
+        for name in ("kl_share", "real_share"):
+            check_number(name, getattr(self, name), 0.0, 1.0)
+        check_choice("loss", self.loss, LOSSES)
+        check_choice("device", self.device, DEVICES)
+        check_choice("dtype", self.dtype, ("auto", "float32", "bfloat16"))
+        for name in ("draft_vocab_size", "intermediate_size"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
+        if self.tied_head and self.draft_vocab_size is not None:
+            remedy = "The target's output layer has all of its ids."
+            raise ConfigError("tied_head", True, "left out with `draft_vocab_size`", remedy)

@@ -1,0 +1,221 @@
+"""The training loop: a frozen target, a head that learns to draft for it, checkpoints.
+
+Shape suffixes: B texts, T tokens of a text, S positions drafted from, X positions in all (B S), J
+draft steps, V ids that the head drafts, N rows of text.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import CheckpointError
+from foretoken.lab.train_eagle3.losses import cross_entropy, loss_of, overlap
+from foretoken.lab.train_eagle3.optim import adamw, learning_rate, set_learning_rate
+from foretoken.lab.train_eagle3.unroll import unroll
+from foretoken.models.checkpoint import reading
+from foretoken.models.eagle3 import Eagle3Head
+from foretoken.models.eagle3_checkpoint import OUTPUT_LAYER, join_weights, tensor_shapes
+from foretoken.models.eagle3_config import Eagle3Config
+from foretoken.ops import get_backend
+
+TEMPERATURES = (1.0, 0.8, 0.5, 0.8)  # of p and q, in turn; low ones stand for greedy decoding
+_WARMUP_SHARE = 0.05
+_KL_WEIGHT = 0.05  # beside `tv` and `length`, whose slope is flat where q is next to nothing
+_WEIGHT_DECAY, _CLIP = 0.01, 1.0
+
+
+class Recipe(NamedTuple):
+    """What decides a run beside the texts; as in `TrainOptions`."""
+
+    steps: int
+    unroll: int
+    learning_rate: float
+    loss: str
+    kl_share: float
+    seed: int
+
+
+class Target:
+    """A Transformers module as training sees it: hidden states and logits of whole texts.
+
+    Args:
+        module: frozen; its attention takes [B, T].
+        embedding, head: its tensors [V, hidden] of tokens and of the output layer; `norm` is what
+            is in front of that, where the module calls it so, as most do.
+        aux_layers: hidden states that the head reads, numbered as in `ForwardOutput.aux`.
+    """
+
+    def __init__(
+        self, module: Any, embedding: Tensor, head: Tensor, aux_layers: tuple[int, ...]
+    ) -> None:
+        self.module, self.aux_layers = module, aux_layers
+        self.embedding, self.head = embedding.detach(), head.detach()
+        norm = getattr(getattr(module.base_model, "norm", None), "weight", None)
+        self.norm: Tensor | None = None if norm is None else norm.detach()
+
+    @torch.no_grad()
+    def __call__(self, token_BT: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Hidden states [B, T, hidden] of `aux_layers`, and logits."""
+        output = self.module(input_ids=token_BT, use_cache=False, output_hidden_states=True)
+        return [output.hidden_states[i] for i in self.aux_layers], output.logits
+
+
+class Trainer:
+    """A head in training; `weights` are its tensors in float32, by the names of `speculators`.
+
+    Args:
+        config: of the head.
+        sample_BT: some text, for the size of hidden states.
+        target_ids: int64 [draft_vocab_size], ascending; None: all of the target's.
+        tied: the target's output layer is the head's, too.
+    """
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        target: Target,
+        recipe: Recipe,
+        sample_BT: Tensor,
+        *,
+        target_ids: Tensor | None = None,
+        tied: bool = False,
+    ) -> None:
+        self.target, self.recipe, self.target_ids, self.step = target, recipe, target_ids, 0
+        self.history: list[dict[str, float]] = []
+        embedding = target.embedding
+        self.weights = _first_weights(config, target, sample_BT, target_ids, recipe.seed)
+        self._frozen = {OUTPUT_LAYER: self.weights.pop(OUTPUT_LAYER)} if tied else {}
+        for weight in self.weights.values():
+            weight.requires_grad_()
+        self._optimizer = adamw(self.weights.values(), recipe.learning_rate, _WEIGHT_DECAY)
+        joined = join_weights({**self.weights, **self._frozen}, config)
+        # By its own ids: p is gathered instead of q spread over all of the target's.
+        self._head = Eagle3Head(config, *joined, None, embedding, get_backend("torch"))
+
+    def head(self) -> Eagle3Head:
+        """What drafts by the present weights, in the target's dtype; gradients flow to them."""
+        tensors = {n: w.to(self._head.dtype) for n, w in (self.weights | self._frozen).items()}
+        self._head.weights, self._head.extras = join_weights(tensors, self._head.config)
+        return self._head
+
+    def train(self, token_BT: Tensor) -> Tensor:
+        """One step on texts [B, T], int64. Returns its loss, which nobody has waited for."""
+        recipe = self.recipe
+        rate = learning_rate(
+            self.step, recipe.steps, recipe.learning_rate, max(1, int(_WARMUP_SHARE * recipe.steps))
+        )
+        set_learning_rate(self._optimizer, rate)
+        kind = recipe.loss if self.step >= recipe.kl_share * recipe.steps else "kl"
+        temperature = TEMPERATURES[self.step % len(TEMPERATURES)]
+        rates, entropies = self._measure(token_BT, temperature, kind)
+        loss = loss_of(kind, rates, entropies)
+        if kind != "kl":
+            loss = loss + _KL_WEIGHT * loss_of("kl", (), entropies)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), _CLIP)
+        self._optimizer.step()
+        self.step += 1
+        return loss.detach()
+
+    def _measure(
+        self, token_BT: Tensor, temperature: float, kind: str
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """`overlap` and `cross_entropy` of each step, [X]; the first only if `kind` asks for it."""
+        aux, logits_BTV = self.target(token_BT)
+        p_BTV = (logits_BTV.float() / temperature).softmax(-1)
+        if self.target_ids is not None:
+            p_BTV = p_BTV[..., self.target_ids]
+        head, size = self.head(), token_BT.shape[1] - self.recipe.unroll
+        rates, entropies = list[Tensor](), list[Tensor]()
+        for j, hidden_XC in enumerate(unroll(head, aux, token_BT, self.recipe.unroll)):
+            q_logits_XV = head.logits(hidden_XC)
+            p_XV = p_BTV[:, j + 1 : j + 1 + size].flatten(0, 1)
+            entropies.append(cross_entropy(q_logits_XV, p_XV, temperature))
+            if kind != "kl":
+                rates.append(overlap(q_logits_XV, p_XV, temperature))
+        return rates, entropies
+
+    @torch.no_grad()
+    def evaluate(self, rows_NL: Tensor, batch_size: int, temperature: float) -> list[float]:
+        """Mean chance that draft j is accepted where all before it were, of texts not trained on,
+        by position."""
+        sums, count = torch.zeros(self.recipe.unroll, dtype=torch.float64), 0
+        for i in range(0, len(rows_NL), batch_size):
+            rates, _ = self._measure(rows_NL[i : i + batch_size].long(), temperature, "tv")
+            sums += torch.stack(rates).cumprod(0).double().sum(1).cpu()
+            count += len(rates[0])
+        return (sums / count).tolist()
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint; what was there stays until it is whole."""
+        from safetensors.torch import save_file
+
+        tensors = {name: weight.detach() for name, weight in self.weights.items()}
+        for i, kept in self._optimizer.state_dict()["state"].items():
+            tensors |= {f"optimizer.{i}.{name}": value for name, value in kept.items()}
+        told = {"recipe": self.recipe._asdict(), "step": self.step, "history": self.history}
+        partial = path.with_suffix(".partial")
+        save_file(tensors, partial, {"training": json.dumps(told)})
+        os.replace(partial, path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint.
+
+        Raises:
+            CheckpointError: it cannot be read, or was begun with another recipe or shape.
+        """
+        from safetensors import safe_open
+
+        with reading(path), safe_open(path, "pt", device=str(self._head.device)) as file:
+            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            told = json.loads((file.metadata() or {}).get("training", "{}"))
+        shapes = {name: w.shape for name, w in stored.items() if not name.startswith("optimizer.")}
+        if told.get("recipe") != self.recipe._asdict() or shapes != {
+            name: weight.shape for name, weight in self.weights.items()
+        }:
+            raise CheckpointError(
+                f"`{path}` was begun with {told.get('recipe')}, not with {self.recipe._asdict()}, "
+                "or for a head of another shape: resume with the same options."
+            )
+        kept: dict[int, dict[str, Tensor]] = {}
+        for name in stored.keys() - shapes.keys():
+            _, i, what = name.split(".")
+            kept.setdefault(int(i), {})[what] = stored[name]
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": kept})
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(stored[name])
+        self.step, self.history = told["step"], told["history"]
+
+
+def _first_weights(
+    config: Eagle3Config, target: Target, sample_BT: Tensor, target_ids: Tensor | None, seed: int
+) -> dict[str, Tensor]:
+    """Float32 on the target's device. A feature begins as the last of the hidden states, of size
+    1; what the layer adds to it small; the output layer and its norm as the target's."""
+    device, width = target.embedding.device, config.hidden_size
+    generator, weights = torch.Generator().manual_seed(seed), dict[str, Tensor]()
+    for name, shape in tensor_shapes(config).items():
+        weight = torch.ones(shape)
+        if len(shape) == 2:
+            weight.normal_(std=shape[1] ** -0.5, generator=generator)
+        if name.endswith(("fc.weight", "o_proj.weight", "down_proj.weight")):
+            weight.mul_(0.1)
+        weights[name] = weight.to(device)
+    last_BTH = target(sample_BT)[0][-1].float()
+    size = last_BTH.pow(2).mean(-1).sqrt().median()  # a first token's may be a hundred times larger
+    fc = weights["fc.weight"]
+    fc[:, -width:] += torch.eye(width, device=device)
+    fc /= 1.0 if config.fc_norm else size
+    if target.norm is not None:
+        weights["norm.weight"] = target.norm.float().clone()
+    head = target.head.float()
+    weights[OUTPUT_LAYER] = (head if target_ids is None else head[target_ids]).clone()
+    return weights

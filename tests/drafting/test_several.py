@@ -1,0 +1,341 @@
+"""Several drafters at once: who drafts for whom, what each keeps, and what `hybrid` depends on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from foretoken import LLM, SamplingParams
+from foretoken.config import SpeculativeConfig
+from foretoken.drafting.choice import Choice, Kind
+from foretoken.drafting.registry import DRAFTERS
+from foretoken.drafting.several import _keepers
+from foretoken.errors import ConfigError, RequestError
+from foretoken.lab.laws.chain import Chain, Setting, random_chain
+from foretoken.lab.laws.emission import MakePropose, Propose, emit, first_row, joint_p_value
+from foretoken.lab.laws.findings import MUTANT_P
+from foretoken.ops import DraftBlock, Rule, SlotParams, VerifyBatch, unavailable
+from foretoken.slots.parameters import SlotRequest
+from foretoken.slots.step import Outcome
+from tests.drafting import test_law as laws
+from tests.models.heads import head_of
+
+OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, "num_blocks": 64, "threads": 1}
+PROMPTS = ["abcabcab", "def f(x):\n    return x\n\ndef g(x):\n", "import os\n", "x = 1\n" * 4]
+LOOKUP = "ngram" if unavailable("native") else "suffix"
+
+
+def build(
+    target: Path, draft: Path, *methods: str, method: str | None = None, **options: Any
+) -> LLM:
+    given = {
+        "draft_model": {"model": str(draft)},
+        "eagle3": {"model": str(head_of(target))},
+        "ngram": {"prompt_lookup_min": 1},
+    }
+    drafters = [{"method": one, **given.get(one, {})} for one in methods]
+    return LLM(str(target), {"drafters": drafters, "method": method}, **{**OPTIONS, **options})
+
+
+def run(llm: LLM, prompts: list[str], **params: Any) -> list[Any]:
+    """With the counts of each drafter checked."""
+    asked = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params})
+    outputs = llm.generate(prompts, asked)
+    llm.engine.check_integrity()
+    for output in outputs:
+        metrics = output.metrics
+        for count in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            parts = [getattr(one, count) for one in metrics.drafters.values()]
+            assert sum(parts) == getattr(metrics, count)
+    return outputs
+
+
+ALL = (LOOKUP, "draft_model", "eagle3")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_each_drafts_by_name_as_if_it_were_alone(
+    target: Path, draft: Path, temperature: float
+) -> None:
+    """Beside requests of the others, preempted and on blocks that the others have filled."""
+    llm = build(target, draft, *ALL, num_blocks=24)
+    order = [*ALL, "hybrid"] * 2
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=i, max_tokens=24, ignore_eos=True, drafter=name
+        )
+        for i, name in enumerate(order)
+    ]
+    prompts = [PROMPTS[i % 3] for i in range(len(order))]
+    outputs = llm.generate(prompts, params)
+    llm.engine.check_integrity()
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert sum(output.metrics.num_cached_tokens for output in outputs) > 0
+    for i, output in enumerate(outputs):
+        name = order[i]
+        if name == "hybrid":
+            assert {"eagle3"}.isdisjoint(output.metrics.drafters), "the first model alone"
+            continue
+        assert output.metrics.drafters.keys() <= {name}
+        if name == "suffix":
+            continue  # what finished requests put out is looked up
+        alone = build(target, draft, name, method=name).generate(
+            [prompts[i]], replace(params[i], drafter=None)
+        )[0]
+        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
+        mine, theirs = (o.metrics.accepted_per_position for o in (output, alone))
+        assert mine == theirs
+
+
+def test_what_a_model_keeps_for_blocks_is_there_when_others_have_filled_them(
+    target: Path, draft: Path
+) -> None:
+    """A draft equal to the target is accepted whole, also behind drafts that were looked up."""
+    llm = build(target, target, "ngram", "draft_model")
+    text = run(llm, [PROMPTS[0]], temperature=0.0, drafter="ngram")[0].outputs[0].token_ids
+    for drafter in ("hybrid", "draft_model"):
+        output = run(llm, [PROMPTS[0]], temperature=0.0, drafter=drafter)[0]
+        assert output.outputs[0].token_ids == text
+        counts = output.metrics.drafters["draft_model"]
+        assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_a_seeded_text_by_hybrid_is_the_same_alone_and_in_a_crowd(
+    target: Path, draft: Path, rule: str
+) -> None:
+    """Also after others have taught the choice, and with its blocks lost on the way."""
+
+    def texts(llm: LLM, prompts: list[str]) -> list[list[int]]:
+        params = [
+            SamplingParams(
+                temperature=0.9, seed=100 + PROMPTS.index(prompt), max_tokens=30, ignore_eos=True,
+                rejection_sample_method=rule,
+            )
+            for prompt in prompts
+        ]  # fmt: skip
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+    alone = [texts(build(target, draft, LOOKUP, "draft_model"), [prompt])[0] for prompt in PROMPTS]
+    llm = build(target, draft, LOOKUP, "draft_model", num_blocks=28)
+    run(llm, ["zz zz zz zz", *PROMPTS], temperature=0.9)
+    assert texts(llm, PROMPTS) == alone
+    assert texts(llm, PROMPTS[::-1]) == alone[::-1]
+    assert {LOOKUP, "draft_model"} <= llm.metrics.drafters.keys()
+
+
+def outcome(*token_ids: int, num_accepted: int) -> Outcome:
+    return Outcome(list(token_ids), 4, num_accepted)
+
+
+def slot_request(**params: Any) -> SlotRequest:
+    return SlotRequest(1, SamplingParams(**params), Rule.STANDARD, [1], 99)
+
+
+def taught(choice: Choice, accepted: int, rounds: int = 30) -> Choice:
+    """Rounds of slot 1 in which so many of four drafts that were looked up were accepted."""
+    for _ in range(rounds):
+        choice.offer(1, Kind(0, 4))
+        choice.learn(1, outcome(*range(accepted + 1), num_accepted=accepted))
+        choice.offer(1, Kind(1, 4, asked=4))
+        choice.learn(1, outcome(1, 2, 3, num_accepted=2))
+    return choice
+
+
+def timed() -> Choice:
+    """Drafting by model takes as long as a pass, looking up takes nothing."""
+    choice = Choice()
+    choice._seconds, choice.pass_seconds = {0: 0.0, 1: 1.0}, 1.0
+    return choice
+
+
+def test_hybrid_weighs_what_past_rounds_accepted_by_what_they_cost() -> None:
+    free, fixed = slot_request(seed=None), slot_request(seed=3)
+    found, model = (0, 4.0), (1, 4)
+    for accepted, taken in ((0, False), (1, True), (4, True)):  # (1 + a) / 1 or (1 + 2) / 2
+        choice = taught(timed(), accepted)
+        assert choice.takes(free, 1, found, model) == taken
+        assert choice.takes(free, 2, found, model) == taken, "of others, before it has any"
+        assert choice.takes(fixed, 1, found, model), "whatever was measured"
+    assert not choice.takes(fixed, 1, (0, 3.0), model)
+    assert choice.takes(slot_request(seed=3, temperature=0.0), 1, (0, 3.6), model)
+    choice.forget(1)
+    assert not choice.held_slots()
+
+
+def test_a_model_is_judged_by_places_like_this_one() -> None:
+    """Where four drafts are promised it had none accepted; elsewhere that says nothing."""
+    choice = timed()
+    for _ in range(30):
+        choice.offer(1, Kind(0, 4), [9, 9, 9, 9])
+        choice.offer_model(1, 1, 4)
+        choice.learn(1, outcome(7, num_accepted=0))
+    free = slot_request()
+    assert choice.takes(free, 1, (0, 4.0), (1, 4)), "either fails, and this one is cheaper"
+    assert not choice.takes(free, 1, (0, 0.4), (1, 4))
+
+
+def test_drafts_that_were_passed_over_teach_what_they_would_have_been() -> None:
+    choice, found, model = taught(timed(), 0), (0, 4.0), (1, 4)
+    assert not choice.takes(slot_request(), 1, found, model)
+    for _ in range(60):
+        choice.offer(1, Kind(0, 4), [5, 6, 7, 8])
+        choice.learn(1, outcome(5, 6, 7, 8, num_accepted=3))
+    assert choice.takes(slot_request(), 1, found, model)
+
+
+def test_memory_is_that_of_all_with_one_cache_of_q(target: Path, draft: Path) -> None:
+    drafters = [build(target, draft, *names, method=names[0]) for names in ([n] for n in ALL)]
+    members = [llm.engine.runner.drafter for llm in drafters]
+    whole: Any = build(target, draft, *ALL).engine.runner.drafter
+    parts: list[Any] = [one.members[0] for one in members]  # type: ignore[union-attr]
+    assert whole.kv_bytes_per_block == sum(one.kv_bytes_per_block for one in parts)
+    assert whole.bytes_shared == sum(one.bytes_shared for one in parts)
+    together = sum(one.bytes_per_slot for one in parts)
+    assert whole.bytes_per_slot == together - parts[1].cache_bytes
+    assert whole.members[1].cache is whole.members[2].cache
+    assert whole.reads_next_token
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "a list of objects"),
+        ("ngram", "a list of objects"),
+        ([{}], r"drafters\[0\].method` is None"),
+        ([{"method": "ngram", "promt_lookup_min": 1}], "Did you mean `prompt_lookup_min`"),
+        ([{"method": "ngram", "num_speculative_tokens": 2}], "set it beside `drafters`"),
+        ([{"method": "ngram", "drafters": []}], r"drafters\[0\].drafters"),
+        ([{"method": "ngram"}, {"method": "ngram"}], r"drafters\[1\].name` is 'ngram'"),
+        ([{"method": "ngram", "name": "hybrid"}], "not `hybrid`"),
+        ([{"method": "ngram", "prompt_lookup_min": 0}], r"drafters\[0\].prompt_lookup_min` is 0"),
+    ],
+)
+def test_entries_that_cannot_be_are_refused(given: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        SpeculativeConfig.parse({"drafters": given})
+
+
+def test_options_of_one_drafter_are_not_those_of_all() -> None:
+    with pytest.raises(ConfigError, match=r"`speculative_config.model` is 'x': must be left out"):
+        SpeculativeConfig(drafters=[{"method": "ngram"}], model="x")
+    with pytest.raises(ConfigError, match="must be one of a, hybrid"):
+        SpeculativeConfig(drafters=[{"method": "ngram", "name": "a"}], method="ngram")
+    config = SpeculativeConfig(drafters=[{"method": "ngram"}], num_speculative_tokens=7)
+    assert replace(config, num_speculative_tokens=3).members["ngram"].num_speculative_tokens == 3
+
+
+def test_what_cannot_draft_together_is_refused(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"drafters\[1\].method` is 'ngrm'"):
+        LLM(str(target), {"drafters": [{"method": "ngram"}, {"method": "ngrm"}]}, **OPTIONS)
+    with pytest.raises(ConfigError, match=r"one of draft_model\. It needs `ngram` or `suffix`"):
+        build(target, draft, "draft_model")
+    llm = build(target, draft, "draft_model", "eagle3", method="eagle3")
+    half: Any = llm.engine.runner.drafter
+    half.members[1].cache_shape = (*half.members[1].cache_shape[:2], torch.float16)
+    with pytest.raises(ConfigError, match=r"logits are torch.float32.* give both one `dtype`"):
+        _keepers(half.members)
+    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
+    with pytest.raises(ConfigError, match="`hybrid` runs on a CPU alone"):
+        build(target, draft, "ngram", "draft_model", backend="torch")
+    with pytest.raises(ConfigError, match="`ngram` runs on the device"):
+        build(target, draft, "suffix", "draft_model", backend="torch")
+
+
+def test_two_heads_that_read_other_states_are_refused(target: Path) -> None:
+    heads = [head_of(target), head_of(target, name="other", aux_layers=(0, 0, 1))]
+    drafters = [{"method": "eagle3", "model": str(h), "name": h.name} for h in heads]
+    with pytest.raises(ConfigError, match="the target gives one set"):
+        LLM(str(target), {"drafters": drafters, "method": heads[0].name}, **OPTIONS)
+
+
+def test_a_request_names_a_drafter_that_is_loaded(target: Path, draft: Path) -> None:
+    llm = build(target, draft, "ngram", "draft_model", method="draft_model")
+    with pytest.raises(RequestError, match="Did you mean `draft_model`"):
+        llm.generate("a", SamplingParams(drafter="draftmodel"))
+    with pytest.raises(RequestError, match="must be the name of a drafter"):
+        SamplingParams(drafter=3)  # type: ignore[arg-type]
+    single = LLM(str(target), {"method": "ngram"}, **OPTIONS)
+    single.generate("a", SamplingParams(drafter="ngram"))
+    with pytest.raises(RequestError, match="must be one of ngram"):
+        single.generate("a", SamplingParams(drafter="hybrid"))
+    with pytest.raises(RequestError, match="this engine drafts nothing"):
+        LLM(str(target), **OPTIONS).generate("a", SamplingParams(drafter="ngram"))
+
+
+def test_a_toy_drafter_takes_a_class_and_a_line(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside others: it sees as its own what became of its own drafts alone."""
+    place = "tests.drafting.test_contract:Watching"
+    monkeypatch.setitem(DRAFTERS, "Watching", place)
+    drafters = [{"method": "Watching"}, {"method": "draft_model", "model": str(draft)}]
+    llm = LLM(str(target), {"drafters": drafters, "method": "draft_model"}, **OPTIONS)
+    run(llm, PROMPTS, temperature=0.0)
+    drafter: Any = llm.engine.runner.drafter
+    decided = [o for _, result in drafter.members[0].seen for o in result.decisions.values()]
+    assert decided
+    assert not any(o.num_drafts for o in decided)
+    run(llm, PROMPTS, temperature=0.0, drafter="Watching")
+    assert llm.metrics.drafters["Watching"].num_drafts > 0
+
+
+def seeing(target: Chain, make: MakePropose, looked: MakePropose, seen: set[int]) -> MakePropose:
+    """Before each round, the slots whose first draft that is looked up will be accepted."""
+
+    def mutant(params: SlotParams) -> Propose:
+        propose, look_up = make(params), looked(params)
+
+        def foreseen(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+            found = look_up(prefix_BL, slot_B, position_B)
+            wide_BL = torch.cat([prefix_BL, found.token_BK], dim=1)
+            place_BK = position_B[:, None] + torch.arange(found.token_BK.shape[1])
+            wide_BL.scatter_(1, place_BK, found.token_BK.clamp(min=0))
+            b_N = torch.arange(len(slot_B)).repeat_interleave(found.num_B + 1)
+            i_N = torch.arange(len(b_N)) - first_row(found)[b_N]
+            rows_NV = target.logits_CV[target.context(wide_BL[b_N], position_B[b_N] + i_N)]
+            batch = VerifyBatch(rows_NV, params, slot_B, position_B, found)
+            accepted_B = laws.one_later(laws.BACKEND).verify(batch).n_accept_B > 0
+            seen.clear()
+            seen.update(slot_B[accepted_B].tolist())
+            return propose(prefix_BL, slot_B, position_B)
+
+        return foreseen
+
+    return mutant
+
+
+def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same path without foresight is `hybrid` in `test_law.py`."""
+    target, draft = random_chain(laws.VOCABULARY, seed=3)
+    seen: set[int] = set()
+    monkeypatch.setattr(Choice, "takes", lambda _, request, slot, *__: slot in seen)
+    make = seeing(target, laws.drafter("hybrid", draft), laws.drafter("suffix", draft), seen)
+    setting = Setting(1.0)
+    backend, trials = laws.one_later(laws.BACKEND), laws.MUTANT_TRIALS
+    emission = emit(backend, target, make, setting, length=4, trials=trials)
+    assert joint_p_value(emission.token_SL, setting.next_token(target)) < MUTANT_P
+
+
+def test_the_trace_names_who_drafted(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Choice, "takes", lambda *_: True)
+    llm = build(target, draft, "ngram", "draft_model")
+    outputs = run(llm, PROMPTS, temperature=0.0, trace=True)
+    for output in outputs:
+        named = Counter(t.drafter for t in output.outputs[0].trace if t.origin == "accepted")
+        for name, counts in output.metrics.drafters.items():
+            assert named[name] <= counts.num_accepted_tokens
+    traced = {token.drafter for output in outputs for token in output.outputs[0].trace}
+    assert {"ngram", "draft_model"} <= traced

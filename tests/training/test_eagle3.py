@@ -1,0 +1,64 @@
+"""The recipe of the embedded head, end to end at a tiny size on the CPU."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foretoken.models.eagle3_config import read_eagle3_config
+from training.tiny_python import eagle3
+from training.tiny_python.corpus import SourceFile, write_split
+
+VOCAB = 64
+
+
+def test_the_packed_stream_is_the_first_files_within_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(eagle3, "FILES", 100)
+    files = [
+        SourceFile("p", f"p/{i}.py", "\n".join(f"x_{i}_{j} = {j}" for j in range(40)))
+        for i in range(300)
+    ]
+    write_split(tmp_path / "train.jsonl.xz", files)
+    whole, part = tmp_path / "whole.xz", tmp_path / "part.xz"
+    count = eagle3.pack(tmp_path, whole, 10**9)
+    stream_N = eagle3.unpack(whole)
+    assert len(stream_N) == count
+    assert int((stream_N == 0).sum()) == 300, "an end of text behind each file"
+    limit = whole.stat().st_size * 3 // 4
+    fewer = eagle3.pack(tmp_path, part, limit)
+    assert 0 < fewer < count
+    assert part.stat().st_size <= limit
+    assert torch.equal(eagle3.unpack(part), stream_N[:fewer])
+
+
+def test_a_run_tries_variants_and_trains_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, intermediate_size=64, head_dim=16, attn_implementation="sdpa",
+    )  # fmt: skip
+    module = LlamaForCausalLM(shape).eval().requires_grad_(False)
+    monkeypatch.setattr(eagle3, "VARIANTS", {"as it is": {}, "tied": {"tied": True}, "no": {}})
+    monkeypatch.setattr(eagle3, "NOT_TAKEN", ("no",))
+    config = eagle3.HeadConfig(
+        rows=4, length=32, prompt=8, rounds=1, sample_rows=24, held_rows=4, unroll=2,
+        intermediate=32, aux_layers=(2, 1, 0), trial_steps=4, device="cpu",
+    )  # fmt: skip
+    run = eagle3.Run(config, module, tmp_path, time.time() + 4 + eagle3.RESERVE_S)
+    run.texts((torch.arange(4_000) % VOCAB).to(torch.int16))
+    pace = run.pace()
+    chosen = run.trials(pace)
+    run.train(chosen, pace)
+    record = json.loads((tmp_path / "eagle3.json").read_text())
+    assert chosen.tied == (record["taken"] == "tied")
+    assert record["trial: no"]["steps"] <= 4
+    assert 1 <= record["history"][-1]["step"] <= record["plan"]["steps"]
+    assert read_eagle3_config(tmp_path / "head").aux_layers == (2, 1, 0)
+    assert (tmp_path / "head" / "model.safetensors").exists()

@@ -82,6 +82,7 @@ bench: $(CORE) $(NATIVE)
 	@$(BIN)/python -m benchmarks.acceptance
 	@$(BIN)/python -m benchmarks.speed
 	@$(BIN)/python -m benchmarks.throughput
+	@$(BIN)/python -m benchmarks.auto
 	@$(BIN)/python -m benchmarks.profile
 	@$(BIN)/python -m benchmarks.prefix
 	@$(BIN)/python -m benchmarks.reproducibility

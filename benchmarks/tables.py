@@ -120,6 +120,24 @@ def throughput(results: Results) -> str:
     return markdown(header, rows)
 
 
+def auto(results: Results) -> str:
+    """Plain decoding, the best fixed K and `auto` at every batch size and temperature."""
+    cases = {(r.labels["batch"], r.labels["temperature"], r.labels["k"]): r for r in results.rows}
+    rows = []
+    for (batch, temperature, k), row in cases.items():
+        if k == "auto":
+            others = [cases[batch, temperature, other] for other in (0, row.labels["best_k"])]
+            cells = [f"batch {batch}, T={temperature:g}", number(others[0], "tokens_per_second", 0)]
+            cells.append(f"K={row.labels['best_k']}: {number(others[1], 'tokens_per_second', 0)}")
+            cells.append(number(row, "tokens_per_second", 0))
+            for name in ("ratio_to_best", "ratio_to_plain"):
+                low, high = (number(row, f"{name}_{end}") for end in ("low", "high"))
+                cells.append(f"{number(row, name)} ({low}–{high})")
+            rows.append(cells)
+    header = ["tokens/s", "plain", "best fixed K", "auto", "auto to best", "auto to plain"]
+    return markdown(header, rows)
+
+
 def prefix(results: Results) -> str:
     """Time to first token cold and warm, and what the drafter catches up."""
     rows = []
@@ -295,6 +313,7 @@ MEASURED: dict[str, tuple[str, Callable[[Results], str]]] = {
     "one_hot": ("acceptance", one_hot),
     "cost": ("cost", cost),
     "throughput": ("throughput", throughput),
+    "auto": ("auto", auto),
     "prefix": ("prefix", prefix),
     "catch_up": ("prefix", catch_up),
     "reproducibility": ("reproducibility", reproducibility),

@@ -80,7 +80,7 @@ PROMPT_KEYS = {
 
 SPECULATIVE_FIELDS = {
     "draft_tensor_parallel_size": _ONE_PROCESS,
-    "disable_by_batch_size": Foreign((None,), "Set `num_speculative_tokens` of each request."),
+    "disable_by_batch_size": Foreign((None,), "Set `num_speculative_tokens` to `auto`."),
     "disable_padded_drafter_batch": _EITHER,
     "quantization": Foreign((None,), "Weights are read as they are stored."),
     "max_model_len": Foreign((None,), "The draft's context is that of its checkpoint."),

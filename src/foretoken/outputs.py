@@ -104,6 +104,7 @@ class SpeculationMetrics:
         num_accepted_tokens: of those, accepted.
         accepted_per_position: how often the draft at each index was accepted, length K.
         drafted_per_position: how often there was a draft at each index, length K.
+        steps_per_k: `num_steps` by how many drafts were verified, from 0 on.
         num_synthetic_drafts: of `num_drafts`, those that the rule `synthetic` decided: what was
             accepted there was set, and tells nothing of the drafter.
         drafters: counts of each drafter that drafted, by name.
@@ -115,6 +116,7 @@ class SpeculationMetrics:
     num_accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
+    steps_per_k: list[int] = field(default_factory=list)
     num_synthetic_drafts: int = 0
     drafters: dict[str, DrafterMetrics] = field(default_factory=dict)
 
@@ -123,6 +125,8 @@ class SpeculationMetrics:
     ) -> None:
         """Record one step: K_b drafts, of which a prefix was accepted, maybe by `synthetic`."""
         self.num_steps += 1
+        self.steps_per_k.extend([0] * (num_drafted + 1 - len(self.steps_per_k)))
+        self.steps_per_k[num_drafted] += 1
         if not num_drafted:
             return
         self.num_drafts += 1
@@ -162,6 +166,7 @@ class SpeculationMetrics:
             self,
             accepted_per_position=[*self.accepted_per_position],
             drafted_per_position=[*self.drafted_per_position],
+            steps_per_k=[*self.steps_per_k],
             drafters={name: replace(counts) for name, counts in self.drafters.items()},
         )
 
@@ -169,6 +174,11 @@ class SpeculationMetrics:
     def synthetic_acceptance(self) -> bool:
         """Whether any of these counts were set by the rule `synthetic`."""
         return self.num_synthetic_drafts > 0
+
+    @property
+    def mean_k(self) -> float:
+        """Drafts per step; 0.0 without steps."""
+        return self.num_draft_tokens / self.num_steps if self.num_steps else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
@@ -179,6 +189,34 @@ class SpeculationMetrics:
     def acceptance_rate(self) -> float:
         """Accepted / drafted; 0.0 when nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
+
+
+@dataclass(slots=True)
+class EngineMetrics(SpeculationMetrics):
+    """Speculation of all requests, and what it was worth where K is `auto`.
+
+    Attributes:
+        controlled_seconds: of steps for which K was chosen, and in which all requests decoded.
+        estimated_plain_seconds: what plain decoding would take for what these steps were expected
+            to emit, by the measured costs of steps.
+        realised_plain_seconds: the same for what they did emit.
+    """
+
+    controlled_seconds: float = 0.0
+    estimated_plain_seconds: float = 0.0
+    realised_plain_seconds: float = 0.0
+
+    @property
+    def estimated_speedup(self) -> float | None:
+        """Over plain decoding, as it was expected; None before K was chosen."""
+        seconds = self.controlled_seconds
+        return self.estimated_plain_seconds / seconds if seconds else None
+
+    @property
+    def realised_speedup(self) -> float | None:
+        """Over plain decoding, of which nothing but the measured costs of steps is known."""
+        seconds = self.controlled_seconds
+        return self.realised_plain_seconds / seconds if seconds else None
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ class Padding(Graphs):
     """Steps padded as captured ones are, and run as they come."""
 
     def __init__(self, num_drafts: int) -> None:
-        super().__init__((2, 5), num_drafts)
+        super().__init__((2, 5), (0, num_drafts))
 
     def __contains__(self, shape: object) -> bool:
         return True

@@ -191,7 +191,7 @@ def test_defaults_that_are_out_of_bounds(tmp_path: Path) -> None:
         ({"disable_log_stats": False}, "LLM.metrics"),
         ({"tensor_parallel_sizes": 1}, "engine option.tensor_parallel_sizes"),
         ({"dtype": torch.int8}, "one of auto, float32"),
-        ({"speculative_config": {"method": "ngram", "disable_by_batch_size": 4}}, "each request"),
+        ({"speculative_config": {"method": "ngram", "disable_by_batch_size": 4}}, "`auto`"),
     ],
 )
 def test_engine_options_that_cannot_be_honoured(target: Path, options: Any, message: str) -> None:

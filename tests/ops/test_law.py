@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from foretoken.lab.laws.emission import emit
-from foretoken.lab.laws.findings import p_finding
+from foretoken.lab.laws.findings import MUTANT_P, p_finding
 from foretoken.lab.laws.joint import (
     Case,
     check_case,
@@ -29,7 +29,13 @@ from foretoken.lab.laws.mutant_cases import (
     mutants,
     rule_mutants,
 )
-from foretoken.lab.laws.mutants import cut_by_prefix, without_drafts
+from foretoken.lab.laws.mutants import (
+    chosen_by_control,
+    cut_before_token,
+    cut_by_prefix,
+    cut_by_total,
+    without_drafts,
+)
 from foretoken.ops import Rule
 from tests.support.laws import RUNNABLE, On, each_backend, fastest, require
 
@@ -70,6 +76,20 @@ def test_ragged_lengths_that_depend_on_the_prefix(on: On, rule: Rule) -> None:
     emission, p = run_case(case, on.backend, on.device, on.quick // 2, cut_by_prefix)
     assert len(set(emission.offered)) == 3  # not all had three drafts
     require([p_finding(case.name, p, on.quick // 2)])
+
+
+@each_backend
+@pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK])
+def test_k_chosen_from_rounds_that_are_over(on: On, rule: Rule) -> None:
+    require(several_rounds(on.backend, on.device, 25_000, (rule,), chosen_by_control))
+
+
+@fastest
+@pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK])
+@pytest.mark.parametrize("mutate", [cut_before_token, cut_by_total])
+def test_k_chosen_by_what_was_sampled_is_rejected(on: On, rule: Rule, mutate: Any) -> None:
+    sampled, _ = several_rounds(on.backend, on.device, 25_000, (rule,), mutate)
+    assert sampled.value < MUTANT_P
 
 
 @each_backend

@@ -37,6 +37,8 @@ TORCH_FREE = [
     "foretoken.sampling.params",
     "foretoken.cache.block_pool",
     "foretoken.cache.prefix_index",
+    "foretoken.drafting.control",
+    "foretoken.engine.control",
     "foretoken.engine.request",
     "foretoken.engine.scheduler",
 ]

@@ -136,7 +136,7 @@ def _sign_of_life(wanted: bool) -> Iterator[Callable[[str], None]]:
 def as_json(output: RequestOutput) -> dict[str, Any]:
     """A `RequestOutput` field by field, as docs/cli.md describes it."""
     fields = asdict(replace(output, error=None, prompt_logprobs=None, outputs=[]))
-    derived = ("synthetic_acceptance", "mean_acceptance_length", "acceptance_rate")
+    derived = ("synthetic_acceptance", "mean_k", "mean_acceptance_length", "acceptance_rate")
     metrics = fields["metrics"] | {name: getattr(output.metrics, name) for name in derived}
     metrics["drafters"] = [{"name": k, **counts} for k, counts in metrics["drafters"].items()]
     return fields | {

@@ -7,6 +7,7 @@ the nearest valid name for an unknown key. Environment switches, if there ever a
 from foretoken.config.checks import check_choice, check_int, check_number, plain
 from foretoken.config.engine import BLOCK_SIZES, DTYPES, EngineConfig
 from foretoken.config.speculative import (
+    AUTO,
     HYBRID,
     LOSSLESS_METHODS,
     MAX_SPECULATIVE_TOKENS,
@@ -17,6 +18,7 @@ from foretoken.config.speculative import (
 )
 
 __all__ = [
+    "AUTO",
     "BLOCK_SIZES",
     "DTYPES",
     "HYBRID",

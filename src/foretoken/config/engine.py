@@ -153,8 +153,8 @@ class EngineConfig:
 
     @property
     def num_drafts(self) -> int:
-        """K; 0 without speculation."""
-        return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+        """K, or the most that `auto` drafts; 0 without speculation."""
+        return self.speculative_config.num_drafts if self.speculative_config else 0
 
     @classmethod
     def parse(cls, **options: Any) -> EngineConfig:

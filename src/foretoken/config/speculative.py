@@ -24,6 +24,8 @@ DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 LOSSLESS_METHODS = ("standard", "block", "coupled")
 REJECTION_SAMPLE_METHODS = (*LOSSLESS_METHODS, "synthetic")
 MAX_SPECULATIVE_TOKENS = 64
+AUTO = "auto"
+_MOST_UNDER_AUTO = 8
 HYBRID = "hybrid"
 
 
@@ -41,7 +43,10 @@ class SpeculativeConfig:
         model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
             built-in target `tiny-python` means its own draft, `tiny-python-draft`.
         revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
-        num_speculative_tokens: K >= 1, the most tokens drafted per step.
+        num_speculative_tokens: K >= 1, the most tokens drafted per step; or `auto`: as many, 0
+            too, as pay, by the costs of steps here and by what was accepted before. Which requests
+            keep a fixed K then: docs/decisions/002-drafts-are-never-dropped-for-the-batch.md.
+        max_speculative_tokens: the most that `auto` drafts; None: 8. Left out beside a number.
         prompt_lookup_min, prompt_lookup_max: shortest and longest n-gram that is looked up;
             None: 2 and 4.
         suffix_corpus: a file of UTF-8 text, in which `suffix` looks up what tokens follow.
@@ -69,7 +74,8 @@ class SpeculativeConfig:
     drafters: Sequence[Mapping[str, Any]] | None = None
     model: str | None = None
     revision: str | None = None
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int | str = 4
+    max_speculative_tokens: int | None = None
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
     suffix_corpus: str | None = None
@@ -91,9 +97,7 @@ class SpeculativeConfig:
             remedy = "Leave it out for the draft model that comes with the target, if one does."
             object.__setattr__(self, "model", check_model(where + "model", self.model, remedy))
         check_revision(where + "revision", self.revision)
-        remedy = "Pass speculative_config=None to decode without speculation."
-        most = MAX_SPECULATIVE_TOKENS
-        check_int(where + "num_speculative_tokens", self.num_speculative_tokens, 1, most, remedy)
+        self._check_drafts(where)
         shortest, longest = self.lookup_sizes
         check_int(where + "prompt_lookup_min", shortest, 1)
         remedy = "It must not be smaller than `prompt_lookup_min`."
@@ -117,6 +121,21 @@ class SpeculativeConfig:
                 raise ConfigError(where + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
 
+    def _check_drafts(self, where: str) -> None:
+        count, most = self.num_speculative_tokens, self.max_speculative_tokens
+        field, most_field = where + "num_speculative_tokens", where + "max_speculative_tokens"
+        if count == AUTO:
+            if most is not None:
+                check_int(most_field, most, 1, MAX_SPECULATIVE_TOKENS)
+            return
+        if isinstance(count, str):
+            raise ConfigError(field, count, f"`{AUTO}` or an integer")
+        remedy = "Pass speculative_config=None to decode without speculation."
+        check_int(field, count, 1, MAX_SPECULATIVE_TOKENS, remedy)
+        if most is not None:
+            bound = f"left out beside num_speculative_tokens={count}"
+            raise ConfigError(most_field, most, bound, f"It bounds `{AUTO}` alone.")
+
     def _check_suffix(self, where: str) -> None:
         corpus, where = self.suffix_corpus, where + "suffix_"
         if corpus is not None:
@@ -139,7 +158,7 @@ class SpeculativeConfig:
     def _check_synthetic(self, where: str) -> None:
         options = {name: getattr(self, name) for name in _SYNTHETIC}
         if self.rejection_sample_method == "synthetic":
-            check_synthetic(where, self.num_speculative_tokens, options)
+            check_synthetic(where, self.num_drafts, options)
         elif given := [name for name in _SYNTHETIC if options[name] is not None]:
             bound = f"left out with rejection_sample_method `{self.rejection_sample_method}`"
             remedy = "Set `rejection_sample_method` to `synthetic`, or leave it out."
@@ -199,6 +218,19 @@ class SpeculativeConfig:
         if self.drafters is None:
             return {str(self.method): self}
         return {entry["name"]: self._member(entry) for entry in self.drafters}
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether K is chosen step by step."""
+        return self.num_speculative_tokens == AUTO
+
+    @property
+    def num_drafts(self) -> int:
+        """K, or the most that `auto` drafts."""
+        if isinstance(self.num_speculative_tokens, int):
+            return self.num_speculative_tokens
+        most = self.max_speculative_tokens
+        return _MOST_UNDER_AUTO if most is None else most
 
     @property
     def lookup_sizes(self) -> tuple[int, int]:

@@ -34,7 +34,7 @@ class Autoregressive(Drafter):
         self.config, self.backend, self.block_size = setup.config, setup.backend, setup.block_size
         self._network = model
         self.probabilistic = setup.speculation.draft_sample_method != "greedy"
-        num_drafts = setup.speculation.num_speculative_tokens if self.probabilistic else 0
+        num_drafts = setup.speculation.num_drafts if self.probabilistic else 0
         self.cache_shape = (num_drafts, vocab_size, model.dtype)
         one = DraftCache.empty(1, *self.cache_shape, torch.device("meta"))
         self.cache_bytes = one.logits_SKV.nbytes + one.threshold_SK.nbytes + one.lse_SK.nbytes

@@ -101,7 +101,7 @@ class DraftText(Drafter):
             raise ConfigError("speculative_config.model", name, bound, remedy)
         self._tokenizers = setup.tokenizer, tokenizer
         model, size = load_weights(setup, folder), setup.block_size
-        most = _MOST * setup.speculation.num_speculative_tokens
+        most = _MOST * setup.speculation.num_drafts
         greedy = replace(setup.speculation, method="draft_model", draft_sample_method="greedy")
         self._model = DraftModel(replace(setup, speculation=greedy), DraftNetwork(model, None))
         self._sizes = {"max_tokens": model.max_model_len, "max_drafts": most}

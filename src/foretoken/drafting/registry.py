@@ -30,7 +30,10 @@ ON_HOST_ALONE = {
 """What is not to be had on such a device, and what to take instead."""
 
 _SEVERAL = "foretoken.drafting.several:Several"
-_FOR_ALL = ("method", "num_speculative_tokens", "rejection_sample_method", "synthetic_")
+_FOR_ALL = (
+    "method", "num_speculative_tokens", "max_speculative_tokens", "rejection_sample_method",
+    "synthetic_",
+)  # fmt: skip
 
 
 def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> type[Drafter]:

@@ -67,7 +67,7 @@ class Suffix(Drafter):
             self._shared.append(i, ids)
         self._num_fixed, self._finished = len(corpus), deque[int]()
         self.bytes_shared = sum(ring.nbytes + self._shared.num_bytes(len(ring)) for ring in rings)
-        width = setup.max_model_len + given.num_speculative_tokens
+        width = setup.max_model_len + given.num_drafts
         self.bytes_per_slot = SuffixIndexes.num_bytes(width)
 
     def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:

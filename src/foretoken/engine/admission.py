@@ -7,9 +7,13 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from foretoken.config import LOSSLESS_METHODS
+from foretoken.config import AUTO, LOSSLESS_METHODS
 from foretoken.errors import CapacityError, RequestError
 from foretoken.sampling.params import SamplingParams
+
+FIXED = 4
+"""Drafts of requests whose text depends on their number, where others' K is `auto`; or all there
+are, if those are fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +21,8 @@ class Limits:
     """The engine's bounds on a request.
 
     cache_tokens: what the block pool holds
+    num_speculative_tokens: K of requests that name none, or the most that `auto` drafts
+    adapts: whether K is `auto`
     allows_synthetic: whether the engine is configured with the rule `synthetic`
     reads_prediction: whether a drafter is loaded that drafts from `prediction`
     drafter: who drafts for requests that name nobody; "": this engine drafts nothing
@@ -28,6 +34,7 @@ class Limits:
     cache_tokens: int
     num_speculative_tokens: int
     has_tokenizer: bool
+    adapts: bool = False
     allows_synthetic: bool = False
     reads_prediction: bool = False
     drafter: str = ""
@@ -77,7 +84,11 @@ def check_request(
                 raise RequestError(name, token, f"made of token ids in [0, {size})")
     params = _fit(len(prompt_ids), params, limits)
     wanted = params.num_speculative_tokens
-    if wanted is not None and wanted > limits.num_speculative_tokens:
+    if wanted == AUTO and not limits.adapts:
+        bound = f"an integer, at most {limits.num_speculative_tokens}: this engine's K is fixed"
+        remedy = "Set `num_speculative_tokens` to `auto` in `speculative_config`."
+        raise RequestError("num_speculative_tokens", wanted, bound, remedy)
+    if isinstance(wanted, int) and wanted > limits.num_speculative_tokens:
         bound = f"at most the engine's {limits.num_speculative_tokens}"
         remedy = "Raise `num_speculative_tokens` in `speculative_config`."
         raise RequestError("num_speculative_tokens", wanted, bound, remedy)
@@ -95,6 +106,21 @@ def check_request(
         remedy = "Use `stop_token_ids`, or add tokenizer files to the checkpoint."
         raise RequestError(name, getattr(params, name), bound, remedy)
     return params
+
+
+def drafts_of(params: SamplingParams, rule: str, limits: Limits) -> tuple[int, bool]:
+    """K of a request, and whether it changes from step to step.
+
+    The text of a request with a seed that draws at random under `standard`, `block` or `synthetic`
+    depends on K, and must not depend on the batch: its K is fixed, unless it asks for `auto`.
+    """
+    asked, most = params.num_speculative_tokens, limits.num_speculative_tokens
+    if isinstance(asked, int):
+        return asked, False
+    if not limits.adapts:
+        return most, False
+    same_text = rule == "coupled" or (params.temperature == 0 and rule != "synthetic")
+    return min(FIXED, most), asked == AUTO or params.seed is None or same_text
 
 
 def _prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:

@@ -14,6 +14,8 @@ from typing import Any
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import BLOCK_SIZES, EngineConfig
 from foretoken.drafting.base import Drafter
+from foretoken.drafting.control import draft_widths
+from foretoken.engine.control import DraftControl
 from foretoken.engine.gauge import Gauge, measure_steps
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.memory import check_fits
@@ -28,6 +30,7 @@ from foretoken.engine.memory_plan import (
 )
 from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
+from foretoken.engine.step_costs import BLOCK_TOKENS, measure
 from foretoken.models import CausalLM
 from foretoken.sampling.synthetic import joint_rates, rates_of
 from foretoken.slots.device import DeviceSlotTable
@@ -58,6 +61,8 @@ class Assembly:
             and model.backend.name == "triton"
             and not config.enforce_eager
         )
+        speculation = config.speculative_config
+        self.adapts = speculation is not None and speculation.is_auto
         self._rates = _synthetic_rates(config)
         self._decode = None
         if tokenizer is not None:
@@ -77,7 +82,7 @@ class Assembly:
         config, costs = self.config, self._costs()
         sizes = Sizes(
             config.max_num_seqs, config.max_num_batched_tokens, self.model.max_model_len,
-            config.num_drafts, config.num_blocks,
+            config.num_drafts, config.num_blocks, self.adapts,
         )  # fmt: skip
         if sizes.num_blocks is None and config.kv_cache_gib is not None:
             sizes = replace(sizes, num_blocks=blocks_within(config.kv_cache_gib, costs, sizes))
@@ -127,8 +132,30 @@ class Assembly:
         )  # fmt: skip
         graphs = None
         if self.captures and not measuring:
-            graphs = Graphs(graph_sizes(count), config.num_drafts)
+            graphs = Graphs(graph_sizes(count), draft_widths(config.num_drafts, adapts=self.adapts))
         return Runner(model, kv, sampler, drafter, graphs)
+
+    def served(self, num_blocks: int) -> tuple[Runner, DraftControl | None]:
+        """The engine's runner, and who chooses K where that is `auto`, from what steps take here.
+
+        On a host they are measured with slots and blocks of their own, so that the drafter forgets
+        them; on a device in the runner's own, since that is where graphs are kept.
+        """
+        table, config = None, self.config
+        sizes = config.max_num_seqs, config.num_drafts
+        widths = () if self.on_host else draft_widths(config.num_drafts, adapts=self.adapts)
+        if self.adapts and self.on_host:
+            own_blocks = min(num_blocks, BLOCK_TOKENS // self.block_size)
+            table = measure(self.runner(own_blocks, measuring=True), *sizes, widths)
+        runner = self.runner(num_blocks)
+        if self.adapts and not self.on_host:
+            table = measure(runner, *sizes, widths)
+        if table is None:
+            return runner, None
+        _log.info("Measured for K = `auto`:\n%s", table.shown())
+        control = DraftControl(table, *sizes, widths)
+        runner.slots.register("acceptance", control)
+        return runner, control
 
     def _costs(self) -> Costs:
         """What follows from shapes."""

@@ -105,6 +105,8 @@ def _build(config: EngineConfig) -> Engine:
     plan = assembly.plan(gauge, weights)
     _log.info("Memory:\n%s", plan.table())
     model.max_model_len = plan.max_model_len
+    runner, control = assembly.served(plan.num_blocks)
+    runner.planned = plan
     lookahead = int(drafter is not None and drafter.reads_next_token)
     scheduler = Scheduler(
         BlockPool(plan.num_blocks, assembly.block_size, lookahead),
@@ -112,9 +114,8 @@ def _build(config: EngineConfig) -> Engine:
         max_num_batched_tokens=config.max_num_batched_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
         num_behind=drafter.num_behind if drafter else 0,
+        control=control,
     )
-    runner = assembly.runner(plan.num_blocks)
-    runner.planned = plan
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
     return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads)
 
@@ -159,8 +160,10 @@ def _check_token_budget(config: EngineConfig) -> None:
     """Every running request must be able to verify its drafts in one step, whoever else runs."""
     least = config.max_num_seqs * (1 + config.num_drafts)
     if config.max_num_batched_tokens < least:
-        bound = f"at least max_num_seqs x (1 + num_speculative_tokens) = {least}"
-        remedy = "Raise it, or lower `max_num_seqs` or `num_speculative_tokens`."
+        speculation = config.speculative_config
+        name = "max" if speculation is not None and speculation.is_auto else "num"
+        bound = f"at least max_num_seqs x (1 + {name}_speculative_tokens) = {least}"
+        remedy = f"Raise it, or lower `max_num_seqs` or `{name}_speculative_tokens`."
         raise ConfigError("max_num_batched_tokens", config.max_num_batched_tokens, bound, remedy)
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.config import EngineConfig
-from foretoken.engine.admission import Limits, bad_word_ids, check_request
+from foretoken.engine.admission import Limits, bad_word_ids, check_request, drafts_of
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.devices import use_device
 from foretoken.engine.faults import (
@@ -44,7 +44,7 @@ from foretoken.engine.step import slot_request, step_input
 from foretoken.engine.threads import StepThreads
 from foretoken.engine.trace import OnStep, StepTrace, read_events
 from foretoken.errors import EngineBrokenError
-from foretoken.outputs import SpeculationMetrics
+from foretoken.outputs import EngineMetrics
 from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.step import Outcome, StepResult
@@ -86,7 +86,8 @@ class Engine:
         self.eos_ids = eos_ids
         self.default_params = default_params
         self.threads = threads
-        self.metrics = SpeculationMetrics()
+        self._control = scheduler.control
+        self.metrics = self._control.metrics if self._control else EngineMetrics()
         self.on_step: OnStep | None = None
         ahead = config.async_scheduling
         self.runs_ahead = not runner.slots.on_host if ahead is None else ahead
@@ -95,13 +96,13 @@ class Engine:
         self._slots = runner.slots
         self._num_added = 0
         speculation = config.speculative_config
-        self.num_speculative_tokens = speculation.num_speculative_tokens if speculation else 0
         self._rule = speculation.rejection_sample_method if speculation else "standard"
         self.limits = Limits(
             vocab_size=runner.model.vocab_size,
             max_model_len=runner.model.max_model_len,
             cache_tokens=scheduler.pool.num_blocks * scheduler.pool.block_size,
-            num_speculative_tokens=self.num_speculative_tokens,
+            num_speculative_tokens=config.num_drafts,
+            adapts=self._control is not None,
             has_tokenizer=tokenizer is not None,
             allows_synthetic=self._rule == "synthetic",
             drafter=str(speculation.method) if speculation else "",
@@ -183,7 +184,9 @@ class Engine:
         with self._together():
             outcomes = launched.result.read()
             if launched.trace:
-                launched.trace.count(launched.result.resolve())
+                launched.trace.count(launched.result.resolve(), launched.shares)
+            if self._control is not None:
+                self._control.observe(launched.shares, outcomes, self.runner.seconds)
             for share in launched.shares:
                 if share.request.status is not Status.FINISHED:  # since it was launched
                     try:
@@ -220,19 +223,18 @@ class Engine:
         bad_words = bad_word_ids(params, self.tokenizer, self.runner.model.vocab_size)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
-        most_drafts = params.num_speculative_tokens
-        if most_drafts is None:
-            most_drafts = self.num_speculative_tokens
         rule = params.rejection_sample_method or self._rule
+        most_drafts, adapts = drafts_of(params, rule, self.limits)
         edits_on_host = params.edits_logits and not self._slots.on_host
         if edits_on_host:  # made from tokens that the host has seen: drafts it has not
-            most_drafts = 0
+            most_drafts, adapts = 0, False
         if rule == "synthetic" and not most_drafts:
             rule = "standard"  # plain decoding, with the target's distribution
         for j in range(params.n):
             request = Request(
                 group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words, rule, most_drafts,
                 self.limits.number_of(params.drafter), waits_for_tokens=edits_on_host,
+                adapts=adapts,
             )  # fmt: skip
             self.scheduler.add(request)
             group.samples.append(request)

@@ -37,12 +37,12 @@ class Graphs:
 
     Args:
         sizes: numbers of requests that steps are padded to, rising; () captures nothing.
-        num_drafts: most drafts of a request; a step has none, or is padded to these.
+        widths: numbers of drafts that steps are padded to, rising, 0 first.
     """
 
-    def __init__(self, sizes: tuple[int, ...] = (), num_drafts: int = 0) -> None:
+    def __init__(self, sizes: tuple[int, ...] = (), widths: tuple[int, ...] = (0,)) -> None:
         self.sizes = sizes
-        self.num_drafts = num_drafts
+        self.widths = widths
         self._captured: dict[StepShape, dict[str, _Captured]] = {}
         self._left_out: set[StepShape] = set()
         self._pool: Any = None  # one for all: no two stages run at the same time
@@ -77,7 +77,8 @@ class Graphs:
         if not decodes or max(step.num_prompt_logprobs_B) != NONE:
             return None
         size = next(size for size in self.sizes if size >= count)
-        most = self.num_drafts if max(step.max_drafts_B) else 0
+        asked = max(step.max_drafts_B)
+        most = next(width for width in self.widths if width >= asked)
         shape = StepShape(size, most, params.has_filters, params.rules, warm, drafters)
         if len(params.rules) > 1 or params.rules & _SELDOM:
             # Requests of several kinds share the kernels that serve all: a capture takes as long

@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
 
+from foretoken.drafting.control import draft_widths
 from foretoken.errors import ConfigError, EngineMemoryError
 
 LEAST_CONTEXT = 1024
 """A context is not shortened below this, nor is it advised."""
 
-_OPTIONS = {"num_drafts": "num_speculative_tokens"}  # sizes under their names as options
+# Sizes under their names as options, where K is fixed and where it is `auto`.
+_OPTIONS = {"num_drafts": ("num_speculative_tokens", "max_speculative_tokens")}
 _LEAST_TOKENS = 256  # of `max_num_batched_tokens`: prompts in smaller chunks are slow
 _RESERVE = 0.03  # of what is free: fragments of the allocator, and kernels that are loaded later
 # Steps are captured when they first occur, by the kernels that their parameters ask for: without
@@ -31,6 +33,7 @@ class Sizes:
 
     num_drafts: K; 0 without speculation.
     num_blocks: of the cache; None: as many as fit, enough for one request of `max_model_len`.
+    adapts: whether K is `auto`, and `num_drafts` the most.
     """
 
     max_num_seqs: int
@@ -38,6 +41,7 @@ class Sizes:
     max_model_len: int
     num_drafts: int = 0
     num_blocks: int | None = None
+    adapts: bool = False
 
     @property
     def rows(self) -> int:
@@ -168,7 +172,8 @@ class Costs:
         """Captured steps keep what they return; plain ones and those with drafts are apart."""
         if not self.graph:
             return 0
-        captured, kinds = graph_sizes(sizes.max_num_seqs), {1, 1 + sizes.num_drafts}
+        captured = graph_sizes(sizes.max_num_seqs)
+        kinds = [1 + width for width in draft_widths(sizes.num_drafts, adapts=sizes.adapts)]
         rows, number = sum(captured) * sum(kinds), len(captured) * len(kinds)
         return _VARIANTS * (number * self.graph + ceil(rows * self.steps.per_row))
 
@@ -380,7 +385,7 @@ def _lowered(demand: Demand, sizes: dict[str, int]) -> Remedy:
     changes: dict[str, tuple[object, object]] = {}
     for name, new in sizes.items():
         if (old := getattr(demand.sizes, name)) != new:
-            changes[_OPTIONS.get(name, name)] = old, new
+            changes[_OPTIONS.get(name, (name, name))[demand.sizes.adapts]] = old, new
     return Remedy(changes, demand.resized(**sizes))
 
 

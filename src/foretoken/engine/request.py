@@ -64,7 +64,7 @@ class Request:
         stop_ids: token ids that end it: end-of-text unless ignored, and `stop_token_ids`.
         bad_word_ids: tokenised `bad_words`.
         rule: name of the verification rule that decides it.
-        num_speculative_tokens: its K.
+        num_speculative_tokens: its K; if it `adapts`, that of its next step.
         drafter: the number of its drafter in `Limits.drafters`.
         waits_for_tokens: whether no step may be launched for it before the last one's tokens are
             known here.
@@ -92,6 +92,7 @@ class Request:
     rule: str = "standard"
     num_speculative_tokens: int = 0
     drafter: int = 0
+    adapts: bool = False
     status: Status = Status.WAITING
     waits_for_tokens: bool = False
     launched_share: Share | None = None

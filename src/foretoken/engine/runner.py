@@ -17,6 +17,7 @@ Shape suffixes: B requests of the step, D those that decide, N rows of logits, V
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from foretoken.cache.batch import ForwardBatch, gather_step
@@ -55,6 +56,7 @@ class Runner:
         self.graphs = graphs or Graphs()
         self.planned: MemoryPlan | None = None
         self.clock = PhaseClock(self.slots.device)
+        self.seconds = 0.0  # that the latest step took here
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
@@ -73,7 +75,10 @@ class Runner:
 
     def run(self, step: StepInput) -> StepResult | PendingResult:
         """Compute a step's tokens and draw the next ones."""
-        return self._run(step, self._shape_of(step))
+        start = time.perf_counter()
+        result = self._run(step, self._shape_of(step))
+        self.seconds = time.perf_counter() - start
+        return result
 
     def _run(self, step: StepInput, shape: StepShape | None) -> StepResult | PendingResult:
         rows = self.slots.begin(step, shape)

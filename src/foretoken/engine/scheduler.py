@@ -19,6 +19,7 @@ from operator import attrgetter
 
 from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.prefix_index import ROOT
+from foretoken.engine.control import DraftControl
 from foretoken.engine.request import Request, Share, Status
 from foretoken.errors import IntegrityError
 
@@ -59,13 +60,15 @@ class Scheduler:
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
         num_behind: int = 0,
+        control: DraftControl | None = None,
     ) -> None:
-        """num_behind: see `Drafter`."""
+        """num_behind: see `Drafter`; control: chooses K where that is `auto`."""
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.num_behind = num_behind
+        self.control = control
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._num_arrived = 0
@@ -92,7 +95,10 @@ class Scheduler:
         """
         for request in self.running:
             self._enter_blocks(request)
-        for request in [r for r in self.running if r.decodes and r.most_remaining]:
+        decoding = [r for r in self.running if r.decodes and r.most_remaining]
+        if self.control is not None:
+            self.control.choose(decoding)
+        for request in decoding:
             # Not all drafts of both steps can be accepted where that passes the request's limit.
             self._grow(request, min(request.most_known + request.max_drafts, request.limit - 1))
         self._admit()

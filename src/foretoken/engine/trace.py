@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from foretoken.engine.request import Share
 from foretoken.slots.step import StepResult
 
 
@@ -26,6 +28,7 @@ class StepTrace:
         num_requests: requests in it; num_decoding: those that computed one known token and drafts.
         num_tokens: tokens that the target computed.
         num_drafts, num_accepted: summed over its requests.
+        asked_drafts: how many requests were to have 0, 1, .. drafts, of those that decide.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -36,9 +39,12 @@ class StepTrace:
     num_tokens: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
+    asked_drafts: list[int] = field(default_factory=list)
 
-    def count(self, result: StepResult) -> None:
-        """Take over the numbers of its result."""
+    def count(self, result: StepResult, shares: Sequence[Share]) -> None:
+        """Take over what was asked for, and the numbers of its result."""
+        asked = Counter(share.max_drafts for share in shares if share.decides)
+        self.asked_drafts = [asked[k] for k in range(max(asked, default=-1) + 1)]
         decisions = result.decisions
         self.num_requests = len(result.spans)
         self.num_tokens = sum(span.num_tokens for span in result.spans)

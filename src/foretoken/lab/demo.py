@@ -79,7 +79,7 @@ class Demo:
     def introduce(self) -> None:
         """What runs here, and what the colours mean."""
         config, speculation = self.llm.config, self.llm.config.speculative_config
-        drafts = speculation.num_speculative_tokens if speculation else 0
+        drafts = speculation.num_drafts if speculation else 0
         self.console.print(
             f"Foretoken completes Python files that {config.model} has never seen. A small draft "
             f"model proposes up to {drafts} tokens, the target checks them in one pass, and the "

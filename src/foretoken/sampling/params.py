@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, cast
 
-from foretoken.config import REJECTION_SAMPLE_METHODS, plain
+from foretoken.config import AUTO, REJECTION_SAMPLE_METHODS, plain
 from foretoken.errors import RequestError, check_known_keys
 from foretoken.foreign import SAMPLING_FIELDS, without_foreign
 
@@ -111,8 +111,9 @@ class SamplingParams:
         bad_words: strings that must not appear: the last token of each is dropped where the tokens
             before it were just generated.
         allowed_token_ids: only these can be drawn.
-        num_speculative_tokens: this request's own K, 0..the engine's; 0 opts out; None: the
-            engine's.
+        num_speculative_tokens: this request's own K, 0..the engine's; 0 opts out; `auto`, if the
+            engine's is: as pays in each step, also where the text of a seed then depends on what
+            else is in the batch; None: the engine's.
         drafter: the drafter of this request, by its name in `drafters` of the engine, or `hybrid`:
             see docs/drafters.md; None: the engine's.
         rejection_sample_method: the verification rule of this request: `standard`, `block` or
@@ -144,7 +145,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_words: tuple[str, ...] | list[str] | None = ()
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: int | str | None = None
     drafter: str | None = None
     rejection_sample_method: str | None = None
     prediction: str | Sequence[int] | None = None
@@ -187,8 +188,9 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "trace"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
-        if self.num_speculative_tokens is not None:
-            _integer("num_speculative_tokens", self.num_speculative_tokens, 0, "an integer >= 0")
+        if self.num_speculative_tokens not in (None, AUTO):
+            bound = f"an integer >= 0, or `{AUTO}`"
+            _integer("num_speculative_tokens", self.num_speculative_tokens, 0, bound)
         if self.drafter is not None and not isinstance(self.drafter, str):
             raise RequestError("drafter", self.drafter, "the name of a drafter, or None")
         rule = self.rejection_sample_method

@@ -76,7 +76,7 @@ def rates_of(config: SpeculativeConfig) -> tuple[float, ...]:
     if config.rejection_sample_method != "synthetic":
         return ()
     return conditional_rates(
-        config.num_speculative_tokens,
+        config.num_drafts,
         synthetic_acceptance_rate=config.synthetic_acceptance_rate,
         synthetic_acceptance_rates=config.synthetic_acceptance_rates,
         synthetic_acceptance_length=config.synthetic_acceptance_length,

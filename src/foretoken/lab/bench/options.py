@@ -95,7 +95,7 @@ class BenchOptions:
         most = sized["max_num_seqs"]
         if largest > most:
             raise ConfigError("max_num_seqs", most, f"at least {largest}, the largest batch")
-        drafts = speculation.num_speculative_tokens if speculation else 0
+        drafts = speculation.num_drafts if speculation else 0
         tokens = max(_DEFAULTS["max_num_batched_tokens"], most * (1 + drafts))
         sized.setdefault("max_num_batched_tokens", tokens)
         from foretoken.engine.devices import choose_device  # which loads torch

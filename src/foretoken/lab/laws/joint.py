@@ -27,7 +27,7 @@ from foretoken.lab.laws.emission import (
     joint_p_value,
 )
 from foretoken.lab.laws.findings import Finding, p_finding
-from foretoken.ops import Backend, Rule
+from foretoken.ops import Backend, Rule, SlotParams
 
 VOCABULARY = 16
 SPREAD = 0.5  # standard deviation of the logits: about half of all drafts are accepted
@@ -219,15 +219,24 @@ def several_rounds(
     device: torch.device,
     trials: int = 32_768,
     rules: tuple[Rule, ...] = (Rule.BLOCK, Rule.STANDARD),
+    mutate: Callable[[Propose], Propose] = lambda propose: propose,
 ) -> list[Finding]:
-    """Uniforms of positions that a round inspects but does not commit must not come again."""
+    """Uniforms of positions that a round inspects but does not commit must not come again.
+
+    Args:
+        mutate: wraps the drafter, legitimately or not.
+    """
     target, draft = random_chain(FEW_TOKENS, 4, 0.5)
     target_on, draft_on = target.to(device), draft.to(device)
     findings = []
     for rule, real_q in itertools.product(rules, (True, False)):
         setting = Setting(rule=rule)
         make = partial(TableDrafter, backend, draft_on, num_drafts=FEW_DRAFTS, real_q=real_q)
-        emission = emit(backend, target_on, make, setting, length=LENGTH, trials=trials, seed=9)
+
+        def wrapped(params: SlotParams, make: MakePropose = make) -> Propose:
+            return mutate(make(params))
+
+        emission = emit(backend, target_on, wrapped, setting, length=LENGTH, trials=trials, seed=9)
         case = f"{LENGTH}_tokens-{rule.name.lower()}-{'real' if real_q else 'one_hot'}"
         p = joint_p_value(emission.token_SL, setting.next_token(target))
         findings.append(p_finding(case, p, trials))

@@ -16,6 +16,7 @@ from foretoken.lab.laws.mutants import (
     RESIDUALS,
     RuleMutant,
     cut_before_token,
+    cut_by_total,
     early_stop,
     edits_of_the_row_before,
     hide_token,
@@ -73,7 +74,7 @@ def mutants() -> list[Mutant]:
     for rule in lossless:
         found += [
             Mutant(propose.__name__, _real(rule), propose=propose)
-            for propose in (hide_token, cut_before_token, row_before_of_q)
+            for propose in (hide_token, cut_before_token, cut_by_total, row_before_of_q)
         ]
         rounds = _real(rule, rounds=None)
         found += [

@@ -2,8 +2,8 @@
 
 Mutants of a drafter wrap its `propose`; mutants of drafting and of verification wrap a backend;
 what neither can reach, the decision itself, is a mutant of a rule in `ops/rules.py`, for backends
-that read those. `mutant_cases.py` lists which must be noticed where. Two of the wrapped drafters
-are legitimate, and say so.
+that read those. `mutant_cases.py` lists which must be noticed where. Three of the wrapped
+drafters are legitimate, and say so.
 
 Shapes as in `laws/__init__.py`; R rejected requests.
 """
@@ -17,9 +17,11 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.drafting.control import ADAPTS, Acceptance, Load, StepCosts, StepTable, by_gain
 from foretoken.lab.laws.chain import edits_of_rows
 from foretoken.lab.laws.emission import Propose, first_row
 from foretoken.ops import (
@@ -71,6 +73,17 @@ def cut_before_token(drafts: DraftBlock) -> DraftBlock:
 
 
 @_of_drafts
+def cut_by_total(drafts: DraftBlock) -> DraftBlock:
+    """Batches of two end before a draft index where together they sampled a token too often: each
+    request's own token is seen in the batch's total alone."""
+    of_B = torch.arange(len(drafts.num_B), device=drafts.num_B.device) // 2
+    sampled_BK = (drafts.token_BK == 2).long()
+    total_BK = torch.zeros_like(sampled_BK).index_add(0, of_B, sampled_BK)[of_B]
+    kept_BK = (total_BK < 1).long().cumprod(dim=1)
+    return replace(drafts, num_B=torch.minimum(kept_BK.sum(dim=1), drafts.num_B))
+
+
+@_of_drafts
 def row_before_of_q(drafts: DraftBlock) -> DraftBlock:
     """Every draft is verified against the q of the one before."""
     q = drafts.cache
@@ -90,6 +103,34 @@ def cut_by_prefix(propose: Propose) -> Propose:
         return replace(drafts, num_B=torch.minimum(num_B, drafts.num_B))
 
     return ragged
+
+
+def chosen_by_control(propose: Propose) -> Propose:
+    """Legitimate: K of every request is chosen by the engine's own control, from rounds that are
+    over: its own and all others'."""
+    drafted = dict[int, tuple[int, int, int]]()  # of each slot: known tokens, asked for, drafted
+    estimates = list[Acceptance]()
+
+    def chosen(prefix_BL: Tensor, slot_B: Tensor, position_B: Tensor) -> DraftBlock:
+        drafts, slots, known_B = propose(prefix_BL, slot_B, position_B), slot_B.tolist(), position_B
+        most = drafts.token_BK.shape[1]
+        if not estimates:
+            estimates.append(Acceptance(max(slots) + 1, most))
+        (acceptance,) = estimates
+        known = dict(zip(slots, known_B.tolist(), strict=True))
+        rounds = [(s, k, n, known[s] - at - 1) for s, (at, k, n) in drafted.items() if s in known]
+        acceptance.observe(rounds)
+        # A draft takes half as long as a step: some requests are worth two, some none.
+        table = StepTable(np.ones(1), 1 + np.arange(most + 1)[None] / 2, np.zeros((1, most + 1)))
+        fixed_B, offered_K = np.full(len(slots), ADAPTS), np.ones(most)
+        load = Load(acceptance.joint(slots), fixed_B, offered_K, context=0)
+        asked_B = by_gain(StepCosts(table).curve(len(slots)), load).asked_B
+        num_B = torch.minimum(torch.from_numpy(asked_B).to(drafts.num_B), drafts.num_B)
+        made = zip(known_B.tolist(), asked_B.tolist(), num_B.tolist(), strict=True)
+        drafted.update(zip(slots, made, strict=True))
+        return replace(drafts, num_B=num_B)
+
+    return chosen
 
 
 def without_drafts(propose: Propose) -> Propose:

@@ -1,0 +1,174 @@
+"""What steps of decoding take here, measured at start by a few of them, for nobody.
+
+Charter: only for K = `auto`. The steps go through the real runner: on a host over slots of their
+own, before the engine's are made; on a device in the spare places of the engine's, through the
+graphs that it will replay. What is measured is refined by the engine's own steps (`StepCosts`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from foretoken.drafting.control import Array, StepTable
+from foretoken.engine.runner import Runner
+from foretoken.engine.trace import StepTrace, read_events
+from foretoken.ops import Rule
+from foretoken.sampling.params import SamplingParams
+from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.parameters import SlotRequest
+from foretoken.slots.step import NONE, StepInput
+
+SECONDS = {"cpu": 1.5, "cuda": 30.0}
+"""When the limit is reached, larger batches are taken to cost as much more as they are larger; on
+a GPU captures take most of it."""
+
+_LEAST_ROUNDS, _MOST_ROUNDS = 2, 12  # the quickest counts: what disturbs a step makes it slower
+_SHARE = 0.2  # of the time, for each batch size
+_SHORT, _LONG = 32, 512  # tokens of context
+_MIDDLE = 16  # requests of which a long context is measured
+BLOCK_TOKENS = _MIDDLE * (_LONG + 64)  # of a cache for steps of nobody
+_EVERY_K = 4  # requests, up to which all K are measured, and not powers of two alone
+_PARAMS = SamplingParams(temperature=1.0)
+
+
+def measure(runner: Runner, num_slots: int, num_drafts: int, widths: Sequence[int]) -> StepTable:
+    """Time steps of few and many requests, with few and many drafts.
+
+    Args:
+        num_slots, num_drafts: most requests, most drafts of each.
+        widths: numbers of drafts that a captured step may have; () where nothing is captured.
+    """
+    limit = SECONDS[runner.slots.device.type]
+    end = time.perf_counter() + limit
+    steps = _Steps(runner, num_drafts)
+    coarse = sorted({0, num_drafts, *(k for k in (1, 2, 4, 8, 16, 32) if k < num_drafts)})
+    batches, rows, missed = list[int](), list[Array](), 0.0
+    size = 1
+    while not batches or (batches[-1] < num_slots and time.perf_counter() < end):
+        batch = min(size, num_slots)
+        every = widths or (range(num_drafts + 1) if batch <= _EVERY_K else coarse)
+        found_2K, missed = steps.table(batch, list(every), _SHARE * limit)
+        batches.append(batch)
+        rows.append(np.stack([np.interp(range(num_drafts + 1), every, x) for x in found_2K]))
+        size *= 4
+    context, context_row = steps.of_context(min(num_slots, _MIDDLE))
+    steps.clear()
+    rest_JK1, draft_JK1 = np.stack(rows, axis=1)
+    rest_JK1 = _undisturbed(np.array(batches), rest_JK1)
+    return StepTable(np.array(batches), rest_JK1, draft_JK1, context, context_row, missed)
+
+
+def _undisturbed(batches: Array, rest_JK1: Array) -> Array:
+    """No step is slower than one of as many requests and rows, or more, whatever disturbed it."""
+    rows_JK1 = batches[:, None] * np.arange(1, rest_JK1.shape[1] + 1)
+    least_JK1 = rest_JK1.copy()
+    for j, k in np.ndindex(rest_JK1.shape):
+        least_JK1[j, k] = rest_JK1[j:][rows_JK1[j:] >= rows_JK1[j, k]].min()
+    return least_JK1
+
+
+class _Steps:
+    """Requests of nobody, and timed steps of them."""
+
+    def __init__(self, runner: Runner, num_drafts: int) -> None:
+        self._runner, self._slots, self._num_drafts = runner, runner.slots, num_drafts
+        state = runner.slots.state
+        self._most = min(state.token_SL.shape[1] - num_drafts - 1, runner.model.max_model_len)
+        self._columns, self._num_blocks = state.block_SL.shape[1], runner.kv.num_blocks
+        self._batch = 0
+
+    def table(self, batch: int, every: Sequence[int], limit: float) -> tuple[Array, float]:
+        """Seconds [2, K] of all but drafting, and of drafting; and of a token that was missed.
+
+        A step with fewer drafts is no slower than one with more, whatever disturbed it.
+        """
+        rounds, first, start = list[list[tuple[float, float]]](), 0.0, time.perf_counter()
+        self._admit(batch, _SHORT)
+        self._run(1)  # whatever is done once
+        while len(rounds) < _MOST_ROUNDS:
+            self._admit(batch, _SHORT)
+            first = self._run(1)[1]
+            taken = []
+            for count in every:
+                if not self._reaches(count):
+                    self._admit(batch, _SHORT)
+                    self._run(1)
+                taken.append(self._run(count))
+            rounds.append(taken)
+            if len(rounds) >= _LEAST_ROUNDS and time.perf_counter() > start + limit:
+                break
+        found_2K = np.maximum(np.array(rounds).min(axis=0).T, 1e-7)  # 0: no room for a step at all
+        found_2K = np.minimum.accumulate(found_2K[:, ::-1], axis=1)[:, ::-1]
+        drafted = float(np.interp(1, every, found_2K[1]))
+        tokens = batch * max(min(_SHORT, self._most // 2), 1)
+        return found_2K, max(first - drafted, 0.0) / tokens
+
+    def of_context(self, batch: int) -> tuple[float, float]:
+        """Seconds per token of context: of a step without drafts, and of each draft beside.
+
+        Of several requests, so that it is no difference of two times that are nearly the same.
+        """
+        if self._most < 2 * _SHORT:
+            return 0.0, 0.0
+        quickest = []
+        for length in (_SHORT, _LONG):
+            self._admit(batch, length)
+            self._run(1)
+            taken = [[sum(self._run(k)) for k in (0, min(2, self._num_drafts))] for _ in range(4)]
+            quickest.append((self._length, *np.min(taken, axis=0)))
+        tokens, plain, drafted = np.maximum(np.subtract(*quickest[::-1]), 0).tolist()
+        num_drafts = min(2, self._num_drafts)
+        return plain / tokens / batch, max(drafted - plain, 0.0) / tokens / batch / num_drafts
+
+    def clear(self) -> None:
+        """Leave nothing behind."""
+        for slot in range(self._batch):
+            self._slots.release(slot)
+        self._batch = 0
+
+    def _reaches(self, count: int) -> bool:
+        return self._length + count + 2 <= self._most
+
+    def _admit(self, batch: int, length: int) -> None:
+        """New requests, all but the last of whose tokens are computed.
+
+        Each has blocks of its own, as far as there are so many: shared ones would stay in a
+        processor's cache.
+        """
+        self.clear()
+        if not isinstance(self._slots, DeviceSlotTable):
+            self._runner.clear(range(self._num_blocks))  # whose contents the drafter has seen
+        self._length = length = max(min(length, self._most // 2), 2)
+        request = SlotRequest(
+            0, _PARAMS, Rule.STANDARD, [0] * length, limit=self._most, num_computed=length - 1
+        )
+        for slot in range(batch):
+            self._slots.admit(slot, request._replace(key=slot))
+            if not isinstance(self._slots, DeviceSlotTable):  # there a free slot's are the spare's
+                first = slot * -(-2 * length // self._runner.kv.block_size)
+                columns = range(first, first + self._columns)
+                self._slots.write_blocks([(slot, 0, [i % self._num_blocks for i in columns])])
+        self._batch = batch
+
+    def _run(self, count: int) -> tuple[float, float]:
+        """Seconds of a step with so many drafts of each: of all but drafting, and of drafting."""
+        clock, batch = self._runner.clock, self._batch
+        none, all_of, no = [NONE] * batch, [True] * batch, [False] * batch
+        step = StepInput(range(batch), [1] * batch, [count] * batch, all_of, none, none, no)
+        clock.start(trace := StepTrace())
+        result = self._runner.run(step)
+        events = clock.take_events()
+        result.read()
+        if self._slots.device.type == "cuda":
+            torch.cuda.synchronize(self._slots.device)
+        clock.mark("read")
+        clock.stop()
+        read_events(trace, events)
+        self._length += count + 1
+        trace.seconds.pop("gap", None)  # in which a GPU waited for this
+        drafting = trace.seconds.pop("draft", 0.0)
+        return sum(trace.seconds.values()), drafting

@@ -142,3 +142,8 @@ def _check_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
             raise ConfigError("batch.length_B", length, wanted)
     wanted = f"in 0..{blocks - 1}, the blocks of the cache"
     check_between("batch.block_BL", batch.block_BL.flatten().numpy(), 0, blocks - 1, wanted)
+
+
+def check_hidden(hidden_SC: Tensor, slots: int, size: int) -> None:
+    """What a head keeps by slot, see `RoundHead`."""
+    check_tensor("hidden_SC", hidden_SC, (slots, size), (torch.float32,), contiguous=True)

@@ -22,9 +22,8 @@ from foretoken.ops.backends.native.decoder import (
     native_batch,
     native_round,
 )
-from foretoken.ops.checks import check_tensor
 from foretoken.ops.decoder import DraftRound, HeadModel, UnfitError
-from foretoken.ops.pass_checks import check_draft_round
+from foretoken.ops.pass_checks import check_draft_round, check_hidden
 from foretoken.ops.steps import SlotState
 from foretoken.ops.types import AttentionBatch
 
@@ -77,7 +76,7 @@ class FusedHead(NativeModel):
         values: Tensor,
     ) -> None:
         """See `RoundHead.observe`."""
-        self._check_hidden(hidden_SC, len(state.length_S))
+        check_hidden(hidden_SC, len(state.length_S), self._size)
         tensors = (state.token_SL, state.length_S, slot_B, hidden_SC)
         self._library.foretoken_head_observe(
             self._handle,
@@ -118,16 +117,12 @@ class FusedHead(NativeModel):
     ) -> Tensor:
         """See `RoundHead.draft_round`."""
         nums = check_draft_round(drafting, batch, self._vocab_size, least=0)
-        self._check_hidden(hidden_SC, len(drafting.params.key_S))
+        check_hidden(hidden_SC, len(drafting.params.key_S), self._size)
         token_BK, native = native_round(drafting, max(nums), hidden_SC)
         known = native_batch(drafting.slot_B[:0], drafting.slot_B[:0], batch, keys)
         addresses = self._addresses(keys, values)
         self._library.foretoken_decoder_draft(self._handle, known, *addresses, native)
         return token_BK
-
-    def _check_hidden(self, hidden_SC: Tensor, slots: int) -> None:
-        shape = (slots, self._size)
-        check_tensor("hidden_SC", hidden_SC, shape, (torch.float32,), contiguous=True)
 
     def _rows(
         self,

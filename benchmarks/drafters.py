@@ -10,13 +10,15 @@ has prompts of its own, so that nothing can be looked up in what an earlier repe
 from __future__ import annotations
 
 import argparse
+import random
 from collections import defaultdict
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from benchmarks.common import TARGET, QuietTimer, arguments, goal, progress, record, use_cores
+from benchmarks.prediction import missing
 from foretoken import LLM, SamplingParams
 from foretoken.lab.results import Row, Spread, Value
 from foretoken.lab.workloads import heldout
@@ -56,6 +58,18 @@ KINDS = (
         "outputs resemble each other, or a corpus",
     ),
     Kind(
+        "prediction",
+        {"method": "prediction"},
+        "a text that the output may be like, with the request",
+        "the output is an edit of it (here: of the target's greedy text, a line in 8 missing)",
+    ),
+    Kind(
+        "draft_text",
+        {"method": "draft_text"},
+        "a small model with any tokenizer",
+        "none shares the target's tokens",
+    ),
+    Kind(
         "hybrid",
         {"drafters": [{"method": "suffix"}, {"method": "draft_model"}]},
         "what its drafters need",
@@ -73,12 +87,13 @@ class Count:
     metrics: SpeculationMetrics = field(default_factory=SpeculationMetrics)
 
 
-def complete(
-    llm: LLM, prompts: list[str], params: SamplingParams
-) -> tuple[int, SpeculationMetrics]:
+Work = list[tuple[str, SamplingParams]]
+
+
+def complete(llm: LLM, work: Work) -> tuple[int, SpeculationMetrics]:
     """Tokens and counts of the prompts, one after the other."""
     tokens, metrics = 0, SpeculationMetrics()
-    for prompt in prompts:
+    for prompt, params in work:
         output = llm.generate(prompt, params)[0]
         tokens += len(output.outputs[0].token_ids)
         metrics.add(output.metrics)
@@ -91,18 +106,27 @@ def measure(
     """Every drafter over every repeat's prompts; the first repeat warms up."""
     counts, size = defaultdict[str, Count](Count), options.prompts
     texts = [one.prompt for one in heldout((options.repeats + 1) * size)]
+    params = SamplingParams(temperature=temperature, max_tokens=options.max_tokens, ignore_eos=True)
     rounds = [(r, name) for r in range(options.repeats + 1) for name in llms]
     for repeat, name in progress(rounds, f"drafters, T={temperature:g}"):
         prompts = texts[repeat * size :][:size]
-        params = SamplingParams(
-            temperature=temperature, max_tokens=options.max_tokens, ignore_eos=True, seed=repeat
-        )
-        took, (tokens, metrics) = timer(partial(complete, llms[name], prompts, params))
+        work = [(prompt, params) for prompt in prompts]
+        if name == "prediction":
+            work = predicted(llms["plain"], prompts, params)
+        took, (tokens, metrics) = timer(partial(complete, llms[name], work))
         if repeat:
             counts[name].speeds.append(tokens / took)
             counts[name].lengths.append(tokens_per_step(metrics))
             counts[name].metrics.add(metrics)
     return counts
+
+
+def predicted(llm: LLM, prompts: list[str], params: SamplingParams) -> Work:
+    """Prompts with what the target's greedy text predicts, some of its lines missing."""
+    rng, greedy = random.Random(prompts[0]), replace(params, temperature=0.0)
+    texts = [output.outputs[0].text for output in llm.generate(prompts, greedy)]
+    told = [replace(params, prediction=missing(rng, text)) for text in texts]
+    return list(zip(prompts, told, strict=True))
 
 
 def tokens_per_step(metrics: SpeculationMetrics) -> float:
@@ -176,7 +200,7 @@ def notes(rows: list[Row]) -> list[str]:
     ]
     for temperature in TEMPERATURES:
         new = [r for r in rows if r.labels["temperature"] == temperature]
-        new = [r for r in new if r.labels["drafter"] not in ("plain", BASE)]
+        new = [r for r in new if r.labels["drafter"] not in ("plain", BASE, "prediction")]
         best = max(new, key=lambda r: r.values[f"speed_to_{BASE}"].median)
         said.append(goal(f"{best.case}: length to {BASE}", best, f"length_to_{BASE}", 1.08))
         said.append(goal(f"{best.case}: speed to {BASE}", best, f"speed_to_{BASE}", 1.15))

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, goal
+from benchmarks.drafter_tables import auto, drafters
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
 from benchmarks.speed_tables import speed, summary
@@ -117,24 +118,6 @@ def throughput(results: Results) -> str:
         equal = f"{row.values['prompts_equal_to_plain']} of {row.labels['batch']}"
         notes = [f"{count} {what}" for count, what in ((ties, "ties"), (differ, "other")) if count]
         rows.append([*cells, f"{equal} ({', '.join(notes)})" if notes else equal])
-    return markdown(header, rows)
-
-
-def auto(results: Results) -> str:
-    """Plain decoding, the best fixed K and `auto` at every batch size and temperature."""
-    cases = {(r.labels["batch"], r.labels["temperature"], r.labels["k"]): r for r in results.rows}
-    rows = []
-    for (batch, temperature, k), row in cases.items():
-        if k == "auto":
-            others = [cases[batch, temperature, other] for other in (0, row.labels["best_k"])]
-            cells = [f"batch {batch}, T={temperature:g}", number(others[0], "tokens_per_second", 0)]
-            cells.append(f"K={row.labels['best_k']}: {number(others[1], 'tokens_per_second', 0)}")
-            cells.append(number(row, "tokens_per_second", 0))
-            for name in ("ratio_to_best", "ratio_to_plain"):
-                low, high = (number(row, f"{name}_{end}") for end in ("low", "high"))
-                cells.append(f"{number(row, name)} ({low}–{high})")
-            rows.append(cells)
-    header = ["tokens/s", "plain", "best fixed K", "auto", "auto to best", "auto to plain"]
     return markdown(header, rows)
 
 
@@ -243,7 +226,9 @@ def gpu(folder: Path) -> str:
 
 
 GPU = ("gpu_plain", "gpu_eagle3")
-GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves", *GPU, *FILES)
+DRAFTING = ("drafters", "auto")
+GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves")
+GOALS += (*DRAFTING, *GPU, *FILES)
 LEAST_R_SQUARED = 0.99
 
 
@@ -314,6 +299,7 @@ MEASURED: dict[str, tuple[str, Callable[[Results], str]]] = {
     "cost": ("cost", cost),
     "throughput": ("throughput", throughput),
     "auto": ("auto", auto),
+    "drafters": ("drafters", drafters),
     "prefix": ("prefix", prefix),
     "catch_up": ("prefix", catch_up),
     "reproducibility": ("reproducibility", reproducibility),

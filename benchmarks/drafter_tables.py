@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.markup import markdown, number
-from foretoken.lab.results import Results, Row, Spread
+from pathlib import Path
+
+from benchmarks.markup import markdown, number, spread, where
+from foretoken.lab.results import Results, Row, Spread, read
 
 
 def drafters(results: Results) -> str:
@@ -51,3 +53,16 @@ def auto(results: Results) -> str:
             rows.append(cells)
     header = ["tokens/s", "plain", "best fixed K", "auto", "auto to best", "auto to plain"]
     return markdown(header, rows)
+
+
+def cpu_bf16(folder: Path) -> str:
+    """A 0.6B shape in bfloat16 on a CPU: speculation at each K beside plain decoding."""
+    lines, found = [], [read(path) for path in sorted(folder.glob("cpu_bf16_k*.json"))]
+    for results in found:
+        row = results.rows[-1]
+        cells = [row.case, spread(results.rows[0], "output_tokens_per_second", 1)]
+        cells += [spread(row, "output_tokens_per_second", 1), spread(row, "speedup", 2)]
+        cells += [number(row, name, 1) for name in ("draft_ms", "target_ms")]
+        lines.append([*cells, number(results.rows[0], "target_ms", 1)])
+    header = ["", "plain, tokens/s", "speculative", "speed-up", "draft, ms", "target, ms", "plain"]
+    return markdown(header, lines) + where(found[-1])

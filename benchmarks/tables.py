@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, goal
-from benchmarks.drafter_tables import auto, drafters
+from benchmarks.drafter_tables import auto, cpu_bf16, drafters
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
 from benchmarks.speed_tables import speed, summary
@@ -325,6 +325,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     **{name: partial(by_machine, name) for name in MEASURED},
     "goals": goals,
     "gpu": gpu,
+    "cpu_bf16": cpu_bf16,
     "laws": laws,
     **{name: partial(ops_times, name) for name in FILES},
 }

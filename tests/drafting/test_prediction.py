@@ -18,7 +18,7 @@ from foretoken.config import SpeculativeConfig
 from foretoken.drafting.prediction import Alignment
 from foretoken.drafting.registry import find_drafter
 from foretoken.engine.prompts import encode_prediction
-from foretoken.errors import CapacityError, ConfigError, RequestError
+from foretoken.errors import CapacityError, ConfigError, ProcessingError, RequestError
 from foretoken.sampling.forced import FORCING, Continuation
 from tests.engine.predictions import edited
 from tests.support.checkpoints import VOCABULARY, ids_of, save_checkpoint
@@ -155,7 +155,7 @@ def test_what_is_no_prediction_is_refused(
 def test_a_prediction_that_nobody_reads_is_refused(target: Path) -> None:
     for speculation in (None, {"method": "ngram"}, {"method": "forced"}):
         llm = LLM(str(target), speculation, **OPTIONS)
-        with pytest.raises(RequestError, match=r'no drafter here reads it.*"method": "prediction"'):
+        with pytest.raises(RequestError, match=r'left out: .*"method": "prediction"'):
             llm.generate("abc", SamplingParams(prediction="abc"))
 
 
@@ -265,3 +265,26 @@ def test_one_allowed_token_is_forced(target: Path) -> None:
     assert only.outputs[0].token_ids == [7] * 26
     assert only.metrics.accepted_per_position == [5] * 4, "the first token comes with the prompt"
     assert two.metrics.num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_source_that_raises_ends_its_own_request(
+    target: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    def fail(output: Any) -> list[int]:
+        if len(output) > 3:
+            output[0] = 0  # what it is given is not its own to write to
+        return []
+
+    def force(params: SamplingParams) -> Continuation | None:
+        return fail if params.seed == 7 else None
+
+    monkeypatch.setattr("foretoken.drafting.forced.FORCING", [force])
+    llm = LLM(str(target), {"method": "forced"}, async_scheduling=late, **OPTIONS)
+    params = [SamplingParams(seed=seed, max_tokens=12, ignore_eos=True) for seed in (1, 7, 2)]
+    first, failed, last = llm.generate(["a"] * 3, params)
+    assert isinstance(failed.error, ProcessingError)
+    assert "read-only" in str(failed.error)
+    assert first.error is last.error is None
+    assert len(first.outputs[0].token_ids) == len(last.outputs[0].token_ids) == 12
+    llm.engine.check_integrity()

@@ -56,6 +56,10 @@ def run(llm: LLM, prompts: list[str], **params: Any) -> list[Any]:
     return outputs
 
 
+def tokens_of(outputs: list[Any]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
 ALL = (LOOKUP, "draft_model", "eagle3")
 
 
@@ -236,8 +240,8 @@ def test_what_cannot_draft_together_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"drafters\[1\].method` is 'ngrm'"):
         LLM(str(target), {"drafters": [{"method": "ngram"}, {"method": "ngrm"}]}, **OPTIONS)
-    with pytest.raises(ConfigError, match=r"one of draft_model\. It needs `ngram` or `suffix`"):
-        build(target, draft, "draft_model")
+    with pytest.raises(ConfigError, match=r"one of draft_model, eagle3\. It needs one that looks"):
+        build(target, draft, "draft_model", "eagle3")
     llm = build(target, draft, "draft_model", "eagle3", method="eagle3")
     half: Any = llm.engine.runner.drafter
     half.members[1].cache_shape = (*half.members[1].cache_shape[:2], torch.float16)
@@ -339,3 +343,50 @@ def test_the_trace_names_who_drafted(
             assert named[name] <= counts.num_accepted_tokens
     traced = {token.drafter for output in outputs for token in output.outputs[0].trace}
     assert {"ngram", "draft_model"} <= traced
+
+
+def test_a_greedy_drafter_stays_greedy_behind_one_that_draws(target: Path, draft: Path) -> None:
+    model = {"method": "draft_model", "model": str(draft)}
+    greedy, text = model | {"draft_sample_method": "greedy"}, {"seed": 3, "temperature": 1.0}
+    alone = run(LLM(str(target), greedy, **OPTIONS), PROMPTS, **text)
+    drafters = [model | {"name": "drawn"}, greedy | {"name": "greedy"}]
+    both = LLM(str(target), {"drafters": drafters, "method": "drawn"}, **OPTIONS)
+    beside = run(both, PROMPTS, **text, drafter="greedy", trace=True)
+    assert tokens_of(beside) == tokens_of(alone)
+    assert {record.q for output in beside for record in output.outputs[0].trace} == {None}
+    assert tokens_of(run(both, PROMPTS, **text)) != tokens_of(alone)
+
+
+def test_a_prediction_is_refused_where_the_drafter_of_its_request_does_not_read_it(
+    target: Path, draft: Path
+) -> None:
+    llm = build(target, draft, "ngram", "prediction", "draft_model")
+    for drafter in ("ngram", "draft_model"):
+        remedy = f"`{drafter}` does not read it. Set `drafter` to one of prediction, hybrid"
+        with pytest.raises(RequestError, match=remedy):
+            run(llm, ["abc"], prediction="abc", drafter=drafter)
+    for drafter in ("prediction", "hybrid", None):
+        run(llm, ["abc"], prediction="abc", drafter=drafter)
+
+
+def test_what_is_measured_at_start_is_the_default(target: Path, draft: Path) -> None:
+    methods = ("ngram", "draft_model")
+    for method, number in (("ngram", 0), ("draft_model", 1), ("hybrid", 1)):
+        drafter = build(target, draft, *methods, method=method).engine.runner.drafter
+        assert drafter is not None
+        assert drafter.measured == number
+
+
+@pytest.mark.parametrize(
+    ("rule", "temperature", "shows"),
+    [
+        (Rule.STANDARD, 0.0, False),
+        (Rule.STANDARD, 0.8, True),
+        (Rule.BLOCK, 0.8, True),
+        (Rule.COUPLED, 0.8, False),
+        (Rule.SYNTHETIC, 0.0, True),
+    ],
+)
+def test_which_texts_depend_on_what_is_drafted(rule: Rule, temperature: float, shows: bool) -> None:
+    request = SlotRequest(0, SamplingParams(temperature=temperature, seed=1), rule, [1], 9)
+    assert request.shows_drafts is shows

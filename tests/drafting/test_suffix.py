@@ -323,3 +323,11 @@ def test_options_out_of_bounds_are_refused(options: dict[str, Any], message: str
     with pytest.raises(ConfigError) as raised:
         SpeculativeConfig(method="suffix", **options)
     assert message in str(raised.value)
+
+
+def test_steps_that_are_timed_at_start_leave_no_texts(target: Path) -> None:
+    speculation = {"method": "suffix", "num_speculative_tokens": "auto"}
+    drafter = LLM(str(target), speculation, **OPTIONS).engine.runner.drafter
+    assert isinstance(drafter, Suffix)
+    assert drafter._finished == type(drafter._finished)()
+    assert drafter._shared.size_N.sum() == 0

@@ -191,3 +191,23 @@ def test_widths_are_few() -> None:
     assert draft_widths(6, adapts=True) == (0, 1, 2, 4, 6)
     assert draft_widths(6, adapts=False) == (0, 6)
     assert draft_widths(0, adapts=False) == (0,)
+
+
+def test_steps_without_adapting_requests_are_nobodys() -> None:
+    """As many requests as before run on, with a K of their own, after the last that adapted."""
+    world = World(COSTS["rows are free"], 2, 0.9)
+    control = world.control
+    leaving, staying = world.requests
+    coming = world.request(0)
+    for request in (staying, coming):
+        request.adapts, request.num_speculative_tokens = False, 0
+    control.choose([leaving, staying])
+    leaving.slot = -1
+    control.release(0)
+    for _ in range(80):
+        control.choose([staying, coming])
+        shares = [Share(r, r.slot, 9, 1, 0, True, 0) for r in (staying, coming)]
+        world.now += 2e-3
+        control.observe(shares, {r.slot: Outcome([1]) for r in (staying, coming)}, 1.9e-3)
+    assert control.metrics.controlled_seconds == 0
+    assert not any(found.any() for found in control.costs._deviations.values())

@@ -170,7 +170,7 @@ def train(options: TrainOptions, stop_after: int | None = None) -> list[str]:
 
 
 def losses(lines: list[str]) -> list[float]:
-    return [float(line.split("loss ")[1].split(",")[0]) for line in lines if "loss" in line]
+    return [float(line.split("loss ")[1].split()[0]) for line in lines if "loss" in line]
 
 
 def accepted(target: Path, head: Path) -> float:
@@ -217,9 +217,9 @@ def test_training_goes_on_bit_for_bit_after_ctrl_c(
     first = load_file(tmp_path / "parts" / "model.safetensors")
     with pytest.raises(ConfigError, match=r"`output` is .*: must be a folder without a checkpoint"):
         train(parts)
-    with pytest.raises(CheckpointError, match=r"begun with .*'steps': 6.* not with .*'steps': 7"):
+    with pytest.raises(ConfigError, match=r"`steps` is 7: must be 6, with which the training was"):
         train(options_of(target, data, tmp_path / "parts", steps=7, resume=True))
-    lines = train(options_of(target, data, tmp_path / "parts", steps=6, resume=True))
+    lines = train(TrainOptions(output=str(tmp_path / "parts"), resume=True))
     assert lines[0].startswith("step 3 of 6")
     for name in ("model.safetensors", "training/state.safetensors"):
         one, other = (load_file(tmp_path / n / name) for n in ("whole", "parts"))

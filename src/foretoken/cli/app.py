@@ -38,7 +38,7 @@ _OWN_DRAFT = {"method": "draft_model"}
 # alone.
 SET_BY_BENCH = {
     *("seed", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "ignore_eos"),
-    *("include_stop_str_in_output", "skip_special_tokens", "prediction"),
+    *("include_stop_str_in_output", "skip_special_tokens", "prediction", "trace"),
 }
 
 app = typer.Typer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from difflib import get_close_matches
 from os import PathLike, fspath
 from typing import Any
 
@@ -33,6 +34,8 @@ def check_number(field: str, value: Any, low: float, high: float, remedy: str = 
 def check_choice(field: str, value: Any, choices: tuple[str, ...], remedy: str = "") -> None:
     """Raise `ConfigError` unless `value` is one of `choices`."""
     if value not in choices:
+        near = get_close_matches(str(value), choices, n=1)
+        remedy = remedy or (f"Did you mean `{near[0]}`?" if near else "")
         raise ConfigError(field, value, f"one of {', '.join(choices)}", remedy)
 
 

@@ -37,7 +37,7 @@ class SpeculativeConfig:
         method: the drafter: `draft_model`, `draft_text`, `eagle3`, `forced`, `ngram`, `prediction`
             or `suffix` (names registered in `drafting/registry.py`). None: `draft_model` if `model`
             is given, else an error. Beside `drafters`: the name of the one that requests have which
-            name none, or `hybrid`; None: `hybrid`.
+            name none, or `hybrid`; None: `hybrid`, or the only one.
         drafters: drafters that are loaded together, each a dict of `method` and its options, and
             `name`, by default its method, by which requests choose it.
         model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
@@ -116,7 +116,7 @@ class SpeculativeConfig:
         elif self.method is None:
             if self.model is None:
                 remedy = (
-                    "Use `draft_model`, `eagle3` (with `model`), `ngram`, `prediction` or `suffix`."
+                    "Use `draft_model` or `eagle3` (with `model`), `ngram`, or several `drafters`."
                 )
                 raise ConfigError(where + "method", None, "given", remedy)
             object.__setattr__(self, "method", "draft_model")
@@ -189,7 +189,7 @@ class SpeculativeConfig:
             named[name] = {**entry, "method": method, "name": name}
         object.__setattr__(self, "drafters", tuple(named.values()))
         if self.method is None:
-            object.__setattr__(self, "method", HYBRID)
+            object.__setattr__(self, "method", HYBRID if len(named) > 1 else next(iter(named)))
         check_choice("speculative_config.method", self.method, (*named, HYBRID))
 
     @classmethod

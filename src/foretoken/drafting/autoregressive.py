@@ -45,7 +45,7 @@ class Autoregressive(Drafter):
     def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
         """K/V for as many blocks as the target has, and q for every slot, the spare too."""
         model, size = self._network, self.block_size
-        self.slots, self.cache = slots, self.shared_cache
+        self.slots, self.cache = slots, self.shared_cache if self.probabilistic else None
         if self.probabilistic and self.cache is None:
             count = len(slots.state.length_S)
             self.cache = DraftCache.empty(count, *self.cache_shape, model.device)

@@ -77,7 +77,8 @@ class Drafter(ABC):
     bytes_shared: memory on the host that is nobody's own, in which texts are looked up.
     reads_next_token: what it keeps for a position depends on the token behind it, too. A block is
         then shared only among requests that agree in the token behind its last one.
-    reads_prediction: whether it drafts from `SamplingParams.prediction`.
+    prediction_readers: names of drafters in it that draft from `SamplingParams.prediction`.
+    measured: of several, the number of the one whose time is measured at start for K = `auto`.
     num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
         is found by others once the target has computed so many tokens past its end.
     """
@@ -86,7 +87,8 @@ class Drafter(ABC):
     looks_up: ClassVar[bool] = False
     names: tuple[str, ...] = ()
     reads_next_token: bool = False
-    reads_prediction: bool = False
+    prediction_readers: tuple[str, ...] = ()
+    measured: int = 0
     num_behind: int = 0
     kv_bytes_per_block: int = 0
     bytes_per_slot: int = 0

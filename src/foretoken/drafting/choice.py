@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from foretoken.ops import Rule
 from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import Outcome
 
@@ -154,6 +153,4 @@ def follow(before: float | None, seconds: float) -> float:
 
 def _is_fixed(request: SlotRequest) -> bool:
     """Whether the choice shows in the request's text, and the text may depend on nobody else."""
-    params = request.params
-    draws = params.temperature > 0 and request.rule != Rule.COUPLED
-    return draws and params.seed is not None
+    return request.shows_drafts and request.params.seed is not None

@@ -40,13 +40,21 @@ class Forced(Drafter):
     def propose(self, rows: DraftRows) -> DraftBlock:
         """One-hot drafts; none where nothing is known. See `Drafter.propose`."""
         asked = zip(rows.slot_B.tolist(), rows.num_B.tolist(), strict=True)
-        return one_hot_block([self._draft(*one) for one in asked], self.slots.device)
+        return one_hot_block([self._drafts(*one) for one in asked], self.slots.device)
+
+    def _drafts(self, slot: int, most: int) -> list[int]:
+        try:
+            return self._draft(slot, most)
+        except Exception as error:  # a source's: it ends its own request
+            self.slots.draft_faults[slot] = error
+            return []
 
     def _draft(self, slot: int, most: int) -> list[int]:
         slots = self.slots
         if slot not in self._continuations:
             self._continuations[slot] = self.continuations(slots.requests[slot].params)
         output = slots.token_SL[slot, slots.prompt_S[slot] : slots.length_S[slot]]
+        output.flags.writeable = False
         for continuation in self._continuations[slot]:
             if drafts := [int(token) for token in continuation(output)[:most]]:
                 return drafts

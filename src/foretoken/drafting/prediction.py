@@ -95,7 +95,7 @@ class Alignment:
 class Prediction(Forced):
     """Drafts what a request's `prediction` goes on with."""
 
-    reads_prediction = True
+    prediction_readers = ("prediction",)
 
     def __init__(self, setup: DrafterSetup) -> None:
         super().__init__(setup)

@@ -6,7 +6,7 @@ from dataclasses import fields
 from importlib import import_module
 from typing import cast
 
-from foretoken.config import SpeculativeConfig, check_choice, of_drafter
+from foretoken.config import HYBRID, SpeculativeConfig, check_choice, of_drafter
 from foretoken.drafting.base import Drafter
 from foretoken.errors import ConfigError
 
@@ -48,6 +48,10 @@ def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> typ
     if not on_host:
         named = {k: v for k, v in (DRAFTERS | ON_DEVICE).items() if k not in ON_HOST_ALONE}
         remedy = ON_HOST_ALONE.get(method, "")
+    if method == HYBRID:
+        remedy = (
+            'It needs `drafters`, for example [{"method": "ngram"}, {"method": "draft_model"}].'
+        )
     check_choice("speculative_config.method", method, tuple(named), remedy)
     found = _imported(named[method])
     for field in fields(speculation):

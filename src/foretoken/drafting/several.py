@@ -82,7 +82,10 @@ class Several(Drafter):
         _check_default(setup, self.names)
         keep = _keepers(members)
         self.reads_next_token = any(member.reads_next_token for member in members)
-        self.reads_prediction = any(member.reads_prediction for member in members)
+        readers = [n for n, m in zip(names, members, strict=True) if m.prediction_readers]
+        self.prediction_readers = (*readers, HYBRID) if readers and has_hybrid else tuple(readers)
+        method = str(setup.speculation.method)
+        self.measured = (self._model or 0) if method == HYBRID else names.index(method)
         self.num_behind = max(member.num_behind for member in members)
         self.kv_bytes_per_block = sum(member.kv_bytes_per_block for member in members)
         self.bytes_shared = sum(member.bytes_shared for member in members)
@@ -96,6 +99,9 @@ class Several(Drafter):
         self._choice = Choice()
         self._maker: dict[int, int] = {}  # by slot: who made the drafts of its latest round
         self._proposed_at = 0.0
+        for member in self.members:  # no cache of before is kept while another is made
+            if isinstance(member, Autoregressive):
+                member.cache = member.shared_cache = None
         for member in self.members:
             if isinstance(member, Autoregressive):
                 member.shared_cache = shared
@@ -249,7 +255,10 @@ def _check_default(setup: DrafterSetup, names: tuple[str, ...]) -> None:
     """Raise `ConfigError` for `hybrid` where there is none."""
     method = setup.speculation.method
     if method not in names:
-        remedy = "It needs `ngram` or `suffix` among several `drafters`."
+        remedy = (
+            "It needs one that looks up, for example `ngram`, beside another: add one, or set "
+            f"`method` to one of {', '.join(names)}."
+        )
         if not setup.on_host:
             remedy = "`hybrid` runs on a CPU alone: name the drafter that requests have by default."
         field = "speculative_config.method"

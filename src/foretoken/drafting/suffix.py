@@ -18,7 +18,7 @@ import torch
 
 from foretoken.drafting.base import Drafter, DrafterSetup, q_flags
 from foretoken.errors import ConfigError, IntegrityError
-from foretoken.ops import DraftBlock, Rule, unavailable
+from foretoken.ops import DraftBlock, unavailable
 from foretoken.ops.steps import DraftRows
 from foretoken.ops.suffix import Array, SuffixIndexes, SuffixOptions, propose
 from foretoken.slots.device import DeviceSlotTable
@@ -75,6 +75,9 @@ class Suffix(Drafter):
         if isinstance(slots, DeviceSlotTable):
             raise IntegrityError("`suffix` was given slots on a device")
         self.slots = slots
+        if self._max_finished:
+            self._shared.resize(self._num_fixed, 0)
+            self._finished.clear()
         self._own = SuffixIndexes(list(slots.token_SL))
         self._first_S = [0] * slots.num_slots  # where the tokens begin that the request put out
         self._num_shared_S = torch.zeros(slots.num_slots, dtype=torch.int64)
@@ -95,8 +98,7 @@ class Suffix(Drafter):
         """See a request for the first time, one that was preempted again."""
         slots, request = self.slots, self.slots.requests[slot]
         self._first_S[slot] = max(slots.prompt_S[slot], slots.length_S[slot] - 1)
-        fixed = request.params.temperature == 0 or request.rule == Rule.COUPLED
-        may_learn = fixed or request.params.seed is None
+        may_learn = not request.shows_drafts or request.params.seed is None
         number = len(self._shared.size_N) if may_learn else self._num_fixed
         self._num_shared_S[slot] = number
 

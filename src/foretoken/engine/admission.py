@@ -24,7 +24,7 @@ class Limits:
     num_speculative_tokens: K of requests that name none, or the most that `auto` drafts
     adapts: whether K is `auto`
     allows_synthetic: whether the engine is configured with the rule `synthetic`
-    reads_prediction: whether a drafter is loaded that drafts from `prediction`
+    reads_prediction: names of drafters that draft from `prediction`
     drafter: who drafts for requests that name nobody; "": this engine drafts nothing
     drafters: names of several, `drafter` among them; () if there is no other
     """
@@ -36,7 +36,7 @@ class Limits:
     has_tokenizer: bool
     adapts: bool = False
     allows_synthetic: bool = False
-    reads_prediction: bool = False
+    reads_prediction: tuple[str, ...] = ()
     drafter: str = ""
     drafters: tuple[str, ...] = ()
 
@@ -91,6 +91,8 @@ def check_request(
     if isinstance(wanted, int) and wanted > limits.num_speculative_tokens:
         bound = f"at most the engine's {limits.num_speculative_tokens}"
         remedy = "Raise `num_speculative_tokens` in `speculative_config`."
+        if not limits.drafter:
+            remedy = "This engine drafts nothing: give it a `speculative_config`."
         raise RequestError("num_speculative_tokens", wanted, bound, remedy)
     if params.drafter is not None:
         limits.check_drafter(params.drafter)
@@ -127,9 +129,13 @@ def _prediction(params: SamplingParams, limits: Limits) -> Iterable[Any]:
     """The prediction, if a drafter reads it and it is no longer than a text may be."""
     prediction = params.prediction or ()
     given = f"{len(prediction)} tokens"
-    if params.prediction is not None and not limits.reads_prediction:
-        remedy = 'Load one with `speculative_config={"method": "prediction"}`.'
-        raise RequestError("prediction", given, "left out: no drafter here reads it", remedy)
+    drafter = params.drafter or limits.drafter
+    if params.prediction is not None and drafter not in limits.reads_prediction:
+        bound = f"left out: `{drafter}` does not read it" if drafter else "left out: nobody drafts"
+        remedy = 'Load one that does with `speculative_config={"method": "prediction"}`.'
+        if limits.reads_prediction:
+            remedy = f"Set `drafter` to one of {', '.join(limits.reads_prediction)}."
+        raise RequestError("prediction", given, bound, remedy)
     if len(prediction) > limits.max_model_len:
         bound = f"at most as long as the context of {limits.max_model_len} tokens"
         raise CapacityError("prediction", given, bound, "Shorten it.")

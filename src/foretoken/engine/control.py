@@ -139,7 +139,7 @@ class DraftControl:
         self._seen_S[slot] = 0
         if any(request.slot in (-1, slot) for request in self._adapting):
             self._end_probe()
-            self._adapting = []  # nobody that has ended is kept
+            self._adapting, self._wait = [], 0  # nobody that has ended is kept
 
     def held_slots(self) -> list[int]:
         """Slots for which something is kept."""

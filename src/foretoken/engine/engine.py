@@ -107,7 +107,7 @@ class Engine:
             allows_synthetic=self._rule == "synthetic",
             drafter=str(speculation.method) if speculation else "",
             drafters=runner.drafter.names if runner.drafter else (),
-            reads_prediction=runner.drafter is not None and runner.drafter.reads_prediction,
+            reads_prediction=runner.drafter.prediction_readers if runner.drafter else (),
         )
 
     @property

@@ -173,7 +173,8 @@ class Runner:
         logits_NV = batch.deciding(output.logits_NV)
         verdict = self.sampler.verify(logits_NV, asked, drafts, edits)
         self.clock.mark("verify")
-        slot_D, faults = rows.step.deciding_slots, {} if faults is None else faults
+        slot_D, faults = rows.step.deciding_slots, self.slots.draft_faults | (faults or {})
+        self.slots.draft_faults = {}
         result = StepResult(batch.spans, slot_D, drafts, verdict, faults, aux=output.aux)
         self.slots.advance_step(rows, result)
         return result

@@ -143,9 +143,11 @@ class _Steps:
         if not isinstance(self._slots, DeviceSlotTable):
             self._runner.clear(range(self._num_blocks))  # whose contents the drafter has seen
         self._length = length = max(min(length, self._most // 2), 2)
+        drafter = self._runner.drafter.measured if self._runner.drafter else 0
         request = SlotRequest(
-            0, _PARAMS, Rule.STANDARD, [0] * length, limit=self._most, num_computed=length - 1
-        )
+            0, _PARAMS, Rule.STANDARD, [0] * length, limit=self._most, num_computed=length - 1,
+            drafter=drafter,
+        )  # fmt: skip
         for slot in range(batch):
             self._slots.admit(slot, request._replace(key=slot))
             if not isinstance(self._slots, DeviceSlotTable):  # there a free slot's are the spare's

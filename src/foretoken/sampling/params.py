@@ -212,7 +212,8 @@ class SamplingParams:
         if isinstance(self.prediction, str):
             check_text("prediction", self.prediction)
         elif self.prediction is not None:
-            if isinstance(self.prediction, (bytes, set, frozenset)):
+            is_list = isinstance(self.prediction, Sequence) or hasattr(self.prediction, "tolist")
+            if not is_list or isinstance(self.prediction, bytes):
                 raise RequestError("prediction", self.prediction, "a text or a list of token ids")
             self.prediction = _token_ids("prediction", self.prediction)
         if self.logit_bias is not None:

@@ -48,6 +48,13 @@ class SlotRequest(NamedTuple):
     bad_word_ids: Sequence[Sequence[int]] = ()
     drafter: int = 0
 
+    @property
+    def shows_drafts(self) -> bool:
+        """Whether its tokens, though not their distribution, depend on what is drafted."""
+        if self.rule is Rule.SYNTHETIC:
+            return True
+        return self.params.temperature > 0 and self.rule is not Rule.COUPLED
+
 
 class SlotOwner(Protocol):
     """Whoever keeps something by slot outside of the table."""
@@ -66,6 +73,7 @@ class SlotParameters:
         histories: of slots whose requests edit logits.
         requests: as they were admitted, of slots in use.
         drafter_S: int64, the number of each slot's drafter.
+        draft_faults: by slot, what drafting for one request alone has raised in this step.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -83,6 +91,7 @@ class SlotParameters:
         self.device = device
         self.histories: dict[int, SlotHistory] = {}
         self.requests: dict[int, SlotRequest] = {}
+        self.draft_faults: dict[int, Exception] = {}
         self._changed = True
         # Weakly: a drafter holds the slots, too, and what is frozen (`engine/build.py`) is freed
         # by its last reference or never.

@@ -46,8 +46,9 @@ class Training:
     def __init__(
         self, options: TrainOptions, say: Callable[[str], None], note: Callable[[str], None]
     ) -> None:
-        self.options, self._say, self._note = options, say, note
+        self._say, self._note = say, note
         self.folder = Path(options.output)
+        self._begun = self.folder / "training" / "options.json"
         self._state = self.folder / "training" / "state.safetensors"
         self._texts = self.folder / "training" / "texts.safetensors"
         if options.resume != self._state.exists():
@@ -56,6 +57,10 @@ class Training:
             raise ConfigError(
                 "output", options.output, f"{bound} a checkpoint (`{self._state}`)", remedy
             )
+        if options.resume:
+            with reading(self._begun):
+                options = options.resumed(json.loads(self._begun.read_text(encoding="utf-8")))
+        self.options = options
 
     def run(self) -> None:
         """Train, or go on; writes the folder, also when Ctrl-C or SIGTERM ends it early.
@@ -92,6 +97,7 @@ class Training:
             norm_output=options.norm_output,
         )
         self._texts.parent.mkdir(parents=True, exist_ok=True)
+        self._begun.write_text(json.dumps(options.to_resume(), indent=1) + "\n", encoding="utf-8")
         (self.folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
         return read_eagle3_config(self.folder)
 
@@ -175,7 +181,8 @@ class Training:
             raise ConfigError("learning_rate", options.learning_rate, bound)
         trainer.history.append({"step": done, "loss": loss})
         left = (options.steps - done) * seconds
-        self._say(f"step {done} of {options.steps}: loss {loss:.4f}, {left:.0f} s left")
+        kind = "kl" if done <= options.kl_share * options.steps else options.loss
+        self._say(f"step {done} of {options.steps}: loss {loss:.4f} ({kind}), {left:.0f} s left")
 
     def _save(self, trainer: Trainer, held_NL: Tensor) -> None:
         """A checkpoint, the head, and how many drafts are accepted on texts not trained on."""
@@ -183,8 +190,9 @@ class Training:
         trainer.save(self._state)
         save_weights(self.folder, trainer.weights, trainer.target_ids)
         facts: dict[str, Any] = asdict(options)
-        for name in ("data", "output", "resume", "save_every"):
+        for name in ("output", "resume", "save_every"):
             del facts[name]
+        facts["data"] = Path(options.data).name
         facts["steps"] = f"{trainer.step} of {options.steps}"
         for temperature in (1.0, 0.5):
             rates = trainer.evaluate(held_NL, options.batch_size, temperature)

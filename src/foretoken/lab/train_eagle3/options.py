@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from foretoken.config.checks import check_choice, check_int, check_model, check_number
 from foretoken.errors import ConfigError
@@ -38,7 +40,8 @@ class TrainOptions:
         dtype: of products: `auto` is bfloat16 on a GPU and float32 on a CPU.
         seed: of weights, texts and batches.
         save_every: steps from one checkpoint to the next.
-        resume: go on from the last checkpoint in `output`, with the options that it was begun with.
+        resume: go on from the last checkpoint in `output`, with the options that it was begun with:
+            others may be left out, or are refused.
     """
 
     model: str = "tiny-python"
@@ -66,7 +69,7 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         check_model("model", self.model)
-        for name in ("data", "output"):
+        for name in ("output",) if self.resume else ("output", "data"):
             if not getattr(self, name):
                 raise ConfigError(name, getattr(self, name), "a path", f"Give `--{name}`.")
         for name in ("steps", "batch_size", "save_every"):
@@ -87,3 +90,17 @@ class TrainOptions:
         if self.tied_head and self.draft_vocab_size is not None:
             remedy = "The target's output layer has all of its ids."
             raise ConfigError("tied_head", True, "left out with `draft_vocab_size`", remedy)
+
+    def to_resume(self) -> dict[str, Any]:
+        """What a training that goes on must be given again; JSON."""
+        here = ("device", "output", "resume", "save_every")
+        return {name: value for name, value in asdict(self).items() if name not in here}
+
+    def resumed(self, begun: Mapping[str, Any]) -> TrainOptions:
+        """With the options that the training was begun with; `ConfigError` for another one."""
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, value in self.to_resume().items():
+            if value not in (defaults[name], begun[name]):
+                bound = f"{begun[name]!r}, with which the training was begun, or left out"
+                raise ConfigError(name, value, bound, "Another `output` begins another training.")
+        return replace(self, **begun)

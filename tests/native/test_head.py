@@ -76,6 +76,32 @@ def test_a_wrong_round_is_named(tmp_path: Path, changes: dict[str, Any], message
 
 
 @pytest.mark.parametrize(
+    ("state_TH", "message"),
+    [
+        (torch.zeros(2, HIDDEN), r"`aux\[2\].shape` .*\[3, 32\]"),
+        (torch.zeros(3, HIDDEN, dtype=torch.bfloat16), r"`aux\[2\].dtype` .*float32"),
+        (torch.zeros(HIDDEN, 3).T, r"`aux\[2\].stride"),
+    ],
+)
+def test_wrong_hidden_states_are_named(
+    tmp_path: Path, state_TH: torch.Tensor, message: str
+) -> None:
+    head = load(tmp_path)
+    fuse(head, positions=40, most_rows=SLOTS)
+    assert head.fused is not None
+    kv = KVPool(head.layer_shapes, 6, BLOCK, dtype=torch.float32, device=CPU)
+    batch = AttentionBatch(torch.tensor([0, 3]), torch.tensor([3]), torch.tensor([[1]]), BLOCK)
+    right = [torch.zeros(3, HIDDEN)] * 2
+    for last in (right[0], state_TH):
+        given = (torch.zeros(3, dtype=torch.int64), [*right, last], batch, kv.keys[0], kv.values[0])
+        if last is state_TH:
+            with pytest.raises(ConfigError, match=message):
+                head.fused.forward(*given)
+        else:
+            assert head.fused.forward(*given).shape == (3, HIDDEN)
+
+
+@pytest.mark.parametrize(
     ("given", "reason"),
     [
         ({"head_dim": 8}, "heads of size 8: no multiple of 16"),

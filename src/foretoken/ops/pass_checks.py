@@ -5,6 +5,7 @@ Shapes as in `ops/types.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from weakref import ref
 
 import torch
@@ -147,3 +148,10 @@ def _check_values(batch: AttentionBatch, tokens: int, blocks: int) -> None:
 def check_hidden(hidden_SC: Tensor, slots: int, size: int) -> None:
     """What a head keeps by slot, see `RoundHead`."""
     check_tensor("hidden_SC", hidden_SC, (slots, size), (torch.float32,), contiguous=True)
+
+
+def check_aux(aux: Sequence[Tensor], tokens: int, numbers: int) -> None:
+    """Hidden states that a head reads, of so many numbers for each token, all together."""
+    for i, state_TH in enumerate(aux):
+        shape = (tokens, numbers // len(aux))
+        check_tensor(f"aux[{i}]", state_TH, shape, (torch.float32,), contiguous=True)

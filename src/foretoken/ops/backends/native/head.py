@@ -23,7 +23,7 @@ from foretoken.ops.backends.native.decoder import (
     native_round,
 )
 from foretoken.ops.decoder import DraftRound, HeadModel, UnfitError
-from foretoken.ops.pass_checks import check_draft_round, check_hidden
+from foretoken.ops.pass_checks import check_aux, check_draft_round, check_hidden
 from foretoken.ops.steps import SlotState
 from foretoken.ops.types import AttentionBatch
 
@@ -43,6 +43,7 @@ class FusedHead(NativeModel):
         if model.head_size % HEAD_MULTIPLE:
             raise UnfitError(f"heads of size {model.head_size}: no multiple of {HEAD_MULTIPLE}")
         self._size, self._vocab_size = len(weights.hidden_norm), model.vocab_size
+        self._read_numbers = weights.fc.shape[1]
         matrices = {name: weight for name, weight in weights._asdict().items() if weight.dim() == 2}
         # What is read where it is.
         norms = [weight for name, weight in weights._asdict().items() if name not in matrices]
@@ -63,7 +64,7 @@ class FusedHead(NativeModel):
         row_N: Tensor | None = None,
     ) -> Tensor:
         """See `DraftHead.forward`. Behind attention only wanted rows are computed."""
-        return self._rows(token_T, _native_features(aux), batch, keys, values, row_N)
+        return self._rows(token_T, self._features(aux, len(token_T)), batch, keys, values, row_N)
 
     def observe(
         self,
@@ -82,7 +83,7 @@ class FusedHead(NativeModel):
             self._handle,
             native_batch(slot_B, slot_B[:0], batch, keys),
             struct(tensors, state.token_SL.shape[1]),
-            _native_features(aux),
+            self._features(aux, int(batch.query_start_B1[-1])),
             *self._addresses(keys, values),
         )
 
@@ -124,6 +125,12 @@ class FusedHead(NativeModel):
         self._library.foretoken_decoder_draft(self._handle, known, *addresses, native)
         return token_BK
 
+    def _features(self, aux: Sequence[Tensor], tokens: int) -> Struct:
+        """`Features`."""
+        check_aux(aux, tokens, self._read_numbers)
+        states = struct(aux)
+        return struct((None,), address(states), 0, len(aux), kept=states)
+
     def _rows(
         self,
         token_T: Tensor,
@@ -143,12 +150,6 @@ class FusedHead(NativeModel):
             hidden_NC.data_ptr(),
         )
         return hidden_NC
-
-
-def _native_features(aux: Sequence[Tensor]) -> Struct:
-    """`Features`."""
-    states = struct(aux)
-    return struct((None,), address(states), 0, len(aux), kept=states)
 
 
 def _native_model(model: HeadModel) -> Struct:

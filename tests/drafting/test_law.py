@@ -228,6 +228,7 @@ def chains() -> tuple[Chain, Chain]:
 MODELS = ("draft_model", "eagle3")
 FEW = [CASES[2], CASES[5], CASES[6]]
 CASES_OF = [(name, c) for name in DRAFTERS for c in (CASES if name in MODELS else FEW)]
+CASES_OF += [(name, c) for name in (*OTHERS, *SEVERAL) for c in CASES[4:7]]
 
 
 @pytest.mark.parametrize(
@@ -235,22 +236,6 @@ CASES_OF = [(name, c) for name in DRAFTERS for c in (CASES if name in MODELS els
     [pytest.param(n, *c.values, id=f"{c.id}-{n}", marks=c.marks) for n, c in CASES_OF],
 )
 def test_every_drafter_is_lossless(
-    chains: tuple[Chain, Chain], name: str, setting: Setting
-) -> None:
-    check_lossless(chains, name, BACKEND, setting)
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-@pytest.mark.parametrize("setting", CASES[4:7])
-def test_several_drafters_and_choices_among_them_are_lossless(
-    chains: tuple[Chain, Chain], name: str, setting: Setting
-) -> None:
-    check_lossless(chains, name, BACKEND, setting)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("setting", CASES[4:7])
-def test_draft_models_of_other_vocabularies_are_lossless(
     chains: tuple[Chain, Chain], name: str, setting: Setting
 ) -> None:
     check_lossless(chains, name, BACKEND, setting)

@@ -187,8 +187,8 @@ def test_a_warning_says_once_that_it_does_not_pay(caplog: pytest.LogCaptureFixtu
 
 
 def test_widths_are_few() -> None:
-    assert draft_widths(8, adapts=True) == (0, 1, 2, 4, 8)
-    assert draft_widths(6, adapts=True) == (0, 1, 2, 4, 6)
+    assert draft_widths(8, adapts=True) == (0, 1, 2, 3, 4, 6, 8)
+    assert draft_widths(6, adapts=True) == (0, 1, 2, 3, 4, 6)
     assert draft_widths(6, adapts=False) == (0, 6)
     assert draft_widths(0, adapts=False) == (0,)
 

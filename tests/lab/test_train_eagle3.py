@@ -18,11 +18,11 @@ from foretoken.cache.kv_pool import KVPool
 from foretoken.cli.app import app
 from foretoken.errors import CheckpointError, ConfigError, UnsupportedModelError
 from foretoken.lab.train_eagle3.command import Training
-from foretoken.lab.train_eagle3.losses import cross_entropy, loss_of, overlap
+from foretoken.lab.train_eagle3.losses import agreement, loss_of
 from foretoken.lab.train_eagle3.options import TrainOptions
 from foretoken.lab.train_eagle3.texts import Batches, Documents, cut, pick_prompts
 from foretoken.lab.train_eagle3.trainer import Trainer
-from foretoken.lab.train_eagle3.unroll import unroll
+from foretoken.lab.train_eagle3.unroll import Unroll
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import load_eagle3
 from foretoken.models.eagle3_config import read_eagle3_config
@@ -67,7 +67,7 @@ def test_every_step_of_training_is_a_pass_of_drafting(tmp_path: Path, switches: 
     )
     token_BT = torch.randint(60, (2, LENGTH), generator=generator)
     aux = torch.randn(3, 2, LENGTH, 32, generator=generator)
-    steps = [head.logits(h) for h in unroll(head, aux.unbind(), token_BT, UNROLL)]
+    steps = [head.logits(h) for h in Unroll(head.device)(head, aux.unbind(), token_BT, UNROLL)]
     size = LENGTH - UNROLL
     for b, last in ((0, 0), (0, 7), (1, size - 1)):
         expected = drafted(head, aux[:, b], token_BT[b].tolist(), last)
@@ -81,20 +81,21 @@ def test_every_step_of_training_is_a_pass_of_drafting(tmp_path: Path, switches: 
 def test_an_overlap_is_the_rate_of_acceptance_and_its_slope_is_autograds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(overlap.__globals__["_PIECE"], "cpu", 14)  # two rows at a time
+    monkeypatch.setitem(agreement.__globals__["_PIECE"], "cpu", 40)  # a text at a time
     generator = torch.Generator().manual_seed(2)
-    logits_NV = torch.randn(5, 7, generator=generator, requires_grad=True)
-    p_NV = torch.randn(5, 9, generator=generator).softmax(-1)[:, :7]  # two ids it never drafts
-    weight_N = torch.rand(5, generator=generator)
-    log_q_NV = (logits_NV / 0.7).log_softmax(-1)
-    for found_N, want_N in (
-        (overlap(logits_NV, p_NV, 0.7), torch.minimum(log_q_NV.exp(), p_NV).sum(-1)),
-        (cross_entropy(logits_NV, p_NV, 0.7), -(p_NV * log_q_NV).sum(-1)),
-    ):
-        torch.testing.assert_close(found_N, want_N)
-        [want] = torch.autograd.grad(want_N @ weight_N, logits_NV, retain_graph=True)
-        [found] = torch.autograd.grad(found_N @ weight_N, logits_NV)
-        torch.testing.assert_close(found, want)
+    logits_BSV = torch.randn(3, 5, 7, generator=generator, requires_grad=True)
+    p_BTV = torch.randn(3, 8, 9, generator=generator).softmax(-1)
+    p_BSV = p_BTV[:, 2:7, :7]  # two ids it never drafts
+    weight_BS = torch.rand(2, 3, 5, generator=generator)
+    log_q_BSV = (logits_BSV / 0.7).log_softmax(-1)
+    want = torch.minimum(log_q_BSV.exp(), p_BSV).sum(-1), -(p_BSV * log_q_BSV).sum(-1)
+    found = agreement(logits_BSV, p_BSV, 0.7)
+    slopes = []
+    for numbers in (found, want):
+        loss = sum((w * n).sum() for w, n in zip(weight_BS, numbers, strict=True))
+        slopes.append(torch.autograd.grad(loss, logits_BSV)[0])
+    for one, other in zip((*found, slopes[0]), (*want, slopes[1]), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_losses_by_hand() -> None:

@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,29 +37,41 @@ def test_the_packed_stream_is_the_first_files_within_the_limit(
     assert torch.equal(eagle3.unpack(part), stream_N[:fewer])
 
 
-def test_a_run_tries_variants_and_trains_the_best(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_from_a_narrower_head_by_the_best_optimizer(tmp_path: Path) -> None:
     torch.manual_seed(0)
     shape = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
         num_key_value_heads=1, intermediate_size=64, head_dim=16, attn_implementation="sdpa",
     )  # fmt: skip
     module = LlamaForCausalLM(shape).eval().requires_grad_(False)
-    monkeypatch.setattr(eagle3, "VARIANTS", {"as it is": {}, "tied": {"tied": True}, "no": {}})
-    monkeypatch.setattr(eagle3, "NOT_TAKEN", ("no",))
-    config = eagle3.HeadConfig(
-        rows=4, length=32, prompt=8, rounds=1, sample_rows=24, held_rows=4, unroll=2,
-        intermediate=32, aux_layers=(2, 1, 0), trial_steps=4, device="cpu",
-    )  # fmt: skip
-    run = eagle3.Run(config, module, tmp_path, time.time() + 4 + eagle3.RESERVE_S)
-    run.texts((torch.arange(4_000) % VOCAB).to(torch.int16))
-    pace = run.pace()
-    chosen = run.trials(pace)
-    run.train(chosen, pace)
-    record = json.loads((tmp_path / "eagle3.json").read_text())
-    assert chosen.tied == (record["taken"] == "tied")
-    assert record["trial: no"]["steps"] <= 4
-    assert 1 <= record["history"][-1]["step"] <= record["plan"]["steps"]
-    assert read_eagle3_config(tmp_path / "head").aux_layers == (2, 1, 0)
-    assert (tmp_path / "head" / "model.safetensors").exists()
+    stream_N = (torch.arange(4_000) % VOCAB).to(torch.int16)
+
+    def run(name: str, start: Path | None, **others: Any) -> eagle3.Run:
+        config = eagle3.HeadConfig(
+            rows=4, length=32, prompt=8, rounds=1, sample_rows=24, held_rows=4, unroll=2,
+            trial_steps=4, device="cpu", **others,
+        )  # fmt: skip
+        (tmp_path / name).mkdir()
+        until = time.time() + 3 + eagle3.RESERVE_S
+        run = eagle3.Run(config, module, tmp_path / name, until, start)
+        run.texts(stream_N)
+        return run
+
+    narrow = run("narrow", None, intermediate=32, aux_layers=(2, 0, 1))
+    narrow.train()
+    record = json.loads((tmp_path / "narrow" / "eagle3.json").read_text())
+    shares = {
+        s: sum(record[f"trial: Muon {s}"][f"T{t}"] for t in (0.8, 0.3)) for s in eagle3.MUON_SHARES
+    }
+    assert shares[record["taken"]] == max(shares.values())
+    head = tmp_path / "narrow" / "head"
+    assert read_eagle3_config(head).aux_layers == (2, 0, 1)
+    started = {}
+    for name, start, others in (
+        ("same", head, {"intermediate": 32, "aux_layers": (2, 0, 1)}),
+        ("wide", head, {"intermediate": 48, "aux_layers": (0, 1, 2)}),
+        ("fresh", None, {"intermediate": 32, "aux_layers": (2, 0, 1)}),
+    ):
+        started[name] = run(name, start, **others).trainer(10).evaluate(narrow.held_NL, 4, 0.8)
+    assert started["wide"] == pytest.approx(started["same"], abs=1e-6), "what is new adds nothing"
+    assert started["fresh"] != pytest.approx(started["same"], abs=1e-4)

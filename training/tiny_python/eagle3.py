@@ -2,13 +2,14 @@
 
 `python -m training.tiny_python.eagle3 pack` writes the training text as a small file, so that the
 machine with the GPU needs no corpus. `python -m training.tiny_python.eagle3 train --seconds 340`
-has the target continue windows of it, tries variants of the head for some hundred steps each, and
-trains the best one for the rest of the time.
+has the target continue windows of it, tries optimisers for some steps each, and trains with the
+best one for the rest of the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import lzma
 import time
@@ -18,10 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from foretoken.lab.train_eagle3.export import describe_head, save_weights, write_card
-from foretoken.lab.train_eagle3.losses import compile_losses
 from foretoken.lab.train_eagle3.texts import Batches, cut
 from foretoken.lab.train_eagle3.trainer import Recipe, Target, Trainer
 from foretoken.models.eagle3_config import read_eagle3_config
@@ -41,7 +42,7 @@ class HeadConfig:
     """Everything that decides the run, beside the time that there is."""
 
     rows: int = 64
-    length: int = 512
+    length: int = 517  # 512 positions to draft from
     prompt: int = 192
     rounds: int = 24
     sample_rows: int = 2_048
@@ -56,24 +57,14 @@ class HeadConfig:
     norm_output: bool = False
     intermediate: int = 640
     aux_layers: tuple[int, ...] = (2, 10, 17)
-    trial_steps: int = 250
+    muon_share: float = 0.0
+    trial_steps: int = 120
     seed: int = 20
     device: str = "cuda"
 
 
-# What is tried, against the head as above. The last two are measured, not taken: a wider layer
-# makes every draft slower, and fused heads know neither norm of EAGLE-3.1.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "as it is": {},
-    "loss tv": {"loss": "tv"},
-    "the target's output layer": {"tied": True},
-    "higher learning rate": {"lr": 4e-3},
-    "later states": {"aux_layers": (6, 13, 19)},
-    "wider": {"intermediate": 1024},
-    "both norms": {"fc_norm": True, "norm_output": True},
-}
-NOT_TAKEN = ("wider", "both norms")
-TRIAL_SHARE = 0.2  # of the time that is left behind sampling
+# Muon's learning rate for the inner matrices, in units of AdamW's; 0: AdamW for all.
+MUON_SHARES = (0.0, 0.4, 1.0)
 RESERVE_S = 15  # for the measurements between and after the steps, and for writing
 
 
@@ -113,9 +104,33 @@ def build_trainer(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     weights = module.get_input_embeddings().weight, module.get_output_embeddings().weight
-    target = Target(module, *weights, config.aux_layers)
-    recipe = Recipe(steps, config.unroll, config.lr, config.loss, config.kl_share, config.seed)
-    return Trainer(read_eagle3_config(folder), target, recipe, sample_BT, tied=config.tied)
+    fuse = torch.compile if config.device == "cuda" else lambda function: function
+    target = Target(fuse(module), *weights, config.aux_layers)
+    recipe = Recipe(
+        steps, config.unroll, config.lr, config.loss, config.kl_share, config.seed,
+        config.muon_share,
+    )  # fmt: skip
+    read = read_eagle3_config(folder)
+    return Trainer(read, target, recipe, sample_BT, tied=config.tied, fuse=fuse)
+
+
+@torch.no_grad()
+def begin_from(trainer: Trainer, config: HeadConfig, folder: Path) -> None:
+    """Take over a head, which may be narrower and read fewer states: what is new adds nothing."""
+    stored = load_file(folder / "model.safetensors", device=config.device)
+    width, known = trainer.target.embedding.shape[1], read_eagle3_config(folder).aux_layers
+    for name, weight in trainer.weights.items():
+        given = stored[name.replace("layers.0.", "midlayer.")].to(weight)
+        if name.endswith(("fc.weight", "down_proj.weight")):
+            weight.zero_()
+        if name == "fc.weight":
+            places = [config.aux_layers.index(layer) for layer in known or ()]
+            given = torch.cat([given, given.new_zeros(width, width)], dim=1)
+            sources = [
+                places.index(i) if i in places else -1 for i in range(len(config.aux_layers))
+            ]
+            given = torch.cat([given.split(width, dim=1)[i] for i in sources], dim=1)
+        weight[tuple(slice(n) for n in given.shape)] = given
 
 
 def accepted(trainer: Trainer, held_NL: torch.Tensor, rows: int) -> dict[str, float]:
@@ -126,8 +141,16 @@ def accepted(trainer: Trainer, held_NL: torch.Tensor, rows: int) -> dict[str, fl
 class Run:
     """One run: texts, trials, the head itself; writes into `out` as it goes."""
 
-    def __init__(self, config: HeadConfig, module: LlamaForCausalLM, out: Path, until: float):
+    def __init__(
+        self,
+        config: HeadConfig,
+        module: LlamaForCausalLM,
+        out: Path,
+        until: float,
+        start: Path | None = None,
+    ):
         self.config, self.module, self.out, self.until = config, module, out, until
+        self.start = start
         self.record: dict[str, Any] = {"config": asdict(config)}
 
     def texts(self, stream_N: torch.Tensor) -> None:
@@ -145,60 +168,66 @@ class Run:
         real_NL = cut(stream_N, config.length).to(config.device)
         self.batches = Batches(own_NL, real_NL, config.rows, config.real_share, config.seed)
 
-    def trainer(self, config: HeadConfig, steps: int) -> Trainer:
-        """A fresh one, whose head is in `head`."""
+    def trainer(self, steps: int) -> Trainer:
+        """Of a head that is in `head`: a fresh one, or a wider one than at the start."""
+        config = self.config
         sample_BT = self.held_NL[: config.rows].long()
-        return build_trainer(config, self.module, sample_BT, steps, self.out / "head")
+        trainer = build_trainer(config, self.module, sample_BT, steps, self.out / "head")
+        if self.start is not None:
+            begin_from(trainer, config, self.start)
+        return trainer
 
-    def pace(self) -> float:
-        """Seconds of a step of the head as it is, compiling left out."""
-        warm, timed = 20, 40  # the second kind of loss comes with step 18
-        trainer, began = self.trainer(self.config, warm + timed), 0.0
-        for step in range(warm + timed):
-            if step == warm:
-                began = self.now()
-            trainer.train(self.batches.batch(step))
-        return (self.now() - began) / timed
-
-    def trials(self, pace: float) -> HeadConfig:
-        """Train each variant, for a share of the time in all; the best of those that are taken."""
-        left = TRIAL_SHARE * (self.until - self.now()) / len(VARIANTS)
-        steps, found = max(1, min(self.config.trial_steps, int(left / pace))), dict[str, float]()
-        for name, changes in VARIANTS.items():
-            config = replace(self.config, **changes)
-            trainer, began = self.trainer(config, steps), self.now()
-            for step in range(steps):
+    def choose_optimizer(self, trainer: Trainer) -> None:
+        """Try each from the same weights, for some steps of the whole schedule; take the best."""
+        first, found = {name: w.clone() for name, w in trainer.weights.items()}, {}
+        kept = trainer.recipe
+        for share in (None, *MUON_SHARES):  # the first time all is compiled
+            trainer.begin(
+                kept._replace(steps=self.config.trial_steps, muon_share=share or 0.0), first
+            )
+            began = self.now()
+            for step in range(self.config.trial_steps if share is not None else 4):
                 trainer.train(self.batches.batch(step))
-            seconds = (self.now() - began) / steps
-            row = accepted(trainer, self.held_NL, config.rows)
-            self.note(f"trial: {name}", {"steps": steps, "seconds_per_step": seconds, **row})
-            found[name] = sum(row.values()) if name not in NOT_TAKEN else 0.0
-        best = max(found, key=lambda name: found[name])
+            if share is None:
+                continue
+            seconds = (self.now() - began) / self.config.trial_steps
+            row = accepted(trainer, self.held_NL, self.config.rows)
+            self.note(f"trial: Muon {share}", {"seconds_per_step": seconds, **row})
+            found[share] = sum(row.values())
+        best = max(found, key=lambda share: found[share]) if found else kept.muon_share
         self.note("taken", best)
-        return replace(self.config, **VARIANTS[best])
+        trainer.begin(kept._replace(muon_share=best), first)
 
-    def train(self, config: HeadConfig, pace: float) -> None:
-        """Train for as many steps as the time allows."""
-        folder = self.out / "head"
-        steps = max(1, int(0.97 * (self.until - self.now() - RESERVE_S) / pace))
-        self.note("plan", {"steps": steps, "seconds_per_step": pace})
-        trainer, every, measured = self.trainer(config, steps), max(1, steps // 40), {}
-        for step in range(steps):
+    def train(self) -> None:
+        """Train for as many steps as the time allows, which is found out again and again: the
+        learning rate has fallen when it is over."""
+        folder, every, measured = self.out / "head", 50, {}
+        trainer = self.trainer(1_000_000)
+        if self.config.trial_steps:
+            self.choose_optimizer(trainer)
+        for step in itertools.count():
+            if step == every:
+                began = self.now()
             loss = trainer.train(self.batches.batch(step))
-            is_last = trainer.step == steps or time.time() > self.until - RESERVE_S / 2
+            left = self.until - RESERVE_S - time.time()
+            is_last = trainer.step == trainer.recipe.steps or left < 0
             if trainer.step % every == 0 or is_last:
                 row = {"step": trainer.step, "loss": loss.item()}
                 trainer.history.append(row)
-                print(json.dumps({**row, "left": round(self.until - time.time())}), flush=True)
-            if trainer.step % (8 * every) == 0 or is_last:
-                measured = accepted(trainer, self.held_NL, config.rows)
+                print(json.dumps({**row, "left": round(left)}), flush=True)
+            if trainer.step % every == 0 and step > every:
+                pace = (self.now() - began) / (step - every)
+                trainer.recipe = trainer.recipe._replace(steps=trainer.step + int(left / pace))
+            if trainer.step % (20 * every) == 0 or is_last:
+                measured = accepted(trainer, self.held_NL, self.config.rows)
                 self.note(f"accepted at step {trainer.step}", measured)
                 save_weights(folder, trainer.weights, None)
             if is_last:
                 break
         self.note("history", trainer.history)
-        done = f"{trainer.step} of {steps}"
-        facts = {"model": "tiny-python", **asdict(config), "steps": done, "accepted": measured}
+        decided = {**asdict(self.config), "muon_share": trainer.recipe.muon_share}
+        facts: dict[str, Any] = {"model": "tiny-python", **decided, "steps": trainer.step}
+        facts["accepted"] = measured
         write_card(folder, facts, trainer.history)
 
     def now(self) -> float:
@@ -236,6 +265,11 @@ def main() -> None:
     ):
         kind = "--" + name.replace("_", "-")
         parser.add_argument(kind, type=int, default=getattr(HeadConfig, name))
+    parser.add_argument("--lr", type=float, default=HeadConfig.lr)
+    parser.add_argument("--muon-share", type=float, default=HeadConfig.muon_share)
+    parser.add_argument("--kl-share", type=float, default=HeadConfig.kl_share)
+    parser.add_argument("--aux-layers", type=int, nargs="+", default=HeadConfig.aux_layers)
+    parser.add_argument("--start", type=Path, help="a head to go on from")
     parser.add_argument("--device", default=HeadConfig.device)
     args = parser.parse_args()
     if args.stage == "pack":
@@ -243,17 +277,15 @@ def main() -> None:
         return
     names = vars(args).keys() & {field.name for field in fields(HeadConfig)}
     config = HeadConfig(**{name: getattr(args, name) for name in names})
+    config = replace(config, aux_layers=tuple(config.aux_layers))
     args.out.mkdir(parents=True, exist_ok=True)
     module = AutoModelForCausalLM.from_pretrained(
         args.target, dtype=torch.bfloat16, attn_implementation="sdpa"
     )
     module = module.to(config.device).eval().requires_grad_(False)
-    if config.device == "cuda":
-        compile_losses()
-    run = Run(config, module, args.out, began + args.seconds)
+    run = Run(config, module, args.out, began + args.seconds, args.start)
     run.texts(unpack(args.stream))
-    pace = run.pace()
-    run.train(run.trials(pace) if config.trial_steps else config, pace)
+    run.train()
 
 
 if __name__ == "__main__":

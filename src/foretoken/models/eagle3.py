@@ -123,15 +123,26 @@ class Eagle3Head:
         row_N: Tensor | None = None,
     ) -> Tensor:
         """A pass with any attention: [T, H, D] of queries, keys and values, turned."""
+        hidden_TC, projected = self.project(token_T, position_T, feature_TC)
+        attended_TD = attend(*projected).flatten(1)
+        if row_N is not None:
+            hidden_TC, attended_TD = hidden_TC[row_N], attended_TD[row_N]
+        return self.finish(hidden_TC, attended_TD)
+
+    def project(
+        self, token_T: Tensor, position_T: Tensor, feature_TC: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """What a pass does before its attention: the residual [T, C], and what that takes."""
         w = self.weights
         token_TC = self._norm(self.embedding[token_T], w.input_norm)
         normed_TC = self._norm(feature_TC, w.hidden_norm)
         hidden_TC = normed_TC if self.config.norm_before_residual else feature_TC
-        projected = self._project(torch.cat([token_TC, normed_TC], dim=-1), position_T)
-        attended_TD = attend(*projected).flatten(1)
-        if row_N is not None:
-            hidden_TC, attended_TD = hidden_TC[row_N], attended_TD[row_N]
-        hidden_NC = hidden_TC + F.linear(attended_TD, w.o, self.extras.o_bias)
+        return hidden_TC, self._project(torch.cat([token_TC, normed_TC], dim=-1), position_T)
+
+    def finish(self, hidden_NC: Tensor, attended_ND: Tensor) -> Tensor:
+        """What a pass does behind its attention, [N, C]."""
+        w = self.weights
+        hidden_NC = hidden_NC + F.linear(attended_ND, w.o, self.extras.o_bias)
         inner_NC = self._norm(hidden_NC, w.post_norm)
         gate_NI, up_NI = F.linear(inner_NC, w.gate_up).chunk(2, dim=-1)
         hidden_NC = hidden_NC + F.linear(F.silu(gate_NI) * up_NI, w.down)

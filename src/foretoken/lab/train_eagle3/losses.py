@@ -1,12 +1,12 @@
 """What training minimises: how often drafts will be refused.
 
-Shape suffixes: N rows, V ids that the head drafts, J steps.
+Shape suffixes: B texts, S positions of a text, V ids that the head drafts, J steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,78 +17,84 @@ _PIECE = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
 def loss_of(kind: str, overlaps: Sequence[Tensor], cross_entropies: Sequence[Tensor]) -> Tensor:
-    """A scalar, of each step's `overlap` or `cross_entropy` [N].
+    """A scalar, of each step's `agreement`.
 
     `kl`: the mean cross-entropy. `tv`: 1 - the mean overlap, which is the rate of refusals.
     `length`: 1 - accepted drafts per step; draft j counts where all before it were accepted, too.
     """
     if kind == "kl":
         return torch.stack(list(cross_entropies)).mean()
-    rate_JN = torch.stack(list(overlaps))
-    return 1 - (rate_JN.cumprod(dim=0) if kind == "length" else rate_JN).mean()
+    rate_JBS = torch.stack(list(overlaps))
+    return 1 - (rate_JBS.cumprod(dim=0) if kind == "length" else rate_JBS).mean()
 
 
-def overlap(logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
-    """sum(min(p, q)) of each row, [N] float32: the chance that a draft is accepted.
+def agreement(
+    logits_BSV: Tensor, p_BSV: Tensor, temperature: float, rows: Rows | None = None
+) -> tuple[Tensor, Tensor]:
+    """How well q suits p at each position, float32: sum(min(p, q)), the chance that a draft is
+    accepted, [B, S]; and the cross-entropy -sum(p log q) in nats, [B, S], which is KL(p, q) but for
+    what no head can change.
 
-    q is the softmax of `logits_NV / temperature`. p has what the target gives to these ids.
+    q is the softmax of `logits_BSV / temperature`. p has what the target gives to these ids; only
+    its last dimension need be dense.
     """
-    return _by_rows("overlap", logits_NV, p_NV, temperature)
+    scale = torch.full((), 1 / temperature, device=logits_BSV.device)  # a number is compiled in
+    overlap_BS, entropy_BS = _Agreement.apply(  # type: ignore[no-untyped-call]
+        logits_BSV, p_BSV, scale, rows or Rows()
+    )
+    return overlap_BS, entropy_BS
 
 
-def cross_entropy(logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
-    """-sum(p log q) of each row in nats, [N] float32: KL(p, q) but for what no head can change."""
-    return _by_rows("cross_entropy", logits_NV, p_NV, temperature)
+class _Agreement(Function):
+    """Both numbers of each row with their slopes from the same pass, in the logits' dtype.
 
-
-def compile_losses() -> None:
-    """Fuse their operators, which takes a C compiler, and half a minute once."""
-    for name, rows in _ROWS.items():
-        _ROWS[name] = torch.compile(rows)
-
-
-def _by_rows(name: str, logits_NV: Tensor, p_NV: Tensor, temperature: float) -> Tensor:
-    scale = torch.full((), 1 / temperature, device=logits_NV.device)  # a number is compiled in
-    found: Tensor = _RowFunction.apply(logits_NV, p_NV, scale, name)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _RowFunction(Function):
-    """A number of each row, with its slope from the same pass, in the logits' dtype.
-
-    So nothing as large as the logits is kept but that slope: PyTorch's own would keep five.
+    So nothing as large as the logits is kept but these: PyTorch's own would keep ten.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, p_NV: Tensor, scale: Tensor, name: str) -> Tensor:
-        """[N]"""
-        size = max(1, _PIECE[logits_NV.device.type] // logits_NV.shape[1])
-        found_N = logits_NV.new_empty(len(logits_NV), dtype=torch.float32)
-        slope_NV = torch.empty_like(logits_NV)
-        for i in range(0, len(logits_NV), size):
-            at = slice(i, i + size)
-            found_N[at], slope_NV[at] = _ROWS[name](logits_NV[at], p_NV[at], scale)
-        ctx.save_for_backward(slope_NV)
-        return found_N
+    def forward(
+        ctx: Any, logits_BSV: Tensor, p_BSV: Tensor, scale: Tensor, rows: Rows
+    ) -> tuple[Tensor, ...]:
+        """[B, S] twice"""
+        size = max(1, _PIECE[logits_BSV.device.type] // logits_BSV[0].numel())
+        pieces = torch.split(logits_BSV, size), torch.split(p_BSV, size)
+        found = [rows.measure(*both, scale) for both in zip(*pieces, strict=True)]
+        whole = [
+            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True)
+        ]
+        *numbers, slope_BSV, other_BSV = whole
+        ctx.save_for_backward(slope_BSV, other_BSV)
+        ctx.rows = rows
+        return tuple(numbers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         """Of the logits alone: the target is frozen."""
-        [slope_NV], [gradient_N] = ctx.saved_tensors, gradients
-        return slope_NV * gradient_N[:, None].to(slope_NV.dtype), None, None, None
+        return ctx.rows.weigh(*ctx.saved_tensors, *gradients), None, None, None
 
 
-def _overlap_rows(logits_NV: Tensor, p_NV: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    q_NV = (logits_NV.float() * scale).softmax(-1)
-    counted_NV = q_NV * (q_NV < p_NV)  # where q is the smaller, more of it helps
-    slope_NV = counted_NV - q_NV * counted_NV.sum(-1, keepdim=True)
-    return torch.minimum(p_NV, q_NV).sum(-1), (slope_NV * scale).to(logits_NV.dtype)
+def _measure(
+    logits_BSV: Tensor, p_BSV: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Overlap and cross-entropy [B, S], and their slopes [B, S, V] by the logits."""
+    log_q_BSV = (logits_BSV.float() * scale).log_softmax(-1)
+    q_BSV = log_q_BSV.exp()
+    counted_BSV = q_BSV * (q_BSV < p_BSV)  # where q is the smaller, more of it helps
+    overlap_slope = counted_BSV - q_BSV * counted_BSV.sum(-1, keepdim=True)
+    entropy_slope = q_BSV * p_BSV.sum(-1, keepdim=True) - p_BSV
+    overlap_BS, entropy_BS = torch.minimum(p_BSV, q_BSV).sum(-1), -(p_BSV * log_q_BSV).sum(-1)
+    first, other = overlap_slope * scale, entropy_slope * scale
+    return overlap_BS, entropy_BS, first.to(logits_BSV.dtype), other.to(logits_BSV.dtype)
 
 
-def _cross_entropy_rows(logits_NV: Tensor, p_NV: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    log_q_NV = (logits_NV.float() * scale).log_softmax(-1)
-    slope_NV = log_q_NV.exp() * p_NV.sum(-1, keepdim=True) - p_NV
-    return -(p_NV * log_q_NV).sum(-1), (slope_NV * scale).to(logits_NV.dtype)
+def _weigh(one_BSV: Tensor, other_BSV: Tensor, by_one_BS: Tensor, by_other_BS: Tensor) -> Tensor:
+    """The slope of what is made of both numbers, by the slopes of that."""
+    found_BSV = one_BSV * by_one_BS[..., None] + other_BSV * by_other_BS[..., None]
+    return found_BSV.to(one_BSV.dtype)
 
 
-_ROWS = {"overlap": _overlap_rows, "cross_entropy": _cross_entropy_rows}
+class Rows(NamedTuple):
+    """What runs over all logits; their operators may be fused."""
+
+    measure: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor]] = _measure
+    weigh: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = _weigh

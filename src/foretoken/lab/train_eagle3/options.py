@@ -26,6 +26,8 @@ class TrainOptions:
         length: tokens of a text.
         unroll: draft steps that every position is trained for, one after another.
         learning_rate: the highest; it rises for 5 % of the steps, then falls as a cosine.
+        muon_share: the learning rate of Muon, which moves the matrices inside the layer, in units
+            of `learning_rate`; 0: AdamW moves all.
         loss: `length` of what is accepted, `tv` (the rate of refusals) or `kl`.
         kl_share: part of the steps, the first ones, whose loss is `kl` all the same.
         num_texts: texts that the target writes, one half each of prompt and answer, at
@@ -52,6 +54,7 @@ class TrainOptions:
     length: int = 512
     unroll: int = 5
     learning_rate: float = 1e-3
+    muon_share: float = 0.0
     loss: str = "length"
     kl_share: float = 0.3
     num_texts: int = 4096
@@ -79,6 +82,7 @@ class TrainOptions:
         check_int("length", self.length, 2 * self.unroll + 2, remedy="Twice `unroll` and more.")
         check_int("seed", self.seed, 0, 2**63 - 1)
         check_number("learning_rate", self.learning_rate, 1e-8, 1.0)
+        check_number("muon_share", self.muon_share, 0.0, 100.0)
         for name in ("kl_share", "real_share"):
             check_number(name, getattr(self, name), 0.0, 1.0)
         check_choice("loss", self.loss, LOSSES)

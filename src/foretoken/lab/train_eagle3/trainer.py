@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from foretoken.errors import CheckpointError
-from foretoken.lab.train_eagle3.losses import cross_entropy, loss_of, overlap
-from foretoken.lab.train_eagle3.optim import adamw, learning_rate, set_learning_rate
-from foretoken.lab.train_eagle3.unroll import unroll
+from foretoken.lab.train_eagle3.losses import Rows, agreement, loss_of
+from foretoken.lab.train_eagle3.optim import HeadOptimizer, learning_rate
+from foretoken.lab.train_eagle3.unroll import Fuse, Unroll
 from foretoken.models.checkpoint import reading
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import OUTPUT_LAYER, join_weights, tensor_shapes
@@ -39,6 +40,7 @@ class Recipe(NamedTuple):
     loss: str
     kl_share: float
     seed: int
+    muon_share: float = 0.0
 
 
 class Target:
@@ -85,18 +87,28 @@ class Trainer:
         *,
         target_ids: Tensor | None = None,
         tied: bool = False,
+        fuse: Fuse = lambda function: function,
     ) -> None:
-        self.target, self.recipe, self.target_ids, self.step = target, recipe, target_ids, 0
-        self.history: list[dict[str, float]] = []
+        self.target, self.target_ids = target, target_ids
         embedding = target.embedding
         self.weights = _first_weights(config, target, sample_BT, target_ids, recipe.seed)
         self._frozen = {OUTPUT_LAYER: self.weights.pop(OUTPUT_LAYER)} if tied else {}
         for weight in self.weights.values():
             weight.requires_grad_()
-        self._optimizer = adamw(self.weights.values(), recipe.learning_rate, _WEIGHT_DECAY)
+        self.begin(recipe, {})
         joined = join_weights({**self.weights, **self._frozen}, config)
         # By its own ids: p is gathered instead of q spread over all of the target's.
         self._head = Eagle3Head(config, *joined, None, embedding, get_backend("torch"))
+        self._unroll, self._rows = Unroll(embedding.device, fuse), Rows(*map(fuse, Rows()))
+
+    @torch.no_grad()
+    def begin(self, recipe: Recipe, weights: Mapping[str, Tensor]) -> None:
+        """Begin, or begin again, by a recipe, from these weights or the present ones."""
+        self.recipe, self.step, self.history = recipe, 0, list[dict[str, float]]()
+        for name, weight in weights.items():
+            self.weights[name].copy_(weight)
+        shares = _WEIGHT_DECAY, recipe.muon_share
+        self._optimizer = HeadOptimizer(self.weights, OUTPUT_LAYER, *shares)
 
     def head(self) -> Eagle3Head:
         """What drafts by the present weights, in the target's dtype; gradients flow to them."""
@@ -110,36 +122,33 @@ class Trainer:
         rate = learning_rate(
             self.step, recipe.steps, recipe.learning_rate, max(1, int(_WARMUP_SHARE * recipe.steps))
         )
-        set_learning_rate(self._optimizer, rate)
         kind = recipe.loss if self.step >= recipe.kl_share * recipe.steps else "kl"
         temperature = TEMPERATURES[self.step % len(TEMPERATURES)]
-        rates, entropies = self._measure(token_BT, temperature, kind)
+        rates, entropies = self._measure(token_BT, temperature)
         loss = loss_of(kind, rates, entropies)
         if kind != "kl":
             loss = loss + _KL_WEIGHT * loss_of("kl", (), entropies)
-        self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.weights.values(), _CLIP)
-        self._optimizer.step()
+        self._optimizer.step(rate)
         self.step += 1
         return loss.detach()
 
     def _measure(
-        self, token_BT: Tensor, temperature: float, kind: str
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """`overlap` and `cross_entropy` of each step, [X]; the first only if `kind` asks for it."""
+        self, token_BT: Tensor, temperature: float
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """`agreement` of each step, [B, S] each."""
         aux, logits_BTV = self.target(token_BT)
         p_BTV = (logits_BTV.float() / temperature).softmax(-1)
         if self.target_ids is not None:
             p_BTV = p_BTV[..., self.target_ids]
-        head, size = self.head(), token_BT.shape[1] - self.recipe.unroll
-        rates, entropies = list[Tensor](), list[Tensor]()
-        for j, hidden_XC in enumerate(unroll(head, aux, token_BT, self.recipe.unroll)):
-            q_logits_XV = head.logits(hidden_XC)
-            p_XV = p_BTV[:, j + 1 : j + 1 + size].flatten(0, 1)
-            entropies.append(cross_entropy(q_logits_XV, p_XV, temperature))
-            if kind != "kl":
-                rates.append(overlap(q_logits_XV, p_XV, temperature))
+        head, size, found = self.head(), token_BT.shape[1] - self.recipe.unroll, []
+        for j, hidden_XC in enumerate(self._unroll(head, aux, token_BT, self.recipe.unroll)):
+            logits_XV = head.logits(hidden_XC)
+            logits_BSV = logits_XV.view(len(token_BT), size, -1)
+            p_BSV = p_BTV[:, j + 1 : j + 1 + size]
+            found.append(agreement(logits_BSV, p_BSV, temperature, self._rows))
+        rates, entropies = zip(*found, strict=True)
         return rates, entropies
 
     @torch.no_grad()
@@ -148,9 +157,9 @@ class Trainer:
         by position."""
         sums, count = torch.zeros(self.recipe.unroll, dtype=torch.float64), 0
         for i in range(0, len(rows_NL), batch_size):
-            rates, _ = self._measure(rows_NL[i : i + batch_size].long(), temperature, "tv")
-            sums += torch.stack(rates).cumprod(0).double().sum(1).cpu()
-            count += len(rates[0])
+            rates, _ = self._measure(rows_NL[i : i + batch_size].long(), temperature)
+            sums += torch.stack(rates).cumprod(0).double().sum((1, 2)).cpu()
+            count += rates[0].numel()
         return (sums / count).tolist()
 
     def save(self, path: Path) -> None:
@@ -158,8 +167,7 @@ class Trainer:
         from safetensors.torch import save_file
 
         tensors = {name: weight.detach() for name, weight in self.weights.items()}
-        for i, kept in self._optimizer.state_dict()["state"].items():
-            tensors |= {f"optimizer.{i}.{name}": value for name, value in kept.items()}
+        tensors |= {f"optimizer.{name}": value for name, value in self._optimizer.state().items()}
         told = {"recipe": self.recipe._asdict(), "step": self.step, "history": self.history}
         partial = path.with_suffix(".partial")
         save_file(tensors, partial, {"training": json.dumps(told)})
@@ -184,11 +192,8 @@ class Trainer:
                 f"`{path}` was begun with {told.get('recipe')}, not with {self.recipe._asdict()}, "
                 "or for a head of another shape: resume with the same options."
             )
-        kept: dict[int, dict[str, Tensor]] = {}
-        for name in stored.keys() - shapes.keys():
-            _, i, what = name.split(".")
-            kept.setdefault(int(i), {})[what] = stored[name]
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": kept})
+        kept = {name: value for name, value in stored.items() if name not in shapes}
+        self._optimizer.load({n.removeprefix("optimizer."): v for n, v in kept.items()})
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(stored[name])

@@ -13,7 +13,8 @@ LARGEST_HEAD = 256
 class Decoding(NamedTuple):
     """Of `decode.py`. Bits depend on size, count, groups, keys, and how pieces are merged.
 
-    size, count: of pieces, see `plan.py`; size is a multiple of groups * keys
+    size, count: the shortest length of a piece, the most pieces; see `plan.py`. Size is a multiple
+                 of groups * keys, by which it grows
     groups:      of warps, each with its own keys
     keys:        of a warp at a time
     rows:        of a tile; sets: of warps that share its rows
@@ -52,11 +53,15 @@ class Prefilling(NamedTuple):
     warps: int
 
 
-def decoding(tokens: int, requests: int, tile_rows: int, size: int, dtype: torch.dtype) -> Decoding:
+def decoding(
+    tokens: int, requests: int, kv_heads: int, tile_rows: int, size: int, dtype: torch.dtype
+) -> Decoding:
     """For a step of so many tokens and requests, of `tile_rows` rows of a request at most."""
     merging: tuple[int, ...]
     if tokens <= SAME_BITS:
-        cut, merging = (256, 64), (1, 16, 1, 256 if requests == 1 else 0)
+        # One long context gives each of 264 programs, two per multiprocessor, a piece.
+        count = min(128, max(16, 264 // kv_heads))
+        cut, merging = (256, count), (1, 16, 1, 256 if requests == 1 else 0)
     elif requests <= 16:
         cut, merging = (576, 16), (8, 8, 4)
     else:

@@ -325,9 +325,9 @@ def merge_kernel(
             total = tl.zeros((HEADS,), tl.float32)
             acc = tl.zeros((HEADS, WIDTH_V), tl.float32)
             base = ((f.to(tl.int64) * H + h) * partials.pieces)[:, None]
-            for begin in range(row.first // PIECES * PIECES, row.last + 1, PIECES):
+            for begin in range(row.first, row.last + 1, PIECES):
                 place = base + begin + n
-                valid = (begin + n >= row.first) & (begin + n <= row.last)
+                valid = begin + n <= row.last
                 tops = tl.load(partials.top_FHN + place, mask=valid, other=UNSEEN)
                 sums = tl.load(partials.sum_FHN + place, mask=valid, other=0.0)
                 accs = load_heads(partials.acc_FHN + place * D_V, valid, D_V, WIDTH_V)

@@ -49,6 +49,12 @@ STEPS = {
     "verify": [(126, 5), (0, 5), (62, 3), (300, 1)],
     "more than 16 rows": [(380, 6), (0, 1), (127, 8), (60, 7)],
 }
+CUTS = {
+    "usual": {},
+    "few pieces": {"size": 64, "count": 2},
+    "window": {"size": 64, "count": 2, "window": 40},
+    "warps share keys": {"size": 64, "count": 2, "groups": 1, "keys": 64, "rows": 64},
+}
 
 
 def attention_package() -> Any:
@@ -204,25 +210,22 @@ def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_triton
 @runs
 @pytest.mark.usefixtures("rows_apart")
-@pytest.mark.parametrize("cut", [None, (64, 2), (64, 2, 40)])
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_row_of_a_small_step_depends_on_its_context_alone(
-    norm: bool, cut: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+    norm: bool, cut: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit: tokens verified together, beside others, are those decoded one at a time.
 
-    cut: of pieces, and a window. Two pieces of 64 tokens are outgrown between the tokens of the
-    first request, and two of 128 between those of the last.
+    Two pieces of 64 tokens are outgrown between the tokens of the first request, and two of 128
+    between those of the last.
     """
     requests = [(125, 5), (190, 4), (0, 3), (255, 2)]
-    options = PLAIN
-    if cut:
-        configs = importlib.import_module("foretoken.ops.backends.triton.attention.configs")
-        usual = configs.decoding
-        monkeypatch.setattr(
-            configs, "decoding", lambda *of: usual(*of)._replace(size=cut[0], count=cut[1])
-        )
-        options = options._replace(sliding_window=cut[2] if len(cut) > 2 else None)
+    options = PLAIN._replace(sliding_window=cut.get("window"))
+    changed = {name: value for name, value in cut.items() if name != "window"}
+    configs = importlib.import_module("foretoken.ops.backends.triton.attention.configs")
+    usual = configs.decoding
+    monkeypatch.setattr(configs, "decoding", lambda *of: usual(*of)._replace(**changed))
     step = make_step(requests, norm=norm, page=64 if norm else PAGE)
     key, value = step.key.clone(), step.value.clone()
     *_, attended = expected(step, options)

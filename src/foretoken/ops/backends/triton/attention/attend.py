@@ -78,6 +78,7 @@ class _Plan:
 
     prefill: None if no request has many queries
     new: of a request at most, a power of 2, if they are few
+    live: rows of a tile that these fill, a power of 2
     items, tiles, merges: no more than these
     """
 
@@ -86,6 +87,7 @@ class _Plan:
     decode: Decoding
     prefill: Prefilling | None
     new: int
+    live: int
     items: int
     tiles: int
     merges: int
@@ -240,7 +242,7 @@ def _decode(
         decode_kernel, grid,
         rows, heads, caches, plan.work, plan.partials, scores, out,
         ROTARY=0 if heads is None else 2 * heads.cos_PR.shape[1], WINDOW=shape.window,
-        R=config.rows, SETS=config.sets, GROUPS=config.groups, KEYS=config.keys,
+        R=config.rows, LIVE=plan.live, SETS=config.sets, GROUPS=config.groups, KEYS=config.keys,
         STAGES=config.stages, NEW=plan.new if heads else 1, AHEAD=config.ahead,
         PRECISION=shape.precision, OVERLAP=overlap, **shape.constants, num_warps=config.warps,
         # A score is rounded before the largest is taken off, in tiles with a mask and in those
@@ -305,7 +307,11 @@ def _new_plan(batch: AttentionBatch, tokens: int, shape: _Shape) -> _Plan:
         FEW_ROWS=decode.rows, MANY_ROWS=1 if prefill is None else prefill.rows,
         AT_ONCE=128, num_warps=4,
     )  # fmt: skip
-    return _Plan(work, partials, decode, prefill, triton.next_power_of_2(few), items, tiles, rows)
+    live = decode.rows
+    if decode.groups * decode.sets == 1:
+        live = min(live, triton.next_power_of_2(few * shape.per_kv))
+    new_tokens = triton.next_power_of_2(few)
+    return _Plan(work, partials, decode, prefill, new_tokens, live, items, tiles, rows)
 
 
 def _shape(heads: int, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions) -> _Shape:

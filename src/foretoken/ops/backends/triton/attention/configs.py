@@ -41,7 +41,7 @@ class Decoding(NamedTuple):
 
     @property
     def warps(self) -> int:
-        return self.groups * self.sets
+        return self.groups * self.sets if self.groups * self.sets > 1 else 4
 
 
 class Prefilling(NamedTuple):

@@ -244,6 +244,20 @@ def test_a_row_of_a_small_step_depends_on_its_context_alone(
 
 
 @needs_triton
+@pytest.mark.parametrize("size", [128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_bits_depend_on_is_the_same_for_up_to_16_rows(dtype: torch.dtype, size: int) -> None:
+    configs = importlib.import_module("foretoken.ops.backends.triton.attention.configs")
+    depend = ("size", "count", "groups", "keys", "merged_heads", "merged_pieces", "merged_warps")
+    steps = [(rows, n) for n in range(1, 17) for rows in range(1, 17) if rows * n <= 16]
+    used = {
+        tuple(getattr(configs.decoding(rows * n, n, 8, rows * 4, size, dtype), x) for x in depend)
+        for rows, n in steps
+    }
+    assert len(used) == 1
+
+
+@needs_triton
 @runs
 @pytest.mark.parametrize("most", [0, 17])
 def test_too_many_new_tokens_are_refused(most: int) -> None:

@@ -18,6 +18,7 @@ class Decoding(NamedTuple):
     groups:      of warps, each with its own keys
     keys:        of a warp at a time
     rows:        of a tile; sets: of warps that share its rows
+                 One group and one set: four warps, each with a quarter of 64 rows and all keys
     stages:      of the pipeline that loads tiles
     programs:    per multiprocessor
     registers:   of a thread at most
@@ -53,15 +54,23 @@ class Prefilling(NamedTuple):
     warps: int
 
 
+# Steps of up to SAME_BITS rows, heads of up to 128. The two differ in what no bit depends on.
+_ONE_REQUEST = Decoding(256, 33, 4, 16, 16, 1, 3, 2, 255, 1, 16, 1, ahead=256)
+_REQUESTS = _ONE_REQUEST._replace(stages=2, programs=3, registers=168, ahead=0)
+
+
 def decoding(
     tokens: int, requests: int, kv_heads: int, tile_rows: int, size: int, dtype: torch.dtype
 ) -> Decoding:
     """For a step of so many tokens and requests, of `tile_rows` rows of a request at most."""
     merging: tuple[int, ...]
     if tokens <= SAME_BITS:
-        # One long context gives each of 264 programs, two per multiprocessor, a piece.
-        count = min(128, max(16, 264 // kv_heads))
-        cut, merging = (256, count), (1, 16, 1, 256 if requests == 1 else 0)
+        few = _ONE_REQUEST if requests == 1 else _REQUESTS
+        # One long context gives two programs for each multiprocessor a piece: 33 of 8 K/V heads.
+        few = few._replace(count=min(128, max(16, few.count * 8 // kv_heads)))
+        if size <= 128 and dtype != torch.float32:
+            return few
+        cut, merging = few[:2], few[9:]
     elif requests <= 16:
         cut, merging = (576, 16), (8, 8, 4)
     else:
@@ -72,9 +81,6 @@ def decoding(
     if size > 128:
         rows, sets = (16, 1) if tile_rows <= 16 else (32, 2)
         return Decoding(*cut, 4, 16, rows, sets, 2, 1, 255, *merging)
-    if tokens <= SAME_BITS:
-        stages, programs, registers = (3, 2, 255) if requests == 1 else (2, 3, 168)
-        return Decoding(*cut, 4, 16, 16, 1, stages, programs, registers, *merging)
     if tile_rows <= 32:
         return Decoding(*cut, 2, 16, 16 if tile_rows <= 16 else 32, 1, 3, 4, 255, *merging)
     return Decoding(*cut, 4, 16, 64, 2, 2, 1, 255, *merging)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -47,6 +48,12 @@ STEPS = {
     "decode": [(300, 1), (0, 1), (127, 1), (128, 1)],
     "verify": [(126, 5), (0, 5), (62, 3), (300, 1)],
     "more than 16 rows": [(380, 6), (0, 1), (127, 8), (60, 7)],
+}
+CUTS = {
+    "usual": {},
+    "few pieces": {"size": 64, "count": 2},
+    "window": {"size": 64, "count": 2, "window": 40},
+    "warps share keys": {"size": 64, "count": 2, "groups": 1, "keys": 64, "rows": 64},
 }
 
 
@@ -203,13 +210,27 @@ def rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_triton
 @runs
 @pytest.mark.usefixtures("rows_apart")
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
 @pytest.mark.parametrize("norm", [False, True])
-def test_a_row_of_a_small_step_depends_on_its_context_alone(norm: bool) -> None:
-    """To the bit: tokens verified together, beside others, are those decoded one at a time."""
-    requests = [(125, 5), (190, 4), (0, 3), (300, 1)]
+def test_a_row_of_a_small_step_depends_on_its_context_alone(
+    norm: bool, cut: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: tokens verified together, beside others, are those decoded one at a time.
+
+    Two pieces of 64 tokens are outgrown between the tokens of the first request, and two of 128
+    between those of the last.
+    """
+    requests = [(125, 5), (190, 4), (0, 3), (255, 2)]
+    options = PLAIN._replace(sliding_window=cut.get("window"))
+    changed = {name: value for name, value in cut.items() if name != "window"}
+    configs = importlib.import_module("foretoken.ops.backends.triton.attention.configs")
+    usual = configs.decoding
+    monkeypatch.setattr(configs, "decoding", lambda *of: usual(*of)._replace(**changed))
     step = make_step(requests, norm=norm, page=64 if norm else PAGE)
     key, value = step.key.clone(), step.value.clone()
-    together, row = attend_new(step), 0
+    *_, attended = expected(step, options)
+    together, row = attend_new(step, options), 0
+    close(together.unflatten(1, (H, D)), attended)
     for b, (start, new) in enumerate(requests):
         for position in range(start, start + new):
             batch = AttentionBatch(
@@ -217,9 +238,23 @@ def test_a_row_of_a_small_step_depends_on_its_context_alone(norm: bool) -> None:
                 step.batch.block_BL[b : b + 1].contiguous(), step.batch.block_size, 1,
             )  # fmt: skip
             one = Step(step.qkv_TW[row : row + 1], step.heads, key, value, batch)
-            assert torch.equal(attend_new(one)[0], together[row]), (b, position)
+            assert torch.equal(attend_new(one, options)[0], together[row]), (b, position)
             row += 1
     assert torch.equal(key.nan_to_num(), step.key.nan_to_num())
+
+
+@needs_triton
+@pytest.mark.parametrize("size", [128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_bits_depend_on_is_the_same_for_up_to_16_rows(dtype: torch.dtype, size: int) -> None:
+    configs = importlib.import_module("foretoken.ops.backends.triton.attention.configs")
+    depend = ("size", "count", "groups", "keys", "merged_heads", "merged_pieces", "merged_warps")
+    steps = [(rows, n) for n in range(1, 17) for rows in range(1, 17) if rows * n <= 16]
+    used = {
+        tuple(getattr(configs.decoding(rows * n, n, 8, rows * 4, size, dtype), x) for x in depend)
+        for rows, n in steps
+    }
+    assert len(used) == 1
 
 
 @needs_triton
@@ -243,32 +278,49 @@ def test_rows_of_broken_heads_are_refused() -> None:
 @runs
 @pytest.mark.parametrize("window", [0, 50])
 def test_the_plan_covers_each_context_once(window: int) -> None:
-    """Pieces of all sizes: 16 tokens four times, then 64 three times, then 256, ..."""
+    """Pieces of 16 tokens, at most four, or of a multiple; a step that outgrows four is split."""
     records, plan = (
         importlib.import_module(f"foretoken.ops.backends.triton.attention.{name}")
         for name in ("records", "plan")
     )
-    counts, lengths, rows_of_tile, groups = [1, 5, 16, 40, 1], [1, 64, 700, 300, 257], 16, 2
+    counts, lengths, rows_of_tile, groups = [1, 5, 16, 40, 1, 9], [1, 64, 700, 300, 257, 67], 16, 2
     starts = torch.tensor([0, *counts]).cumsum(0)
-    pieces = plan.pieces_for(16, 4, max(lengths))
+    size_of = lambda n: 16 * max(1, math.ceil((min(n, window) if window else n) / 64))  # noqa: E731
     new = lambda count: torch.full((count,), -7, dtype=torch.int32, device=DEVICE)  # noqa: E731
     work = records.Work(new(100 * 16), new(100 * 4), new(100 * 16), new(4))
     plan.plan_kernel[(len(counts) + 1,)](
         starts.to(DEVICE), torch.tensor(lengths).to(DEVICE), work, len(counts), G=groups,
-        WINDOW=window, SIZE=16, COUNT=4, LEVELS=pieces.levels, FEW_ROWS=rows_of_tile, MANY_ROWS=64,
+        WINDOW=window, SIZE=16, COUNT=4, STEP=16, FEW_ROWS=rows_of_tile, MANY_ROWS=64,
         AT_ONCE=4,
     )  # fmt: skip
     few, rows, many, _ = work.totals.tolist()
+    slots = torch.tensor([0, *(n if n <= 16 else 0 for n in counts)]).cumsum(0)
     items = work.few_I.view(-1, 16)[:few, :9].tolist()
     for b, (count, length) in enumerate(zip(counts, lengths, strict=True)):
-        oldest = max(0, length - count - window + 1) if window else 0
-        mine = [item for item in items if item[0] == b]
-        assert {tuple(item[5:8]) for item in mine} <= {(int(starts[b]), length - count, count)}
-        for row in range(0, count * groups, rows_of_tile) if count <= 16 else ():
-            spans = sorted((item[2], item[3]) for item in mine if item[1] == row)
-            assert spans[0][0] <= oldest < spans[0][1]
-            assert spans[-1][1] == length
+        mine, start = [item for item in items if item[0] == b], length - count
+        assert all(item[5:7] == [int(starts[b]), start] for item in mine)
+        for row in range(count * groups) if count <= 16 else ():
+            position = start + row // groups
+            size, oldest = size_of(position + 1), max(0, position - window + 1) if window else 0
+            # Tiles of a segment end with it: no row is in two.
+            tiles = [i for i in mine if 0 <= row - i[1] < rows_of_tile and row < i[7] * groups]
+            assert {item[1] for item in tiles} == {tiles[0][1]}
+            spans = sorted((item[2], item[3], item[4]) for item in tiles)
+            assert spans[0][0] <= max(0, start + tiles[0][1] // groups - window + 1) * bool(window)
+            assert spans[0][0] <= oldest
+            assert all(begin % size == 0 and end - begin <= size for begin, end, _ in spans)
             assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
-            assert len(spans) <= plan.most_pieces(pieces, max(lengths))
+            assert spans[-1][1] == start + tiles[0][7] > position
+            assert len(spans) <= plan.most_pieces(16, 4, max(lengths), window)
+            numbers = [piece for *_, piece in spans]
+            assert numbers == ([-1] if len(spans) == 1 else list(range(len(spans))))
+            of_row = [n for n, span in enumerate(spans) if span[0] <= position and span[1] > oldest]
+            place = int(slots[b]) + row // groups
+            merged = work.merge_F.view(-1, 4)[place, :3].tolist()
+            assert merged[0] == int(starts[b]) + row // groups
+            if len(spans) == 1:
+                assert merged[2] < merged[1]
+            else:
+                assert merged[1:] == [of_row[0], of_row[-1]]
     assert rows == sum(count for count in counts if count <= 16)
     assert [item[:2] for item in work.many_I.view(-1, 16)[:many].tolist()] == [[3, 64], [3, 0]]

@@ -23,9 +23,7 @@ from foretoken.ops.backends.triton.attention.plan import (
     FEW,
     FIELDS,
     MERGE_FIELDS,
-    Pieces,
     most_pieces,
-    pieces_for,
     plan_kernel,
 )
 from foretoken.ops.backends.triton.attention.prefill import prefill_kernel
@@ -80,15 +78,16 @@ class _Plan:
 
     prefill: None if no request has many queries
     new: of a request at most, a power of 2, if they are few
+    live: rows of a tile that these fill, a power of 2
     items, tiles, merges: no more than these
     """
 
     work: records.Work
     partials: records.Partials
     decode: Decoding
-    pieces: Pieces
     prefill: Prefilling | None
     new: int
+    live: int
     items: int
     tiles: int
     merges: int
@@ -243,7 +242,7 @@ def _decode(
         decode_kernel, grid,
         rows, heads, caches, plan.work, plan.partials, scores, out,
         ROTARY=0 if heads is None else 2 * heads.cos_PR.shape[1], WINDOW=shape.window,
-        R=config.rows, SETS=config.sets, GROUPS=config.groups, KEYS=config.keys,
+        R=config.rows, LIVE=plan.live, SETS=config.sets, GROUPS=config.groups, KEYS=config.keys,
         STAGES=config.stages, NEW=plan.new if heads else 1, AHEAD=config.ahead,
         PRECISION=shape.precision, OVERLAP=overlap, **shape.constants, num_warps=config.warps,
         # A score is rounded before the largest is taken off, in tiles with a mask and in those
@@ -279,11 +278,13 @@ def _new_plan(batch: AttentionBatch, tokens: int, shape: _Shape) -> _Plan:
     few = min(most, FEW.value)
     rows = min(tokens, requests * few)
     widest = max(shape.size, shape.value_size)
-    decode = configs.decoding(tokens, requests, few * shape.per_kv, widest, shape.dtype)
+    decode = configs.decoding(
+        tokens, requests, shape.kv_heads, few * shape.per_kv, widest, shape.dtype
+    )
     prefill = configs.prefilling(widest, shape.dtype) if most > FEW.value else None
-    pieces = pieces_for(decode.size, decode.count, longest)
-    number = most_pieces(pieces, longest)
-    items = requests * triton.cdiv(few * shape.per_kv, decode.rows) * number
+    number = most_pieces(decode.size, decode.count, longest, shape.window)
+    segments = 2 if few > 1 and longest > decode.size * decode.count else 1
+    items = requests * (triton.cdiv(few * shape.per_kv, decode.rows) + segments - 1) * number
     tiles = 0
     if prefill is not None:
         tiles = triton.cdiv(tokens * shape.per_kv, prefill.rows) + requests
@@ -302,13 +303,15 @@ def _new_plan(batch: AttentionBatch, tokens: int, shape: _Shape) -> _Plan:
     launch(
         plan_kernel, (requests + 1,),
         batch.query_start_B1, batch.length_B, work, requests, G=shape.per_kv,
-        WINDOW=shape.window, SIZE=pieces.size, COUNT=pieces.count, LEVELS=pieces.levels,
+        WINDOW=shape.window, SIZE=decode.size, COUNT=decode.count, STEP=decode.groups * decode.keys,
         FEW_ROWS=decode.rows, MANY_ROWS=1 if prefill is None else prefill.rows,
         AT_ONCE=128, num_warps=4,
     )  # fmt: skip
-    return _Plan(
-        work, partials, decode, pieces, prefill, triton.next_power_of_2(few), items, tiles, rows
-    )
+    live = decode.rows
+    if decode.groups * decode.sets == 1:
+        live = min(live, triton.next_power_of_2(few * shape.per_kv))
+    new_tokens = triton.next_power_of_2(few)
+    return _Plan(work, partials, decode, prefill, new_tokens, live, items, tiles, rows)
 
 
 def _shape(heads: int, key_cache: Tensor, value_cache: Tensor, options: AttentionOptions) -> _Shape:

@@ -1,10 +1,12 @@
 """Attention of few queries: they meet pieces of their context, which a second kernel merges.
 
 The rows of a request's new tokens, times the G heads of a K/V head, form one operand: K and V are
-read once. Each of GROUPS warps has its own keys and its own softmax; they meet at the end of a
-piece. What a row comes to depends on SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and on
-nothing beside its context: tiles lie at fixed positions, those that it does not see change no bit,
-and rows of a product do not touch each other, however many a tile has.
+read once for a tile of them. Each of GROUPS warps has its own keys and its own softmax; they meet
+at the end of a piece. With one group, all warps share keys, and each has rows of its own.
+
+What a row comes to depends on SIZE, COUNT, GROUPS, KEYS and how pieces are merged, and on nothing
+beside its context: tiles lie at fixed positions, those that it does not see change no bit, and rows
+of a product do not touch each other, however many a tile has.
 
 A piece has little data and many instructions (at 256 keys, 10 us for 128 KiB): the longest chain of
 instructions that wait for each other decides. So whole tiles have no masks, addresses are constants
@@ -35,9 +37,31 @@ from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 @triton.jit
 def _for_warps(x, GROUPS: tl.constexpr, SETS: tl.constexpr, Q: tl.constexpr, D: tl.constexpr):
-    """Rows [R, D] as each warp has them, [W, Q, D]."""
-    x = tl.broadcast_to(x.reshape(SETS, 1, Q, D), (SETS, GROUPS, Q, D))
-    return x.reshape(SETS * GROUPS, Q, D)
+    """Rows [R, D] as each warp has them, [W, Q, D]; as they are, where warps share all keys."""
+    if SETS * GROUPS > 1:
+        x = tl.broadcast_to(x.reshape(SETS, 1, Q, D), (SETS, GROUPS, Q, D))
+        x = x.reshape(SETS * GROUPS, Q, D)
+    return x
+
+
+@triton.jit
+def _spread(x, R: tl.constexpr):
+    """Rows [n, D] as each R / n-th of [R, D]; the others are 0."""
+    for _ in tl.static_range(6):
+        if x.shape[0] < R:
+            x = tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)).reshape(
+                2 * x.shape[0], x.shape[1]
+            )
+    return x
+
+
+@triton.jit
+def _lanes(GROUPS: tl.constexpr, KEYS: tl.constexpr):
+    """The keys of a tile, [GROUPS, k]; [k] of one group."""
+    if GROUPS == 1:
+        return tl.arange(0, KEYS)
+    else:
+        return tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
 
 
 @triton.jit
@@ -52,9 +76,11 @@ def _for_sets(x, SETS: tl.constexpr):
 @triton.jit
 def _blocks(table, first, end, PAGE: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr):
     """In which blocks the tile at `first` lies: one, or [GROUPS, 1] if a warp's keys are in one
-    block, or [GROUPS, k]."""
+    block, or [GROUPS, k]; [k] of one group."""
     if PAGE % (GROUPS * KEYS) == 0:
         at = first
+    elif GROUPS == 1:
+        at = first + tl.arange(0, KEYS)
     else:
         APART: tl.constexpr = 1 if PAGE % KEYS == 0 else KEYS
         at = first + tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, APART)[None, :]
@@ -66,9 +92,10 @@ def _load_tile(
     pool, block, first, end, h, MASKED: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr,
     WIDTH: tl.constexpr, PAGE: tl.constexpr, GROUPS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values from position `first` on, [GROUPS, k, WIDTH]; 0 from `end` on, if MASKED."""
+    """Keys or values from position `first` on, [GROUPS, k, WIDTH], or [k, WIDTH] of one group; 0
+    from `end` on, if MASKED."""
     TILE: tl.constexpr = GROUPS * KEYS
-    lane = tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    lane = _lanes(GROUPS, KEYS)
     d = tl.arange(0, WIDTH)
     # Where tiles and pages share a border, an address is one of few and a constant: half of the
     # instructions of a tile were for addresses.
@@ -76,12 +103,12 @@ def _load_tile(
     if PAGE % TILE == 0:
         p, at = pool + (block + first % PAGE * H_KV) * D, lane
     else:
-        p, at = pool + block[:, :, None] * D, (first + lane) % PAGE
+        p, at = pool + tl.expand_dims(block, -1) * D, (first + lane) % PAGE
         if TILE % PAGE == 0:
             at = lane % PAGE
-    p += at.to(tl.int64)[:, :, None] * (H_KV * D) + d
+    p += tl.expand_dims(at.to(tl.int64), -1) * (H_KV * D) + d
     if MASKED:
-        x = tl.load(p, mask=(first + lane < end)[:, :, None] & (d < D), other=0.0)
+        x = tl.load(p, mask=tl.expand_dims(first + lane < end, -1) & (d < D), other=0.0)
     elif D != WIDTH:
         x = tl.load(p, mask=d < D, other=0.0)
     else:
@@ -151,6 +178,7 @@ def _pass_over(
     """
     W: tl.constexpr = GROUPS * SETS
     TILE: tl.constexpr = GROUPS * KEYS
+    KEY_AXIS: tl.constexpr = 2 if W > 1 else 1
     block = _blocks(table, begin, end, PAGE, GROUPS, KEYS)
     for first in tl.range(begin, end, TILE, num_stages=STAGES):
         key = _load_tile(
@@ -161,22 +189,23 @@ def _pass_over(
         )  # fmt: skip
         block = _blocks(table, first + TILE, end, PAGE, GROUPS, KEYS)
         key, value = _for_sets(key, SETS), _for_sets(value, SETS)
-        s = tl.dot(query, tl.trans(key, (0, 2, 1)), input_precision=PRECISION)
+        key = tl.trans(key, (0, 2, 1)) if W > 1 else tl.trans(key)
+        s = tl.dot(query, key, input_precision=PRECISION)
         s = score(s, scores)
         if MASKED or WINDOW:
-            at = first + tl.arange(0, GROUPS)[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-            at = tl.broadcast_to(at[None, :, :], (SETS, GROUPS, KEYS)).reshape(W, 1, KEYS)
+            at = first + tl.expand_dims(_lanes(GROUPS, KEYS), 0)
+            if W > 1:
+                at = tl.broadcast_to(at, (SETS, GROUPS, KEYS)).reshape(W, 1, KEYS)
             seen = at <= position
             if WINDOW:
                 seen &= at > position - WINDOW
             s = tl.where(seen, s, UNSEEN)
-        higher = tl.maximum(top, tl.max(s, 2))
-        weight = tl.exp2(s - higher[:, :, None])
+        higher = tl.maximum(top, tl.max(s, KEY_AXIS))
+        weight = tl.exp2(s - tl.expand_dims(higher, -1))
         old = tl.exp2(top - higher)
-        total = total * old + tl.sum(weight, 2)
-        acc = tl.dot(
-            weight.to(value.dtype), value, acc * old[:, :, None], input_precision=PRECISION
-        )
+        total = total * old + tl.sum(weight, KEY_AXIS)
+        acc = acc * tl.expand_dims(old, -1)
+        acc = tl.dot(weight.to(value.dtype), value, acc, input_precision=PRECISION)
         top = higher
     return top, total, acc
 
@@ -206,12 +235,14 @@ def _store(
     """Let the warps of each set meet, and store what their rows came to."""
     W: tl.constexpr = SETS * GROUPS
     Q: tl.constexpr = R // SETS
-    highest = tl.max(top.reshape(SETS, GROUPS, Q), 1)
-    share = tl.broadcast_to(highest[:, None, :], (SETS, GROUPS, Q)).reshape(W, Q)
-    share = tl.exp2(top - share)
-    total = _sum_groups((total * share)[:, :, None], R, SETS, GROUPS).reshape(R)
-    acc = _sum_groups(acc * share[:, :, None], R, SETS, GROUPS)
-    highest = highest.reshape(R)
+    highest = top
+    if W > 1:
+        highest = tl.max(top.reshape(SETS, GROUPS, Q), 1)
+        share = tl.broadcast_to(highest[:, None, :], (SETS, GROUPS, Q)).reshape(W, Q)
+        share = tl.exp2(top - share)
+        total = _sum_groups((total * share)[:, :, None], R, SETS, GROUPS).reshape(R)
+        acc = _sum_groups(acc * share[:, :, None], R, SETS, GROUPS)
+        highest = highest.reshape(R)
     d_v = tl.arange(0, WIDTH_V)
     inside = live[:, None] & (d_v < D_V)
     if item.piece < 0:
@@ -230,14 +261,15 @@ def decode_kernel(
     rows: Rows, heads: HeadInputs, cache: Cache, work: Work, partials: Partials, scores: Scores,
     out, H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROTARY: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, R: tl.constexpr, SETS: tl.constexpr, GROUPS: tl.constexpr,
-    KEYS: tl.constexpr, STAGES: tl.constexpr, NEW: tl.constexpr, AHEAD: tl.constexpr,
-    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+    WINDOW: tl.constexpr, R: tl.constexpr, LIVE: tl.constexpr, SETS: tl.constexpr,
+    GROUPS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, NEW: tl.constexpr,
+    AHEAD: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Program (h, i) takes K/V head h of item i, then of one in each further round of programs.
 
     ROTARY: 0 if `rows` attend as they are and their K/V is in the cache; else rows are of qkv.
     (Triton 3.6 cannot ask whether `heads` is None, if a field of it is None.)
+    LIVE: rows of a tile that any step of this shape fills, a power of 2.
     NEW: new tokens of a request at most, a power of 2.
     AHEAD: tokens of an item that are prefetched into the L2 while the kernel before is running.
     """
@@ -253,7 +285,7 @@ def decode_kernel(
     while i < items:
         # Up to the wait nothing is read that the kernel before this one writes.
         table = cache.block_BL + item.request.to(tl.int64) * cache.columns
-        r = item.row + tl.arange(0, R)
+        r = item.row + tl.arange(0, LIVE)
         t, head = r // G, h * G + r % G
         live = t < item.count
         position = item.start + t
@@ -273,11 +305,22 @@ def decode_kernel(
         else:
             wait_for_writes(OVERLAP)
             query = load_heads(row_p, live, D, WIDTH)
+        if LIVE < R:
+            query = _spread(query, R)
+            lane = tl.arange(0, R)
+            r = item.row + lane // (R // LIVE)
+            t, head = r // G, h * G + r % G
+            live = (t < item.count) & (lane % (R // LIVE) == 0)
+            position = item.start + t
         query = _for_warps(query, GROUPS, SETS, Q, WIDTH)
         position = _for_warps(position[:, None], GROUPS, SETS, Q, 1)
-        top = tl.full((W, Q), UNSEEN, tl.float32)
-        total = tl.zeros((W, Q), tl.float32)
-        acc = tl.zeros((W, Q, WIDTH_V), tl.float32)
+        if W > 1:
+            top = tl.full((W, Q), UNSEEN, tl.float32)
+            acc = tl.zeros((W, Q, WIDTH_V), tl.float32)
+        else:
+            top = tl.full((R,), UNSEEN, tl.float32)
+            acc = tl.zeros((R, WIDTH_V), tl.float32)
+        total = tl.zeros_like(top)
         # Tiles below `whole` need no mask: no row is before any of their keys.
         whole = tl.minimum(item.end, item.start) // TILE * TILE
         whole = tl.maximum(item.begin, whole)
@@ -325,9 +368,9 @@ def merge_kernel(
             total = tl.zeros((HEADS,), tl.float32)
             acc = tl.zeros((HEADS, WIDTH_V), tl.float32)
             base = ((f.to(tl.int64) * H + h) * partials.pieces)[:, None]
-            for begin in range(row.first // PIECES * PIECES, row.last + 1, PIECES):
+            for begin in range(row.first, row.last + 1, PIECES):
                 place = base + begin + n
-                valid = (begin + n >= row.first) & (begin + n <= row.last)
+                valid = begin + n <= row.last
                 tops = tl.load(partials.top_FHN + place, mask=valid, other=UNSEEN)
                 sums = tl.load(partials.sum_FHN + place, mask=valid, other=0.0)
                 accs = load_heads(partials.acc_FHN + place * D_V, valid, D_V, WIDTH_V)

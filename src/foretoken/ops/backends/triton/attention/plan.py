@@ -1,9 +1,11 @@
 """The work of a pass, listed on the device: which queries meet which piece of which context.
 
-A context is cut at fixed positions: the first COUNT pieces have SIZE tokens, the next 3/4 COUNT
-four times as many, and so on. Where it is cut depends on the position alone, so that what a row's
-pieces come to does too; growing, they are so few that partial results of the longest contexts fit
-in memory (176 at 131072 tokens from SIZE 64 and COUNT 64 on, not 2048).
+A row's context is cut into pieces of SIZE tokens, from its start on; one of more than COUNT of
+these has longer pieces, by multiples of STEP, so that it never has more than COUNT. An item costs
+about 5 us beside its keys, so there should be one for each program that a GPU holds at a time. The
+cut depends on a row's own context alone, and so does what its pieces come to. Where rows of a
+request disagree, which takes a context that outgrows COUNT pieces in this very step, they are two
+segments with items of their own.
 
 A request with up to `FEW` queries is cut into items (tile of rows x piece); row r of a request is
 head r % G of its token r // G, for each K/V head alike. One with more is cut into tiles only, each
@@ -20,7 +22,6 @@ import triton.language as tl
 from foretoken.ops.backends.triton.attention.records import Work
 
 FEW = tl.constexpr(16)  # queries: more make a request one of many
-GROWTH = tl.constexpr(4)  # of pieces, from one level to the next
 FIELDS = tl.constexpr(16)  # integers of an item: one load of 64 bytes
 MERGE_FIELDS = tl.constexpr(4)
 
@@ -29,90 +30,78 @@ Item = namedtuple("Item", "request row begin end piece first start count slot")
 
 row:        the tile's first row
 begin, end: the piece's tokens; for a request of many, `end` is its length
-piece:      its number, or -1 if the request has no other: no merge follows
+piece:      its number in its segment, or -1 if there is no other: no merge follows
 first:      the packed index of the request's first new token
 start:      the position of it
-count:      of new tokens
+count:      new tokens from `first` on up to the segment's last
 slot:       where rows of the request begin in `merge_F` and partial results
 """
 
 MergeRow = namedtuple("MergeRow", "row first last")
 """A packed row and the pieces that it sees; none if last < first: it needs no merge."""
 
-Pieces = namedtuple("Pieces", "size count levels")
-"""How contexts are cut: SIZE, COUNT, and how often pieces grow up to the longest length."""
+_Segment = namedtuple("_Segment", "token end size low high tiles")
+"""New tokens token..end - 1 of a request, their pieces low..high, the tiles of their rows."""
 
 
-def pieces_for(size: int, count: int, longest: int) -> Pieces:
-    """The cut of contexts of up to `longest` tokens."""
-    levels, reach = 0, size * count
-    while reach < longest:
-        levels, reach = levels + 1, reach * GROWTH.value
-    return Pieces(size, count, levels)
-
-
-def most_pieces(pieces: Pieces, longest: int) -> int:
-    """How many pieces a context of `longest` tokens has."""
-    size, count, levels = pieces
-    number, end = min(count, -(-longest // size)), size * count
-    for _ in range(levels):
-        size *= GROWTH.value
-        number += max(0, -(-(min(longest, end * GROWTH.value) - end) // size))
-        end *= GROWTH.value
-    return int(number)
+def most_pieces(size: int, count: int, longest: int, window: int) -> int:
+    """How many pieces a segment has, of contexts of up to `longest` tokens."""
+    # A window may begin and end inside of a piece.
+    return min(-(-longest // size), count + 2 * bool(window))
 
 
 @triton.jit
-def piece_of(position, SIZE: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
-    """The number of the piece that holds a position."""
-    piece = position // SIZE
-    for level in tl.static_range(LEVELS):
-        end: tl.constexpr = SIZE * COUNT * GROWTH**level
-        before: tl.constexpr = COUNT + level * (COUNT * (GROWTH - 1) // GROWTH)
-        further = before + (position - end) // (SIZE * GROWTH ** (level + 1))
-        piece = tl.where(position >= end, further, piece)
-    return piece
+def size_of(length, WINDOW: tl.constexpr, SIZE: tl.constexpr, COUNT: tl.constexpr,
+            STEP: tl.constexpr):  # fmt: skip
+    """How long the pieces of a context of so many tokens are."""
+    if WINDOW:
+        length = tl.minimum(length, WINDOW)
+    return SIZE + tl.cdiv(tl.maximum(length - SIZE * COUNT, 0), STEP * COUNT) * STEP
 
 
 @triton.jit
-def piece_start(piece, SIZE: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr):
-    """The first position of a piece."""
-    start = piece * SIZE
-    for level in tl.static_range(LEVELS):
-        end: tl.constexpr = SIZE * COUNT * GROWTH**level
-        before: tl.constexpr = COUNT + level * (COUNT * (GROWTH - 1) // GROWTH)
-        further = end + (piece - before) * (SIZE * GROWTH ** (level + 1))
-        start = tl.where(piece >= before, further, start)
-    return start
+def _oldest(position, WINDOW: tl.constexpr):
+    """The first position that a row sees."""
+    return tl.maximum(position - WINDOW + 1, 0) if WINDOW else tl.zeros_like(position)
 
 
-_Share = namedtuple("_Share", "first count length low high tiles few")
+@triton.jit
+def _segment(start, token, end, size, G: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr):
+    low, high = _oldest(start + token, WINDOW) // size, (start + end - 1) // size
+    return _Segment(token, end, size, low, high, tl.cdiv((end - token) * G, ROWS))
+
+
+@triton.jit
+def _items(segment):
+    return segment.tiles * (segment.high - segment.low + 1)
+
+
+_Share = namedtuple("_Share", "first count length early late tiles few")
 
 
 @triton.jit
 def _share(
     query_start_B1, length_B, b, valid, G: tl.constexpr, WINDOW: tl.constexpr,
-    SIZE: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr,
+    SIZE: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
     FEW_ROWS: tl.constexpr, MANY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """What there is to do for requests b: their pieces low..high, their tiles of rows."""
+    """What there is to do for requests b: two segments, the early one often empty, or tiles."""
     first = tl.load(query_start_B1 + b, mask=valid, other=0).to(tl.int32)
     count = tl.load(query_start_B1 + b + 1, mask=valid, other=0).to(tl.int32) - first
     length = tl.load(length_B + b, mask=valid, other=1).to(tl.int32)
-    oldest = tl.zeros_like(length)
-    if WINDOW:
-        oldest = tl.maximum(length - count - WINDOW + 1, 0)
-    low = piece_of(oldest, SIZE, COUNT, LEVELS)
-    high = piece_of(length - 1, SIZE, COUNT, LEVELS)
-    few = count <= FEW
-    tiles = tl.cdiv(count * G, tl.where(few, FEW_ROWS, MANY_ROWS))
-    return _Share(first, count, length, low, high, tiles, few)
+    start = length - count
+    size = size_of(start + 1, WINDOW, SIZE, COUNT, STEP)
+    last_size = size_of(length, WINDOW, SIZE, COUNT, STEP)
+    split = tl.where(size == last_size, 0, size * COUNT - start)
+    early = _segment(start, tl.zeros_like(split), split, size, G, WINDOW, FEW_ROWS)
+    late = _segment(start, split, count, last_size, G, WINDOW, FEW_ROWS)
+    return _Share(first, count, length, early, late, tl.cdiv(count * G, MANY_ROWS), count <= FEW)
 
 
 @triton.jit
 def plan_kernel(
     query_start_B1, length_B, work: Work, B, G: tl.constexpr, WINDOW: tl.constexpr,
-    SIZE: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr,
+    SIZE: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,
     FEW_ROWS: tl.constexpr, MANY_ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Program b lists the items of request b; program B writes the totals.
@@ -126,10 +115,10 @@ def plan_kernel(
     for chunk in range(0, b, AT_ONCE):
         other = chunk + tl.arange(0, AT_ONCE)
         share = _share(
-            query_start_B1, length_B, other, other < b, G, WINDOW, SIZE, COUNT, LEVELS,
+            query_start_B1, length_B, other, other < b, G, WINDOW, SIZE, COUNT, STEP,
             FEW_ROWS, MANY_ROWS,
         )  # fmt: skip
-        few_items += tl.where(share.few, share.tiles * (share.high - share.low + 1), 0)
+        few_items += tl.where(share.few, _items(share.early) + _items(share.late), 0)
         few_rows += tl.where(share.few, share.count, 0)
         many_items += tl.where(share.few, 0, share.tiles)
     few_item, slot = tl.sum(few_items, 0), tl.sum(few_rows, 0)
@@ -140,35 +129,26 @@ def plan_kernel(
         tl.store(work.totals + 2, many_item)
     else:
         share = _share(
-            query_start_B1, length_B, b, b < B, G, WINDOW, SIZE, COUNT, LEVELS,
+            query_start_B1, length_B, b, b < B, G, WINDOW, SIZE, COUNT, STEP,
             FEW_ROWS, MANY_ROWS,
         )  # fmt: skip
-        start, single = share.length - share.count, share.high == share.low
-        lanes = tl.arange(0, AT_ONCE)
+        start, lanes = share.length - share.count, tl.arange(0, AT_ONCE)
         if share.few:
-            number = share.tiles * (share.high - share.low + 1)
-            for chunk in range(0, number, AT_ONCE):
-                e = chunk + lanes
-                piece = share.high - e // share.tiles  # the longest first
-                begin = piece_start(piece, SIZE, COUNT, LEVELS)
-                end = piece_start(piece + 1, SIZE, COUNT, LEVELS)
-                item = Item(
-                    b, e % share.tiles * FEW_ROWS, begin, tl.minimum(end, share.length),
-                    tl.where(single, -1, piece), share.first, start, share.count, slot,
-                )  # fmt: skip
-                _store_item(work.few_I, few_item + e, item, e < number)
+            _store_items(work.few_I, few_item, share, share.early, b, slot, FEW_ROWS, G, AT_ONCE)
+            few_item += _items(share.early)
+            _store_items(work.few_I, few_item, share, share.late, b, slot, FEW_ROWS, G, AT_ONCE)
             for chunk in range(0, share.count, AT_ONCE):
                 t = chunk + lanes
-                oldest = tl.zeros_like(t)
-                if WINDOW:
-                    oldest = tl.maximum(start + t - WINDOW + 1, 0)
-                low = piece_of(oldest, SIZE, COUNT, LEVELS)
-                high = piece_of(start + t, SIZE, COUNT, LEVELS)
+                early = t < share.late.token
+                size = tl.where(early, share.early.size, share.late.size)
+                before = tl.where(early, share.early.low, share.late.low)
+                alone = tl.where(early, share.early.high, share.late.high) == before
+                low, high = _oldest(start + t, WINDOW) // size, (start + t) // size
                 place = work.merge_F + (slot + t) * MERGE_FIELDS
                 valid = t < share.count
                 tl.store(place, share.first + t, mask=valid)
-                tl.store(place + 1, low, mask=valid)
-                tl.store(place + 2, tl.where(single, low - 1, high), mask=valid)
+                tl.store(place + 1, low - before, mask=valid)
+                tl.store(place + 2, tl.where(alone, low - 1, high) - before, mask=valid)
         else:
             for chunk in range(0, share.tiles, AT_ONCE):
                 e = chunk + lanes
@@ -177,6 +157,25 @@ def plan_kernel(
                     b, row, 0, share.length, -1, share.first, start, share.count, slot
                 )  # fmt: skip
                 _store_item(work.many_I, many_item + e, item, e < share.tiles)
+
+
+@triton.jit
+def _store_items(
+    item_I, i, share, segment, b, slot, ROWS: tl.constexpr, G: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """The items of a segment, from item i on: the last piece first, which has the new tokens."""
+    start, number = share.length - share.count, _items(segment)
+    for chunk in range(0, number, AT_ONCE):
+        e = chunk + tl.arange(0, AT_ONCE)
+        piece = segment.high - e // segment.tiles
+        begin = piece * segment.size
+        item = Item(
+            b, segment.token * G + e % segment.tiles * ROWS, begin,
+            tl.minimum(begin + segment.size, start + segment.end),
+            tl.where(segment.high == segment.low, -1, piece - segment.low),
+            share.first, start, segment.end, slot,
+        )  # fmt: skip
+        _store_item(item_I, i + e, item, e < number)
 
 
 @triton.jit

@@ -37,8 +37,9 @@ def run(model: CausalLM) -> list[list[torch.Tensor]]:
         output = model.forward(build_batch(spans, BLOCK, CPU), kv)
         assert output.logits_NV.shape == (0, model.vocab_size)
         at = len(spans[0].tokens)
-        parts[0].append([state[:at] for state in output.aux])
-        parts[1].append([state[at:] for state in output.aux])
+        states = [state.clone() for state in output.aux]  # the next pass may overwrite them
+        parts[0].append([state[:at] for state in states])
+        parts[1].append([state[at:] for state in states])
     return [[torch.cat(both) for both in zip(*passes, strict=True)] for passes in parts]
 
 

@@ -37,16 +37,15 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, **switches: Any) -> E
 def round_of(head: Eagle3Head, **changes: Any) -> torch.Tensor:
     """Three drafts for slot 1, of 6 known tokens; none for slot 0, of 1."""
     assert isinstance(head.fused, RoundHead)
-    given = {"hidden_SC": torch.zeros(SLOTS, HIDDEN), "dtype": torch.float32, "block_BL": [[1, 2]]}
-    given = {**given, "num_B": torch.tensor([3, 0]), "cache": cache(), **changes}
+    given = {"hidden_SC": torch.zeros(SLOTS, HIDDEN), "dtype": torch.float32, "blocks_1": [1, 2]}
+    given = {**given, "step": 1, "num_B": torch.tensor([3, 0]), "cache": cache(), **changes}
     kv = KVPool(head.layer_shapes, 6, BLOCK, dtype=given["dtype"], device=CPU)
-    table = torch.tensor([*given["block_BL"], [3] * len(given["block_BL"][0])])
-    known = AttentionBatch(
-        torch.arange(3), torch.tensor([6, 1]), table, BLOCK, most_queries=1, values_fit=True
-    )
+    blocks_1 = given["blocks_1"]
+    block_SL, length_B = torch.tensor([[3] * len(blocks_1), blocks_1]), torch.tensor([6, 1])
     params, slot_B = make_params(SLOTS, [0.8, 0.8]), torch.tensor([1, 0])
     drafting = DraftRound(params, slot_B, given["num_B"], given["cache"])
-    return head.fused.draft_round(given["hidden_SC"], known, kv.keys[0], kv.values[0], drafting)
+    where = (block_SL[:, :: given["step"]], kv.keys[0], kv.values[0])
+    return head.fused.draft_round(given["hidden_SC"], length_B, *where, drafting)
 
 
 def cache(drafts: int = 3, dtype: torch.dtype = torch.float32) -> DraftCache:
@@ -63,6 +62,7 @@ def cache(drafts: int = 3, dtype: torch.dtype = torch.float32) -> DraftCache:
         ({"hidden_SC": torch.zeros(1, HIDDEN)}, r"`hidden_SC.shape` .*\[2, 32\]"),
         ({"hidden_SC": torch.zeros(HIDDEN, SLOTS).T}, "`hidden_SC.stride"),
         ({"dtype": torch.bfloat16}, "`keys.dtype` is torch.bfloat16"),
+        ({"blocks_1": [1, 5, 2, 5], "step": 2}, "`block_SL.stride"),
     ],
 )
 def test_a_wrong_round_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -70,7 +70,7 @@ def test_a_wrong_round_is_named(tmp_path: Path, changes: dict[str, Any], message
     head = load(tmp_path)
     fuse(head, positions=40, most_rows=SLOTS)
     assert (round_of(head) >= 0).tolist() == [[True] * 3, [False] * 3]
-    assert torch.equal(round_of(head, block_BL=[[1, 2, 5, 5]]), round_of(head))
+    assert torch.equal(round_of(head, blocks_1=[1, 2, 5, 5]), round_of(head))
     with pytest.raises(ConfigError, match=message):
         round_of(head, **changes)
 

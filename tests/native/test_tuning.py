@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from foretoken.models import CausalLM, load_model
@@ -23,7 +24,11 @@ SIZES = {"head_dim": 16, "hidden_size": 36, "intermediate_size": 53, "vocab_size
 
 
 def load(folder: Path) -> CausalLM:
-    model = load_model(families.save_model(folder, "llama", SIZES), device="cpu", backend="native")
+    return load_saved(families.save_model(folder, "llama", SIZES))
+
+
+def load_saved(folder: Path) -> CausalLM:
+    model = load_model(folder, device="cpu", backend="native")
     assert model.fused is not None
     return model
 
@@ -46,6 +51,27 @@ def test_how_weights_are_fetched_changes_no_bit(tmp_path: Path) -> None:
         library.set_num_threads(1)
     for found in seen:
         assert all(torch.equal(a, b) for a, b in zip(found, seen[0], strict=True))
+
+
+def test_weights_of_bfloat16_take_half_the_memory_and_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one weight that needs more bits, all are kept as floats: only its logit differs."""
+    folder = families.save_model(tmp_path, "llama", {**SIZES, "intermediate_size": 2048})
+    file, found = folder / "model.safetensors", []
+    weights = {name: w.bfloat16().float() for name, w in load_file(file).items()}
+    numbers = sum(w.numel() for name, w in weights.items() if w.dim() == 2 and "embed" not in name)
+    texts = [[(7 * i + j) % 301 for j in range(22)] for i in range(4)]
+    for excess, size in ((0.0, 2 * numbers), (2.0**-20, 4 * numbers)):
+        weights["lm_head.weight"][7, 3] = 1 + excess
+        save_file(weights, file, {"format": "pt"})
+        monkeypatch.setattr(decoder, "_tunings", {})
+        model = load_saved(folder)
+        assert [*decoder.tunings()] == [f"{size / 2**20:.1f} MiB"]
+        rows = [row for seen in walk(model, texts, 1, 16) for row in seen.values()]
+        found.append(torch.stack(rows))
+    differs_V = (found[0] != found[1]).any(dim=0)
+    assert differs_V.nonzero().flatten().tolist() == [7]
 
 
 def test_times_of_tiny_weights_have_three_digits() -> None:

@@ -110,14 +110,18 @@ class Eagle3(Autoregressive):
         self._hidden_SC = torch.zeros(count, width, dtype=head.dtype, device=head.device)
         on_host = not isinstance(slots, DeviceSlotTable)
         self._round_head = head.fused if on_host and isinstance(head.fused, RoundHead) else None
+        # The same tensors in every step: to gather rows of them would take 45 us of it.
+        self._token_SL, self._block_SL = slots.state[:2]
 
     def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
         """Run the head over the target's rows, each with the token behind it."""
-        state, steps = self.slots.state, self.backend.steps
         if self._round_head is not None:  # and not over what was rejected
+            length_B = [self.slots.length_S[slot] for slot in rows.slot_B.tolist()]
+            known = (self._token_SL, length_B, rows.slot_B)
             where = (batch.attention, self.kv.keys[0], self.kv.values[0])
-            self._round_head.observe(self._hidden_SC, state, rows.slot_B, result.aux, *where)
+            self._round_head.observe(self._hidden_SC, *known, result.aux, *where)
             return
+        state, steps = self.slots.state, self.backend.steps
         token_T, row_B = steps.shift(state, rows.slot_B, batch.attention, len(batch.token_T))
         batch = batch._replace(token_T=token_T)
         hidden_BC = self.head.forward(batch, result.aux, self.kv, row_B)
@@ -139,15 +143,10 @@ class Eagle3(Autoregressive):
 
     def _draft_at_once(self, head: RoundHead, rows: DraftRows, cache: DraftCache | None) -> Tensor:
         """All passes and draws in one native call."""
-        index_B1, block_BL = torch.arange(len(rows.slot_B) + 1), self.slots.state.block_SL
-        known = AttentionBatch(
-            index_B1, rows.position_B, block_BL[rows.slot_B], self.block_size,
-            most_queries=1, values_fit=True,
-        )  # fmt: skip
         fp64 = self.config.use_fp64_gumbel
         drafting = DraftRound(self.slots.params, rows.slot_B, rows.num_B, cache, fp64)
-        where = (known, self.kv.keys[0], self.kv.values[0])
-        return head.draft_round(self._hidden_SC, *where, drafting)
+        where = (self._block_SL, self.kv.keys[0], self.kv.values[0])
+        return head.draft_round(self._hidden_SC, rows.position_B, *where, drafting)
 
     def _draft_by_passes(self, rows: DraftRows, cache: DraftCache | None) -> Tensor:
         """Passes run for all requests; of some, more than are read."""

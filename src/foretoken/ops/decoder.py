@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from foretoken.ops.steps import SlotState
 from foretoken.ops.types import AttentionBatch, DraftCache, SlotParams
 
 
@@ -56,7 +55,8 @@ class ForwardOutput(NamedTuple):
     logits_NV: raw logits, one row per wanted token, in the order in which they were named
     aux:       [T, hidden], the hidden states of all tokens that were asked for, numbered as in
                Transformers' `hidden_states`: i is the input of layer i, and behind the last layer
-               follows the input of the output layer, normed
+               follows the input of the output layer, normed. They may lie in memory that the next
+               pass overwrites
     """
 
     logits_NV: Tensor
@@ -273,7 +273,8 @@ class RoundHead(DraftHead, Protocol):
     def observe(
         self,
         hidden_SC: Tensor,
-        state: SlotState,
+        token_SL: Tensor,
+        length_B: Sequence[int],
         slot_B: Tensor,
         aux: Sequence[Tensor],
         batch: AttentionBatch,
@@ -284,7 +285,8 @@ class RoundHead(DraftHead, Protocol):
 
         Args:
             hidden_SC: by slot; gets what `forward` returns of each request's last such row.
-            state: of the slots, once the step was taken over.
+            token_SL: int32, tokens by slot; length_B: of these known ones, once the step was taken
+                over.
             aux, batch: hidden states and requests of the pass; slot_B: int64, whose they are.
         """
         ...
@@ -292,7 +294,8 @@ class RoundHead(DraftHead, Protocol):
     def draft_round(
         self,
         hidden_SC: Tensor,
-        batch: AttentionBatch,
+        length_B: Tensor,
+        block_SL: Tensor,
         keys: Tensor,
         values: Tensor,
         drafting: DraftRound,
@@ -301,8 +304,8 @@ class RoundHead(DraftHead, Protocol):
 
         Args:
             hidden_SC: as `observe` left it.
-            batch: its `length_B` counts known tokens, and says where the first draft stands; its
-                block table reaches over all drafts but the last. Its queries are not read.
+            length_B: int64, known tokens, so where the first draft stands.
+            block_SL: int64, blocks by slot and position, valid over all drafts but the last.
             drafting: a request may have no draft at all.
 
         Returns:

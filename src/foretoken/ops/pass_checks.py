@@ -98,25 +98,24 @@ def check_attention_batch(batch: AttentionBatch, tokens: int, key_cache: Tensor)
 
 
 def check_draft_round(
-    drafting: DraftRound, batch: AttentionBatch, vocabulary: int, least: int = 1
+    drafting: DraftRound, length_B: Tensor, room: int, vocabulary: int, least: int = 1
 ) -> list[int]:
-    """Slots exist, block table and cache reach over the drafts; returns their numbers.
+    """Slots exist, a block table of so much room and the cache reach over the drafts.
 
-    All tensors are on the host.
+    All tensors are on the host. Returns the numbers of drafts.
     """
     slot_B, num_B, cache = drafting.slot_B, drafting.num_B, drafting.cache
-    check_tensor("drafting.slot_B", slot_B, batch.length_B.shape, INT64, contiguous=True)
-    check_tensor("drafting.num_B", num_B, batch.length_B.shape, INT64, contiguous=True)
+    check_tensor("drafting.slot_B", slot_B, length_B.shape, INT64, contiguous=True)
+    check_tensor("drafting.num_B", num_B, length_B.shape, INT64, contiguous=True)
     check_params(drafting.params, slot_B.device)
     last, nums = drafting.params.key_S.shape[0] - 1, num_B.tolist()
     for slot in slot_B.tolist():
         if not 0 <= slot <= last:
             raise ConfigError("drafting.slot_B", slot, f"in 0..{last}, the slots of `params`")
-    most = batch.block_BL.shape[1] * batch.block_size
-    for num, length in zip(nums, batch.length_B.tolist(), strict=True):
-        end = most - length + 1
+    for num, length in zip(nums, length_B.tolist(), strict=True):
+        end = room - length + 1
         if not least <= num <= end:
-            wanted = f"in {least}..{end}: `block_BL` reaches over all drafts but the last"
+            wanted = f"in {least}..{end}: the block table reaches over all drafts but the last"
             raise ConfigError("drafting.num_B", num, wanted)
     if cache is not None:
         check_cache("drafting.cache", cache, drafting.params, slot_B.device)

@@ -68,7 +68,6 @@ class NativeModel:
         model, layers: `Model` and `LayerWeights`; what they point to besides matrices and biases
             must outlive it.
         scales: epsilon of the norms, factors of attention's scores and of rotary embedding.
-        size: bytes of the matrices.
         eagle: `Eagle`, of a head.
     """
 
@@ -77,7 +76,6 @@ class NativeModel:
         model: Struct,
         layers: Sequence[Struct],
         scales: tuple[float, float, float],
-        size: int,
         eagle: Struct | None = None,
     ) -> None:
         self._library, self._handle, self._num_layers = library.load(), c_void_p(), len(layers)
@@ -85,18 +83,18 @@ class NativeModel:
         self._library.foretoken_decoder_new(model, eagle, addresses, *scales, byref(self._handle))
         # Not at exit: a daemon thread may still compute then.
         weakref.finalize(self, self._library.foretoken_decoder_free, self._handle).atexit = False
-        self._tune(size)
+        self._tune()
         self._cache: tuple[Any, ...] = (None,) * 4  # keys, values, their addresses
 
-    def _tune(self, size: int) -> None:
+    def _tune(self) -> None:
         """Measure how weights are fetched fastest on this machine, take it and say so."""
-        taken_R = torch.empty(2, dtype=torch.int64)
+        taken_R, size = torch.empty(2, dtype=torch.int64), torch.empty(1, dtype=torch.int64)
         seconds_RF = torch.empty(2, len(FETCHES), dtype=torch.float64)
         self._library.foretoken_decoder_measure_fetches(
-            self._handle, taken_R.data_ptr(), seconds_RF.data_ptr()
+            self._handle, taken_R.data_ptr(), seconds_RF.data_ptr(), size.data_ptr()
         )
         self.set_fetches(*taken_R.tolist())
-        name = f"{size / 2**20:.1f} MiB"
+        name = f"{size.item() / 2**20:.1f} MiB"
         found = map(describe_fetches, taken_R.tolist(), seconds_RF.tolist())
         _tunings[name] = dict(zip(("1 row", "6 rows"), found, strict=True))
         for rows, measured in _tunings[name].items():
@@ -148,12 +146,14 @@ class FusedDecoder(NativeModel):
         self._module = module  # whose embedding and norms are read
         self._vocab_size: int = module.lm_head.out_features
         self._hidden_size: int = module.config.hidden_size
+        self._aux: tuple[Tensor, ...] = ()
+        self._aux_fields: Struct | None = None  # of those, and what they are for
+        self._aux_for: tuple[Sequence[int], int] = ((), 0)
         pairs = zip(module.model.layers, calls, strict=True)
         layers = [_native_layer(layer, call.sliding_window) for layer, call in pairs]
         model, attention = module.model, module.model.layers[0].self_attn
         scales = model.norm.variance_epsilon, attention.scaling, model.rotary_emb.attention_scaling
-        size = sum(m.weight.nbytes for m in module.modules() if isinstance(m, nn.Linear))
-        super().__init__(_native_model(module), layers, scales, size)
+        super().__init__(_native_model(module), layers, scales)
 
     def drop_module_weights(self) -> None:
         """See `Decoder.drop_module_weights`: all but the embedding's."""
@@ -173,15 +173,24 @@ class FusedDecoder(NativeModel):
     ) -> ForwardOutput:
         """See `Decoder.forward`: float32."""
         logits_NV = torch.empty(len(logit_row_N), self._vocab_size)
-        aux = {i: torch.empty(len(token_T), self._hidden_size) for i in aux_layers}
+        if self._aux_for != (aux_layers, len(token_T)):
+            self._allocate_aux(aux_layers, len(token_T))
         self._library.foretoken_decoder_forward(
             self._handle,
             native_batch(token_T, logit_row_N, batch, keys[0]),
             *self._addresses(keys, values),
             logits_NV.data_ptr(),
-            struct([aux.get(i) for i in range(self._num_layers + 1)]) if aux else None,
+            self._aux_fields,
         )
-        return ForwardOutput(logits_NV, tuple(aux[i] for i in aux_layers))
+        return ForwardOutput(logits_NV, self._aux)
+
+    def _allocate_aux(self, layers: Sequence[int], tokens: int) -> None:
+        """Memory for hidden states, which passes of as many tokens share: new tensors, and a look
+        at them by who reads them, would take some 20 us of a step."""
+        aux = {i: torch.empty(tokens, self._hidden_size) for i in layers}
+        every = [aux.get(i) for i in range(self._num_layers + 1)]
+        self._aux, self._aux_fields = tuple(aux[i] for i in layers), struct(every) if aux else None
+        self._aux_for = (layers, tokens)
 
     def draft(
         self,
@@ -192,7 +201,8 @@ class FusedDecoder(NativeModel):
         drafting: DraftRound,
     ) -> Tensor:
         """See `Decoder.draft`."""
-        nums = check_draft_round(drafting, batch, self._vocab_size)
+        room = batch.block_BL.shape[1] * batch.block_size
+        nums = check_draft_round(drafting, batch.length_B, room, self._vocab_size)
         token_BK, native = native_round(drafting, max(nums))
         first = native_batch(token_T, batch.query_start_B1[1:] - 1, batch, keys[0])
         addresses = self._addresses(keys, values)
@@ -204,7 +214,7 @@ def native_round(
     drafting: DraftRound, most: int, hidden_SC: Tensor | None = None
 ) -> tuple[Tensor, Struct]:
     """`DraftRound`, and the drafts [B, most] that it gives."""
-    token_BK = torch.full((len(drafting.num_B), most), -1, dtype=torch.int64)
+    token_BK = torch.empty(len(drafting.num_B), most, dtype=torch.int64)
     kept = native_params(drafting.params), native_cache(drafting.cache), hidden_SC
     tensors = (drafting.slot_B, drafting.num_B, token_BK)
     hidden = 0 if hidden_SC is None else hidden_SC.data_ptr()

@@ -22,9 +22,9 @@ from foretoken.ops.backends.native.decoder import (
     native_batch,
     native_round,
 )
+from foretoken.ops.checks import INT64, check_tensor
 from foretoken.ops.decoder import DraftRound, HeadModel, UnfitError
 from foretoken.ops.pass_checks import check_aux, check_draft_round, check_hidden
-from foretoken.ops.steps import SlotState
 from foretoken.ops.types import AttentionBatch
 
 
@@ -44,15 +44,14 @@ class FusedHead(NativeModel):
             raise UnfitError(f"heads of size {model.head_size}: no multiple of {HEAD_MULTIPLE}")
         self._size, self._vocab_size = len(weights.hidden_norm), model.vocab_size
         self._read_numbers = weights.fc.shape[1]
-        matrices = {name: weight for name, weight in weights._asdict().items() if weight.dim() == 2}
         # What is read where it is.
-        norms = [weight for name, weight in weights._asdict().items() if name not in matrices]
+        norms = [weight for weight in weights if weight.dim() == 1]
         others = (model.embedding_VC, model.frequency_R, model.target_ids)
         self._read = (*norms, extras.fc_norm, extras.qk_norm, *others)
+        self._latest_aux: tuple[Sequence[Tensor], int, Struct] = ((), -1, struct(()))
         scales = (model.eps, model.head_size**-0.5, model.rotary_scale)
-        size = sum(matrix.nbytes for matrix in matrices.values())
         layer, eagle = _native_layer(model), _native_eagle(model)
-        super().__init__(_native_model(model), [layer], scales, size, eagle)
+        super().__init__(_native_model(model), [layer], scales, eagle)
 
     def forward(
         self,
@@ -69,7 +68,8 @@ class FusedHead(NativeModel):
     def observe(
         self,
         hidden_SC: Tensor,
-        state: SlotState,
+        token_SL: Tensor,
+        length_B: Sequence[int],
         slot_B: Tensor,
         aux: Sequence[Tensor],
         batch: AttentionBatch,
@@ -77,12 +77,13 @@ class FusedHead(NativeModel):
         values: Tensor,
     ) -> None:
         """See `RoundHead.observe`."""
-        check_hidden(hidden_SC, len(state.length_S), self._size)
-        tensors = (state.token_SL, state.length_S, slot_B, hidden_SC)
+        check_hidden(hidden_SC, len(token_SL), self._size)
+        known = struct((), *length_B)
+        outcome = (token_SL.data_ptr(), address(known), slot_B.data_ptr(), hidden_SC.data_ptr())
         self._library.foretoken_head_observe(
             self._handle,
-            native_batch(slot_B, slot_B[:0], batch, keys),
-            struct(tensors, state.token_SL.shape[1]),
+            native_batch(slot_B, slot_B, batch, keys),
+            struct((), *outcome, token_SL.shape[1]),
             self._features(aux, int(batch.query_start_B1[-1])),
             *self._addresses(keys, values),
         )
@@ -111,25 +112,36 @@ class FusedHead(NativeModel):
     def draft_round(
         self,
         hidden_SC: Tensor,
-        batch: AttentionBatch,
+        length_B: Tensor,
+        block_SL: Tensor,
         keys: Tensor,
         values: Tensor,
         drafting: DraftRound,
     ) -> Tensor:
         """See `RoundHead.draft_round`."""
-        nums = check_draft_round(drafting, batch, self._vocab_size, least=0)
-        check_hidden(hidden_SC, len(drafting.params.key_S), self._size)
+        columns, block_size, slots = block_SL.shape[1], keys.shape[1], len(drafting.params.key_S)
+        room = columns * block_size
+        nums = check_draft_round(drafting, length_B, room, self._vocab_size, least=0)
+        check_hidden(hidden_SC, slots, self._size)
+        check_tensor("block_SL", block_SL, (slots, columns), INT64, contiguous=True)
         token_BK, native = native_round(drafting, max(nums), hidden_SC)
-        known = native_batch(drafting.slot_B[:0], drafting.slot_B[:0], batch, keys)
+        tensors = (None, None, None, length_B, block_SL)
+        known = struct(tensors, len(nums), columns, block_size, 0, 0)
         addresses = self._addresses(keys, values)
         self._library.foretoken_decoder_draft(self._handle, known, *addresses, native)
         return token_BK
 
     def _features(self, aux: Sequence[Tensor], tokens: int) -> Struct:
-        """`Features`."""
+        """`Features`; of the same tensors as the last time the same."""
+        known, num_rows, features = self._latest_aux
+        if aux is known and tokens == num_rows:
+            return features
         check_aux(aux, tokens, self._read_numbers)
         states = struct(aux)
-        return struct((None,), address(states), 0, len(aux), kept=states)
+        features = struct((None,), address(states), 0, len(aux), kept=states)
+        if isinstance(aux, tuple):  # a list may hold others by then
+            self._latest_aux = (aux, tokens, features)
+        return features
 
     def _rows(
         self,

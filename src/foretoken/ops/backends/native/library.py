@@ -87,7 +87,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "set_num_threads": [c_int64],
     "decoder_new": [*_ADDRESS * 3, c_float, c_float, c_float, c_void_p],
     "decoder_free": _ADDRESS,
-    "decoder_measure_fetches": _ADDRESS * 3,
+    "decoder_measure_fetches": _ADDRESS * 4,
     "decoder_set_fetches": [c_void_p, c_int64, c_int64],
     "decoder_forward": _ADDRESS * 6,
     "decoder_draft": _ADDRESS * 5,

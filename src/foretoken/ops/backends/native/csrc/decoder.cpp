@@ -38,7 +38,7 @@ void Decoder::observe(const AttentionBatch& pass, const Outcome& outcome, const 
   for (int64_t b = 0; b < pass.requests; b++) {
     const int64_t slot = outcome.slot_B[b], end = pass.query_start_B1[b + 1];
     const int64_t first = pass.length_B[b] - pass.queries(b);
-    const int64_t last = std::min(pass.length_B[b] - 1, outcome.length_S[slot] - 2);
+    const int64_t last = std::min(pass.length_B[b] - 1, outcome.length_B[b] - 2);
     starts.push_back(static_cast<int64_t>(tokens.size()));
     for (int64_t i = first; i <= std::max(first, last); i++) {  // without any, some row
       const int64_t next = std::min(i + 1, outcome.width - 1);
@@ -72,6 +72,7 @@ void Decoder::draft(const Batch& first, float* const* keys, float* const* values
   const AttentionBatch& known = first.attention;
   const int64_t h = model_.hidden;
   draft_logits_.resize(known.requests * columns());
+  std::fill_n(r.token_BK, known.requests * r.most, -1);
   std::vector<float> hidden(is_head_ ? known.requests * h : 0);  // what the last row of each gave
   std::vector<int64_t> live, tokens, starts, lengths, blocks;
   for (int64_t i = 0; i < r.most; i++) {
@@ -82,7 +83,8 @@ void Decoder::draft(const Batch& first, float* const* keys, float* const* values
       live.push_back(b);
       tokens.push_back(i ? r.token_BK[b * r.most + i - 1] : 0);
       lengths.push_back(known.length_B[b] + i - is_head_);  // a head's row reads the token behind it
-      blocks.insert(blocks.end(), known.blocks(b), known.blocks(b) + known.columns);
+      const int64_t* row = known.blocks(is_head_ ? r.slot_B[b] : b);
+      blocks.insert(blocks.end(), row, row + known.columns);
     }
     const auto count = static_cast<int64_t>(live.size());
     starts.push_back(count);
@@ -173,8 +175,12 @@ int foretoken_decoder_free(Decoder* decoder) {
 }
 
 int foretoken_decoder_measure_fetches(const Decoder& decoder, Fetches* fastest,
-                                      double seconds[2][kFetches]) {
-  return guarded([&] { *fastest = measure_fetches(decoder.weights(), seconds); });
+                                      double seconds[2][kFetches], int64_t* bytes) {
+  return guarded([&] {
+    *fastest = measure_fetches(decoder.weights(), seconds);
+    *bytes = 0;
+    for (const Packed* w : decoder.weights()) *bytes += w->bytes();
+  });
 }
 
 int foretoken_decoder_set_fetches(Decoder& decoder, Fetch one, Fetch few) {

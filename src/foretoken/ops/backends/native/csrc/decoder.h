@@ -53,10 +53,11 @@ struct Features {
   int64_t count;
 };
 
-// What became of a pass of the target: known tokens, `width` apart, and their number, by slot.
+// What became of a pass of the target: tokens by slot, `width` apart; how many are known of each
+// request.
 struct Outcome {
   const int32_t* token_SL;
-  const int64_t *length_S, *slot_B;
+  const int64_t *length_B, *slot_B;
   float* hidden_SC;  // gets what the last row of each request gives that has a known token behind it
   int64_t width;
 };
@@ -65,7 +66,7 @@ struct Outcome {
 // gives it on; of a head, from what its last row gave.
 struct DraftRound {
   const int64_t *slot_B, *num_drafts_B;
-  int64_t* token_BK;  // [B, most]: the drafts; entries past num_drafts_B are left alone
+  int64_t* token_BK;  // [B, most]: gets the drafts, and -1 behind a request's last
   const Params* params;
   const Cache* cache;      // gets the q of every draft; null: drafts are the argmax of the logits
   const float* hidden_SC;  // of a head
@@ -97,7 +98,8 @@ class Decoder {
   void logits_of(const float* hidden, int64_t rows, float* logits);
 
   // Draft autoregressively. `first` computes what a model's cache lacks, with one row per request; of a
-  // head only its lengths and its block table are read. The table reaches over the drafts.
+  // head only its lengths and its block table are read, which has a row per slot. The table reaches
+  // over the drafts.
   void draft(const Batch& first, float* const* keys, float* const* values, const DraftRound& r);
 
  private:
@@ -129,6 +131,7 @@ class Decoder {
   bool is_head_;
   float norm_epsilon_, attention_scale_, rotary_scale_;
   Fetches fetches_;
+  Store store_;
   Arena arena_;
   std::vector<Layer> layers_;
   Packed fc_, head_;

@@ -26,16 +26,30 @@ float* Arena::take(int64_t floats) {
   return at;
 }
 
-Packed::Packed(int64_t outputs, int64_t inputs, Arena& arena)
+Packed::Packed(int64_t outputs, int64_t inputs, Store store, Arena& arena)
     : outputs(outputs),
       inputs(inputs),
       panels((outputs + kPanel - 1) / kPanel),
-      weights_(arena.take(size(outputs, inputs))) {}
+      store(store),
+      weights_(arena.take(size(outputs, inputs, store))) {}
 
 void Packed::fill(int64_t first, const float* weight, const float* given_bias, int64_t count) {
   for (int64_t n = 0; n < count; n++) {
-    float* column = weights_ + (first + n) / kPanel * inputs * kPanel + (first + n) % kPanel;
-    for (int64_t k = 0; k < inputs; k++) column[k * kPanel] = weight[n * inputs + k];
+    const int64_t p = (first + n) / kPanel, c = (first + n) % kPanel;
+    float* panel = weights_ + p * inputs * row(store);
+    const int64_t pair = c / (2 * kWidth), lane = c % kWidth, upper = c / kWidth % 2;
+    for (int64_t k = 0; k < inputs; k++) {
+      if (store == Store::kFloat) {
+        panel[k * kPanel + c] = weight[n * inputs + k];
+      } else {
+        float* word = panel + k * kPanel / 2 + pair * kWidth + lane;
+        uint32_t bits, joined;
+        std::memcpy(&bits, weight + n * inputs + k, sizeof bits);
+        std::memcpy(&joined, word, sizeof joined);
+        joined |= upper ? bits : bits >> 16;
+        std::memcpy(word, &joined, sizeof joined);
+      }
+    }
   }
   if (!given_bias) return;
   bias.resize(outputs);
@@ -48,17 +62,33 @@ namespace {
 // Nearer and farther were slower for six rows (decision 013).
 constexpr int64_t kAhead = 16384 / sizeof(float);
 
-template <int R, Fetch F>
+template <Fetch F>
+Vec fetch_and_load(const float* at) {
+  if constexpr (F == Fetch::kCached) __builtin_prefetch(at + kAhead, 0, 3);
+  if constexpr (F == Fetch::kPastCaches) __builtin_prefetch(at + kAhead, 0, 0);
+  return load(at);
+}
+
+// The weights of input k and a panel's outputs.
+template <Store S, Fetch F>
+void load_weights(const float* panel, int64_t k, Vec* w) {
+  if constexpr (S == Store::kFloat) {
+    for (int v = 0; v < kVecs; v++) w[v] = fetch_and_load<F>(panel + k * kPanel + v * kWidth);
+  } else {
+    for (int v = 0; v < kVecs; v += 2) {
+      const BitVec bits = (BitVec)fetch_and_load<F>(panel + k * kPanel / 2 + v / 2 * kWidth);
+      w[v] = (Vec)(bits << 16);
+      w[v + 1] = (Vec)(bits & 0xffff0000u);
+    }
+  }
+}
+
+template <int R, Store S, Fetch F>
 void multiply_rows(const float* x, int64_t inputs, const float* panel, float* out) {
   Vec sum[R][kVecs] = {};
   for (int64_t k = 0; k < inputs; k++) {
     Vec w[kVecs];
-    for (int v = 0; v < kVecs; v++) {
-      const float* at = panel + k * kPanel + v * kWidth;
-      if constexpr (F == Fetch::kCached) __builtin_prefetch(at + kAhead, 0, 3);
-      if constexpr (F == Fetch::kPastCaches) __builtin_prefetch(at + kAhead, 0, 0);
-      w[v] = load(at);
-    }
+    load_weights<S, F>(panel, k, w);
     for (int r = 0; r < R; r++) {
       const Vec a = splat(x[r * inputs + k]);
       for (int v = 0; v < kVecs; v++) sum[r][v] += a * w[v];
@@ -68,34 +98,43 @@ void multiply_rows(const float* x, int64_t inputs, const float* panel, float* ou
     for (int v = 0; v < kVecs; v++) store(out + r * kPanel + v * kWidth, sum[r][v]);
 }
 
-using Multiply = void (*)(const float*, int64_t, const float*, float*);
-
-template <Fetch F>
-constexpr Multiply kByRows[kRows] = {multiply_rows<1, F>, multiply_rows<2, F>, multiply_rows<3, F>,
-                                     multiply_rows<4, F>, multiply_rows<5, F>, multiply_rows<6, F>};
-
-constexpr const Multiply* kByFetch[kFetches] = {
-    kByRows<Fetch::kNoHint>, kByRows<Fetch::kCached>, kByRows<Fetch::kPastCaches>};
-
-}  // namespace
-
-void multiply_pair(const float* x, int64_t inputs, const float* panel, float* out) {
-  const float* next = panel + inputs * kPanel;
+template <Store S>
+void multiply_two(const float* x, int64_t inputs, const float* panel, const float* next,
+                  float* out) {
   Vec sum[2][kVecs] = {};
   for (int64_t k = 0; k < inputs; k++) {
     const Vec a = splat(x[k]);
-    for (int v = 0; v < kVecs; v++) {
-      sum[0][v] += a * load(panel + k * kPanel + v * kWidth);
-      sum[1][v] += a * load(next + k * kPanel + v * kWidth);
+    for (int i = 0; i < 2; i++) {
+      Vec w[kVecs];
+      load_weights<S, Fetch::kNoHint>(i ? next : panel, k, w);
+      for (int v = 0; v < kVecs; v++) sum[i][v] += a * w[v];
     }
   }
   for (int i = 0; i < 2; i++)
     for (int v = 0; v < kVecs; v++) store(out + i * kPanel + v * kWidth, sum[i][v]);
 }
 
-void multiply(const float* x, int64_t inputs, int rows, const float* panel, float* out,
-              Fetch fetch) {
-  kByFetch[static_cast<int>(fetch)][rows - 1](x, inputs, panel, out);
+using Multiply = void (*)(const float*, int64_t, const float*, float*);
+
+template <Store S, Fetch F>
+constexpr Multiply kByRows[kRows] = {
+    multiply_rows<1, S, F>, multiply_rows<2, S, F>, multiply_rows<3, S, F>,
+    multiply_rows<4, S, F>, multiply_rows<5, S, F>, multiply_rows<6, S, F>};
+
+template <Store S>
+constexpr const Multiply* kByFetch[kFetches] = {
+    kByRows<S, Fetch::kNoHint>, kByRows<S, Fetch::kCached>, kByRows<S, Fetch::kPastCaches>};
+
+}  // namespace
+
+void multiply_pair(const float* x, const Packed& w, int64_t p, float* out) {
+  const auto run = w.store == Store::kHalf ? multiply_two<Store::kHalf> : multiply_two<Store::kFloat>;
+  run(x, w.inputs, w.panel(p), w.panel(p + 1), out);
+}
+
+void multiply(const float* x, int rows, const Packed& w, int64_t p, float* out, Fetch fetch) {
+  const auto& by_fetch = w.store == Store::kHalf ? kByFetch<Store::kHalf> : kByFetch<Store::kFloat>;
+  by_fetch[static_cast<int>(fetch)][rows - 1](x, w.inputs, w.panel(p), out);
 }
 
 }  // namespace foretoken

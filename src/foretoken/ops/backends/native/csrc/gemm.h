@@ -33,23 +33,31 @@ class Arena {
   int64_t taken_ = 0;
 };
 
+// How a weight is stored; either way its value is the same float.
+// kHalf: the upper 16 bits, all that a bfloat16 checkpoint has. A word holds the same lane of two
+// adjacent vectors, the first in its low half: one shift and one mask make floats of both.
+enum class Store { kFloat, kHalf };
+
 // A weight [N, K] as panels of kPanel outputs, each stored k by k: [panels][K][kPanel]. Unused
 // columns of the last panel are zero.
 class Packed {
  public:
   Packed() = default;
-  Packed(int64_t outputs, int64_t inputs, Arena& arena);
+  Packed(int64_t outputs, int64_t inputs, Store store, Arena& arena);
   // Outputs first..first+count-1 from row-major `weight` [count, K]; `bias` may be null.
   void fill(int64_t first, const float* weight, const float* bias, int64_t count);
 
-  static int64_t size(int64_t outputs, int64_t inputs) {  // floats of an arena
-    return (outputs + kPanel - 1) / kPanel * kPanel * inputs;
+  static int64_t size(int64_t outputs, int64_t inputs, Store store) {  // floats of an arena
+    return (outputs + kPanel - 1) / kPanel * row(store) * inputs;
   }
+  int64_t bytes() const { return outputs * inputs * (store == Store::kHalf ? 2 : 4); }
   int64_t outputs = 0, inputs = 0, panels = 0;
+  Store store = Store::kFloat;
   std::vector<float> bias;
-  const float* panel(int64_t index) const { return weights_ + index * inputs * kPanel; }
+  const float* panel(int64_t index) const { return weights_ + index * inputs * row(store); }
 
  private:
+  static int64_t row(Store store) { return store == Store::kHalf ? kPanel / 2 : kPanel; }
   float* weights_ = nullptr;
 };
 
@@ -62,12 +70,12 @@ struct Fetches {
   Fetch one = Fetch::kCached, few = Fetch::kCached;
 };
 
-// One register tile: `rows` rows of x (stride `inputs`) times one panel, into out[rows][kPanel].
-void multiply(const float* x, int64_t inputs, int rows, const float* panel, float* out, Fetch fetch);
+// One register tile: `rows` rows of x (stride `inputs`) times panel `p`, into out[rows][kPanel].
+void multiply(const float* x, int rows, const Packed& w, int64_t p, float* out, Fetch fetch);
 
 // One row times a panel and the next, into out[2][kPanel], without hints: processors that fetch on
 // their own do so for both at once (one row of 59 MB: 0.93 ms instead of 1.20, on Zen 5).
-void multiply_pair(const float* x, int64_t inputs, const float* panel, float* out);
+void multiply_pair(const float* x, const Packed& w, int64_t p, float* out);
 
 // Whether a product is large enough to be shared among threads (a hand-over costs about 1 us).
 inline bool worth_sharing(int64_t rows, const Packed& w) {
@@ -89,7 +97,7 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
     parallel_for((w.panels + 1) / 2, worth_sharing(rows, w), [&](int64_t pair) {
       const int64_t p = pair * 2 + 1 < w.panels ? pair * 2 : w.panels - 2;  // odd: one twice
       float out[2][kPanel];
-      multiply_pair(x, w.inputs, w.panel(p), out[0]);
+      multiply_pair(x, w, p, out[0]);
       for (int64_t i = pair * 2 - p; i < 2; i++) finish(0, p + i, out[i]);
     });
     return;
@@ -104,7 +112,7 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
     float out[kRows][kPanel];
     for (int64_t r = begin; r < end; r += kRows) {
       const int n = static_cast<int>(end - r < kRows ? end - r : kRows);
-      multiply(x + r * w.inputs, w.inputs, n, w.panel(p), out[0], fetch);
+      multiply(x + r * w.inputs, n, w, p, out[0], fetch);
       for (int i = 0; i < n; i++) finish(r + i, p, out[i]);
     }
   });

@@ -15,14 +15,38 @@ int64_t gate_up_outputs(const Model& model) {
 }
 
 // Floats that all packed weights take.
-int64_t arena_size(const Model& m, const Eagle* eagle) {
+int64_t arena_size(const Model& m, const Eagle* eagle, Store store) {
   const int64_t q = m.heads * m.head_size, kv = m.kv_heads * m.head_size;
-  const auto size = [](int64_t outputs, int64_t inputs) {
-    return Arena::padded(Packed::size(outputs, inputs));
+  const auto size = [&](int64_t outputs, int64_t inputs) {
+    return Arena::padded(Packed::size(outputs, inputs, store));
   };
   return size(m.vocabulary, m.hidden) + (eagle ? size(m.hidden, eagle->states) : 0) +
          m.layers * (size(q + 2 * kv, (eagle ? 2 : 1) * m.hidden) + size(m.hidden, q) +
                      size(gate_up_outputs(m), m.hidden) + size(m.hidden, m.intermediate));
+}
+
+// Half as many bytes to read where no weight needs more: those of a bfloat16 checkpoint do not.
+Store smallest(const Model& m, const Eagle* eagle, const LayerWeights* const* layers) {
+  const int64_t h = m.hidden, q = m.heads * m.head_size, kv = m.kv_heads * m.head_size;
+  uint32_t lost = 0;
+  const auto look = [&](const float* weights, int64_t count) {
+    for (int64_t i = 0; i < count; i++) {
+      uint32_t bits;
+      std::memcpy(&bits, weights + i, sizeof bits);
+      lost |= bits & 0xffffu;
+    }
+  };
+  if (eagle) look(eagle->fc, h * eagle->states);
+  for (int64_t l = 0; l < m.layers && !lost; l++) {
+    const LayerWeights& w = *layers[l];
+    const int64_t inputs = eagle ? 2 * h : h;
+    look(w.q, q * inputs);
+    for (const float* weights : {w.k, w.v}) look(weights, kv * inputs);
+    look(w.o, h * q);
+    for (const float* weights : {w.gate, w.up, w.down}) look(weights, m.intermediate * h);
+  }
+  look(m.head, m.vocabulary * h);
+  return lost ? Store::kFloat : Store::kHalf;
 }
 
 // silu(gate) * up, for `count` outputs.
@@ -58,17 +82,21 @@ Decoder::Decoder(const Model& model, const Eagle* eagle, const LayerWeights* con
       norm_epsilon_(norm_epsilon),
       attention_scale_(attention_scale),
       rotary_scale_(rotary_scale),
-      arena_(arena_size(model, eagle)) {
+      store_(smallest(model, eagle, layers)),
+      arena_(arena_size(model, eagle, store_)) {
   const int64_t h = model.hidden, q = model.heads * model.head_size,
                 kv = model.kv_heads * model.head_size;
   if (is_head_) {
-    fc_ = Packed(h, eagle_.states, arena_);
+    fc_ = Packed(h, eagle_.states, store_, arena_);
     fc_.fill(0, eagle_.fc, nullptr, h);
   }
   for (int64_t l = 0; l < model.layers; l++) {
     const LayerWeights& w = *layers[l];
-    Layer layer{w, Packed(q + 2 * kv, is_head_ ? 2 * h : h, arena_), Packed(h, q, arena_),
-                Packed(gate_up_outputs(model), h, arena_), Packed(h, model.intermediate, arena_)};
+    const auto packed = [&](int64_t outputs, int64_t inputs) {
+      return Packed(outputs, inputs, store_, arena_);
+    };
+    Layer layer{w, packed(q + 2 * kv, is_head_ ? 2 * h : h), packed(h, q),
+                packed(gate_up_outputs(model), h), packed(h, model.intermediate)};
     layer.qkv.fill(0, w.q, w.q_bias, q);
     layer.qkv.fill(q, w.k, w.k_bias, kv);
     layer.qkv.fill(q + kv, w.v, w.v_bias, kv);
@@ -83,7 +111,7 @@ Decoder::Decoder(const Model& model, const Eagle* eagle, const LayerWeights* con
     layer.down.fill(0, w.down, w.down_bias, h);
     layers_.push_back(std::move(layer));
   }
-  head_ = Packed(model.vocabulary, h, arena_);  // last, as in a pass
+  head_ = Packed(model.vocabulary, h, store_, arena_);  // last, as in a pass
   head_.fill(0, model.head, nullptr, model.vocabulary);
 }
 

@@ -20,7 +20,7 @@ class Pass {
     for (const Packed* w : weights) {
       if (bytes >= kMost) break;
       weights_.push_back(w);
-      bytes += Packed::size(w->outputs, w->inputs) * sizeof(float);
+      bytes += w->bytes();
       widest = std::max(widest, w->inputs);
     }
     x_.assign(rows * widest, 1.0f);

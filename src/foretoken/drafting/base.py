@@ -5,8 +5,6 @@ request in one call, at the beginning of the step that verifies them, and sees e
 prefill too. It never sees the token that the target will draw, and never decides a draft's length
 from the token drafted there (that would bias the rejection rules): the length may depend on the
 tokens before it and on q alone.
-
-Shape suffixes: B requests of the call, K most drafts, S slots, V vocabulary.
 """
 
 from __future__ import annotations

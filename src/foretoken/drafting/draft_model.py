@@ -15,8 +15,6 @@ right because
   behind lies in a block that is not marked, and is computed again before it is;
 - a block that is handed out anew passes through `clear`, which removes the mark.
 Requests that share a block which is not complete each compute it; they write the same values.
-
-Shape suffixes: B requests, K drafts, S slots, V vocabulary.
 """
 
 from __future__ import annotations

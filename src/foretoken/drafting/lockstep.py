@@ -14,8 +14,6 @@ Where these blocks end, the round's table leads to one that belongs to nobody.
 A block can be found by others once the target has computed two tokens past its end (`num_behind`):
 only then is the draft's half of it complete. Two, because a request that ends in a step without
 drafts may leave behind the last draft of its last round and the one token that this step computed.
-
-Shape suffixes: B requests, K drafts, T packed tokens, N rows of logits, S slots, V vocabulary.
 """
 
 from __future__ import annotations

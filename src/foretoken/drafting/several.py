@@ -9,8 +9,6 @@ are worth it (`choice.py`), else those of the first drafter that runs a model.
 
 On a host each member is asked for its own requests. On a device that nobody waits for all members
 that the step's requests may have take part, each with as many rows as there are requests.
-
-Shape suffixes: B requests, K drafts, S slots.
 """
 
 from __future__ import annotations

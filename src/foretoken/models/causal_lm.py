@@ -2,8 +2,6 @@
 
 Belongs here: calling a Transformers module with our batch. Does not: reading checkpoints
 (`checkpoint.py`, `loader.py`), deciding whether a model is supported (`guards.py`).
-
-Shape suffixes: T packed tokens, N rows whose logits are wanted, V vocabulary.
 """
 
 from __future__ import annotations

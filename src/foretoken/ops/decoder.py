@@ -2,8 +2,6 @@
 
 Belongs here: what models and drafters may ask of a decoder or a head, and the data of it. Does not:
 how one computes (`backends/native/decoder.py`), when one is used (`models/loader.py`).
-
-Shape suffixes: as in `ops/types.py`.
 """
 
 from __future__ import annotations

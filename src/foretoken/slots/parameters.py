@@ -2,8 +2,6 @@
 
 Charter: the part of the slots that every device has in common. Tokens, lengths and blocks are in
 `table.py` on a host, in `device.py` where nobody waits for the device.
-
-Shape suffixes: S slots.
 """
 
 from __future__ import annotations

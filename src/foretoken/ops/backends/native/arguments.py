@@ -1,8 +1,6 @@
 """Tensors as the structs that the kernels read: their fields, of 8 bytes each, in C's order.
 
 Belongs here: dtypes, strides, addresses. Does not: checks (`ops/checks.py`), what is computed.
-
-Shapes: N rows, B requests, V vocabulary, S slots, K drafts.
 """
 
 from __future__ import annotations

@@ -6,8 +6,6 @@ in `models/guards.py` compares it with the module's own eager attention, like ev
 
 Why: at batch 1 a forward through the modules of the embedded target is mostly the overhead of some
 4 600 operator calls.
-
-Shape suffixes: as in `ops/types.py`.
 """
 
 from __future__ import annotations

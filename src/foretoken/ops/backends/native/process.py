@@ -1,7 +1,4 @@
-"""Processed logits in native code.
-
-Shapes: N rows, V vocabulary.
-"""
+"""Processed logits in native code."""
 
 from __future__ import annotations
 

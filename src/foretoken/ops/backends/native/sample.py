@@ -1,7 +1,4 @@
-"""Gumbel-max sampling and drafting in native code.
-
-Shapes: N rows, B requests, V vocabulary.
-"""
+"""Gumbel-max sampling and drafting in native code."""
 
 from __future__ import annotations
 

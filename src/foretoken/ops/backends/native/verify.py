@@ -2,8 +2,6 @@
 
 A request's rows are read one by one, as far as its own rule needs them, whatever else is in the
 batch; so `synthetic` takes the time of `standard` (decision 015).
-
-Shapes: B requests, K most drafts, N rows, V vocabulary, S slots.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Order: mask -> entries (bias, repetition, subtract) -> temperature -> min_p -> top_k -> top_p. A
 filter keeps every logit at or above a threshold: ties stay together.
-
-Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations

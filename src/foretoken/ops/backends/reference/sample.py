@@ -3,8 +3,6 @@
 argmax_v (logit_v + G_v) with independent standard Gumbel G_v is a draw from softmax(logit)
 (Gumbel 1954; Maddison et al. 2014). The same over blocks of the vocabulary, then within the block,
 is the same distribution, since P(block) P(token | block) = P(token).
-
-Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ p is the target's distribution, q the one that the draft was sampled from. The r
 `_rules.py`; here is what they are given, and what is emitted after the drafts they accept:
 
     y ~ norm(max(w p - q, 0)) after a rejection, y ~ p after the last draft
-
-Shapes: B requests, K most drafts, N rows, V vocabulary, S slots.
 """
 
 from __future__ import annotations

@@ -15,20 +15,20 @@ def load() -> Kernels:
     from foretoken.ops.backends.torch import (
         attention,
         draft,
-        evidence,
         logprobs,
         process,
         sample,
         steps,
         verify,
     )
+    from foretoken.ops.backends.torch.evidence import evidence_by
 
     return Kernels(
         process_logits=process.process_logits,
         sample=sample.sample,
         draft=draft.draft,
         verify=verify.verify,
-        evidence=evidence.evidence,
+        evidence=evidence_by(process.process_logits, logprobs.logprobs),
         logprobs=logprobs.logprobs,
         attention=attention.attention,
         steps=steps,

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.ops.backends.torch.logprobs import logprobs
 from foretoken.ops.backends.torch.noise import first_uniform
-from foretoken.ops.backends.torch.process import process_logits, temperatures
+from foretoken.ops.backends.torch.process import temperatures
 from foretoken.ops.rules import RuleInputs, block_weights
 from foretoken.ops.types import Edits, Evidence, Logprobs, Rows, Rule, Stream, Verdict, VerifyBatch
 
@@ -52,19 +51,20 @@ class _Asked(NamedTuple):
         return Rows(self.given.logits_NV[row_M], self.given.params, slot_M, edits)
 
 
-def evidence(given: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
-    """See `Backend.evidence`."""
-    return evidence_by(Reading(process_logits, logprobs), given, verdict, request_R)
-
-
 def evidence_by(
-    reading: Reading, given: VerifyBatch, verdict: Verdict, request_R: Tensor
-) -> Evidence:
-    """The same by another backend's functions, some requests at a time."""
-    most_logits = (given.drafts.token_BK.shape[1] + 1) * given.logits_NV.shape[1]
-    parts = torch.split(request_R, max(_AT_ONCE // most_logits, 1))
-    found = [_evidence(reading, given, verdict, part_R) for part_R in parts]
-    return Evidence(*(torch.cat(column) for column in zip(*found, strict=True)))
+    process_logits: Callable[[Rows], Tensor], logprobs: Callable[[Rows, Tensor, int], Logprobs]
+) -> Callable[[VerifyBatch, Verdict, Tensor], Evidence]:
+    """`Backend.evidence` of a backend that reads rows by these functions of its own."""
+    reading = Reading(process_logits, logprobs)
+
+    def evidence(given: VerifyBatch, verdict: Verdict, request_R: Tensor) -> Evidence:
+        """Some requests at a time."""
+        most_logits = (given.drafts.token_BK.shape[1] + 1) * given.logits_NV.shape[1]
+        parts = torch.split(request_R, max(_AT_ONCE // most_logits, 1))
+        found = [_evidence(reading, given, verdict, part_R) for part_R in parts]
+        return Evidence(*(torch.cat(column) for column in zip(*found, strict=True)))
+
+    return evidence
 
 
 def _evidence(

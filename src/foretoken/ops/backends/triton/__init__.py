@@ -29,7 +29,8 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.triton import evidence, logprobs, process, sample, steps, verify
+    from foretoken.ops.backends.torch.evidence import evidence_by
+    from foretoken.ops.backends.triton import logprobs, process, sample, steps, verify
     from foretoken.ops.backends.triton.attention import attention
     from foretoken.ops.backends.triton.compiled import compile_ahead, zero_if_noted
     from foretoken.ops.backends.triton.decoder import FusedDecoder, FusedDraftHead
@@ -39,7 +40,7 @@ def load() -> Kernels:
         sample=zero_if_noted(sample.sample),
         draft=zero_if_noted(sample.draft),
         verify=zero_if_noted(verify.verify),
-        evidence=zero_if_noted(evidence.evidence),
+        evidence=zero_if_noted(evidence_by(process.process_logits, logprobs.logprobs)),
         logprobs=zero_if_noted(logprobs.logprobs),
         attention=zero_if_noted(attention),
         steps=steps,

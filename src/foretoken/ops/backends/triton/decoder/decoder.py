@@ -6,8 +6,6 @@ them. Few rows are bound by the memory's speed, and each kernel starts while the
 From 65 rows on cuBLAS multiplies, with small kernels between its products.
 
 Whether it is right is decided by the self-check in `models/guards.py`, as for every model.
-
-Shape suffixes: as in `ops/types.py`.
 """
 
 from __future__ import annotations

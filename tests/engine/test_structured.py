@@ -23,7 +23,7 @@ from foretoken import LLM, AsyncEngine, SamplingParams
 from foretoken.errors import RequestError
 from foretoken.lab.chi_square import goodness_of_fit
 from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P
-from foretoken.ops import DraftBlock
+from foretoken.ops import DraftBlock, DraftCache, Noise, Rows
 from foretoken.ops.steps import DraftRows
 from foretoken.outputs import RequestOutput
 from foretoken.sampling import grammar
@@ -148,6 +148,7 @@ def shifted(llm: LLM, patch: pytest.MonkeyPatch) -> None:
 def ends_at_invalid(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     """Drafts end before the first one that was sampled and is not allowed."""
     drafter: Any = llm.engine.runner.drafter
+    patch.setattr(drafter, "mask", lambda *given: None)  # that draws no such draft
     propose, slots = drafter.propose, llm.engine.runner.slots
 
     def cut(rows: DraftRows) -> DraftBlock:
@@ -163,7 +164,25 @@ def ends_at_invalid(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(drafter, "propose", cut)
 
 
-@pytest.mark.parametrize("mutate", [shifted, ends_at_invalid])
+def keeps_unmasked_q(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    """Drafts are drawn from the masked q, and weighed by the one without the mask."""
+    drafter: Any = llm.engine.runner.drafter
+    draft, backend = drafter.backend.draft, drafter.backend
+
+    def unmasked(rows: Rows, noise: Noise, cache: DraftCache | None) -> torch.Tensor:
+        drawn = draft(rows, noise, cache)
+        if cache is not None:
+            index = (rows.slot_N, noise.draft_index_N)
+            raw_NV = rows.logits_NV.masked_fill(rows.logits_NV.isinf(), 0.0)
+            cache.logits_SKV[index] = raw_NV
+            temperature_N = rows.params.temperature_S[rows.slot_N, None]
+            cache.lse_SK[index] = (raw_NV.double() / temperature_N).logsumexp(1)
+        return drawn
+
+    patch.setattr(type(backend), "draft", lambda self, *given: unmasked(*given))
+
+
+@pytest.mark.parametrize("mutate", [shifted, ends_at_invalid, keeps_unmasked_q])
 def test_mutants_of_the_masks_are_rejected(
     pair: tuple[Path, Path],
     mutate: Callable[[LLM, pytest.MonkeyPatch], None],

@@ -75,17 +75,20 @@ class DraftModel(Autoregressive):
         # None means argmax to a native round. Coupled requests draw, if without keeping q.
         warm = any(self.slots.requests[slot].params.temperature > 0 for slot, _ in wanted)
         cache = self.cache if warm else None
+        token_BK = torch.full((len(slots), max(counts)), -1)
         fused = self.model.fused
-        if isinstance(fused, RoundDecoder) and self.network.ids is None:
-            token_BK = self._draft_at_once(fused, wanted, cache)
-        else:
-            token_BK = self._draft_by_passes(wanted, cache)
+        is_masked = [self.has_grammar(slot) for slot, _ in wanted]
+        index = [row for row, count in enumerate(counts) if count]
+        for masked in sorted(set(is_masked)):  # apart: nobody's text may depend on the others'
+            here = [i for i, is_so in enumerate(is_masked) if is_so == masked]
+            group = [wanted[i] for i in here]
+            if isinstance(fused, RoundDecoder) and self.network.ids is None and not masked:
+                drawn_BK = self._draft_at_once(fused, group, cache)
+            else:
+                drawn_BK = self._draft_by_passes(group, cache)
+            token_BK[[index[i] for i in here], : drawn_BK.shape[1]] = drawn_BK
         for slot, _ in wanted:
             self._advance(slot, self.slots.length_S[slot])
-        if len(wanted) < len(slots):  # the others have rows, too
-            all_BK = token_BK.new_full((len(slots), token_BK.shape[1]), -1)
-            all_BK[torch.tensor(counts) > 0] = token_BK
-            token_BK = all_BK
         real = [
             cache is not None and count > 0 and self._keeps_q(slot)
             for slot, count in zip(slots, counts, strict=True)
@@ -132,6 +135,7 @@ class DraftModel(Autoregressive):
             else:
                 spans = [self._missing(slot) for slot in slots]
             logits_AV = self.network.forward(self._gather(spans), self.kv)
+            self.mask(logits_AV, slots, token_BK[live, :i])
             if cache is None:
                 token_A = logits_AV.argmax(dim=-1)
             else:

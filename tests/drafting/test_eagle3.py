@@ -98,7 +98,7 @@ class Target:
             computed_S=ones,  # nobody reads it
             limit_S=1000 * ones,
         )
-        self.slots: Any = SimpleNamespace(state=self.state, params=PARAMS)
+        self.slots: Any = SimpleNamespace(state=self.state, params=PARAMS, histories={})
         if backend == "triton":  # as on a GPU: a round's places come from a kernel
             self.slots = mock.create_autospec(DeviceSlotTable, instance=True)
             self.slots.state, self.slots.params = self.state, PARAMS

@@ -14,7 +14,7 @@ from foretoken.drafting.base import Drafter, DrafterSetup
 from foretoken.models import CausalLM
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.ops import DraftCache
-from foretoken.sampling.grammar import fill_masks
+from foretoken.sampling.grammar import fill_ahead
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.history import Array
 from foretoken.slots.table import SlotTable
@@ -73,8 +73,7 @@ class Autoregressive(Drafter):
         if guided:
             size = logits_BV.shape[1]
             matchers = [histories[slots[b]].matcher for b in guided]
-            masks = fill_masks(matchers, token_BK[guided].tolist(), -(-size // 32))
-            last_GW = np.stack([mask_RW[-1] for mask_RW in masks])
-            bit_GV = np.unpackbits(last_GW.view(np.uint8), axis=1, bitorder="little")[:, :size]
+            mask_GW = fill_ahead(matchers, token_BK[guided].tolist(), -(-size // 32))
+            bit_GV = np.unpackbits(mask_GW.view(np.uint8), axis=1, bitorder="little")[:, :size]
             banned_GV = torch.from_numpy(bit_GV == 0)
             logits_BV[guided] = logits_BV[guided].masked_fill(banned_GV, -torch.inf)

@@ -168,7 +168,8 @@ class Eagle3(Autoregressive):
 
     def _draft_by_passes(self, rows: DraftRows, cache: DraftCache | None) -> Tensor:
         """Passes run for all requests; of some, more than are read."""
-        places = self._places(rows)
+        places, on_host = self._places(rows), not isinstance(self.slots, DeviceSlotTable)
+        masked = on_host and any(map(self.has_grammar, rows.slot_B.tolist()))
         hidden_BC, drafts = self._hidden_SC[rows.slot_B], list[Tensor]()
         logits_BV = self.head.logits(hidden_BC)
         for i in range(rows.most):
@@ -181,7 +182,7 @@ class Eagle3(Autoregressive):
                 position_B, row_B = places.position_KB[i - 1], places.index_B1[:-1]
                 batch = ForwardBatch(drafts[-1], position_B, row_B, attention)
                 hidden_BC, logits_BV = self.head.draft(batch, hidden_BC, self.kv)
-            if self.slots.on_host:
+            if masked:
                 so_far_BK = torch.stack(drafts, 1) if drafts else rows.slot_B[:, None][:, :0]
                 self.mask(logits_BV, rows.slot_B.tolist(), so_far_BK.numpy())
             noise = (places.length_KB[i], places.index_KB[i], DRAFT, self.config.use_fp64_gumbel)

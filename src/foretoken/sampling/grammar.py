@@ -3,7 +3,7 @@
 Charter: all that knows llguidance. Compiling is done in a thread of its own, never in a step, and
 within limits; an error of llguidance is one of the request that brought the grammar.
 
-Shape suffixes: N rows of masks, W words of 32 bits.
+Shape suffixes: N rows of masks, G matchers, W words of 32 bits.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ class Matcher:
 
     def __init__(self, grammar: Grammar, state: LLMatcher) -> None:
         self.grammar, self.state = grammar, state
+        self._num_ahead = 0
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Take in what was emitted; what follows the end of the grammar is not looked at.
@@ -84,11 +85,22 @@ class Matcher:
         Raises:
             RequestError: the grammar does not allow it, or is too complex there.
         """
+        self.rewind()
         taken = self.state.try_consume_tokens([*token_ids])
         if taken < len(token_ids) and not self.is_finished:
             self.check()
             bound = f"such that token {token_ids[taken]} may follow here"
             raise RequestError(FIELD, self.grammar, bound)
+
+    def advance(self, drafts: Sequence[int]) -> None:
+        """Go behind drafts that begin with those of the last call, until `rewind`."""
+        self._num_ahead += self.state.try_consume_tokens([*drafts[self._num_ahead :]])
+
+    def rewind(self) -> None:
+        """Go back to what was emitted."""
+        if self._num_ahead:
+            self.state.rollback(self._num_ahead)
+            self._num_ahead = 0
 
     @property
     def is_finished(self) -> bool:
@@ -121,6 +133,8 @@ def fill_masks(
     if not matchers:
         return []
     grammar = matchers[0].grammar
+    for matcher in matchers:
+        matcher.rewind()
     first_N = np.cumsum([0, *(len(some) + 1 for some in drafts)]).tolist()
     mask_NW = np.full((first_N[-1], -(-grammar.num_tokens // 32)), -1, dtype=np.int32)
     alone: list[tuple[LLMatcher, int]] = []
@@ -137,6 +151,25 @@ def fill_masks(
     if alone:
         native.fill_next_token_bitmask_par(grammar.executor, alone, mask_NW)
     return np.split(mask_NW[:, :num_words], first_N[1:-1])
+
+
+def fill_ahead(
+    matchers: Sequence[Matcher], drafts: Sequence[Sequence[int]], num_words: int
+) -> Array:
+    """int32 [G, W], the tokens that may stand behind the drafts so far of G matchers, one or more.
+
+    One mask for each, where `fill_masks` would fill those of every draft before it once more: of
+    5 drafts 5, not 15.
+    """
+    from llguidance import numpy as native
+
+    grammar = matchers[0].grammar
+    for matcher, some in zip(matchers, drafts, strict=True):
+        matcher.advance(some)
+    mask_GW = np.full((len(matchers), -(-grammar.num_tokens // 32)), -1, dtype=np.int32)
+    states = [(matcher.state, g) for g, matcher in enumerate(matchers)]
+    native.fill_next_token_bitmask_par(grammar.executor, states, mask_GW)
+    return mask_GW[:, :num_words].copy()
 
 
 class Grammars:

@@ -241,6 +241,20 @@ def test_a_seeded_text_does_not_depend_on_company(tiny: LLM) -> None:
     assert len({c.text for c in alone.outputs}) == 3
 
 
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_grammar_in_the_batch_changes_nobodys_text(pair: tuple[Path, Path], method: str) -> None:
+    llm = build(pair, method)
+    plain = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True) for i in range(6)]
+    guided = [replace(one, structured_outputs={"regex": "[a-d]{9,20}e"}) for one in plain]
+    both = [one for two in zip(guided, plain, strict=True) for one in two]
+    together = llm.generate([PROMPT] * 12, both)
+    apart = [llm.generate(PROMPT, one)[0] for one in both]
+    for one, other in zip(together, apart, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.metrics.accepted_per_position == other.metrics.accepted_per_position
+    assert sum(output.metrics.num_accepted_tokens for output in together[::2]) > 0
+
+
 def test_prefix_hits_and_preemption_change_nothing(pair: tuple[Path, Path]) -> None:
     asked = [
         SamplingParams(

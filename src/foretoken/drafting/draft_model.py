@@ -75,18 +75,16 @@ class DraftModel(Autoregressive):
         # None means argmax to a native round. Coupled requests draw, if without keeping q.
         warm = any(self.slots.requests[slot].params.temperature > 0 for slot, _ in wanted)
         cache = self.cache if warm else None
-        token_BK = torch.full((len(slots), max(counts)), -1)
-        fused = self.model.fused
-        is_masked = [self.has_grammar(slot) for slot, _ in wanted]
-        index = [row for row, count in enumerate(counts) if count]
-        for masked in sorted(set(is_masked)):  # apart: nobody's text may depend on the others'
-            here = [i for i, is_so in enumerate(is_masked) if is_so == masked]
-            group = [wanted[i] for i in here]
-            if isinstance(fused, RoundDecoder) and self.network.ids is None and not masked:
-                drawn_BK = self._draft_at_once(fused, group, cache)
-            else:
-                drawn_BK = self._draft_by_passes(group, cache)
-            token_BK[[index[i] for i in here], : drawn_BK.shape[1]] = drawn_BK
+        masked = [self.has_grammar(slot) for slot, _ in wanted]
+        if len(wanted) == len(slots) and not any(masked):
+            token_BK = self._draft(wanted, cache, masked=False)
+        else:  # apart: nobody's text may depend on what others ask for
+            token_BK = torch.full((len(slots), max(counts)), -1)
+            row_A = np.flatnonzero(counts)
+            for is_masked in {*masked}:
+                here = [a for a, one in enumerate(masked) if one == is_masked]
+                drawn_BK = self._draft([wanted[a] for a in here], cache, masked=is_masked)
+                token_BK[torch.from_numpy(row_A[here]), : drawn_BK.shape[1]] = drawn_BK
         for slot, _ in wanted:
             self._advance(slot, self.slots.length_S[slot])
         real = [
@@ -99,6 +97,15 @@ class DraftModel(Autoregressive):
             cache=cache if any(real) else None,
             real_q_B=torch.from_numpy(np.array(real, dtype=bool)),
         )
+
+    def _draft(
+        self, wanted: Sequence[tuple[int, int]], cache: DraftCache | None, *, masked: bool
+    ) -> Tensor:
+        """The drafts of some requests, all or none of them with a grammar."""
+        fused = self.model.fused
+        if isinstance(fused, RoundDecoder) and self.network.ids is None and not masked:
+            return self._draft_at_once(fused, wanted, cache)
+        return self._draft_by_passes(wanted, cache)
 
     def _keeps_q(self, slot: int) -> bool:
         """Whether verification will ask for the q of its drafts, if they are drawn from one."""

@@ -142,7 +142,7 @@ class DraftModel(Autoregressive):
             else:
                 spans = [self._missing(slot) for slot in slots]
             logits_AV = self.network.forward(self._gather(spans), self.kv)
-            self.mask(logits_AV, slots, token_BK[live, :i])
+            logits_AV = self.mask(logits_AV, slots, token_BK[live, :i])
             if cache is None:
                 token_A = logits_AV.argmax(dim=-1)
             else:

@@ -184,7 +184,7 @@ class Eagle3(Autoregressive):
                 hidden_BC, logits_BV = self.head.draft(batch, hidden_BC, self.kv)
             if masked:
                 so_far_BK = torch.stack(drafts, 1) if drafts else rows.slot_B[:, None][:, :0]
-                self.mask(logits_BV, rows.slot_B.tolist(), so_far_BK.numpy())
+                logits_BV = self.mask(logits_BV, rows.slot_B.tolist(), so_far_BK.numpy())
             noise = (places.length_KB[i], places.index_KB[i], DRAFT, self.config.use_fp64_gumbel)
             drafts.append(self._draw(logits_BV, rows, Noise(*noise), cache))
         return self.backend.steps.join_drafts(drafts, rows.num_B)

@@ -18,6 +18,7 @@ from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options
 from foretoken.engine.worker import Mailbox, Worker
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
 from foretoken.outputs import RequestDelta, RequestOutput, SpeculationMetrics
+from foretoken.sampling.grammar import COMPILE_SECONDS
 
 
 class AsyncEngine:
@@ -48,6 +49,7 @@ class AsyncEngine:
         )
         engine = build_engine(self.config)
         self._params, self._tokenizer = ParamsReader(engine.default_params), engine.tokenizer
+        self._grammars = engine.grammars
         self._worker = Worker(engine)
         # A forgotten engine ends its thread when it is collected or when the program exits.
         weakref.finalize(self, self._worker.stop)
@@ -181,6 +183,8 @@ class AsyncEngine:
         deltas: bool,
     ) -> AsyncGenerator[Any, None]:
         params = self._params.read(sampling_params)
+        if (compiling := self._grammars.begin(params.structured_outputs)) is not None:
+            await asyncio.wait([asyncio.wrap_future(compiling)], timeout=COMPILE_SECONDS)
         worker, mailbox = self._worker, Mailbox(asyncio.get_running_loop(), deltas=deltas)
         name = worker.enter(request_id, mailbox, prompt, params)
         news = None

@@ -22,9 +22,7 @@ class Foreign(NamedTuple):
 _OFF = (None, False)
 _ONE_PROCESS = Foreign((None, 1), "This version computes in one process.")
 _NO_MEDIA = Foreign((None, {}), "This version takes text alone.")
-_NO_GRAMMAR = Foreign(
-    (None,), "Grammars and schemas are not there yet; `allowed_token_ids` restricts single tokens."
-)
+_STRUCTURED = Foreign((None,), "Write `SamplingParams(structured_outputs={'json': schema})`.")
 _NO_LORA = Foreign((None, False), "Merge the adapter into the checkpoint's weights.")
 _BEAM = "Beam search is not there: draw `n` samples with logprobs=0 and rank by cumulative_logprob."
 _WHOLE_TEXT = (
@@ -42,8 +40,7 @@ SAMPLING_FIELDS = {
     "use_beam_search": Foreign(_OFF, _BEAM),
     "length_penalty": Foreign((None, 1.0), _BEAM),
     "early_stopping": Foreign(_OFF, _BEAM),
-    "guided_decoding": _NO_GRAMMAR,
-    "structured_outputs": _NO_GRAMMAR,
+    "guided_decoding": _STRUCTURED,
     "logits_processors": Foreign((None, []), "`logit_bias` and `bad_words` change single tokens."),
     "truncate_prompt_tokens": Foreign((None,), "Cut the ids: {'prompt_token_ids': ids[-n:]}."),
     "detokenize": Foreign((True,), "Texts are made when they are read; ids are in `token_ids`."),
@@ -65,7 +62,7 @@ CALL_OPTIONS = {
     "priority": Foreign((None, 0), "Requests are served in order of arrival."),
     "tokenization_kwargs": Foreign((None, {}), "Encode the text and pass `prompt_token_ids`."),
     "mm_processor_kwargs": _NO_MEDIA,
-    "guided_options_request": _NO_GRAMMAR,
+    "guided_options_request": _STRUCTURED,
     "prompt_adapter_request": _NO_LORA,
 }
 
@@ -122,8 +119,8 @@ ENGINE_OPTIONS = {
     "max_logprobs": Foreign((None, 20), "A request gets at most 20."),
     "logprobs_mode": Foreign((None, "raw_logprobs"), "They are those of the raw logits."),
     "logits_processors": SAMPLING_FIELDS["logits_processors"],
-    "guided_decoding_backend": Foreign((None, "auto"), _NO_GRAMMAR.instead),
-    "structured_outputs_config": Foreign((None, {}), _NO_GRAMMAR.instead),
+    "guided_decoding_backend": Foreign((None, "auto", "guidance"), _STRUCTURED.instead),
+    "structured_outputs_config": Foreign((None, {}), _STRUCTURED.instead),
     "disable_log_stats": Foreign((None, True), "Read `LLM.metrics`, or an output's `metrics`."),
     "enable_lora": _NO_LORA,
     "allowed_local_media_path": Foreign((None, ""), _NO_MEDIA.instead),

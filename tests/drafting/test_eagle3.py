@@ -99,7 +99,7 @@ class Target:
             limit_S=1000 * ones,
         )
         self.slots: Any = SimpleNamespace(
-            state=self.state, params=PARAMS, length_S=self.state.length_S
+            state=self.state, params=PARAMS, length_S=self.state.length_S, histories={}
         )
         if backend == "triton":  # as on a GPU: a round's places come from a kernel
             self.slots = mock.create_autospec(DeviceSlotTable, instance=True)

@@ -60,7 +60,14 @@ class Padding(Graphs):
 
 def params_of(kind: str, number: int) -> list[SamplingParams]:
     rules = [None, "block", "coupled"]
-    edits = [{}, {"repetition_penalty": 1.3}, {}, {"bad_words": ["a"]}, {"logit_bias": {5: 2.0}}]
+    grammar = {"structured_outputs": {"regex": "[a-f]{5,20}x"}}
+    edits = [
+        {},
+        {"repetition_penalty": 1.3},
+        grammar,
+        {"bad_words": ["a"]},
+        {"logit_bias": {5: 2.0}},
+    ]
     params = []
     for i in range(number):
         asked: dict[str, Any] = {"logprobs": 2 if i % 3 == 0 else None, "trace": i % 2 == 0}

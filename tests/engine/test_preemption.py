@@ -22,6 +22,7 @@ EDITS: list[dict[str, Any]] = [
     {"bad_words": ["a", "th"], "logit_bias": {40: 2.0}},
     {"min_tokens": 20, "stop_token_ids": list(range(0, 256, 11))},
     {"logprobs": 1, "prompt_logprobs": 1},
+    {"structured_outputs": {"regex": "([a-h]{2,5} ?)*\\."}},
 ]
 
 

@@ -49,6 +49,18 @@ BAD = [
     ("num_speculative_tokens", -1, ">= 0"),
     ("skip_special_tokens", 1, "true or false"),
     ("stop", ["a\ud800"], r"lone surrogate '\\ud800' at index 1"),
+    ("structured_outputs", "json", "a map with one of the keys json, json_object, regex"),
+    ("structured_outputs", {}, "exactly one of json"),
+    ("structured_outputs", {"regex": "a", "json": {}}, "exactly one of json"),
+    ("structured_outputs", {"jsn": {}}, "Did you mean `json`"),
+    ("structured_outputs", {"json": '{"type": }'}, "line 1 column 10"),
+    ("structured_outputs", {"json": [1]}, "an object"),
+    ("structured_outputs", {"json": {"minimum": float("nan")}}, "Out of range float"),
+    ("structured_outputs", {"json_object": False}, "true, or left out"),
+    ("structured_outputs", {"regex": ""}, "non-empty text"),
+    ("structured_outputs", {"choice": "yes"}, "list of texts"),
+    ("structured_outputs", {"choice": ["yes", "\ud800"]}, "lone surrogate at index 0"),
+    ("structured_outputs", {"grammar": "a" * (2**18 + 1)}, "at most 262144 characters"),
     ("bad_words", ["\udc00"], r"lone surrogate '\\udc00' at index 0"),
 ]
 
@@ -72,8 +84,7 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 FOREIGN: list[tuple[str, list[Any], Any, str]] = [
     ("best_of", [None, 1], 4, "Ask for `n` samples"),
     ("use_beam_search", [False], True, "rank by cumulative_logprob"),
-    ("guided_decoding", [None], {"json": {}}, "`allowed_token_ids`"),
-    ("structured_outputs", [None], object(), "`allowed_token_ids`"),
+    ("guided_decoding", [None], {"json": {}}, "structured_outputs="),
     ("logits_processors", [None, []], [print], "`logit_bias`"),
     ("truncate_prompt_tokens", [None], 100, r"ids\[-n:\]"),
     ("detokenize", [True], False, "`token_ids`"),
@@ -145,3 +156,16 @@ def test_edges_are_allowed_and_normalised() -> None:
     held = SamplingParams(logit_bias=bias, bad_words=None)
     bias[1] = 500.0
     assert held.logit_bias == {1: 2.0}
+
+
+def test_structured_outputs_are_copied_as_texts() -> None:
+    schema = {"type": "object", "properties": {"é": {"type": "null"}}}
+    params = SamplingParams(structured_outputs={"json": schema, "regex": None})
+    text = '{"type": "object", "properties": {"é": {"type": "null"}}}'
+    schema.clear()
+    assert params.structured_outputs == {"json": text}
+    assert replace(params) == params
+    assert params.edits_logits
+    deep = '{"items":' * 100_000 + "{}" + "}" * 100_000
+    with pytest.raises(RequestError, match=r"nested less deep|at most"):
+        SamplingParams(structured_outputs={"json": deep})

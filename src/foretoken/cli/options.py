@@ -71,7 +71,7 @@ def fields_given(cls: type, options: dict[str, Any]) -> dict[str, Any]:
         elif value is not None and _is_text(field):
             value = as_utf8(field.name, value)
         if value is not None:
-            given[field.name] = _parse_map(field.name, value) if _is_map(field) else value
+            given[field.name] = _parse_map(field, value) if _is_map(field) else value
     return given
 
 
@@ -140,10 +140,12 @@ def _is_text(field: Field[Any]) -> bool:
     return str(field.type).startswith("str | Sequence")
 
 
-def _parse_map(name: str, text: str) -> dict[int, Any]:
-    """Token ids to numbers, from a JSON object, whose keys are texts."""
+def _parse_map(field: Field[Any], text: str) -> dict[Any, Any]:
+    """A JSON object; its keys are texts there, and here token ids if the field has such."""
+    by_token = "Mapping[int" in str(field.type)
     try:
-        return {int(key): value for key, value in json.loads(text).items()}
-    except (ValueError, AttributeError):
-        example = "'{\"42\": -5.0}'"
-        raise RequestError(name, text, f"a JSON object of token ids, such as {example}") from None
+        return {int(key) if by_token else key: value for key, value in json.loads(text).items()}
+    except (ValueError, AttributeError, RecursionError):
+        example = "'{\"42\": -5.0}'" if by_token else '\'{"regex": "[a-z]+"}\''
+        bound = f"a JSON object{' of token ids' * by_token}, such as {example}"
+        raise RequestError(field.name, text, bound) from None

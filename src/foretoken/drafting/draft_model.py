@@ -73,17 +73,18 @@ class DraftModel(Autoregressive):
         # None means argmax to a native round. Coupled requests draw, if without keeping q.
         warm = any(self.slots.requests[slot].params.temperature > 0 for slot, _ in wanted)
         cache = self.cache if warm else None
-        fused = self.model.fused
-        if isinstance(fused, RoundDecoder) and self.network.ids is None:
-            token_BK = self._draft_at_once(fused, wanted, cache)
-        else:
-            token_BK = self._draft_by_passes(wanted, cache)
+        masked = [self.has_grammar(slot) for slot, _ in wanted]
+        if len(wanted) == len(slots) and not any(masked):
+            token_BK = self._draft(wanted, cache, masked=False)
+        else:  # apart: nobody's text may depend on what others ask for
+            token_BK = torch.full((len(slots), max(counts)), -1)
+            row_A = np.flatnonzero(counts)
+            for is_masked in {*masked}:
+                here = [a for a, one in enumerate(masked) if one == is_masked]
+                drawn_BK = self._draft([wanted[a] for a in here], cache, masked=is_masked)
+                token_BK[torch.from_numpy(row_A[here]), : drawn_BK.shape[1]] = drawn_BK
         for slot, _ in wanted:
             self._advance(slot, self.slots.length_S[slot])
-        if len(wanted) < len(slots):  # the others have rows, too
-            all_BK = token_BK.new_full((len(slots), token_BK.shape[1]), -1)
-            all_BK[torch.tensor(counts) > 0] = token_BK
-            token_BK = all_BK
         real = [
             cache is not None and count > 0 and self._keeps_q(slot)
             for slot, count in zip(slots, counts, strict=True)
@@ -94,6 +95,15 @@ class DraftModel(Autoregressive):
             cache=cache if any(real) else None,
             real_q_B=torch.from_numpy(np.array(real, dtype=bool)),
         )
+
+    def _draft(
+        self, wanted: Sequence[tuple[int, int]], cache: DraftCache | None, *, masked: bool
+    ) -> Tensor:
+        """The drafts of some requests, all or none of them with a grammar."""
+        fused = self.model.fused
+        if isinstance(fused, RoundDecoder) and self.network.ids is None and not masked:
+            return self._draft_at_once(fused, wanted, cache)
+        return self._draft_by_passes(wanted, cache)
 
     def _keeps_q(self, slot: int) -> bool:
         """Whether verification will ask for the q of its drafts, if they are drawn from one."""
@@ -130,6 +140,7 @@ class DraftModel(Autoregressive):
             else:
                 spans = [self._missing(slot) for slot in slots]
             logits_AV = self.network.forward(self._gather(spans), self.kv)
+            logits_AV = self.mask(logits_AV, slots, token_BK[live, :i])
             if cache is None:
                 token_A = logits_AV.argmax(dim=-1)
             else:

@@ -133,13 +133,30 @@ class Eagle3(Autoregressive):
         if rows.most == 0:
             return no_drafts(size, device)
         cache = self.cache if rows.warm else None
-        if self._round_head is None:
-            token_BK = self._draft_by_passes(rows, cache)
-        else:
-            token_BK = self._draft_at_once(self._round_head, rows, cache)
+        token_BK = self._draft(rows, cache)
         # At T=0 and under COUPLED, where nothing of q is read, too.
         real_q_B = q_flags(size, device, real=False) if cache is None else rows.num_B > 0
         return DraftBlock(token_BK, rows.num_B, cache, real_q_B)
+
+    def _draft(self, rows: DraftRows, cache: DraftCache | None) -> Tensor:
+        """The drafts of each request; those with a grammar apart: nobody's depend on the others."""
+        head = self._round_head
+        if head is None:
+            return self._draft_by_passes(rows, cache)
+        masked_B = torch.tensor([self.has_grammar(slot) for slot in rows.slot_B.tolist()])
+        if not masked_B.any():
+            return self._draft_at_once(head, rows, cache)
+        token_BK = rows.slot_B.new_full((len(masked_B), rows.most), -1)
+        for index_B in (masked_B.nonzero()[:, 0], (~masked_B).nonzero()[:, 0]):
+            if len(index_B):
+                slot_B, num_B, position_B = (column[index_B] for column in rows[:3])
+                some = rows._replace(slot_B=slot_B, num_B=num_B, position_B=position_B)
+                if masked_B[index_B[0]]:
+                    drawn_BK = self._draft_by_passes(some, cache)
+                else:
+                    drawn_BK = self._draft_at_once(head, some, cache)
+                token_BK[index_B, : drawn_BK.shape[1]] = drawn_BK.to(token_BK.dtype)
+        return token_BK
 
     def _draft_at_once(self, head: RoundHead, rows: DraftRows, cache: DraftCache | None) -> Tensor:
         """All passes and draws in one native call."""
@@ -150,7 +167,8 @@ class Eagle3(Autoregressive):
 
     def _draft_by_passes(self, rows: DraftRows, cache: DraftCache | None) -> Tensor:
         """Passes run for all requests; of some, more than are read."""
-        places = self._places(rows)
+        places, on_host = self._places(rows), not isinstance(self.slots, DeviceSlotTable)
+        masked = on_host and any(map(self.has_grammar, rows.slot_B.tolist()))
         hidden_BC, drafts = self._hidden_SC[rows.slot_B], list[Tensor]()
         logits_BV = self.head.logits(hidden_BC)
         for i in range(rows.most):
@@ -163,6 +181,9 @@ class Eagle3(Autoregressive):
                 position_B, row_B = places.position_KB[i - 1], places.index_B1[:-1]
                 batch = ForwardBatch(drafts[-1], position_B, row_B, attention)
                 hidden_BC, logits_BV = self.head.draft(batch, hidden_BC, self.kv)
+            if masked:
+                so_far_BK = torch.stack(drafts, 1) if drafts else rows.slot_B[:, None][:, :0]
+                logits_BV = self.mask(logits_BV, rows.slot_B.tolist(), so_far_BK.numpy())
             noise = (places.length_KB[i], places.index_KB[i], DRAFT, self.config.use_fp64_gumbel)
             drafts.append(self._draw(logits_BV, rows, Noise(*noise), cache))
         return self.backend.steps.join_drafts(drafts, rows.num_B)

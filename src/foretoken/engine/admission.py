@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from foretoken.config import AUTO, LOSSLESS_METHODS
-from foretoken.errors import CapacityError, RequestError
+from foretoken.errors import CapacityError, IntegrityError, RequestError
 from foretoken.sampling.params import SamplingParams
 
 FIXED = 4
@@ -102,12 +102,26 @@ def check_request(
             "No model stands behind its output: set it in `speculative_config`, with its rates."
         )
         raise RequestError("rejection_sample_method", "synthetic", bound, remedy)
+    if params.structured_outputs is not None:
+        _check_grammar(params, limits)
     if not limits.has_tokenizer and (params.stop or params.bad_words):
         name = "stop" if params.stop else "bad_words"
         bound = "left out: this checkpoint has no tokenizer"
         remedy = "Use `stop_token_ids`, or add tokenizer files to the checkpoint."
         raise RequestError(name, getattr(params, name), bound, remedy)
     return params
+
+
+def _check_grammar(params: SamplingParams, limits: Limits) -> None:
+    """Raise unless the grammar was compiled, and the verification rule keeps to it."""
+    if params.grammar is None:
+        raise IntegrityError("a request was queued whose `structured_outputs` was not compiled")
+    by_engine = params.rejection_sample_method is None and limits.allows_synthetic
+    is_synthetic = by_engine or params.rejection_sample_method == "synthetic"
+    if is_synthetic and params.num_speculative_tokens != 0:
+        bound = "left out under the rule `synthetic`, which accepts drafts that no grammar allows"
+        remedy = f"Set `rejection_sample_method` to one of {', '.join(LOSSLESS_METHODS)}."
+        raise RequestError("structured_outputs", params.grammar, bound, remedy)
 
 
 def drafts_of(params: SamplingParams, rule: str, limits: Limits) -> tuple[int, bool]:

@@ -49,8 +49,9 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     with _encoding(request_id):
         text, ids = encode(engine.tokenizer, prompt)
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
-    if prediction is not params.prediction:
-        params = replace(params, prediction=prediction)
+    grammar = engine.grammars.compiled(params.structured_outputs)
+    if prediction is not params.prediction or grammar is not params.structured_outputs:
+        params = replace(params, prediction=prediction, structured_outputs=grammar)
     limits = engine.limits
     if params is engine.default_params and len(ids) + params.token_limit > limits.max_model_len:
         params = replace(params, max_tokens=None)  # nobody asked for as many as do not fit

@@ -45,6 +45,7 @@ from foretoken.engine.threads import StepThreads
 from foretoken.engine.trace import OnStep, StepTrace, read_events
 from foretoken.errors import EngineBrokenError
 from foretoken.outputs import EngineMetrics
+from foretoken.sampling.grammar import Grammars
 from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.step import Outcome, StepResult
@@ -84,6 +85,7 @@ class Engine:
         self.scheduler = scheduler
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.grammars = Grammars(tokenizer, runner.model.vocab_size, eos_ids)
         self.default_params = default_params
         self.threads = threads
         self._control = scheduler.control
@@ -202,7 +204,7 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
     ) -> RequestGroup:
-        """Queue a prompt; `params.prediction` is token ids by now.
+        """Queue a prompt; the prediction is token ids by now, `structured_outputs` compiled.
 
         Raises:
             RequestError: the prompt or its parameters are out of bounds.
@@ -218,7 +220,7 @@ class Engine:
         admission = self._num_added + 1
         seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
         stop_ids = frozenset(params.stop_token_ids or ())
-        if not params.ignore_eos:
+        if params.grammar or not params.ignore_eos:  # behind the end of a grammar nothing may stand
             stop_ids |= self.eos_ids
         bad_words = bad_word_ids(params, self.tokenizer, self.runner.model.vocab_size)
         if params.prompt_logprobs is not None:

@@ -45,8 +45,13 @@ def broken_engine(cause: BaseException) -> EngineBrokenError:
     return error
 
 
-def processing_error(request: Request, cause: Exception) -> ProcessingError:
-    """The error of a request whose own part of the work raised `cause`."""
+def processing_error(request: Request, cause: Exception) -> ForetokenError:
+    """The error of a request whose own part of the work raised `cause`.
+
+    A grammar may turn out to be too complex on the way: that is said as it was raised.
+    """
+    if isinstance(cause, RequestError):
+        return cause
     error = ProcessingError(
         f"request {request.group.request_id}, sample {request.index}: "
         f"{type(cause).__name__} while it was processed: {cause}"
@@ -85,6 +90,7 @@ def no_token(request: Request, bans_all: bool) -> ForetokenError:
     position, params = len(request.token_ids), request.params
     if bans_all:
         is_used = {
+            "structured_outputs": params.grammar is not None,
             "allowed_token_ids": params.allowed_token_ids is not None,
             "bad_words": params.bad_words,
             "min_tokens": request.num_output < params.min_tokens,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.errors import ForetokenError
 from foretoken.outputs import Logprob, RequestMetrics, TokenTrace
+from foretoken.sampling.grammar import Matcher
 from foretoken.sampling.params import SamplingParams
 
 
@@ -80,6 +81,7 @@ class Request:
         detokenizer: makes its text while it runs; None without a tokenizer.
         pieces: the text that no later token can take back, as it was read.
         given: how much of it was given out as deltas.
+        matcher: how far it has come in its grammar, if it has one; made with its first token.
         limit: most tokens that it may have, prompt included; read six times in a step.
     """
 
@@ -110,6 +112,7 @@ class Request:
     given: Given = field(default_factory=Given)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    matcher: Matcher | None = None
     limit: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,6 +193,7 @@ class Request:
         """Take and show a token; why it ends the request, if it does: stops before length."""
         self.token_ids.append(token)
         params, detokenizer = self.params, self.detokenizer
+        is_finished = self._finishes_grammar(token)
         may_stop = not params.min_tokens or self.num_output >= params.min_tokens
         ends = may_stop and token in self.stop_ids
         if detokenizer is not None and (not ends or params.include_stop_str_in_output):
@@ -201,7 +205,18 @@ class Request:
             self.stop_reason = detokenizer.find_stop()
             if self.stop_reason is not None:
                 return "stop"
+        if may_stop and is_finished:
+            return "stop"
         return None if self.num_remaining else "length"
+
+    def _finishes_grammar(self, token: int) -> bool:
+        """Whether nothing but the end of text may follow, which then need not be drawn."""
+        grammar = self.params.grammar
+        if grammar is None:
+            return False
+        self.matcher = self.matcher or grammar.matcher()
+        self.matcher.append([token])
+        return self.matcher.is_finished
 
     @property
     def needs_prompt_logits(self) -> bool:

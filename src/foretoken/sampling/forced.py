@@ -1,8 +1,8 @@
 """Tokens that a request's own parameters leave no choice about. No torch.
 
-Charter: who knows of such tokens, not what they are for. A grammar that has one way on makes a
-`Continuation` of it and adds itself to `FORCING`; the drafters `forced` and `prediction` draft what
-it says. Drafts are verified as any others, so that one that is wrong costs only time.
+Charter: who knows of such tokens, not what they are for. Whoever does makes a `Continuation` and is
+added to `FORCING`; the drafters `forced` and `prediction` draft what it says. Drafts are verified
+as any others, so that one that is wrong costs only time.
 """
 
 from __future__ import annotations
@@ -32,5 +32,20 @@ def only_allowed(params: SamplingParams) -> Continuation | None:
     return lambda output: forever
 
 
-FORCING: list[Callable[[SamplingParams], Continuation | None]] = [only_allowed]
+def by_grammar(params: SamplingParams) -> Continuation | None:
+    """Of a request with a grammar: what follows where that has one way on."""
+    if params.grammar is None:
+        return None
+    matcher, num_read = params.grammar.matcher(), 0
+
+    def ahead(output: NDArray[Any]) -> Sequence[int]:
+        nonlocal num_read
+        matcher.append(output[num_read:].tolist())
+        num_read = len(output)
+        return matcher.forced()
+
+    return ahead
+
+
+FORCING: list[Callable[[SamplingParams], Continuation | None]] = [only_allowed, by_grammar]
 """Each makes what one kind of parameter forces; None for a request that does not have it."""

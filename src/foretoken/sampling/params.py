@@ -11,6 +11,8 @@ from typing import Any, cast
 from foretoken.config import AUTO, REJECTION_SAMPLE_METHODS, plain
 from foretoken.errors import RequestError, check_known_keys
 from foretoken.foreign import SAMPLING_FIELDS, without_foreign
+from foretoken.sampling.grammar import Grammar
+from foretoken.sampling.structured import read_structured_outputs
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
@@ -111,6 +113,9 @@ class SamplingParams:
         bad_words: strings that must not appear: the last token of each is dropped where the tokens
             before it were just generated.
         allowed_token_ids: only these can be drawn.
+        structured_outputs: what the text must be: a map with one of `json` (a schema, or its JSON
+            text), `json_object` (true), `regex`, `choice` (a list of texts) and `grammar` (Lark, as
+            llguidance reads it). End of text can be drawn only where it may end, and does end it.
         num_speculative_tokens: this request's own K, 0..the engine's; 0 opts out; `auto`, if the
             engine's is: as pays in each step, also where the text of a seed then depends on what
             else is in the batch; None: the engine's.
@@ -145,6 +150,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_words: tuple[str, ...] | list[str] | None = ()
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
+    structured_outputs: Mapping[str, Any] | Grammar | None = None
     num_speculative_tokens: int | str | None = None
     drafter: str | None = None
     rejection_sample_method: str | None = None
@@ -209,6 +215,8 @@ class SamplingParams:
             if not allowed:
                 raise RequestError("allowed_token_ids", [], "a non-empty list, or None")
             self.allowed_token_ids = allowed
+        if self.structured_outputs is not None and self.grammar is None:
+            self.structured_outputs = read_structured_outputs(self.structured_outputs)
         if isinstance(self.prediction, str):
             check_text("prediction", self.prediction)
         elif self.prediction is not None:
@@ -231,6 +239,12 @@ class SamplingParams:
         return cls(**{str(name): value for name, value in given.items()})
 
     @property
+    def grammar(self) -> Grammar | None:
+        """`structured_outputs` of a request that was admitted: compiled."""
+        asked = self.structured_outputs
+        return asked if isinstance(asked, Grammar) else None
+
+    @property
     def token_limit(self) -> int:
         """`max_tokens` of a request that was admitted: a number in any case."""
         return cast(int, self.max_tokens)
@@ -245,6 +259,7 @@ class SamplingParams:
         """Whether rows of this request are edited before temperature."""
         return bool(
             self.logit_bias
+            or self.structured_outputs is not None
             or self.allowed_token_ids is not None
             or self.min_tokens
             or self.presence_penalty

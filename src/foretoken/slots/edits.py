@@ -2,12 +2,14 @@
 
 Row j of a request sees its history as if the drafts before it in the block were accepted.
 
-Shape suffixes: B requests, D those that decide, K drafts, N rows of the batch, E rows that are
-edited, M entries, W mask words; U and R of one request (`history.py`).
+Shape suffixes: B requests, D those that decide, A those with a grammar, K drafts, N rows of the
+batch, E rows that are edited, M entries, X masks of one request, W mask words; U and R of one
+request (`history.py`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from foretoken.ops import DraftBlock, Edits
 from foretoken.ops.pinned import to_device
+from foretoken.sampling.grammar import fill_masks
 from foretoken.slots.history import Array, HistoryRows, SlotHistory
 
 
@@ -46,23 +49,46 @@ def build_edits(
         drafts_D = [token_K[:num] for token_K, num in columns]
     faults: dict[int, Exception] = {}
     found: list[_Found] = []
+    grammar_RW = _grammar_masks(histories, dict(zip(slot_D, drafts_D, strict=True)), vocab_size)
     for d, (slot, drafted) in enumerate(zip(slot_D, drafts_D, strict=True)):
         history = histories.get(slot)
         if history is not None and not history.is_spent:
             try:
-                mask, entries = history.mask(vocab_size), history.rows(drafted, vocab_size)
-                found.append(_Found(d, len(drafted) + 1, mask, entries))
+                masks = [mask for mask in (history.mask(vocab_size),) if mask is not None]
+                if history.matcher is not None:
+                    history.matcher.check()
+                    masks.append(grammar_RW[slot])
+                mask_XW = np.atleast_2d(functools.reduce(np.bitwise_and, masks)) if masks else None
+                entries = history.rows(drafted, vocab_size)
+                found.append(_Found(d, len(drafted) + 1, mask_XW, entries))
             except Exception as error:
                 faults[slot] = error
     return (_pack(found, drafts) if found else None), faults
 
 
+def _grammar_masks(
+    histories: Mapping[int, SlotHistory], drafts: Mapping[int, Sequence[int]], vocab_size: int
+) -> dict[int, Array]:
+    """By slot of a request with a grammar: int32 [drafts + 1, W]."""
+    asked = {
+        slot: matcher
+        for slot in drafts
+        if slot in histories and (matcher := histories[slot].matcher) is not None
+    }
+    drafts_A = [drafts[slot] for slot in asked]
+    masks = fill_masks([*asked.values()], drafts_A, -(-vocab_size // 32))
+    return dict(zip(asked, masks, strict=True))
+
+
 class _Found(NamedTuple):
-    """The edits of deciding request d: entries for the same tokens in each of its rows."""
+    """The edits of deciding request d: entries for the same tokens in each of its rows.
+
+    mask_XW: of each row, or one for all.
+    """
 
     d: int
     num_rows: int
-    mask: Array | None
+    mask_XW: Array | None
     entries: HistoryRows
 
 
@@ -77,12 +103,13 @@ def _pack(found: list[_Found], drafts: DraftBlock) -> Edits:
     num_rows = int(count_D.sum()) if device.type == "cpu" else len(count_D) * width
     masks: list[Array] = []
     of_rows: list[tuple[int, int, int, int]] = []
-    for d, rows, mask, its_entries in found:
-        at = -1
-        if mask is not None:
-            at = len(masks)
-            masks.append(mask)
-        of_rows += [(d, i, len(its_entries.token_U), at) for i in range(rows)]
+    for d, rows, mask_XW, its_entries in found:
+        at, num_masks = -1, 0
+        if mask_XW is not None:
+            at, num_masks = len(masks), len(mask_XW)
+            masks.extend(mask_XW)
+        size, step = len(its_entries.token_U), int(num_masks > 1)
+        of_rows += [(d, i, size, at + step * i) for i in range(rows)]
     d_E, i_E, size_E, mask_E = tensor(np.array(of_rows, dtype=np.int64).T.copy())
     row_E = (count_D.cumsum(0) - count_D)[d_E] + i_E
     size_N = torch.zeros(num_rows, dtype=torch.int64, device=device).index_copy(0, row_E, size_E)

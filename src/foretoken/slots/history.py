@@ -49,6 +49,7 @@ class SlotHistory:
     ) -> None:
         self.params = params
         self.output_ids: list[int] = []
+        self.matcher = params.grammar.matcher() if params.grammar else None
         self._penalizes = bool(
             params.repetition_penalty != 1.0 or params.frequency_penalty or params.presence_penalty
         )
@@ -77,17 +78,20 @@ class SlotHistory:
         """Whether nothing will be edited from here on: it was `min_tokens` alone, and is past."""
         has_others = self._penalizes or self._longer_words or self._bias_U.any()
         past = len(self.output_ids) >= self.params.min_tokens
-        return past and not has_others and self.params.allowed_token_ids is None
+        has_masks = self.matcher is not None or self.params.allowed_token_ids is not None
+        return past and not has_others and not has_masks
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Record generated tokens."""
         self.output_ids += token_ids
+        if self.matcher is not None:
+            self.matcher.append(token_ids)
         if self._penalizes:
             self._touch(token_ids)
             np.add.at(self._count_U, self._find(token_ids), 1)
 
     def mask(self, vocab_size: int) -> Array | None:
-        """int32 [W], bits of the allowed tokens; None if all are. Made once."""
+        """int32 [W], bits of `allowed_token_ids`; None if all are. Made once."""
         if self.params.allowed_token_ids is None:
             return None
         if self._mask_W is None:

@@ -1,0 +1,343 @@
+"""Outputs match their grammar, and have the distribution that the masks make of the target's.
+
+A target of five letters, so that drafts are often allowed, and strings that share prefixes, so that
+there are six outcomes: their law is computed from Transformers' logits and from the strings alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from foretoken import LLM, AsyncEngine, SamplingParams
+from foretoken.errors import RequestError
+from foretoken.lab.chi_square import goodness_of_fit
+from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P
+from foretoken.ops import DraftBlock, DraftCache, Noise, Rows
+from foretoken.ops.steps import DraftRows
+from foretoken.outputs import RequestOutput
+from foretoken.sampling.grammar import fill_masks
+from foretoken.slots.history import Array
+from tests.models.heads import head_of
+from tests.support.checkpoints import save_checkpoint
+
+LETTERS, END, WIDTH = "abcde", 5, 8  # two more logits than tokens
+CHOICES = ["ab", "abc", "abd", "ba", "bda", "eeee"]
+PROMPT = "abdbabcab"
+RULES = ("standard", "block", "coupled")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kinds": {"type": "array", "items": {"enum": ["a", "bb", "ccc"]}, "maxItems": 3},
+        "inner": {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"],
+                  "additionalProperties": False},
+    },
+    "required": ["name", "size", "kinds", "inner"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}  # fmt: skip
+
+
+def save_letters(folder: Path, seed: int) -> Path:
+    save_checkpoint(folder, seed=seed, vocabulary=WIDTH, tokenizer=False, spread=0.15)
+    vocabulary = {letter: i for i, letter in enumerate(LETTERS)}
+    tokens = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokens.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="<|end|>").save_pretrained(folder)
+    for name in ("config.json", "generation_config.json"):
+        told = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**told, "eos_token_id": END}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target of letters and a draft model."""
+    root = tmp_path_factory.mktemp("letters")
+    return save_letters(root / "target", 1), save_letters(root / "draft", 2)
+
+
+def build(pair: tuple[Path, Path], method: str | None, **options: Any) -> LLM:
+    target, draft = pair
+    paths = {"draft_model": draft, "eagle3": head_of(target)}
+    spec: dict[str, Any] | None = None
+    if method:
+        spec = {"method": method, "num_speculative_tokens": 3}
+        spec |= {"model": str(paths[method])} if method in paths else {}
+        spec |= {"prompt_lookup_min": 1} if method == "ngram" else {}
+    return LLM(str(target), spec, max_num_seqs=256, num_blocks=2000, **options)
+
+
+def law_of(folder: Path, temperature: float) -> dict[str, float]:
+    """The probability of each choice: at every letter, softmax over what may stand there."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    found = dict.fromkeys(CHOICES, 0.0)
+
+    def follow(text: str, weight: float) -> None:
+        if CHOICES.count(text) and not any(c != text and c.startswith(text) for c in CHOICES):
+            found[text] = weight  # nothing but the end may follow
+            return
+        ids = [LETTERS.index(letter) for letter in PROMPT + text]
+        logits = model(torch.tensor([ids])).logits[0, -1].double()
+        ways = sorted({c[len(text)] for c in CHOICES if c.startswith(text) and c != text})
+        allowed = [LETTERS.index(way) for way in ways] + [END] * (text in CHOICES)
+        shares = torch.softmax(logits[allowed] / temperature, 0).tolist()
+        for way, share in zip(ways, shares, strict=False):
+            follow(text + way, weight * share)
+        if text in CHOICES:
+            found[text] = weight * shares[-1]
+
+    with torch.no_grad():
+        follow("", 1.0)
+    assert sum(found.values()) == pytest.approx(1)
+    assert min(found.values()) > 0.005, found
+    return found
+
+
+def p_value(llm: LLM, rule: str | None, law: dict[str, float], trials: int, **asked: Any) -> float:
+    """Of the outcomes against the law; 0 if one is no choice."""
+    params = SamplingParams(
+        n=128, max_tokens=8, temperature=0.8, rejection_sample_method=rule,
+        structured_outputs={"choice": CHOICES}, **asked,
+    )  # fmt: skip
+    outputs = llm.generate([PROMPT] * (trials // 128), params)
+    seen = Counter(c.text for output in outputs for c in output.outputs)
+    if seen.keys() - law.keys():
+        return 0.0
+    return goodness_of_fit([seen[c] for c in CHOICES], list(law.values())).p_value
+
+
+TRIALS = 128 * 24
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("method", ["draft_model", "ngram", "eagle3", "forced"])
+def test_speculation_keeps_the_law_of_the_masked_target(
+    pair: tuple[Path, Path], method: str, rule: str
+) -> None:
+    law = law_of(pair[0], 0.8)
+    llm = build(pair, method)
+    assert p_value(llm, rule, law, TRIALS) > CORRECT_P
+    assert llm.metrics.num_accepted_tokens > 0
+    if rule == "standard" and method == "draft_model":
+        assert p_value(llm, None, law, TRIALS, num_speculative_tokens=0) > CORRECT_P
+
+
+def shifted(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    """Every row has the mask of the one before it."""
+
+    def shifted(*given: Any) -> list[Array]:
+        return [mask_RW[[0, *range(len(mask_RW) - 1)]] for mask_RW in fill_masks(*given)]
+
+    patch.setattr("foretoken.slots.edits.fill_masks", shifted)
+
+
+def ends_at_invalid(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    """Drafts end before the first one that was sampled and is not allowed."""
+    drafter: Any = llm.engine.runner.drafter
+    patch.setattr(drafter, "mask", lambda logits, *given: logits)  # that draws no such draft
+    propose, slots = drafter.propose, llm.engine.runner.slots
+
+    def cut(rows: DraftRows) -> DraftBlock:
+        block = propose(rows)
+        for row, slot in enumerate(rows.slot_B.tolist()):
+            drafts = block.token_BK[row, : block.num_B[row]].tolist()
+            matcher = slots.histories[slot].matcher
+            assert matcher is not None
+            size = matcher.state.validate_tokens(drafts)
+            block.num_B[row], block.token_BK[row, size:] = size, -1
+        return block
+
+    patch.setattr(drafter, "propose", cut)
+
+
+def keeps_unmasked_q(llm: LLM, patch: pytest.MonkeyPatch) -> None:
+    """Drafts are drawn from the masked q, and weighed by the one without the mask."""
+    drafter: Any = llm.engine.runner.drafter
+    draft, backend = drafter.backend.draft, drafter.backend
+
+    def unmasked(rows: Rows, noise: Noise, cache: DraftCache | None) -> torch.Tensor:
+        drawn = draft(rows, noise, cache)
+        if cache is not None:
+            index = (rows.slot_N, noise.draft_index_N)
+            raw_NV = rows.logits_NV.masked_fill(rows.logits_NV.isinf(), 0.0)
+            cache.logits_SKV[index] = raw_NV
+            temperature_N = rows.params.temperature_S[rows.slot_N, None]
+            cache.lse_SK[index] = (raw_NV.double() / temperature_N).logsumexp(1)
+        return drawn
+
+    patch.setattr(type(backend), "draft", lambda self, *given: unmasked(*given))
+
+
+@pytest.mark.parametrize("mutate", [shifted, ends_at_invalid, keeps_unmasked_q])
+def test_mutants_of_the_masks_are_rejected(
+    pair: tuple[Path, Path],
+    mutate: Callable[[LLM, pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    law, llm = law_of(pair[0], 0.8), build(pair, "draft_model")
+    mutate(llm, monkeypatch)
+    assert p_value(llm, "standard", law, 2 * TRIALS) < MUTANT_P
+
+
+def check_json(output: RequestOutput) -> int:
+    """How many samples were not cut by length; every one of them must be right."""
+    assert output.error is None
+    whole = [c.text for c in output.outputs if c.finish_reason != "length"]
+    for text in whole:
+        told = json.loads(text)
+        assert list(told) == ["name", "size", "kinds", "inner"]
+        assert isinstance(told["name"], str)
+        assert len(told["name"]) <= 12
+        assert told["size"] in range(100)
+        assert len(told["kinds"]) <= 3
+        assert set(told["kinds"]) <= {"a", "bb", "ccc"}
+        assert list(told["inner"]) == ["ok"]
+        assert isinstance(told["inner"]["ok"], bool)
+    return len(whole)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> LLM:
+    return LLM(
+        "tiny-python", {"method": "draft_model", "num_speculative_tokens": 5}, num_blocks=2000
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_json_of_the_embedded_pair_is_valid(tiny: LLM, temperature: float) -> None:
+    prompts = [f"def f{i}(x):\n" for i in range(250)]
+    asked = SamplingParams(
+        temperature=temperature, max_tokens=120, structured_outputs={"json": SCHEMA}
+    )
+    outputs = tiny.generate(prompts, [replace(asked, seed=i) for i in range(len(prompts))])
+    assert sum(map(check_json, outputs)) >= 240
+    plain = tiny.generate(prompts[:8], replace(asked, num_speculative_tokens=0, seed=3))
+    again = tiny.generate(prompts[:8], replace(asked, seed=3))
+    if temperature == 0:
+        assert [o.outputs[0].text for o in plain] == [o.outputs[0].text for o in again]
+
+
+def test_a_seeded_text_does_not_depend_on_company(tiny: LLM) -> None:
+    asked = SamplingParams(max_tokens=60, seed=7, n=3, structured_outputs={"json": SCHEMA})
+    (alone,) = tiny.generate("import os\n", asked)
+    others = [replace(asked, seed=i, structured_outputs=None) for i in range(3)]
+    others += [replace(asked, structured_outputs={"regex": r"[a-z]{4}( \d+)*"}) for _ in range(2)]
+    company = tiny.generate(["import os\n"] * 6, [*others[:2], asked, *others[2:]])[2]
+    assert [c.token_ids for c in company.outputs] == [c.token_ids for c in alone.outputs]
+    assert len({c.text for c in alone.outputs}) == 3
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_a_grammar_in_the_batch_changes_nobodys_text(pair: tuple[Path, Path], method: str) -> None:
+    llm = build(pair, method)
+    plain = [SamplingParams(seed=i, max_tokens=30, ignore_eos=True) for i in range(6)]
+    guided = [replace(one, structured_outputs={"regex": "[a-d]{9,20}e"}) for one in plain]
+    both = [one for two in zip(guided, plain, strict=True) for one in two]
+    together = llm.generate([PROMPT] * 12, both)
+    apart = [llm.generate(PROMPT, one)[0] for one in both]
+    for one, other in zip(together, apart, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.metrics.accepted_per_position == other.metrics.accepted_per_position
+    assert sum(output.metrics.num_accepted_tokens for output in together[::2]) > 0
+
+
+def test_prefix_hits_and_preemption_change_nothing(pair: tuple[Path, Path]) -> None:
+    asked = [
+        SamplingParams(
+            max_tokens=40, seed=i, n=2, temperature=(1.0, 0.0)[i % 2],
+            structured_outputs={"regex": ["[a-d]{20,30}", "(ab|ba|c)*d{3}e"][i % 3 // 2]},
+        )
+        for i in range(12)
+    ]  # fmt: skip
+    roomy, crowded = (
+        LLM(str(pair[0]), {"model": str(pair[1])}, block_size=4, max_num_seqs=8, num_blocks=n)
+        for n in (400, 24)
+    )
+    prompts = [PROMPT + "abc" * (i % 2) for i in range(12)]
+    mine, theirs = crowded.generate(prompts, asked), roomy.generate(prompts, asked)
+    assert sum(output.metrics.num_preemptions for output in mine) > 0
+    assert sum(output.metrics.num_cached_tokens for output in theirs) > 0
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.error is None
+        assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
+        assert [c.finish_reason for c in one.outputs] == [c.finish_reason for c in other.outputs]
+
+
+def test_an_abort_leaves_nothing_behind(tiny: LLM) -> None:
+    asked = SamplingParams(max_tokens=60, structured_outputs={"json_object": True})
+    for num_steps in (1, 4):
+        stream = tiny.stream("x", asked)
+        for _ in range(num_steps):
+            next(stream)
+        stream.close()
+    tiny.engine.check_integrity()
+
+
+def one(llm: LLM, asked: dict[str, Any], **params: Any) -> RequestOutput:
+    given = SamplingParams(structured_outputs=asked, **{"max_tokens": 30, "seed": 1, **params})
+    (output,) = llm.generate(["def f"], given, on_error="return")
+    return output
+
+
+def test_the_end_of_a_grammar_ends_the_request(tiny: LLM) -> None:
+    done = one(tiny, {"choice": ["yes"]}).outputs[0]
+    assert (done.text, done.finish_reason) == ("yes", "stop")
+    kept = one(tiny, {"choice": ["yes"]}, ignore_eos=True).outputs[0]
+    assert (kept.text, kept.finish_reason) == ("yes", "stop")
+    cut = one(tiny, {"regex": "[0-9]{40}"}, max_tokens=5).outputs[0]
+    assert cut.finish_reason == "length"
+    stopped = one(tiny, {"choice": ["one, two"]}, stop=[","]).outputs[0]
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("one", "stop", ",")
+    long = one(tiny, {"regex": "a+"}, min_tokens=6).outputs[0]
+    assert len(long.token_ids) >= 6
+    assert set(long.text) == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "params", "named"),
+    [
+        ({"choice": ["yes"]}, {"min_tokens": 20}, "structured_outputs, min_tokens"),
+        ({"choice": ["yes"]}, {"bad_words": ["yes", "y", "ye"]}, "structured_outputs, bad_words"),
+        ({"choice": ["yes"]}, {"allowed_token_ids": [91]}, "structured_outputs, allowed_token_ids"),
+    ],
+)
+def test_parameters_that_leave_no_token_are_blamed_alone(
+    tiny: LLM, asked: dict[str, Any], params: dict[str, Any], named: str
+) -> None:
+    bad = SamplingParams(max_tokens=30, structured_outputs=asked, **params)
+    good = SamplingParams(max_tokens=30, structured_outputs={"choice": ["no"]})
+    first, second = tiny.generate(["x", "y"], [bad, good])
+    assert isinstance(first.error, RequestError)
+    assert first.error.field == named
+    assert second.outputs[0].text == "no"
+
+
+def test_async_engine_and_synthetic(pair: tuple[Path, Path]) -> None:
+    async def ask() -> None:
+        spec = {"model": str(pair[1]), "rejection_sample_method": "synthetic",
+                "synthetic_acceptance_rate": 0.5}  # fmt: skip
+        async with AsyncEngine(str(pair[0]), spec, num_blocks=100) as engine:
+            asked: dict[str, Any] = {"structured_outputs": {"choice": CHOICES}}
+            with pytest.raises(RequestError, match="synthetic"):
+                _ = [o async for o in engine.generate("a", asked)]
+            asked["rejection_sample_method"] = "standard"
+            outputs = [o async for o in engine.generate("a", asked)]
+            assert outputs[-1].outputs[0].text in CHOICES
+            asked["structured_outputs"] = {"json": {"not": {}}}
+            with pytest.raises(RequestError, match="Unimplemented"):
+                _ = [o async for o in engine.generate("a", asked)]
+
+    asyncio.run(ask())

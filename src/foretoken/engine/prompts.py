@@ -113,8 +113,13 @@ def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
     return False, items
 
 
-def encode(tokenizer: Any | None, prompt: Any) -> tuple[str | None, list[int]]:
+def encode(
+    tokenizer: Any | None, prompt: Any, *, add_special_tokens: bool = True
+) -> tuple[str | None, list[int]]:
     """Text (None if ids were given alone) and token ids of a prompt.
+
+    Args:
+        add_special_tokens: whether a text gets those that the tokenizer begins one with.
 
     Raises:
         RequestError: it is no prompt, no text, or a text where there is no tokenizer.
@@ -129,11 +134,23 @@ def encode(tokenizer: Any | None, prompt: Any) -> tuple[str | None, list[int]]:
                 "prompt", prompt, "token ids: this checkpoint has no tokenizer", "Encode it first."
             )
         check_text("prompt", prompt)
-        return prompt, list(tokenizer.encode(prompt)) if prompt else []
+        return prompt, _encode_text(tokenizer, prompt, add_special_tokens)
     ids = as_list(prompt)
     if ids is None:
         raise RequestError("prompt", prompt, _PROMPT_KINDS)
     return None, [plain(token) for token in ids]
+
+
+def _encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens)) if text else []
+
+
+def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
+    """The text of tokens, special ones left out; `RequestError` where there is no tokenizer."""
+    if tokenizer is None:
+        bound = "left out: this checkpoint has no tokenizer"
+        raise RequestError("tokens", f"{len(token_ids)} tokens", bound)
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def encode_prediction(

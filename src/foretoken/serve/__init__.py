@@ -1,0 +1,22 @@
+"""`foretoken serve`: OpenAI's API over an `AsyncEngine`, exact under speculation.
+
+One flow, and what belongs where:
+
+    protocol/    bodies of requests, one file per API: types, names, what is refused by its name
+    requests.py  a body as the engine takes it: `Asked`, with prompts and `SamplingParams`
+    running.py   the engine's deltas of everything that was asked, of several prompts in turns
+    answers/     deltas as events (`events.py`: text now; tool calls and reasoning are parsed there),
+                 events as choices (`chat.py`, `completions.py`), counts (`usage.py`)
+    sse.py       choices as a stream of chunks
+    routes/      one file per family of endpoints; `generate.py` is the flow above: begin there
+    metrics.py   what Prometheus scrapes
+    errors.py    every error as OpenAI's body and a status
+    app.py       the application; `access.py`: who may call it
+    server.py    the process in front of it: uvicorn, signals; `command.py`: what starts all
+
+A further API is a file in `protocol/`, one in `answers/` (a `Form`, see `answers/events.py`) and a
+route. Limits of bodies, queue and time belong to `app.py` and `server.py`, a page to `routes/`.
+
+Nothing outside this package imports fastapi, starlette, pydantic, uvicorn or prometheus-client.
+`options.py` and `command.py` load them when they must: the command line imports both.
+"""

@@ -5,7 +5,7 @@ One flow, and what belongs where:
     protocol/    bodies of requests, one file per API: types, names, what is refused by its name
     requests.py  a body as the engine takes it: `Asked`, with prompts and `SamplingParams`
     running.py   the engine's deltas of everything that was asked, of several prompts in turns
-    answers/     deltas as events (`events.py`: text now; tool calls and reasoning are parsed there),
+    answers/     deltas as events (`events.py`: text; tool calls and reasoning by their parsers),
                  events as choices (`chat.py`, `completions.py`), counts (`usage.py`)
     sse.py       choices as a stream of chunks
     routes/      one file per family of endpoints; `generate.py` is the flow above: begin there

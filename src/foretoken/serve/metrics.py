@@ -100,7 +100,7 @@ class EngineCollector(Collector):
         status, counts = self._engine.status, self._counts
         yield self._gauge("num_requests_running", "Samples that compute.", status.num_running)
         yield self._gauge("num_requests_waiting", "Samples that wait.", status.num_waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of blocks held, 0..1", status.kv_cache_usage)
+        yield self._gauge("kv_cache_usage_perc", "Blocks held, 0..1.", status.kv_cache_usage)
         totals = {
             "prompt_tokens": ("Tokens of prompts.", counts.prompt_tokens),
             "generation_tokens": ("Tokens generated.", counts.generation_tokens),
@@ -145,8 +145,8 @@ class EngineCollector(Collector):
         synthetic = {"": metrics.num_synthetic_drafts}
         yield self._counter("foretoken:synthetic_drafts", "Verified by `synthetic`.", synthetic)
         for name in ("num_draft_tokens", "num_accepted_tokens"):
-            values = {key or "none": getattr(d, name) for key, d in metrics.drafters.items()}
-            yield self._counter(f"foretoken:drafter_{name}", "By drafter.", values, "drafter")
+            each = {key: getattr(counts, name) for key, counts in metrics.drafters.items()}
+            yield self._counter(f"foretoken:drafter_{name}", "By drafter.", each, "drafter")
         for name in ("estimated", "realised"):
             value = getattr(metrics, f"{name}_speedup") if isinstance(metrics, EngineMetrics) else 0
             text = "Over plain decoding where K is `auto`; 0 before K was chosen."

@@ -24,8 +24,8 @@ from foretoken.serve.protocol.completions import CompletionBody
 _PARAMS = {field.name for field in fields(SamplingParams)}
 # Of the same name in both, they are not of the same type.
 _SAME = _PARAMS & set(GenerationFields.model_fields) - {"logit_bias", "prediction"}
-_STRUCTURES = ("structured_outputs", "guided_json", "guided_regex", "guided_choice")
-_STRUCTURES = (*_STRUCTURES, "guided_grammar", "response_format")
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_STRUCTURES = ("response_format", "structured_outputs", *_GUIDED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +216,15 @@ def _speculation(given: Speculative | None, served: Served) -> dict[str, Any]:
 
 def read_structure(body: GenerationFields) -> Mapping[str, Any] | None:
     """`SamplingParams.structured_outputs` of a body, by whichever name it was asked for."""
-    asked = [name for name in _STRUCTURES if getattr(body, name) is not None]
-    if asked == ["response_format"] and body.response_format.type == "text":  # type: ignore[union-attr]
-        return None
+    given: dict[str, Any] = {name: getattr(body, name) for name in _STRUCTURES}
+    asked = [name for name, value in given.items() if value is not None]
     if not asked:
         return None
-    name = asked[0]
-    value: Any = getattr(body, name)
+    name, value = asked[0], given[asked[0]]
     if len(asked) > 1:
-        raise RequestError(asked[1], getattr(body, asked[1]), f"left out beside `{name}`")
+        raise RequestError(asked[1], given[asked[1]], f"left out beside `{name}`")
+    if name == "response_format" and value.type == "text":
+        return None
     if "structured_outputs" not in _PARAMS:
         shown = value.type if name == "response_format" else value
         raise RequestError(name, shown, "left out: this version has no structured output")

@@ -27,15 +27,15 @@ class ChatForm:
     def chunks(self, event: Event) -> list[dict[str, Any]]:
         """The role before a choice's first words; none where there is nothing to tell."""
         found, sample = [], event.sample
-        if event.index not in self._begun:
-            self._begun.add(event.index)
+        if event.choice not in self._begun:
+            self._begun.add(event.choice)
             role = {"role": "assistant", "content": "", "refusal": None}
-            found.append(self._choice(event.index, {"delta": role}, None, None))
+            found.append(self._choice(event.choice, {"delta": role}, None, None))
         shows_tokens = self._num_top is not None or sample.trace is not None
         if event.parts or sample.finish_reason or shows_tokens:
             delta = {"content": "".join(part.text for part in event.parts)} if event.parts else {}
             logprobs, reason = self._logprobs([event]), sample.finish_reason
-            choice = self._choice(event.index, {"delta": delta}, logprobs, reason)
+            choice = self._choice(event.choice, {"delta": delta}, logprobs, reason)
             found.append(choice | common_fields([event]))
         return found
 
@@ -44,7 +44,7 @@ class ChatForm:
         said = "".join(part.text for event in events for part in event.parts)
         message = {"role": "assistant", "content": said, "refusal": None}
         reason, logprobs = events[-1].sample.finish_reason, self._logprobs(events)
-        choice = self._choice(events[0].index, {"message": message}, logprobs, reason)
+        choice = self._choice(events[0].choice, {"message": message}, logprobs, reason)
         return choice | common_fields(events)
 
     @staticmethod

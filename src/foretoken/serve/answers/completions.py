@@ -34,7 +34,7 @@ class CompletionForm:
         said = [event.echo.text for event in events if event.echo]
         said += [part.text for event in events for part in event.parts]
         return {
-            "index": events[0].index,
+            "index": events[0].choice,
             "text": "".join(said),
             "logprobs": self._logprobs(events),
             "finish_reason": events[-1].sample.finish_reason,
@@ -56,7 +56,7 @@ class CompletionForm:
                 found["top_logprobs"].insert(0, None)
             self._add(event.sample.logprobs or (), found)
         sizes = map(len, found["tokens"])
-        index = events[0].index
+        index = events[0].choice
         *offsets, self._offsets[index] = accumulate(sizes, initial=self._offsets.get(index, 0))
         return found | {"text_offset": offsets}
 

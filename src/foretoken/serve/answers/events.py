@@ -39,14 +39,14 @@ class Event(NamedTuple):
     """What one choice has that is new.
 
     Attributes:
-        index: of the choice: samples of the first prompt, then those of the second.
+        choice: its index: samples of the first prompt, then those of the second.
         parts: what the new tokens say; may be empty.
         sample: the tokens, what is known of each, and why it ended, if it has.
         echo: the prompt, in the first event of a choice whose request asked for it.
         prompt_logprobs: as the engine gave them, in the event that has them.
     """
 
-    index: int
+    choice: int
     parts: Sequence[Part]
     sample: CompletionDelta
     echo: Echo | None = None

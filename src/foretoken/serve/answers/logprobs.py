@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from foretoken.outputs import Logprob, TokenTrace
+from foretoken.serve.answers.events import Event
 
 IMPOSSIBLE = -9999.0
 """In the place of minus infinity, which JSON does not have; OpenAI's number for it."""
@@ -32,10 +33,11 @@ def likeliest(row: Row, num_top: int) -> list[Logprob]:
 def by_token(rows: Sequence[Row | None]) -> list[dict[str, Any] | None]:
     """`prompt_logprobs`: for each token those of its row by their ids; null for the first."""
     return [
-        row
-        and {str(token): {**asdict(entry), "logprob": number(entry)} for token, entry in row.items()}
+        {str(token): {**asdict(entry), "logprob": number(entry)} for token, entry in row.items()}
+        if row is not None
+        else None
         for row in rows
-    ]  # type: ignore[misc]
+    ]
 
 
 def traced(records: Iterable[TokenTrace]) -> list[dict[str, Any]]:
@@ -47,9 +49,10 @@ def traced(records: Iterable[TokenTrace]) -> list[dict[str, Any]]:
     return found
 
 
-def common_fields(events: Sequence[Any]) -> dict[str, Any]:
+def common_fields(events: Sequence[Event]) -> dict[str, Any]:
     """What the choices of every API have beyond OpenAI's keys, where it was asked for."""
-    sample, found = events[-1].sample, {}
+    sample = events[-1].sample
+    found: dict[str, Any] = {}
     if sample.stop_reason is not None:
         found["stop_reason"] = sample.stop_reason
     rows = next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None)

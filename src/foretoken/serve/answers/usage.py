@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from foretoken.outputs import RequestDelta, RequestMetrics
@@ -60,9 +61,7 @@ class Usage:
         at_least += [0] * (num_drafts + 2 - len(at_least))
         return {
             "speculative_decoding": {
-                "acceptance_histogram": [
-                    a - b for a, b in zip(at_least, at_least[1:], strict=False)
-                ],
+                "acceptance_histogram": [a - b for a, b in pairwise(at_least)],
                 "num_spec_steps": metrics.num_drafts,
                 "mean_acceptance_length": metrics.mean_acceptance_length,
                 "draft_acceptance_rate": metrics.acceptance_rate,

@@ -84,7 +84,7 @@ async def whole(
         async for item in news:
             record.observe(item)
             for event in reader.read(item):
-                events.setdefault(event.index, []).append(event)
+                events.setdefault(event.choice, []).append(event)
     return {
         "choices": [form.whole(events[index]) for index in sorted(events)],
         "usage": reader.usage.body(),

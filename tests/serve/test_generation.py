@@ -31,7 +31,7 @@ def expected(llm: LLM, prompt: str = PROMPT, **params: Any) -> Any:
 def test_the_text_is_that_of_llm(
     http: httpx.Client, llm: LLM, params: dict[str, Any], rule: str | None, speculative: Any
 ) -> None:
-    whole = expected(llm, num_speculative_tokens=0, **params)
+    whole = expected(llm, num_speculative_tokens=0, rejection_sample_method=rule, **params)
     asked = {"prompt": PROMPT, "speculative": {**speculative, "rule": rule}, **params}
     answer = post(http, COMPLETIONS, **asked)
     (choice,) = answer["choices"]

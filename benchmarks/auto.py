@@ -69,12 +69,16 @@ def median_interval(found: list[float]) -> tuple[float, float]:
     return ordered[rank], ordered[-1 - rank]
 
 
-def rows_of(speeds: Speeds, batch: int, temperature: float) -> list[Row]:
-    """A row per case; of `auto` also its ratio to plain decoding and to the best fixed K."""
-    best = max(range(MOST + 1), key=lambda k: median(speeds[k]))
+def rows_of(speeds: Speeds, batch: int, what: str, **about: Any) -> list[Row]:
+    """A row per case; of `auto` also its ratio to plain decoding and to the best fixed K.
+
+    Args:
+        what, about: beside batch and K, what ends a case's name, and its labels.
+    """
+    best = max((k for k in speeds if k != "auto"), key=lambda k: median(speeds[k]))
     rows = []
     for case, found in speeds.items():
-        labels: dict[str, Any] = {"batch": batch, "k": case, "temperature": temperature}
+        labels: dict[str, Any] = {"batch": batch, "k": case, **about}
         values: dict[str, Value] = {"tokens_per_second": Spread.of(found, "tokens/s")}
         if case == "auto":
             labels["best_k"] = best
@@ -82,7 +86,7 @@ def rows_of(speeds: Speeds, batch: int, temperature: float) -> list[Row]:
                 ratios = [a / b for a, b in zip(found, speeds[other], strict=True)]
                 values[name] = Spread.of(ratios, "ratio")
                 values[f"{name}_low"], values[f"{name}_high"] = median_interval(ratios)
-        rows.append(Row(f"batch {batch}, K={case}, T={temperature:g}", labels, values))
+        rows.append(Row(f"batch {batch}, K={case}, {what}", labels, values))
     return rows
 
 
@@ -117,8 +121,8 @@ def main() -> None:
     print(f"costs at start:\n{auto.engine.scheduler.control.costs.table.shown()}")
     for batch in options.batches:
         for temperature in options.temperatures:
-            found = rows_of(measure(fixed, auto, batch, temperature, options.repeats), batch,
-                            temperature)  # fmt: skip
+            speeds = measure(fixed, auto, batch, temperature, options.repeats)
+            found = rows_of(speeds, batch, f"T={temperature:g}", temperature=temperature)
             rows += found
             what = f"batch {batch}, auto, T={temperature:g}"
             notes.append(goal(f"{what}: to best K", found[-1], "ratio_to_best", 0.95))

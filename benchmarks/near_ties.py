@@ -74,14 +74,22 @@ def unexplained(
     for target, draft in nudged_pairs(nudge):
         if not left:
             break
-        given = speculation
-        if speculation is not None and speculation.get("method") == "draft_model":
-            given = {**speculation, "model": str(draft)}
+        given = speculation and _with_draft(speculation, draft)
         with LLM(str(target), given, device="cpu", dtype="float32", max_num_seqs=32) as llm:
             outputs = llm.generate([p.prompt for p in left], [p.params for p in left])
         served = zip(left, outputs, strict=True)
         left = [p for p, out in served if not p.agrees(out.outputs[p.sample].token_ids)]
     return left
+
+
+def _with_draft(speculation: dict[str, Any], draft: Path) -> dict[str, Any]:
+    """The same drafters, and this draft model."""
+    if "drafters" in speculation:
+        own = [_with_draft(entry, draft) for entry in speculation["drafters"]]
+        return {**speculation, "drafters": own}
+    if speculation.get("method") == "draft_model":
+        return {**speculation, "model": str(draft)}
+    return speculation
 
 
 def nudged_pairs(nudge: float) -> Iterator[list[Path]]:

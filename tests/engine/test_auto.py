@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import numpy as np
 import pytest
 
 from foretoken import LLM, ConfigError, RequestError, SamplingParams, SpeculativeConfig
+from foretoken.engine.assembly import Assembly
 from foretoken.engine.control import DraftControl
+from foretoken.engine.graphs import Graphs
 from foretoken.engine.request import Request
 from foretoken.engine.step_costs import SECONDS
 from foretoken.engine.trace import StepTrace
 from foretoken.outputs import RequestOutput
+from foretoken.slots.step import StepRows
 
 PROMPTS = ["def add(a, b):", "x", "import os\nimport sys\n" * 4, "for i in range(10): print(i)"]
 
@@ -73,6 +77,49 @@ def test_texts_that_do_not_depend_on_k_are_those_of_plain_decoding(
         assert is_erratic == bool(chosen)
         if options == {"num_blocks": 34}:
             assert sum(output.metrics.num_preemptions for output in outputs) > 0
+
+
+class Noted(Graphs):
+    """Captures that are noted, and run as they come."""
+
+    def stage(self, name: str, run: Callable[..., Any], rows: StepRows, *given: Any) -> Any:
+        if self._recording is not None:
+            self._recording[name] = Any, None
+        elif rows.shape is not None and not self._warming:
+            assert name in self._captured[rows.shape]
+        return run(rows, *given)
+
+
+@pytest.mark.parametrize("rule", ["standard", "synthetic"])
+def test_a_device_measures_the_steps_that_it_captures_and_will_replay(
+    target: Path, auto: dict[str, Any], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, most = Assembly.__init__, {"max_speculative_tokens": 4, "rejection_sample_method": rule}
+    if rule == "synthetic":
+        most["synthetic_acceptance_rates"] = [0.9, 0.8, 0.6, 0.4]
+
+    def capturing(assembly: Assembly, *given: Any, **named: Any) -> None:
+        made(assembly, *given, **named)
+        assembly.captures = True
+
+    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
+    monkeypatch.setattr("foretoken.engine.assembly.Graphs", Noted)
+    monkeypatch.setattr(Assembly, "__init__", capturing)
+    llm = build(target, {**auto, **most}, backend="torch", num_blocks=60)
+    captured, widths = llm.engine.runner.graphs._captured, (0, 1, 2, 4)
+    assert {(shape.size, shape.most_drafts) for shape in captured} == {
+        (size, width) for size in (1, 3) for width in widths
+    }
+    before = set(captured)
+    outputs = llm.generate(
+        PROMPTS[0], SamplingParams(max_tokens=60, temperature=1, ignore_eos=True)
+    )
+    assert set(captured) == before, "what is served was captured at the start"
+    assert len(outputs[0].metrics.steps_per_k) > 1
+    if rule == "standard":
+        params = SamplingParams(temperature=0, max_tokens=40)
+        expected = tokens(build(target, None, backend="torch").generate(PROMPTS, params))
+        assert tokens(llm.generate(PROMPTS, params)) == expected
 
 
 def test_blocks_are_reserved_for_what_was_chosen(target: Path, auto: dict[str, Any]) -> None:

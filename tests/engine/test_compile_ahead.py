@@ -21,10 +21,13 @@ import torch
 
 from benchmarks.heads import save_head
 from foretoken import LLM
+from foretoken.drafting.control import draft_widths
 from foretoken.engine import build
 from foretoken.engine.gauge import Gauge, measure_steps
+from foretoken.engine.graphs import Graphs
 from foretoken.engine.memory_plan import Sizes
-from foretoken.ops import Backend
+from foretoken.engine.step_costs import measure
+from foretoken.ops import Backend, Rule
 from tests.support.checkpoints import save_checkpoint
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,4 +98,9 @@ def test_no_garbage_is_used_as_an_index(
     drafts = 0 if spec is None else 3
     with pytest.raises(Compiled):
         measure_steps(runner, Sizes(3, 48, 96, drafts), Gauge())
+    assert ran
+    ran.clear()
+    runner.graphs = Graphs((1, 3), draft_widths(drafts, adapts=True))
+    with pytest.raises(Compiled):  # as they are captured
+        measure(runner, 3, drafts, runner.graphs.widths, Rule.STANDARD)
     assert ran

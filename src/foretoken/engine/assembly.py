@@ -32,6 +32,7 @@ from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.step_costs import BLOCK_TOKENS, measure
 from foretoken.models import CausalLM
+from foretoken.ops import Rule
 from foretoken.sampling.synthetic import joint_rates, rates_of
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.table import SlotTable
@@ -143,13 +144,15 @@ class Assembly:
         """
         table, config = None, self.config
         sizes = config.max_num_seqs, config.num_drafts
+        method = config.speculative_config and config.speculative_config.rejection_sample_method
+        rule = Rule[(method or "standard").upper()]
         widths = () if self.on_host else draft_widths(config.num_drafts, adapts=self.adapts)
         if self.adapts and self.on_host:
             own_blocks = min(num_blocks, BLOCK_TOKENS // self.block_size)
-            table = measure(self.runner(own_blocks, measuring=True), *sizes, widths)
+            table = measure(self.runner(own_blocks, measuring=True), *sizes, widths, rule)
         runner = self.runner(num_blocks)
         if self.adapts and not self.on_host:
-            table = measure(runner, *sizes, widths)
+            table = measure(runner, *sizes, widths, rule)
         if table is None:
             return runner, None
         _log.info("Measured for K = `auto`:\n%s", table.shown())

@@ -110,14 +110,31 @@ class Runner:
         mark("read", "read")
         return read
 
-    def _shape_of(self, step: StepInput) -> StepShape | None:
-        """The shape under which a step is replayed; what is new is captured first."""
+    def compile_ahead(self, steps: Sequence[StepInput]) -> None:
+        """Compile the kernels of such steps, as far as they will be captured, all at once.
+
+        For before anybody is served: see `Backend.compile_ahead`.
+        """
+        shapes = {shape for step in steps if (shape := self._found_shape(step)) is not None}
+
+        def run() -> None:
+            for shape in shapes:
+                self._warm(shape)
+
+        if shapes:
+            self.model.backend.compile_ahead(run)
+
+    def _found_shape(self, step: StepInput) -> StepShape | None:
+        """The shape under which a step can be replayed."""
         if not self.graphs.sizes:
             return None
-        requests = self.slots.requests
+        slots, requests = self.slots, self.slots.requests
         warm = any(requests[slot].params.temperature > 0 for slot in step.slot_B)
-        slots = self.slots
-        shape = self.graphs.shape_of(step, slots.in_use, slots.drafters_in_use, warm=warm)
+        return self.graphs.shape_of(step, slots.in_use, slots.drafters_in_use, warm=warm)
+
+    def _shape_of(self, step: StepInput) -> StepShape | None:
+        """The shape under which a step is replayed; what is new is captured first."""
+        shape = self._found_shape(step)
         if shape is not None and shape not in self.graphs:
             try:
                 self.capture(shape)
@@ -133,8 +150,7 @@ class Runner:
         A model that looks at the device in the midst of a pass cannot be recorded, whatever the
         shape: every step runs operator by operator then.
         """
-        with self.graphs.warming():
-            self._run(StepInput.padding(), shape)
+        self._warm(shape)
         try:
             with self.graphs.recording(shape):
                 self._run(StepInput.padding(), shape)
@@ -142,6 +158,10 @@ class Runner:
             if is_out_of_memory(error):
                 raise
             self.graphs.give_up(error)
+
+    def _warm(self, shape: StepShape) -> None:
+        with self.graphs.warming():
+            self._run(StepInput.padding(), shape)
 
     def _propose(self, rows: StepRows) -> tuple[DraftRows, DraftBlock]:
         """Drafts of the requests that decide, written behind their known tokens."""

@@ -1,8 +1,8 @@
 """What steps of decoding take here, measured at start by a few of them, for nobody.
 
 Charter: only for K = `auto`. The steps go through the real runner: on a host over slots of their
-own, before the engine's are made; on a device in the spare places of the engine's, through the
-graphs that it will replay. What is measured is refined by the engine's own steps (`StepCosts`).
+own, before the engine's are made; on a device in the engine's, through the graphs that it will
+replay. What is measured is refined by the engine's own steps (`StepCosts`).
 """
 
 from __future__ import annotations
@@ -23,43 +23,50 @@ from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import NONE, StepInput
 
 SECONDS = {"cpu": 1.5, "cuda": 30.0}
-"""When the limit is reached, larger batches are taken to cost as much more as they are larger; on
-a GPU captures take most of it."""
+"""When the limit is reached, larger batches are taken to cost as much more as they are larger, and
+others to lie between those measured; on a GPU captures take most of it."""
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 2, 12  # the quickest counts: what disturbs a step makes it slower
 _SHARE = 0.2  # of the time, for each batch size
 _SHORT, _LONG = 32, 512  # tokens of context
+_LONG_ON_DEVICE = 4096  # 512 tokens of 16 requests take a GPU 0.2 ms of a step of 4
 _MIDDLE = 16  # requests of which a long context is measured
 BLOCK_TOKENS = _MIDDLE * (_LONG + 64)  # of a cache for steps of nobody
+_BEHIND = 256  # tokens that steps of one admission may add
 _EVERY_K = 4  # requests, up to which all K are measured, and not powers of two alone
 _PARAMS = SamplingParams(temperature=1.0)
 
 
-def measure(runner: Runner, num_slots: int, num_drafts: int, widths: Sequence[int]) -> StepTable:
+def measure(
+    runner: Runner, num_slots: int, num_drafts: int, widths: Sequence[int], rule: Rule
+) -> StepTable:
     """Time steps of few and many requests, with few and many drafts.
 
     Args:
         num_slots, num_drafts: most requests, most drafts of each.
         widths: numbers of drafts that a captured step may have; () where nothing is captured.
+        rule: what decides; steps that are captured for it here are those that will be served.
     """
     limit = SECONDS[runner.slots.device.type]
-    end = time.perf_counter() + limit
-    steps = _Steps(runner, num_drafts)
+    steps = _Steps(runner, num_drafts, rule)
+    sizes = [*(4**i for i in range(16) if 4**i < num_slots), num_slots]
+    if widths:
+        steps.compile_ahead(sizes, widths)
+        sizes.insert(1, sizes.pop())  # these two always: others lie between, should time run out
     coarse = sorted({0, num_drafts, *(k for k in (1, 2, 4, 8, 16, 32) if k < num_drafts)})
-    batches, rows, missed = list[int](), list[Array](), 0.0
-    size = 1
-    while not batches or (batches[-1] < num_slots and time.perf_counter() < end):
-        batch = min(size, num_slots)
+    found, missed, end = dict[int, Array](), 0.0, time.perf_counter() + limit
+    for place, batch in enumerate(sizes):
+        if time.perf_counter() > end and place > bool(widths):
+            break
         every = widths or (range(num_drafts + 1) if batch <= _EVERY_K else coarse)
         found_2K, missed = steps.table(batch, list(every), _SHARE * limit)
-        batches.append(batch)
-        rows.append(np.stack([np.interp(range(num_drafts + 1), every, x) for x in found_2K]))
-        size *= 4
+        found[batch] = np.stack([np.interp(range(num_drafts + 1), every, x) for x in found_2K])
     context, context_row = steps.of_context(min(num_slots, _MIDDLE))
     steps.clear()
-    rest_JK1, draft_JK1 = np.stack(rows, axis=1)
-    rest_JK1 = _undisturbed(np.array(batches), rest_JK1)
-    return StepTable(np.array(batches), rest_JK1, draft_JK1, context, context_row, missed)
+    batches = np.array(sorted(found))
+    rest_JK1, draft_JK1 = np.stack([found[batch] for batch in batches.tolist()], axis=1)
+    rest_JK1 = _undisturbed(batches, rest_JK1)
+    return StepTable(batches, rest_JK1, draft_JK1, context, context_row, missed)
 
 
 def _undisturbed(batches: Array, rest_JK1: Array) -> Array:
@@ -74,12 +81,19 @@ def _undisturbed(batches: Array, rest_JK1: Array) -> Array:
 class _Steps:
     """Requests of nobody, and timed steps of them."""
 
-    def __init__(self, runner: Runner, num_drafts: int) -> None:
+    def __init__(self, runner: Runner, num_drafts: int, rule: Rule) -> None:
         self._runner, self._slots, self._num_drafts = runner, runner.slots, num_drafts
+        self._rule, self._on_device = rule, isinstance(runner.slots, DeviceSlotTable)
         state = runner.slots.state
         self._most = min(state.token_SL.shape[1] - num_drafts - 1, runner.model.max_model_len)
         self._columns, self._num_blocks = state.block_SL.shape[1], runner.kv.num_blocks
         self._batch = 0
+
+    def compile_ahead(self, sizes: Sequence[int], widths: Sequence[int]) -> None:
+        """All kernels of the steps that will be captured, at once: one by one they take longer than
+        there is time for."""
+        self._admit(max(sizes), _SHORT)
+        self._runner.compile_ahead([_step(size, width) for size in sizes for width in widths])
 
     def table(self, batch: int, every: Sequence[int], limit: float) -> tuple[Array, float]:
         """Seconds [2, K] of all but drafting, and of drafting; and of a token that was missed.
@@ -115,7 +129,7 @@ class _Steps:
         if self._most < 2 * _SHORT:
             return 0.0, 0.0
         quickest = []
-        for length in (_SHORT, _LONG):
+        for length in (_SHORT, _LONG_ON_DEVICE if self._on_device else _LONG):
             self._admit(batch, length)
             self._run(1)
             taken = [[sum(self._run(k)) for k in (0, min(2, self._num_drafts))] for _ in range(4)]
@@ -140,27 +154,26 @@ class _Steps:
         processor's cache.
         """
         self.clear()
-        if not isinstance(self._slots, DeviceSlotTable):
+        if not self._on_device:
             self._runner.clear(range(self._num_blocks))  # whose contents the drafter has seen
         self._length = length = max(min(length, self._most // 2), 2)
         drafter = self._runner.drafter.measured if self._runner.drafter else 0
         request = SlotRequest(
-            0, _PARAMS, Rule.STANDARD, [0] * length, limit=self._most, num_computed=length - 1,
+            0, _PARAMS, self._rule, [0] * length, limit=self._most, num_computed=length - 1,
             drafter=drafter,
         )  # fmt: skip
+        stride, reach = (
+            -(-n // self._runner.kv.block_size) for n in (2 * length, length + _BEHIND)
+        )
         for slot in range(batch):
             self._slots.admit(slot, request._replace(key=slot))
-            if not isinstance(self._slots, DeviceSlotTable):  # there a free slot's are the spare's
-                first = slot * -(-2 * length // self._runner.kv.block_size)
-                columns = range(first, first + self._columns)
-                self._slots.write_blocks([(slot, 0, [i % self._num_blocks for i in columns])])
+            columns = range(slot * stride, slot * stride + min(reach, self._columns))
+            self._slots.write_blocks([(slot, 0, [i % self._num_blocks for i in columns])])
         self._batch = batch
 
     def _run(self, count: int) -> tuple[float, float]:
         """Seconds of a step with so many drafts of each: of all but drafting, and of drafting."""
-        clock, batch = self._runner.clock, self._batch
-        none, all_of, no = [NONE] * batch, [True] * batch, [False] * batch
-        step = StepInput(range(batch), [1] * batch, [count] * batch, all_of, none, none, no)
+        clock, step = self._runner.clock, _step(self._batch, count)
         clock.start(trace := StepTrace())
         result = self._runner.run(step)
         events = clock.take_events()
@@ -174,3 +187,8 @@ class _Steps:
         trace.seconds.pop("gap", None)  # in which a GPU waited for this
         drafting = trace.seconds.pop("draft", 0.0)
         return sum(trace.seconds.values()), drafting
+
+
+def _step(batch: int, num_drafts: int) -> StepInput:
+    none, all_of, no = [NONE] * batch, [True] * batch, [False] * batch
+    return StepInput(range(batch), [1] * batch, [num_drafts] * batch, all_of, none, none, no)

@@ -106,8 +106,9 @@ def test_characters_of_several_tokens_come_whole(http: httpx.Client) -> None:
     forced = {"logit_bias": {str(i): 100 for i in set(ids)}, "max_tokens": 60, "seed": 3}
     asked = {"prompt": "x", "speculative": ON, **forced}
     whole = post(http, COMPLETIONS, **asked)["choices"][0]["text"]
-    said = [c["text"] for c in choices(chunks(http, COMPLETIONS, **asked))]
-    assert "".join(said) == whole != ""
+    for options in ({}, {"split_tokens": True}):
+        found = chunks(http, COMPLETIONS, stream_options=options, **asked)
+        assert "".join(c["text"] for c in choices(found)) == whole != ""
 
 
 def test_split_tokens_gives_each_token_its_chunk(http: httpx.Client, llm: LLM) -> None:

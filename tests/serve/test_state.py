@@ -15,8 +15,15 @@ from typer.testing import CliRunner
 
 from foretoken import AsyncEngine, __version__
 from foretoken.cli.app import app
-from foretoken.errors import ConfigError
+from foretoken.errors import (
+    CapacityError,
+    ConfigError,
+    EngineBrokenError,
+    NonFiniteLogitsError,
+    OverloadedError,
+)
 from foretoken.serve.app import build_app
+from foretoken.serve.errors import refusal
 from foretoken.serve.metrics import Counts, EngineCollector, Histogram
 from foretoken.serve.options import ServeOptions
 from tests.project.source import ROOT
@@ -189,6 +196,24 @@ def test_synthetic_texts_are_served_only_if_that_is_allowed(target: Path) -> Non
         with httpx.Client(base_url=server.url) as http:
             metrics = post(http, "/v1/completions", **body)["metrics"]["speculative_decoding"]
         assert metrics["synthetic_acceptance"] is True
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (CapacityError("max_tokens", 9, "less"), 400, "invalid_request_error"),
+        (OverloadedError("max_num_waiting", 9, "less"), 429, "rate_limit_error"),
+        (EngineBrokenError("x"), 503, "server_error"),
+        (NonFiniteLogitsError("x"), 500, "server_error"),
+        (ValueError("a secret"), 500, "server_error"),
+    ],
+)
+def test_what_a_client_may_do_decides_the_status(error: Exception, status: int, kind: str) -> None:
+    answer = refusal(error).response()
+    assert answer.status_code == status
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
+    assert f'"type":"{kind}"'.encode() in answer.body
+    assert b"secret" not in answer.body
 
 
 @pytest.mark.parametrize(

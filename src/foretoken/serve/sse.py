@@ -42,12 +42,12 @@ class ChunkWriter:
     """Chunks of one answer.
 
     Args:
-        head: its `id`, `created` and `model`.
+        head: what is equal in all of them: `id`, `object`, `created`, `model`.
     """
 
     def __init__(self, asked: Asked, head: Mapping[str, Any], form: Form) -> None:
         self._asked, self._form = asked, form
-        self._head = "data: " + _dumps({**head, "object": form.chunk_object})[:-1] + ',"choices":['
+        self._head = "data: " + _dumps(head)[:-1] + ',"choices":['
 
     def write(self, news: News, reader: EventReader) -> bytes:
         """Chunks of what is new; b"" if a client would learn nothing."""

@@ -57,6 +57,7 @@ async def answer(context: Context, request: Request, asked: Asked, form: Form) -
     record, reader = Record(context.counts), EventReader(asked)
     head = {
         "id": form.id_prefix + uuid.uuid4().hex,
+        "object": form.chunk_object if asked.stream else form.body_object,
         "created": int(time.time()),
         "model": context.served.names[0],
     }
@@ -64,7 +65,7 @@ async def answer(context: Context, request: Request, asked: Asked, form: Form) -
     try:
         if not asked.stream:
             body = await while_connected(request, whole(news, reader, form, record))
-            return _json({**head, "object": form.body_object, **body})
+            return _json(head | body)
         first = await while_connected(request, _first(news))
     except BaseException as error:
         await news.aclose()

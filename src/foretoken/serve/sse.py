@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Scope, Send
 
 from foretoken.serve.answers.events import EventReader, Form
 from foretoken.serve.errors import refusal
@@ -27,15 +27,17 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, chunks: AsyncGenerator[bytes, None], news: AsyncGenerator[News, None]
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(chunks, headers=headers)
-        self._chunks = chunks
+        self._chunks, self._news = chunks, news
 
-    async def stream_response(self, send: Send) -> None:
-        """Send the chunks; close their generator however that ends."""
-        async with aclosing(self._chunks):
-            await super().stream_response(send)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the chunks; however that ends, and if it never began, nothing is left open."""
+        async with aclosing(self._news), aclosing(self._chunks):
+            await super().__call__(scope, receive, send)
 
 
 class ChunkWriter:
@@ -77,19 +79,18 @@ async def stream(
     writer: ChunkWriter,
     observe: Callable[[News], None],
 ) -> AsyncGenerator[bytes, None]:
-    """Chunks of an answer that has begun with `news`; closing it ends what generates them."""
+    """Chunks of an answer that has begun with `news`."""
     item: News | None = news
-    async with aclosing(rest):
-        try:
-            while item is not None:
-                observe(item)
-                if chunks := writer.write(item, reader):
-                    yield chunks
-                item = await anext(rest, None)
-        except Exception as error:  # the status has been sent: the client reads it here
-            yield f"data: {_dumps(refusal(error).body)}\n\n".encode() + DONE
-            return
-    yield writer.last(reader)
+    try:
+        while item is not None:
+            observe(item)
+            if chunks := writer.write(item, reader):
+                yield chunks
+            item = await anext(rest, None)
+    except Exception as error:  # the status has been sent: the client reads it here
+        yield f"data: {_dumps(refusal(error).body)}\n\n".encode() + DONE
+    else:
+        yield writer.last(reader)
 
 
 _dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode

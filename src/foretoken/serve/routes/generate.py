@@ -73,7 +73,7 @@ async def answer(context: Context, request: Request, asked: Asked, form: Form) -
             return Response(status_code=499)  # nobody reads it
         raise
     writer = ChunkWriter(asked, head, form)
-    return EventStream(stream(first, news, reader, writer, record.observe))
+    return EventStream(stream(first, news, reader, writer, record.observe), news)
 
 
 async def whole(

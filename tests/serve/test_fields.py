@@ -144,6 +144,7 @@ def test_the_documented_lists_are_those_of_the_code() -> None:
         ({"prompt": {"a": 1}}, "prompt", "a valid string, or a valid list"),
         ({"prompt": [[1, "a"]]}, "prompt", "a valid string"),
         ({"prompt": []}, "prompt", "at least one"),
+        ({"prompt": ["a", ""]}, "prompt", "at least one token"),
         ({"prompt": [5000]}, "prompt", "[0, 4096)"),
         ({"stream_options": {}}, "stream_options", "without `stream`"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),

@@ -14,8 +14,17 @@ One flow, and what belongs where:
     app.py       the application; `access.py`: who may call it
     server.py    the process in front of it: uvicorn, signals; `command.py`: what starts all
 
-A further API is a file in `protocol/`, one in `answers/` (a `Form`, see `answers/events.py`) and a
-route. Limits of bodies, queue and time belong to `app.py` and `server.py`, a page to `routes/`.
+What comes next goes here:
+
+    a further API             its body in `protocol/`, its reader in `requests.py`, its choices in
+                              `answers/` (a `Form`, see `answers/events.py`), its route
+    tool calls, reasoning     fields in `protocol/chat.py`; the template's part in `chat_options`; a
+                              `Parser` in `parsers/`, named by `Asked`, given to `EventReader`; what
+                              it says as a further kind of `Part`, which each `Form` writes
+    limits, time, logs        around the application in `app.py`; signals and exit in `server.py`;
+                              whether it takes requests in `routes/state.py`
+    a page                    `routes/page.py`, and its files beside it
+    a metric                  `metrics.py`, and its line in docs/server.md
 
 Nothing outside this package imports fastapi, starlette, pydantic, uvicorn or prometheus-client.
 `options.py` and `command.py` load them when they must: the command line imports both.

@@ -134,15 +134,12 @@ def encode(
                 "prompt", prompt, "token ids: this checkpoint has no tokenizer", "Encode it first."
             )
         check_text("prompt", prompt)
-        return prompt, _encode_text(tokenizer, prompt, add_special_tokens)
+        options = {} if add_special_tokens else {"add_special_tokens": False}
+        return prompt, list(tokenizer.encode(prompt, **options)) if prompt else []
     ids = as_list(prompt)
     if ids is None:
         raise RequestError("prompt", prompt, _PROMPT_KINDS)
     return None, [plain(token) for token in ids]
-
-
-def _encode_text(tokenizer: Any, text: str, add_special_tokens: bool) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens)) if text else []
 
 
 def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:

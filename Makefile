@@ -2,7 +2,7 @@
 #
 # PYTHON   the interpreter that creates .venv (3.11 or newer)
 # ARGS     more arguments for pytest, for example: make test ARGS="-k verify", or ARGS="-n 0" to run
-#          everything in one process
+#          everything in one process; or for `foretoken serve`
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,6 +12,7 @@ ARGS ?=
 # Stamp files: the packages that pyproject.toml and the constraints ask for are in .venv; the native
 # kernels are those of the present sources.
 CORE := $(VENV)/.foretoken-core
+SERVE := $(VENV)/.foretoken-serve
 DEV := $(VENV)/.foretoken-dev
 NATIVE := $(VENV)/.foretoken-native
 # A file's tests stay in one process, since they share models that take seconds to load. On two
@@ -19,11 +20,12 @@ NATIVE := $(VENV)/.foretoken-native
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
 
-.PHONY: demo test check format law soak trial bench tables clean help
+.PHONY: demo serve test check format law soak trial bench tables clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a guided first minute of speculative decoding on this machine"
+	@echo "make serve   OpenAI's API on port 8000, with the embedded model and its draft model"
 	@echo "make test    lint, types and tests (the command that must pass before a commit)"
 	@echo "make check   lint and types only;  make format  mends what can be mended"
 	@echo "make law     the full statistical matrix;  make soak  long runs"
@@ -42,6 +44,11 @@ $(CORE): pyproject.toml constraints-dev.txt | $(BIN)/python
 	@$(PIP) --editable .
 	@touch $@
 
+$(SERVE): pyproject.toml constraints-dev.txt | $(CORE)
+	@echo "Adding the server's packages to $(VENV)"
+	@$(PIP) --quiet --editable '.[serve]'
+	@touch $(CORE) $@
+
 $(DEV): pyproject.toml constraints-dev.txt | $(CORE)
 	@echo "Adding the development tools to $(VENV)"
 	@$(PIP) --quiet --editable '.[dev]'
@@ -54,6 +61,9 @@ $(NATIVE): $(wildcard src/foretoken/ops/backends/native/csrc/*) src/foretoken/op
 
 demo: $(CORE) $(NATIVE)
 	@$(BIN)/foretoken demo
+
+serve: $(SERVE) $(NATIVE)
+	@$(BIN)/foretoken serve tiny-python $(ARGS)
 
 check: $(DEV)
 	@$(BIN)/ruff check .

@@ -8,17 +8,20 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, Self, Unpack, overload
 
 from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.engine.admission import check_token_ids
 from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
-from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options
-from foretoken.engine.worker import Mailbox, Worker
+from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options, decode, encode
+from foretoken.engine.worker import EngineStatus, Mailbox, Worker
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
 from foretoken.outputs import RequestDelta, RequestOutput, SpeculationMetrics
 from foretoken.sampling.grammar import COMPILE_SECONDS
+from foretoken.sampling.params import SamplingParams
 
 
 class AsyncEngine:
@@ -171,9 +174,12 @@ class AsyncEngine:
             RequestError: a template that is not one or does not use what it is given. All else is
                 raised as in `generate`.
         """
-        options = check_options(template, known=CHAT_OPTIONS)
-        prompt = ChatPrompt(ChatTemplate(self._tokenizer, **options), messages)
+        prompt = self._chat_prompt(messages, template)
         return self._complete(prompt, sampling_params, request_id, deltas)
+
+    def _chat_prompt(self, messages: Any, template: ChatOptions) -> ChatPrompt:
+        options = check_options(template, known=CHAT_OPTIONS)
+        return ChatPrompt(ChatTemplate(self._tokenizer, **options), messages)
 
     async def _complete(
         self,
@@ -194,6 +200,47 @@ class AsyncEngine:
                 yield news
         finally:
             worker.leave(name, mailbox)
+
+    @property
+    def status(self) -> EngineStatus:
+        """How busy the engine is, and whether it serves at all."""
+        return self._worker.status()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` means: the checkpoint's defaults, to change and pass on."""
+        return replace(self._params.defaults)
+
+    async def encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, as `generate` would have them.
+
+        Raises:
+            RequestError: it is no prompt, or a text where there is no tokenizer.
+        """
+
+        def work(engine: Engine) -> list[int]:
+            return encode(engine.tokenizer, prompt, add_special_tokens=add_special_tokens)[1]
+
+        return await asyncio.wrap_future(self._worker.call(work))
+
+    async def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template: Unpack[ChatOptions]
+    ) -> list[int]:
+        """Token ids of a conversation, as `chat` would have them; raises `RequestError`, too."""
+        prompt = self._chat_prompt(messages, template)
+        return await asyncio.wrap_future(self._worker.call(lambda engine: prompt.encode()[1]))
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones left out.
+
+        Raises:
+            RequestError: an id that the model does not have, or there is no tokenizer.
+        """
+
+        def work(engine: Engine) -> str:
+            check_token_ids("tokens", token_ids, engine.limits.vocab_size)
+            return decode(engine.tokenizer, token_ids)
+
+        return await asyncio.wrap_future(self._worker.call(work))
 
     async def abort(self, request_id: str) -> bool:
         """End a request where it is; its iterator ends with what there is, marked `abort`.

@@ -23,6 +23,7 @@ from foretoken.cli.app import SET_BY_BENCH, app
 from foretoken.cli.options import NOT_OPTIONS
 from foretoken.config import DTYPES
 from foretoken.ops import BACKENDS
+from foretoken.sampling.params import SamplingParams
 
 PINNED = Path(__file__).with_name("surface.txt")
 
@@ -42,12 +43,14 @@ OTHER_DEFAULTS = {
         "enable_prefix_caching": False,
         **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")),
     },
+    "serve": {"model": None},
 }
+WITHOUT = {"bench": SET_BY_BENCH, "serve": {field.name for field in fields(SamplingParams)}}
 
 
 def offered(command: str | None) -> set[str]:
     """The fields that are options of a command."""
-    without = SET_BY_BENCH if command == "bench" else set()
+    without = WITHOUT.get(command or "", set())
     return FIELDS.keys() - without if command in OTHER_DEFAULTS else set()
 
 
@@ -79,13 +82,15 @@ def test_help_and_version() -> None:
     assert runner.invoke(app, ["--version"]).output == f"foretoken {foretoken.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["", "generate", "chat", "bench", "train-eagle3", "demo"])
+@pytest.mark.parametrize(
+    "command", ["", "generate", "chat", "bench", "serve", "train-eagle3", "demo"]
+)
 def test_help_loads_no_heavy_library(command: str) -> None:
     code = (
         f"import sys; sys.argv = ['foretoken', *{command.split()}, '--help']\n"
         "from foretoken.cli import main\n"
         "try:\n    main()\nexcept SystemExit as leave:\n    assert not leave.code\n"
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+        "sys.exit(bool({'torch', 'transformers', 'fastapi'} & {*sys.modules}))"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 

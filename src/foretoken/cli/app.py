@@ -1,12 +1,14 @@
 """The commands. Heavy libraries load inside them, so that help is instant.
 
-Charter: options only; what a command does lives in `llm.py` and `lab/`, what it prints in
+Charter: options only; what a command does lives in `llm.py`, `serve/` and `lab/`, what it prints in
 `output.py`, what is said when it cannot in `terminal.py`.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,12 +24,14 @@ from foretoken.cli.terminal import (
     exit_on_sigterm,
     read_input,
     reporting,
+    say,
 )
 from foretoken.config import EngineConfig, check_int
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.train_eagle3.options import TrainOptions
 from foretoken.sampling.params import SamplingParams
+from foretoken.serve.options import ServeOptions
 
 if TYPE_CHECKING:
     from foretoken.llm import LLM
@@ -36,6 +40,8 @@ _EMBEDDED = "tiny-python"
 _OWN_DRAFT = {"method": "draft_model"}
 # `bench` has its own prompts and seed, and of how long an output is and what ends it the length
 # alone.
+# Options of the engine that a server has and other commands do not.
+OF_SERVERS = {"seed", "max_num_waiting", "generation_config"}
 SET_BY_BENCH = {
     *("seed", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "prediction", "trace"),
@@ -212,6 +218,34 @@ def bench(
             command.run(llm, asked, params, [loading])
 
 
+@app.command()
+@with_fields(ServeOptions, sampling=False, also=OF_SERVERS, model=None)
+def serve(
+    model_name: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")
+    ] = None,
+    speculative_config: Speculative = None,
+    suffix_corpus: SuffixCorpus = None,
+    no_speculation: NoSpeculation = False,
+    debug: Debug = False,
+    **options: Any,
+) -> None:
+    """Serve a model by OpenAI's API (see docs/server.md). Without MODEL: tiny-python."""
+    with reporting(debug) as note:
+        asked = ServeOptions(**fields_given(ServeOptions, options))
+        given = [name for name in (model_name, options["model"]) if name is not None]
+        if len(given) > 1:
+            raise ConfigError("model", given[1], "left out beside MODEL", "Give one of the two.")
+        options["model"] = given[0] if given else _EMBEDDED
+        ways = (speculative_config, no_speculation, suffix_corpus)
+        engine = _engine_options(options, *ways, also=OF_SERVERS)
+        template = read_template(asked.chat_template)
+        note("nothing was served.")
+        from foretoken.serve.command import start
+
+        start(engine, replace(asked, chat_template=template), say)
+
+
 @app.command("train-eagle3")
 @with_fields(TrainOptions, engine=False)
 def train_eagle3(debug: Debug = False, **options: Any) -> None:
@@ -233,9 +267,13 @@ def _start(options: dict[str, Any], given: str | None, off: bool, corpus: str | 
 
 
 def _engine_options(
-    options: dict[str, Any], given: str | None, off: bool, corpus: str | None
+    options: dict[str, Any],
+    given: str | None,
+    off: bool,
+    corpus: str | None,
+    also: Set[str] = frozenset(),
 ) -> dict[str, Any]:
-    engine = fields_given(EngineConfig, options)
+    engine = fields_given(EngineConfig, options, also)
     ways = {"no-speculation": off or None, "suffix-corpus": corpus, "speculative-config": given}
     asked = [name for name, value in ways.items() if value is not None]
     if len(asked) > 1:

@@ -31,7 +31,12 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def with_fields(
-    *own: type, engine: bool = True, without: Set[str] = frozenset(), **defaults: Any
+    *own: type,
+    engine: bool = True,
+    sampling: bool = True,
+    without: Set[str] = frozenset(),
+    also: Set[str] = frozenset(),
+    **defaults: Any,
 ) -> Callable[[_Command], _Command]:
     """Give a command the options of `EngineConfig` and `SamplingParams`.
 
@@ -39,8 +44,9 @@ def with_fields(
 
     Args:
         own: further dataclasses whose fields are its options, before the others.
-        engine: False gives it those of `own` alone.
+        engine: False gives it those of `own` alone; sampling: False none of `SamplingParams`.
         without: fields of those two that are none.
+        also: fields of `NOT_OPTIONS` that are some here.
         defaults: those that differ from the dataclasses'.
     """
 
@@ -52,19 +58,21 @@ def with_fields(
         first = [p for cls in own for p in _parameters(cls, defaults)]
         listed = [*arguments, *first, *others, last]
         if engine:
-            model, *rest = _parameters(EngineConfig, defaults, without)
-            sampling = _parameters(SamplingParams, defaults, without)
-            listed = [*arguments, model, *first, *others, *sampling, *rest, last]
+            model, *rest = _parameters(EngineConfig, defaults, without, also)
+            asked = _parameters(SamplingParams, defaults, without) if sampling else []
+            listed = [*arguments, model, *first, *others, *asked, *rest, last]
         command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
         return command
 
     return decorate
 
 
-def fields_given(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+def fields_given(
+    cls: type, options: dict[str, Any], also: Set[str] = frozenset()
+) -> dict[str, Any]:
     """The fields of a dataclass that a command was given; `RequestError`: no UTF-8, no JSON."""
     given = {}
-    for field in _option_fields(cls):
+    for field in _option_fields(cls, also):
         value = options.get(field.name)
         if isinstance(value, list) and all(isinstance(item, str) for item in value):
             value = [as_utf8(field.name, item) for item in value]
@@ -75,12 +83,16 @@ def fields_given(cls: type, options: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _option_fields(cls: Any) -> list[Field[Any]]:
-    return [field for field in fields(cls) if field.name not in NOT_OPTIONS.get(cls, ())]
+def _option_fields(cls: Any, also: Set[str]) -> list[Field[Any]]:
+    left_out = NOT_OPTIONS.get(cls, set()) - also
+    return [field for field in fields(cls) if field.name not in left_out]
 
 
 def _parameters(
-    cls: Any, defaults: dict[str, Any], without: Set[str] = frozenset()
+    cls: Any,
+    defaults: dict[str, Any],
+    without: Set[str] = frozenset(),
+    also: Set[str] = frozenset(),
 ) -> list[inspect.Parameter]:
     documented = _documented(cls)
     return [
@@ -93,7 +105,7 @@ def _parameters(
             ),
             annotation=_annotation(field, _help(field, documented.get(field.name, ""))),
         )
-        for field in _option_fields(cls)
+        for field in _option_fields(cls, also)
         if field.name not in without
     ]
 

@@ -79,9 +79,7 @@ def check_request(
         "prediction": _prediction(params, limits),
     }
     for name, ids in all_ids.items():
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
-                raise RequestError(name, token, f"made of token ids in [0, {size})")
+        check_token_ids(name, ids, size)
     params = _fit(len(prompt_ids), params, limits)
     wanted = params.num_speculative_tokens
     if wanted == AUTO and not limits.adapts:
@@ -122,6 +120,13 @@ def _check_grammar(params: SamplingParams, limits: Limits) -> None:
         bound = "left out under the rule `synthetic`, which accepts drafts that no grammar allows"
         remedy = f"Set `rejection_sample_method` to one of {', '.join(LOSSLESS_METHODS)}."
         raise RequestError("structured_outputs", params.grammar, bound, remedy)
+
+
+def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> None:
+    """Raise `RequestError` for one that the model does not have."""
+    for token in token_ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError(name, token, f"made of token ids in [0, {vocab_size})")
 
 
 def drafts_of(params: SamplingParams, rule: str, limits: Limits) -> tuple[int, bool]:

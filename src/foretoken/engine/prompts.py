@@ -113,8 +113,13 @@ def split_prompts(prompts: Any) -> tuple[bool, list[Any]]:
     return False, items
 
 
-def encode(tokenizer: Any | None, prompt: Any) -> tuple[str | None, list[int]]:
+def encode(
+    tokenizer: Any | None, prompt: Any, *, add_special_tokens: bool = True
+) -> tuple[str | None, list[int]]:
     """Text (None if ids were given alone) and token ids of a prompt.
+
+    Args:
+        add_special_tokens: whether a text gets those that the tokenizer begins one with.
 
     Raises:
         RequestError: it is no prompt, no text, or a text where there is no tokenizer.
@@ -129,11 +134,20 @@ def encode(tokenizer: Any | None, prompt: Any) -> tuple[str | None, list[int]]:
                 "prompt", prompt, "token ids: this checkpoint has no tokenizer", "Encode it first."
             )
         check_text("prompt", prompt)
-        return prompt, list(tokenizer.encode(prompt)) if prompt else []
+        options = {} if add_special_tokens else {"add_special_tokens": False}
+        return prompt, list(tokenizer.encode(prompt, **options)) if prompt else []
     ids = as_list(prompt)
     if ids is None:
         raise RequestError("prompt", prompt, _PROMPT_KINDS)
     return None, [plain(token) for token in ids]
+
+
+def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
+    """The text of tokens, special ones left out; `RequestError` where there is no tokenizer."""
+    if tokenizer is None:
+        bound = "left out: this checkpoint has no tokenizer"
+        raise RequestError("tokens", f"{len(token_ids)} tokens", bound)
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def encode_prediction(

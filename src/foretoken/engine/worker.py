@@ -11,8 +11,11 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from foretoken.engine.boundary import build_output, prepare, submit, take_delta
 from foretoken.engine.engine import Engine
@@ -23,6 +26,27 @@ from foretoken.errors import ForetokenError, RequestError, StepError, UsageError
 from foretoken.models.chat import ChatPrompt
 from foretoken.outputs import RequestDelta, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """How busy an engine is. Its thread goes on meanwhile: numbers may be one step apart.
+
+    Attributes:
+        num_open: requests whose iterators have not ended.
+        num_running: samples that have a slot.
+        num_waiting: samples that wait for one.
+        kv_cache_usage: share of the cache's blocks that running samples hold, 0..1.
+        failure: why nothing is served any more, or None.
+    """
+
+    num_open: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    failure: ForetokenError | None = None
 
 
 class Mailbox:
@@ -90,8 +114,9 @@ class Worker:
         self.home = HomeProcess("AsyncEngine")
         self.metrics = SpeculationMetrics()
         self._engine = engine
-        self._wake = threading.Condition()  # guards the five fields below
+        self._wake = threading.Condition()  # guards the six fields below
         self._commands: deque[Callable[[], None]] = deque()
+        self._calls: set[Future[Any]] = set()
         self._open: dict[str, Mailbox] = {}
         self._num_requests = 0
         self._is_closing = False
@@ -116,12 +141,7 @@ class Worker:
         params: SamplingParams,
     ) -> str:
         """Have a request added; returns its name, the next free number if it is given none."""
-        self.home.check()
-        with self._wake:
-            if self._failure is not None:
-                raise _dead(self._failure)
-            if self._is_closing:
-                raise _closed()
+        with self._wake_to_serve():
             name = request_id
             while name is None or (request_id is None and name in self._open):
                 self._num_requests += 1
@@ -131,6 +151,29 @@ class Worker:
             self._open[name] = mailbox
             self._post(lambda: self._add(mailbox, name, prompt, params))
         return name
+
+    def call(self, work: Callable[[Engine], _Answer]) -> Future[_Answer]:
+        """Have something done between two steps; what it raises is raised to who waits for it."""
+        future: Future[_Answer] = Future()
+        with self._wake_to_serve():
+            self._calls.add(future)
+            self._post(lambda: self._answer(future, work))
+        return future
+
+    def status(self) -> EngineStatus:
+        """How busy the engine is, from any thread."""
+        with self._wake:
+            num_open, failure = len(self._open), self._failure
+        try:
+            engine = self._engine
+            engine.check_works()
+        except AttributeError:
+            return EngineStatus(num_open, failure=_dead(failure) if failure else _closed())
+        except ForetokenError as error:
+            return EngineStatus(num_open, failure=error)
+        scheduler, pool = engine.scheduler, engine.scheduler.pool
+        usage = 1 - pool.num_free / pool.num_blocks
+        return EngineStatus(num_open, len(scheduler.running), len(scheduler.waiting), usage)
 
     def leave(self, name: str, mailbox: Mailbox) -> None:
         """Nobody reads this mailbox any more: its name is free, its request ends."""
@@ -164,6 +207,17 @@ class Worker:
         if threading.current_thread() is not self._thread and not self.home.is_left:
             self._thread.join()
 
+    @contextmanager
+    def _wake_to_serve(self) -> Iterator[None]:
+        """Hold the condition of a thread that will serve what is posted; raises if it will not."""
+        self.home.check()
+        with self._wake:
+            if self._failure is not None:
+                raise _dead(self._failure)
+            if self._is_closing:
+                raise _closed()
+            yield
+
     def _post(self, command: Callable[[], None]) -> None:
         """Queue a command; the caller holds the condition."""
         self._commands.append(command)
@@ -179,9 +233,12 @@ class Worker:
         except BaseException as error:  # whatever ends this thread, readers must learn of it
             with self._wake:
                 self._failure = error
-                readers = [*self._open.values()]
+                readers, callers = [*self._open.values()], [*self._calls]
             for mailbox in readers:
                 mailbox.fail(_dead(error))
+            for future in callers:
+                with suppress(InvalidStateError):  # its caller has left
+                    future.set_exception(_dead(error))
         finally:
             del self._engine
 
@@ -211,6 +268,15 @@ class Worker:
             self._groups[mailbox] = submit(engine, prepare(engine, name, prompt, params))
         except ForetokenError as error:
             mailbox.fail(error)
+
+    def _answer(self, future: Future[_Answer], work: Callable[[Engine], _Answer]) -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work(self._engine))
+            except Exception as error:
+                future.set_exception(error)
+        with self._wake:
+            self._calls.discard(future)
 
     def _abort(self, mailbox: Mailbox) -> None:
         """End a request, unless it has ended, and show what it has."""

@@ -1,0 +1,31 @@
+"""`foretoken serve`: OpenAI's API over an `AsyncEngine`, exact under speculation.
+
+One flow, and what belongs where:
+
+    protocol/    bodies of requests, one file per API: types, names, what is refused by its name
+    requests.py  a body as the engine takes it: `Asked`, with prompts and `SamplingParams`
+    running.py   the engine's deltas of everything that was asked, of several prompts in turns
+    answers/     deltas as events (`events.py`: text; tool calls and reasoning by their parsers),
+                 events as choices (`chat.py`, `completions.py`), counts (`usage.py`)
+    sse.py       choices as a stream of chunks
+    routes/      one file per family of endpoints; `generate.py` is the flow above: begin there
+    metrics.py   what Prometheus scrapes
+    errors.py    every error as OpenAI's body and a status
+    app.py       the application; `access.py`: who may call it
+    server.py    the process in front of it: uvicorn, signals; `command.py`: what starts all
+
+What comes next goes here:
+
+    a further API             its body in `protocol/`, its reader in `requests.py`, its choices in
+                              `answers/` (a `Form`, see `answers/events.py`), its route
+    tool calls, reasoning     fields in `protocol/chat.py`; the template's part in `chat_options`; a
+                              `Parser` in `parsers/`, named by `Asked`, given to `EventReader`; what
+                              it says as a further kind of `Part`, which each `Form` writes
+    limits, time, logs        around the application in `app.py`; signals and exit in `server.py`;
+                              whether it takes requests in `routes/state.py`
+    a page                    `routes/page.py`, and its files beside it
+    a metric                  `metrics.py`, and its line in docs/server.md
+
+Nothing outside this package imports fastapi, starlette, pydantic, uvicorn or prometheus-client.
+`options.py` and `command.py` load them when they must: the command line imports both.
+"""

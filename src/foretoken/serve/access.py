@@ -1,0 +1,31 @@
+"""Who may call: a key that clients send, compared in constant time."""
+
+from __future__ import annotations
+
+import hmac
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from foretoken.serve.errors import Refusal
+
+OPEN = ("/health", "/health/ready", "/metrics", "/version")
+"""Paths that need no key: probes and scrapers have none."""
+
+
+class KeyCheck:
+    """Answers 401 to who does not send the key."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._expected = app, f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what has the key, or needs none."""
+        if scope["type"] == "http" and scope["path"] not in OPEN:
+            sent = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(sent, self._expected):
+                told = "The header `Authorization` must be `Bearer` and this server's key."
+                refused = Refusal(401, told, "invalid_request_error", code="invalid_api_key")
+                await refused.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

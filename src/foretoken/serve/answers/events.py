@@ -1,0 +1,140 @@
+"""Deltas as events: what each choice of an answer has that is new.
+
+Charter: what an answer says, whatever API it is written for. A parser reads the tokens of one
+choice and says what they mean: `Content` here, tool calls and reasoning where a parser of theirs is
+given. `Form` is what an API makes of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from foretoken.outputs import CompletionDelta, Logprob, RequestDelta
+from foretoken.serve.answers.usage import Usage
+from foretoken.serve.requests import Asked
+from foretoken.serve.running import News
+
+
+class Content(NamedTuple):
+    """Text of the answer."""
+
+    text: str
+
+
+Part = Content
+"""What tokens may say: a union, once there are further kinds."""
+
+
+class Echo(NamedTuple):
+    """The prompt, where an answer begins with it."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[dict[int, Logprob] | None] | None
+
+
+class Event(NamedTuple):
+    """What one choice has that is new.
+
+    Attributes:
+        choice: its index: samples of the first prompt, then those of the second.
+        parts: what the new tokens say; may be empty.
+        sample: the tokens, what is known of each, and why it ended, if it has.
+        echo: the prompt, in the first event of a choice whose request asked for it.
+        prompt_logprobs: as the engine gave them, in the event that has them.
+    """
+
+    choice: int
+    parts: Sequence[Part]
+    sample: CompletionDelta
+    echo: Echo | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+
+
+class Parser(Protocol):
+    """What the tokens of one choice mean, however they are split into deltas."""
+
+    def feed(self, sample: CompletionDelta) -> Sequence[Part]:
+        """What is new, and sure; the last delta has a `finish_reason` and leaves nothing over."""
+
+
+class Plain:
+    """All text is the answer's."""
+
+    def feed(self, sample: CompletionDelta) -> Sequence[Part]:
+        """The text, if there is any."""
+        return (Content(sample.text),) if sample.text else ()
+
+
+class Form(Protocol):
+    """How an API writes events, as dicts for JSON."""
+
+    id_prefix: str
+    chunk_object: str
+    body_object: str
+
+    def chunks(self, event: Event) -> list[dict[str, Any]]:
+        """Choices of a stream: none where a client would learn nothing."""
+
+    def whole(self, events: Sequence[Event]) -> dict[str, Any]:
+        """One choice from all its events."""
+
+
+class EventReader:
+    """Deltas of one request as events, and what they count."""
+
+    def __init__(self, asked: Asked, new_parser: Callable[[], Parser] = Plain) -> None:
+        self.usage = Usage(asked)
+        self._asked, self._new_parser = asked, new_parser
+        self._parsers: dict[int, Parser] = {}
+        self._prompts: dict[int, RequestDelta] = {}
+
+    def read(self, news: News) -> Iterator[Event]:
+        """The events of a delta, one for each choice that has something new."""
+        number, delta = news
+        self.usage.count(delta)
+        for sample in delta.outputs:
+            index = number * self._asked.params.n + sample.index
+            parser = self._parsers.get(index)
+            echo = None
+            if parser is None:
+                parser = self._parsers[index] = self._new_parser()
+                echo = self._echo(number, delta) if self._asked.echo else None
+            for piece in split_tokens(sample) if self._asked.split_tokens else (sample,):
+                yield Event(index, parser.feed(piece), piece, echo, delta.prompt_logprobs)
+                echo = None
+
+    def _echo(self, number: int, delta: RequestDelta) -> Echo:
+        """What stands before a choice; samples that begin later find the first one's."""
+        if delta.prompt_token_ids is not None:
+            self._prompts[number] = delta
+        first = self._prompts[number]
+        return Echo(first.prompt or "", first.prompt_token_ids or (), first.prompt_logprobs)
+
+
+def split_tokens(sample: CompletionDelta) -> Iterator[CompletionDelta]:
+    """A delta of several tokens as one for each.
+
+    Together they have the text of the whole. A token gets what it alone decodes to where the text
+    goes on with that; where it does not, as within a character or a stop string, a later one does.
+    """
+    left, last = sample.text, len(sample.token_ids) - 1
+    if last < 1 or sample.logprobs is None:
+        yield sample
+        return
+    for i, token in enumerate(sample.token_ids):
+        said = sample.logprobs[i][token].decoded_token or ""
+        said = left if i == last else said if left.startswith(said) else ""
+        left = left[len(said) :]
+        yield replace(
+            sample,
+            token_ids=[token],
+            text=said,
+            logprobs=[sample.logprobs[i]],
+            origins=sample.origins[i : i + 1],
+            trace=None if sample.trace is None else sample.trace[i : i + 1],
+            finish_reason=sample.finish_reason if i == last else None,
+            stop_reason=sample.stop_reason if i == last else None,
+        )

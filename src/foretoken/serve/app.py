@@ -1,0 +1,41 @@
+"""The application: an engine and its options as ASGI."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from foretoken import __version__
+from foretoken.async_engine import AsyncEngine
+from foretoken.serve import errors
+from foretoken.serve.access import KeyCheck
+from foretoken.serve.context import Context
+from foretoken.serve.metrics import Counts
+from foretoken.serve.options import ServeOptions
+from foretoken.serve.requests import Served
+from foretoken.serve.routes import generate, models, state, tokens
+
+
+def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
+    """OpenAI's API over an engine, which it closes when it ends.
+
+    Raises:
+        ConfigError: the engine's rule is `synthetic`, and the options do not allow that.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await engine.close()
+
+    context = Context(engine, Served.of(engine, options), Counts(), int(time.time()))
+    app = FastAPI(title="Foretoken", version=__version__, redoc_url=None, lifespan=lifespan)
+    errors.install(app)
+    for part in (generate, models, tokens, state):
+        app.include_router(part.router(context))
+    if options.api_key is not None:
+        app.add_middleware(KeyCheck, key=options.api_key)
+    return app

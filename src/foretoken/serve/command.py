@@ -1,0 +1,32 @@
+"""`foretoken serve`: from options to a server that runs. Loads fastapi only when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from foretoken.config import EngineConfig
+from foretoken.errors import ConfigError
+from foretoken.serve.options import ServeOptions
+
+
+def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Load the model and serve it until a signal ends that.
+
+    Raises:
+        ConfigError: an option, or a package of the extra `serve` is missing.
+        OSError: the address cannot be listened on.
+    """
+    options.check_engine(EngineConfig.parse(**engine))
+    try:
+        from foretoken.serve.app import build_app
+        from foretoken.serve.server import serve
+    except ModuleNotFoundError as error:
+        bound = "installed to serve"
+        raise ConfigError(
+            f"foretoken[serve]: {error.name}", None, bound, "Run: pip install 'foretoken[serve]'"
+        ) from None
+    from foretoken.async_engine import AsyncEngine
+
+    say(f"Loading {engine['model']}")
+    serve(build_app(AsyncEngine(**engine), options), options, say)

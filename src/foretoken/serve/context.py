@@ -1,0 +1,19 @@
+"""What every route reads: one record, made with the application."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foretoken.async_engine import AsyncEngine
+from foretoken.serve.metrics import Counts
+from foretoken.serve.requests import Served
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The engine, what is served of it, and what has been counted."""
+
+    engine: AsyncEngine
+    served: Served
+    counts: Counts
+    started: int

@@ -1,0 +1,182 @@
+"""What Prometheus scrapes: plain counts, made into its families when it asks.
+
+Charter: names that dashboards of this ecosystem read begin with `vllm:`, ours with `foretoken:`.
+A delta costs additions and one search in a list of bounds; all else is done at the scrape.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from foretoken.async_engine import AsyncEngine
+from foretoken.outputs import EngineMetrics
+from foretoken.serve.running import News
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+class Histogram:
+    """Counts of values by upper bounds, in seconds."""
+
+    def __init__(self) -> None:
+        self.counts, self.sum = [0] * (len(_SECONDS) + 1), 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value."""
+        self.counts[bisect_left(_SECONDS, value)] += times
+        self.sum += value * times
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """Bounds and how many values are at most so large."""
+        bounds = [*map(str, _SECONDS), "+Inf"]
+        return [*zip(bounds, map(float, accumulate(self.counts)), strict=True)]
+
+
+class Counts:
+    """Sums over all requests since the start."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = self.generation_tokens = 0
+        self.cached_tokens = self.preemptions = 0
+        self.finished: Counter[str] = Counter()
+        self.time_to_first_token = Histogram()
+        self.inter_token_latency = Histogram()
+        self.e2e_request_latency = Histogram()
+
+
+class Record:
+    """What one request over HTTP adds to the counts, delta by delta."""
+
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
+        self._start = time.perf_counter()
+        self._last: dict[int, float] = {}
+
+    def observe(self, news: News) -> None:
+        """Count a delta; a step's tokens came at equal distances, as far as a client can tell."""
+        number, delta = news
+        counts, now = self._counts, time.perf_counter()
+        if delta.prompt_token_ids is not None:
+            counts.prompt_tokens += len(delta.prompt_token_ids)
+        before = self._last.get(number)
+        for sample in delta.outputs:
+            size = len(sample.token_ids)
+            counts.generation_tokens += size
+            if size and before is not None:
+                counts.inter_token_latency.observe((now - before) / size, size)
+            if sample.finish_reason is not None:
+                counts.finished[sample.finish_reason] += 1
+        if before is None:
+            counts.time_to_first_token.observe(now - self._start)
+        self._last[number] = now
+        if delta.metrics is not None:
+            counts.cached_tokens += delta.metrics.num_cached_tokens
+            counts.preemptions += delta.metrics.num_preemptions
+            counts.e2e_request_latency.observe(now - self._start)
+
+
+class EngineCollector(Collector):
+    """All families, with the name of the model as a label."""
+
+    def __init__(self, engine: AsyncEngine, counts: Counts, model: str) -> None:
+        self._engine, self._counts, self._model = engine, counts, model
+
+    def collect(self) -> Iterator[Metric]:
+        """The engine and the counts as they are now."""
+        status, counts = self._engine.status, self._counts
+        yield self._gauge("num_requests_running", "Samples that compute.", status.num_running)
+        yield self._gauge("num_requests_waiting", "Samples that wait.", status.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Blocks held, 0..1.", status.kv_cache_usage)
+        totals = {
+            "prompt_tokens": ("Tokens of prompts.", counts.prompt_tokens),
+            "generation_tokens": ("Tokens generated.", counts.generation_tokens),
+            "prefix_cache_queries": ("Prompt tokens looked up.", counts.prompt_tokens),
+            "prefix_cache_hits": ("Prompt tokens found in the cache.", counts.cached_tokens),
+            "num_preemptions": ("Samples computed again.", counts.preemptions),
+        }
+        for name, (text, value) in totals.items():
+            yield self._counter(f"vllm:{name}", text, {"": value})
+        finished = dict(counts.finished)
+        yield self._counter("vllm:request_success", "Samples ended.", finished, "finished_reason")
+        yield self._histogram(
+            "time_to_first_token", "From request to first token.", counts.time_to_first_token
+        )
+        yield self._histogram(
+            "inter_token_latency",
+            "Between tokens; of a step, its time over its tokens.",
+            counts.inter_token_latency,
+        )
+        yield self._histogram(
+            "e2e_request_latency", "From request to last token.", counts.e2e_request_latency
+        )
+        yield from self._speculation()
+
+    def _speculation(self) -> Iterator[Metric]:
+        metrics = self._engine.metrics
+        drafts = {
+            "num_drafts": ("Verifications with drafts.", metrics.num_drafts),
+            "num_draft_tokens": ("Tokens drafted.", metrics.num_draft_tokens),
+            "num_accepted_tokens": ("Of those, accepted.", metrics.num_accepted_tokens),
+        }
+        for name, (text, value) in drafts.items():
+            yield self._counter(f"vllm:spec_decode_{name}", text, {"": value})
+        lists = {
+            "vllm:spec_decode_num_accepted_tokens_per_pos": metrics.accepted_per_position,
+            "foretoken:spec_decode_num_draft_tokens_per_pos": metrics.drafted_per_position,
+        }
+        for name, values in lists.items():
+            yield self._counter(name, "By index of the draft.", _numbered(values), "position")
+        steps = _numbered(metrics.steps_per_k)
+        yield self._counter("foretoken:steps_per_k", "Steps by drafts verified.", steps, "k")
+        synthetic = {"": metrics.num_synthetic_drafts}
+        yield self._counter("foretoken:synthetic_drafts", "Verified by `synthetic`.", synthetic)
+        for name in ("num_draft_tokens", "num_accepted_tokens"):
+            each = {key: getattr(counts, name) for key, counts in metrics.drafters.items()}
+            yield self._counter(f"foretoken:drafter_{name}", "By drafter.", each, "drafter")
+        for name in ("estimated", "realised"):
+            value = getattr(metrics, f"{name}_speedup") if isinstance(metrics, EngineMetrics) else 0
+            text = "Over plain decoding where K is `auto`; 0 before K was chosen."
+            yield self._gauge(f"{name}_speedup", text, value or 0.0, prefix="foretoken")
+
+    def _gauge(self, name: str, text: str, value: float, prefix: str = "vllm") -> Metric:
+        family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _counter(self, name: str, text: str, values: dict[str, int], label: str = "") -> Metric:
+        """A counter, or one for each value of a label."""
+        labels = ["model_name", label] if label else ["model_name"]
+        family = CounterMetricFamily(name, text, labels=labels)
+        for key, value in values.items():
+            family.add_metric([self._model, key] if label else [self._model], value)
+        return family
+
+    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+        family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=["model_name"])
+        family.add_metric([self._model], histogram.buckets, histogram.sum)
+        return family
+
+
+def exposition(collector: Collector) -> bytes:
+    """All families as Prometheus reads them."""
+    registry = CollectorRegistry()
+    registry.register(collector)
+    return generate_latest(registry)
+
+
+def _numbered(values: Sequence[int]) -> dict[str, int]:
+    return {str(i): value for i, value in enumerate(values)}

@@ -1,0 +1,142 @@
+"""Fields that APIs share, and what can be said of a field besides its type.
+
+Charter: types and names. Bounds are `SamplingParams`'s, so that every way in has the same.
+A field is honoured, `Inert` (accepted, changes nothing) or `Refused` (null or left out).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Inert = Annotated[Any, "inert"]
+"""Part of the public API, of no consequence here: any value is accepted."""
+Refused = Annotated[None, "refused"]
+"""Part of the public API, not implemented: null alone is accepted."""
+
+
+class Fields(BaseModel):
+    """A JSON object whose keys and types are exact: no text for a number, no further key."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Fields):
+    """What chunks hold."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    split_tokens: bool | None = None
+    include_obfuscation: Inert = None
+
+
+class Speculative(Fields):
+    """How this request is drafted for and verified, and whether its answer tells."""
+
+    enabled: bool | None = None
+    num_speculative_tokens: int | Literal["auto"] | None = None
+    drafter: str | None = None
+    rule: str | None = None
+    trace: bool | None = None
+
+
+class TextPart(Fields):
+    """A piece of a text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Fields):
+    """A text that the answer may be like."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class JsonSchema(Fields):
+    """A schema that the answer must satisfy; its name and `strict` change nothing."""
+
+    name: Inert = None
+    description: Inert = None
+    strict: Inert = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(Fields):
+    """A text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class GenerationFields(Fields):
+    """What every API that generates takes; None is the default everywhere.
+
+    Names that `SamplingParams` has mean what they mean there.
+    """
+
+    model: str | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    prediction: Prediction | None = None
+    speculative: Speculative | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: Inert = None
+    metadata: Inert = None
+    store: Inert = None
+    service_tier: Inert = None
+    safety_identifier: Inert = None
+    prompt_cache_key: Inert = None
+    prompt_cache_retention: Inert = None
+
+
+def described(kind: type[Fields], mark: str) -> list[str]:
+    """Names of a schema's fields that are marked `inert` or `refused`."""
+    return [name for name, field in kind.model_fields.items() if mark in field.metadata]
+
+
+FIELD_NAMES: set[str] = set()
+"""Names of all fields of all bodies, for errors; each file adds its own."""
+
+
+def add_names(*kinds: type[Fields]) -> None:
+    """Let errors know the fields of these bodies."""
+    for kind in kinds:
+        FIELD_NAMES.update(field.alias or name for name, field in kind.model_fields.items())
+
+
+add_names(StreamOptions, Speculative, Prediction, JsonSchema, ResponseFormat, TextPart)

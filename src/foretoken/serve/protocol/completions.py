@@ -1,0 +1,18 @@
+"""The body of `/v1/completions`."""
+
+from __future__ import annotations
+
+from foretoken.serve.protocol.common import GenerationFields, Refused, add_names
+
+
+class CompletionBody(GenerationFields):
+    """One prompt or several, as texts or token ids."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: Refused = None
+    best_of: Refused = None
+
+
+add_names(CompletionBody)

@@ -1,0 +1,30 @@
+"""The bodies of `/tokenize` and `/detokenize`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foretoken.serve.protocol.common import Fields, Refused, add_names
+
+
+class TokenizeBody(Fields):
+    """A text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: Refused = None
+
+
+class DetokenizeBody(Fields):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+add_names(TokenizeBody, DetokenizeBody)

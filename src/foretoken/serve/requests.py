@@ -1,0 +1,239 @@
+"""A request's body as the engine takes it.
+
+Charter: every honoured field of a body is read here, and nowhere else; what a field may hold is
+checked by `SamplingParams` and by the engine, what type it has by `protocol/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from foretoken.async_engine import AsyncEngine
+from foretoken.engine.prompts import Prompt
+from foretoken.errors import RequestError
+from foretoken.models.chat import ChatOptions
+from foretoken.sampling.params import SamplingParams
+from foretoken.serve.errors import UnknownModelError
+from foretoken.serve.options import ServeOptions
+from foretoken.serve.protocol.chat import ChatBody
+from foretoken.serve.protocol.common import GenerationFields, Speculative
+from foretoken.serve.protocol.completions import CompletionBody
+
+_PARAMS = {field.name for field in fields(SamplingParams)}
+# Of the same name in both, they are not of the same type.
+_SAME = _PARAMS & set(GenerationFields.model_fields) - {"logit_bias", "prediction"}
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_STRUCTURES = ("response_format", "structured_outputs", *_GUIDED)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What is served, fixed at start.
+
+    Attributes:
+        names: of the model; answers call it by the first.
+        root: the model as the engine was given it.
+        max_model_len: longest prompt and output, in tokens.
+        num_drafts: K of the engine, the most of it where it is `auto`; 0: it drafts nothing.
+        defaults: what a field that a request leaves out means.
+        predictors: drafters that read `prediction`; `drafter`: who drafts if nobody is named.
+    """
+
+    names: tuple[str, ...]
+    root: str
+    max_model_len: int
+    num_drafts: int
+    defaults: SamplingParams
+    predictors: tuple[str, ...]
+    drafter: str
+    options: ServeOptions
+
+    @classmethod
+    def of(cls, engine: AsyncEngine, options: ServeOptions) -> Served:
+        """What this engine serves; `ConfigError` for what it must not."""
+        options.check_engine(engine.config)
+        limits, root = engine.engine.limits, engine.config.model
+        return cls(
+            names=tuple(options.served_model_name) or (root,),
+            root=root,
+            max_model_len=limits.max_model_len,
+            num_drafts=limits.num_speculative_tokens,
+            defaults=engine.get_default_sampling_params(),
+            predictors=limits.reads_prediction,
+            drafter=limits.drafter,
+            options=options,
+        )
+
+    def check_name(self, name: str | None) -> None:
+        """Raise `UnknownModelError` for a model that is not served; None is the one there is."""
+        if name is not None and name not in self.names:
+            raise UnknownModelError("model", name, f"one of {', '.join(self.names)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request over HTTP.
+
+    Attributes:
+        prompts: to complete; () in a chat.
+        messages, template: a conversation; None where there are prompts.
+        params: of each prompt.
+        echo: put the prompt before its completion.
+        num_top: how many likely tokens an answer shows beside each of its own; None: neither.
+        num_drafts: K of the request, the most of it where it changes.
+        stream, include_usage, continuous_usage, split_tokens: how the answer comes.
+    """
+
+    params: SamplingParams
+    prompts: tuple[Prompt, ...] = ()
+    messages: Sequence[Mapping[str, Any]] | None = None
+    template: ChatOptions | None = None
+    echo: bool = False
+    num_top: int | None = None
+    num_drafts: int = 0
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    split_tokens: bool = False
+
+
+def read_completion(body: CompletionBody, served: Served) -> Asked:
+    """What `/v1/completions` is asked for; raises `RequestError`."""
+    prompt: Any = body.prompt
+    is_one = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
+    prompts = (prompt,) if is_one else tuple(prompt)
+    if not prompts:
+        raise RequestError("prompt", prompt, "at least one")
+    given: dict[str, Any] = {}
+    if body.logprobs is not None:
+        given["logprobs"] = body.logprobs
+        if body.echo:
+            given["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    asked = _read(body, served, given)
+    return replace(asked, prompts=prompts, echo=bool(body.echo), num_top=body.logprobs)
+
+
+def read_chat(body: ChatBody, served: Served) -> Asked:
+    """What `/v1/chat/completions` is asked for; raises `RequestError`."""
+    given: dict[str, Any] = {"max_tokens": body.max_tokens}
+    if body.max_completion_tokens is not None:
+        if body.max_tokens not in (None, body.max_completion_tokens):
+            bound = "left out beside `max_completion_tokens`, which is its newer name"
+            raise RequestError("max_tokens", body.max_tokens, bound)
+        given["max_tokens"] = body.max_completion_tokens
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs", body.top_logprobs, "left out without `logprobs`: true")
+    num_top = (body.top_logprobs or 0) if body.logprobs else None
+    if num_top is not None:
+        given["logprobs"] = num_top
+    template = chat_options(body, served)
+    asked = _read(body, served, given)
+    return replace(asked, messages=body.messages, template=template, num_top=num_top)
+
+
+def chat_options(body: Any, served: Served) -> ChatOptions:
+    """What the template of a conversation is given besides the messages."""
+    options: ChatOptions = {"chat_template": served.options.chat_template}
+    if body.add_generation_prompt is not None:
+        options["add_generation_prompt"] = body.add_generation_prompt
+    if body.continue_final_message is not None:
+        options["continue_final_message"] = body.continue_final_message
+    if body.chat_template_kwargs is not None:
+        options["chat_template_kwargs"] = body.chat_template_kwargs
+    return options
+
+
+def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Asked:
+    """The part that all APIs share."""
+    served.check_name(body.model)
+    sent = {name: getattr(body, name) for name in _SAME}
+    given = {**{name: value for name, value in sent.items() if value is not None}, **given}
+    if body.logit_bias is not None:
+        given["logit_bias"] = _token_keys(body.logit_bias)
+    given |= _speculation(body.speculative, served)
+    if body.prediction is not None:
+        given["prediction"] = body.prediction.text
+        if served.drafter not in served.predictors:
+            # Admission refuses it where none of them is loaded, and says which would read it.
+            given.setdefault("drafter", next(iter(served.predictors), None))
+    if (structure := read_structure(body)) is not None:
+        given["structured_outputs"] = structure
+    stream = bool(body.stream)
+    if stream and body.prompt_logprobs is not None:
+        bound = "left out where the answer is streamed"
+        raise RequestError("prompt_logprobs", body.prompt_logprobs, bound)
+    if body.stream_options is not None and not stream:
+        raise RequestError("stream_options", "given", "left out without `stream`: true")
+    options = body.stream_options
+    split = bool(options and options.split_tokens)
+    if split and "logprobs" not in given:
+        given["logprobs"] = 0  # which come with each token's text
+    params = replace(served.defaults, **given)
+    asked_drafts = params.num_speculative_tokens
+    return Asked(
+        params,
+        num_drafts=asked_drafts if isinstance(asked_drafts, int) else served.num_drafts,
+        stream=stream,
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        split_tokens=split,
+    )
+
+
+def _token_keys(bias: Mapping[str, float]) -> dict[int, float]:
+    """JSON's keys are texts."""
+    try:
+        return {int(token): value for token, value in bias.items()}
+    except ValueError:
+        raise RequestError("logit_bias", dict(bias), "keyed by token ids") from None
+
+
+def _speculation(given: Speculative | None, served: Served) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if given.rule == "synthetic" and not served.options.allow_synthetic:
+        bound = "lossless: this server does not allow `synthetic`"
+        raise RequestError("rejection_sample_method", "synthetic", bound, "See --allow-synthetic.")
+    num = given.num_speculative_tokens
+    if given.enabled is False:
+        if num not in (None, 0):
+            bound = "left out, or 0, beside `enabled`: false"
+            raise RequestError("num_speculative_tokens", num, bound)
+        num = 0
+    elif given.enabled and (num == 0 or not served.num_drafts):
+        bound = "false or left out: " + ("K is 0" if num == 0 else "this engine drafts nothing")
+        raise RequestError("speculative.enabled", True, bound)
+    named = {
+        "num_speculative_tokens": num,
+        "drafter": given.drafter,
+        "rejection_sample_method": given.rule,
+        "trace": given.trace,
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def read_structure(body: GenerationFields) -> Mapping[str, Any] | None:
+    """`SamplingParams.structured_outputs` of a body, by whichever name it was asked for."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in _STRUCTURES}
+    asked = [name for name, value in given.items() if value is not None]
+    if not asked:
+        return None
+    name, value = asked[0], given[asked[0]]
+    if len(asked) > 1:
+        raise RequestError(asked[1], given[asked[1]], f"left out beside `{name}`")
+    if name == "response_format" and value.type == "text":
+        return None
+    if "structured_outputs" not in _PARAMS:
+        shown = value.type if name == "response_format" else value
+        raise RequestError(name, shown, "left out: this version has no structured output")
+    if name == "structured_outputs":
+        return dict(value)
+    if name != "response_format":
+        return {name.removeprefix("guided_"): value}
+    if value.type == "json_object":
+        return {"json_object": True}
+    if value.json_schema is None or value.json_schema.schema_ is None:
+        raise RequestError("response_format.json_schema.schema", None, "a JSON schema")
+    return {"json": value.json_schema.schema_}

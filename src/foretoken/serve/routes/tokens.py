@@ -1,0 +1,50 @@
+"""`/tokenize` and `/detokenize`, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse
+
+from foretoken.errors import RequestError
+from foretoken.serve.context import Context
+from foretoken.serve.protocol.tokens import DetokenizeBody, TokenizeBody
+from foretoken.serve.requests import chat_options
+
+_OF_CHAT = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+def router(context: Context) -> APIRouter:
+    """Texts to tokens and back."""
+    routes = APIRouter(tags=["tokens"])
+
+    @routes.post("/tokenize", response_model=None)
+    async def tokenize(body: TokenizeBody) -> JSONResponse:
+        """Token ids of a text or a conversation."""
+        context.served.check_name(body.model)
+        ids = await _encode(context, body)
+        most = context.served.max_model_len
+        found = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
+        return JSONResponse(found)
+
+    @routes.post("/detokenize", response_model=None)
+    async def detokenize(body: DetokenizeBody) -> JSONResponse:
+        """The text of token ids."""
+        context.served.check_name(body.model)
+        return JSONResponse({"prompt": await context.engine.decode(body.tokens)})
+
+    return routes
+
+
+async def _encode(context: Context, body: TokenizeBody) -> list[int]:
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("prompt", body.prompt, "given, or else `messages`, and not both")
+    if body.messages is None:
+        for name in _OF_CHAT:
+            if getattr(body, name) is not None:
+                raise RequestError(name, getattr(body, name), "left out without `messages`")
+        special = body.add_special_tokens is not False
+        return await context.engine.encode(body.prompt or "", add_special_tokens=special)
+    if body.add_special_tokens is not None:
+        bound = "left out beside `messages`: the template writes them"
+        raise RequestError("add_special_tokens", body.add_special_tokens, bound)
+    return await context.engine.encode_chat(body.messages, **chat_options(body, context.served))

@@ -1,0 +1,84 @@
+"""The engine's deltas of everything that a request asked for.
+
+Charter: how many requests of the engine one of HTTP makes, and that none of them outlives it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import NamedTuple
+
+from foretoken.async_engine import AsyncEngine
+from foretoken.engine.prompts import Prompt
+from foretoken.outputs import RequestDelta
+from foretoken.serve.requests import Asked
+
+
+class News(NamedTuple):
+    """A delta, and the number of its prompt."""
+
+    prompt: int
+    delta: RequestDelta
+
+
+async def run(engine: AsyncEngine, asked: Asked) -> AsyncGenerator[News, None]:
+    """What is new, in order for each prompt; closing it ends all of them.
+
+    Raises:
+        ForetokenError: as `AsyncEngine.generate` does, and what ended a request by a fault.
+    """
+    if asked.messages is not None:
+        template = asked.template or {}
+        streams = [engine.chat(asked.messages, asked.params, deltas=True, **template)]
+    else:
+        prompts = [await _shown(engine, prompt, asked) for prompt in asked.prompts]
+        streams = [engine.generate(prompt, asked.params, deltas=True) for prompt in prompts]
+    merged = _one(streams[0]) if len(streams) == 1 else _merge(streams)
+    async with aclosing(merged):
+        async for news in merged:
+            if news.delta.error is not None:
+                raise news.delta.error
+            yield news
+
+
+async def _shown(engine: AsyncEngine, prompt: Prompt, asked: Asked) -> Prompt:
+    """A prompt whose output names its text, if the answer begins with it."""
+    if not asked.echo or isinstance(prompt, str):
+        return prompt
+    ids: list[int] = prompt  # type: ignore[assignment]  # a body has no other
+    return {"prompt_token_ids": ids, "prompt": await engine.decode(ids)}
+
+
+async def _one(stream: AsyncGenerator[RequestDelta, None]) -> AsyncGenerator[News, None]:
+    async with aclosing(stream):
+        async for delta in stream:
+            yield News(0, delta)
+
+
+async def _merge(streams: list[AsyncGenerator[RequestDelta, None]]) -> AsyncGenerator[News, None]:
+    """One task for each prompt, none for a delta."""
+    queue: asyncio.Queue[News | Exception] = asyncio.Queue()
+
+    async def pump(number: int, stream: AsyncGenerator[RequestDelta, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    queue.put_nowait(News(number, delta))
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        num_left = len(tasks)
+        while num_left:
+            news = await queue.get()
+            if isinstance(news, Exception):
+                raise news
+            yield news
+            num_left -= news.delta.finished
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,90 @@
+"""`AsyncEngine`: tokens and texts between steps, how busy it is, and what is said when it ended."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from foretoken import AsyncEngine, RequestError, StepError, UsageError
+from tests.support.asynchronous import LONG, Gate, idle, last, run
+
+
+def test_tokens_and_texts_are_those_of_generate(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        ids = await engine.encode("def f(x):")
+        assert ids == (await last(engine, "def f(x):")).prompt_token_ids
+        assert await engine.decode(ids) == "def f(x):"
+        assert await engine.encode({"prompt_token_ids": [3, 1]}) == [3, 1]
+        for wrong in ([-1], [10**9], [True]):
+            with pytest.raises(RequestError, match="`tokens` is"):
+                await engine.decode(wrong)
+        with pytest.raises(RequestError):
+            await engine.encode(3)  # type: ignore[arg-type]
+        await last(engine, "x")  # what one call raises is nobody else's
+
+    run(main())
+
+
+def test_how_busy_it_is(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+        status = engine.status
+        assert (status.num_open, status.num_running, status.num_waiting) == (0, 0, 0)
+        async with aclosing(engine.generate("abc", {"n": 6, "max_tokens": 50})) as stream:
+            gate.open(1)
+            await anext(stream)
+            status = engine.status
+            assert (status.num_open, status.num_running, status.num_waiting) == (1, 4, 2)
+            assert 0 < status.kv_cache_usage < 1
+            gate.open()
+        await idle(engine)
+        assert engine.status.kv_cache_usage == 0
+        assert engine.status.failure is None
+
+    run(main())
+
+
+def test_calls_that_wait_when_the_thread_fails_are_told(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        gate = Gate(engine)
+
+        def fail() -> Any:
+            assert gate.allowed.acquire(timeout=30)
+            raise RuntimeError("broken")
+
+        engine.engine.step = fail  # type: ignore[method-assign, assignment]
+        async with aclosing(engine.generate("abc", LONG)) as stream:
+            reading = asyncio.ensure_future(anext(stream))
+            while engine.status.num_waiting == 0:
+                await asyncio.sleep(0.001)
+            calling = asyncio.ensure_future(engine.encode("abc"))
+            left = asyncio.ensure_future(engine.encode("abc"))
+            await asyncio.sleep(0)
+            left.cancel()
+            gate.open()
+            for waiting in (reading, calling):
+                with pytest.raises(StepError, match="broken"):
+                    await waiting
+        assert isinstance(engine.status.failure, StepError)
+        with pytest.raises(StepError):
+            await engine.decode([1])
+
+    run(main())
+
+
+def test_a_closed_engine_says_so(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        await engine.close()
+        assert isinstance(engine.status.failure, UsageError)
+        with pytest.raises(UsageError):
+            await engine.encode("abc")
+
+    run(main())
+
+
+def test_defaults_are_a_copy(engine: AsyncEngine) -> None:
+    engine.get_default_sampling_params().top_k = 5
+    assert engine.get_default_sampling_params().top_k == 0

@@ -1,0 +1,204 @@
+"""Every field of a body is honoured, inert by a documented list, or refused by its name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from typing import Any
+
+import httpx
+import pytest
+
+from foretoken import SamplingParams
+from foretoken.errors import RequestError
+from foretoken.serve.options import ServeOptions
+from foretoken.serve.protocol.chat import ChatBody
+from foretoken.serve.protocol.common import (
+    Fields,
+    Speculative,
+    StreamOptions,
+    described,
+)
+from foretoken.serve.protocol.completions import CompletionBody
+from foretoken.serve.requests import Asked, Served, read_chat, read_completion
+from tests.project.source import ROOT
+from tests.serve.running import post
+
+OPTIONS = ServeOptions(allow_synthetic=True)
+SERVED = Served(
+    ("tiny",), "tiny", 2048, 5, SamplingParams(), ("prediction",), "draft_model", OPTIONS
+)
+SCHEMA = {"type": "object"}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+HONOURED: dict[str, Any] = {
+    "prompt": "b", "messages": [{"role": "user", "content": "b"}], "echo": True, "logprobs": 2,
+    "max_tokens": 7, "max_completion_tokens": 8, "min_tokens": 2, "temperature": 0.5, "top_p": 0.5,
+    "top_k": 3, "min_p": 0.1, "n": 2, "seed": 3, "stop": "x", "stop_token_ids": [1],
+    "include_stop_str_in_output": True, "skip_special_tokens": False, "ignore_eos": True,
+    "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.5,
+    "logit_bias": {"5": 1.0}, "bad_words": ["x"], "allowed_token_ids": [4], "prompt_logprobs": 1,
+    "prediction": {"type": "content", "content": "x"}, "stream": True,
+    "stream_options": {"include_usage": True}, "top_logprobs": 2, "add_generation_prompt": False,
+    "continue_final_message": True, "chat_template_kwargs": {"opening": "x"},
+    "speculative": {"enabled": False},
+}  # fmt: skip
+# What a name has to have beside it, or it is refused.
+BESIDE: dict[str, dict[str, Any]] = {
+    "top_logprobs": {"logprobs": True},
+    "stream_options": {"stream": True},
+}
+STRUCTURED = {
+    "response_format": FORMAT, "structured_outputs": {"regex": "a+"}, "guided_json": SCHEMA,
+    "guided_regex": "a+", "guided_choice": ["a", "b"], "guided_grammar": 'start: "a"',
+}  # fmt: skip
+SPECULATIVE: dict[str, Any] = {
+    "enabled": False, "num_speculative_tokens": 2, "drafter": "ngram", "rule": "block",
+    "trace": True,
+}  # fmt: skip
+STREAM = {"include_usage": True, "continuous_usage_stats": True, "split_tokens": True}
+BODIES: list[tuple[type[Fields], Any, dict[str, Any]]] = [
+    (CompletionBody, read_completion, {"prompt": "a"}),
+    (ChatBody, read_chat, {"messages": [{"role": "user", "content": "a"}]}),
+]
+NAMES = [(body, name) for body, _, _ in BODIES for name in body.model_fields]
+
+
+def read(kind: type[Fields], **given: Any) -> Asked:
+    ((function, least),) = [(f, least) for body, f, least in BODIES if body is kind]
+    return function(kind.model_validate({**least, **given}), SERVED)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_a_field_changes_something_or_is_inert_or_refused(kind: type[Fields], name: str) -> None:
+    if name in described(kind, "inert"):
+        assert read(kind, **{name: "x"}) == read(kind)
+    elif name in described(kind, "refused"):
+        assert read(kind, **{name: None}) == read(kind)
+        with pytest.raises(ValueError, match=name):
+            read(kind, **{name: "x"})
+    elif name == "model":
+        assert read(kind, model="tiny") == read(kind)
+        with pytest.raises(RequestError, match="`model` is 'x'"):
+            read(kind, model="x")
+    elif name in STRUCTURED:
+        check_structure(kind, name)
+    else:
+        beside = BESIDE.get(name, {})
+        value = True if (kind, name) == (ChatBody, "logprobs") else HONOURED[name]
+        assert read(kind, **{**beside, name: value}) != read(kind, **beside)
+
+
+def check_structure(kind: type[Fields], name: str) -> None:
+    """It reaches `SamplingParams`, and as long as that has no such field it is refused."""
+    if "structured_outputs" in {field.name for field in fields(SamplingParams)}:
+        assert read(kind, **{name: STRUCTURED[name]}).params != read(kind).params
+    else:
+        with pytest.raises(RequestError, match=f"`{name}` is .* no structured output"):
+            read(kind, **{name: STRUCTURED[name]})
+
+
+@pytest.mark.parametrize("name", Speculative.model_fields)
+def test_speculation_of_a_request(name: str) -> None:
+    assert read(CompletionBody, speculative={name: SPECULATIVE[name]}) != read(CompletionBody)
+
+
+@pytest.mark.parametrize("name", sorted(STREAM))
+def test_options_of_a_stream(name: str) -> None:
+    assert {*StreamOptions.model_fields} - {*described(StreamOptions, "inert")} == {*STREAM}
+    given = {"stream": True, "stream_options": {name: STREAM[name]}}
+    assert read(CompletionBody, **given) != read(CompletionBody, stream=True)
+
+
+def test_every_parameter_of_ours_can_be_asked_for() -> None:
+    renamed = {"num_speculative_tokens", "drafter", "rejection_sample_method", "trace"}
+    mine = {field.name for field in fields(SamplingParams)} - renamed
+    assert mine <= {*CompletionBody.model_fields}
+    assert mine <= {*ChatBody.model_fields}
+
+
+def test_the_documented_lists_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    for mark, title in (("inert", "Inert"), ("refused", "Refused")):
+        section = text.split(f"### {title} fields")[1].split("\n#")[0]
+        names = {name for body, _, _ in BODIES for name in described(body, mark)}
+        names |= {"stream_options.include_obfuscation"} if mark == "inert" else set()
+        assert set(re.findall(r"^- `([\w.]+)`", section, re.MULTILINE)) == names
+    section = text.split("### Parameters")[1].split("\n#")[0]
+    listed = {name for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+              for name in re.findall(r"`([\w.]+)`", row)}  # fmt: skip
+    honoured = {name for body, _, _ in BODIES for name in body.model_fields}
+    honoured -= {name for body, _, _ in BODIES for m in ("inert", "refused")
+                 for name in described(body, m)}  # fmt: skip
+    honoured |= {f"speculative.{name}" for name in Speculative.model_fields}
+    honoured |= {f"stream_options.{name}" for name in StreamOptions.model_fields}
+    assert listed == honoured - {"stream_options.include_obfuscation"}
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ({"top_q": 1}, "top_q", "Did you mean `top_p`"),
+        ({"n": "2"}, "n", "a valid integer"),
+        ({"n": True}, "n", "a valid integer"),
+        ({"temperature": -1}, "temperature", ">= 0"),
+        ({"top_k": -2}, "top_k", "-2"),
+        ({"prompt": {"a": 1}}, "prompt", "a valid string, or a valid list"),
+        ({"prompt": [[1, "a"]]}, "prompt", "a valid string"),
+        ({"prompt": []}, "prompt", "at least one"),
+        ({"prompt": ["a", ""]}, "prompt", "at least one token"),
+        ({"prompt": [5000]}, "prompt", "[0, 4096)"),
+        ({"stream_options": {}}, "stream_options", "without `stream`"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        ({"logprobs": 21}, "logprobs", "[0, 20]"),
+        ({"speculative": {"rule": "synthetic"}}, "speculative.rule", "does not allow"),
+        ({"speculative": {"rule": "x"}}, "speculative.rule", "one of"),
+        ({"speculative": {"num_speculative_tokens": 6}}, "speculative.num_speculative_tokens", "5"),
+        ({"speculative": {"drafter": "x"}}, "speculative.drafter", "one of"),
+        ({"speculative": {"k": 1}}, "speculative.k", "no such field"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "beside `guided_regex`"),
+        ({"suffix": "x"}, "suffix", "not implemented"),
+        ({"max_tokens": 4000}, "max_tokens", "context"),
+        ({"stream": True, "max_tokens": 4000}, "max_tokens", "context"),
+    ],
+)
+def test_what_is_refused_is_named(
+    http: httpx.Client, given: dict[str, Any], param: str, said: str
+) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "a", **given})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert error["param"] == param
+    assert f"`{param}`" in error["message"]
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff"])
+def test_a_body_that_is_none(http: httpx.Client, content: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    answer = http.post("/v1/completions", content=content, headers=headers)
+    assert answer.status_code == 400
+    assert "body" in answer.json()["error"]["message"]
+
+
+def test_a_name_that_is_not_served(http: httpx.Client) -> None:
+    for path in ("/v1/completions", "/tokenize"):
+        answer = http.post(path, json={"prompt": "a", "model": "gpt-4"})
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "model_not_found"
+    assert "error" in post(http, "/nowhere")
+
+
+def test_both_names_of_one_limit() -> None:
+    same = read(ChatBody, max_tokens=3, max_completion_tokens=3)
+    assert same.params.max_tokens == 3
+    with pytest.raises(RequestError, match="max_completion_tokens"):
+        read(ChatBody, max_tokens=3, max_completion_tokens=4)
+
+
+def test_defaults_are_the_checkpoints() -> None:
+    served = Served(
+        ("t",), "t", 9, 0, SamplingParams(top_k=7, max_tokens=5), (), "", ServeOptions()
+    )
+    asked = read_completion(CompletionBody(prompt="a", top_p=0.5), served)
+    assert (asked.params.top_k, asked.params.top_p, asked.params.max_tokens) == (7, 0.5, 5)

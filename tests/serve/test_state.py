@@ -1,0 +1,232 @@
+"""Health, models, tokens, metrics, keys; requests whose client or engine is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from foretoken import AsyncEngine, __version__
+from foretoken.cli.app import app
+from foretoken.errors import (
+    CapacityError,
+    ConfigError,
+    EngineBrokenError,
+    NonFiniteLogitsError,
+    OverloadedError,
+)
+from foretoken.serve.app import build_app
+from foretoken.serve.errors import refusal
+from foretoken.serve.metrics import Counts, EngineCollector, Histogram
+from foretoken.serve.options import ServeOptions
+from tests.project.source import ROOT
+from tests.serve.running import PROMPT, Running, post, running, until
+from tests.support.asynchronous import idle
+
+LONG = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+
+
+def test_health_version_and_documents(http: httpx.Client) -> None:
+    for path in ("/health", "/health/ready", "/docs"):
+        assert http.get(path).status_code == 200
+    assert http.get("/version").json() == {"version": __version__}
+    paths = http.get("/openapi.json").json()["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"} <= paths.keys()
+
+
+def test_models(http: httpx.Client) -> None:
+    listed = http.get("/v1/models").json()
+    assert [card["id"] for card in listed["data"]] == ["tiny", "other"]
+    assert http.get("/v1/models/other").json()["max_model_len"] == 2048
+    assert http.get("/v1/models/none").status_code == 404
+
+
+def test_tokens_and_back(http: httpx.Client) -> None:
+    found = post(http, "/tokenize", prompt=PROMPT)
+    assert found["count"] == len(found["tokens"]) > 2
+    assert post(http, "/detokenize", tokens=found["tokens"]) == {"prompt": PROMPT}
+    messages = [{"role": "user", "content": "x"}]
+    plain = post(http, "/tokenize", messages=messages)["tokens"]
+    assert post(http, "/detokenize", tokens=plain) == {"prompt": "# x\n"}
+    more = post(http, "/tokenize", messages=messages, chat_template_kwargs={"opening": "y"})
+    assert post(http, "/detokenize", tokens=more["tokens"]) == {"prompt": "# x\ny"}
+    wrong: list[dict[str, Any]] = [
+        {},
+        {"prompt": "a", "messages": messages},
+        {"prompt": "a", "return_token_strs": 1},
+        {"prompt": "a", "continue_final_message": True},
+        {"messages": messages, "add_special_tokens": False},
+    ]
+    assert all("error" in post(http, "/tokenize", **body) for body in wrong)
+    assert "[0, 4096)" in post(http, "/detokenize", tokens=[-1])["error"]["message"]
+
+
+def values(http: httpx.Client) -> dict[str, float]:
+    lines = http.get("/metrics").text.splitlines()
+    pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
+    return {name.replace('model_name="tiny"', ""): float(value) for name, value in pairs}
+
+
+def test_metrics_count(http: httpx.Client) -> None:
+    before = values(http)
+    for stream in (False, True):
+        http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 30, "temperature": 0,
+                                           "ignore_eos": True, "stream": stream})  # fmt: skip
+    after = values(http)
+    more = {name: after[name] - before.get(name, 0) for name in after}
+    assert more["vllm:generation_tokens_total{}"] == 60
+    assert more['vllm:request_success_total{finished_reason="length",}'] == 2
+    assert more["vllm:prompt_tokens_total{}"] == more["vllm:prefix_cache_queries_total{}"] > 0
+    for name in ("time_to_first_token", "e2e_request_latency"):
+        assert more[f"vllm:{name}_seconds_count{{}}"] == 2
+    assert 0 < more["vllm:inter_token_latency_seconds_count{}"] < 60
+    drafted = more["vllm:spec_decode_num_draft_tokens_total{}"]
+    by_position = [v for k, v in more.items() if "num_draft_tokens_per_pos" in k]
+    assert sum(by_position) == drafted > more["vllm:spec_decode_num_accepted_tokens_total{}"] > 0
+    accepted = [v for k, v in more.items() if "num_accepted_tokens_per_pos" in k]
+    assert sum(accepted) == more["vllm:spec_decode_num_accepted_tokens_total{}"]
+    assert after["vllm:num_requests_running{}"] == after["vllm:kv_cache_usage_perc{}"] == 0
+
+
+def test_the_metrics_documented_are_those_there_are(server: Running) -> None:
+    families = EngineCollector(server.engine, Counts(), "x").collect()
+    names = {family.name for family in families}
+    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    section = text.split("## Metrics")[1].split("\n## ")[0]
+    assert set(re.findall(r"^\| `([\w:]+)` \|", section, re.MULTILINE)) == names
+
+
+def test_a_histogram_counts_up_to_its_bounds() -> None:
+    histogram = Histogram()
+    for value, times in ((0.001, 1), (0.0011, 2), (1e6, 1)):
+        histogram.observe(value, times)
+    buckets = dict(histogram.buckets)
+    assert (buckets["0.001"], buckets["0.0025"], buckets["300"], buckets["+Inf"]) == (1, 3, 3, 4)
+
+
+def test_gauges_while_requests_run_and_after_their_clients_left(server: Running) -> None:
+    """Streamed or not, waiting or running: nothing is left of what nobody reads."""
+    with ExitStack() as stack:
+        readers = []  # one that is collected closes its stream
+        for _ in range(3):
+            http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
+            stream = http.stream("POST", "/v1/completions", json={**LONG, "stream": True})
+            readers.append(stack.enter_context(stream).iter_raw())
+            next(readers[-1])
+        until(lambda: server.engine.status.num_running == 3)
+        assert 0 < server.engine.status.kv_cache_usage < 1
+        assert server.engine.status.num_open == 3
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json={**LONG, "n": 4}, timeout=0.2)
+    until(lambda: server.engine.status.num_open == 0)
+    asyncio.run(idle(server.engine))
+    status = server.engine.status
+    assert (status.num_running, status.num_waiting, status.kv_cache_usage) == (0, 0, 0)
+
+
+def test_a_key_is_asked_for_and_probes_need_none(target: Path) -> None:
+    with running(AsyncEngine(str(target)), ServeOptions(api_key="secret")) as server:
+        for key, status in (("secret", 200), ("secre", 401), ("geheim ü", 401)):
+            headers = {"Authorization": f"Bearer {key}".encode()}
+            answer = httpx.get(f"{server.url}/v1/models", headers=headers)
+            assert answer.status_code == status
+            assert "secret" not in answer.text
+        for path in ("/health", "/metrics"):
+            assert httpx.get(server.url + path).status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0).models.list()
+
+
+def test_an_engine_that_fails_answers_everybody(target: Path, caplog: Any) -> None:
+    engine = AsyncEngine(str(target))
+    with running(engine, ServeOptions()) as server:
+
+        def fail() -> None:
+            raise RuntimeError("the step is broken")
+
+        engine.engine.step = fail  # type: ignore[method-assign, assignment]
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            for path in ("/v1/completions", "/v1/completions", "/tokenize"):
+                answer = http.post(path, json={"prompt": "abc"})
+                assert answer.status_code == 503
+                assert answer.json()["error"]["type"] == "server_error"
+            assert http.get("/health").status_code == 503
+            assert http.get("/metrics").status_code == 200
+
+
+def test_an_error_within_a_stream_is_its_last_event(target: Path) -> None:
+    engine = AsyncEngine(str(target))
+    with running(engine, ServeOptions()) as server:
+        step, count = engine.engine.step, 0
+
+        def fail_later() -> Any:
+            nonlocal count
+            count += 1
+            if count > 3:
+                raise RuntimeError("the step is broken")
+            return step()
+
+        engine.engine.step = fail_later  # type: ignore[method-assign]
+        body = {"prompt": "abc", "max_tokens": 30, "ignore_eos": True, "stream": True}
+        text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).text
+        assert '"error"' in text
+        assert "engine's thread ended" in text
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0)
+        with client, pytest.raises(openai.APIError):
+            list(client.completions.create(model=str(target), prompt="a", stream=True))
+
+
+def test_synthetic_texts_are_served_only_if_that_is_allowed(target: Path) -> None:
+    speculation = {
+        "method": "ngram", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rate": 0.5,
+    }  # fmt: skip
+    engine = AsyncEngine(str(target), speculation)
+    with pytest.raises(ConfigError, match="--allow-synthetic"):
+        build_app(engine, ServeOptions())
+    with running(engine, ServeOptions(allow_synthetic=True)) as server:
+        body = {"prompt": "abcabc" * 9, "max_tokens": 90, "ignore_eos": True}
+        with httpx.Client(base_url=server.url) as http:
+            metrics = post(http, "/v1/completions", **body)["metrics"]["speculative_decoding"]
+        assert metrics["synthetic_acceptance"] is True
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (CapacityError("max_tokens", 9, "less"), 400, "invalid_request_error"),
+        (OverloadedError("max_num_waiting", 9, "less"), 429, "rate_limit_error"),
+        (EngineBrokenError("x"), 503, "server_error"),
+        (NonFiniteLogitsError("x"), 500, "server_error"),
+        (ValueError("a secret"), 500, "server_error"),
+    ],
+)
+def test_what_a_client_may_do_decides_the_status(error: Exception, status: int, kind: str) -> None:
+    answer = refusal(error).response()
+    assert answer.status_code == status
+    assert ("retry-after" in answer.headers) == (status in (429, 503))
+    assert f'"type":"{kind}"'.encode() in answer.body
+    assert b"secret" not in answer.body
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["a", "--model", "b"], "beside MODEL"),
+        (["--port", "70000"], "`port` is 70000"),
+        (["--served-model-name", ""], "`served_model_name`"),
+        (["no-such-model", "--local-files-only"], "no-such-model"),
+        (["--chat-template", "no/such.jinja"], "chat-template"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(words: list[str], said: str) -> None:
+    done = CliRunner().invoke(app, ["serve", *words])
+    assert done.exit_code == 2
+    assert said in done.output

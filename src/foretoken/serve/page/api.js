@@ -1,4 +1,4 @@
-/** The server as the page sees it: its state, and requests as streams of tokens. */
+/** The server as the page sees it: what it says, refuses, and streams. */
 
 /**
  * How a token came about, or a draft that came to nothing: docs/verification.md.
@@ -18,8 +18,8 @@ export class ServerError extends Error {
   }
 }
 
-/** Fetch from this server; a refusal is a `ServerError` with its message. */
-async function ask(path, key, options = {}) {
+/** Fetch from this server; a refusal is a `ServerError`. */
+export async function ask(path, key, options = {}) {
   const headers = { "Content-Type": "application/json" };
   if (key) headers.Authorization = `Bearer ${key}`;
   let answer;
@@ -32,11 +32,6 @@ async function ask(path, key, options = {}) {
   if (answer.ok) return answer;
   const body = await answer.json().catch(() => null);
   throw new ServerError(answer.status, body?.error?.message ?? `Status ${answer.status}`);
-}
-
-/** What is served, and how busy the server is. */
-export async function getState(key) {
-  return (await ask("page/state", key)).json();
 }
 
 /** Events of a stream, as they come. */
@@ -83,12 +78,7 @@ function likeliest(logprobs) {
   return Object.entries(logprobs?.top_logprobs?.[0] ?? {}).sort((a, b) => b[1] - a[1]);
 }
 
-/**
- * The answer to a request, token by token if it is traced, else step by step; usage comes last.
- * @param {Settings} settings
- * @param {{traced: boolean, drafts: boolean}} how
- * @returns {AsyncGenerator<Piece>}
- */
+/** The answer, token by token if it is traced, else step by step; usage last. @returns {AsyncGenerator<Piece>} */
 export async function* generate(settings, how, key, signal) {
   const path = settings.api === "chat" ? "v1/chat/completions" : "v1/completions";
   const body = JSON.stringify(bodyOf(settings, how));

@@ -3,8 +3,6 @@
 import { generate } from "./api.js";
 import { make } from "./detail.js";
 
-/** @typedef {import("./api.js").Settings} Settings */
-
 const byId = (id) => document.getElementById(id);
 const show = (name, rate) => { byId(`${name}-speed`).textContent = `${rate.toFixed(0)} tokens/s`; };
 
@@ -31,10 +29,8 @@ async function timed(asked, drafts, key, signal) {
   return found;
 }
 
-function median(values) {
-  const sorted = [...values].sort((a, b) => a - b);
-  return sorted[sorted.length >> 1]; // of an odd number, as the form offers
-}
+/** Of an odd number of values, as the form offers. */
+const median = (values) => values.toSorted((a, b) => a - b)[values.length >> 1];
 
 /** Time the request with drafts and without, in turns, and say what came of it. */
 export async function compare(asked, rule, numPairs, key, signal) {
@@ -57,7 +53,7 @@ export async function compare(asked, rule, numPairs, key, signal) {
   byId("same").textContent = sameness(asked, rule, pairs.every(({ on, off }) => on.text === off.text));
 }
 
-/** What the rule promises of both texts, and whether it is so. @param {Settings} asked */
+/** What the rule promises of both texts, and whether it is so. */
 function sameness(asked, rule, isSame) {
   if (rule === "synthetic") return "The rule synthetic sets what is accepted: this text means nothing.";
   const reason = asked.temperature === 0 ? "at temperature 0" : rule === "coupled" && "under the rule coupled";

@@ -1,7 +1,5 @@
 /** Tokens in the text, and the numbers that decided about each. */
 
-/** @typedef {import("./api.js").Trace} Trace */
-
 /** An element; texts become text nodes, so that nothing a model writes is ever markup. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -17,21 +15,20 @@ export function bar(share) {
   return make("td", { class: "bar" }, fill);
 }
 
-/** A number to read; `value` has all its digits. */
-const number = (value) => (value === null ? "–"
+/** A number to read; `value` has all its digits. Null stays null. */
+const number = (value) => (value === null ? null
   : make("data", { value }, String(Number(value.toPrecision(4)))));
 
-/** A token alone, as a literal. @param {Trace} trace */
+/** A token alone, as a literal. @param {import("./api.js").Trace} trace */
 const quoted = (trace) => JSON.stringify(trace.decoded_token ?? `<${trace.token_id}>`);
 
 const THRESHOLDS = { standard: "min(1, p/q)", block: "h", synthetic: "the rate that was set" };
 const STORIES = {
-  unread: "Draft dropped: one before it was rejected.",
+  unread: "Draft dropped: one before it was rejected.", plain: "Drawn by the target: nobody drafted here.",
   bonus: "Drawn by the target: all drafts before it were accepted.",
-  plain: "Drawn by the target: nobody drafted here.",
 };
 
-/** What happened, in a sentence. @param {Trace} trace @param {?Trace} replaced */
+/** What happened, in a sentence; `replaced` is the draft in whose place a token was drawn. */
 function story(trace, replaced) {
   if (trace.origin === "rejected") return `Draft rejected: ${trace.reason}.`;
   if (trace.origin === "resampled") {
@@ -43,26 +40,25 @@ function story(trace, replaced) {
   return "Draft accepted: with drafts behind it, the rule took a longer block.";
 }
 
-/** u against its threshold, on a line from 0 to 1. @param {Trace} trace */
+/** u against its threshold, on a line from 0 to 1. */
 function test(trace) {
   const line = make("div", { class: "test", "aria-hidden": "true" }, make("i"), make("b"));
   line.firstChild.style.width = `${100 * trace.threshold}%`;
   line.lastChild.style.left = `${100 * trace.u}%`;
-  return line;
+  const words = `The mark is u of ${quoted(trace)}: in the filled part it would be accepted.`;
+  return [line, make("p", { class: "note" }, words)];
 }
 
-/** Drafts that came to nothing. @param {Trace[]} dropped */
 function droppedTable(dropped) {
   const names = ["draft", "p", "q", "u", "below", ""];
-  const head = make("tr", {}, ...names.map((name) => make(name ? "th" : "td", {}, name)));
+  const head = make("tr", {}, ...names.map((name) => make("td", {}, name)));
   const rows = dropped.map((draft) => make("tr", {},
     make("th", { scope: "row" }, make("s", { class: draft.origin }, quoted(draft))),
-    ...[draft.p, draft.q, draft.u, draft.threshold].map((value) => make("td", {}, number(value))),
+    ...[draft.p, draft.q, draft.u, draft.threshold].map((value) => make("td", {}, number(value) || "–")),
     make("td", { class: "why" }, draft.origin)));
   return make("table", {}, make("caption", {}, "Drafts that came to nothing"), head, ...rows);
 }
 
-/** The likeliest tokens in a place. @param {[string, number][]} top */
 function alternatives(top) {
   const rows = top.map(([text, logprob]) => make("tr", {},
     make("th", { scope: "row" }, JSON.stringify(text)), bar(Math.exp(logprob)),
@@ -70,29 +66,29 @@ function alternatives(top) {
   return make("table", {}, make("caption", {}, "The model's likeliest, before temperature"), ...rows);
 }
 
-/** All that is known of a token or a draft. @param {Trace} trace @param {[string, number][]} top */
+/** All that is known of a token or a draft, and the likeliest tokens in its place. */
 export function explain(trace, top) {
   const dropped = trace.dropped ?? [];
   const replaced = trace.origin === "resampled" ? dropped[0] : null;
   const facts = {
-    "p, target": number(trace.p), "q, drafter": number(trace.q), u: number(trace.u),
+    "p, target": number(trace.p), "q, draft": number(trace.q), u: number(trace.u),
     "u below": number(trace.threshold), step: trace.round, position: trace.position,
-    rule: trace.rule, drafter: trace.drafter ?? "–",
+    rule: trace.rule, drafter: trace.drafter,
   };
   const decided = [trace, replaced].find((one) => typeof one?.threshold === "number");
   return [
     make("p", { class: "head" }, make("code", {}, quoted(trace)), " ",
       make("b", { class: trace.origin }, trace.origin)),
     make("p", {}, story(trace, replaced)),
-    ...(decided ? [test(decided)] : []),
-    make("dl", {}, ...Object.entries(facts).map(([name, value]) =>
-      make("div", {}, make("dt", {}, name), make("dd", {}, value)))),
+    ...(decided ? test(decided) : []),
+    make("dl", {}, ...Object.entries(facts).filter(([, value]) => value !== null)
+      .map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))),
     ...(dropped.length ? [droppedTable(dropped)] : []),
     ...(top.length ? [alternatives(top)] : []),
   ];
 }
 
-/** A token of the text, or a draft that came to nothing. @param {Trace} trace */
+/** A token of the text, or a draft that came to nothing. */
 export function tokenElement(trace, text, tag = "span") {
   const kind = /^\n+$/.test(text) ? "token newline" : "token";
   return make(tag, {

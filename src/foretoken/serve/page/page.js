@@ -1,6 +1,6 @@
 /** The form, the runs it starts, and the server's state. */
 
-import { ServerError, generate, getState } from "./api.js";
+import { ServerError, ask, generate } from "./api.js";
 import { clearComparison, compare } from "./compare.js";
 import { make } from "./detail.js";
 import { TracedRun, watchTokens } from "./run.js";
@@ -21,9 +21,10 @@ function showError(message) {
 
 const readsPrediction = () => served.predictors.includes(value("drafter") || served.drafter);
 
-/** What the form asks for; an empty field is left to the server. */
+/** What the form asks for; what is no number goes to the server as it is, to be refused. */
 function settings() {
-  const number = (id) => (value(id).trim() === "" ? undefined : Number(value(id)));
+  const number = (id, text = value(id).trim()) =>
+    (text === "" ? undefined : Number.isFinite(+text) ? +text : text);
   return {
     api: value("api"), prompt: value("prompt"), temperature: number("temperature"),
     max_tokens: number("max_tokens"), seed: number("seed") ?? Math.floor(Math.random() * 2 ** 32),
@@ -49,14 +50,12 @@ function offer() {
   adaptForm();
 }
 
-function adaptForm() {
-  byId("prediction").parentElement.hidden = !readsPrediction();
-}
+const adaptForm = () => { byId("prediction").parentElement.hidden = !readsPrediction(); };
 
 /** Ask how the server is; offer its options again where it is another server. */
 async function refresh() {
   try {
-    const { now, ...options } = await getState(value("key"));
+    const { now, ...options } = await (await ask("page/state", value("key"))).json();
     if (JSON.stringify(options) !== JSON.stringify(served)) {
       served = options;
       offer();
@@ -75,12 +74,6 @@ async function refresh() {
     isDown = true;
   }
   byId("run").disabled = !served || stopper !== null;
-}
-
-/** Refresh as long as somebody looks. */
-async function watchServer() {
-  if (!document.hidden) await refresh();
-  setTimeout(watchServer, LIVE_MS);
 }
 
 /** Trace the request, then time it. */
@@ -111,13 +104,15 @@ async function start(event) {
 }
 
 byId("form").addEventListener("submit", start);
-byId("form").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("form").requestSubmit();
-});
+byId("form").addEventListener("keydown", (event) =>
+  event.key === "Enter" && (event.ctrlKey || event.metaKey) && byId("form").requestSubmit());
 byId("stop").addEventListener("click", () => stopper?.abort());
 byId("drafter").addEventListener("change", adaptForm);
 byId("key").addEventListener("change", refresh);
 byId("show-dropped").addEventListener("change", (event) =>
   byId("tokens").classList.toggle("with-dropped", event.target.checked));
 watchTokens(() => run);
-watchServer();
+(async function watchServer() {
+  if (!document.hidden) await refresh();
+  setTimeout(watchServer, LIVE_MS);
+})();

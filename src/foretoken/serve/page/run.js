@@ -2,9 +2,6 @@
 
 import { bar, explain, make, tokenElement } from "./detail.js";
 
-/** @typedef {import("./api.js").Piece} Piece */
-/** @typedef {import("./api.js").Trace} Trace */
-
 const SVG = "http://www.w3.org/2000/svg";
 const [CELL, PITCH, WINDOW] = [10, 12, 8]; // px, px, steps: the first two as in page.css
 const byId = (id) => document.getElementById(id);
@@ -16,6 +13,7 @@ export class TracedRun {
   constructor(numDrafts) {
     this.counts = { accepted: 0, resampled: 0, bonus: 0, plain: 0 };
     this.byPosition = Array.from({ length: numDrafts }, () => ({ drafted: 0, accepted: 0 }));
+    this.numTokens = 0;
     this.sizes = []; // tokens of each step
     this.points = []; // of the line of means
     this.known = new WeakMap(); // what to explain of an element
@@ -28,11 +26,7 @@ export class TracedRun {
     this.show();
   }
 
-  get numTokens() {
-    return this.sizes.reduce((sum, size) => sum + size, 0);
-  }
-
-  /** @param {Piece} piece of one token; of none, what was held back behind the last */
+  /** A piece has one token, or none: then it is what was held back. @param {import("./api.js").Piece} piece */
   add({ text, trace: [token], top }) {
     if (!token) {
       byId("tokens").lastElementChild?.append(text);
@@ -49,6 +43,7 @@ export class TracedRun {
     byId("tokens").append(...(endedText ? [shown, ...dropped] : [...dropped, shown]));
     this.addToStep(token);
     this.counts[token.origin] += 1;
+    this.numTokens += 1;
     for (const { draft_index: index, origin } of [token, ...token.dropped]) {
       if (index === null) continue;
       this.byPosition[index].drafted += 1;
@@ -78,12 +73,12 @@ export class TracedRun {
   /** Bring figures up to date. */
   show() {
     const sum = (name) => this.byPosition.reduce((total, row) => total + row[name], 0);
-    const [steps, tokens, drafted, accepted] = [this.sizes.length, this.numTokens, sum("drafted"), sum("accepted")];
+    const [steps, tokens] = [this.sizes.length, this.numTokens];
+    const [drafted, accepted] = [sum("drafted"), sum("accepted")];
     for (const [origin, count] of Object.entries(this.counts)) byId(`n-${origin}`).textContent = count;
-    const seconds = (performance.now() - this.start) / 1000;
     byId("per-step").textContent = steps ? (tokens / steps).toFixed(2) : "–";
     byId("rate").textContent = percent(accepted, drafted);
-    byId("speed").textContent = steps ? (tokens / seconds).toFixed(0) : "–";
+    byId("speed").textContent = steps ? (1000 * tokens / (performance.now() - this.start)).toFixed(0) : "–";
     byId("steps").ariaLabel = `${steps} steps made ${tokens} tokens; ${accepted} of ${drafted} drafts were accepted`;
     byId("positions").tBodies[0].replaceChildren(...this.byPosition.map((row, i) => make("tr", {},
       make("th", { scope: "row" }, String(i + 1)), bar(row.drafted ? row.accepted / row.drafted : 0),
@@ -93,10 +88,7 @@ export class TracedRun {
 
 const MOVES = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
 
-/**
- * Show the numbers of the token under the pointer, else of the focused one; keys move the focus.
- * @param {() => ?TracedRun} current
- */
+/** Show the numbers of the token under the pointer, else of the focused one; keys move the focus. */
 export function watchTokens(current) {
   const [tokens, detail] = [byId("tokens"), byId("detail")];
 

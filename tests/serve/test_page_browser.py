@@ -215,8 +215,11 @@ def test_it_fits_and_can_be_read(opened: Open, width: int, scheme: str) -> None:
     run(page, max_tokens="80", pairs="1")
     page.check("#show-dropped")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.mouse.move(0, 0)
     page.locator("#tokens span.resampled").first.focus()
     box = page.locator("#detail").bounding_box()
+    token = page.locator("#tokens span.resampled").first.bounding_box()
+    assert box["y"] >= token["y"] + token["height"] or box["y"] + box["height"] <= token["y"]
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= width
     assert box["y"] + box["height"] <= 800

@@ -3,7 +3,7 @@
 import { bar, explain, make, tokenElement } from "./detail.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const [CELL, PITCH, WINDOW] = [10, 12, 8]; // px, px, steps: the first two as in page.css
+const [CELL, PITCH, WINDOW] = [12, 14, 8]; // px, px, steps: the first two as in page.css
 const byId = (id) => document.getElementById(id);
 const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "–");
 
@@ -117,9 +117,9 @@ export function watchTokens(current) {
   }
 
   const focused = () => show(document.activeElement);
-  tokens.addEventListener("pointerover", (event) => show(event.target));
+  tokens.addEventListener("pointerover", ({ target }) => (target === tokens ? focused() : show(target)));
   tokens.addEventListener("pointerleave", focused);
-  tokens.addEventListener("focusin", focused);
+  tokens.addEventListener("focusin", (event) => event.target.scrollIntoView({ block: "nearest" }) ?? focused());
   tokens.addEventListener("focusout", () => show(null));
   tokens.addEventListener("keydown", move);
   document.addEventListener("keydown", (event) => event.key === "Escape" && show(null));

@@ -61,8 +61,7 @@ async function refresh() {
       offer();
     }
     const [drafted, accepted] = [now.num_draft_tokens, now.num_accepted_tokens];
-    byId("running").textContent = now.running;
-    byId("waiting").textContent = now.waiting;
+    for (const name of ["running", "waiting"]) byId(name).textContent = now[name];
     byId("kv").textContent = `${(100 * now.kv_cache_usage).toFixed(1)} %`;
     byId("accepted").textContent = drafted ? `${(100 * accepted / drafted).toFixed(1)} %` : "–";
     if (now.failure) throw new ServerError(503, now.failure);

@@ -119,7 +119,8 @@ export function watchTokens(current) {
   const focused = () => show(document.activeElement);
   tokens.addEventListener("pointerover", ({ target }) => (target === tokens ? focused() : show(target)));
   tokens.addEventListener("pointerleave", focused);
-  tokens.addEventListener("focusin", (event) => event.target.scrollIntoView({ block: "nearest" }) ?? focused());
+  tokens.addEventListener("focusin", focused);
+  tokens.addEventListener("focusin", ({ target }) => target.scrollIntoView({ block: "nearest" }));
   tokens.addEventListener("focusout", () => show(null));
   tokens.addEventListener("keydown", move);
   document.addEventListener("keydown", (event) => event.key === "Escape" && show(null));

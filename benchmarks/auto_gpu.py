@@ -240,8 +240,8 @@ def main() -> None:
     print(f"{began}\n{table.shown()}\nns per token of context, by K: "
           f"{' '.join(f'{x * 1e9:.1f}' for x in table.context_K1)}", flush=True)  # fmt: skip
     notes = [
-        "One engine with K = `auto` of at most 4. Timed are steps in which the whole batch decodes, "
-        "behind the first "
+        "One engine with K = `auto` of at most 4. Timed are steps in which the whole batch "
+        "decodes, behind the first "
         f"{UNTIMED}; ratios are taken turn by turn.",
         f"Costs at start, in ms by K: {table.shown()}".replace("\n", "; "),
     ]

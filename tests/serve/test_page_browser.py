@@ -155,7 +155,7 @@ def test_it_is_used_by_keys_alone(opened: Open) -> None:
     page.select_option("#pairs", "0")
     page.focus("#prompt")
     page.keyboard.press("Control+Enter")
-    page.wait_for_selector("#run:disabled")
+    page.wait_for_selector("#status:not(:empty)")
     page.wait_for_selector("#run:enabled")
     page.focus("#show-dropped")
     page.keyboard.press("Space")

@@ -114,11 +114,12 @@ def test_the_state_says_what_there_is_and_how_busy_it_is(
     after = http.get("/page/state").json()["now"]
     drafted = after["num_draft_tokens"] - before["num_draft_tokens"]
     assert drafted == metrics["num_draft_tokens"] > 0
-    long = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    long = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 4}
     with http.stream("POST", "/v1/completions", json=long) as answer:
-        next(answer.iter_raw())
+        pieces = answer.iter_raw()  # one that is collected closes its stream
+        next(pieces)
         busy = http.get("/page/state").json()["now"]
-        assert busy["running"] == 1
+        assert busy["running"] == 4
         assert 0 < busy["kv_cache_usage"] < 1
     until(lambda: server.engine.status.num_open == 0)
 

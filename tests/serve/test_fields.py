@@ -11,7 +11,9 @@ import pytest
 
 from foretoken import SamplingParams
 from foretoken.errors import RequestError
+from foretoken.serve.conversions import read_messages, read_responses
 from foretoken.serve.options import ServeOptions
+from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.common import (
     Fields,
@@ -20,14 +22,22 @@ from foretoken.serve.protocol.common import (
     described,
 )
 from foretoken.serve.protocol.completions import CompletionBody
+from foretoken.serve.protocol.messages import MessagesBody
+from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked, Served, read_chat, read_completion
 from tests.project.source import ROOT
 from tests.serve.running import post
 
 OPTIONS = ServeOptions(allow_synthetic=True)
+HERMES = MessageFormat(FORMATS["hermes"])
 SERVED = Served(
-    ("tiny",), "tiny", 2048, 5, SamplingParams(), ("prediction",), "draft_model", OPTIONS
+    ("tiny",), "tiny", 2048, 5, SamplingParams(), ("prediction",), "draft_model", OPTIONS, HERMES
 )
+TOOLS: dict[type[Fields], list[dict[str, Any]]] = {
+    ChatBody: [{"type": "function", "function": {"name": "f"}}],
+    ResponsesBody: [{"type": "function", "name": "f"}],
+    MessagesBody: [{"name": "f", "input_schema": {}}],
+}
 SCHEMA = {"type": "object"}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 HONOURED: dict[str, Any] = {
@@ -40,8 +50,13 @@ HONOURED: dict[str, Any] = {
     "prediction": {"type": "content", "content": "x"}, "stream": True,
     "stream_options": {"include_usage": True}, "top_logprobs": 2, "add_generation_prompt": False,
     "continue_final_message": True, "chat_template_kwargs": {"opening": "x"},
-    "speculative": {"enabled": False},
+    "speculative": {"enabled": False}, "tool_choice": "required", "parallel_tool_calls": False,
+    "input": "b", "instructions": "x", "max_output_tokens": 7, "system": "x",
+    "text": {"format": {"type": "json_object"}}, "stop_sequences": ["x"],
 }  # fmt: skip
+# What turns something off that is off: a value that is allowed, and one that is not.
+OFF = {"store": (False, True), "background": (False, True), "truncation": ("disabled", "auto"),
+       "include": (["reasoning.encrypted_content"], ["x"])}  # fmt: skip
 # What a name has to have beside it, or it is refused.
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
@@ -59,6 +74,12 @@ STREAM = {"include_usage": True, "continuous_usage_stats": True, "split_tokens":
 BODIES: list[tuple[type[Fields], Any, dict[str, Any]]] = [
     (CompletionBody, read_completion, {"prompt": "a"}),
     (ChatBody, read_chat, {"messages": [{"role": "user", "content": "a"}]}),
+    (ResponsesBody, read_responses, {"input": "a"}),
+    (
+        MessagesBody,
+        read_messages,
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
+    ),
 ]
 NAMES = [(body, name) for body, _, _ in BODIES for name in body.model_fields]
 
@@ -70,7 +91,12 @@ def read(kind: type[Fields], **given: Any) -> Asked:
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 def test_a_field_changes_something_or_is_inert_or_refused(kind: type[Fields], name: str) -> None:
-    if name in described(kind, "inert"):
+    if kind is ResponsesBody and name in OFF:
+        allowed, other = OFF[name]
+        assert read(kind, **{name: allowed}) == read(kind)
+        with pytest.raises(ValueError, match=name):
+            read(kind, **{name: other})
+    elif name in described(kind, "inert"):
         assert read(kind, **{name: "x"}) == read(kind)
     elif name in described(kind, "refused"):
         assert read(kind, **{name: None}) == read(kind)
@@ -84,7 +110,11 @@ def test_a_field_changes_something_or_is_inert_or_refused(kind: type[Fields], na
         check_structure(kind, name)
     else:
         beside = BESIDE.get(name, {})
-        value = True if (kind, name) == (ChatBody, "logprobs") else HONOURED[name]
+        if name in ("tool_choice", "parallel_tool_calls"):
+            beside = {"tools": TOOLS[kind]}
+        value = HONOURED[name] if name != "tools" else TOOLS[kind]
+        value = True if (kind, name) == (ChatBody, "logprobs") else value
+        value = {"type": "any"} if (kind, name) == (MessagesBody, "tool_choice") else value
         assert read(kind, **{**beside, name: value}) != read(kind, **beside)
 
 

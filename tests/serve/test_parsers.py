@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,11 +66,11 @@ def test_every_way_to_split_gives_the_same_events(
     whole = read(how, [text], prompt)
     assert read(how, [*text, ""], prompt) == whole
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    split = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
+    split = [text[a:b] for a, b in pairwise(places)]
     assert read(how, split, prompt) == whole
 
 
-@given(name=st.sampled_from([*FORMATS]), text=st.text("{}[]\"\\<tol_ca>;: \n1", max_size=60))
+@given(name=st.sampled_from([*FORMATS]), text=st.text('{}[]"\\<tol_ca>;: \n1', max_size=60))
 def test_what_is_no_call_is_text_as_it_stands(name: str, text: str) -> None:
     parts = read(parsing(name, reasons=False), [*text, ""])
     assert parts == ([Content(text)] if text else [])

@@ -21,8 +21,8 @@ class ServeOptions:
         allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no
             model stands behind such a text.
         chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.
-        tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json`, `mistral`, `none`
-            (no tools are taken), or `auto`: as its template shows.
+        tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json`, `mistral`,
+            `none` (no tools are taken), or `auto`: as its template shows.
         reasoning_parser: `think` reads `<think>` and `</think>`, `none` leaves them in the text,
             `auto`: as its template shows.
     """

@@ -53,7 +53,7 @@ class Served:
     predictors: tuple[str, ...]
     drafter: str
     options: ServeOptions
-    format: MessageFormat = MessageFormat()
+    format: MessageFormat = field(default_factory=MessageFormat)
 
     @classmethod
     def of(cls, engine: AsyncEngine, options: ServeOptions) -> Served:

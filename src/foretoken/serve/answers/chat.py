@@ -86,8 +86,8 @@ def _deltas(part: Part) -> list[dict[str, Any]]:
         return [{"content": part.text}]
     if isinstance(part, Reasoning):
         return [_reasoning(part.text)]
-    first = {"index": part.index, **_call(part._replace(arguments=""))}
-    then = {"index": part.index, "function": {"arguments": part.arguments}}
+    first = {"index": part.number, **_call(part._replace(arguments=""))}
+    then = {"index": part.number, "function": {"arguments": part.arguments}}
     return [{"tool_calls": [first]}, {"tool_calls": [then]}]
 
 

@@ -117,7 +117,9 @@ class MessageFormat:
             call = f"{opener} body {self._mark(form.closer, behind=form.inside)}"
             separator = '"; "' if form.is_bare else r'"\n"'
             start = f"call ({separator} call)*" if parallel else "call"
-        return "\n".join([f"start: {start}", f"call: {call}", f"body: {' | '.join(bodies)}", *rules])
+        return "\n".join(
+            [f"start: {start}", f"call: {call}", f"body: {' | '.join(bodies)}", *rules]
+        )
 
     def _mark(self, text: str, *, before: str = "", behind: str = "") -> str:
         """A mark in Lark: a special token has no text there."""

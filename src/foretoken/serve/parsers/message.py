@@ -12,7 +12,7 @@ import re
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -154,13 +154,11 @@ class MessageParser:
     def _read_reasoning(self, is_last: bool) -> bool:
         """White space around it is the template's, no part of it."""
         place, mark = _find(self._text, self._reasoning_marks, is_last)
-        said = self._text[:place].rstrip() if mark != "" or place else ""
-        said = said if self._has_reasoned else said.lstrip()
-        self._say(Reasoning, said)
+        said = self._text[:place].rstrip()
+        self._say(Reasoning, said if self._has_reasoned else said.lstrip())
         self._has_reasoned = self._has_reasoned or bool(said)
         if not mark:
-            kept = len(self._text[:place].rstrip())
-            self._text = "" if is_last else self._text[kept:]
+            self._text = "" if is_last else self._text[len(said) :]
             return False
         self._text = self._text[place + len(mark) :]
         if mark == END_THINK:
@@ -239,7 +237,8 @@ class _JsonEnd:
     """
 
     def __init__(self) -> None:
-        self.opener, self.name = "", None
+        self.opener = ""
+        self.name: str | None = None
         self.start: int | None = None
         self.is_broken = False
         self._at = self._depth = 0
@@ -310,8 +309,10 @@ def _longest(text: str, marks: Sequence[str]) -> str:
 
 def _call(item: Any) -> tuple[str, str]:
     """Name and arguments, which are an object; raises what `_parse` catches."""
-    arguments = item.get("arguments", item.get("parameters", {})) if isinstance(item, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(item["name"], str):
+    if not isinstance(item, dict) or not isinstance(item["name"], str):
+        raise TypeError
+    arguments = item.get("arguments", item.get("parameters", {}))
+    if not isinstance(arguments, dict):
         raise TypeError
     text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     text.encode()  # a lone surrogate cannot be sent

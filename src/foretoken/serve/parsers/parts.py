@@ -24,11 +24,11 @@ class ToolCall(NamedTuple):
     """A call, complete and valid JSON.
 
     Attributes:
-        index: of the calls of its choice, from 0.
+        number: of the calls of its choice, from 0.
         arguments: the JSON text of an object.
     """
 
-    index: int
+    number: int
     id: str
     name: str
     arguments: str

@@ -17,6 +17,7 @@ from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.common import (
     Fields,
+    SamplingFields,
     Speculative,
     StreamOptions,
     described,
@@ -148,20 +149,37 @@ def test_every_parameter_of_ours_can_be_asked_for() -> None:
 
 def test_the_documented_lists_are_those_of_the_code() -> None:
     text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    bodies = (CompletionBody, ChatBody)
+    marked = {mark: {name for body in bodies for name in described(body, mark)}
+              for mark in ("inert", "refused")}  # fmt: skip
+    marked["inert"].add("stream_options.include_obfuscation")
     for mark, title in (("inert", "Inert"), ("refused", "Refused")):
         section = text.split(f"### {title} fields")[1].split("\n#")[0]
-        names = {name for body, _, _ in BODIES for name in described(body, mark)}
-        names |= {"stream_options.include_obfuscation"} if mark == "inert" else set()
-        assert set(re.findall(r"^- `([\w.]+)`", section, re.MULTILINE)) == names
-    section = text.split("### Parameters")[1].split("\n#")[0]
-    listed = {name for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
-              for name in re.findall(r"`([\w.]+)`", row)}  # fmt: skip
-    honoured = {name for body, _, _ in BODIES for name in body.model_fields}
-    honoured -= {name for body, _, _ in BODIES for m in ("inert", "refused")
-                 for name in described(body, m)}  # fmt: skip
+        assert set(re.findall(r"^- `([\w.]+)`", section, re.MULTILINE)) == marked[mark]
+    honoured = {name for body in bodies for name in body.model_fields}
     honoured |= {f"speculative.{name}" for name in Speculative.model_fields}
     honoured |= {f"stream_options.{name}" for name in StreamOptions.model_fields}
-    assert listed == honoured - {"stream_options.include_obfuscation"}
+    assert rows(text, "Parameters") == honoured - marked["inert"] - marked["refused"]
+
+
+def rows(text: str, title: str) -> set[str]:
+    """Fields in the first column of a section's table."""
+    section = text.split(f"### {title}\n")[1].split("\n#")[0]
+    return {name for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+            for name in re.findall(r"`([\w.]+)`", row)}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [ResponsesBody, MessagesBody])
+def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> None:
+    text, title = (ROOT / "docs" / "server.md").read_text(encoding="utf-8"), kind.__name__[:-4]
+    section = text.split(f"### {title}\n")[1].split("\n#")[0]
+    own = {*kind.model_fields} - {*SamplingFields.model_fields}
+    for mark in ("inert", "refused"):
+        listed = section.split(f"- {mark}:")[1].split("\n- ")[0]
+        known = {*kind.model_fields} & set(re.findall(r"`(\w+)`", listed))
+        assert known == set(described(kind, mark))
+        own -= known
+    assert rows(text, title) == own
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ def read_responses(body: ResponsesBody, served: Served) -> Asked:
         tools=tools or None,
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
         response_format=_format(body.text.format) if body.text and body.text.format else None,
     )
     return _read(chat, served, _IN_RESPONSES)
@@ -76,6 +77,7 @@ def read_messages(body: MessagesBody, served: Served) -> Asked:
         tools=[_tool(t.name, t.description, t.input_schema) for t in body.tools or ()] or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
+        chat_template_kwargs=body.chat_template_kwargs,
     )
     return _read(chat, served, _IN_MESSAGES)
 
@@ -173,19 +175,19 @@ def _turn(where: str, turn: Turn) -> list[dict[str, Any]]:
         read_item(kinds, f"{where}.content[{i}]", block) for i, block in enumerate(turn.content)
     ]
     found = []
-    texts = [{"type": "text", "text": block.text} for block in blocks if block.type == "text"]
     for block in blocks:
         if block.type == "tool_result":
             said = block.content or ""
             text = said if isinstance(said, str) else "\n".join(part.text for part in said)
             found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-    if not found or texts:
-        found.append({"role": turn.role, "content": texts or None})
+    texts = [{"type": "text", "text": block.text} for block in blocks if block.type == "text"]
     calls = [
         _call(block.id, block.name, json.dumps(block.input))
         for block in blocks
         if block.type == "tool_use"
     ]
+    if not found or texts:
+        found.append({"role": turn.role, "content": texts or (None if calls else "")})
     if calls:
         found[-1]["tool_calls"] = calls
     if thought := "".join(block.thinking for block in blocks if block.type == "thinking"):

@@ -88,6 +88,7 @@ class MessagesBody(SamplingFields):
     stop_sequences: list[str] | None = None
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     metadata: Inert = None
     service_tier: Inert = None
     cache_control: Inert = None
@@ -100,4 +101,5 @@ class MessagesBody(SamplingFields):
     speed: Refused = None
 
 
-add_names(MessagesBody, Turn, MessageTool, MessageToolChoice, TextBlock)
+add_names(*ASSISTANT_BLOCKS.values(), *USER_BLOCKS.values())
+add_names(MessagesBody, Turn, MessageTool, MessageToolChoice)

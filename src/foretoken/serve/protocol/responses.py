@@ -116,6 +116,7 @@ class ResponsesBody(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     store: Annotated[Literal[False] | None, "inert"] = None
     background: Annotated[Literal[False] | None, "inert"] = None
     truncation: Annotated[Literal["disabled"] | None, "inert"] = None
@@ -138,4 +139,5 @@ class ResponsesBody(SamplingFields):
     moderation: Refused = None
 
 
-add_names(ResponsesBody, FunctionTool, ChosenFunction, TextFormat, TextOptions)
+add_names(*ITEMS.values(), InputText, FunctionTool, ChosenFunction)
+add_names(ResponsesBody, TextFormat, TextOptions)

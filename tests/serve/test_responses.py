@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from foretoken import SamplingParams
+from foretoken.outputs import CompletionDelta
+from foretoken.serve.answers.events import Event
+from foretoken.serve.answers.responses import ResponsesWriter
+from foretoken.serve.answers.usage import Usage
+from foretoken.serve.parsers.parts import Content, Reasoning, ToolCall
+from foretoken.serve.protocol.responses import ResponsesBody
+from foretoken.serve.requests import Asked
 from tests.serve.running import post
 from tests.serve.test_tools import AREA, Area
 
@@ -120,3 +129,31 @@ def test_structured_output(client: openai.OpenAI) -> None:
 def test_what_is_refused_is_named(http: httpx.Client, given: dict[str, Any], param: str) -> None:
     answer = http.post(PATH, json={"input": "a", **given})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_numbers_that_json_does_not_have_are_refused(http: httpx.Client) -> None:
+    body = '{"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"a": NaN}}]}'
+    answer = http.post(PATH, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+
+
+def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
+    """What has begun does not show what came later."""
+    body = ResponsesBody(input="a", chat_template_kwargs={})
+    writer = ResponsesWriter(Asked(SamplingParams(), messages=()), body, "m")
+    usage = Usage(Asked(SamplingParams()))
+    parts = (Reasoning("r"), ToolCall(0, "c", "f", "{}"), Content("x"), Content("y"))
+    sample = CompletionDelta(0, [1], "", "stop")
+    text = (writer.write([Event(0, parts, sample)], usage) + writer.last(usage)).decode()
+    data = [json.loads(event.split("\ndata: ")[1]) for event in text.split("\n\n")[:-1]]
+    assert [event["sequence_number"] for event in data] == [*range(len(data))]
+    assert [e["response"]["output"] for e in data[:2]] == [[], []]
+    added = [e["item"] for e in data if e["type"] == "response.output_item.added"]
+    assert [(item["type"], item.get("content")) for item in added] == [
+        ("reasoning", []), ("function_call", None), ("message", []),
+    ]  # fmt: skip
+    assert added[1]["arguments"] == ""
+    done = [e["item"] for e in data if e["type"] == "response.output_item.done"]
+    assert done == data[-1]["response"]["output"]
+    assert done[2]["content"][0]["text"] == "xy"
+    assert data[-1]["type"] == "response.completed"

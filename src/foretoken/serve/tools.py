@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,10 @@ def read_tools(body: ChatBody, form: MessageFormat) -> ToolUse:
         tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in body.tools
     ]
     names = tuple(tool.function.name for tool in body.tools)
+    try:
+        json.dumps(tools, allow_nan=False)
+    except ValueError as error:
+        raise RequestError("tools", names, f"JSON: {error}") from None
     if len({*names}) < len(names):
         raise RequestError("tools", names, "functions of different names")
     if choice == "none":

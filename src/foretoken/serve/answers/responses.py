@@ -26,7 +26,7 @@ class ResponsesWriter:
     def __init__(self, asked: Asked, body: ResponsesBody, model: str) -> None:
         self._events: list[dict[str, Any]] = []
         self._number = 0
-        self._open: dict[str, Any] | None = None
+        self._item: dict[str, Any] = {}  # that is open; {} if none is
         self._reason: str | None = None
         params = asked.params
         self._response: dict[str, Any] = {
@@ -39,7 +39,7 @@ class ResponsesWriter:
             "incomplete_details": None,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
-            "metadata": body.metadata or {},
+            "metadata": {},
             "model": model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -64,8 +64,8 @@ class ResponsesWriter:
     def write(self, events: Sequence[Event], usage: Usage) -> bytes:
         """Events of what is new."""
         if not self._number:
-            self._tell("response.created", response={**self._response})
-            self._tell("response.in_progress", response={**self._response})
+            for name in ("created", "in_progress"):
+                self._tell(f"response.{name}", response={**self._response, "output": []})
         for event in events:
             self._take(event)
         return self._written()
@@ -116,7 +116,7 @@ class ResponsesWriter:
             self._close()
             return
         kind = "message" if isinstance(part, Content) else "reasoning"
-        if self._open is None or self._open["type"] != kind:
+        if self._item.get("type") != kind:
             self._close()
             if kind == "message":
                 self._begin(kind, "msg_", {"role": "assistant", "content": []})
@@ -128,15 +128,10 @@ class ResponsesWriter:
             self._item["content"].append(text | {"text": ""})
         self._continue(f"response.{self._item['content'][0]['type']}", part.text)
 
-    @property
-    def _item(self) -> dict[str, Any]:
-        assert self._open is not None
-        return self._open
-
     def _begin(self, kind: str, prefix: str, fields: dict[str, Any]) -> None:
         made = {"id": prefix + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
-        self._open = {**made, **fields}
-        shown = {key: [] if key == "content" else value for key, value in self._open.items()}
+        self._item = {**made, **fields}
+        shown = {key: [] if key == "content" else value for key, value in self._item.items()}
         self._tell("response.output_item.added", output_index=self._index, item=shown)
 
     def _continue(self, name: str, text: str) -> None:
@@ -151,9 +146,9 @@ class ResponsesWriter:
 
     def _close(self, status: str = "completed") -> None:
         """Finish what is open, if anything is."""
-        if self._open is None:
+        if not self._item:
             return
-        item, self._open["status"] = self._open, status
+        item, self._item["status"] = self._item, status
         if item["type"] == "function_call":
             self._tell("response.function_call_arguments.done", item_id=item["id"],
                        output_index=self._index, name=item["name"],
@@ -164,7 +159,7 @@ class ResponsesWriter:
             self._tell_part("response.content_part.done", part=text)
         self._tell("response.output_item.done", output_index=self._index, item=item)
         self._response["output"].append(item)
-        self._open = None
+        self._item = {}
 
     @property
     def _index(self) -> int:

@@ -22,6 +22,7 @@ from foretoken.serve.parsers.parts import Content, Parser, Part, Reasoning, Tool
 
 _HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _MOST_HEAD = 256  # characters of a name and an id before the arguments
+_NO_CALLS = CallFormat(opener="")
 _JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
 
 
@@ -80,7 +81,7 @@ class MessageParser:
 
     def __init__(self, parsing: Parsing, *, is_open: bool = False) -> None:
         self._parsing = parsing
-        self._calls = parsing.format.calls if parsing.names else None
+        self._calls = (parsing.format.calls if parsing.names else None) or _NO_CALLS
         self._mode = Mode.REASONING if is_open else Mode.LEAD
         self._text = ""  # not decided yet
         self._parts: list[Part] = []
@@ -88,8 +89,7 @@ class MessageParser:
         self._has_reasoned = False
         self._lead = ""  # white space that counts only if text follows
         self._json = _JsonEnd()
-        openers = (self._calls.opener,) if self._calls else ()
-        self._text_marks = (*openers, *parsing.hidden)
+        self._text_marks = (*filter(None, (self._calls.opener,)), *parsing.hidden)
         self._reasoning_marks = (END_THINK, *parsing.hidden)
 
     def feed(self, sample: CompletionDelta) -> Sequence[Part]:
@@ -106,7 +106,7 @@ class MessageParser:
             self._parts.append(kind(text))
 
     def _read_lead(self, is_last: bool) -> bool:
-        extra = ";" if self._calls and self._calls.is_bare and self._num_calls else ""
+        extra = ";" if self._calls.is_bare and self._num_calls else ""
         rest = self._text.lstrip(string.whitespace + extra)
         marks = [*self._text_marks, *((THINK,) if self._can_reason else ())]
         if not is_last and any(mark.startswith(rest) and mark != rest for mark in marks):
@@ -122,7 +122,7 @@ class MessageParser:
             self._text, self._mode = rest[len(THINK) :], Mode.REASONING
         elif mark := _longest(rest, self._text_marks):
             self._begin(mark)
-        elif self._calls and self._calls.is_bare and rest[0] == "{":
+        elif self._calls.is_bare and rest[0] == "{":
             self._begin("")
         else:
             self._mode = Mode.TEXT
@@ -167,7 +167,6 @@ class MessageParser:
 
     def _read_call(self, is_last: bool) -> bool:
         state, calls = self._json, self._calls
-        assert calls is not None
         if state.start is None and not state.begin(self._text, calls, is_last=is_last):
             return False
         end = state.find(self._text)
@@ -204,7 +203,6 @@ class MessageParser:
         return found if found and known else None
 
     def _read_closer(self, is_last: bool) -> bool:
-        assert self._calls is not None
         closer, rest = self._calls.closer, self._text.lstrip()
         if closer and rest.startswith(closer):
             self._text = rest[len(closer) :]

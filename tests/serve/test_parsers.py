@@ -87,8 +87,12 @@ def test_what_is_no_call_is_text_as_it_stands(name: str, text: str) -> None:
         # A brace is missing: what follows is read again.
         ("hermes", f'<tool_call>{{"a": {{}}</tool_call><tool_call>{CALL}</tool_call>',
          [Content('<tool_call>{"a": {}</tool_call>'), call()]),
-        ("hermes", '<tool_call>{"name": "area", "arguments": {"x": 1e999}}',
-         [Content('<tool_call>{"name": "area", "arguments": {"x": 1e999}}')]),
+        ("hermes", '<tool_call>{"name": "area", "arguments": {"x": NaN}}',
+         [Content('<tool_call>{"name": "area", "arguments": {"x": NaN}}')]),
+        # As it is written: no float holds it.
+        ("hermes", '<tool_call>{ "arguments" : {"x":1e999} ,"name":"area"}',
+         [call(0, '{"x":1e999}')]),
+        ("mistral", "[TOOL_CALLS]area[ARGS][1]", [Content("[TOOL_CALLS]area[ARGS][1]")]),
         ("llama3_json", CALL.replace("arguments", "parameters"), [call()]),
         ("llama3_json", f"{CALL}; {CALL}", [call(), call(1)]),
         ("llama3_json", f"<|python_tag|>{CALL}<|eot|>", [call()]),

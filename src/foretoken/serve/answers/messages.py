@@ -6,6 +6,7 @@ Charter: a whole answer is what its stream leaves: both are written by the same 
 from __future__ import annotations
 
 import json
+import sys
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -90,7 +91,7 @@ class MessagesWriter:
             self._begin(block)
             self._delta("input_json_delta", "partial_json", part.arguments)
             self._close()
-            block["input"] = json.loads(part.arguments)
+            block["input"] = json.loads(part.arguments, parse_float=_finite)
             return
         kind = "text" if isinstance(part, Content) else "thinking"
         if not self._is_open or self._blocks[-1]["type"] != kind:
@@ -124,6 +125,12 @@ class MessagesWriter:
     def _written(self) -> bytes:
         events, self._events = self._events, []
         return b"".join(named_event(event["type"], event) for event in events)
+
+
+def _finite(text: str) -> float:
+    """A number as a float that JSON can hold: 1e999 is the largest there is."""
+    most = sys.float_info.max
+    return max(-most, min(float(text), most))
 
 
 def _usage(usage: Usage) -> dict[str, int]:

@@ -14,7 +14,6 @@ import string
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 from foretoken.outputs import CompletionDelta
 from foretoken.serve.parsers.formats import END_THINK, THINK, CallFormat, MessageFormat
@@ -22,6 +21,7 @@ from foretoken.serve.parsers.parts import Content, Parser, Part, Reasoning, Tool
 
 _HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _MOST_HEAD = 256  # characters of a name and an id before the arguments
+_BETWEEN = re.compile(r"[\s,:]*")
 _NO_CALLS = CallFormat(opener="")
 _JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
 
@@ -194,9 +194,12 @@ class MessageParser:
     def _parse(self, text: str, head: str | None) -> list[tuple[str, str]] | None:
         """Names and arguments of calls; None for what are none."""
         try:
-            value = json.loads(text)
-            value = value if head is None else {"name": head, "arguments": value}
-            found = [_call(item) for item in (value if isinstance(value, list) else [value])]
+            json.loads(text, parse_constant=_refuse)
+            text.encode()  # a lone surrogate cannot be sent
+            if head is not None:
+                found = [(head, text)] if text[0] == "{" else []
+            else:
+                found = [_call(item) for item in (_items(text) if text[0] == "[" else [text])]
         except (ValueError, TypeError, KeyError, RecursionError):
             return None
         known = all(name in self._parsing.names for name, _ in found)
@@ -305,16 +308,33 @@ def _longest(text: str, marks: Sequence[str]) -> str:
     return max((mark for mark in marks if text.startswith(mark)), key=len, default="")
 
 
-def _call(item: Any) -> tuple[str, str]:
-    """Name and arguments, which are an object; raises what `_parse` catches."""
-    if not isinstance(item, dict) or not isinstance(item["name"], str):
+def _call(text: str) -> tuple[str, str]:
+    """Name and arguments, which are an object, as they are written: a number may be past what a
+    float holds. Raises what `_parse` catches."""
+    if text[0] != "{":
         raise TypeError
-    arguments = item.get("arguments", item.get("parameters", {}))
-    if not isinstance(arguments, dict):
+    members = dict(zip(*[iter(_items(text))] * 2, strict=True))
+    found = {json.loads(key): value for key, value in members.items()}
+    name, arguments = json.loads(found["name"]), "{}"
+    for key in ("parameters", "arguments"):
+        arguments = found.get(key, arguments)
+    if not isinstance(name, str) or arguments[0] != "{":
         raise TypeError
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    text.encode()  # a lone surrogate cannot be sent
-    return item["name"], text
+    return name, arguments
+
+
+def _items(text: str) -> list[str]:
+    """The texts of a valid list's items, or of an object's keys and values in turns."""
+    found, decoder, at = [], json.JSONDecoder(), _BETWEEN.match(text, 1).end()  # type: ignore[union-attr]
+    while at < len(text) - 1:
+        end = decoder.raw_decode(text, at)[1]
+        found.append(text[at:end])
+        at = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
 
 
 def _new_id(calls: CallFormat) -> str:

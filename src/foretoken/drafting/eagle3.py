@@ -221,13 +221,15 @@ class Eagle3(Autoregressive):
 def _folder(config: EngineConfig, weights: bool) -> Path:
     """Where the head is; `ConfigError` if it is not said."""
     speculation = config.speculative_config
-    name = (speculation and speculation.model) or BUILT_IN_HEADS.get(config.model)
+    if speculation is None:
+        raise IntegrityError("`eagle3` was asked for a head without a configuration")
+    name = speculation.model or BUILT_IN_HEADS.get(config.model)
     if name is None:
         remedy = "Name a folder or hub id of a head that was trained for this target."
         raise ConfigError("speculative_config.model", None, "an EAGLE-3 head", remedy)
     return resolve_checkpoint(
         name,
-        revision=speculation and speculation.revision,
+        revision=speculation.revision,
         local_files_only=config.local_files_only,
         weights=weights,
     )

@@ -137,7 +137,7 @@ class _Steps:
             rounds = [[self._total(count, length) for count in every] for _ in range(4)]
             quickest.append((self._length, *np.min(rounds, axis=0)))
         tokens, *more = np.maximum(np.subtract(*quickest[::-1]), 0).tolist()
-        return np.array(more) / tokens / batch
+        return np.array([seconds / tokens / batch for seconds in more])
 
     def _total(self, count: int, length: int) -> float:
         """Seconds of a step with so many drafts, at about this length."""

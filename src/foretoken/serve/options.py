@@ -21,6 +21,10 @@ class ServeOptions:
         allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no
             model stands behind such a text.
         chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.
+        tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json`, `mistral`,
+            `none` (no tools are taken), or `auto`: as its template shows.
+        reasoning_parser: `think` reads `<think>` and `</think>`, `none` leaves them in the text,
+            `auto`: as its template shows.
     """
 
     host: str = "127.0.0.1"
@@ -29,6 +33,8 @@ class ServeOptions:
     served_model_name: tuple[str, ...] = ()
     allow_synthetic: bool = False
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)

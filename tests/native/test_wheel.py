@@ -15,6 +15,7 @@ from zipfile import ZipFile
 import pytest
 
 from foretoken.ops.backends.native import build
+from foretoken.serve.access import PAGE
 from tests.project.source import ROOT
 
 pytestmark = pytest.mark.soak
@@ -48,11 +49,14 @@ def tag_and_libraries(wheel: ZipFile) -> tuple[str, list[str]]:
 def test_with_a_compiler_it_brings_the_kernels(tmp_path: Path) -> None:
     if not (shutil.which("g++") or shutil.which("clang++")):
         pytest.skip("no C++ compiler here")
-    tag, libraries = tag_and_libraries(build_wheel(tmp_path, os.environ["PATH"]))
+    wheel = build_wheel(tmp_path, os.environ["PATH"])
+    tag, libraries = tag_and_libraries(wheel)
     assert tag.startswith("py3-none-linux_")
     variants = build.VARIANTS[build.platform.machine()]
     names = sorted(build.library_path(variant).name for variant in variants)
     assert libraries == [f"foretoken/ops/backends/native/lib/{name}" for name in names]
+    page = {f"foretoken/serve/page/{name}" for name in PAGE.values()}
+    assert page <= {*wheel.namelist()}
 
 
 def test_without_a_compiler_it_is_pure_python(tmp_path: Path) -> None:

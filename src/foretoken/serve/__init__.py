@@ -13,6 +13,7 @@ One flow, and what belongs where:
     routes/      one file per family of endpoints; `generate.py` is the flow above: begin there
     metrics.py   what Prometheus scrapes
     errors.py    every error as OpenAI's body and a status
+    page/        what speculation does, in a browser; served by `routes/page.py`
     app.py       the application; `access.py`: who may call it
     server.py    the process in front of it: uvicorn, signals; `command.py`: what starts all
 
@@ -23,7 +24,6 @@ What comes next goes here:
     a format of tool calls    `parsers/formats.py`: data, and a sign in templates
     limits, time, logs        around the application in `app.py`; signals and exit in `server.py`;
                               whether it takes requests in `routes/state.py`
-    a page                    `routes/page.py`, and its files beside it
     a metric                  `metrics.py`, and its line in docs/server.md
 
 Nothing outside this package imports fastapi, starlette, pydantic, uvicorn or prometheus-client.

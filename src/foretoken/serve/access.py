@@ -9,8 +9,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretoken.serve.errors import Refusal
 
-OPEN = ("/health", "/health/ready", "/metrics", "/version")
-"""Paths that need no key: probes and scrapers have none."""
+PAGE = {
+    "/": "index.html",
+    **{f"/page/{name}": name for name in ("page.css", "icon.svg")},
+    **{f"/page/{name}.js": f"{name}.js" for name in ("page", "api", "run", "detail", "compare")},
+}
+"""Paths of the page's files, which hold nothing of this server's."""
+OPEN = frozenset({"/health", "/health/ready", "/metrics", "/version", *PAGE})
+"""Paths that need no key: probes and scrapers have none, and the page asks for it."""
 
 
 class KeyCheck:

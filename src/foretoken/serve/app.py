@@ -16,7 +16,7 @@ from foretoken.serve.context import Context
 from foretoken.serve.metrics import Counts
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import Served
-from foretoken.serve.routes import generate, models, state, tokens
+from foretoken.serve.routes import generate, models, page, state, tokens
 
 
 def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
@@ -34,7 +34,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
     context = Context(engine, Served.of(engine, options), Counts(), int(time.time()))
     app = FastAPI(title="Foretoken", version=__version__, redoc_url=None, lifespan=lifespan)
     errors.install(app)
-    for part in (generate, models, tokens, state):
+    for part in (generate, models, tokens, state, page):
         app.include_router(part.router(context))
     if options.api_key is not None:
         app.add_middleware(KeyCheck, key=options.api_key)

@@ -1,0 +1,93 @@
+/** The server as the page sees it: what it says, refuses, and streams. */
+
+/**
+ * How a token came about, or a draft that came to nothing: docs/verification.md.
+ * @typedef {{decoded_token: ?string, token_id: number, position: number, round: number,
+ *   rule: string, origin: string, p: number, q: ?number, drafter: ?string, draft_index: ?number,
+ *   u: ?number, threshold: ?number, reason: ?string, dropped?: Trace[]}} Trace
+ * @typedef {{api: string, prompt: string, temperature?: number, max_tokens?: number,
+ *   seed: number, k: string, drafter: string, rule: string, prediction: string}} Settings
+ * @typedef {{text: string, trace: Trace[], top: [string, number][], usage?: object}} Piece
+ */
+
+/** What a server says that refuses a request. */
+export class ServerError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** Fetch from this server; a refusal is a `ServerError`. */
+export async function ask(path, key, options = {}) {
+  const headers = { "Content-Type": "application/json" };
+  if (key) headers.Authorization = `Bearer ${key}`;
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers, cache: "no-store" });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ServerError(0, "The server does not answer.");
+  }
+  if (answer.ok) return answer;
+  const body = await answer.json().catch(() => null);
+  throw new ServerError(answer.status, body?.error?.message ?? `Status ${answer.status}`);
+}
+
+/** Events of a stream, as they come. */
+async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new ServerError(0, "The stream broke off.");
+    const found = (rest + value).split("\n\n");
+    rest = found.pop();
+    for (const event of found) {
+      const data = event.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new ServerError(200, chunk.error.message);
+      yield chunk;
+    }
+  }
+}
+
+/** @param {Settings} settings */
+function bodyOf(settings, { traced, drafts }) {
+  const { api, prompt, temperature, max_tokens, seed, k, drafter, rule, prediction } = settings;
+  const speculative = { trace: traced };
+  if (rule) speculative.rule = rule;
+  if (drafter) speculative.drafter = drafter;
+  if (!drafts) speculative.num_speculative_tokens = 0;
+  else if (k) speculative.num_speculative_tokens = k === "auto" ? k : Number(k);
+  const body = { temperature, max_tokens, seed, speculative, stream: true };
+  body.stream_options = { include_usage: true, split_tokens: traced };
+  if (prediction) body.prediction = { type: "content", content: prediction };
+  if (api === "chat") {
+    const shown = traced ? { logprobs: true, top_logprobs: 5 } : {};
+    return { ...body, ...shown, messages: [{ role: "user", content: prompt }] };
+  }
+  return traced ? { ...body, prompt, logprobs: 5 } : { ...body, prompt };
+}
+
+/** Likeliest tokens in a place, by text. */
+function likeliest(logprobs) {
+  const chat = logprobs?.content?.[0]?.top_logprobs;
+  if (chat) return chat.map(({ token, logprob }) => [token, logprob]);
+  return Object.entries(logprobs?.top_logprobs?.[0] ?? {}).sort((a, b) => b[1] - a[1]);
+}
+
+/** The answer, token by token if it is traced, else step by step; usage last. @returns {AsyncGenerator<Piece>} */
+export async function* generate(settings, how, key, signal) {
+  const path = settings.api === "chat" ? "v1/chat/completions" : "v1/completions";
+  const body = JSON.stringify(bodyOf(settings, how));
+  const answer = await ask(path, key, { method: "POST", body, signal });
+  for await (const { choices, usage } of events(answer)) {
+    for (const { text, delta, trace, logprobs } of choices) {
+      const said = text ?? delta.content ?? "";
+      if (said || trace) yield { text: said, trace: trace ?? [], top: likeliest(logprobs) };
+    }
+    if (usage) yield { text: "", trace: [], top: [], usage };
+  }
+}

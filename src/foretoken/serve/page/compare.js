@@ -1,0 +1,64 @@
+/** The same request with drafts and without: whether speculation pays, and what it leaves as it is. */
+
+import { generate } from "./api.js";
+import { make } from "./detail.js";
+
+const byId = (id) => document.getElementById(id);
+const show = (name, rate) => { byId(`${name}-speed`).textContent = `${rate.toFixed(0)} tokens/s`; };
+
+/** Forget the last comparison. */
+export function clearComparison(verdict) {
+  for (const id of ["same", "on-text", "off-text"]) byId(id).textContent = "";
+  for (const id of ["on-speed", "off-speed"]) byId(id).textContent = "–";
+  byId("verdict").textContent = verdict;
+}
+
+/** One run that is timed: without a trace, which costs the more the more is drafted. */
+async function timed(asked, drafts, key, signal) {
+  const name = drafts ? "on" : "off";
+  const [start, found] = [performance.now(), { text: "", tokens: 0, seconds: 0 }];
+  byId(`${name}-text`).textContent = "";
+  for await (const { text, usage } of generate(asked, { traced: false, drafts }, key, signal)) {
+    found.text += text;
+    byId(`${name}-text`).append(text);
+    found.seconds = (performance.now() - start) / 1000;
+    if (usage) found.tokens = usage.completion_tokens;
+  }
+  found.rate = found.tokens / found.seconds;
+  show(name, found.rate);
+  return found;
+}
+
+/** Of an odd number of values, as the form offers. */
+const median = (values) => values.toSorted((a, b) => a - b)[values.length >> 1];
+
+/** Time the request with drafts and without, in turns, and say what came of it. */
+export async function compare(asked, rule, numPairs, key, signal) {
+  const pairs = [];
+  for (let i = 0; i < numPairs; i += 1) {
+    byId("verdict").textContent = `Timing: ${i + 1} of ${numPairs}`;
+    const pair = {};
+    for (const name of i % 2 ? ["on", "off"] : ["off", "on"]) {
+      pair[name] = await timed(asked, name === "on", key, signal);
+    }
+    pairs.push(pair);
+  }
+  for (const name of ["on", "off"]) show(name, median(pairs.map((pair) => pair[name].rate)));
+  const ratios = pairs.map(({ on, off }) => on.rate / off.rate);
+  const [low, high] = [Math.min(...ratios), Math.max(...ratios)];
+  const said = low > 1 ? "Speculation paid" : high < 1 ? "Speculation did not pay" : "No clear difference";
+  const spread = numPairs > 1 ? `the median of ${numPairs} (${low.toFixed(2)}–${high.toFixed(2)})` : "once";
+  byId("verdict").replaceChildren(`${said}: `,
+    make("strong", { id: "ratio" }, `${median(ratios).toFixed(2)}×`), ` the tokens per second, ${spread}.`);
+  byId("same").textContent = sameness(asked, rule, pairs.every(({ on, off }) => on.text === off.text));
+}
+
+/** What the rule promises of both texts, and whether it is so. */
+function sameness(asked, rule, isSame) {
+  if (rule === "synthetic") return "The rule synthetic sets what is accepted: this text means nothing.";
+  const reason = asked.temperature === 0 ? "at temperature 0" : rule === "coupled" && "under the rule coupled";
+  if (reason && isSame) return `Both texts are the same, as they must be ${reason}.`;
+  if (reason) return `The texts differ. ${reason[0].toUpperCase()}${reason.slice(1)} only rounding at a near-tie can do that.`;
+  const found = isSame ? "Both texts happen to be the same" : "The texts are different draws";
+  return `${found}: the rule ${rule} keeps their distribution. Temperature 0 and the rule coupled keep the text.`;
+}

@@ -1,0 +1,98 @@
+/** Tokens in the text, and the numbers that decided about each. */
+
+/** An element; texts become text nodes, so that nothing a model writes is ever markup. */
+export function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+/** A cell with a bar, `share` of it full. */
+export function bar(share) {
+  const fill = make("i");
+  fill.style.width = `${100 * share}%`;
+  return make("td", { class: "bar" }, fill);
+}
+
+/** A number to read; `value` has all its digits. Null stays null. */
+const number = (value) => (value === null ? null
+  : make("data", { value }, String(Number(value.toPrecision(4)))));
+
+/** A token alone, as a literal. @param {import("./api.js").Trace} trace */
+const quoted = (trace) => JSON.stringify(trace.decoded_token ?? `<${trace.token_id}>`);
+
+const THRESHOLDS = { standard: "min(1, p/q)", block: "h", synthetic: "the rate that was set" };
+const STORIES = {
+  unread: "Draft dropped: one before it was rejected.", plain: "Drawn by the target: nobody drafted here.",
+  bonus: "Drawn by the target: all drafts before it were accepted.",
+};
+
+/** What happened, in a sentence; `replaced` is the draft in whose place a token was drawn. */
+function story(trace, replaced) {
+  if (trace.origin === "rejected") return `Draft rejected: ${trace.reason}.`;
+  if (trace.origin === "resampled") {
+    return `Drawn by the target in the place of ${quoted(replaced)}, which was rejected: ${replaced.reason}.`;
+  }
+  if (trace.origin !== "accepted") return STORIES[trace.origin];
+  if (trace.threshold === null) return "Draft accepted: the target chose the same token.";
+  if (trace.u < trace.threshold) return `Draft accepted: u is below ${THRESHOLDS[trace.rule]}.`;
+  return "Draft accepted: with drafts behind it, the rule took a longer block.";
+}
+
+/** u against its threshold, on a line from 0 to 1. */
+function test(trace) {
+  const line = make("div", { class: "test", "aria-hidden": "true" }, make("i"), make("b"));
+  line.firstChild.style.width = `${100 * trace.threshold}%`;
+  line.lastChild.style.left = `${100 * trace.u}%`;
+  const words = `The mark is u of ${quoted(trace)}: in the filled part it would be accepted.`;
+  return [line, make("p", { class: "note" }, words)];
+}
+
+function droppedTable(dropped) {
+  const names = ["draft", "p", "q", "u", "below", ""];
+  const head = make("tr", {}, ...names.map((name) => make("td", {}, name)));
+  const rows = dropped.map((draft) => make("tr", {},
+    make("th", { scope: "row" }, make("s", { class: draft.origin }, quoted(draft))),
+    ...[draft.p, draft.q, draft.u, draft.threshold].map((value) => make("td", {}, number(value) || "–")),
+    make("td", { class: "why" }, draft.origin)));
+  return make("table", {}, make("caption", {}, "Drafts that came to nothing"), head, ...rows);
+}
+
+function alternatives(top) {
+  const rows = top.map(([text, logprob]) => make("tr", {},
+    make("th", { scope: "row" }, JSON.stringify(text)), bar(Math.exp(logprob)),
+    make("td", {}, `${(100 * Math.exp(logprob)).toFixed(1)} %`)));
+  return make("table", {}, make("caption", {}, "The model's likeliest, before temperature"), ...rows);
+}
+
+/** All that is known of a token or a draft, and the likeliest tokens in its place. */
+export function explain(trace, top) {
+  const dropped = trace.dropped ?? [];
+  const replaced = trace.origin === "resampled" ? dropped[0] : null;
+  const facts = {
+    "p, target": number(trace.p), "q, draft": number(trace.q), u: number(trace.u),
+    "u below": number(trace.threshold), step: trace.round, position: trace.position,
+    rule: trace.rule, drafter: trace.drafter,
+  };
+  const decided = [trace, replaced].find((one) => typeof one?.threshold === "number");
+  return [
+    make("p", { class: "head" }, make("code", {}, quoted(trace)), " ",
+      make("b", { class: trace.origin }, trace.origin)),
+    make("p", {}, story(trace, replaced)),
+    ...(decided ? test(decided) : []),
+    make("dl", {}, ...Object.entries(facts).filter(([, value]) => value !== null)
+      .map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)))),
+    ...(dropped.length ? [droppedTable(dropped)] : []),
+    ...(top.length ? [alternatives(top)] : []),
+  ];
+}
+
+/** A token of the text, or a draft that came to nothing. */
+export function tokenElement(trace, text, tag = "span") {
+  const kind = /^\n+$/.test(text) ? "token newline" : "token";
+  return make(tag, {
+    class: `${kind} ${trace.origin}`, role: "option", tabindex: "-1", "aria-selected": "false",
+    "aria-label": `${quoted(trace)}, ${trace.origin}`, "data-round": trace.round,
+  }, text);
+}

@@ -1,0 +1,117 @@
+/** The form, the runs it starts, and the server's state. */
+
+import { ServerError, ask, generate } from "./api.js";
+import { clearComparison, compare } from "./compare.js";
+import { make } from "./detail.js";
+import { TracedRun, watchTokens } from "./run.js";
+
+const byId = (id) => document.getElementById(id);
+const value = (id) => byId(id).value;
+const LIVE_MS = 1000;
+let served = null; // what the server has
+let run = null; // the last one
+let stopper = null; // of a run that goes on
+let isDown = false;
+
+/** Say what went wrong; "" takes it back. */
+function showError(message) {
+  byId("error").textContent = message;
+  byId("error").hidden = !message;
+}
+
+const readsPrediction = () => served.predictors.includes(value("drafter") || served.drafter);
+
+/** What the form asks for; what is no number goes to the server as it is, to be refused. */
+function settings() {
+  const number = (id, text = value(id).trim()) =>
+    (text === "" ? undefined : Number.isFinite(+text) ? +text : text);
+  return {
+    api: value("api"), prompt: value("prompt"), temperature: number("temperature"),
+    max_tokens: number("max_tokens"), seed: number("seed") ?? Math.floor(Math.random() * 2 ** 32),
+    k: value("k"), drafter: value("drafter"), rule: value("rule"),
+    prediction: readsPrediction() ? value("prediction") : "",
+  };
+}
+
+/** Offer what this server has. */
+function offer() {
+  const { num_drafts: most, adapts, drafters, drafter, rules, rule } = served;
+  const fill = (id, first, names, label = (name) => name) => byId(id).replaceChildren(
+    make("option", { value: "" }, `the server's: ${first}`),
+    ...names.map((name) => make("option", { value: name }, label(name))));
+  byId("model").textContent = served.model;
+  byId("api").parentElement.hidden = !served.has_chat;
+  const numbers = Array.from({ length: most }, (_, i) => String(i + 1));
+  fill("k", adapts ? `auto, at most ${most}` : most, [...(adapts ? ["auto"] : []), "0", ...numbers],
+    (name) => (name === "0" ? "off" : name));
+  fill("drafter", drafter || "none", drafters.filter((name) => name !== drafter));
+  fill("rule", rule, rules.filter((name) => name !== rule),
+    (name) => (name === "synthetic" ? "synthetic: the text means nothing" : name));
+  adaptForm();
+}
+
+const adaptForm = () => { byId("prediction").parentElement.hidden = !readsPrediction(); };
+
+/** Ask how the server is; offer its options again where it is another server. */
+async function refresh() {
+  try {
+    const { now, ...options } = await (await ask("page/state", value("key"))).json();
+    if (JSON.stringify(options) !== JSON.stringify(served)) {
+      served = options;
+      offer();
+    }
+    const [drafted, accepted] = [now.num_draft_tokens, now.num_accepted_tokens];
+    for (const name of ["running", "waiting"]) byId(name).textContent = now[name];
+    byId("kv").textContent = `${(100 * now.kv_cache_usage).toFixed(1)} %`;
+    byId("accepted").textContent = drafted ? `${(100 * accepted / drafted).toFixed(1)} %` : "–";
+    if (now.failure) throw new ServerError(503, now.failure);
+    if (isDown) showError("");
+    isDown = false;
+  } catch (error) {
+    if (error.status === 401) byId("key").parentElement.hidden = false;
+    if (!stopper) showError(error.message);
+    isDown = true;
+  }
+  byId("run").disabled = !served || stopper !== null;
+}
+
+/** Trace the request, then time it. */
+async function start(event) {
+  event.preventDefault();
+  if (!served || stopper) return;
+  const [asked, key, numPairs] = [settings(), value("key"), Number(value("pairs"))];
+  const { signal } = (stopper = new AbortController());
+  const hasDrafts = served.num_drafts > 0 && asked.k !== "0";
+  byId("run").disabled = true;
+  byId("stop").disabled = false;
+  showError("");
+  byId("status").textContent = "";
+  clearComparison(hasDrafts ? "Not timed." : "Nothing is drafted: there is nothing to compare.");
+  run = new TracedRun(served.num_drafts);
+  try {
+    for await (const piece of generate(asked, { traced: true, drafts: true }, key, signal)) run.add(piece);
+    byId("status").textContent = `${run.numTokens} tokens in ${run.sizes.length} steps, seed ${asked.seed}.`;
+    if (hasDrafts && numPairs) await compare(asked, asked.rule || served.rule, numPairs, key, signal);
+  } catch (error) {
+    if (error.name === "AbortError") byId("status").textContent = "Stopped.";
+    else showError(error instanceof ServerError ? error.message : String(error));
+  } finally {
+    stopper = null;
+    byId("run").disabled = false;
+    byId("stop").disabled = true;
+  }
+}
+
+byId("form").addEventListener("submit", start);
+byId("form").addEventListener("keydown", (event) =>
+  event.key === "Enter" && (event.ctrlKey || event.metaKey) && byId("form").requestSubmit());
+byId("stop").addEventListener("click", () => stopper?.abort());
+byId("drafter").addEventListener("change", adaptForm);
+byId("key").addEventListener("change", refresh);
+byId("show-dropped").addEventListener("change", (event) =>
+  byId("tokens").classList.toggle("with-dropped", event.target.checked));
+watchTokens(() => run);
+(async function watchServer() {
+  if (!document.hidden) await refresh();
+  setTimeout(watchServer, LIVE_MS);
+})();

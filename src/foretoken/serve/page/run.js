@@ -1,0 +1,128 @@
+/** One traced run, as it comes in: the text by origin, its steps, acceptance by position. */
+
+import { bar, explain, make, tokenElement } from "./detail.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+const [CELL, PITCH, WINDOW] = [12, 14, 8]; // px, px, steps: the first two as in page.css
+const byId = (id) => document.getElementById(id);
+const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "–");
+
+/** What a run has come to, shown as it grows. */
+export class TracedRun {
+  /** @param {number} numDrafts the most that a step may have */
+  constructor(numDrafts) {
+    this.counts = { accepted: 0, resampled: 0, bonus: 0, plain: 0 };
+    this.byPosition = Array.from({ length: numDrafts }, () => ({ drafted: 0, accepted: 0 }));
+    this.numTokens = 0;
+    this.sizes = []; // tokens of each step
+    this.points = []; // of the line of means
+    this.known = new WeakMap(); // what to explain of an element
+    this.start = performance.now();
+    const svg = document.createElementNS(SVG, "svg");
+    this.line = svg.appendChild(document.createElementNS(SVG, "polyline"));
+    byId("tokens").replaceChildren();
+    byId("steps").replaceChildren(svg);
+    byId("steps").style.height = `${(numDrafts + 1) * CELL}px`;
+    this.show();
+  }
+
+  /** A piece has one token, or none: then it is what was held back. @param {import("./api.js").Piece} piece */
+  add({ text, trace: [token], top }) {
+    if (!token) {
+      byId("tokens").lastElementChild?.append(text);
+      return;
+    }
+    const shown = tokenElement(token, text);
+    this.known.set(shown, [token, top]);
+    const dropped = token.dropped.map((draft) => {
+      const element = tokenElement(draft, (draft.decoded_token ?? "").replaceAll("\n", "⏎"), "s");
+      this.known.set(element, [draft, []]);
+      return element;
+    });
+    const endedText = token.dropped[0]?.position > token.position;
+    byId("tokens").append(...(endedText ? [shown, ...dropped] : [...dropped, shown]));
+    this.addToStep(token);
+    this.counts[token.origin] += 1;
+    this.numTokens += 1;
+    for (const { draft_index: index, origin } of [token, ...token.dropped]) {
+      if (index === null) continue;
+      this.byPosition[index].drafted += 1;
+      this.byPosition[index].accepted += origin === "accepted";
+    }
+    this.show();
+  }
+
+  /** A token on the column of its step, and outlines of the drafts that ended there. */
+  addToStep({ round, origin, dropped }) {
+    const steps = byId("steps");
+    if (round === this.sizes.length) {
+      this.sizes.push(0);
+      steps.append(make("div", { class: "step" }));
+    }
+    this.sizes[round] += 1;
+    steps.lastElementChild.append(make("i", { class: origin }),
+      ...dropped.map((draft) => make("i", { class: `wasted ${draft.origin}` })));
+    steps.lastElementChild.title = `Step ${round}, tokens: ${this.sizes[round]}`;
+    const recent = this.sizes.slice(-WINDOW);
+    const mean = recent.reduce((sum, size) => sum + size, 0) / recent.length;
+    this.points[round] = `${round * PITCH + CELL / 2},${-mean * CELL}`;
+    this.line.setAttribute("points", this.points.join(" "));
+    steps.scrollLeft = steps.scrollWidth;
+  }
+
+  /** Bring figures up to date. */
+  show() {
+    const sum = (name) => this.byPosition.reduce((total, row) => total + row[name], 0);
+    const [steps, tokens] = [this.sizes.length, this.numTokens];
+    const [drafted, accepted] = [sum("drafted"), sum("accepted")];
+    for (const [origin, count] of Object.entries(this.counts)) byId(`n-${origin}`).textContent = count;
+    byId("per-step").textContent = steps ? (tokens / steps).toFixed(2) : "–";
+    byId("rate").textContent = percent(accepted, drafted);
+    byId("speed").textContent = steps ? (1000 * tokens / (performance.now() - this.start)).toFixed(0) : "–";
+    byId("steps").ariaLabel = `${steps} steps made ${tokens} tokens; ${accepted} of ${drafted} drafts were accepted`;
+    byId("positions").tBodies[0].replaceChildren(...this.byPosition.map((row, i) => make("tr", {},
+      make("th", { scope: "row" }, String(i + 1)), bar(row.drafted ? row.accepted / row.drafted : 0),
+      make("td", {}, `${percent(row.accepted, row.drafted)} (${row.accepted} of ${row.drafted})`))));
+  }
+}
+
+const MOVES = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
+
+/** Show the numbers of the token under the pointer, else of the focused one; keys move the focus. */
+export function watchTokens(current) {
+  const [tokens, detail] = [byId("tokens"), byId("detail")];
+
+  function show(element) {
+    const known = current()?.known.get(element);
+    detail.hidden = !known;
+    for (const { classList, dataset } of tokens.children) {
+      classList.toggle("same-step", Boolean(known) && dataset.round === element.dataset.round);
+    }
+    if (!known) return;
+    detail.replaceChildren(...explain(...known));
+    element.setAttribute("aria-describedby", "detail");
+    const [at, size] = [element.getBoundingClientRect(), detail.getBoundingClientRect()];
+    const below = at.bottom + 6 + size.height < innerHeight;
+    detail.style.top = `${Math.max(4, below ? at.bottom + 6 : at.top - 6 - size.height)}px`;
+    detail.style.left = `${Math.max(4, Math.min(at.left, innerWidth - size.width - 12))}px`;
+  }
+
+  function move(event) {
+    const shown = [...tokens.children].filter((element) => element.offsetParent);
+    const step = MOVES[event.key];
+    if (!step || !shown.length) return;
+    event.preventDefault();
+    const to = shown.indexOf(document.activeElement) + step;
+    shown[Math.max(0, Math.min(shown.length - 1, to))].focus();
+  }
+
+  const focused = () => show(document.activeElement);
+  tokens.addEventListener("pointerover", ({ target }) => (target === tokens ? focused() : show(target)));
+  tokens.addEventListener("pointerleave", focused);
+  tokens.addEventListener("focusin", focused);
+  tokens.addEventListener("focusin", ({ target }) => target.scrollIntoView({ block: "nearest" }));
+  tokens.addEventListener("focusout", () => show(null));
+  tokens.addEventListener("keydown", move);
+  document.addEventListener("keydown", (event) => event.key === "Escape" && show(null));
+  document.addEventListener("scroll", focused, { passive: true });
+}

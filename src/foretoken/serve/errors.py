@@ -7,14 +7,16 @@ Charter: what a client may do about it decides the status: 4xx is theirs to mend
 from __future__ import annotations
 
 import difflib
+import json
 import logging
+import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from foretoken.errors import (
     CapacityError,
@@ -54,10 +56,15 @@ class Refusal(NamedTuple):
         names = ("message", "type", "param", "code")
         return {"error": {name: getattr(self, name) for name in names}}
 
-    def response(self) -> JSONResponse:
+    def response(self) -> Response:
         """The same as an answer."""
         headers = _RETRY_AFTER if self.status in (429, 503) else None
-        return JSONResponse(self.body, self.status, headers)
+        text = json.dumps(self.body)  # ASCII: what is quoted may be no Unicode
+        return Response(text, self.status, headers, "application/json")
+
+
+class UnavailableError(ForetokenError):
+    """The server cannot answer now: it ends, or has too much to do."""
 
 
 class UnknownModelError(RequestError):
@@ -74,10 +81,16 @@ def refusal(error: BaseException) -> Refusal:
         code = "context_length_exceeded" if isinstance(error, CapacityError) else None
         error = as_written(error)
         return Refusal(400, str(error), "invalid_request_error", error.field, code)
+    if isinstance(error, UnavailableError):
+        return Refusal(503, str(error), "server_error", code="unavailable")
     if isinstance(error, _PASSING):
         _log.error("not served: %s", error)
         return Refusal(503, str(error), "server_error", code="unavailable")
-    _log.error("a request failed", exc_info=error)
+    # What was raised may quote a prompt: by default a log says where, and not what.
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    places = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in where)
+    _log.error("a request failed by %s in %s", type(error).__name__, places)
+    _log.debug("what it failed by", exc_info=error)
     told = str(error) if isinstance(error, ForetokenError) else "This is a bug in Foretoken."
     return Refusal(500, told, "server_error", code="internal_error")
 
@@ -89,26 +102,25 @@ def as_written(error: RequestError) -> RequestError:
 
 
 def install(app: FastAPI) -> None:
-    """Have the application answer with these bodies, whatever is raised."""
+    """Have the application answer with these bodies; `limits.py` does for what is a bug."""
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
+    async def invalid(request: Request, error: Exception) -> Response:
         listed = error.errors() if isinstance(error, RequestValidationError) else []
         return _invalid(listed).response()
 
-    async def unknown(request: Request, error: Exception) -> JSONResponse:
+    async def unknown(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         told = f"{request.method} {request.url.path}: {getattr(error, 'detail', '')}"
         answer = Refusal(status, told, "invalid_request_error").response()
         answer.headers.update(getattr(error, "headers", None) or {})
         return answer
 
-    async def raised(request: Request, error: Exception) -> JSONResponse:
+    async def raised(request: Request, error: Exception) -> Response:
         return refusal(error).response()
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, unknown)
     app.add_exception_handler(ForetokenError, raised)
-    app.add_exception_handler(Exception, raised)
 
 
 def _invalid(errors: Sequence[dict[str, Any]]) -> Refusal:

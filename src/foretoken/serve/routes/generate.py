@@ -19,10 +19,11 @@ from foretoken.serve.answers.chat import ChatForm
 from foretoken.serve.answers.completions import CompletionForm
 from foretoken.serve.answers.events import Event, EventReader, Form
 from foretoken.serve.context import Context
+from foretoken.serve.lifetime import Flight
 from foretoken.serve.metrics import Record
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.completions import CompletionBody
-from foretoken.serve.requests import Asked, read_chat, read_completion
+from foretoken.serve.requests import Asked, check_size, read_chat, read_completion
 from foretoken.serve.running import News, run
 from foretoken.serve.sse import ChunkWriter, EventStream, stream
 
@@ -55,13 +56,15 @@ async def answer(context: Context, request: Request, asked: Asked, form: Form) -
     client that leaves ends its request, before that and after it.
     """
     record, reader = Record(context.counts), EventReader(asked)
+    check_size(asked, context.served)
+    name = form.id_prefix + uuid.uuid4().hex
     head = {
-        "id": form.id_prefix + uuid.uuid4().hex,
+        "id": name,
         "object": form.chunk_object if asked.stream else form.body_object,
         "created": int(time.time()),
         "model": context.served.names[0],
     }
-    news = run(context.engine, asked)
+    news = run(context.engine, asked, Flight(context.lifetime, name))
     try:
         if not asked.stream:
             body = await while_connected(request, whole(news, reader, form, record))

@@ -59,7 +59,9 @@ class Refusal(NamedTuple):
     def response(self) -> Response:
         """The same as an answer."""
         headers = _RETRY_AFTER if self.status in (429, 503) else None
-        text = json.dumps(self.body)  # ASCII: what is quoted may be no Unicode
+        text = json.dumps(
+            self.body, separators=(",", ":")
+        )  # ASCII: what is quoted may be no Unicode
         return Response(text, self.status, headers, "application/json")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.outputs import RequestDelta
@@ -57,6 +57,10 @@ class Lifetime:
 class Flight:
     """One request over HTTP, from the engine's queue to its last delta; a context.
 
+    What is cut off before its first token is refused at once, whatever the engine is doing: the
+    task that entered is cancelled, and learns of it as `UnavailableError`. After that the request
+    is aborted, and its last delta brings what there is.
+
     Args:
         name: of its requests to the engine, a number added.
 
@@ -66,13 +70,15 @@ class Flight:
 
     def __init__(self, lifetime: Lifetime, name: str) -> None:
         self._lifetime, self._name = lifetime, name
-        self._why, self._has_begun, self._num_names = "", False, 0
+        self._why, self._has_begun, self._is_refused, self._num_names = "", False, False, 0
+        self._task: asyncio.Task[Any] | None = None
         self._timers: list[asyncio.TimerHandle] = []
         self._aborts: set[asyncio.Task[bool]] = set()
 
     def __enter__(self) -> Self:
         if self._lifetime.is_draining:
             raise UnavailableError("The server ends and takes no more requests.")
+        self._task = asyncio.current_task()
         options, loop = self._lifetime.options, asyncio.get_running_loop()
         self._timers = [
             loop.call_later(options.queue_timeout, self.cut, "queue"),
@@ -81,10 +87,13 @@ class Flight:
         self._lifetime.flights.add(self)
         return self
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
         for timer in self._timers:
             timer.cancel()
         self._lifetime.flights.discard(self)
+        if self._is_refused and self._task and kind is asyncio.CancelledError:
+            self._task.uncancel()
+            raise UnavailableError(_TOLD[self._why])
 
     def new_name(self) -> str:
         """The name of a further request to the engine."""
@@ -93,6 +102,8 @@ class Flight:
 
     def cut(self, why: str) -> None:
         """End it where it is: `queue`, `timeout` or `shutdown`."""
+        if not self._has_begun and self._task and not self._why:
+            self._is_refused = self._task.cancel()
         self._why = self._why or why
         for number in range(self._num_names):
             task = asyncio.ensure_future(self._lifetime.engine.abort(f"{self._name}-{number + 1}"))
@@ -100,11 +111,7 @@ class Flight:
             task.add_done_callback(self._aborts.discard)
 
     def read(self, delta: RequestDelta) -> RequestDelta:
-        """A delta as clients understand it: one that was cut off ends by `length`.
-
-        Raises:
-            UnavailableError: it was cut off before it had any token.
-        """
+        """A delta as clients understand it: one that was cut off ends by `length`."""
         if not self._has_begun and any(sample.token_ids for sample in delta.outputs):
             self._has_begun = True
             self._timers[0].cancel()
@@ -112,8 +119,6 @@ class Flight:
             return delta
         if not delta.finished:
             self.cut(self._why)  # it was not queued yet when its time was up
-        elif not self._has_begun:
-            raise UnavailableError(_TOLD[self._why])
         outputs = [
             replace(sample, finish_reason="length", stop_reason=self._why)
             if sample.finish_reason == "abort"

@@ -11,8 +11,10 @@ One flow, and what belongs where:
     routes/      one file per family of endpoints; `generate.py` is the flow above: begin there
     metrics.py   what Prometheus scrapes
     errors.py    every error as OpenAI's body and a status
-    app.py       the application; `access.py`: who may call it
-    server.py    the process in front of it: uvicorn, signals; `command.py`: what starts all
+    app.py       the application; `access.py`: who may call it; `limits.py`: what a body may be
+    lifetime.py  deadlines, what is under way, the way out
+    server.py    the process in front of it: uvicorn, signals; `connection.py`: one client's;
+                 `command.py`: what starts all
 
 What comes next goes here:
 
@@ -21,8 +23,9 @@ What comes next goes here:
     tool calls, reasoning     fields in `protocol/chat.py`; the template's part in `chat_options`; a
                               `Parser` in `parsers/`, named by `Asked`, given to `EventReader`; what
                               it says as a further kind of `Part`, which each `Form` writes
-    limits, time, logs        around the application in `app.py`; signals and exit in `server.py`;
-                              whether it takes requests in `routes/state.py`
+    logs                      around the application in `app.py`
+    a way to generate         through `answer` in `routes/generate.py`: limits, deadlines and the
+                              drain are there
     a page                    `routes/page.py`, and its files beside it
     a metric                  `metrics.py`, and its line in docs/server.md
 

@@ -129,6 +129,9 @@ def _invalid(errors: Sequence[dict[str, Any]]) -> Refusal:
     """A body that is not of the schema: of several fields the first."""
     first = errors[0]
     kind, (root, *_) = first["type"], first["loc"][1:] or ("",)
+    if not root and kind == "value_error":
+        told = f"The body must be {_bound(first['msg'])}."
+        return Refusal(400, told, "invalid_request_error")
     if not isinstance(root, str) or not root or kind == "json_invalid":
         told = "The body must be a JSON object, sent as `Content-Type: application/json`."
         return Refusal(400, told, "invalid_request_error")

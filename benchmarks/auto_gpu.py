@@ -237,11 +237,11 @@ def main() -> None:
     assert control is not None
     table = control.costs.table
     began = f"Loaded in {time.perf_counter() - start:.1f} s; costs at start:"
-    print(f"{began}\n{table.shown()}\n{table.context * 1e9:.1f} ns per token of context, "
-          f"{table.context_row * 1e9:.2f} with each draft", flush=True)  # fmt: skip
+    print(f"{began}\n{table.shown()}\nns per token of context, by K: "
+          f"{' '.join(f'{x * 1e9:.1f}' for x in table.context_K1)}", flush=True)  # fmt: skip
     notes = [
-        "One engine with K = `auto` of at most 4 (steps are captured for 0, 1, 2 and 4 drafts, and "
-        "here for 3, too). Timed are steps in which the whole batch decodes, behind the first "
+        "One engine with K = `auto` of at most 4. Timed are steps in which the whole batch "
+        "decodes, behind the first "
         f"{UNTIMED}; ratios are taken turn by turn.",
         f"Costs at start, in ms by K: {table.shown()}".replace("\n", "; "),
     ]

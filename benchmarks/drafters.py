@@ -50,6 +50,12 @@ KINDS = (
         "a small model, with the target's tokens or some of them",
         "there is one of the same family; any text",
     ),
+    Kind(
+        "eagle3",
+        {"method": "eagle3"},
+        "a head that was trained for this target: `foretoken train-eagle3`",
+        "there is one; any text",
+    ),
     Kind("ngram", {"method": "ngram"}, "nothing", "the output repeats its prompt or itself"),
     Kind(
         "suffix",
@@ -71,9 +77,9 @@ KINDS = (
     ),
     Kind(
         "hybrid",
-        {"drafters": [{"method": "suffix"}, {"method": "draft_model"}]},
+        {"drafters": [{"method": "suffix"}, {"method": "eagle3"}]},
         "what its drafters need",
-        "some of the text repeats, and the draft model is dear",
+        "some of the text repeats, and the neural drafter is dear",
     ),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from foretoken.drafting.control import (
     StepCosts,
     StepTable,
     by_gain,
+    by_width,
     draft_widths,
     expect,
 )
@@ -31,7 +33,7 @@ def table(row: float, draft: float) -> StepTable:
     fifth of that for each further one."""
     k, b = np.arange(MOST + 1), BATCHES[:, None]
     rest, drafting = 2 + row * b * (k + 1), k * draft * (0.8 + 0.2 * b)
-    return StepTable(BATCHES, rest / 1e3, drafting / 1e3)
+    return StepTable(BATCHES, rest / 1e3, drafting / 1e3, 0 * rest[0])
 
 
 COSTS = {
@@ -144,7 +146,9 @@ def test_noise_and_outliers_change_no_choice() -> None:
 def test_costs_that_were_measured_wrong_are_put_right() -> None:
     rest, right = COSTS["rows cost"].rest_JK1.copy(), COSTS["rows cost"]
     rest[:, 4:] *= 0.85  # as if more drafts cost less than they do
-    world = World(right, 1, 0.6, thought=StepTable(BATCHES, rest, right.draft_JK1))
+    world = World(
+        right, 1, 0.6, thought=StepTable(BATCHES, rest, right.draft_JK1, right.context_K1)
+    )
     world.run(1000)
     assert world.run(500) >= 0.95 * world.best()
 
@@ -191,6 +195,15 @@ def test_widths_are_few() -> None:
     assert draft_widths(6, adapts=True) == (0, 1, 2, 3, 4, 6)
     assert draft_widths(6, adapts=False) == (0, 6)
     assert draft_widths(0, adapts=False) == (0,)
+
+
+@pytest.mark.parametrize(("context", "best"), [(10, 4), (100_000, 3)])
+def test_a_draft_that_makes_long_contexts_dear_is_left_out(context: int, best: int) -> None:
+    context_K1 = np.where(np.arange(MOST + 1) > 3, 4e-8, 2e-8)
+    curve = StepCosts(replace(COSTS["rows are free"], context_K1=context_K1)).curve(1)
+    chance_1K = np.cumprod(np.full((1, MOST), 0.8), axis=1)
+    load = Load(chance_1K, np.array([ADAPTS]), np.ones(MOST), context)
+    assert by_width(curve, load, (0, 1, 2, 3, 4)).asked_B.tolist() == [best]
 
 
 def test_steps_without_adapting_requests_are_nobodys() -> None:

@@ -41,7 +41,8 @@ class SpeculativeConfig:
         drafters: drafters that are loaded together, each a dict of `method` and its options, and
             `name`, by default its method, by which requests choose it.
         model: checkpoint of the draft model or head, named as `EngineConfig.model`. None with the
-            built-in target `tiny-python` means its own draft, `tiny-python-draft`.
+            built-in target `tiny-python` means its own: `tiny-python-draft`, for `eagle3` the head
+            `tiny-python-eagle3`.
         revision: branch, tag or commit of a draft model that is a hub id; None: `main`.
         num_speculative_tokens: K >= 1, the most tokens drafted per step; or `auto`: as many, 0
             too, as pay, by the costs of steps here and by what was accepted before. Which requests

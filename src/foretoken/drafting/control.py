@@ -110,8 +110,8 @@ class StepTable:
         batches: requests of the measured steps, [J], rising.
         rest_JK1: steps by K = 0.., drafting left out.
         draft_JK1: drafting alone.
-        context: per token of a request's context, in a step without drafts.
-        context_row: per token of context and draft, beside.
+        context_K1: per token of a request's context, by K: it jumps where one more draft needs
+            another tile of rows.
         missed: of drafting, per token of a request that the drafter has not seen since it was
             last asked.
     """
@@ -119,8 +119,7 @@ class StepTable:
     batches: Array
     rest_JK1: Array
     draft_JK1: Array
-    context: float = 0.0
-    context_row: float = 0.0
+    context_K1: Array
     missed: float = 0.0
 
     def shown(self) -> str:
@@ -139,8 +138,7 @@ class Curve(NamedTuple):
     rest_K1: Array
     first_K: Array
     more_K: Array
-    context: float
-    context_row: float
+    context_K1: Array
     deviation_K1: Array
 
     def seconds(self, per_request: Any, draft: Any, context: int) -> Any:
@@ -152,7 +150,7 @@ class Curve(NamedTuple):
         """
         index_K1 = np.arange(len(self.rest_K1))
         rest = np.interp(per_request, index_K1, self.rest_K1)
-        rest = rest + context * (self.context + self.context_row * per_request)
+        rest = rest + context * np.interp(per_request, index_K1, self.context_K1)
         return (rest + draft) * np.exp(np.interp(per_request, index_K1, self.deviation_K1))
 
     def drafting(self, live_K: Array) -> Any:
@@ -189,7 +187,7 @@ class StepCosts:
         rest_K1 = rest_K1 + draft_K1[0] + batch * (self._beside or 0.0)
         return Curve(
             rest_K1, first_K, (pass_K - first_K) / max(batch - 1, 1),
-            table.context, table.context_row, self._deviation(batch),
+            table.context_K1, self._deviation(batch),
         )  # fmt: skip
 
     def learn(self, batch: int, per_request: float, expected: float, measured: float) -> None:

@@ -46,6 +46,8 @@ from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
+BUILT_IN_HEADS = {"tiny-python": "tiny-python-eagle3"}
+
 
 class Places(NamedTuple):
     """Where a round's passes compute, one token of each request: pass i > 0 at row i - 1.
@@ -219,12 +221,13 @@ class Eagle3(Autoregressive):
 def _folder(config: EngineConfig, weights: bool) -> Path:
     """Where the head is; `ConfigError` if it is not said."""
     speculation = config.speculative_config
-    if speculation is None or speculation.model is None:
+    name = (speculation and speculation.model) or BUILT_IN_HEADS.get(config.model)
+    if name is None:
         remedy = "Name a folder or hub id of a head that was trained for this target."
         raise ConfigError("speculative_config.model", None, "an EAGLE-3 head", remedy)
     return resolve_checkpoint(
-        speculation.model,
-        revision=speculation.revision,
+        name,
+        revision=speculation and speculation.revision,
         local_files_only=config.local_files_only,
         weights=weights,
     )

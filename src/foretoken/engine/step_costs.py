@@ -61,12 +61,14 @@ def measure(
         every = widths or (range(num_drafts + 1) if batch <= _EVERY_K else coarse)
         found_2K, missed = steps.table(batch, list(every), _SHARE * limit)
         found[batch] = np.stack([np.interp(range(num_drafts + 1), every, x) for x in found_2K])
-    context, context_row = steps.of_context(min(num_slots, _MIDDLE))
+    few = list(widths or {0, num_drafts})
+    found_K = steps.of_context(min(num_slots, _MIDDLE), few)
+    context_K1 = np.interp(range(num_drafts + 1), few, found_K)
     steps.clear()
     batches = np.array(sorted(found))
     rest_JK1, draft_JK1 = np.stack([found[batch] for batch in batches.tolist()], axis=1)
     rest_JK1 = _undisturbed(batches, rest_JK1)
-    return StepTable(batches, rest_JK1, draft_JK1, context, context_row, missed)
+    return StepTable(batches, rest_JK1, draft_JK1, context_K1, missed)
 
 
 def _undisturbed(batches: Array, rest_JK1: Array) -> Array:
@@ -121,22 +123,28 @@ class _Steps:
         tokens = batch * max(min(_SHORT, self._most // 2), 1)
         return found_2K, max(first - drafted, 0.0) / tokens
 
-    def of_context(self, batch: int) -> tuple[float, float]:
-        """Seconds per token of context: of a step without drafts, and of each draft beside.
+    def of_context(self, batch: int, every: Sequence[int]) -> Array:
+        """Seconds per token of context, of a step with each of these numbers of drafts.
 
         Of several requests, so that it is no difference of two times that are nearly the same.
         """
         if self._most < 2 * _SHORT:
-            return 0.0, 0.0
+            return np.zeros(len(every))
         quickest = []
         for length in (_SHORT, _LONG_ON_DEVICE if self._on_device else _LONG):
             self._admit(batch, length)
             self._run(1)
-            taken = [[sum(self._run(k)) for k in (0, min(2, self._num_drafts))] for _ in range(4)]
-            quickest.append((self._length, *np.min(taken, axis=0)))
-        tokens, plain, drafted = np.maximum(np.subtract(*quickest[::-1]), 0).tolist()
-        num_drafts = min(2, self._num_drafts)
-        return plain / tokens / batch, max(drafted - plain, 0.0) / tokens / batch / num_drafts
+            rounds = [[self._total(count, length) for count in every] for _ in range(4)]
+            quickest.append((self._length, *np.min(rounds, axis=0)))
+        tokens, *more = np.maximum(np.subtract(*quickest[::-1]), 0).tolist()
+        return np.array(more) / tokens / batch
+
+    def _total(self, count: int, length: int) -> float:
+        """Seconds of a step with so many drafts, at about this length."""
+        if not self._reaches(count):
+            self._admit(self._batch, length)
+            self._run(1)
+        return sum(self._run(count))
 
     def clear(self) -> None:
         """Leave nothing behind."""

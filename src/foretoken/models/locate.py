@@ -18,7 +18,7 @@ from typing import Any
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.checkpoint import TOKENIZER_FILES, check_no_adapter, first_line, reading
 
-BUILT_IN = ("tiny-python", "tiny-python-draft")
+BUILT_IN = ("tiny-python", "tiny-python-draft", "tiny-python-eagle3")
 """Checkpoints that come with the package, under `foretoken/assets`."""
 
 _ASSETS = Path(__file__).resolve().parent.parent / "assets"

@@ -128,10 +128,10 @@ def fill_masks(
     one more for matchers without drafts, which that one does not take. A matcher may have failed
     then: see `Matcher.check`.
     """
+    if not matchers:  # llguidance may be missing
+        return []
     from llguidance import numpy as native
 
-    if not matchers:
-        return []
     grammar = matchers[0].grammar
     for matcher in matchers:
         matcher.rewind()

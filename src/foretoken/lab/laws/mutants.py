@@ -121,7 +121,8 @@ def chosen_by_control(propose: Propose) -> Propose:
         rounds = [(s, k, n, known[s] - at - 1) for s, (at, k, n) in drafted.items() if s in known]
         acceptance.observe(rounds)
         # A draft takes half as long as a step: some requests are worth two, some none.
-        table = StepTable(np.ones(1), 1 + np.arange(most + 1)[None] / 2, np.zeros((1, most + 1)))
+        rest_JK1 = 1 + np.arange(most + 1)[None] / 2
+        table = StepTable(np.ones(1), rest_JK1, 0 * rest_JK1, 0 * rest_JK1[0])
         fixed_B, offered_K = np.full(len(slots), ADAPTS), np.ones(most)
         load = Load(acceptance.joint(slots), fixed_B, offered_K, context=0)
         asked_B = by_gain(StepCosts(table).curve(len(slots)), load).asked_B

@@ -54,17 +54,17 @@ class BodyLimits:
         said = Headers(scope=scope).get("content-length", "0")
         parts, size = [], int(said) if said.isdecimal() and len(said) < 20 else 0
         is_announced = size > 0
-        while True:
-            if size > most:
-                told = f"The body must have at most {most} bytes."
-                return Refusal(413, told, "invalid_request_error", code="body_too_large")
+        has_more = True
+        while has_more and size <= most:
             message = await receive()
             if message["type"] == "http.disconnect":
                 return None
             parts.append(message.get("body", b""))
             size += 0 if is_announced else len(parts[-1])
-            if not message.get("more_body"):
-                break
+            has_more = message.get("more_body", False)
+        if size > most:
+            told = f"The body must have at most {most} bytes."
+            return Refusal(413, told, "invalid_request_error", code="body_too_large")
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         deepest = self._options.max_json_depth
         if body.count(b"[") + body.count(b"{") > deepest and json_depth(body, deepest) > deepest:

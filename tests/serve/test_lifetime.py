@@ -162,20 +162,24 @@ def test_a_long_prompt_does_not_stop_those_that_decode(target: Path) -> None:
     """Sixteen tokens a step: the prompt takes twelve steps, and each brings the other a token."""
     options = {"max_num_batched_tokens": 16, "max_num_seqs": 2, "enable_prefix_caching": False}
     engine = AsyncEngine(str(target), **options)  # type: ignore[arg-type]
-    step, while_prefilling = engine.engine.step, []
+    gate, while_prefilling = Gate(engine), []
 
     def noted() -> Any:
-        done, samples = step(), engine.engine.scheduler.running
+        done, samples = gate(), engine.engine.scheduler.running
         if any(sample.num_prompt == 180 and not sample.num_output for sample in samples):
             while_prefilling.append(samples[0].num_output)
         return done
 
     engine.engine.step = noted  # type: ignore[method-assign]
-    with running(engine, ServeOptions()) as server, closing(connect(server)) as first:
-        first.sendall(request({**LONG, "prompt": "ab", "max_tokens": 250, "stream": True}))
-        assert first.recv(10)
-        body = {"prompt": [5] * 180, "max_tokens": 1}
-        assert httpx.post(server.url + PATH, json=body, timeout=30).status_code == 200
+    with running(engine, ServeOptions()) as server, ThreadPoolExecutor(2) as pool:
+        first = post_later(pool, server.url, **LONG)
+        until(lambda: server.engine.status.num_open == 1)
+        gate.open(1)
+        until(lambda: gate.count == 1)
+        second = post_later(pool, server.url, prompt=[5] * 180, max_tokens=1)
+        until(lambda: server.engine.status.num_open == 2)
+        gate.open()
+        assert [f.result().status_code for f in (first, second)] == [200, 200]
     begin = while_prefilling[0]
     assert while_prefilling == [*range(begin, begin + 11)]  # the twelfth ends the prompt
 
@@ -207,7 +211,7 @@ def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], lis
 
 
 def test_sigterm_under_load_answers_everybody() -> None:
-    with child("tiny-python", engine={"threads": 1}, drain_timeout=0.3) as server:
+    with child("tiny-python", engine={"threads": 1}, drain_timeout=1.5) as server:
         threads, found = long_streams(server, 3, 2000)
         server.process.send_signal(signal.SIGTERM)
         until(lambda: server.http.get("/health/ready").status_code == 503)

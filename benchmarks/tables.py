@@ -225,7 +225,7 @@ def gpu(folder: Path) -> str:
     return markdown(header, lines) + where(of_files[0])
 
 
-GPU = ("gpu_plain", "gpu_eagle3")
+GPU = ("gpu_plain", "gpu_eagle3", "gpu_auto", "gpu_start")
 DRAFTING = ("drafters", "auto")
 GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves")
 GOALS += (*DRAFTING, *GPU, *FILES)

@@ -13,7 +13,11 @@ from foretoken.serve.options import ServeOptions
 from tests.serve.running import Running, running
 
 TEMPLATE = (
-    "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
+    "{% if tools %}@ {{ tools | tojson }}\n{% endif %}{% for message in messages %}"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>\n{% endif %}"
+    "# {{ message.content }}\n{% for call in message.tool_calls or () %}"
+    "<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>\n"
+    "{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}{{ opening | default('') }}{% endif %}"
 )
 SPECULATION = {

@@ -11,23 +11,34 @@ import pytest
 
 from foretoken import SamplingParams
 from foretoken.errors import RequestError
+from foretoken.serve.conversions import read_messages, read_responses
 from foretoken.serve.options import ServeOptions
+from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.common import (
     Fields,
+    SamplingFields,
     Speculative,
     StreamOptions,
     described,
 )
 from foretoken.serve.protocol.completions import CompletionBody
+from foretoken.serve.protocol.messages import MessagesBody
+from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked, Served, read_chat, read_completion
 from tests.project.source import ROOT
 from tests.serve.running import post
 
 OPTIONS = ServeOptions(allow_synthetic=True, trust_request_chat_template=True)
+HERMES = MessageFormat(FORMATS["hermes"])
 SERVED = Served(
-    ("tiny",), "tiny", 2048, 5, SamplingParams(), ("prediction",), "draft_model", OPTIONS
+    ("tiny",), "tiny", 2048, 5, SamplingParams(), ("prediction",), "draft_model", OPTIONS, HERMES
 )
+TOOLS: dict[type[Fields], list[dict[str, Any]]] = {
+    ChatBody: [{"type": "function", "function": {"name": "f"}}],
+    ResponsesBody: [{"type": "function", "name": "f"}],
+    MessagesBody: [{"name": "f", "input_schema": {}}],
+}
 SCHEMA = {"type": "object"}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 HONOURED: dict[str, Any] = {
@@ -41,8 +52,13 @@ HONOURED: dict[str, Any] = {
     "stream_options": {"include_usage": True}, "top_logprobs": 2, "add_generation_prompt": False,
     "continue_final_message": True, "chat_template": "{{ x }}",
     "chat_template_kwargs": {"opening": "x"},
-    "speculative": {"enabled": False},
+    "speculative": {"enabled": False}, "tool_choice": "required", "parallel_tool_calls": False,
+    "input": "b", "instructions": "x", "max_output_tokens": 7, "system": "x",
+    "text": {"format": {"type": "json_object"}}, "stop_sequences": ["x"],
 }  # fmt: skip
+# What turns something off that is off: a value that is allowed, and one that is not.
+OFF = {"store": (False, True), "background": (False, True), "truncation": ("disabled", "auto"),
+       "include": (["reasoning.encrypted_content"], ["x"])}  # fmt: skip
 # What a name has to have beside it, or it is refused.
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
@@ -60,6 +76,12 @@ STREAM = {"include_usage": True, "continuous_usage_stats": True, "split_tokens":
 BODIES: list[tuple[type[Fields], Any, dict[str, Any]]] = [
     (CompletionBody, read_completion, {"prompt": "a"}),
     (ChatBody, read_chat, {"messages": [{"role": "user", "content": "a"}]}),
+    (ResponsesBody, read_responses, {"input": "a"}),
+    (
+        MessagesBody,
+        read_messages,
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5},
+    ),
 ]
 NAMES = [(body, name) for body, _, _ in BODIES for name in body.model_fields]
 
@@ -71,7 +93,12 @@ def read(kind: type[Fields], **given: Any) -> Asked:
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 def test_a_field_changes_something_or_is_inert_or_refused(kind: type[Fields], name: str) -> None:
-    if name in described(kind, "inert"):
+    if kind is ResponsesBody and name in OFF:
+        allowed, other = OFF[name]
+        assert read(kind, **{name: allowed}) == read(kind)
+        with pytest.raises(ValueError, match=name):
+            read(kind, **{name: other})
+    elif name in described(kind, "inert"):
         assert read(kind, **{name: "x"}) == read(kind)
     elif name in described(kind, "refused"):
         assert read(kind, **{name: None}) == read(kind)
@@ -85,7 +112,11 @@ def test_a_field_changes_something_or_is_inert_or_refused(kind: type[Fields], na
         check_structure(kind, name)
     else:
         beside = BESIDE.get(name, {})
-        value = True if (kind, name) == (ChatBody, "logprobs") else HONOURED[name]
+        if name in ("tool_choice", "parallel_tool_calls"):
+            beside = {"tools": TOOLS[kind]}
+        value = HONOURED[name] if name != "tools" else TOOLS[kind]
+        value = True if (kind, name) == (ChatBody, "logprobs") else value
+        value = {"type": "any"} if (kind, name) == (MessagesBody, "tool_choice") else value
         assert read(kind, **{**beside, name: value}) != read(kind, **beside)
 
 
@@ -119,20 +150,37 @@ def test_every_parameter_of_ours_can_be_asked_for() -> None:
 
 def test_the_documented_lists_are_those_of_the_code() -> None:
     text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    bodies = (CompletionBody, ChatBody)
+    marked = {mark: {name for body in bodies for name in described(body, mark)}
+              for mark in ("inert", "refused")}  # fmt: skip
+    marked["inert"].add("stream_options.include_obfuscation")
     for mark, title in (("inert", "Inert"), ("refused", "Refused")):
         section = text.split(f"### {title} fields")[1].split("\n#")[0]
-        names = {name for body, _, _ in BODIES for name in described(body, mark)}
-        names |= {"stream_options.include_obfuscation"} if mark == "inert" else set()
-        assert set(re.findall(r"^- `([\w.]+)`", section, re.MULTILINE)) == names
-    section = text.split("### Parameters")[1].split("\n#")[0]
-    listed = {name for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
-              for name in re.findall(r"`([\w.]+)`", row)}  # fmt: skip
-    honoured = {name for body, _, _ in BODIES for name in body.model_fields}
-    honoured -= {name for body, _, _ in BODIES for m in ("inert", "refused")
-                 for name in described(body, m)}  # fmt: skip
+        assert set(re.findall(r"^- `([\w.]+)`", section, re.MULTILINE)) == marked[mark]
+    honoured = {name for body in bodies for name in body.model_fields}
     honoured |= {f"speculative.{name}" for name in Speculative.model_fields}
     honoured |= {f"stream_options.{name}" for name in StreamOptions.model_fields}
-    assert listed == honoured - {"stream_options.include_obfuscation"}
+    assert rows(text, "Parameters") == honoured - marked["inert"] - marked["refused"]
+
+
+def rows(text: str, title: str) -> set[str]:
+    """Fields in the first column of a section's table."""
+    section = text.split(f"### {title}\n")[1].split("\n#")[0]
+    return {name for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE)
+            for name in re.findall(r"`([\w.]+)`", row)}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [ResponsesBody, MessagesBody])
+def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> None:
+    text, title = (ROOT / "docs" / "server.md").read_text(encoding="utf-8"), kind.__name__[:-4]
+    section = text.split(f"### {title}\n")[1].split("\n#")[0]
+    own = {*kind.model_fields} - {*SamplingFields.model_fields}
+    for mark in ("inert", "refused"):
+        listed = section.split(f"- {mark}:")[1].split("\n- ")[0]
+        known = {*kind.model_fields} & set(re.findall(r"`(\w+)`", listed))
+        assert known == set(described(kind, mark))
+        own -= known
+    assert rows(text, title) == own
 
 
 @pytest.mark.parametrize(

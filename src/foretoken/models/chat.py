@@ -79,7 +79,7 @@ class ChatTemplate:
             raise RequestError("chat_template_content_format", form, f"one of {', '.join(_FORMS)}")
         self._tokenizer = tokenizer
         tools = options.get("tools")
-        self._text = _find_template(tokenizer, options.get("chat_template"), tools)
+        self._text = find_template(tokenizer, options.get("chat_template"), tools)
         walks = _WALKS_OVER_CONTENT.search(self._text) is not None
         self._takes_parts = form == "openai" or (form == "auto" and walks)
         variables = self._check_variables(tools, options.get("chat_template_kwargs"))
@@ -138,6 +138,8 @@ class ChatTemplate:
         if not isinstance(given, Mapping):
             raise RequestError(where, given, "a dict with `role` and `content`")
         message = {k: v for k, v in given.items() if v is not None or k not in _EMPTY_FIELDS}
+        if "reasoning" in message:  # of clients that send an answer of vLLM's back
+            message.setdefault("reasoning_content", message.pop("reasoning"))
         check_known_keys(where, message, _FIELDS, RequestError)
         role = message.get("role")
         if not isinstance(role, str):
@@ -225,8 +227,12 @@ def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _find_template(tokenizer: Any, given: Any, tools: Any) -> str:
-    """The Jinja text to use; of templates with names, `tool_use` where there are tools."""
+def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
+    """The Jinja text to use; of templates with names, `tool_use` where there are tools.
+
+    Raises:
+        RequestError: there is none, or what was given is none.
+    """
     own = tokenizer.chat_template
     named = own if isinstance(own, dict) else {"default": own} if own else {}
     if given is None:

@@ -4,10 +4,12 @@ One flow, and what belongs where:
 
     protocol/    bodies of requests, one file per API: types, names, what is refused by its name
     requests.py  a body as the engine takes it: `Asked`, with prompts and `SamplingParams`
+                 (`tools.py`: what a chat says of tools; `conversions.py`: bodies of other APIs)
     running.py   the engine's deltas of everything that was asked, of several prompts in turns
-    answers/     deltas as events (`events.py`: text; tool calls and reasoning by their parsers),
-                 events as choices (`chat.py`, `completions.py`), counts (`usage.py`)
-    sse.py       choices as a stream of chunks
+    parsers/     what tokens say: content, reasoning, tool calls; how models write them
+    answers/     deltas as events (`events.py`), events as choices (`chat.py`, `completions.py`), as
+                 items (`responses.py`) and blocks (`messages.py`), counts (`usage.py`)
+    sse.py       an answer whole, or as a stream; choices as chunks
     routes/      one file per family of endpoints; `generate.py` is the flow above: begin there
     metrics.py   what Prometheus scrapes
     errors.py    every error as OpenAI's body and a status
@@ -18,11 +20,9 @@ One flow, and what belongs where:
 
 What comes next goes here:
 
-    a further API             its body in `protocol/`, its reader in `requests.py`, its choices in
-                              `answers/` (a `Form`, see `answers/events.py`), its route
-    tool calls, reasoning     fields in `protocol/chat.py`; the template's part in `chat_options`; a
-                              `Parser` in `parsers/`, named by `Asked`, given to `EventReader`; what
-                              it says as a further kind of `Part`, which each `Form` writes
+    a further API             its body in `protocol/`, its reader in `conversions.py`, its writer in
+                              `answers/` (an `AnswerWriter`, see `sse.py`), its route
+    a format of tool calls    `parsers/formats.py`: data, and a sign in templates
     logs                      around the application in `app.py`
     a way to generate         through `answer` in `routes/generate.py`: limits, deadlines and the
                               drain are there

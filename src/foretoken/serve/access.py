@@ -18,14 +18,18 @@ class KeyCheck:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._expected = app, f"Bearer {key}".encode()
+        self._key = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what has the key, or needs none."""
         if scope["type"] == "http" and scope["path"] not in OPEN:
-            sent = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(sent, self._expected):
-                told = "The header `Authorization` must be `Bearer` and this server's key."
+            headers = Headers(scope=scope)
+            sent = headers.get("authorization", "").encode("latin-1")
+            anthropic = headers.get("x-api-key", "").encode("latin-1")
+            has_key = hmac.compare_digest(sent, self._expected)
+            if not (has_key | hmac.compare_digest(anthropic, self._key)):
+                told = "`Authorization` must be `Bearer` and the key, or `x-api-key` the key."
                 refused = Refusal(401, told, "invalid_request_error", code="invalid_api_key")
-                await refused.response()(scope, receive, send)
+                await refused.response(scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -10,7 +10,7 @@ import difflib
 import json
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
@@ -38,6 +38,14 @@ _WRITTEN = {
     "trace": "speculative.trace",
 }
 _PASSING = (EngineBrokenError, EngineMemoryError, StepError, UsageError)
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 _RETRY_AFTER = {"Retry-After": "1"}
 
 
@@ -56,12 +64,18 @@ class Refusal(NamedTuple):
         names = ("message", "type", "param", "code")
         return {"error": {name: getattr(self, name) for name in names}}
 
-    def response(self) -> Response:
-        """The same as an answer."""
+    @property
+    def anthropic(self) -> dict[str, Any]:
+        """Anthropic's shape."""
+        kind = _ANTHROPIC.get(self.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str = "") -> Response:
+        """The same as an answer, in the shape that clients of this path read."""
         headers = _RETRY_AFTER if self.status in (429, 503) else None
-        text = json.dumps(
-            self.body, separators=(",", ":")
-        )  # ASCII: what is quoted may be no Unicode
+        body = self.anthropic if path.startswith("/v1/messages") else self.body
+        # ASCII: what is quoted may be no Unicode.
+        text = json.dumps(body, separators=(",", ":"))
         return Response(text, self.status, headers, "application/json")
 
 
@@ -97,9 +111,9 @@ def refusal(error: BaseException) -> Refusal:
     return Refusal(500, told, "server_error", code="internal_error")
 
 
-def as_written(error: RequestError) -> RequestError:
+def as_written(error: RequestError, names: Mapping[str, str] = _WRITTEN) -> RequestError:
     """The same, about the field that the client wrote."""
-    name = _WRITTEN.get(error.field, error.field)
+    name = names.get(error.field, error.field)
     return type(error)(name, error.value, error.bound, error.remedy)
 
 
@@ -108,17 +122,17 @@ def install(app: FastAPI) -> None:
 
     async def invalid(request: Request, error: Exception) -> Response:
         listed = error.errors() if isinstance(error, RequestValidationError) else []
-        return _invalid(listed).response()
+        return _invalid(listed).response(request.url.path)
 
     async def unknown(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         told = f"{request.method} {request.url.path}: {getattr(error, 'detail', '')}"
-        answer = Refusal(status, told, "invalid_request_error").response()
+        answer = Refusal(status, told, "invalid_request_error").response(request.url.path)
         answer.headers.update(getattr(error, "headers", None) or {})
         return answer
 
     async def raised(request: Request, error: Exception) -> Response:
-        return refusal(error).response()
+        return refusal(error).response(request.url.path)
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, unknown)

@@ -43,6 +43,10 @@ class ServeOptions:
         max_prompt_chars: most characters of a prompt or conversation, so that no engine's thread
             is kept encoding what cannot fit; None: 64 for each token of the context.
         max_samples: most samples of one request, prompts times `n`.
+        tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json`, `mistral`,
+            `none` (no tools are taken), or `auto`: as its template shows.
+        reasoning_parser: `think` reads `<think>` and `</think>`, `none` leaves them in the text,
+            `auto`: as its template shows.
     """
 
     host: str = "127.0.0.1"
@@ -62,6 +66,8 @@ class ServeOptions:
     max_json_depth: int = 64
     max_prompt_chars: int | None = None
     max_samples: int = 128
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)

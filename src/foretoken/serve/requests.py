@@ -7,7 +7,7 @@ checked by `SamplingParams` and by the engine, what type it has by `protocol/`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from foretoken.async_engine import AsyncEngine
@@ -17,9 +17,12 @@ from foretoken.models.chat import ChatOptions
 from foretoken.sampling.params import SamplingParams
 from foretoken.serve.errors import UnknownModelError
 from foretoken.serve.options import ServeOptions
+from foretoken.serve.parsers.formats import MessageFormat
+from foretoken.serve.parsers.message import Parsing
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.common import GenerationFields, Speculative
 from foretoken.serve.protocol.completions import CompletionBody
+from foretoken.serve.tools import ToolUse, read_tools
 
 _PARAMS = {field.name for field in fields(SamplingParams)}
 # Of the same name in both, they are not of the same type.
@@ -41,6 +44,7 @@ class Served:
         num_drafts: K of the engine, the most of it where it is `auto`; 0: it drafts nothing.
         defaults: what a field that a request leaves out means.
         predictors: drafters that read `prediction`; `drafter`: who drafts if nobody is named.
+        format: how the model writes messages.
     """
 
     names: tuple[str, ...]
@@ -51,6 +55,7 @@ class Served:
     predictors: tuple[str, ...]
     drafter: str
     options: ServeOptions
+    format: MessageFormat = field(default_factory=MessageFormat)
 
     @classmethod
     def of(cls, engine: AsyncEngine, options: ServeOptions) -> Served:
@@ -66,6 +71,12 @@ class Served:
             predictors=limits.reads_prediction,
             drafter=limits.drafter,
             options=options,
+            format=MessageFormat.of(
+                engine.engine.tokenizer,
+                options.chat_template,
+                options.tool_call_parser,
+                options.reasoning_parser,
+            ),
         )
 
     def check_name(self, name: str | None) -> None:
@@ -86,6 +97,8 @@ class Asked:
         num_top: how many likely tokens an answer shows beside each of its own; None: neither.
         num_drafts: K of the request, the most of it where it changes.
         stream, include_usage, continuous_usage, split_tokens: how the answer comes.
+        parsing: what to look for in the answer; None: all of it is text.
+        written: names of parameters as the client wrote them, where they are others.
     """
 
     params: SamplingParams
@@ -99,6 +112,8 @@ class Asked:
     include_usage: bool = False
     continuous_usage: bool = False
     split_tokens: bool = False
+    parsing: Parsing | None = None
+    written: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_completion(body: CompletionBody, served: Served) -> Asked:
@@ -131,8 +146,35 @@ def read_chat(body: ChatBody, served: Served) -> Asked:
     if num_top is not None:
         given["logprobs"] = num_top
     template = chat_options(body, served)
+    tools = read_tools(body, served.format)
+    if tools.shown is not None:
+        template["tools"] = tools.shown
     asked = _read(body, served, given)
-    return replace(asked, messages=body.messages, template=template, num_top=num_top)
+    asked = replace(asked, messages=body.messages, template=template, num_top=num_top)
+    return _with_message(asked, tools, served.format)
+
+
+def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
+    """The same, its answer read as a message: the model's reasoning, its calls, and its text.
+
+    A grammar holds from the first token on, so that such an answer has no reasoning.
+    """
+    params, written = asked.params, asked.written
+    if tools.names and params.structured_outputs is not None:
+        bound = "left out beside `tools`: it would let no call through"
+        raise RequestError("response_format", params.structured_outputs, bound)
+    if tools.grammar is not None:
+        params = replace(params, structured_outputs={"grammar": tools.grammar})
+        written = {**written, "structured_outputs.grammar": "tools"}
+    reasons = form.reasons and params.structured_outputs is None
+    parsing = Parsing.of(form, tools.names, reasons=reasons, parallel=tools.parallel)
+    if not parsing.is_needed:
+        return asked
+    if not params.skip_special_tokens:
+        parsing = replace(parsing, hidden=())
+    elif parsing.hidden:
+        params = replace(params, skip_special_tokens=False)
+    return replace(asked, params=params, parsing=parsing, written=written)
 
 
 def check_size(asked: Asked, served: Served) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from foretoken.outputs import Logprob
 from foretoken.serve.answers.events import Event
 from foretoken.serve.answers.logprobs import common_fields, likeliest, number, text
+from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall
 from foretoken.serve.requests import Asked
 
 _HALF = "�"
@@ -23,27 +24,42 @@ class ChatForm:
     def __init__(self, asked: Asked) -> None:
         self._num_top = asked.num_top
         self._begun: set[int] = set()
+        self._called: set[int] = set()
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
         """The role before a choice's first words; none where there is nothing to tell."""
-        found, sample = [], event.sample
-        if event.choice not in self._begun:
-            self._begun.add(event.choice)
+        found, sample, index = [], event.sample, event.choice
+        if index not in self._begun:
+            self._begun.add(index)
             role = {"role": "assistant", "content": "", "refusal": None}
-            found.append(self._choice(event.choice, {"delta": role}, None, None))
+            found.append(self._choice(index, {"delta": role}, None, None))
+        deltas = [delta for part in event.parts for delta in _deltas(part)]
+        if any(isinstance(part, ToolCall) for part in event.parts):
+            self._called.add(index)
         shows_tokens = self._num_top is not None or sample.trace is not None
-        if event.parts or sample.finish_reason or shows_tokens:
-            delta = {"content": "".join(part.text for part in event.parts)} if event.parts else {}
-            logprobs, reason = self._logprobs([event]), sample.finish_reason
-            choice = self._choice(event.choice, {"delta": delta}, logprobs, reason)
-            found.append(choice | common_fields([event]))
+        if not deltas and (sample.finish_reason or shows_tokens):
+            deltas = [{}]
+        reason = _reason(sample.finish_reason, called=index in self._called)
+        for i, delta in enumerate(deltas):
+            if i < len(deltas) - 1:
+                found.append(self._choice(index, {"delta": delta}, None, None))
+            else:
+                last = self._choice(index, {"delta": delta}, self._logprobs([event]), reason)
+                found.append(last | common_fields([event]))
         return found
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The choice, from all its events."""
-        said = "".join(part.text for event in events for part in event.parts)
-        message = {"role": "assistant", "content": said, "refusal": None}
-        reason, logprobs = events[-1].sample.finish_reason, self._logprobs(events)
+        parts = [part for event in events for part in event.parts]
+        calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
+        said = "".join(part.text for part in parts if isinstance(part, Content))
+        message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+        if thought := "".join(part.text for part in parts if isinstance(part, Reasoning)):
+            message |= _reasoning(thought)
+        if calls:
+            message |= {"content": said or None, "tool_calls": calls}
+        reason = _reason(events[-1].sample.finish_reason, called=bool(calls))
+        logprobs = self._logprobs(events)
         choice = self._choice(events[0].choice, {"message": message}, logprobs, reason)
         return choice | common_fields(events)
 
@@ -62,6 +78,31 @@ class ChatForm:
                 top = [_entry(entry) for entry in likeliest(row, self._num_top)]
                 content.append({**_entry(next(iter(row.values()))), "top_logprobs": top})
         return {"content": content, "refusal": None}
+
+
+def _deltas(part: Part) -> list[dict[str, Any]]:
+    """What a stream says of it: of a call first its name, then its arguments."""
+    if isinstance(part, Content):
+        return [{"content": part.text}]
+    if isinstance(part, Reasoning):
+        return [_reasoning(part.text)]
+    first = {"index": part.number, **_call(part._replace(arguments=""))}
+    then = {"index": part.number, "function": {"arguments": part.arguments}}
+    return [{"tool_calls": [first]}, {"tool_calls": [then]}]
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """DeepSeek's name of it, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call(part: ToolCall) -> dict[str, Any]:
+    function = {"name": part.name, "arguments": part.arguments}
+    return {"id": part.id, "type": "function", "function": function}
+
+
+def _reason(reason: str | None, *, called: bool) -> str | None:
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def _entry(entry: Logprob) -> dict[str, Any]:

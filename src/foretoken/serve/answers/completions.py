@@ -8,6 +8,7 @@ from typing import Any
 
 from foretoken.serve.answers.events import Event
 from foretoken.serve.answers.logprobs import Row, common_fields, likeliest, number, text
+from foretoken.serve.parsers.parts import Content
 from foretoken.serve.requests import Asked
 
 
@@ -32,7 +33,7 @@ class CompletionForm:
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The choice, from all its events or from one."""
         said = [event.echo.text for event in events if event.echo]
-        said += [part.text for event in events for part in event.parts]
+        said += [part.text for e in events for part in e.parts if isinstance(part, Content)]
         return {
             "index": events[0].choice,
             "text": "".join(said),

@@ -1,30 +1,20 @@
 """Deltas as events: what each choice of an answer has that is new.
 
 Charter: what an answer says, whatever API it is written for. A parser reads the tokens of one
-choice and says what they mean: `Content` here, tool calls and reasoning where a parser of theirs is
-given. `Form` is what an API makes of events.
+choice and says what they mean (`parsers/`). `Form` is what an API makes of events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from foretoken.outputs import CompletionDelta, Logprob, RequestDelta
 from foretoken.serve.answers.usage import Usage
+from foretoken.serve.parsers.parts import Parser, Part, Plain
 from foretoken.serve.requests import Asked
 from foretoken.serve.running import News
-
-
-class Content(NamedTuple):
-    """Text of the answer."""
-
-    text: str
-
-
-Part = Content
-"""What tokens may say: a union, once there are further kinds."""
 
 
 class Echo(NamedTuple):
@@ -53,21 +43,6 @@ class Event(NamedTuple):
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
 
 
-class Parser(Protocol):
-    """What the tokens of one choice mean, however they are split into deltas."""
-
-    def feed(self, sample: CompletionDelta) -> Sequence[Part]:
-        """What is new, and sure; the last delta has a `finish_reason` and leaves nothing over."""
-
-
-class Plain:
-    """All text is the answer's."""
-
-    def feed(self, sample: CompletionDelta) -> Sequence[Part]:
-        """The text, if there is any."""
-        return (Content(sample.text),) if sample.text else ()
-
-
 class Form(Protocol):
     """How an API writes events, as dicts for JSON."""
 
@@ -85,9 +60,9 @@ class Form(Protocol):
 class EventReader:
     """Deltas of one request as events, and what they count."""
 
-    def __init__(self, asked: Asked, new_parser: Callable[[], Parser] = Plain) -> None:
+    def __init__(self, asked: Asked) -> None:
         self.usage = Usage(asked)
-        self._asked, self._new_parser = asked, new_parser
+        self._asked = asked
         self._parsers: dict[int, Parser] = {}
         self._prompts: dict[int, RequestDelta] = {}
 
@@ -95,21 +70,26 @@ class EventReader:
         """The events of a delta, one for each choice that has something new."""
         number, delta = news
         self.usage.count(delta)
+        if delta.prompt_token_ids is not None:
+            self._prompts[number] = delta
         for sample in delta.outputs:
             index = number * self._asked.params.n + sample.index
             parser = self._parsers.get(index)
             echo = None
             if parser is None:
-                parser = self._parsers[index] = self._new_parser()
-                echo = self._echo(number, delta) if self._asked.echo else None
+                parser = self._parsers[index] = self._new_parser(number)
+                echo = self._echo(number) if self._asked.echo else None
             for piece in split_tokens(sample) if self._asked.split_tokens else (sample,):
                 yield Event(index, parser.feed(piece), piece, echo, delta.prompt_logprobs)
                 echo = None
 
-    def _echo(self, number: int, delta: RequestDelta) -> Echo:
+    def _new_parser(self, number: int) -> Parser:
+        if self._asked.parsing is None:
+            return Plain()
+        return self._asked.parsing.new(self._prompts[number].prompt or "")
+
+    def _echo(self, number: int) -> Echo:
         """What stands before a choice; samples that begin later find the first one's."""
-        if delta.prompt_token_ids is not None:
-            self._prompts[number] = delta
         first = self._prompts[number]
         return Echo(first.prompt or "", first.prompt_token_ids or (), first.prompt_logprobs)
 

@@ -5,9 +5,49 @@ Messages are checked by `models/chat.py`, which knows what the template reads.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from foretoken.serve.protocol.common import GenerationFields, Inert, Items, Refused, add_names
+from pydantic import Field
+
+from foretoken.serve.protocol.common import (
+    Fields,
+    GenerationFields,
+    Inert,
+    Items,
+    Refused,
+    add_names,
+)
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(Fields):
+    """A function; `strict` changes nothing: forced calls always fit, others are the model's."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Inert = None
+
+
+class Tool(Fields):
+    """A tool: there are no others."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Fields):
+    """The name of one of them."""
+
+    name: str
+
+
+class NamedTool(Fields):
+    """The one that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatBody(GenerationFields):
@@ -21,10 +61,9 @@ class ChatBody(GenerationFields):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    # Tools and reasoning: made fields of their own types where their parsers are.
-    tools: Refused = None
-    tool_choice: Refused = None
-    parallel_tool_calls: Inert = None
+    tools: Items[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     functions: Refused = None
     function_call: Refused = None
     reasoning_effort: Refused = None
@@ -34,4 +73,4 @@ class ChatBody(GenerationFields):
     web_search_options: Refused = None
 
 
-add_names(ChatBody)
+add_names(ChatBody, Tool, Function, NamedTool, NamedFunction)

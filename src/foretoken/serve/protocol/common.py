@@ -100,22 +100,19 @@ class ResponseFormat(Fields):
     json_schema: JsonSchema | None = None
 
 
-class GenerationFields(Fields):
+class SamplingFields(Fields):
     """What every API that generates takes; None is the default everywhere.
 
     Names that `SamplingParams` has mean what they mean there.
     """
 
     model: str | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
-    n: int | None = None
     seed: int | None = None
-    stop: str | Items[str] | None = None
     stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -126,6 +123,16 @@ class GenerationFields(Fields):
     logit_bias: Annotated[dict[str, float], Field(max_length=2**18)] | None = None
     bad_words: Items[str] | None = None
     allowed_token_ids: Items[int] | None = None
+    speculative: Speculative | None = None
+    stream: bool | None = None
+
+
+class GenerationFields(SamplingFields):
+    """What completions and chats take beyond it."""
+
+    max_tokens: int | None = None
+    n: int | None = None
+    stop: str | Items[str] | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -134,8 +141,6 @@ class GenerationFields(Fields):
     guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     prediction: Prediction | None = None
-    speculative: Speculative | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Inert = None
     metadata: Inert = None

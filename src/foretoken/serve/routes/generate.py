@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 import uuid
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
@@ -14,42 +13,65 @@ from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from foretoken.errors import StepError
+from foretoken.errors import RequestError, StepError
 from foretoken.serve.answers.chat import ChatForm
 from foretoken.serve.answers.completions import CompletionForm
-from foretoken.serve.answers.events import Event, EventReader, Form
+from foretoken.serve.answers.events import Event, EventReader
+from foretoken.serve.answers.messages import MessagesWriter
+from foretoken.serve.answers.responses import ResponsesWriter
 from foretoken.serve.context import Context
+from foretoken.serve.conversions import read_messages, read_responses
+from foretoken.serve.errors import as_written
 from foretoken.serve.lifetime import Flight
 from foretoken.serve.metrics import Record
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.completions import CompletionBody
+from foretoken.serve.protocol.messages import MessagesBody
+from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked, check_size, read_chat, read_completion
 from foretoken.serve.running import News, run
-from foretoken.serve.sse import ChunkWriter, EventStream, stream
+from foretoken.serve.sse import AnswerWriter, ChunkWriter, EventStream, stream
 
 T = TypeVar("T")
 
 
 def router(context: Context) -> APIRouter:
-    """`/v1/completions` and `/v1/chat/completions`."""
-    routes = APIRouter(prefix="/v1", tags=["generation"])
+    """OpenAI's `/v1/completions`, `/v1/chat/completions`, `/v1/responses`; `/v1/messages`."""
+    routes, served = APIRouter(prefix="/v1", tags=["generation"]), context.served
+    model = served.names[0]
 
     @routes.post("/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete prompts."""
-        asked = read_completion(body, context.served)
-        return await answer(context, request, asked, CompletionForm(asked))
+        asked = read_completion(body, served)
+        writer = ChunkWriter(asked, CompletionForm(asked), model)
+        return await answer(context, request, asked, writer)
 
     @routes.post("/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        asked = read_chat(body, context.served)
-        return await answer(context, request, asked, ChatForm(asked))
+        asked = read_chat(body, served)
+        writer = ChunkWriter(asked, ChatForm(asked), model)
+        return await answer(context, request, asked, writer)
+
+    @routes.post("/responses", response_model=None)
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """Answer an input, of which nothing is kept."""
+        asked = read_responses(body, served)
+        return await answer(context, request, asked, ResponsesWriter(asked, body, model))
+
+    @routes.post("/messages", response_model=None)
+    async def messages(body: MessagesBody, request: Request) -> Response:
+        """Answer a conversation as Anthropic's API does."""
+        asked = read_messages(body, served)
+        return await answer(context, request, asked, MessagesWriter(asked, model))
 
     return routes
 
 
-async def answer(context: Context, request: Request, asked: Asked, form: Form) -> Response:
+async def answer(
+    context: Context, request: Request, asked: Asked, writer: AnswerWriter
+) -> Response:
     """Have the engine do what is asked, and write what comes of it.
 
     A stream begins when the first tokens are there, so that what is refused has its status. A
@@ -57,43 +79,32 @@ async def answer(context: Context, request: Request, asked: Asked, form: Form) -
     """
     record, reader = Record(context.counts), EventReader(asked)
     check_size(asked, context.served)
-    name = form.id_prefix + uuid.uuid4().hex
-    head = {
-        "id": name,
-        "object": form.chunk_object if asked.stream else form.body_object,
-        "created": int(time.time()),
-        "model": context.served.names[0],
-    }
-    news = run(context.engine, asked, Flight(context.lifetime, name))
+    news = run(context.engine, asked, Flight(context.lifetime, uuid.uuid4().hex))
     try:
         if not asked.stream:
-            body = await while_connected(request, whole(news, reader, form, record))
-            return _json(head | body)
+            events = await while_connected(request, whole(news, reader, record))
+            return _json(writer.body(events, reader.usage))
         first = await while_connected(request, _first(news))
     except BaseException as error:
         await news.aclose()
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)  # nobody reads it
+        if isinstance(error, RequestError):
+            raise as_written(error, asked.written) from None
         raise
-    writer = ChunkWriter(asked, head, form)
     return EventStream(stream(first, news, reader, writer, record.observe), news)
 
 
 async def whole(
-    news: AsyncGenerator[News, None], reader: EventReader, form: Form, record: Record
-) -> dict[str, Any]:
-    """The answer in one piece, its choices by index."""
-    events: dict[int, list[Event]] = {}
+    news: AsyncGenerator[News, None], reader: EventReader, record: Record
+) -> list[Event]:
+    """All events of an answer."""
+    events: list[Event] = []
     async with aclosing(news):
         async for item in news:
             record.observe(item)
-            for event in reader.read(item):
-                events.setdefault(event.choice, []).append(event)
-    return {
-        "choices": [form.whole(events[index]) for index in sorted(events)],
-        "usage": reader.usage.body(),
-        "metrics": reader.usage.speculation(),
-    }
+            events += reader.read(item)
+    return events
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -1,0 +1,195 @@
+"""Bodies of `/v1/responses` and `/v1/messages` as chats: the same request by other names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from foretoken.errors import RequestError
+from foretoken.serve.errors import as_written
+from foretoken.serve.protocol.chat import ChatBody, Function, NamedFunction, NamedTool, Tool
+from foretoken.serve.protocol.common import JsonSchema, ResponseFormat, SamplingFields
+from foretoken.serve.protocol.items import read_item
+from foretoken.serve.protocol.messages import (
+    ASSISTANT_BLOCKS,
+    USER_BLOCKS,
+    MessagesBody,
+    MessageToolChoice,
+    Turn,
+)
+from foretoken.serve.protocol.responses import (
+    ITEMS,
+    CallItem,
+    CallOutputItem,
+    InputText,
+    MessageItem,
+    ReasoningItem,
+    ResponsesBody,
+    TextFormat,
+)
+from foretoken.serve.requests import Asked, Served, read_chat
+
+_IN_RESPONSES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+    "structured_outputs.json": "text.format.schema",
+    "tool_choice.function.name": "tool_choice.name",
+}
+_IN_MESSAGES = {"stop": "stop_sequences", "tool_choice.function.name": "tool_choice.name"}
+
+
+def read_responses(body: ResponsesBody, served: Served) -> Asked:
+    """What `/v1/responses` is asked for; raises `RequestError`."""
+    choice: Any = body.tool_choice
+    if choice is not None and not isinstance(choice, str):
+        choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
+    tools = [_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()]
+    chat = ChatBody(
+        **_shared(body),
+        messages=_with_system(body.instructions, _conversation(body.input)),
+        max_completion_tokens=body.max_output_tokens,
+        tools=tools or None,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        chat_template_kwargs=body.chat_template_kwargs,
+        response_format=_format(body.text.format) if body.text and body.text.format else None,
+    )
+    return _read(chat, served, _IN_RESPONSES)
+
+
+def read_messages(body: MessagesBody, served: Served) -> Asked:
+    """What `/v1/messages` is asked for; raises `RequestError`."""
+    choice, parallel = _choice(body.tool_choice)
+    system = body.system
+    if isinstance(system, list):
+        system = "\n".join(block.text for block in system)
+    turns = [m for i, turn in enumerate(body.messages) for m in _turn(f"messages[{i}]", turn)]
+    chat = ChatBody(
+        **_shared(body),
+        messages=_with_system(system, turns),
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        tools=[_tool(t.name, t.description, t.input_schema) for t in body.tools or ()] or None,
+        tool_choice=choice,
+        parallel_tool_calls=parallel,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return _read(chat, served, _IN_MESSAGES)
+
+
+def _read(chat: ChatBody, served: Served, names: Mapping[str, str]) -> Asked:
+    with written_as(names):
+        asked = read_chat(chat, served)
+    return replace(asked, written={**names, **asked.written})
+
+
+@contextmanager
+def written_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Have errors name fields as the client wrote them."""
+    try:
+        yield
+    except RequestError as error:
+        raise as_written(error, names) from None
+
+
+def _shared(body: SamplingFields) -> dict[str, Any]:
+    return {name: getattr(body, name) for name in SamplingFields.model_fields}
+
+
+def _tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
+    function = Function(name=name, description=description, parameters=parameters)
+    return Tool(type="function", function=function)
+
+
+def _format(given: TextFormat) -> ResponseFormat:
+    schema = JsonSchema(schema=given.schema_) if given.type == "json_schema" else None
+    return ResponseFormat(type=given.type, json_schema=schema)
+
+
+def _with_system(text: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return messages if text is None else [{"role": "system", "content": text}, *messages]
+
+
+def _conversation(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Items as messages: reasoning and calls belong to one message of the assistant."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    found: list[dict[str, Any]] = []
+    reasoning = ""
+    for i, raw in enumerate(given):
+        item = read_item(ITEMS, f"input[{i}]", raw, default="message")
+        if isinstance(item, ReasoningItem):
+            reasoning = _text(item.content or [])
+        elif isinstance(item, MessageItem):
+            found.append({"role": item.role, "content": _text(item.content)})
+        elif isinstance(item, CallOutputItem):
+            result = {"tool_call_id": item.call_id, "content": _text(item.output)}
+            found.append({"role": "tool", **result})
+        elif isinstance(item, CallItem):
+            if not found or found[-1]["role"] != "assistant" or reasoning:
+                found.append({"role": "assistant", "content": None})
+            calls = found[-1].setdefault("tool_calls", [])
+            calls.append(_call(item.call_id, item.name, item.arguments))
+        if reasoning and found and found[-1]["role"] == "assistant":
+            found[-1]["reasoning_content"], reasoning = reasoning, ""
+    return found
+
+
+def _text(content: str | Sequence[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
+
+
+def _choice(given: MessageToolChoice | None) -> tuple[Any, bool | None]:
+    """`tool_choice` and `parallel_tool_calls` of a chat."""
+    if given is None:
+        return None, None
+    if (given.type == "tool") != (given.name is not None):
+        bound = "given with `type`: tool, and only with it"
+        raise RequestError("tool_choice.name", given.name, bound)
+    choice: Any = {"any": "required"}.get(given.type, given.type)
+    if given.name is not None:
+        choice = NamedTool(type="function", function=NamedFunction(name=given.name))
+    alone = given.disable_parallel_tool_use
+    return choice, None if alone is None else not alone
+
+
+def _turn(where: str, turn: Turn) -> list[dict[str, Any]]:
+    """A message as the template reads it; each result of a tool is one of its own."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    kinds = ASSISTANT_BLOCKS if turn.role == "assistant" else USER_BLOCKS
+    blocks = [
+        read_item(kinds, f"{where}.content[{i}]", block) for i, block in enumerate(turn.content)
+    ]
+    found = []
+    for block in blocks:
+        if block.type == "tool_result":
+            said = block.content or ""
+            text = said if isinstance(said, str) else "\n".join(part.text for part in said)
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+    texts = [{"type": "text", "text": block.text} for block in blocks if block.type == "text"]
+    calls = [
+        _call(block.id, block.name, json.dumps(block.input))
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    if not found or texts:
+        found.append({"role": turn.role, "content": texts or (None if calls else "")})
+    if calls:
+        found[-1]["tool_calls"] = calls
+    if thought := "".join(block.thinking for block in blocks if block.type == "thinking"):
+        found[-1]["reasoning_content"] = thought
+    return found

@@ -1,0 +1,130 @@
+"""How models write tool calls and reasoning, found in their templates' text; grammars of calls.
+
+Transformers has a parser of its own (`PreTrainedTokenizer.parse_response`, `ResponseParser`). It is
+not used: it knows a model only by the `response_template` that few tokenizers bring, raises
+`ValueError` for JSON that a model broke, where here that is text, ends a call at `</tool_call>`
+within a string of its arguments, and has no calls without an opening mark, as Llama 3 writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from foretoken.errors import ConfigError, RequestError
+from foretoken.models.chat import find_template
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family of models writes calls: JSON between marks.
+
+    Attributes:
+        opener, closer: the marks; closer "" where there is none, or nothing that need be read.
+        inside: white space between a mark and the JSON, as the models write it.
+        arguments: the key of a call's arguments.
+        is_bare: whether an answer may also begin with the JSON, without a mark.
+        is_list: whether all calls are one list behind one mark.
+        has_heads: whether the name may stand before the JSON, which then is the arguments.
+        id_length: characters of a call's id, where the template counts them.
+    """
+
+    opener: str
+    closer: str = ""
+    inside: str = ""
+    arguments: str = "arguments"
+    is_bare: bool = False
+    is_list: bool = False
+    has_heads: bool = False
+    id_length: int | None = None
+
+
+FORMATS = {
+    "hermes": CallFormat("<tool_call>", "</tool_call>", "\n"),
+    "llama3_json": CallFormat("<|python_tag|>", arguments="parameters", is_bare=True),
+    "mistral": CallFormat("[TOOL_CALLS]", is_list=True, has_heads=True, id_length=9),
+}
+# Qwen 3 Coder and 3.5 have the marks of `hermes`, and XML between them.
+_SIGNS = {
+    "mistral": re.compile(r"\[TOOL_CALLS\]"),
+    "hermes": re.compile(r"<tool_call>(?!.*<function=)", re.DOTALL),
+    "llama3_json": re.compile(r'<\|python_tag\|>|\{"name": function name, "parameters"'),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MessageFormat:
+    """How the model that is served writes messages.
+
+    Attributes:
+        calls: None if it is not known.
+        reasons: whether `<think>` and `</think>` mark reasoning.
+        special: ids of special tokens by their texts; only these are left out of texts.
+    """
+
+    calls: CallFormat | None = None
+    reasons: bool = False
+    special: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokenizer: Any, template: str | None, calls: str, reasoning: str) -> MessageFormat:
+        """The formats that options name, or that `auto` finds in the template."""
+        for name, value, known in (
+            ("tool_call_parser", calls, ("auto", "none", *FORMATS)),
+            ("reasoning_parser", reasoning, ("auto", "none", "think")),
+        ):
+            if value not in known:
+                raise ConfigError(name, value, f"one of {', '.join(known)}")
+        if tokenizer is None:
+            return cls()
+        try:
+            text, tool_text = (find_template(tokenizer, template, t) for t in (None, ()))
+        except RequestError:  # a model without a template has no conversations
+            return cls()
+        if calls == "auto":
+            signs = (name for name, sign in _SIGNS.items() if sign.search(tool_text))
+            calls = next(signs, "none")
+        decoder = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {token.content: i for i, token in decoder.items() if token.special}
+        reasons = reasoning == "think" or (reasoning == "auto" and END_THINK in text)
+        return cls(FORMATS.get(calls), reasons, special)
+
+    def grammar(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> str:
+        """Lark, as llguidance takes it: one call of these functions, or several if `parallel`.
+
+        Each function's schema is a grammar of its own, since its `$ref`s are relative to it.
+        """
+        form = self.calls or FORMATS["hermes"]
+        rules, bodies = [], []
+        for i, tool in enumerate(tools):
+            function = tool["function"]
+            head = f'{{"name": {json.dumps(function["name"])}, "{form.arguments}": '
+            schema = function.get("parameters") or {"type": "object", "properties": {}}
+            rules.append(f'body_{i}: {json.dumps(head)} arguments_{i} "}}"')
+            rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
+            bodies.append(f"body_{i}")
+        opener = "" if form.is_bare else self._mark(form.opener, before=form.inside)
+        if form.is_list:
+            more = ' (", " body)*' if parallel else ""
+            call = f'{opener} "[" body{more} "]"'
+            start = "call"
+        else:
+            call = f"{opener} body {self._mark(form.closer, behind=form.inside)}"
+            separator = '"; "' if form.is_bare else r'"\n"'
+            start = f"call ({separator} call)*" if parallel else "call"
+        return "\n".join(
+            [f"start: {start}", f"call: {call}", f"body: {' | '.join(bodies)}", *rules]
+        )
+
+    def _mark(self, text: str, *, before: str = "", behind: str = "") -> str:
+        """A mark in Lark: a special token has no text there."""
+        if not text:
+            return ""
+        token = f"<[{self.special[text]}]>" if text in self.special else json.dumps(text)
+        parts = (json.dumps(behind) if behind else "", token, json.dumps(before) if before else "")
+        return " ".join(filter(None, parts))

@@ -1,0 +1,344 @@
+"""Reasoning and tool calls in an answer's text.
+
+Charter: nothing is said before it is sure, and nothing is taken back, so that events do not depend
+on how tokens were split into deltas. What is no valid call of a known function is text, as it
+stands; therefore a call is told of when its JSON is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from foretoken.outputs import CompletionDelta
+from foretoken.serve.parsers.formats import END_THINK, THINK, CallFormat, MessageFormat
+from foretoken.serve.parsers.parts import Content, Parser, Part, Reasoning, ToolCall, merged
+
+_HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
+_MOST_HEAD = 256  # characters of a name and an id before the arguments
+_BETWEEN = re.compile(r"[\s,:]*")
+_NO_CALLS = CallFormat(opener="")
+_JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
+
+
+class Mode(Enum):
+    """What the text is read as."""
+
+    LEAD = auto()  # white space at the beginning, behind the reasoning or behind a call
+    TEXT = auto()
+    REASONING = auto()
+    CALL = auto()
+    CLOSER = auto()  # white space and the closer of a call
+    OVER = auto()  # behind the only call
+
+
+@dataclass(frozen=True, slots=True)
+class Parsing:
+    """What to look for in an answer.
+
+    Attributes:
+        names: of the functions that may be called; () looks for no calls.
+        reasons: look for reasoning.
+        parallel: read more than one call.
+        hidden: special tokens that are no part of any text.
+    """
+
+    format: MessageFormat
+    names: tuple[str, ...] = ()
+    reasons: bool = False
+    parallel: bool = True
+    hidden: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, form: MessageFormat, names: Sequence[str], *, reasons: bool, parallel: bool
+    ) -> Parsing:
+        """The same; marks that are special tokens can be read only where none is left out."""
+        marks = [THINK, END_THINK] if reasons else []
+        if names and form.calls:
+            marks += [form.calls.opener, form.calls.closer]
+        hides = any(mark in form.special for mark in marks)
+        hidden = tuple(text for text in form.special if text not in marks) if hides else ()
+        return cls(form, tuple(names), reasons, parallel, hidden)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to look for."""
+        return bool(self.names) or self.reasons
+
+    def new(self, prompt: str) -> Parser:
+        """A parser of one choice; the prompt's end may have begun the reasoning."""
+        return MessageParser(self, is_open=self.reasons and prompt.rstrip().endswith(THINK))
+
+
+class MessageParser:
+    """Reads one choice."""
+
+    def __init__(self, parsing: Parsing, *, is_open: bool = False) -> None:
+        self._parsing = parsing
+        self._calls = (parsing.format.calls if parsing.names else None) or _NO_CALLS
+        self._mode = Mode.REASONING if is_open else Mode.LEAD
+        self._text = ""  # not decided yet
+        self._parts: list[Part] = []
+        self._num_calls = 0
+        self._has_reasoned = False
+        self._lead = ""  # white space that counts only if text follows
+        self._json = _JsonEnd()
+        self._text_marks = (*filter(None, (self._calls.opener,)), *parsing.hidden)
+        self._reasoning_marks = (END_THINK, *parsing.hidden)
+
+    def feed(self, sample: CompletionDelta) -> Sequence[Part]:
+        """What is new, and sure."""
+        self._text += sample.text
+        is_last = sample.finish_reason is not None
+        while self._STEPS[self._mode](self, is_last):
+            pass
+        parts, self._parts = merged(self._parts), []
+        return parts
+
+    def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
+        if text:
+            self._parts.append(kind(text))
+
+    def _read_lead(self, is_last: bool) -> bool:
+        extra = ";" if self._calls.is_bare and self._num_calls else ""
+        rest = self._text.lstrip(string.whitespace + extra)
+        marks = [*self._text_marks, *((THINK,) if self._can_reason else ())]
+        if not is_last and any(mark.startswith(rest) and mark != rest for mark in marks):
+            return False
+        lead, self._text = self._text[: len(self._text) - len(rest)], rest
+        if not rest:
+            if is_last and not (self._num_calls or self._has_reasoned):
+                self._say(Content, self._lead + lead)
+            else:
+                self._lead += lead
+            return False
+        if self._can_reason and rest.startswith(THINK):
+            self._text, self._mode = rest[len(THINK) :], Mode.REASONING
+        elif mark := _longest(rest, self._text_marks):
+            self._begin(mark)
+        elif self._calls.is_bare and rest[0] == "{":
+            self._begin("")
+        else:
+            self._mode = Mode.TEXT
+            lead = "" if self._has_reasoned and not self._num_calls else self._lead + lead
+            self._say(Content, lead)
+        self._lead = ""
+        return True
+
+    @property
+    def _can_reason(self) -> bool:
+        return self._parsing.reasons and not (self._has_reasoned or self._num_calls)
+
+    def _begin(self, mark: str) -> None:
+        """Go behind a mark: of a call, or one that is no part of the text."""
+        if mark in self._parsing.hidden:
+            self._text = self._text[len(mark) :]
+            return
+        self._mode, self._json = Mode.CALL, _JsonEnd()
+        self._json.opener = mark
+
+    def _read_text(self, is_last: bool) -> bool:
+        place, mark = _find(self._text, self._text_marks, is_last)
+        self._say(Content, self._text[:place])
+        self._text = self._text[place:]
+        if mark:
+            self._begin(mark)
+        return bool(mark)
+
+    def _read_reasoning(self, is_last: bool) -> bool:
+        """White space around it is the template's, no part of it."""
+        place, mark = _find(self._text, self._reasoning_marks, is_last)
+        said = self._text[:place].rstrip()
+        self._say(Reasoning, said if self._has_reasoned else said.lstrip())
+        self._has_reasoned = self._has_reasoned or bool(said)
+        if not mark:
+            self._text = "" if is_last else self._text[len(said) :]
+            return False
+        self._text = self._text[place + len(mark) :]
+        if mark == END_THINK:
+            self._has_reasoned, self._mode = True, Mode.LEAD
+        return True
+
+    def _read_call(self, is_last: bool) -> bool:
+        state, calls = self._json, self._calls
+        if state.start is None and not state.begin(self._text, calls, is_last=is_last):
+            return False
+        end = state.find(self._text)
+        if end is None:
+            if is_last:
+                self._give_up(len(self._text))
+            return False
+        found = None if state.is_broken else self._parse(self._text[state.start : end], state.name)
+        if found is None:
+            self._give_up(end)
+            return True
+        self._text = self._text[end:]
+        for name, arguments in found if self._parsing.parallel else found[:1]:
+            made = _new_id(calls)
+            self._parts.append(ToolCall(self._num_calls, made, name, arguments))
+            self._num_calls += 1
+        self._mode = Mode.CLOSER if self._parsing.parallel else Mode.OVER
+        return True
+
+    def _give_up(self, place: int) -> None:
+        """What looked like a call up to here is text."""
+        self._say(Content, self._text[:place])
+        self._text, self._mode = self._text[place:], Mode.TEXT
+
+    def _parse(self, text: str, head: str | None) -> list[tuple[str, str]] | None:
+        """Names and arguments of calls; None for what are none."""
+        try:
+            json.loads(text, parse_constant=_refuse)
+            text.encode()  # a lone surrogate cannot be sent
+            if head is not None:
+                found = [(head, text)] if text[0] == "{" else []
+            else:
+                found = [_call(item) for item in (_items(text) if text[0] == "[" else [text])]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return None
+        known = all(name in self._parsing.names for name, _ in found)
+        return found if found and known else None
+
+    def _read_closer(self, is_last: bool) -> bool:
+        closer, rest = self._calls.closer, self._text.lstrip()
+        if closer and rest.startswith(closer):
+            self._text = rest[len(closer) :]
+        elif closer and closer.startswith(rest) and not is_last:
+            return False
+        self._mode = Mode.LEAD
+        return True
+
+    def _drop(self, is_last: bool) -> bool:
+        self._text = ""
+        return False
+
+    _STEPS = {  # noqa: RUF012
+        Mode.LEAD: _read_lead,
+        Mode.TEXT: _read_text,
+        Mode.REASONING: _read_reasoning,
+        Mode.CALL: _read_call,
+        Mode.CLOSER: _read_closer,
+        Mode.OVER: _drop,
+    }
+
+
+class _JsonEnd:
+    """Where a call's JSON begins and ends: by brackets outside strings, each character read once.
+
+    Attributes:
+        opener: the mark before it, which the text begins with.
+        name: of the function, where it stands before the JSON.
+        start: None as long as it has not begun.
+    """
+
+    def __init__(self) -> None:
+        self.opener = ""
+        self.name: str | None = None
+        self.start: int | None = None
+        self.is_broken = False
+        self._at = self._depth = 0
+        self._is_text = False
+
+    def begin(self, text: str, calls: CallFormat, *, is_last: bool) -> bool:
+        """Find the start; False if more text is needed. What cannot be a call is broken."""
+        first = len(self.opener)
+        behind = text[first:].lstrip()
+        start = len(text) - len(behind)
+        if calls.has_heads and behind and behind[0] not in "[{":
+            start = text.find("{", first, first + _MOST_HEAD)
+            is_decided = start >= 0 or is_last or len(text) >= first + _MOST_HEAD
+            if not is_decided:
+                return False
+            head = _HEAD.fullmatch(text, first, start) if start >= 0 else None
+            self.name, self.is_broken = head and head[1], head is None
+        elif behind:
+            self.is_broken = behind[0] not in "[{"
+        elif not is_last:
+            return False
+        else:
+            self.is_broken = True
+        self.start = self._at = first if self.is_broken else start
+        return True
+
+    def find(self, text: str) -> int | None:
+        """The index behind it, or behind what shows that it is broken; None if it goes on."""
+        if self.is_broken:
+            return self._at
+        while found := _JSON_MARKS.search(text, self._at):
+            mark, self._at = found[0], found.end()
+            if mark == "\\" and self._is_text:
+                if self._at == len(text):
+                    self._at -= 1  # what it escapes has not come yet
+                    return None
+                self._at += 1
+            elif mark == '"':
+                self._is_text = not self._is_text
+            elif not self._is_text and mark in "<\\":
+                self.is_broken, self._at = True, found.start()
+                return self._at
+            elif not self._is_text:
+                self._depth += 1 if mark in "{[" else -1
+                if self._depth == 0:
+                    return self._at
+        self._at = len(text)
+        return None
+
+
+def _find(text: str, marks: Sequence[str], is_last: bool) -> tuple[int, str]:
+    """Where the first mark begins, and it; or where one may begin that is not complete, and ""."""
+    places = [(place, -len(mark), mark) for mark in marks if (place := text.find(mark)) >= 0]
+    if places:
+        place, _, mark = min(places)
+        return place, mark
+    if not is_last:
+        longest = max(map(len, marks), default=1)
+        for place in range(max(len(text) - longest + 1, 0), len(text)):
+            if any(mark.startswith(text[place:]) for mark in marks):
+                return place, ""
+    return len(text), ""
+
+
+def _longest(text: str, marks: Sequence[str]) -> str:
+    return max((mark for mark in marks if text.startswith(mark)), key=len, default="")
+
+
+def _call(text: str) -> tuple[str, str]:
+    """Name and arguments, which are an object, as they are written: a number may be past what a
+    float holds. Raises what `_parse` catches."""
+    if text[0] != "{":
+        raise TypeError
+    members = dict(zip(*[iter(_items(text))] * 2, strict=True))
+    found = {json.loads(key): value for key, value in members.items()}
+    name, arguments = json.loads(found["name"]), "{}"
+    for key in ("parameters", "arguments"):
+        arguments = found.get(key, arguments)
+    if not isinstance(name, str) or arguments[0] != "{":
+        raise TypeError
+    return name, arguments
+
+
+def _items(text: str) -> list[str]:
+    """The texts of a valid list's items, or of an object's keys and values in turns."""
+    found, decoder, at = [], json.JSONDecoder(), _BETWEEN.match(text, 1).end()  # type: ignore[union-attr]
+    while at < len(text) - 1:
+        end = decoder.raw_decode(text, at)[1]
+        found.append(text[at:end])
+        at = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
+
+
+def _new_id(calls: CallFormat) -> str:
+    if calls.id_length is None:
+        return f"call_{secrets.token_hex(12)}"
+    letters = string.ascii_letters + string.digits
+    return "".join(secrets.choice(letters) for _ in range(calls.id_length))

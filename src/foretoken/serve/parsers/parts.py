@@ -1,0 +1,66 @@
+"""What the tokens of an answer may say, whatever API it is written for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from foretoken.outputs import CompletionDelta
+
+
+class Content(NamedTuple):
+    """Text of the answer."""
+
+    text: str
+
+
+class Reasoning(NamedTuple):
+    """Text of the reasoning before it."""
+
+    text: str
+
+
+class ToolCall(NamedTuple):
+    """A call, complete and valid JSON.
+
+    Attributes:
+        number: of the calls of its choice, from 0.
+        arguments: the JSON text of an object.
+    """
+
+    number: int
+    id: str
+    name: str
+    arguments: str
+
+
+Part = Content | Reasoning | ToolCall
+
+
+class Parser(Protocol):
+    """What the tokens of one choice mean, however they are split into deltas."""
+
+    def feed(self, sample: CompletionDelta) -> Sequence[Part]:
+        """What is new, and sure; the last delta has a `finish_reason` and leaves nothing over."""
+
+
+class Plain:
+    """All text is the answer's."""
+
+    def feed(self, sample: CompletionDelta) -> Sequence[Part]:
+        """The text, if there is any."""
+        return (Content(sample.text),) if sample.text else ()
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """The same with texts of one kind that follow each other as one."""
+    found: list[Part] = []
+    for part in parts:
+        last = found[-1] if found else None
+        if isinstance(part, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + part.text)
+        elif isinstance(part, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + part.text)
+        else:
+            found.append(part)
+    return found

@@ -1,0 +1,105 @@
+"""The body of `/v1/messages`, Anthropic's API: messages of blocks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from foretoken.serve.protocol.chat import FunctionName
+from foretoken.serve.protocol.common import Fields, Inert, Items, Refused, SamplingFields, add_names
+
+
+class TextBlock(Fields):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Inert = None
+    citations: Inert = None
+
+
+class ThinkingBlock(Fields):
+    """Reasoning of an earlier answer; nothing is signed here."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Inert = None
+
+
+class ToolUseBlock(Fields):
+    """A call that the model made."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: Inert = None
+
+
+class ToolResultBlock(Fields):
+    """What came of it; that it is an error is said by its text."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | Items[TextBlock] | None = None
+    is_error: Inert = None
+    cache_control: Inert = None
+
+
+ASSISTANT_BLOCKS: dict[str, type[Any]] = {
+    "text": TextBlock,
+    "thinking": ThinkingBlock,
+    "tool_use": ToolUseBlock,
+}
+USER_BLOCKS: dict[str, type[Any]] = {"text": TextBlock, "tool_result": ToolResultBlock}
+
+
+class Turn(Fields):
+    """A message."""
+
+    role: Literal["user", "assistant"]
+    content: str | Items[dict[str, Any]]
+
+
+class MessageTool(Fields):
+    """A function; `strict` changes nothing, as in a chat."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: Inert = None
+    cache_control: Inert = None
+
+
+class MessageToolChoice(Fields):
+    """Whether and what must be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessagesBody(SamplingFields):
+    """A conversation, and how many tokens its answer may have."""
+
+    messages: Items[Turn]
+    max_tokens: int
+    system: str | Items[TextBlock] | None = None
+    stop_sequences: Items[str] | None = None
+    tools: Items[MessageTool] | None = None
+    tool_choice: MessageToolChoice | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: Inert = None
+    service_tier: Inert = None
+    cache_control: Inert = None
+    thinking: Refused = None
+    container: Refused = None
+    mcp_servers: Refused = None
+    context_management: Refused = None
+    output_config: Refused = None
+    output_format: Refused = None
+    speed: Refused = None
+
+
+add_names(*ASSISTANT_BLOCKS.values(), *USER_BLOCKS.values())
+add_names(MessagesBody, Turn, MessageTool, MessageToolChoice)

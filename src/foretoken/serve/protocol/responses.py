@@ -1,0 +1,143 @@
+"""The body of `/v1/responses`, which keeps nothing: a conversation comes whole, as items."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from foretoken.serve.protocol.chat import FunctionName
+from foretoken.serve.protocol.common import Fields, Inert, Items, Refused, SamplingFields, add_names
+
+Included = Annotated[list[Literal["reasoning.encrypted_content"]] | None, "inert"]
+
+
+class InputText(Fields):
+    """A text of a message or of a function's output, asked or answered."""
+
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: Inert = None
+    logprobs: Inert = None
+
+
+class MessageItem(Fields):
+    """A message; those of earlier answers come back as they were given."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "system", "developer", "assistant"]
+    content: str | Items[InputText]
+    id: Inert = None
+    status: Inert = None
+    phase: Inert = None
+
+
+class CallItem(Fields):
+    """A call that the model made."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: Inert = None
+    status: Inert = None
+
+
+class CallOutputItem(Fields):
+    """What came of it."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Items[InputText]
+    id: Inert = None
+    status: Inert = None
+
+
+class ReasoningItem(Fields):
+    """Reasoning that stood before the next item of the assistant."""
+
+    type: Literal["reasoning"]
+    content: Items[InputText] | None = None
+    summary: Inert = None
+    id: Inert = None
+    status: Inert = None
+
+
+Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
+ITEMS: dict[str, type[Any]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": CallOutputItem,
+    "reasoning": ReasoningItem,
+}
+
+
+class FunctionTool(Fields):
+    """A function; `strict` changes nothing, as in a chat."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Inert = None
+
+
+class ChosenFunction(Fields):
+    """The one that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Fields):
+    """A text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Inert = None
+    description: Inert = None
+    strict: Inert = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextOptions(Fields):
+    """How the text is written."""
+
+    format: TextFormat | None = None
+    verbosity: Refused = None
+
+
+class ResponsesBody(SamplingFields):
+    """An input, what its template is given, and what the answer holds."""
+
+    input: str | Items[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    tools: Items[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: Annotated[Literal[False] | None, "inert"] = None
+    background: Annotated[Literal[False] | None, "inert"] = None
+    truncation: Annotated[Literal["disabled"] | None, "inert"] = None
+    include: Included = None
+    stream_options: Inert = None
+    user: Inert = None
+    metadata: Inert = None
+    service_tier: Inert = None
+    safety_identifier: Inert = None
+    prompt_cache_key: Inert = None
+    prompt_cache_options: Inert = None
+    prompt_cache_retention: Inert = None
+    previous_response_id: Refused = None
+    conversation: Refused = None
+    prompt: Refused = None
+    reasoning: Refused = None
+    max_tool_calls: Refused = None
+    top_logprobs: Refused = None
+    context_management: Refused = None
+    moderation: Refused = None
+
+
+add_names(*ITEMS.values(), InputText, FunctionTool, ChosenFunction)
+add_names(ResponsesBody, TextFormat, TextOptions)

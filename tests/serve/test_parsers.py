@@ -1,0 +1,157 @@
+"""Reasoning and tool calls are the same however the tokens were split, and broken JSON is text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretoken.errors import ConfigError
+from foretoken.outputs import CompletionDelta
+from foretoken.serve.parsers.formats import FORMATS, MessageFormat
+from foretoken.serve.parsers.message import Parsing
+from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall, merged
+
+NAMES = ("area", "now")
+CALL = '{"name": "area", "arguments": {"w": 1, "of": "é🙂 \\"}</tool_call> \\\\"}}'
+ARGUMENTS = json.dumps({"w": 1, "of": 'é🙂 "}</tool_call> \\'}, ensure_ascii=False)
+HEADLESS = 'area[ARGS]{"w": 1}'
+PIECES = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
+    *(CALL, f"[{CALL}, {CALL}]", HEADLESS, '{"name": "now"}', '{"name": "no"}', '{"a": [1}', "{"),
+    *("; ", "\n", " ", "<|eot|>", "<tool", "é🙂", "so", "<", '"', "\\", "[", "]", "}"),
+]  # fmt: skip
+
+
+def parsing(name: str, *, reasons: bool = True, parallel: bool = True) -> Parsing:
+    form = MessageFormat(FORMATS[name], reasons, {"<|eot|>": 5, FORMATS[name].opener: 6})
+    return Parsing.of(form, NAMES, reasons=reasons, parallel=parallel)
+
+
+def read(how: Parsing, pieces: Sequence[str], prompt: str = "") -> list[Part]:
+    """What is said of pieces, without the ids of calls, which are drawn at random."""
+    parser, last = how.new(prompt), len(pieces) - 1
+    parts = [
+        part
+        for i, text in enumerate(pieces)
+        for part in parser.feed(CompletionDelta(0, [], text, "stop" if i == last else None))
+    ]
+    return merged(part._replace(id="") if isinstance(part, ToolCall) else part for part in parts)
+
+
+def call(index: int = 0, arguments: str = ARGUMENTS, name: str = "area") -> ToolCall:
+    return ToolCall(index, "", name, arguments)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    name=st.sampled_from([*FORMATS]),
+    pieces=st.lists(st.sampled_from(PIECES), max_size=8),
+    cuts=st.lists(st.integers(0, 300), max_size=12),
+    is_open=st.booleans(),
+    parallel=st.booleans(),
+)
+def test_every_way_to_split_gives_the_same_events(
+    name: str, pieces: list[str], cuts: list[int], is_open: bool, parallel: bool
+) -> None:
+    """Whole, by characters and by chance; a delta without text may stand anywhere."""
+    text, prompt = "".join(pieces), "<think>\n" if is_open else ""
+    how = parsing(name, parallel=parallel)
+    whole = read(how, [text], prompt)
+    assert read(how, [*text, ""], prompt) == whole
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    split = [text[a:b] for a, b in pairwise(places)]
+    assert read(how, split, prompt) == whole
+
+
+@given(name=st.sampled_from([*FORMATS]), text=st.text('{}[]"\\<tol_ca>;: \n1', max_size=60))
+def test_what_is_no_call_is_text_as_it_stands(name: str, text: str) -> None:
+    parts = read(parsing(name, reasons=False), [*text, ""])
+    assert parts == ([Content(text)] if text else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("hermes", f"Well:\n<tool_call>\n{CALL}\n</tool_call>", [Content("Well:\n"), call()]),
+        ("hermes", f"<tool_call>{CALL}</tool_call>\n<tool_call>\n{CALL}", [call(), call(1)]),
+        ("hermes", f"<tool_call>{CALL}</tool_call>\nend", [call(), Content("\nend")]),
+        ("hermes", "<tool_call>{}</tool_call>", [Content("<tool_call>{}</tool_call>")]),
+        ("hermes", '<tool_call>{"name": "no"}', [Content('<tool_call>{"name": "no"}')]),
+        # A brace is missing: what follows is read again.
+        ("hermes", f'<tool_call>{{"a": {{}}</tool_call><tool_call>{CALL}</tool_call>',
+         [Content('<tool_call>{"a": {}</tool_call>'), call()]),
+        ("hermes", '<tool_call>{"name": "area", "arguments": {"x": NaN}}',
+         [Content('<tool_call>{"name": "area", "arguments": {"x": NaN}}')]),
+        # As it is written: no float holds it.
+        ("hermes", '<tool_call>{ "arguments" : {"x":1e999} ,"name":"area"}',
+         [call(0, '{"x":1e999}')]),
+        ("mistral", "[TOOL_CALLS]area[ARGS][1]", [Content("[TOOL_CALLS]area[ARGS][1]")]),
+        ("llama3_json", CALL.replace("arguments", "parameters"), [call()]),
+        ("llama3_json", f"{CALL}; {CALL}", [call(), call(1)]),
+        ("llama3_json", f"<|python_tag|>{CALL}<|eot|>", [call()]),
+        ("llama3_json", f"So {CALL}", [Content(f"So {CALL}")]),
+        ("llama3_json", '{"answer": 4}', [Content('{"answer": 4}')]),
+        ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", [call(), call(1)]),
+        ("mistral", f"[TOOL_CALLS]{HEADLESS}[TOOL_CALLS]{HEADLESS}",
+         [call(0, '{"w": 1}'), call(1, '{"w": 1}')]),
+        ("mistral", "[TOOL_CALLS]area of what?", [Content("[TOOL_CALLS]area of what?")]),
+        ("hermes", "<think>\nWhy <tool_call>?\n</think>\n\nSo.",
+         [Reasoning("Why <tool_call>?"), Content("So.")]),
+        ("hermes", f"<think>a</think>\n<tool_call>{CALL}</tool_call>", [Reasoning("a"), call()]),
+        ("hermes", "a <think>b</think>", [Content("a <think>b</think>")]),
+        ("hermes", "<think>cut \n", [Reasoning("cut")]),
+        ("hermes", " \n", [Content(" \n")]),
+    ],
+)  # fmt: skip
+def test_what_models_write(name: str, text: str, parts: list[Part]) -> None:
+    assert read(parsing(name), [*text, ""]) == parts
+
+
+def test_a_template_may_open_the_reasoning() -> None:
+    how = parsing("hermes")
+    assert read(how, ["a</think>b"], "x\n<think>\n") == [Reasoning("a"), Content("b")]
+    assert read(how, ["a"], "<think>\n\n</think>\n\n") == [Content("a")]
+
+
+def test_only_one_call_where_no_more_are_wanted() -> None:
+    how = parsing("mistral", parallel=False)
+    assert read(how, [f"[TOOL_CALLS][{CALL}, {CALL}] and so on"]) == [call()]
+
+
+def test_ids_are_as_templates_take_them() -> None:
+    for name, size in (("mistral", 9), ("hermes", 29)):
+        text = f"{FORMATS[name].opener}{CALL}"
+        (found,) = parsing(name).new("").feed(CompletionDelta(0, [], text, "stop"))
+        assert isinstance(found, ToolCall)
+        assert len(found.id) == size
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasons"),
+    [
+        ("{{ tools }}<tool_call>", "hermes", False),
+        ("{{ tools }}<tool_call><function=", None, False),
+        ("{{ tools }}<|python_tag|>", "llama3_json", False),
+        ("{{ tools }}[TOOL_CALLS]</think>", "mistral", True),
+        ("{{ messages }}", None, False),
+    ],
+)
+def test_formats_are_found_in_templates(template: str, calls: str | None, reasons: bool) -> None:
+    special = SimpleNamespace(content="[TOOL_CALLS]", special=True)
+    tokenizer: Any = SimpleNamespace(chat_template=template, added_tokens_decoder={7: special})
+    form = MessageFormat.of(tokenizer, None, "auto", "auto")
+    assert form == MessageFormat(FORMATS[calls] if calls else None, reasons, {"[TOOL_CALLS]": 7})
+    assert MessageFormat.of(tokenizer, None, "hermes", "none").calls == FORMATS["hermes"]
+    grammar = MessageFormat(FORMATS["mistral"], special=form.special).grammar(
+        [{"function": {"name": "now"}}], parallel=False
+    )
+    assert "call: <[7]>" in grammar
+    with pytest.raises(ConfigError, match="tool_call_parser"):
+        MessageFormat.of(tokenizer, None, "x", "auto")

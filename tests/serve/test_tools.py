@@ -1,0 +1,170 @@
+"""Calls of tools through the server: forced ones are valid, streamed or not, by the real client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+import httpx
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.serve.running import choices, chunks, post
+
+CHAT = "/v1/chat/completions"
+MESSAGES: Any = [{"role": "user", "content": "def area(width, height):"}]
+AREA = {
+    "type": "object",
+    "properties": {
+        "w": {"type": "integer", "minimum": 0, "maximum": 99}, "of": {"$ref": "#/$defs/Of"},
+    },
+    "required": ["w", "of"],
+    "additionalProperties": False,
+    "$defs": {"Of": {"enum": ["é\"", "circle"]}},
+}  # fmt: skip
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "area", "description": "x", "parameters": AREA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+NAMED = {"type": "function", "function": {"name": "area"}}
+ASKED: Any = {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 120}
+
+
+def check(call: Any) -> None:
+    """A call of `area` that its schema allows."""
+    assert call["type"] == "function"
+    assert call["function"]["name"] == "area"
+    arguments = json.loads(call["function"]["arguments"])
+    assert arguments.keys() == {"w", "of"}
+    assert 0 <= arguments["w"] <= 99
+    assert arguments["of"] in ('é"', "circle")
+
+
+@pytest.mark.parametrize("speculative", [{"enabled": False}, {"num_speculative_tokens": 5}])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_named_function_is_called(http: httpx.Client, speculative: Any, seed: int) -> None:
+    asked = {**ASKED, "tool_choice": NAMED, "seed": seed, "speculative": speculative}
+    (choice,) = post(http, CHAT, **asked)["choices"]
+    message = choice["message"]
+    (call,) = message.pop("tool_calls")
+    check(call)
+    assert message == {"role": "assistant", "content": None, "refusal": None}
+    assert choice["finish_reason"] == "tool_calls"
+    for options in ({}, {"split_tokens": True}):
+        found = choices(chunks(http, CHAT, stream_options=options, **asked))
+        (first,), (then,) = (c["delta"]["tool_calls"] for c in found if "tool_calls" in c["delta"])
+        assert first["id"].startswith("call_")
+        assert first["function"] == {"name": "area", "arguments": ""}
+        assert then == {"index": 0, "function": {"arguments": call["function"]["arguments"]}}
+        assert not any(c["delta"].get("content") for c in found)
+        assert [c["finish_reason"] for c in found if c["finish_reason"]] == ["tool_calls"]
+
+
+def test_required_calls_may_be_several_or_one(http: httpx.Client) -> None:
+    tools = TOOLS[:1]
+    asked = {**ASKED, "tools": tools, "tool_choice": "required", "n": 3, "seed": 5}
+    answer = post(http, CHAT, **asked)
+    calls = [c["message"].get("tool_calls", []) for c in answer["choices"]]
+    assert max(map(len, calls)) > 1
+    for call in (call for some in calls for call in some):
+        check(call)
+    alone = post(http, CHAT, **asked, parallel_tool_calls=False)["choices"]
+    assert {c["finish_reason"] for c in alone} == {"tool_calls"}
+    assert {len(c["message"]["tool_calls"]) for c in alone} == {1}
+
+
+def test_a_call_that_is_cut_is_text(http: httpx.Client) -> None:
+    asked = {**ASKED, "tool_choice": NAMED, "max_tokens": 8}
+    (choice,) = post(http, CHAT, **asked)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"].startswith("<tool_call>")
+    assert "tool_calls" not in choice["message"]
+
+
+def test_the_template_sees_tools_calls_and_results(http: httpx.Client) -> None:
+    call = {"id": "call_1", **NAMED, "function": {"name": "area", "arguments": '{"w": 1}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "why"},
+        {"role": "tool", "tool_call_id": "call_1", "content": "12"},
+    ]
+    asked = {
+        "messages": messages,
+        "max_tokens": 4,
+        "temperature": 0,
+        "speculative": {"trace": True},
+    }
+    with_tools, none, plain = (
+        post(http, CHAT, **asked, **more)
+        for more in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {})
+    )
+    num_tokens = [a["usage"]["prompt_tokens"] for a in (with_tools, none, plain)]
+    assert num_tokens[0] > num_tokens[1] + 50
+    assert num_tokens[1] == num_tokens[2]
+    ids = post(http, "/tokenize", messages=messages)["tokens"]
+    text = post(http, "/detokenize", tokens=ids)["prompt"]
+    assert "<think>why</think>" in text
+    assert '<tool_call>area {"w": 1}</tool_call>\n# 12\n' in text
+
+
+def test_reasoning_that_the_prompt_opens(http: httpx.Client) -> None:
+    asked = {"messages": MESSAGES, "max_tokens": 30, "temperature": 0}
+    opened = {**asked, "chat_template_kwargs": {"opening": "<think>\n"}}
+    (choice,) = post(http, CHAT, **opened)["choices"]
+    message = choice["message"]
+    assert message["content"] == ""
+    assert message["reasoning"] == message["reasoning_content"] != ""
+    found = [c["delta"] for c in choices(chunks(http, CHAT, **opened))]
+    assert "".join(d.get("reasoning_content", "") for d in found) == message["reasoning"]
+    assert "reasoning" not in post(http, CHAT, **asked)["choices"][0]["message"]
+    # A grammar leaves no room for it.
+    forced = post(http, CHAT, **opened, guided_choice=["yes"])["choices"][0]["message"]
+    assert forced == {"role": "assistant", "content": "yes", "refusal": None}
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
+        ({"tools": None, "parallel_tool_calls": True}, "parallel_tool_calls"),
+        ({"tool_choice": {**NAMED, "function": {"name": "x"}}}, "tool_choice.function.name"),
+        ({"tool_choice": "always"}, "tool_choice"),
+        ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}],
+          "tool_choice": "required"}, "tools"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_is_named(http: httpx.Client, given: dict[str, Any], param: str) -> None:
+    answer = http.post(CHAT, json={**ASKED, **given})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+class Area(BaseModel):
+    """Of something."""
+
+    w: int
+    of: Literal["circle", "square"]
+
+
+def test_the_official_client(client: openai.OpenAI) -> None:
+    tool = openai.pydantic_function_tool(Area)
+    done = client.chat.completions.parse(
+        model="tiny", messages=MESSAGES, tools=[tool], max_tokens=150, seed=4,
+        tool_choice={"type": "function", "function": {"name": "Area"}},
+    )  # fmt: skip
+    (call,) = done.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, Area)
+    parsed = client.chat.completions.parse(
+        model="tiny", messages=MESSAGES, response_format=Area, max_tokens=150, seed=4
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Area)
+    with client.chat.completions.stream(
+        model="tiny", messages=MESSAGES, tools=[tool], max_tokens=150, seed=4,
+        tool_choice={"type": "function", "function": {"name": "Area"}},
+    ) as stream:  # fmt: skip
+        final = stream.get_final_completion().choices[0].message
+    assert final.tool_calls
+    assert final.tool_calls[0].function.arguments == call.function.arguments

@@ -84,6 +84,7 @@ law: $(DEV) $(NATIVE)
 soak: $(DEV) $(NATIVE)
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 	@$(BIN)/python -m benchmarks.soak --minutes 30 --output benchmarks/results
+	@$(BIN)/python -m benchmarks.hostile
 
 trial: $(CORE) $(NATIVE)
 	@$(BIN)/python -m benchmarks.trial

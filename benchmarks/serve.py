@@ -139,7 +139,7 @@ def main() -> None:
     # Prompts that come again must be computed again.
     engine = AsyncEngine(TARGET, {"method": "draft_model"}, threads=1, enable_prefix_caching=False)
     server, rows = make_server(build_app(engine, ServeOptions())), []
-    loop = asyncio.new_event_loop()
+    loop = (server.config.get_loop_factory() or asyncio.new_event_loop)()  # uvloop, as it serves
     with listen(ServeOptions(port=0)) as bound:
         port = bound.getsockname()[1]
 

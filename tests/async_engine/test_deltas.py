@@ -17,7 +17,16 @@ from foretoken.engine.boundary import build_output, take_delta
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.request import Given, Request, RequestGroup
 from foretoken.errors import ProcessingError, StepError
-from tests.support.asynchronous import LONG, OPTIONS, PARAMS, PROMPTS, Gate, idle, run
+from tests.support.asynchronous import (
+    LONG,
+    OPTIONS,
+    PARAMS,
+    PROMPTS,
+    Gate,
+    idle,
+    num_requests,
+    run,
+)
 from tests.support.steps import OneLate
 
 Contents = dict[str, Any]
@@ -102,7 +111,7 @@ def check_slow_reader(engine: AsyncEngine, llm: LLM, params: SamplingParams) -> 
         slow = engine.generate("abc", params, deltas=True)
         parts = [await anext(slow)]
         gate.open()
-        while engine.engine.has_work:
+        while num_requests(engine):  # until its last delta is in the mailbox
             await asyncio.sleep(0.001)
         return [*parts, *[delta async for delta in slow]]
 

@@ -29,7 +29,7 @@ from foretoken.serve.requests import Asked, Served, read_chat, read_completion
 from tests.project.source import ROOT
 from tests.serve.running import post
 
-OPTIONS = ServeOptions(allow_synthetic=True)
+OPTIONS = ServeOptions(allow_synthetic=True, trust_request_chat_template=True)
 HERMES = MessageFormat(FORMATS["hermes"])
 SERVED = Served(
     ("tiny",), "tiny", 2048, 5, SamplingParams(), ("prediction",), "draft_model", OPTIONS, HERMES
@@ -50,7 +50,8 @@ HONOURED: dict[str, Any] = {
     "logit_bias": {"5": 1.0}, "bad_words": ["x"], "allowed_token_ids": [4], "prompt_logprobs": 1,
     "prediction": {"type": "content", "content": "x"}, "stream": True,
     "stream_options": {"include_usage": True}, "top_logprobs": 2, "add_generation_prompt": False,
-    "continue_final_message": True, "chat_template_kwargs": {"opening": "x"},
+    "continue_final_message": True, "chat_template": "{{ x }}",
+    "chat_template_kwargs": {"opening": "x"},
     "speculative": {"enabled": False}, "tool_choice": "required", "parallel_tool_calls": False,
     "input": "b", "instructions": "x", "max_output_tokens": 7, "system": "x",
     "text": {"format": {"type": "json_object"}}, "stop_sequences": ["x"],

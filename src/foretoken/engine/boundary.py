@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from foretoken.engine.admission import check_request
+from foretoken.engine.admission import check_request, check_token_ids
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import encode, encode_prediction, shown_parts
 from foretoken.engine.request import Given, Request, RequestGroup
@@ -48,6 +48,8 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     engine.check_works()
     with _encoding(request_id):
         text, ids = encode(engine.tokenizer, prompt)
+        if params.prediction is not None:  # which is encoded behind the text of the prompt
+            check_token_ids("prompt", ids, engine.limits.vocab_size)
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
     grammar = engine.grammars.compiled(params.structured_outputs)
     if prediction is not params.prediction or grammar is not params.structured_outputs:

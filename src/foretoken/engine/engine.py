@@ -214,8 +214,7 @@ class Engine:
         """
         self.check_works()
         params = check_request(prompt_ids, params, self.limits)
-        if not self.has_room:
-            raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
+        self.check_room()
         group = RequestGroup(request_id, prompt, list(prompt_ids), params)
         admission = self._num_added + 1
         seed = params.seed if params.seed is not None else unseeded(self.config.seed, admission)
@@ -247,6 +246,11 @@ class Engine:
         """Raise `EngineBrokenError` once the device has failed."""
         if self._broken_by is not None:
             raise broken_engine(self._broken_by)
+
+    def check_room(self) -> None:
+        """Raise `OverloadedError` while the queue takes no other request."""
+        if not self.has_room:
+            raise overloaded(len(self.scheduler.waiting), self.config.max_num_waiting)
 
     def settle(self, request: Request) -> None:
         """Let the request have what its new tokens say, as far as no stop string may take it back.

@@ -265,6 +265,7 @@ class Worker:
     ) -> None:
         engine = self._engine
         try:
+            engine.check_room()  # before it is encoded, which takes as long as a step
             self._groups[mailbox] = submit(engine, prepare(engine, name, prompt, params))
         except ForetokenError as error:
             mailbox.fail(error)

@@ -14,16 +14,19 @@ One flow, and what belongs where:
     metrics.py   what Prometheus scrapes
     errors.py    every error as OpenAI's body and a status
     page/        what speculation does, in a browser; served by `routes/page.py`
-    app.py       the application; `access.py`: who may call it
-    server.py    the process in front of it: uvicorn, signals; `command.py`: what starts all
+    app.py       the application; `access.py`: who may call it; `limits.py`: what a body may be
+    lifetime.py  deadlines, what is under way, the way out
+    server.py    the process in front of it: uvicorn, signals; `connection.py`: one client's;
+                 `command.py`: what starts all
 
 What comes next goes here:
 
     a further API             its body in `protocol/`, its reader in `conversions.py`, its writer in
                               `answers/` (an `AnswerWriter`, see `sse.py`), its route
     a format of tool calls    `parsers/formats.py`: data, and a sign in templates
-    limits, time, logs        around the application in `app.py`; signals and exit in `server.py`;
-                              whether it takes requests in `routes/state.py`
+    logs                      around the application in `app.py`
+    a way to generate         through `answer` in `routes/generate.py`: limits, deadlines and the
+                              drain are there
     a metric                  `metrics.py`, and its line in docs/server.md
 
 Nothing outside this package imports fastapi, starlette, pydantic, uvicorn or prometheus-client.

@@ -7,12 +7,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from foretoken import __version__
 from foretoken.async_engine import AsyncEngine
 from foretoken.serve import errors
 from foretoken.serve.access import KeyCheck
 from foretoken.serve.context import Context
+from foretoken.serve.lifetime import Lifetime
+from foretoken.serve.limits import BodyLimits
 from foretoken.serve.metrics import Counts
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import Served
@@ -31,11 +34,22 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
         yield
         await engine.close()
 
-    context = Context(engine, Served.of(engine, options), Counts(), int(time.time()))
+    life = Lifetime(engine, options)
+    context = Context(engine, Served.of(engine, options), Counts(), int(time.time()), life)
     app = FastAPI(title="Foretoken", version=__version__, redoc_url=None, lifespan=lifespan)
+    app.state.context = context
     errors.install(app)
     for part in (generate, models, tokens, state, page):
         app.include_router(part.router(context))
+    # The last one added is the first that sees a request: bodies of strangers are not read.
+    app.add_middleware(BodyLimits, options=options)
     if options.api_key is not None:
         app.add_middleware(KeyCheck, key=options.api_key)
+    if options.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     return app

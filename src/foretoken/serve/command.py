@@ -7,7 +7,7 @@ from typing import Any
 
 from foretoken.config import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.serve.options import ServeOptions
+from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
 
 
 def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str], None]) -> None:
@@ -17,6 +17,7 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
         ConfigError: an option, or a package of the extra `serve` is missing.
         OSError: the address cannot be listened on.
     """
+    engine = {"max_num_waiting": MAX_NUM_WAITING, **engine}
     options.check_engine(EngineConfig.parse(**engine))
     try:
         from foretoken.serve.app import build_app

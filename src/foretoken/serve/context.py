@@ -5,15 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foretoken.async_engine import AsyncEngine
+from foretoken.serve.lifetime import Lifetime
 from foretoken.serve.metrics import Counts
 from foretoken.serve.requests import Served
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The engine, what is served of it, and what has been counted."""
+    """The engine, what is served of it, what has been counted, and what is under way."""
 
     engine: AsyncEngine
     served: Served
     counts: Counts
     started: int
+    lifetime: Lifetime

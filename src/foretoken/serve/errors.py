@@ -7,14 +7,16 @@ Charter: what a client may do about it decides the status: 4xx is theirs to mend
 from __future__ import annotations
 
 import difflib
+import json
 import logging
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from foretoken.errors import (
     CapacityError,
@@ -68,11 +70,17 @@ class Refusal(NamedTuple):
         kind = _ANTHROPIC.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
-    def response(self, path: str = "") -> JSONResponse:
+    def response(self, path: str = "") -> Response:
         """The same as an answer, in the shape that clients of this path read."""
         headers = _RETRY_AFTER if self.status in (429, 503) else None
         body = self.anthropic if path.startswith("/v1/messages") else self.body
-        return JSONResponse(body, self.status, headers)
+        # ASCII: what is quoted may be no Unicode.
+        text = json.dumps(body, separators=(",", ":"))
+        return Response(text, self.status, headers, "application/json")
+
+
+class UnavailableError(ForetokenError):
+    """The server cannot answer now: it ends, or has too much to do."""
 
 
 class UnknownModelError(RequestError):
@@ -89,10 +97,16 @@ def refusal(error: BaseException) -> Refusal:
         code = "context_length_exceeded" if isinstance(error, CapacityError) else None
         error = as_written(error)
         return Refusal(400, str(error), "invalid_request_error", error.field, code)
+    if isinstance(error, UnavailableError):
+        return Refusal(503, str(error), "server_error", code="unavailable")
     if isinstance(error, _PASSING):
         _log.error("not served: %s", error)
         return Refusal(503, str(error), "server_error", code="unavailable")
-    _log.error("a request failed", exc_info=error)
+    # What was raised may quote a prompt: by default a log says where, and not what.
+    where = traceback.extract_tb(error.__traceback__)[-1:]
+    places = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in where)
+    _log.error("a request failed by %s in %s", type(error).__name__, places)
+    _log.debug("what it failed by", exc_info=error)
     told = str(error) if isinstance(error, ForetokenError) else "This is a bug in Foretoken."
     return Refusal(500, told, "server_error", code="internal_error")
 
@@ -104,32 +118,34 @@ def as_written(error: RequestError, names: Mapping[str, str] = _WRITTEN) -> Requ
 
 
 def install(app: FastAPI) -> None:
-    """Have the application answer with these bodies, whatever is raised."""
+    """Have the application answer with these bodies; `limits.py` does for what is a bug."""
 
-    async def invalid(request: Request, error: Exception) -> JSONResponse:
+    async def invalid(request: Request, error: Exception) -> Response:
         listed = error.errors() if isinstance(error, RequestValidationError) else []
         return _invalid(listed).response(request.url.path)
 
-    async def unknown(request: Request, error: Exception) -> JSONResponse:
+    async def unknown(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         told = f"{request.method} {request.url.path}: {getattr(error, 'detail', '')}"
         answer = Refusal(status, told, "invalid_request_error").response(request.url.path)
         answer.headers.update(getattr(error, "headers", None) or {})
         return answer
 
-    async def raised(request: Request, error: Exception) -> JSONResponse:
+    async def raised(request: Request, error: Exception) -> Response:
         return refusal(error).response(request.url.path)
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, unknown)
     app.add_exception_handler(ForetokenError, raised)
-    app.add_exception_handler(Exception, raised)
 
 
 def _invalid(errors: Sequence[dict[str, Any]]) -> Refusal:
     """A body that is not of the schema: of several fields the first."""
     first = errors[0]
     kind, (root, *_) = first["type"], first["loc"][1:] or ("",)
+    if not root and kind == "value_error":
+        told = f"The body must be {_bound(first['msg'])}."
+        return Refusal(400, told, "invalid_request_error")
     if not isinstance(root, str) or not root or kind == "json_invalid":
         told = "The body must be a JSON object, sent as `Content-Type: application/json`."
         return Refusal(400, told, "invalid_request_error")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from ipaddress import ip_address
 
-from foretoken.config import EngineConfig, check_int
+from foretoken.config import EngineConfig, check_int, check_number
 from foretoken.errors import ConfigError
+
+MAX_NUM_WAITING = 1024
+"""Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,24 @@ class ServeOptions:
         allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no
             model stands behind such a text.
         chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.
+        trust_request_chat_template: let a request bring a `chat_template`. It is a program, run in
+            the engine's thread: Jinja's sandbox keeps it from files, and not from taking long.
+        allowed_origins: web pages of other origins that a browser lets call this server; `*` is
+            any. By default none.
+        queue_timeout: seconds in which a request must get its first token; then it is refused
+            by 503.
+        request_timeout: seconds in which an answer must be complete; then it ends with what there
+            is, and its `finish_reason` is `length`, its `stop_reason` `timeout`.
+        io_timeout: seconds in which a client must send a request, head and body, or read what
+            waits to be sent; then its connection is closed.
+        drain_timeout: seconds for what is being answered once SIGTERM or Ctrl-C came; what is not
+            complete by then ends as at `request_timeout`, its `stop_reason` `shutdown`.
+        max_body_bytes: longest body of a request.
+        max_header_bytes: longest head of a request: its path and its headers.
+        max_json_depth: deepest nesting of lists and objects in a body.
+        max_prompt_chars: most characters of a prompt or conversation, so that no engine's thread
+            is kept encoding what cannot fit; None: 64 for each token of the context.
+        max_samples: most samples of one request, prompts times `n`.
         tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json`, `mistral`,
             `none` (no tools are taken), or `auto`: as its template shows.
         reasoning_parser: `think` reads `<think>` and `</think>`, `none` leaves them in the text,
@@ -29,20 +51,47 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     served_model_name: tuple[str, ...] = ()
     allow_synthetic: bool = False
     chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    queue_timeout: float = 60.0
+    request_timeout: float = 600.0
+    io_timeout: float = 30.0
+    drain_timeout: float = 30.0
+    max_body_bytes: int = 8 * 2**20
+    max_header_bytes: int = 32 * 2**10
+    max_json_depth: int = 64
+    max_prompt_chars: int | None = None
+    max_samples: int = 128
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
+        for name in ("queue_timeout", "request_timeout", "io_timeout"):
+            check_number(name, getattr(self, name), 0.001, 1e6)
+        check_number("drain_timeout", self.drain_timeout, 0, 1e6)
+        for name in ("max_body_bytes", "max_header_bytes", "max_json_depth", "max_samples"):
+            check_int(name, getattr(self, name), 1)
+        if self.max_prompt_chars is not None:
+            check_int("max_prompt_chars", self.max_prompt_chars, 1)
         for name in ("host", "api_key"):
             if getattr(self, name) == "":
                 raise ConfigError(name, "", "left out, or not empty")
         if "" in self.served_model_name:
             raise ConfigError("served_model_name", "", "not empty")
+
+    @property
+    def is_exposed(self) -> bool:
+        """Whether others than this machine can call, and need no key to do so."""
+        try:
+            is_own = ip_address(self.host).is_loopback
+        except ValueError:
+            is_own = self.host == "localhost"
+        return self.api_key is None and not is_own
 
     def check_engine(self, config: EngineConfig) -> None:
         """Raise `ConfigError` for an engine whose texts would be meaningless unnoticed."""

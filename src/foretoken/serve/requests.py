@@ -12,7 +12,7 @@ from typing import Any
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.engine.prompts import Prompt
-from foretoken.errors import RequestError
+from foretoken.errors import CapacityError, RequestError
 from foretoken.models.chat import ChatOptions
 from foretoken.sampling.params import SamplingParams
 from foretoken.serve.errors import UnknownModelError
@@ -28,6 +28,8 @@ _PARAMS = {field.name for field in fields(SamplingParams)}
 # Of the same name in both, they are not of the same type.
 _SAME = _PARAMS & set(GenerationFields.model_fields) - {"logit_bias", "prediction"}
 _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_MOST_WORDS = {"stop": 64, "bad_words": 1024}
+"""Texts that each step, or each request's admission, looks at."""
 _STRUCTURES = ("response_format", "structured_outputs", *_GUIDED)
 
 
@@ -175,9 +177,45 @@ def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
     return replace(asked, params=params, parsing=parsing, written=written)
 
 
+def check_size(asked: Asked, served: Served) -> None:
+    """Raise `RequestError` for what would take the engine's thread too long, if it all fitted."""
+    num_samples, most = max(len(asked.prompts), 1) * asked.params.n, served.options.max_samples
+    if num_samples > most:
+        bound = f"at most {most}: every prompt gets `n` of them"
+        raise CapacityError("n", f"{num_samples} samples", bound, "Send several requests.")
+    name = "prompt" if asked.messages is None else "messages"
+    for text in asked.prompts if asked.messages is None else (asked.messages,):
+        check_text(name, text, served)
+    for name, most in _MOST_WORDS.items():
+        if (count := len(getattr(asked.params, name))) > most:
+            raise CapacityError(name, f"{count} texts", f"at most {most}", "Leave some out.")
+
+
+def check_text(name: str, text: Any, served: Served) -> None:
+    """Raise `CapacityError` for more characters, or token ids, than a context could hold."""
+    count, most = _size(text), served.options.max_prompt_chars or 64 * served.max_model_len
+    if count > most:
+        bound = f"at most {most}, for a context of {served.max_model_len} tokens"
+        raise CapacityError(name, f"{count} characters", bound, "Shorten it.")
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return sum(_size(key) + _size(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size, value))
+    return len(value) if isinstance(value, str) else 1
+
+
 def chat_options(body: Any, served: Served) -> ChatOptions:
     """What the template of a conversation is given besides the messages."""
     options: ChatOptions = {"chat_template": served.options.chat_template}
+    if body.chat_template is not None:
+        if not served.options.trust_request_chat_template:
+            bound = "left out: this server runs its own template alone"
+            remedy = "See --trust-request-chat-template."
+            raise RequestError("chat_template", body.chat_template, bound, remedy)
+        options["chat_template"] = body.chat_template
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:

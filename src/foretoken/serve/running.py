@@ -13,6 +13,7 @@ from typing import NamedTuple
 from foretoken.async_engine import AsyncEngine
 from foretoken.engine.prompts import Prompt
 from foretoken.outputs import RequestDelta
+from foretoken.serve.lifetime import Flight
 from foretoken.serve.requests import Asked
 
 
@@ -23,24 +24,29 @@ class News(NamedTuple):
     delta: RequestDelta
 
 
-async def run(engine: AsyncEngine, asked: Asked) -> AsyncGenerator[News, None]:
-    """What is new, in order for each prompt; closing it ends all of them.
+async def run(engine: AsyncEngine, asked: Asked, flight: Flight) -> AsyncGenerator[News, None]:
+    """What is new, in order for each prompt; closing it ends all of them, as `flight` may.
 
     Raises:
-        ForetokenError: as `AsyncEngine.generate` does, and what ended a request by a fault.
+        ForetokenError: as `AsyncEngine.generate` does, what ended a request by a fault, and what
+            `Flight` raises.
     """
-    if asked.messages is not None:
-        template = asked.template or {}
-        streams = [engine.chat(asked.messages, asked.params, deltas=True, **template)]
-    else:
-        prompts = [await _shown(engine, prompt, asked) for prompt in asked.prompts]
-        streams = [engine.generate(prompt, asked.params, deltas=True) for prompt in prompts]
-    merged = _one(streams[0]) if len(streams) == 1 else _merge(streams)
-    async with aclosing(merged):
-        async for news in merged:
-            if news.delta.error is not None:
-                raise news.delta.error
-            yield news
+    with flight:
+        if asked.messages is not None:
+            template, name = asked.template or {}, flight.new_name()
+            streams = [engine.chat(asked.messages, asked.params, name, deltas=True, **template)]
+        else:
+            prompts = [await _shown(engine, prompt, asked) for prompt in asked.prompts]
+            streams = [
+                engine.generate(prompt, asked.params, flight.new_name(), deltas=True)
+                for prompt in prompts
+            ]
+        merged = _one(streams[0]) if len(streams) == 1 else _merge(streams)
+        async with aclosing(merged):
+            async for number, delta in merged:
+                if delta.error is not None:
+                    raise delta.error
+                yield News(number, flight.read(delta))
 
 
 async def _shown(engine: AsyncEngine, prompt: Prompt, asked: Asked) -> Prompt:

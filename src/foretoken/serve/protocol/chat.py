@@ -9,7 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from foretoken.serve.protocol.common import Fields, GenerationFields, Inert, Refused, add_names
+from foretoken.serve.protocol.common import (
+    Fields,
+    GenerationFields,
+    Inert,
+    Items,
+    Refused,
+    add_names,
+)
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
@@ -46,14 +53,15 @@ class NamedTool(Fields):
 class ChatBody(GenerationFields):
     """A conversation, what its template is given, and what the answer holds."""
 
-    messages: list[dict[str, Any]]
+    messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
+    tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     functions: Refused = None

@@ -6,9 +6,9 @@ A field is honoured, `Inert` (accepted, changes nothing) or `Refused` (null or l
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
 Inert = Annotated[Any, "inert"]
 """Part of the public API, of no consequence here: any value is accepted."""
@@ -16,10 +16,32 @@ Refused = Annotated[None, "refused"]
 """Part of the public API, not implemented: null alone is accepted."""
 
 
+Item = TypeVar("Item")
+
+
+class _First(FailFast):
+    """The same, in unions, which hash their members."""
+
+    __hash__ = object.__hash__
+
+
+Items = Annotated[list[Item], _First()]
+"""A list of which one error is told: a long one may be wrong in each of its items."""
+_MOST_KEYS = 256
+
+
 class Fields(BaseModel):
     """A JSON object whose keys and types are exact: no text for a number, no further key."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_size(cls, given: Any) -> Any:
+        """Refuse far more keys than there are fields, before each of them is an error."""
+        if isinstance(given, dict) and len(given) > _MOST_KEYS:
+            raise ValueError(f"an object of at most {_MOST_KEYS} keys")
+        return given
 
 
 class StreamOptions(Fields):
@@ -52,7 +74,7 @@ class Prediction(Fields):
     """A text that the answer may be like."""
 
     type: Literal["content"]
-    content: str | list[TextPart]
+    content: str | Items[TextPart]
 
     @property
     def text(self) -> str:
@@ -91,16 +113,16 @@ class SamplingFields(Fields):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Items[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=2**18)] | None = None
+    bad_words: Items[str] | None = None
+    allowed_token_ids: Items[int] | None = None
     speculative: Speculative | None = None
     stream: bool | None = None
 
@@ -110,13 +132,13 @@ class GenerationFields(SamplingFields):
 
     max_tokens: int | None = None
     n: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Items[str] | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     prediction: Prediction | None = None
     stream_options: StreamOptions | None = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from foretoken.serve.protocol.common import GenerationFields, Refused, add_names
+from foretoken.serve.protocol.common import GenerationFields, Items, Refused, add_names
 
 
 class CompletionBody(GenerationFields):
     """One prompt or several, as texts or token ids."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Items[str] | Items[int] | Items[Items[int]]
     echo: bool | None = None
     logprobs: int | None = None
     suffix: Refused = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from foretoken.serve.protocol.chat import FunctionName
-from foretoken.serve.protocol.common import Fields, Inert, Refused, SamplingFields, add_names
+from foretoken.serve.protocol.common import Fields, Inert, Items, Refused, SamplingFields, add_names
 
 
 class TextBlock(Fields):
@@ -40,7 +40,7 @@ class ToolResultBlock(Fields):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Items[TextBlock] | None = None
     is_error: Inert = None
     cache_control: Inert = None
 
@@ -57,7 +57,7 @@ class Turn(Fields):
     """A message."""
 
     role: Literal["user", "assistant"]
-    content: str | list[dict[str, Any]]
+    content: str | Items[dict[str, Any]]
 
 
 class MessageTool(Fields):
@@ -82,11 +82,11 @@ class MessageToolChoice(Fields):
 class MessagesBody(SamplingFields):
     """A conversation, and how many tokens its answer may have."""
 
-    messages: list[Turn]
+    messages: Items[Turn]
     max_tokens: int
-    system: str | list[TextBlock] | None = None
-    stop_sequences: list[str] | None = None
-    tools: list[MessageTool] | None = None
+    system: str | Items[TextBlock] | None = None
+    stop_sequences: Items[str] | None = None
+    tools: Items[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     metadata: Inert = None

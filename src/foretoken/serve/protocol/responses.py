@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from foretoken.serve.protocol.chat import FunctionName
-from foretoken.serve.protocol.common import Fields, Inert, Refused, SamplingFields, add_names
+from foretoken.serve.protocol.common import Fields, Inert, Items, Refused, SamplingFields, add_names
 
 Included = Annotated[list[Literal["reasoning.encrypted_content"]] | None, "inert"]
 
@@ -26,7 +26,7 @@ class MessageItem(Fields):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: str | list[InputText]
+    content: str | Items[InputText]
     id: Inert = None
     status: Inert = None
     phase: Inert = None
@@ -48,7 +48,7 @@ class CallOutputItem(Fields):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[InputText]
+    output: str | Items[InputText]
     id: Inert = None
     status: Inert = None
 
@@ -57,7 +57,7 @@ class ReasoningItem(Fields):
     """Reasoning that stood before the next item of the assistant."""
 
     type: Literal["reasoning"]
-    content: list[InputText] | None = None
+    content: Items[InputText] | None = None
     summary: Inert = None
     id: Inert = None
     status: Inert = None
@@ -109,10 +109,10 @@ class TextOptions(Fields):
 class ResponsesBody(SamplingFields):
     """An input, what its template is given, and what the answer holds."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken.serve.protocol.common import Fields, Refused, add_names
+from foretoken.serve.protocol.common import Fields, Items, Refused, add_names
 
 
 class TokenizeBody(Fields):
@@ -12,9 +12,10 @@ class TokenizeBody(Fields):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Items[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: Refused = None
@@ -24,7 +25,7 @@ class DetokenizeBody(Fields):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]
 
 
 add_names(TokenizeBody, DetokenizeBody)

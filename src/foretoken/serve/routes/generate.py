@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -21,12 +22,13 @@ from foretoken.serve.answers.responses import ResponsesWriter
 from foretoken.serve.context import Context
 from foretoken.serve.conversions import read_messages, read_responses
 from foretoken.serve.errors import as_written
+from foretoken.serve.lifetime import Flight
 from foretoken.serve.metrics import Record
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.completions import CompletionBody
 from foretoken.serve.protocol.messages import MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import Asked, read_chat, read_completion
+from foretoken.serve.requests import Asked, check_size, read_chat, read_completion
 from foretoken.serve.running import News, run
 from foretoken.serve.sse import AnswerWriter, ChunkWriter, EventStream, stream
 
@@ -76,7 +78,8 @@ async def answer(
     client that leaves ends its request, before that and after it.
     """
     record, reader = Record(context.counts), EventReader(asked)
-    news = run(context.engine, asked)
+    check_size(asked, context.served)
+    news = run(context.engine, asked, Flight(context.lifetime, uuid.uuid4().hex))
     try:
         if not asked.stream:
             events = await while_connected(request, whole(news, reader, record))

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 
 from foretoken import __version__
 from foretoken.serve.context import Context
-from foretoken.serve.errors import refusal
+from foretoken.serve.errors import UnavailableError, refusal
 from foretoken.serve.metrics import EngineCollector, exposition
 
 
@@ -19,11 +19,17 @@ def router(context: Context) -> APIRouter:
 
     # The engine is built before the socket listens: while it lives, it is ready.
     @routes.get("/health", response_model=None)
-    @routes.get("/health/ready", response_model=None)
     async def health() -> Response:
         """200 while the engine serves, 503 once it has failed."""
         failure = context.engine.status.failure
         return JSONResponse({}) if failure is None else refusal(failure).response()
+
+    @routes.get("/health/ready", response_model=None)
+    async def ready() -> Response:
+        """The same, and 503 once the server takes no more requests."""
+        if context.lifetime.is_draining:
+            return refusal(UnavailableError("The server ends.")).response()
+        return await health()
 
     @routes.get("/metrics", response_model=None)
     async def metrics() -> Response:

@@ -8,9 +8,14 @@ from starlette.responses import JSONResponse
 from foretoken.errors import RequestError
 from foretoken.serve.context import Context
 from foretoken.serve.protocol.tokens import DetokenizeBody, TokenizeBody
-from foretoken.serve.requests import chat_options
+from foretoken.serve.requests import chat_options, check_text
 
-_OF_CHAT = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_OF_CHAT = (
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+)
 
 
 def router(context: Context) -> APIRouter:
@@ -42,9 +47,11 @@ async def _encode(context: Context, body: TokenizeBody) -> list[int]:
         for name in _OF_CHAT:
             if getattr(body, name) is not None:
                 raise RequestError(name, getattr(body, name), "left out without `messages`")
+        check_text("prompt", body.prompt or "", context.served)
         special = body.add_special_tokens is not False
         return await context.engine.encode(body.prompt or "", add_special_tokens=special)
     if body.add_special_tokens is not None:
         bound = "left out beside `messages`: the template writes them"
         raise RequestError("add_special_tokens", body.add_special_tokens, bound)
+    check_text("messages", body.messages, context.served)
     return await context.engine.encode_chat(body.messages, **chat_options(body, context.served))

@@ -1,0 +1,234 @@
+"""Hostile requests to a server: what it answers, and what is left of them.
+
+    python -m benchmarks.hostile
+
+Two sources. A table made by hand: wrong types, huge numbers, NaN, lone surrogates, texts of 10 MB,
+deep JSON, heads without end, slow bodies, sockets that close halfway. And `schemathesis`, which
+makes requests from the server's own OpenAPI, half of them against it. A request is answered well if
+its status is none of 5xx; afterwards nothing runs, every block is free, and memory is what it was.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from benchmarks.common import TARGET, parse, record
+from foretoken.lab.results import Row
+
+JSON = "Content-Type: application/json"
+PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+SMALL = {"max_tokens": 2}
+SURROGATE = b'"\\ud800"'
+DEEP = b"[" * 50_000 + b"]" * 50_000
+HUGE = [b"1e400", b"-1e400", b"1" * 5000, b"9" * 400, b"NaN", b"-Infinity", b"1e-400"]
+WRONG = [b"null", b"true", b'"5"', b"[]", b"{}", b"[[]]", b"[null]", b'{"a":{"b":[1]}}', b'""']
+FIELDS = [
+    "prompt", "messages", "tokens", "max_tokens", "n", "temperature", "top_p", "top_k", "seed",
+    "stop", "stop_token_ids", "logit_bias", "logprobs", "model", "stream", "stream_options",
+    "speculative", "response_format", "guided_regex", "guided_json", "guided_grammar",
+    "guided_choice", "structured_outputs", "bad_words", "allowed_token_ids", "prediction", "user",
+    "chat_template", "chat_template_kwargs", "echo", "unheard_of",
+]  # fmt: skip
+TEXTS = [
+    SURROGATE, b'"\\u0000"', b'"' + b"x" * 10_000_000 + b'"', b'"{{ 7 * 7 }}{% for x in y %}"',
+    b'"../../../../etc/passwd"', b'"(a+)+$"', b'"(?R)"', b'"' + b"(" * 5000 + b'"',
+    '"\U0001f600\u202e\ufeff"'.encode(),
+]  # fmt: skip
+
+
+class Attack(NamedTuple):
+    """Bytes for a socket, in pieces with pauses, and whether it closes its half behind them."""
+
+    name: str
+    pieces: tuple[bytes, ...]
+    pause: float = 0.0
+    closes: bool = False
+
+
+def post(path: str, body: bytes, *headers: str) -> bytes:
+    """A request as it goes over the wire."""
+    lines = [f"POST {path} HTTP/1.1", "Host: x", *(headers or (JSON,))]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}\r\n\r\n"]).encode() + body
+
+
+def bodies() -> Iterator[tuple[str, bytes]]:
+    """Every field with every odd value, beside what is needed, for each endpoint."""
+    for path in PATHS:
+        own = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
+        own = own or ({"tokens": [5]} if path == "/detokenize" else {"prompt": "a"})
+        for name in FIELDS:
+            given = {**own, **({} if "token" in path else SMALL)}
+            given.pop(name, None)
+            head = json.dumps(given)[:-1] + (", " if given else "") + f'"{name}": '
+            for value in [*HUGE, *WRONG, *TEXTS, DEEP]:
+                yield path, head.encode() + value + b"}"
+
+
+def attacks() -> list[Attack]:
+    """What no client library sends."""
+    path, whole = PATHS[0], post(PATHS[0], b'{"prompt": "a", "max_tokens": 2}')
+    head, _, body = whole.partition(b"\r\n\r\n")
+    chunked = "Transfer-Encoding: chunked\r\nContent-Length: 5"
+    return [
+        Attack("no HTTP", (b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n")),
+        Attack("nothing", ()),
+        Attack("half a head", (head[:40],)),
+        Attack("a head without end", (b"GET / HTTP/1.1\r\nX: " + b"y" * 200_000,)),
+        Attack("many headers", (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",)),
+        Attack("a long path", (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",)),
+        Attack("a slow head", tuple(head[i : i + 5] for i in range(0, 60, 5)), 0.1),
+        Attack("a slow body", (head + b"\r\n\r\n", *(bytes([c]) for c in body[:12])), 0.1),
+        Attack("half a body", (whole[:-5],)),
+        Attack("a half-closed socket", (whole,), closes=True),
+        Attack("a half-closed half of a body", (whole[:-5],), closes=True),
+        Attack("two lengths", (post(path, b"{}", JSON, "Content-Length: 90"),)),
+        Attack("both kinds of length", (post(path, b"5\r\n{}", JSON, chunked),)),
+        Attack("a length below 0", (head.replace(b"Length: ", b"Length: -") + b"\r\n\r\n",)),
+        Attack("a huge length", (head.replace(b"Length: ", b"Length: 9999999") + b"\r\n\r\n",)),
+        Attack("bytes that are no text", (post(path, b'{"prompt": "\xff\xfe"}'),)),
+        Attack("no JSON", (post(path, b"prompt=a", "Content-Type: text/plain"),)),
+        Attack("a path that climbs", (b"GET /v1/models/..%2f..%2fetc/passwd HTTP/1.1\r\n\r\n",)),
+        Attack("an unknown method", (b"BREW /v1/completions HTTP/1.1\r\n\r\n",)),
+        Attack("two requests at once", (whole * 2,)),
+        Attack("an upgrade", (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",)),
+        Attack("keys beyond number", (post(path, keys(300_000)),)),
+        Attack("items beyond number", (post(path, b'{"prompt":[' + b"null," * 900_000 + b"0]}"),)),
+    ]
+
+
+def keys(count: int) -> bytes:
+    """An object of so many keys."""
+    return b"{" + b",".join(b'"k%d":0' % i for i in range(count)) + b"}"
+
+
+def attack(port: int, what: Attack, seconds: float = 20) -> bytes:
+    """What comes back until the server hangs up, or there is an answer."""
+    got = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as stream:
+        try:
+            for piece in what.pieces:
+                stream.sendall(piece)
+                time.sleep(what.pause)
+            if what.closes:
+                stream.shutdown(socket.SHUT_WR)
+            while not is_whole(got) and (more := stream.recv(65536)):
+                got += more
+        except ConnectionError:
+            pass  # it hung up while it was still being sent to
+    return got
+
+
+def is_whole(answer: bytes) -> bool:
+    """Whether an answer has ended, though its connection has not."""
+    head, end, body = answer.partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    if not length:
+        return body.endswith(b"0\r\n\r\n")
+    return bool(end) and len(body) >= int(length[1])
+
+
+def status_of(answer: bytes) -> int:
+    """Of an answer; 0: the server hung up without one."""
+    return int(answer[9:12]) if answer.startswith(b"HTTP/1.1 ") else 0
+
+
+def generated(url: str, per_kind: int) -> Counter[int]:
+    """Statuses of requests that schemathesis makes: by and against the schema, per endpoint."""
+    import schemathesis
+    from hypothesis import HealthCheck, Phase, given, seed, settings
+
+    found: Counter[int] = Counter()
+    checks, phases = list(HealthCheck), (Phase.generate,)
+    quick = settings(max_examples=per_kind, deadline=None, suppress_health_check=checks,
+                     database=None, phases=phases)  # fmt: skip
+    for result in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
+        operation = result.ok()
+        if operation.method.upper() != "POST":
+            continue
+        for mode in schemathesis.GenerationMode:
+
+            @seed(7)
+            @quick
+            @given(case=operation.as_strategy(generation_mode=mode))
+            def send(case: Any) -> None:
+                answer = case.call(timeout=30)
+                found[answer.status_code] += 1
+                if answer.status_code >= 500:
+                    print(f"{answer.status_code} for {case.path}: {str(case.body)[:300]}")
+
+            send()
+    return found
+
+
+def resident_mib(pid: str = "self") -> float:
+    """Memory of a process."""
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096 / 2**20
+
+
+def table(port: int, count: int, draw: random.Random) -> Counter[int]:
+    """Statuses of so many requests of the table by hand, at random."""
+    made, found = [*bodies()], Counter[int]()
+    for path, body in draw.choices(made, k=count):
+        status = status_of(attack(port, Attack(path, (post(path, body),))))
+        found[status] += 1
+        if status >= 500:
+            print(f"{status} for {path}: {body[:300]!r}")
+    return found
+
+
+def main() -> None:
+    """A server in a process of its own, and all that is above."""
+    import subprocess
+    import sys
+
+    import httpx
+
+    options = parse(__doc__, generated=900, by_hand=3000)
+    words = [sys.executable, "-m", "foretoken", "serve", TARGET, "--port", "0", "--threads", "1",
+             "--io-timeout", "1"]  # fmt: skip
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        line = next(line for line in process.stderr if "http" in line)
+        url = re.findall(r"http\S+", line)[0]
+        port, draw = int(url.rpartition(":")[2]), random.Random(7)
+        warm = table(port, 200, draw)
+        before, start = resident_mib(str(process.pid)), time.perf_counter()
+        found = table(port, options.by_hand, draw)
+        found.update(status_of(attack(port, what)) for what in attacks())
+        found += generated(url, options.generated)
+        half = resident_mib(str(process.pid))
+        found += table(port, options.by_hand // 2, draw)
+        seconds, after = time.perf_counter() - start, resident_mib(str(process.pid))
+        gauges = httpx.get(f"{url}/metrics").text
+        process.terminate()
+        code = process.wait(30)
+    held = re.findall(r"vllm:(?:num_requests_\w+|kv_cache_usage_perc)\{.*\} (.*)", gauges)
+    num_held = sum(map(float, held))
+    failed = sum(count for status, count in found.items() if status >= 500)
+    values = {
+        "requests": float(found.total()),
+        "status_5xx": float(failed + sum(c for s, c in warm.items() if s >= 500)),
+        "hung_up": float(found[0]),
+        "held_afterwards": num_held,
+        "exit_code": float(code),
+        "resident_mib": before,
+        "resident_mib_grown": after - before,
+        "resident_mib_grown_at_last": after - half,
+        "seconds": seconds,
+    }
+    statuses = ", ".join(f"{status}: {count}" for status, count in sorted(found.items()))
+    notes = [f"By status, 0 where the server hung up: {statuses}."]
+    record("hostile", options, {"model": TARGET}, [Row("hostile", {}, values)], notes)
+    print(values)
+
+
+if __name__ == "__main__":
+    main()

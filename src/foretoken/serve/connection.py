@@ -1,0 +1,118 @@
+"""One client's connection: how long it may take, and how long the head of a request may be.
+
+Charter: what HTTP's parser must know, before there is a request that an application could refuse.
+A client that sends slowly, or does not read, holds its connection for `io_timeout` at most. One
+that closes its sending half is taken to have left: no difference can be seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from foretoken.serve.errors import Refusal
+from foretoken.serve.options import ServeOptions
+
+_INVALID = Refusal(400, "This is no HTTP/1.1 request.", "invalid_request_error")
+_TOO_SLOW = Refusal(408, "The request did not arrive in time.", "invalid_request_error")
+
+
+class Connection(HttpToolsProtocol):
+    """Uvicorn's connection with deadlines and a bound on heads."""
+
+    def __init__(self, options: ServeOptions, **given: Any) -> None:
+        super().__init__(**given)
+        self._options = options
+        self._in_head, self._num_head, self._refused = True, 0, _INVALID
+        self._arriving: asyncio.TimerHandle | None = None
+        self._leaving: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client that says nothing has a deadline, too."""
+        super().connection_made(transport)
+        self._arriving = self._later(self._is_late)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; a head must end before it is too long."""
+        if self._in_head:
+            self._num_head += len(data)
+            if not self._arriving:
+                self._arriving = self._later(self._is_late)
+        super().data_received(data)
+        is_too_long = self._in_head and self._num_head > self._options.max_header_bytes
+        if is_too_long and not self.transport.is_closing():
+            self._refuse(self._too_long())
+
+    def on_headers_complete(self) -> None:
+        """The application begins here, unless the head is too long."""
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > self._options.max_header_bytes:
+            self._refused = self._too_long()
+            raise ValueError("a head is too long")  # the parser stops, `send_400_response` follows
+        self._in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """The request is here: what follows is the next one's."""
+        super().on_message_complete()
+        self._in_head, self._num_head = True, 0
+        self._cancel(self._arriving)
+        self._arriving = None
+
+    def pause_writing(self) -> None:
+        """The client does not read what is ready for it: from here on it has a deadline."""
+        super().pause_writing()
+        self._leaving = self._later(self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It reads."""
+        super().resume_writing()
+        self._cancel(self._leaving)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """No deadline outlives its connection."""
+        self._cancel(self._arriving, self._leaving)
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """What is no request is answered in the form of all errors."""
+        self._refuse(self._refused)
+
+    def _later(self, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(self._options.io_timeout, call)
+
+    def _cancel(self, *timers: asyncio.TimerHandle | None) -> None:
+        for timer in filter(None, timers):
+            timer.cancel()
+
+    def _is_late(self) -> None:
+        cycle = self.cycle
+        if self.transport.is_closing():
+            return
+        if cycle is not None and cycle.response_complete:
+            self.transport.close()
+        elif cycle is None or (cycle.more_body and not self.pipeline):
+            self._refuse(_TOO_SLOW)
+        else:  # while another is being answered on this connection, the next one may wait
+            self._arriving = self._later(self._is_late)
+
+    def _too_long(self) -> Refusal:
+        told = f"The head must have at most {self._options.max_header_bytes} bytes."
+        return Refusal(431, told, "invalid_request_error")
+
+    def _refuse(self, refused: Refusal) -> None:
+        """Say why, unless another answer is being sent, and hang up."""
+        if self.cycle is None or not self.cycle.response_started or self.cycle.response_complete:
+            text = json.dumps(refused.body).encode()
+            head = (
+                f"HTTP/1.1 {refused.status} {HTTPStatus(refused.status).phrase}\r\n"
+                f"content-type: application/json\r\ncontent-length: {len(text)}\r\n"
+                "connection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + text)
+        self.transport.close()

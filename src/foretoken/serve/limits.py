@@ -1,0 +1,97 @@
+"""What a body may be before anybody reads it, and an answer for whatever is raised.
+
+Charter: the outermost part of the application. How long a client may take, and how long a head may
+be, is `connection.py`'s; what a field may hold is checked where it is read.
+"""
+
+from __future__ import annotations
+
+import re
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foretoken.serve.errors import Refusal, refusal
+from foretoken.serve.options import ServeOptions
+
+_BODILESS = ("GET", "HEAD", "OPTIONS")
+# Texts, an unfinished one included, so that brackets in them do not count; then brackets.
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+
+
+class BodyLimits:
+    """Reads a body, refuses one that is too long or too deep, and hands it on in one piece."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+        self._app, self._options = app, options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve; whatever is raised before an answer has begun becomes one."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            if scope["method"] in _BODILESS:
+                await self._app(scope, receive, noted)
+            elif isinstance(body := await self._read(scope, receive), Refusal):
+                await body.response()(scope, receive, noted)
+            elif body is not None:  # else the client has left
+                await self._app(scope, _replay(body, receive), noted)
+        except Exception as error:
+            told = refusal(error)
+            if not has_begun:
+                await told.response()(scope, receive, send)
+
+    async def _read(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
+        most = self._options.max_body_bytes
+        said = Headers(scope=scope).get("content-length", "0")
+        parts, size = [], int(said) if said.isdecimal() and len(said) < 20 else 0
+        is_announced = size > 0
+        has_more = True
+        while has_more and size <= most:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += 0 if is_announced else len(parts[-1])
+            has_more = message.get("more_body", False)
+        if size > most:
+            told = f"The body must have at most {most} bytes."
+            return Refusal(413, told, "invalid_request_error", code="body_too_large")
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        deepest = self._options.max_json_depth
+        if body.count(b"[") + body.count(b"{") > deepest and json_depth(body, deepest) > deepest:
+            told = f"Lists and objects must not be nested more than {deepest} deep."
+            return Refusal(400, told, "invalid_request_error", code="body_too_deep")
+        return body
+
+
+def json_depth(text: bytes, enough: int) -> int:
+    """How deep lists and objects are nested, counted until it is more than `enough`."""
+    depth = deepest = 0
+    for found in _TOKEN.finditer(text):
+        first = text[found.start()]
+        if first != 0x22:
+            depth += 1 if first in b"[{" else -1
+            if depth > deepest:
+                deepest = depth
+                if deepest > enough:
+                    break
+    return deepest
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """What the application receives: the body, then what comes after it."""
+    left: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return left.pop() if left else await receive()
+
+    return replayed

@@ -1,0 +1,283 @@
+"""Queues, deadlines, clients that leave, the end of the server and that of its engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foretoken import AsyncEngine
+from foretoken.serve.options import ServeOptions
+from tests.project.source import ROOT
+from tests.serve.child import Child, child
+from tests.serve.running import PROMPT, Running, post, running, until
+from tests.support.asynchronous import Gate, idle
+
+LONG = {"prompt": "abc", "max_tokens": 90, "ignore_eos": True}
+PATH = "/v1/completions"
+
+
+def request(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
+
+
+def connect(server: Running) -> socket.socket:
+    address = httpx.URL(server.url)
+    return socket.create_connection((address.host, address.port or 80), timeout=10)
+
+
+def nothing_is_held(server: Running) -> bool:
+    status = server.engine.status
+    return (status.num_open, status.num_running, status.num_waiting) == (0, 0, 0)
+
+
+def post_later(pool: ThreadPoolExecutor, url: str, **body: Any) -> Any:
+    return pool.submit(httpx.post, url + PATH, json=body, timeout=30)
+
+
+def test_a_queue_that_is_full_says_when_to_come_again(target: Path) -> None:
+    engine = AsyncEngine(str(target), max_num_seqs=1, max_num_waiting=2)
+    gate = Gate(engine)
+    with running(engine, ServeOptions()) as server, ThreadPoolExecutor(4) as pool:
+        first = post_later(pool, server.url, **LONG)
+        until(lambda: server.engine.status.num_open == 1)
+        gate.open(1)
+        until(lambda: server.engine.status.num_running == 1)
+        taken = [first, *(post_later(pool, server.url, **LONG) for _ in range(2))]
+        until(lambda: server.engine.status.num_open == 3)
+        gate.open(1)
+        until(lambda: server.engine.status.num_waiting == 2)
+        refused = post_later(pool, server.url, **LONG)
+        until(lambda: server.engine.status.num_open == 4)
+        gate.open()
+        answer = refused.result()
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+        assert answer.json()["error"]["code"] == "overloaded"
+        assert [f.result().status_code for f in taken] == [200] * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_takes_too_long_ends_with_what_there_is(target: Path, stream: bool) -> None:
+    engine = AsyncEngine(str(target))
+    step = engine.engine.step
+
+    def slow() -> Any:
+        time.sleep(0.02)
+        return step()
+
+    engine.engine.step = slow  # type: ignore[method-assign]
+    with running(engine, ServeOptions(request_timeout=0.3)) as server:
+        answer = httpx.post(server.url + PATH, json={**LONG, "stream": stream}, timeout=30)
+        assert answer.status_code == 200
+        if stream:
+            events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            [choice] = json.loads(events[-1])["choices"]
+        else:
+            [choice] = answer.json()["choices"]
+            assert 0 < answer.json()["usage"]["completion_tokens"] < 90
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
+        until(lambda: nothing_is_held(server))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_waits_too_long_is_refused(target: Path, stream: bool) -> None:
+    engine = AsyncEngine(str(target), max_num_seqs=1)
+    gate = Gate(engine)
+    with running(engine, ServeOptions(queue_timeout=0.2)) as server, ThreadPoolExecutor(1) as pool:
+        late = post_later(pool, server.url, **LONG, stream=stream)
+        answer = late.result()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "queue_timeout" in answer.json()["error"]["message"]
+        gate.open()
+        until(lambda: nothing_is_held(server))
+        assert httpx.post(server.url + PATH, json=LONG, timeout=30).status_code == 200
+
+
+@pytest.mark.parametrize("when", ["queued", "before the first token", "streaming", "whole"])
+def test_a_client_that_leaves_costs_no_further_step(target: Path, when: str) -> None:
+    engine = AsyncEngine(str(target), max_num_seqs=1)
+    gate = Gate(engine)
+    with running(engine, ServeOptions()) as server:
+        ahead = None
+        if when == "queued":
+            ahead = connect(server)
+            ahead.sendall(request({**LONG, "stream": True}))
+            until(lambda: server.engine.status.num_open == 1)
+            gate.open(1)
+            until(lambda: server.engine.status.num_running == 1)
+        with closing(connect(server)) as leaving:
+            leaving.sendall(request({**LONG, "stream": when != "whole"}))
+            until(lambda: server.engine.status.num_open == 1 + (ahead is not None))
+            if when == "streaming":
+                gate.open(1)
+                assert leaving.recv(10)
+        if ahead is not None:
+            until(lambda: server.engine.status.num_open == 1)
+            ahead.close()
+        until(lambda: server.engine.status.num_open == 0)
+        gate.open(1)  # the step that waits for it
+        asyncio.run(idle(engine))
+        usage = server.engine.status.kv_cache_usage
+        gate.open()
+        assert usage == 0
+
+
+def test_a_thousand_clients_that_leave_at_random_leave_nothing(server: Running) -> None:
+    """In the queue, before the first token, in a stream, at its end: 40 at a time."""
+    order = random.Random(7)
+    plans = [(order.choice([0, 0.002, 0.02, 0.1]), order.random() < 0.5) for _ in range(1000)]
+
+    def visit(plan: tuple[float, bool]) -> None:
+        seconds, stream = plan
+        body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": stream}
+        with closing(connect(server)) as leaving:
+            leaving.sendall(request(body))
+            time.sleep(seconds)
+
+    with ThreadPoolExecutor(40) as pool:
+        list(pool.map(visit, plans))
+    until(lambda: nothing_is_held(server), seconds=1)
+    asyncio.run(idle(server.engine))
+    assert server.engine.status.kv_cache_usage == 0
+    text = httpx.post(server.url + PATH, json={"prompt": PROMPT, "max_tokens": 3}, timeout=30)
+    assert text.status_code == 200
+
+
+def test_a_long_prompt_does_not_stop_those_that_decode(target: Path) -> None:
+    """Sixteen tokens a step: the prompt takes twelve steps, and each brings the other a token."""
+    options = {"max_num_batched_tokens": 16, "max_num_seqs": 2, "enable_prefix_caching": False}
+    engine = AsyncEngine(str(target), **options)  # type: ignore[arg-type]
+    gate, while_prefilling = Gate(engine), []
+
+    def noted() -> Any:
+        done, samples = gate(), engine.engine.scheduler.running
+        if any(sample.num_prompt == 180 and not sample.num_output for sample in samples):
+            while_prefilling.append(samples[0].num_output)
+        return done
+
+    engine.engine.step = noted  # type: ignore[method-assign]
+    with running(engine, ServeOptions()) as server, ThreadPoolExecutor(2) as pool:
+        first = post_later(pool, server.url, **LONG)
+        until(lambda: server.engine.status.num_open == 1)
+        gate.open(1)
+        until(lambda: gate.count == 1)
+        second = post_later(pool, server.url, prompt=[5] * 180, max_tokens=1)
+        until(lambda: server.engine.status.num_open == 2)
+        gate.open()
+        assert [f.result().status_code for f in (first, second)] == [200, 200]
+    begin = while_prefilling[0]
+    assert while_prefilling == [*range(begin, begin + 11)]  # the twelfth ends the prompt
+
+
+def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], list[Any]]:
+    """Threads that read streams, and the text of each; all have begun."""
+    found: list[Any] = [None] * count
+    begun = threading.Semaphore(0)
+
+    def read(i: int) -> None:
+        body = {"prompt": "abc", "max_tokens": tokens, "ignore_eos": True, "stream": True}
+        parts = []
+        with (
+            suppress(httpx.TransportError),  # where the process ends at once
+            httpx.stream("POST", server.http.base_url.join(PATH), json=body, timeout=30) as answer,
+        ):
+            for part in answer.iter_text():
+                if not parts:
+                    begun.release()
+                parts.append(part)
+            found[i] = answer.status_code, "".join(parts)
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert begun.acquire(timeout=20)
+    return threads, found
+
+
+def test_sigterm_under_load_answers_everybody() -> None:
+    with child("tiny-python", engine={"threads": 1}, drain_timeout=1.5) as server:
+        threads, found = long_streams(server, 3, 2000)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.http.get("/health/ready").status_code == 503)
+        late = server.http.post(PATH, json=LONG)
+        assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+        assert server.process.wait(20) == 0
+        for thread in threads:
+            thread.join()
+        for status, text in found:
+            assert status == 200
+            assert text.endswith("data: [DONE]\n\n")
+            assert '"finish_reason":"length","stop_reason":"shutdown"' in text
+
+
+def test_a_server_that_ends_lets_answers_be_completed(target: Path) -> None:
+    with child(target) as server:
+        threads, found = long_streams(server, 3, 90)
+        assert server.end() == 0
+        for thread in threads:
+            thread.join()
+        assert [text for _, text in found if '"finish_reason":"length"' not in text] == []
+        assert not any("shutdown" in text for _, text in found)
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    with child("tiny-python", engine={"threads": 1}) as server:
+        threads, _ = long_streams(server, 1, 2000)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: server.http.get("/health/ready").status_code == 503)
+        start = time.monotonic()
+        assert server.end() == -signal.SIGTERM
+        assert time.monotonic() - start < 1
+        threads[0].join()
+
+
+@pytest.mark.parametrize("breaks", ["thread", "device"])
+def test_an_engine_that_fails_ends_the_process(target: Path, breaks: str) -> None:
+    with child(target, breaks=breaks, engine={"max_num_seqs": 1}) as server:
+        url = str(server.http.base_url)
+        with ThreadPoolExecutor(4) as pool:
+            asked = [post_later(pool, url, **LONG) for _ in range(4)]
+            answers = [future.result() for future in asked]
+        assert {answer.status_code for answer in answers} == {503}
+        assert server.process.wait(10) != 0
+
+
+@pytest.mark.soak
+def test_a_server_that_was_killed_is_back_within_ten_seconds() -> None:
+    for _ in range(3):
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        words = [sys.executable, "-m", "foretoken", "serve", "tiny-python", "--port", port]
+        start = time.monotonic()
+        with subprocess.Popen(words, cwd=ROOT) as process, httpx.Client() as http:
+            try:
+
+                def is_ready() -> bool:
+                    try:
+                        url = f"http://127.0.0.1:{port}/health/ready"  # noqa: B023
+                        return http.get(url).status_code == 200
+                    except httpx.TransportError:
+                        return False
+
+                until(is_ready)
+                assert time.monotonic() - start < 10
+                answer = post(http, f"http://127.0.0.1:{port}{PATH}", prompt="a", max_tokens=3)
+                assert answer["choices"]
+            finally:
+                process.kill()

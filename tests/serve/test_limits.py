@@ -1,0 +1,197 @@
+"""Bodies, prompts, templates, origins and logs: what is refused, and what is told to nobody."""
+
+from __future__ import annotations
+
+import logging
+import random
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from foretoken import AsyncEngine
+from foretoken.errors import ConfigError
+from foretoken.serve.command import start
+from foretoken.serve.errors import refusal
+from foretoken.serve.limits import json_depth
+from foretoken.serve.options import ServeOptions
+from tests.project.source import ROOT
+from tests.serve.running import Running, running
+
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def small(target: Path) -> Iterator[Running]:
+    options = ServeOptions(
+        max_body_bytes=5000,
+        max_header_bytes=2000,
+        max_json_depth=5,
+        max_prompt_chars=300,
+        max_samples=4,
+        trust_request_chat_template=True,
+        allowed_origins=("http://a.example",),
+        api_key="k3y",
+    )
+    with running(AsyncEngine(str(target)), options) as server:
+        yield server
+
+
+@pytest.fixture
+def client(small: Running) -> Iterator[httpx.Client]:
+    key = {"Authorization": "Bearer k3y"}
+    with httpx.Client(base_url=small.url, headers=key, timeout=30) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ({"prompt": "a" * 300, "max_tokens": 1}, 400, "context"),  # of 256 tokens: not our limit
+        ({"prompt": "a" * 301}, 400, "at most 300, for a context"),
+        ({"prompt": [5] * 301}, 400, "at most 300, for a context"),
+        ({"prompt": ["a"] * 5}, 400, "at most 4: every prompt"),
+        ({"prompt": ["a", "b", "c"], "n": 2}, 400, "at most 4: every prompt"),
+        ({"prompt": "a", "stop": ["x"] * 65}, 400, "at most 64"),
+        ({"prompt": "a", "metadata": [[[[1]]]]}, 200, ""),
+        ({"prompt": "a", "metadata": [[[[[1]]]]]}, 400, "more than 5 deep"),
+        ({"prompt": "a" * 5000}, 413, "at most 5000 bytes"),
+        ({f"k{i}": 0 for i in range(300)}, 400, "256 keys"),
+        ({"prompt": "[" * 200, "max_tokens": 1}, 200, ""),
+    ],
+)
+def test_sizes(client: httpx.Client, body: dict[str, Any], status: int, said: str) -> None:
+    answer = client.post(PATH, json={"max_tokens": 1, **body})
+    assert answer.status_code == status
+    assert said in answer.text
+
+
+def test_conversations_and_texts_to_encode_are_bounded_too(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "a" * 301}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages, "chat_template": "{{ messages }}"}),
+        ("/tokenize", {"messages": messages, "chat_template": "{{ messages }}"}),
+        ("/tokenize", {"prompt": "a" * 301}),
+    ):
+        answer = client.post(path, json=body)
+        assert (answer.status_code, "at most 300" in answer.text) == (400, True)
+
+
+def test_a_body_of_unknown_length_is_bounded(client: httpx.Client) -> None:
+    answer = client.post(PATH, content=iter([b"x" * 4000, b"x" * 4000]))
+    assert answer.status_code == 413
+
+
+def test_a_long_head_is_refused(client: httpx.Client) -> None:
+    assert client.get("/v1/models", headers={"X": "y" * 1500}).status_code == 200
+    answer = client.get("/v1/models", headers={"X": "y" * 2000})
+    assert (answer.status_code, "at most 2000" in answer.text) == (431, True)
+
+
+def test_depth_is_that_of_lists_and_objects_and_not_of_texts() -> None:
+    draw = random.Random(3)
+
+    def made(depth: int) -> Any:
+        if not depth:
+            return "".join(draw.choices('[]{}"\\' + string.ascii_letters, k=20))
+        inner = made(depth - 1)
+        return [made(0), inner] if draw.random() < 0.5 else {made(0): 1, "k": inner}
+
+    import json
+
+    for depth in range(30):
+        assert json_depth(json.dumps(made(depth)).encode(), 100) == depth
+    assert json_depth(b"[" * 10_000_000, 64) == 65
+    assert json_depth(b'"' * 1_000_001 + b"[", 64) in (0, 1)
+
+
+def test_a_template_comes_from_a_request_only_where_that_is_allowed(
+    client: httpx.Client, http: httpx.Client
+) -> None:
+    body = {"messages": [{"role": "user", "content": "{{ 7 * 7 }}"}]}
+    template = {"chat_template": "{{ messages[0].content }}"}
+    ids = client.post("/tokenize", json={**body, **template}).json()["tokens"]
+    assert client.post("/detokenize", json={"tokens": ids}).json()["prompt"] == "{{ 7 * 7 }}"
+    hidden = {"chat_template_kwargs": template}
+    for path in ("/tokenize", "/v1/chat/completions"):
+        for given in (template, hidden):
+            answer = http.post(path, json={**body, **given})
+            assert (answer.status_code, "chat_template" in answer.text) == (400, True)
+
+
+def test_pages_of_other_origins_call_only_where_that_is_allowed(
+    client: httpx.Client, http: httpx.Client
+) -> None:
+    asked = {"Origin": "http://a.example", "Access-Control-Request-Method": "POST"}
+    for caller, allowed in ((client, "http://a.example"), (http, None)):
+        for method, path in (("OPTIONS", PATH), ("GET", "/health")):
+            answer = caller.request(method, path, headers=asked)
+            assert answer.headers.get("access-control-allow-origin") == allowed
+    asked["Origin"] = "http://b.example"
+    assert "access-control-allow-origin" not in client.get("/health", headers=asked).headers
+
+
+def test_a_key_is_told_to_nobody(small: Running) -> None:
+    options = ServeOptions(api_key="k3y")
+    assert "k3y" not in repr(options)
+    for headers in ({}, {"Authorization": "Bearer k3"}, {"Authorization": "k3y"}):
+        answer = httpx.post(small.url + PATH, headers=headers, content=b"x" * 9000)
+        assert (answer.status_code, "k3y" in answer.text) == (401, False)
+
+
+@pytest.mark.parametrize(
+    ("host", "key", "exposed"),
+    [
+        ("127.0.0.1", None, False),
+        ("::1", None, False),
+        ("localhost", None, False),
+        ("0.0.0.0", None, True),
+        ("10.1.2.3", None, True),
+        ("a.example", None, True),
+        ("0.0.0.0", "key", False),
+    ],
+)
+def test_who_can_be_reached_without_a_key_is_warned(
+    host: str, key: str | None, exposed: bool
+) -> None:
+    assert ServeOptions(host=host, api_key=key).is_exposed == exposed
+
+
+def test_logs_hold_no_text_of_requests(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        try:
+            raise ValueError("the prompt is: my secret")
+        except ValueError as error:
+            refusal(error)
+    assert "ValueError" in caplog.text
+    assert "test_limits.py" in caplog.text
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize("name", ["queue_timeout", "io_timeout", "max_body_bytes", "max_samples"])
+def test_limits_have_bounds(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        ServeOptions(**{name: 0})
+
+
+def test_the_queue_of_a_server_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def engine(**options: Any) -> Any:
+        given.update(options)
+        raise ConfigError("model", "x", "no more than looked at")
+
+    monkeypatch.setattr("foretoken.async_engine.AsyncEngine", engine)
+    for asked, bound in (({}, 1024), ({"max_num_waiting": 5}, 5)):
+        with pytest.raises(ConfigError):
+            start({"model": "tiny-python", **asked}, ServeOptions(), lambda line: None)
+        assert given["max_num_waiting"] == bound
+
+
+def test_the_limits_documented_are_the_options() -> None:
+    text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
+    for name in ServeOptions.__dataclass_fields__:
+        assert f"`--{name.replace('_', '-')}`" in text

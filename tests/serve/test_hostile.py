@@ -17,7 +17,7 @@ from tests.serve.running import Running, post, running
 from tests.support.asynchronous import idle
 
 SILENT = {"nothing", "a half-closed socket", "a half-closed half of a body"}
-HARMLESS = {"two requests at once"}
+HARMLESS = {"two requests at once", "an upgrade"}
 
 
 @pytest.fixture(scope="module")

@@ -253,7 +253,9 @@ def test_an_engine_that_fails_ends_the_process(target: Path, breaks: str) -> Non
         url = str(server.http.base_url)
         with ThreadPoolExecutor(4) as pool:
             asked = [post_later(pool, url, **LONG) for _ in range(4)]
-            answers = [future.result() for future in asked]
+            ended = [future.exception() for future in asked]
+            answers = [f.result() for f, e in zip(asked, ended, strict=True) if e is None]
+        assert all(e is None or isinstance(e, httpx.ConnectError) for e in ended), "came too late"
         assert {answer.status_code for answer in answers} == {503}
         assert server.process.wait(10) != 0
 

@@ -61,7 +61,7 @@ def measure(
         every = widths or (range(num_drafts + 1) if batch <= _EVERY_K else coarse)
         found_2K, missed = steps.table(batch, list(every), _SHARE * limit)
         found[batch] = np.stack([np.interp(range(num_drafts + 1), every, x) for x in found_2K])
-    few = list(widths or {0, num_drafts})
+    few = sorted(widths or {0, num_drafts})
     found_K = steps.of_context(min(num_slots, _MIDDLE), few)
     context_K1 = np.interp(range(num_drafts + 1), few, found_K)
     steps.clear()

@@ -22,9 +22,8 @@ from foretoken.ops.backends.native.decoder import (
     native_batch,
     native_round,
 )
-from foretoken.ops.checks import INT64, check_tensor
 from foretoken.ops.decoder import DraftRound, HeadModel, UnfitError
-from foretoken.ops.pass_checks import check_aux, check_draft_round, check_hidden
+from foretoken.ops.pass_checks import check_aux, check_block_table, check_draft_round, check_hidden
 from foretoken.ops.types import AttentionBatch
 
 
@@ -123,7 +122,7 @@ class FusedHead(NativeModel):
         room = columns * block_size
         nums = check_draft_round(drafting, length_B, room, self._vocab_size, least=0)
         check_hidden(hidden_SC, slots, self._size)
-        check_tensor("block_SL", block_SL, (slots, columns), INT64, contiguous=True)
+        check_block_table(block_SL, slots)
         token_BK, native = native_round(drafting, max(nums), hidden_SC)
         tensors = (None, None, None, length_B, block_SL)
         known = struct(tensors, len(nums), columns, block_size, 0, 0)

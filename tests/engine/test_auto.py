@@ -234,7 +234,7 @@ def test_what_was_measured_is_plausible(target: Path, auto: dict[str, Any]) -> N
 
 
 def test_the_shortest_of_contexts_is_measured_too(target: Path, auto: dict[str, Any]) -> None:
-    for length in (2, 9, 70):
+    for length in (2, 9, 65, 70, 80, 128):
         llm = build(target, auto, max_model_len=length)
         params = SamplingParams(temperature=0, max_tokens=length - 1)
         (output,) = llm.generate("a", params)

@@ -85,6 +85,26 @@ def test_a_body_of_unknown_length_is_bounded(client: httpx.Client) -> None:
     assert answer.status_code == 413
 
 
+@pytest.mark.parametrize("name", ["prediction", "bad_words", "stop"])
+def test_texts_beside_the_prompt_are_bounded(client: httpx.Client, name: str) -> None:
+    text: Any = "ab" * 200
+    asked = {"type": "content", "content": text} if name == "prediction" else [text]
+    answer = client.post(PATH, json={"prompt": "a", name: asked})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == name
+
+
+def test_brackets_hide_in_no_other_encoding_and_errors_have_their_apis_shape(
+    client: httpx.Client,
+) -> None:
+    deep = '{"prompt": "\u2200", "user": ' + "[" * 9 + "]" * 9 + "}"
+    for encoding, said in (("utf-8", "nested"), ("utf-16-le", "UTF-8"), ("utf-32", "UTF-8")):
+        answer = client.post("/v1/messages", content=deep.encode(encoding))
+        assert answer.status_code == 400
+        assert answer.json()["type"] == "error", "Anthropic's shape"
+        assert said in answer.json()["error"]["message"]
+
+
 def test_a_long_head_is_refused(client: httpx.Client) -> None:
     assert client.get("/v1/models", headers={"X": "y" * 1500}).status_code == 200
     answer = client.get("/v1/models", headers={"X": "y" * 2000})

@@ -133,11 +133,12 @@ class _Steps:
         quickest = []
         for length in (_SHORT, _LONG_ON_DEVICE if self._on_device else _LONG):
             self._admit(batch, length)
+            admitted = self._length  # what room allows
             self._run(1)
             rounds = [[self._total(count, length) for count in every] for _ in range(4)]
-            quickest.append((self._length, *np.min(rounds, axis=0)))
+            quickest.append((admitted, *np.min(rounds, axis=0)))
         tokens, *more = np.maximum(np.subtract(*quickest[::-1]), 0).tolist()
-        return np.array([seconds / tokens / batch for seconds in more])
+        return np.array([seconds / tokens / batch if tokens else 0.0 for seconds in more])
 
     def _total(self, count: int, length: int) -> float:
         """Seconds of a step with so many drafts, at about this length."""

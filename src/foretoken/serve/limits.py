@@ -6,6 +6,7 @@ be, is `connection.py`'s; what a field may hold is checked where it is read.
 
 from __future__ import annotations
 
+import json
 import re
 
 from starlette.datastructures import Headers
@@ -41,13 +42,13 @@ class BodyLimits:
             if scope["method"] in _BODILESS:
                 await self._app(scope, receive, noted)
             elif isinstance(body := await self._read(scope, receive), Refusal):
-                await body.response()(scope, receive, noted)
+                await body.response(scope["path"])(scope, receive, noted)
             elif body is not None:  # else the client has left
                 await self._app(scope, _replay(body, receive), noted)
         except Exception as error:
             told = refusal(error)
             if not has_begun:
-                await told.response()(scope, receive, send)
+                await told.response(scope["path"])(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
         most = self._options.max_body_bytes
@@ -66,6 +67,9 @@ class BodyLimits:
             told = f"The body must have at most {most} bytes."
             return Refusal(413, told, "invalid_request_error", code="body_too_large")
         body = parts[0] if len(parts) == 1 else b"".join(parts)
+        if not json.detect_encoding(body).startswith("utf-8"):  # its brackets would not be seen
+            told = "The body must be UTF-8."
+            return Refusal(400, told, "invalid_request_error", code="body_not_utf8")
         deepest = self._options.max_json_depth
         if body.count(b"[") + body.count(b"{") > deepest and json_depth(body, deepest) > deepest:
             told = f"Lists and objects must not be nested more than {deepest} deep."

@@ -186,6 +186,11 @@ def check_size(asked: Asked, served: Served) -> None:
     name = "prompt" if asked.messages is None else "messages"
     for text in asked.prompts if asked.messages is None else (asked.messages,):
         check_text(name, text, served)
+    for name in ("prediction", "bad_words", "stop"):  # all of them are encoded or looked for
+        check_text(name, getattr(asked.params, name), served)
+    for name, given in (asked.template or {}).items():
+        if name != "chat_template":  # which is the server's, unless it trusts its clients
+            check_text(name, given, served)
     for name, most in _MOST_WORDS.items():
         if (count := len(getattr(asked.params, name))) > most:
             raise CapacityError(name, f"{count} texts", f"at most {most}", "Leave some out.")

@@ -103,6 +103,7 @@ class TrainOptions:
     def resumed(self, begun: Mapping[str, Any]) -> TrainOptions:
         """With the options that the training was begun with; `ConfigError` for another one."""
         defaults = {field.name: field.default for field in fields(self)}
+        begun = {**{name: defaults[name] for name in self.to_resume()}, **begun}
         for name, value in self.to_resume().items():
             if value not in (defaults[name], begun[name]):
                 bound = f"{begun[name]!r}, with which the training was begun, or left out"

@@ -17,6 +17,7 @@ from typing import Any
 from foretoken.errors import ConfigError, RequestError
 from foretoken.models.chat import find_template
 
+_TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one says what fits
 THINK, END_THINK = "<think>", "</think>"
 
 
@@ -104,7 +105,9 @@ class MessageFormat:
         for i, tool in enumerate(tools):
             function = tool["function"]
             head = f'{{"name": {json.dumps(function["name"])}, "{form.arguments}": '
-            schema = function.get("parameters") or {"type": "object", "properties": {}}
+            schema = function.get("parameters") or {"properties": {}}
+            if not schema.keys() & _TYPED:
+                schema = {"type": "object", **schema}  # arguments are an object, said or not
             rules.append(f'body_{i}: {json.dumps(head)} arguments_{i} "}}"')
             rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
             bodies.append(f"body_{i}")

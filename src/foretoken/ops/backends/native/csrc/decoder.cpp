@@ -81,7 +81,8 @@ void Decoder::draft(const Batch& first, float* const* keys, float* const* values
       if (r.num_drafts_B[b] <= i) continue;
       starts.push_back(static_cast<int64_t>(live.size()));
       live.push_back(b);
-      tokens.push_back(i ? r.token_BK[b * r.most + i - 1] : 0);
+      // Logits that are no numbers have no largest (-1), and no row of the embedding.
+      tokens.push_back(i ? std::max<int64_t>(r.token_BK[b * r.most + i - 1], 0) : 0);
       lengths.push_back(known.length_B[b] + i - is_head_);  // a head's row reads the token behind it
       const int64_t* row = known.blocks(is_head_ ? r.slot_B[b] : b);
       blocks.insert(blocks.end(), row, row + known.columns);

@@ -15,17 +15,18 @@ CORE := $(VENV)/.foretoken-core
 SERVE := $(VENV)/.foretoken-serve
 DEV := $(VENV)/.foretoken-dev
 NATIVE := $(VENV)/.foretoken-native
-# A file's tests stay in one process, since they share models that take seconds to load. On two
-# cores `make test` takes 6.5 minutes, in one process 8 to 10.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+# A file's tests stay in one process, since they share models that take seconds to load; the files
+# that take longest begin first (tests/conftest.py). On two cores `make test` may take 10 minutes.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
 
-.PHONY: demo serve test check format law soak trial bench tables clean help
+.PHONY: demo serve audit test check format law soak trial bench tables clean help
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a guided first minute of speculative decoding on this machine"
 	@echo "make serve   OpenAI's API on port 8000, with the embedded model and its draft model"
+	@echo "make audit   is it lossless? ARGS='--callable my_verifier:verify' audits yours"
 	@echo "make test    lint, types and tests (the command that must pass before a commit)"
 	@echo "make check   lint and types only;  make format  mends what can be mended"
 	@echo "make law     the full statistical matrix;  make soak  long runs"
@@ -65,6 +66,9 @@ demo: $(CORE) $(NATIVE)
 serve: $(SERVE) $(NATIVE)
 	@$(BIN)/foretoken serve tiny-python $(ARGS)
 
+audit: $(CORE) $(NATIVE)
+	@$(BIN)/foretoken audit $(ARGS)
+
 check: $(DEV)
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -84,6 +88,7 @@ law: $(DEV) $(NATIVE)
 soak: $(DEV) $(NATIVE)
 	@$(BIN)/python -m pytest -m soak $(ARGS)
 	@$(BIN)/python -m benchmarks.soak --minutes 30 --output benchmarks/results
+	@$(BIN)/python -m benchmarks.soak_serve --minutes 30
 	@$(BIN)/python -m benchmarks.hostile
 
 trial: $(CORE) $(NATIVE)
@@ -99,8 +104,8 @@ bench: $(CORE) $(NATIVE)
 	@$(BIN)/python -m benchmarks.reproducibility
 	@$(BIN)/python -m benchmarks.curves
 	@$(BIN)/python -m benchmarks.cost
-	@$(BIN)/foretoken bench --compare --prompts heldout --batch-size 1,4,16 --input-len 128 \
-	  --output-len 64 --repeats 7 --output benchmarks/results/bench.json
+	@$(BIN)/python -m benchmarks.plan
+	@$(BIN)/foretoken bench --repeats 7 --output benchmarks/results/bench.json
 	@$(BIN)/python -m benchmarks.ops
 	@$(BIN)/python -m benchmarks.tables
 

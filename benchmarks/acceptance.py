@@ -136,7 +136,7 @@ def count(outputs: list[RequestOutput], k: int) -> dict[str, Value]:
     }
     for i in range(k):
         drafted, accepted = total.drafted_per_position[i], total.accepted_per_position[i]
-        values[f"accepted_at_{i + 1}"] = accepted / drafted if drafted else 0.0
+        values[f"unconditional_at_{i + 1}"] = accepted / drafted if drafted else 0.0
     return values
 
 

@@ -14,17 +14,28 @@ import json
 import random
 import re
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.common import TARGET, parse, record
+from benchmarks.served import served
+from benchmarks.structured import TEMPLATE
 from foretoken.lab.results import Row
 
 JSON = "Content-Type: application/json"
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
-SMALL = {"max_tokens": 2}
+NEEDS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [5]},
+}  # the least that each endpoint takes
+SERVED = ("--io-timeout", "1", "--request-timeout", "0.5", "--chat-template", TEMPLATE,
+          "--tool-call-parser", "hermes")  # fmt: skip
 SURROGATE = b'"\\ud800"'
 DEEP = b"[" * 50_000 + b"]" * 50_000
 HUGE = [b"1e400", b"-1e400", b"1" * 5000, b"9" * 400, b"NaN", b"-Infinity", b"1e-400"]
@@ -34,13 +45,37 @@ FIELDS = [
     "stop", "stop_token_ids", "logit_bias", "logprobs", "model", "stream", "stream_options",
     "speculative", "response_format", "guided_regex", "guided_json", "guided_grammar",
     "guided_choice", "structured_outputs", "bad_words", "allowed_token_ids", "prediction", "user",
-    "chat_template", "chat_template_kwargs", "echo", "unheard_of",
+    "chat_template", "chat_template_kwargs", "echo", "unheard_of", "input", "text", "tools",
+    "tool_choice", "metadata", "max_output_tokens", "max_completion_tokens", "system", "thinking",
 ]  # fmt: skip
 TEXTS = [
     SURROGATE, b'"\\u0000"', b'"' + b"x" * 10_000_000 + b'"', b'"{{ 7 * 7 }}{% for x in y %}"',
     b'"../../../../etc/passwd"', b'"(a+)+$"', b'"(?R)"', b'"' + b"(" * 5000 + b'"',
     '"\U0001f600\u202e\ufeff"'.encode(),
 ]  # fmt: skip
+CALL = b'{"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": %b}]}'
+ARGUMENTS = [b"[" * 5000, b'{\\"a\\": ' + b"1" * 5000 + b"}", b"NaN", b"\\ud800"]
+WITHIN = [
+    *(b"[" + CALL % (b'{"name": "f", "arguments": "%b"}' % text) + b"]" for text in ARGUMENTS),
+    *(b'[{"type": "function_call", "call_id": "1", "name": "f", "arguments": "%b"}]' % text
+      for text in ARGUMENTS),
+    b'{"format": {"type": "text", "name": NaN}}',
+    b'[{"type": "function", "name": "f", "strict": 1e999}]',
+    b"[" + b"[]," * 500_000 + b"[]]", b"[" + b"7," * 2_000_000 + b"7]",
+]  # fmt: skip  # values that are odd further inside, JSON within texts too
+
+
+class Odd(NamedTuple):
+    """A body with an odd value; one of 10 MB is written when it is sent, and shared until then."""
+
+    path: str
+    before: bytes
+    value: bytes
+
+    @property
+    def body(self) -> bytes:
+        """All of it."""
+        return self.before + self.value + b"}"
 
 
 class Attack(NamedTuple):
@@ -58,22 +93,20 @@ def post(path: str, body: bytes, *headers: str) -> bytes:
     return "\r\n".join([*lines, f"Content-Length: {len(body)}\r\n\r\n"]).encode() + body
 
 
-def bodies() -> Iterator[tuple[str, bytes]]:
+def bodies() -> Iterator[Odd]:
     """Every field with every odd value, beside what is needed, for each endpoint."""
-    for path in PATHS:
-        own = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
-        own = own or ({"tokens": [5]} if path == "/detokenize" else {"prompt": "a"})
+    for path, needed in NEEDS.items():
         for name in FIELDS:
-            given = {**own, **({} if "token" in path else SMALL)}
-            given.pop(name, None)
+            given = {key: value for key, value in needed.items() if key != name}
             head = json.dumps(given)[:-1] + (", " if given else "") + f'"{name}": '
-            for value in [*HUGE, *WRONG, *TEXTS, DEEP]:
-                yield path, head.encode() + value + b"}"
+            for value in [*HUGE, *WRONG, *TEXTS, *WITHIN, DEEP]:
+                yield Odd(path, head.encode(), value)
 
 
 def attacks() -> list[Attack]:
     """What no client library sends."""
-    path, whole = PATHS[0], post(PATHS[0], b'{"prompt": "a", "max_tokens": 2}')
+    path = "/v1/completions"
+    whole = post(path, b'{"prompt": "a", "max_tokens": 2}')
     head, _, body = whole.partition(b"\r\n\r\n")
     chunked = "Transfer-Encoding: chunked\r\nContent-Length: 5"
     return [
@@ -159,63 +192,49 @@ def generated(url: str, per_kind: int) -> Counter[int]:
             @given(case=operation.as_strategy(generation_mode=mode))
             def send(case: Any) -> None:
                 answer = case.call(timeout=30)
-                found[answer.status_code] += 1
-                if answer.status_code >= 500:
-                    print(f"{answer.status_code} for {case.path}: {str(case.body)[:300]}")
+                note(found, answer.status_code, case.path, str(case.body))
 
             send()
     return found
 
 
-def resident_mib(pid: str = "self") -> float:
-    """Memory of a process."""
-    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * 4096 / 2**20
-
-
 def table(port: int, count: int, draw: random.Random) -> Counter[int]:
     """Statuses of so many requests of the table by hand, at random."""
     made, found = [*bodies()], Counter[int]()
-    for path, body in draw.choices(made, k=count):
-        status = status_of(attack(port, Attack(path, (post(path, body),))))
-        found[status] += 1
-        if status >= 500:
-            print(f"{status} for {path}: {body[:300]!r}")
+    for odd in draw.choices(made, k=count):
+        status = status_of(attack(port, Attack(odd.path, (post(odd.path, odd.body),))))
+        note(found, status, odd.path, str(odd.body[:300]))
     return found
 
 
-def main() -> None:
+def note(found: Counter[int], status: int, path: str, body: str) -> None:
+    """Count a status, show what should not be, and now and then how far it is."""
+    found[status] += 1
+    if status >= 500:
+        print(f"{status} for {path}: {body[:300]}", flush=True)
+    if found.total() % 500 == 0:
+        print(f"{found.total()}, at last {path}: {dict(sorted(found.items()))}", flush=True)
+
+
+def main() -> int:
     """A server in a process of its own, and all that is above."""
-    import subprocess
-    import sys
-
-    import httpx
-
-    options = parse(__doc__, generated=900, by_hand=3000)
-    words = [sys.executable, "-m", "foretoken", "serve", TARGET, "--port", "0", "--threads", "1",
-             "--io-timeout", "1"]  # fmt: skip
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if "http" in line)
-        url = re.findall(r"http\S+", line)[0]
-        port, draw = int(url.rpartition(":")[2]), random.Random(7)
-        warm = table(port, 200, draw)
-        before, start = resident_mib(str(process.pid)), time.perf_counter()
-        found = table(port, options.by_hand, draw)
-        found.update(status_of(attack(port, what)) for what in attacks())
-        found += generated(url, options.generated)
-        half = resident_mib(str(process.pid))
-        found += table(port, options.by_hand // 2, draw)
-        seconds, after = time.perf_counter() - start, resident_mib(str(process.pid))
-        gauges = httpx.get(f"{url}/metrics").text
-        process.terminate()
-        code = process.wait(30)
-    held = re.findall(r"vllm:(?:num_requests_\w+|kv_cache_usage_perc)\{.*\} (.*)", gauges)
-    num_held = sum(map(float, held))
-    failed = sum(count for status, count in found.items() if status >= 500)
+    options = parse(__doc__, generated=210, by_hand=5000)
+    draw = random.Random(7)
+    with served(*SERVED) as server:
+        warm = table(server.port, 200, draw)
+        before, start = server.resident_mib(), time.perf_counter()
+        found = table(server.port, options.by_hand, draw)
+        for what in attacks():
+            note(found, status_of(attack(server.port, what)), what.name, "")
+        found += generated(server.url, options.generated)
+        half = server.resident_mib()
+        found += table(server.port, options.by_hand // 2, draw)
+        seconds, after = time.perf_counter() - start, server.resident_mib()
+        num_held, code = server.num_held(), server.end()
+    failed = sum(count for status, count in (found + warm).items() if status >= 500)
     values = {
         "requests": float(found.total()),
-        "status_5xx": float(failed + sum(c for s, c in warm.items() if s >= 500)),
+        "status_5xx": float(failed),
         "hung_up": float(found[0]),
         "held_afterwards": num_held,
         "exit_code": float(code),
@@ -228,7 +247,8 @@ def main() -> None:
     notes = [f"By status, 0 where the server hung up: {statuses}."]
     record("hostile", options, {"model": TARGET}, [Row("hostile", {}, values)], notes)
     print(values)
+    return int(failed > 0 or num_held > 0 or code != 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,22 +12,17 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import jsonschema_rs
 
 from benchmarks.common import DRAFT, TARGET, parse, record
+from benchmarks.served import in_thread
 from foretoken import AsyncEngine
 from foretoken.lab.results import Row
-from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.server import listen, make_server
 
 SCHEMAS: list[dict[str, Any]] = [
     {"properties": {"a": {"type": "integer", "minimum": -5, "maximum": 500}}, "required": ["a"]},
@@ -45,23 +40,6 @@ SCHEMAS: list[dict[str, Any]] = [
 ]  # fmt: skip
 TEMPLATE = "{% if tools %}# {{ tools | tojson }}\n{% endif %}{{ messages[0].content }}"
 SERVED = ServeOptions(chat_template=TEMPLATE, tool_call_parser="hermes")
-
-
-@contextmanager
-def server() -> Iterator[str]:
-    """The embedded pair behind a real server in a thread; its address."""
-    engine = AsyncEngine(
-        TARGET, {"method": "draft_model", "num_speculative_tokens": 5}, threads=1
-    )  # fmt: skip
-    running = make_server(build_app(engine, SERVED))
-    with listen(ServeOptions(port=0)) as bound:
-        thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})
-        thread.start()
-        while not running.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        running.should_exit = True
-        thread.join()
 
 
 def asked(number: int, tokens: int) -> tuple[str, str, dict[str, Any], dict[str, Any]]:
@@ -125,8 +103,11 @@ async def measure(url: str, requests: int, tokens: int) -> tuple[Counter[str], C
 def main() -> None:
     """Count, record, and fail if one is invalid."""
     options = parse(__doc__, requests=500, tokens=300)
-    with server() as url:
-        found, drafts = asyncio.run(measure(url, options.requests, options.tokens))
+    engine = AsyncEngine(
+        TARGET, {"method": "draft_model", "num_speculative_tokens": 5}, threads=1
+    )  # fmt: skip
+    with in_thread(engine, SERVED) as server:
+        found, drafts = asyncio.run(measure(server.url, options.requests, options.tokens))
     rows = []
     for kind in ("chat", "tools", "responses"):
         counts = {name: found[f"{kind}_{name}"] for name in ("valid", "cut", "invalid")}

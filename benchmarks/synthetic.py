@@ -11,21 +11,21 @@ one. Both rules take turns in one engine, on the same prompts.
 from __future__ import annotations
 
 import argparse
-import itertools
+import asyncio
 import statistics
 import sys
-import time
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from benchmarks.start import TARGET
-from foretoken import LLM, SamplingParams
-from foretoken.lab.bench.figures import UNITS, figures
-from foretoken.lab.bench.floor import Floor
+from foretoken import SamplingParams
+from foretoken.config import SpeculativeConfig
+from foretoken.lab.bench.cases import engine_cases, parse_sweep
+from foretoken.lab.bench.figures import UNITS
+from foretoken.lab.bench.offline import Engines
 from foretoken.lab.bench.options import BenchOptions
-from foretoken.lab.bench.run import run_batch
-from foretoken.lab.bench.workload import Workload
+from foretoken.lab.bench.run import Bench
 from foretoken.lab.results import Row, Spread, collect, write
 
 K = 4
@@ -34,31 +34,33 @@ SHOWN = ("step_ms", "decode_ms_per_token", "tokens_per_step", "verify_ms", "draf
 MOST = 0.02  # of a step, apart
 
 
-def measure(llm: LLM, options: BenchOptions, batch: int, temperature: float) -> Row:
-    """Both rules at one batch size, in turns."""
-    workload = Workload(options, SamplingParams(temperature=temperature), llm.engine)
-    floor = Floor.of(llm.engine, 1000.0)
-    found: dict[str, list[dict[str, float]]] = {rule: [] for rule in RULES}
-    for repeat in range(options.warmup + options.repeats):
-        for rule in RULES[:: -1 if repeat % 2 else 1]:
-            asked = workload.params(batch, repeat, None)
-            params = [replace(p, rejection_sample_method=rule) for p in asked]
-            run = run_batch(llm, workload.prompts(batch, repeat), params)
-            if repeat >= options.warmup:
-                found[rule].append(figures(run, floor))
-    values: dict[str, Any] = {
-        f"{rule}_{name}": Spread.of([figure[name] for figure in found[rule]], UNITS[name])
-        for rule in RULES
-        for name in SHOWN
-    }
-    pairs = list(zip(*found.values(), strict=True))
-    for name in ("step_ms", "decode_ms_per_token"):
-        ratios = [synthetic[name] / real[name] for real, synthetic in pairs]
-        values[f"{name}_ratio"] = Spread.of(ratios, "synthetic / real")
-    accepted = [real["acceptance_rate"] for real, _ in pairs]
-    values["really_accepted"] = statistics.fmean(accepted)
-    case = f"batch {batch}, T={temperature:g}"
-    return Row(case, {"batch": batch, "temperature": temperature}, values)
+def rows(bench: Bench) -> list[Row]:
+    """Both rules under each load and temperature."""
+    cases = {(case.labels["temperature"], case.labels["rule"]): case for case in bench.groups[0]}
+    made = []
+    for load in bench.options.loads:
+        for temperature in dict.fromkeys(t for t, _ in cases):
+            keys = [(load, cases[temperature, rule]) for rule in RULES]
+            if not bench.measured.keys() >= {*keys}:
+                continue
+            found = {
+                rule: bench.measured[key].repeats for rule, key in zip(RULES, keys, strict=True)
+            }
+            values: dict[str, Any] = {
+                f"{rule}_{name}": Spread.of([figure[name] for figure in found[rule]], UNITS[name])
+                for rule in RULES
+                for name in SHOWN
+            }
+            pairs = list(zip(*found.values(), strict=False))  # the last turn may have been cut
+            for name in ("step_ms", "decode_ms_per_token"):
+                ratios = [synthetic[name] / real[name] for real, synthetic in pairs]
+                values[f"{name}_ratio"] = Spread.of(ratios, "synthetic / real")
+            values["really_accepted"] = statistics.fmean(
+                real["acceptance_rate"] for real, _ in pairs
+            )
+            labels = {"batch": load.concurrency, "temperature": temperature}
+            made.append(Row(f"batch {load.concurrency}, T={temperature:g}", labels, values))
+    return made
 
 
 def main() -> int:
@@ -66,34 +68,44 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default=str(TARGET))
     parser.add_argument("--batch-size", default="1,8,64")
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.8, 0.0])
+    parser.add_argument("--temperatures", default="0.8,0")
     parser.add_argument("--repeats", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
+    parser.add_argument("--seconds", type=float, default=1e9, help="end after so many")
     parser.add_argument("--output", type=Path, default=None, help="a folder")
-    args, start = parser.parse_args(), time.perf_counter()
-    options = BenchOptions(args.batch_size, 256, 160, args.repeats)
+    args = parser.parse_args()
+    sweep = (f"rule={','.join(RULES)}", f"temperature={args.temperatures}")
+    options = BenchOptions(
+        concurrency=args.batch_size, input_len="256", output_len="160", repeats=args.repeats,
+        prompts="random", sweep=sweep, compare=False,
+    )  # fmt: skip
     engine: dict[str, Any] = {"device": args.device, "enable_prefix_caching": False}
     if args.model == str(TARGET):
         engine |= {"load_format": "dummy", "dtype": "bfloat16"}
-    engine["max_model_len"] = options.input_len + options.output_len
+    engine["max_model_len"] = 256 + 160
     engine["speculative_config"] = {
         "method": "draft_model", "model": args.model, "num_speculative_tokens": K,
         "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1.0] * K,
     }  # fmt: skip
-    llm, rows = LLM(args.model, **options.sized(engine)), []
-    for temperature, batch in itertools.product(args.temperatures, options.batch_sizes):
-        if not rows or time.perf_counter() - start < args.seconds:
-            rows.append(measure(llm, options, batch, temperature))
-            medians = {
-                name: round(value.median if isinstance(value, Spread) else value, 4)
-                for name, value in rows[-1].values.items()
-            }
-            print(rows[-1].case, medians, flush=True)
+    speculation = SpeculativeConfig.parse(engine["speculative_config"])
+    cases = engine_cases(parse_sweep(sweep), 0.0, speculation, compare=False)
+    made = Engines({"model": args.model, **options.sized(engine)}, SamplingParams(), 1000.0)
+    bench = Bench(options, made, cases)
+    with suppress(TimeoutError):
+        asyncio.run(
+            asyncio.wait_for(bench.run(lambda _, what: print(what, end="\r")), args.seconds)
+        )
+    found = rows(bench)
+    for row in found:
+        medians = {
+            name: round(value.median if isinstance(value, Spread) else value, 4)
+            for name, value in row.values.items()
+        }
+        print(row.case, medians, flush=True)
     if args.output is not None:
         command = f"python -m benchmarks.synthetic {' '.join(sys.argv[1:])}"
-        shapes = {**engine, "input_len": options.input_len, "output_len": options.output_len}
-        write(collect(f"synthetic_{args.device}", command, shapes, rows), args.output)
-    medians = [row.values["step_ms_ratio"].median for row in rows]  # type: ignore[union-attr]
+        shapes = {**engine, "input_len": 256, "output_len": 160}
+        write(collect(f"synthetic_{args.device}", command, shapes, found), args.output)
+    medians = [row.values["step_ms_ratio"].median for row in found]  # type: ignore[union-attr]
     return int(any(abs(ratio - 1) > MOST for ratio in medians))
 
 

@@ -14,12 +14,16 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, goal
 from benchmarks.drafter_tables import auto, cpu_bf16, drafters
+from benchmarks.lab_tables import audit_gallery, audit_verdicts, bought
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
+from benchmarks.plan_tables import embedded_plan, plan, plan_beside_bench, published
+from benchmarks.serve_tables import server_bears, server_clients, server_costs
 from benchmarks.speed_tables import speed, summary
 from foretoken.lab.bench import report
-from foretoken.lab.bench.chart import chart
-from foretoken.lab.plot import Series, line_chart
+from foretoken.lab.bench.chart import charts
+from foretoken.lab.plan import report as plan_report
+from foretoken.lab.plot import Series, line_chart, page
 from foretoken.lab.results import Results, Spread, read
 
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", flags=re.DOTALL)
@@ -39,7 +43,7 @@ def acceptance(results: Results) -> str:
             raise TypeError("per_prompt_length must be a spread")
         cells = [row.case, number(row, "mean_acceptance_length")]
         cells.append(f"{per_prompt.q1:.2f}–{per_prompt.q3:.2f}")
-        cells += [f"{row.values[f'accepted_at_{i}']:.2f}" for i in range(1, k + 1)]
+        cells += [f"{row.values[f'unconditional_at_{i}']:.2f}" for i in range(1, k + 1)]
         cells += [f"{row.values['verifications']}"]
         rows.append([*cells, f"{row.values['cycles']} of {row.values['prompts']}"])
     return markdown(header, rows)
@@ -199,8 +203,12 @@ def curve_figures(folder: Path) -> dict[str, str]:
 
 
 def bench(results: Results) -> str:
-    """What `foretoken bench --compare` prints first, with the speed-up beside it."""
-    columns = report.TABLES["Speed"] | {
+    """What `foretoken bench` prints first, with the speed-up beside it."""
+    columns = {
+        "TTFT, ms": ("ttft_ms_p50", 1, False),
+        "TPOT, ms": ("tpot_ms_p50", 2, False),
+        "tokens/s": ("output_tokens_per_second", 0, True),
+        "accepted length": ("acceptance_length", 2, False),
         "speed-up": ("speedup", 2, True),
         "floor/step": ("share_of_floor", 2, False),
     }
@@ -228,7 +236,7 @@ def gpu(folder: Path) -> str:
 GPU = ("gpu_plain", "gpu_eagle3", "gpu_auto", "gpu_start")
 DRAFTING = ("drafters", "auto")
 GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves")
-GOALS += (*DRAFTING, *GPU, *FILES)
+GOALS += ("serve", *DRAFTING, *GPU, *FILES, "plan")
 LEAST_R_SQUARED = 0.99
 
 
@@ -305,6 +313,13 @@ MEASURED: dict[str, tuple[str, Callable[[Results], str]]] = {
     "reproducibility": ("reproducibility", reproducibility),
     "curves": ("curves", curves),
     "bench": ("bench", bench),
+    "audit_gallery": ("audit", audit_gallery),
+    "audit_verdicts": ("verdicts", audit_verdicts),
+    "audit_server": ("server_audit", audit_verdicts),
+    "lengths": ("lengths", bought),
+    "filters": ("filters", bought),
+    "plan": ("plan", plan),
+    "embedded_plan": ("embedded_plan", embedded_plan),
 }
 
 
@@ -326,7 +341,12 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "goals": goals,
     "gpu": gpu,
     "cpu_bf16": cpu_bf16,
+    "published": published,
+    "plan_beside_bench": plan_beside_bench,
     "laws": laws,
+    "server_costs": server_costs,
+    "server_bears": server_bears,
+    "server_clients": server_clients,
     **{name: partial(ops_times, name) for name in FILES},
 }
 
@@ -355,7 +375,9 @@ def outputs(folder: Path = RESULTS) -> dict[Path, str]:
     if (folder / "curves.json").exists():
         texts |= {FIGURES / name: svg for name, svg in curve_figures(folder).items()}
     if (folder / "bench.json").exists():
-        texts[FIGURES / "bench.svg"] = chart(read(folder / "bench.json"))
+        texts[FIGURES / "bench.svg"] = page(charts(read(folder / "bench.json").rows))
+    if (stored := folder / "embedded_plan.json").exists():
+        texts[FIGURES / "plan.svg"] = page(plan_report.charts(read(stored).rows))
     texts |= {FIGURES / name: svg for name, svg in ops_figures(folder).items()}
     return texts
 

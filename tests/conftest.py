@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A process that a script starts in its background ignores Ctrl-C, and so does all that it starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from tests.support import interpreter as interpreter
+
 settings.register_profile(
     "foretoken",
     deadline=None,  # a shared machine: time limits fail by chance
@@ -31,12 +35,36 @@ settings.register_profile(
 settings.load_profile("foretoken")
 
 
+# Files that take longest, in order: the last to begin decides when the run ends.
+LONGEST = (
+    "drafting/test_law.py", "ops/test_triton.py", "engine/test_device_slots.py",
+    "ops/test_triton_head.py", "ops/test_triton_attention.py", "engine/test_compile_ahead.py",
+    "ops/test_triton_decoder.py", "serve/test_lifetime.py", "engine/test_structured.py",
+    "ops/test_triton_types.py", "project/test_trial.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first."""
+    files = Path(__file__).parent
+    place = {files / name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(place)))
+
+
 @pytest.fixture(scope="session")
 def kernels() -> None:
     """Behind `needs_kernels`."""
     from tests.support.kernels import require_kernels
 
     require_kernels()
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python programs that the test starts have imported PyTorch and Transformers before."""
+    from tests.support.forked import Forked
+
+    monkeypatch.setattr(subprocess, "Popen", Forked)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,6 @@ from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options
 from foretoken.engine.worker import EngineStatus, Mailbox, Worker
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
 from foretoken.outputs import RequestDelta, RequestOutput, SpeculationMetrics
-from foretoken.sampling.grammar import COMPILE_SECONDS
 from foretoken.sampling.params import SamplingParams
 
 
@@ -189,8 +188,10 @@ class AsyncEngine:
         deltas: bool,
     ) -> AsyncGenerator[Any, None]:
         params = self._params.read(sampling_params)
-        if (compiling := self._grammars.begin(params.structured_outputs)) is not None:
-            await asyncio.wait([asyncio.wrap_future(compiling)], timeout=COMPILE_SECONDS)
+        # A grammar that no variable holds is dropped: this one stays until the request has ended.
+        compiling = self._grammars.begin(params.structured_outputs)
+        while compiling and (left := self._grammars.seconds_left(compiling)) > 0:
+            await asyncio.wait([asyncio.wrap_future(compiling.future)], timeout=left)
         worker, mailbox = self._worker, Mailbox(asyncio.get_running_loop(), deltas=deltas)
         name = worker.enter(request_id, mailbox, prompt, params)
         news = None

@@ -59,7 +59,7 @@ SAMPLING_FIELDS = {
 
 CALL_OPTIONS = {
     "lora_request": _NO_LORA,
-    "priority": Foreign((None, 0), "Requests are served in order of arrival."),
+    "priority": Foreign((None, 0), "Set `SamplingParams.priority`."),
     "tokenization_kwargs": Foreign((None, {}), "Encode the text and pass `prompt_token_ids`."),
     "mm_processor_kwargs": _NO_MEDIA,
     "guided_options_request": _STRUCTURED,
@@ -113,7 +113,7 @@ ENGINE_OPTIONS = {
     "max_context_len_to_capture": _NO_GRAPHS,
     "enable_chunked_prefill": Foreign((None, True), "Long prompts are always computed in chunks."),
     "use_v2_block_manager": _EITHER,
-    "scheduling_policy": Foreign(("fcfs",), "Requests are served in order of arrival."),
+    "scheduling_policy": Foreign(("fcfs",), "Set `SamplingParams.priority`."),
     "attention_backend": Foreign((None,), "`backend` chooses the kernels."),
     "disable_sliding_window": Foreign(_OFF, "Lower `max_model_len` to the window."),
     "max_logprobs": Foreign((None, 20), "A request gets at most 20."),

@@ -193,7 +193,8 @@ class LLM:
         results: list[_Begun] = []
         outputs = None
 
-        engine.grammars.wait(one.structured_outputs for one in params)
+        # Grammars that no variable holds are dropped, and would be compiled again in each turn.
+        _kept = engine.grammars.wait(one.structured_outputs for one in params)
 
         def count() -> int:
             return sum(result.finished for result in results)
@@ -265,7 +266,7 @@ class LLM:
         """
         interrupt = Interrupt(on_interrupt)
         params = self._params.read(sampling_params)
-        self.engine.grammars.wait([params.structured_outputs])
+        _kept = self.engine.grammars.wait([params.structured_outputs])
         with self._turns:
             engine = self.engine
             self._num_requests += 1

@@ -30,6 +30,7 @@ from tests.support.asynchronous import (
     PARAMS,
     PROMPTS,
     Gate,
+    entered,
     idle,
     last,
     num_requests,
@@ -41,18 +42,29 @@ from tests.support.asynchronous import (
 def test_leaving_an_iterator_ends_its_request_alone(
     engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
+    gate, seen = Gate(engine), []
+
+    async def read() -> None:
+        async for output in engine.generate("abc", LONG):
+            seen.append(output)
+
     async def main() -> None:
         kept = asyncio.create_task(last(engine, "def f(x):"))
+        gate.open(2)  # one step may have begun without what follows
         async with aclosing(engine.generate("abc", LONG, request_id="closed")) as stream:
             async for _ in stream:
                 break
+        gate.open(2)
         async for _ in engine.generate("abc", LONG, request_id="broken off"):
             break
-        cancelled = asyncio.create_task(last(engine, "abc", LONG))
-        await asyncio.sleep(0.01)
+        cancelled = asyncio.create_task(read())
+        gate.open(2)
+        while not seen:
+            await asyncio.sleep(0.001)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
+        gate.open()
         assert (await kept).outputs[0].token_ids == expected["def f(x):"]
         gc.collect()
         await asyncio.sleep(0.01)
@@ -67,7 +79,7 @@ def test_a_request_is_left_before_its_first_step(engine: AsyncEngine) -> None:
     async def main() -> None:
         gate = Gate(engine)
         task = asyncio.create_task(last(engine, "abc", LONG))
-        await asyncio.sleep(0.01)
+        await entered(engine, 1)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         assert task.cancelled()
@@ -82,9 +94,9 @@ def test_abort_by_name(engine: AsyncEngine, expected: dict[str, list[int]]) -> N
         gate = Gate(engine)
         ended = asyncio.create_task(last(engine, "abc", LONG, request_id="a"))
         other = asyncio.create_task(last(engine, "x", request_id="b"))
+        gate.open(1)
         while gate.engine.scheduler.running == []:
-            gate.open(1)
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.001)
         assert await engine.abort("a")
         assert not await engine.abort("nobody")
         gate.open()
@@ -162,11 +174,14 @@ def test_close_while_requests_run(folder: Path) -> None:
         async with AsyncEngine(str(folder), **OPTIONS) as engine:  # type: ignore[arg-type]
             gate = Gate(engine)
             tasks = [asyncio.create_task(last(engine, "abc", LONG)) for _ in range(6)]
-            await asyncio.sleep(0.01)
+            await entered(engine, 6)
             gate.open(5)
             while gate.count < 5:
                 await asyncio.sleep(0.001)
+            closing = asyncio.create_task(engine.close())
+            await asyncio.sleep(0)  # the thread has been asked to stop after the present step
             gate.open(1)
+        await closing
         assert not thread_of(engine).is_alive()
         outputs = await asyncio.gather(*tasks)
         assert {o.outputs[0].finish_reason for o in outputs} == {"abort"}
@@ -183,7 +198,7 @@ def test_a_fault_in_the_thread_reaches_every_reader(engine: AsyncEngine) -> None
     async def main() -> None:
         gate = Gate(engine)
         tasks = [asyncio.create_task(last(engine, "abc", LONG)) for _ in range(2)]
-        await asyncio.sleep(0.01)
+        await entered(engine, 2)
 
         def broken() -> None:
             raise ZeroDivisionError("injected")
@@ -191,7 +206,7 @@ def test_a_fault_in_the_thread_reaches_every_reader(engine: AsyncEngine) -> None
         gate.step = broken  # type: ignore[assignment]
         late = engine.generate("abc")
         tasks.append(asyncio.ensure_future(anext(late)))  # type: ignore[arg-type]
-        await asyncio.sleep(0.01)
+        await entered(engine, 3)
         gate.open()
         for error in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(error, StepError)
@@ -272,7 +287,7 @@ def test_a_loop_that_was_closed_is_forgotten(
     loop = asyncio.new_event_loop()
     stream = engine.generate("abc", LONG)
     waiting = loop.create_task(anext(stream))  # type: ignore[arg-type]
-    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.run_until_complete(entered(engine, 1))
     loop.close()  # an unclean end: nothing was cancelled
     gate.open()
 
@@ -310,6 +325,7 @@ def test_an_idle_thread_sleeps(engine: AsyncEngine, monkeypatch: pytest.MonkeyPa
     assert 0 < len(looks) < 20
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_forgotten_engine_ends_its_thread_and_the_program(folder: Path) -> None:
     engine = AsyncEngine(str(folder), **OPTIONS)  # type: ignore[arg-type]
     thread = thread_of(engine)

@@ -175,10 +175,13 @@ def test_a_conversation_comes_in_deltas(engine: AsyncEngine, expected: Any) -> N
 def test_an_aborted_request_keeps_what_it_gave(engine: AsyncEngine) -> None:
     async def main() -> None:
         seen, parts = [output async for output in engine.generate("abc", LONG)][-1], []
+        gate = Gate(engine)
+        gate.open(4)  # the fifth step waits until the request has been aborted
         async for delta in engine.generate("abc", LONG, "mine", deltas=True):
             parts.append(delta)
-            if len(parts) == 4:
+            if gate.count == 4 and not parts[-1].finished:
                 assert await engine.abort("mine")
+                gate.open(1)
         [sample] = concatenated(parts)["outputs"]
         assert sample["finish_reason"] == "abort"
         count = len(sample["token_ids"])

@@ -14,7 +14,7 @@ from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import write_index
 from foretoken.errors import IntegrityError
 from foretoken.ops.pass_checks import check_attention_batch
-from foretoken.slots.step import SlotSpan
+from foretoken.ops.steps import SlotSpan
 from foretoken.slots.table import NO_TOKEN
 from tests.models.batches import Span, build_batch
 from tests.support.cases import make_params
@@ -135,3 +135,13 @@ def test_tokens_without_a_block_are_our_bug(blocks: list[int], start: int, count
     with pytest.raises(IntegrityError, match=message):
         gather_batch(slots, [SlotSpan(1, 0, 12, 1), SlotSpan(0, start, count, 1)], 4)
     assert len(gather_batch(slots, [SlotSpan(2, start, count, 1)], 4).token_T) == count
+
+
+@pytest.mark.parametrize(("count", "rows"), [(0, 0), (0, 1), (2, 3)])
+def test_a_row_has_a_token_of_its_own_request(count: int, rows: int) -> None:
+    """Else it would be the row before: another request's, or memory that is nobody's."""
+    slots = GivenSlots(make_params(2), max_tokens=8, max_drafts=0, blocks=2)
+    for slot in range(2):
+        slots.put(slot, [5, 6, 7, 8], [slot])
+    with pytest.raises(IntegrityError, match=f"slot 1: {rows} rows of {count} tokens"):
+        gather_batch(slots, [SlotSpan(0, 0, 4, 1), SlotSpan(1, 2, count, rows)], 4)

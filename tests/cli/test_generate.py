@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -240,10 +240,13 @@ def test_a_prompt_that_is_no_text(
 
 
 class SlowLLM(FakeLLM):
+    """Begins when all that was to be shown at once has been."""
+
     def stream(self, prompt: str, params: Any, **options: Any) -> Iterator[RequestOutput]:
-        for output in super().stream(prompt, params, **options):
-            time.sleep(0.05)
-            yield output
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer) and not thread.interval:
+                thread.join()
+        yield from super().stream(prompt, params, **options)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import foretoken
-from foretoken.cli.app import SET_BY_BENCH, app
+from foretoken.cli.app import SET_BY_AUDIT, SET_BY_BENCH, app
 from foretoken.cli.options import NOT_OPTIONS
 from foretoken.config import DTYPES
 from foretoken.ops import BACKENDS
@@ -43,9 +43,14 @@ OTHER_DEFAULTS = {
         "enable_prefix_caching": False,
         **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")),
     },
+    "audit": {"model": None, "backend": None},
     "serve": {"model": None},
 }
-WITHOUT = {"bench": SET_BY_BENCH, "serve": {field.name for field in fields(SamplingParams)}}
+WITHOUT = {
+    "bench": SET_BY_BENCH,
+    "audit": SET_BY_AUDIT,
+    "serve": {field.name for field in fields(SamplingParams)},
+}
 
 
 def offered(command: str | None) -> set[str]:
@@ -83,7 +88,7 @@ def test_help_and_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["", "generate", "chat", "bench", "serve", "train-eagle3", "demo"]
+    "command", ["", "generate", "chat", "bench", "audit", "serve", "train-eagle3", "demo"]
 )
 def test_help_loads_no_heavy_library(command: str) -> None:
     code = (

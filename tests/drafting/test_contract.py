@@ -15,13 +15,12 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.cache.batch import ForwardBatch
 from foretoken.drafting.base import DrafterSetup, one_hot_block
 from foretoken.drafting.ngram import NGram
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import IntegrityError, StepError
 from foretoken.ops import DraftBlock, DraftCache, Rule
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, ForwardBatch
 from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import NONE, Outcome, StepInput, StepResult, StepRows
 from foretoken.slots.table import SlotTable

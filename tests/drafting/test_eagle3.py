@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from benchmarks.heads import save_head
-from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import DrafterSetup
 from foretoken.drafting.eagle3 import Eagle3
@@ -31,7 +30,7 @@ from foretoken.ops import (
     get_backend,
     unavailable,
 )
-from foretoken.ops.steps import DraftRows, SlotState
+from foretoken.ops.steps import DraftRows, ForwardBatch, SlotState
 from foretoken.slots.device import DeviceSlotTable
 from tests.models.heads import NaiveHead, NaiveRows
 from tests.support.cases import host_backends, make_params

@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.block_pool import BlockPool
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import Drafter, one_hot_block
@@ -30,7 +29,7 @@ from foretoken.engine.sampler import Sampler
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, ForwardBatch
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import NO_TOKEN, SlotTable
@@ -197,7 +196,7 @@ class WatchedScheduler(Scheduler):
             assert request.num_remaining > unresolved, "a request that has surely ended"
         for request in set(decoding) & stayed:
             assert drafts[request] == request.max_drafts, "drafts were dropped"
-        last = max((request.arrival for request in plan.admitted), default=0)
+        last = max((request.arrival for request in plan.admitted), default=(-2, 0))
         for request in self.waiting:
             leader = request.group.samples[0]
             held = request is not leader and leader.status is Status.RUNNING

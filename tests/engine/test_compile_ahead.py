@@ -8,9 +8,6 @@ interpreter, in a process of its own.
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,21 +26,15 @@ from foretoken.engine.memory_plan import Sizes
 from foretoken.engine.step_costs import measure
 from foretoken.ops import Backend, Rule
 from tests.support.checkpoints import save_checkpoint
+from tests.support.interpreter import INTERPRETED, interpret_tests
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's interpreter")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it would start")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_in_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+    interpret_tests(__file__)
 
 
 @pytest.fixture

@@ -78,11 +78,11 @@ def test_a_prompt_that_ends_within_a_character_is_continued() -> None:
 def test_a_long_stop_string_costs_no_more_than_the_text_that_waits() -> None:
     """Only as much of it is looked at as text waits: here one character in every step."""
     out = Detokenizer(ByteTokenizer(), [], ("b" * 1_000_000,))
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(200):
         out.append(ord("a"))
         assert out.take() == "a"
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_settled_text_holds_back_what_a_stop_string_may_take() -> None:

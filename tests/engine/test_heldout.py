@@ -14,7 +14,7 @@ from foretoken.lab.workloads import heldout
 from foretoken.ops import unavailable
 from foretoken.outputs import RequestOutput
 
-NUM_PROMPTS, LENGTH = 50, 40
+NUM_PROMPTS, LENGTH = 20, 40
 MOST_NEAR_TIES = 2 if unavailable("native") else 0
 NEAR_TIE = 1e-4  # distance of the two best logits within which row counts may decide
 

@@ -17,6 +17,12 @@ from foretoken.sampling import grammar
 from tests.support.checkpoints import save_checkpoint
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a grammar may take longer than a server would wait for."""
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 120)
+
+
 @pytest.fixture(scope="module")
 def tiny() -> LLM:
     return LLM("tiny-python", num_blocks=200)
@@ -65,7 +71,7 @@ def test_a_slow_grammar_is_given_up_and_others_go_on(
     release, compile_ = Event(), grammar._compile
 
     def slow(*given: Any) -> Any:
-        release.wait(10)
+        release.wait(30)
         return compile_(*given)
 
     monkeypatch.setattr(grammar, "_compile", slow)
@@ -73,7 +79,32 @@ def test_a_slow_grammar_is_given_up_and_others_go_on(
     assert isinstance(output.error, RequestError)
     assert "compiled within 0.2 s" in output.error.bound
     release.set()
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 60)
     assert one(tiny, {"choice": ["slow2"]}).outputs[0].text == "slow2"
+
+
+def test_grammars_that_wait_for_others_are_not_given_up(
+    tiny: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor compiled again by a turn of the engine, however many there are; one that is stuck holds
+    up nobody."""
+    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 3)
+    monkeypatch.setattr(grammar, "_CACHED", 2)
+    compiled, compile_, release = [], grammar._compile, Event()
+
+    def slow(asked: Any, *given: Any) -> Any:
+        compiled.append(asked["choice"][0])
+        release.wait(30 if asked["choice"] == ["w0"] else 0.3)
+        return compile_(asked, *given)
+
+    monkeypatch.setattr(grammar, "_compile", slow)
+    words = [f"w{i}" for i in range(12)]
+    params = [SamplingParams(structured_outputs={"choice": [word]}) for word in words]
+    first, *others = tiny.generate(["x"] * 12, params, on_error="return")
+    release.set()
+    assert isinstance(first.error, RequestError)
+    assert [one.outputs[0].text for one in others] == words[1:]
+    assert sorted(compiled) == sorted(words)
 
 
 def test_a_grammar_is_compiled_once(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

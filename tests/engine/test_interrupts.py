@@ -262,6 +262,7 @@ main()
 """
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_prints_what_is_there(target: Path, number: signal.Signals, code: int) -> None:
     process = subprocess.Popen(

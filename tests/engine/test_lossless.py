@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -65,6 +66,15 @@ EDITS = {
 }
 
 
+def asked(edits: str) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=40, logprobs=2, **EDITS[edits])
+
+
+@functools.cache
+def run_plain(target: Path, backend: str, edits: str) -> list[RequestOutput]:
+    return run(build(target, backend=backend), PROMPTS, asked(edits))
+
+
 @pytest.mark.parametrize(
     ("kind", "edits", "backend"),
     [
@@ -78,8 +88,8 @@ EDITS = {
 def test_greedy_tokens_equal_plain_decoding(
     target: Path, draft: Path, kind: str, edits: str, backend: str
 ) -> None:
-    params: Any = SamplingParams(temperature=0, max_tokens=40, logprobs=2, **EDITS[edits])
-    plain = run(build(target, backend=backend), PROMPTS, params)
+    params: Any = asked(edits)
+    plain = run_plain(target, backend, edits)
     if kind == "prediction":
         params = [replace(params, prediction=edited(o.outputs[0].token_ids)) for o in plain]
     llm = build(target, speculations(draft)[kind], backend=backend)

@@ -47,6 +47,7 @@ def workload(num_requests: int, most_drafts: int) -> list[tuple[list[int], Sampl
             max_tokens=12 + (11 * i) % 36,
             n=1 + (i % 4 == 1),
             ignore_eos=True,
+            priority=i % 3 - 1,
             num_speculative_tokens=i % (most_drafts + 1) if most_drafts else None,
             **EDITS[i % len(EDITS)],
         )

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
+from foretoken.engine import admission
 from foretoken.errors import CapacityError, CheckpointError, ConfigError, RequestError
 from foretoken.progress import progress_bar
 from tests.support.checkpoints import END, ids_of, save_checkpoint
@@ -92,7 +93,7 @@ def test_a_bad_prompt_raises_before_anything_runs(
     ("options", "message"),
     [
         ({"lora_request": object()}, "Merge the adapter"),
-        ({"priority": [1]}, "order of arrival"),
+        ({"priority": [1]}, "SamplingParams.priority"),
         ({"use_tqdm": print}, "`use_tqdm`"),
         ({"use_tqmd": False}, "Did you mean `use_tqdm`"),
     ],
@@ -240,3 +241,20 @@ def test_the_bar_is_for_terminals_and_long_calls(
         update()
         update()
     assert ("2/3" in sys.stderr.getvalue()) == shown  # type: ignore[attr-defined]
+
+
+def test_bad_words_of_several_prompts_are_encoded_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, made = [], admission.bad_word_ids
+    monkeypatch.setattr(
+        "foretoken.engine.engine.bad_word_ids",
+        lambda *given: found.append(made(*given)) or found[-1],
+    )
+    for words in (["ab", "c"], ["c"]):
+        params = SamplingParams(max_tokens=2, bad_words=words)
+        llm.generate(["abc", "abd", "x"], params)
+        llm.generate("abc", SamplingParams(max_tokens=2))
+        llm.generate("abc", params)
+    assert len(found) == 2
+    assert len(found[0]) > len(found[1]) > 0

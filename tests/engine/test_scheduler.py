@@ -57,6 +57,7 @@ class EngineMachine(RuleBasedStateMachine):
         key=st.integers(0, 3),
         temperature=st.sampled_from([0.0, 1.0]),
         num_speculative_tokens=st.sampled_from([None, None, 0, 2]),
+        priority=st.sampled_from([0, 0, -1, 1]),
         others=st.sampled_from(OTHERS),
     )
     def add(self, shared: int, own: list[int], others: dict[str, Any], **params: Any) -> None:
@@ -96,7 +97,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=150, stateful_step_count=30)
+TestEngine.settings = settings(max_examples=100, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -128,6 +129,23 @@ def test_the_youngest_gives_way_and_returns_to_its_place_in_the_queue(late: bool
     assert seen > 0
     assert old.metrics.num_preemptions == 0
     small.run()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_lower_priorities_come_first_and_others_give_way_to_them(late: bool) -> None:
+    small = machine(num_blocks=7, seqs=2, late=late)
+    given = {"low": 1, "first": 0, "high": -1, "second": 0}
+    groups = {
+        name: small.add(name, [0] * 8, 12, key=2, priority=priority)
+        for name, priority in given.items()
+    }
+    ended: list[str] = []
+    while len(ended) < len(groups):
+        small.step()
+        ended += [name for name, g in groups.items() if g.finished and name not in ended]
+    assert ended == ["high", "first", "second", "low"]
+    assert groups["first"].metrics.num_preemptions > 0
+    assert groups["high"].metrics.num_preemptions == 0
 
 
 def test_whoever_gives_way_may_come_back_in_the_same_step_to_blocks_that_are_cached() -> None:

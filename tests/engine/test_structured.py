@@ -7,6 +7,7 @@ there are six outcomes: their law is computed from Transformers' logits and from
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -80,6 +81,7 @@ def build(pair: tuple[Path, Path], method: str | None, **options: Any) -> LLM:
     return LLM(str(target), spec, max_num_seqs=256, num_blocks=2000, **options)
 
 
+@functools.cache
 def law_of(folder: Path, temperature: float) -> dict[str, float]:
     """The probability of each choice: at every letter, softmax over what may stand there."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -122,8 +124,17 @@ def p_value(llm: LLM, rule: str | None, law: dict[str, float], trials: int, **as
 TRIALS = 128 * 24
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("method", ["draft_model", "ngram", "eagle3", "forced"])
+FEW = {"draft_model": RULES, "eagle3": RULES[:1], "ngram": RULES[1:2], "forced": RULES[2:3]}
+
+
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        pytest.param(method, rule, marks=() if rule in few else pytest.mark.law)
+        for method, few in FEW.items()
+        for rule in RULES
+    ],
+)
 def test_speculation_keeps_the_law_of_the_masked_target(
     pair: tuple[Path, Path], method: str, rule: str
 ) -> None:
@@ -218,12 +229,12 @@ def tiny() -> LLM:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_json_of_the_embedded_pair_is_valid(tiny: LLM, temperature: float) -> None:
-    prompts = [f"def f{i}(x):\n" for i in range(250)]
+    prompts = [f"def f{i}(x):\n" for i in range(50)]
     asked = SamplingParams(
         temperature=temperature, max_tokens=120, structured_outputs={"json": SCHEMA}
     )
     outputs = tiny.generate(prompts, [replace(asked, seed=i) for i in range(len(prompts))])
-    assert sum(map(check_json, outputs)) >= 240
+    assert sum(map(check_json, outputs)) >= 48
     plain = tiny.generate(prompts[:8], replace(asked, num_speculative_tokens=0, seed=3))
     again = tiny.generate(prompts[:8], replace(asked, seed=3))
     if temperature == 0:
@@ -277,7 +288,7 @@ def test_prefix_hits_and_preemption_change_nothing(pair: tuple[Path, Path]) -> N
 
 
 def test_an_abort_leaves_nothing_behind(tiny: LLM) -> None:
-    asked = SamplingParams(max_tokens=60, structured_outputs={"json_object": True})
+    asked = SamplingParams(max_tokens=60, structured_outputs={"regex": "[a-z]{900}"})
     for num_steps in (1, 4):
         stream = tiny.stream("x", asked)
         for _ in range(num_steps):

@@ -44,6 +44,18 @@ def test_a_trace_adds_up_to_what_was_done(llm: LLM) -> None:
     assert {trace.num_decoding for trace in traces[5:-5]} == {2}
 
 
+def test_a_step_reads_the_tokens_before_its_own(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, ignore_eos=True, num_speculative_tokens=0)
+    traces, (output,) = traces_of(llm, ["a prompt of more tokens than a step takes"], params)
+    contexts, length = [0], len(output.prompt_token_ids)
+    while contexts[-1] < length + 3:
+        contexts.append(
+            min(contexts[-1] + 16, length) if contexts[-1] < length else contexts[-1] + 1
+        )
+    assert length > 16
+    assert [trace.num_context for trace in traces] == contexts
+
+
 def test_phases_come_in_order_and_add_up(llm: LLM) -> None:
     traces, _ = traces_of(llm, "abc", SamplingParams(max_tokens=9, logprobs=1))
     for trace in traces:

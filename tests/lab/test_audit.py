@@ -1,112 +1,273 @@
-"""The audit passes on the engine as it is, and fails on one whose verification is wrong."""
+"""The audit refutes every published bug by name, passes what is right, and says what it could not
+test; and an audit that could not refute would fail here."""
 
 from __future__ import annotations
 
-from itertools import count
+import itertools
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
-from foretoken.errors import ConfigError, StepError
-from foretoken.lab.audit import ALPHA, GreedyAudit, SampledAudit, greedy_audit, sampled_audit
-from foretoken.lab.chi_square import ChiSquare
-from foretoken.lab.workloads import heldout
-from foretoken.ops import Rule, get_backend, rules
-from foretoken.outputs import RequestMetrics
+from foretoken.errors import RequestError
+from foretoken.lab.audit import gallery
+from foretoken.lab.audit.enumeration import NotEnumerableError, enumerate_runs
+from foretoken.lab.audit.evidence import Evidence, Model, Source
+from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
+from foretoken.lab.audit.subjects import bind, models, of_backend, of_callable
+from foretoken.lab.audit.toys import TOYS
+from foretoken.lab.audit.verdict import EXACT, audit, enumerated
+from foretoken.lab.laws.acceptance import accepted_moments
+from foretoken.lab.laws.mutants import RESIDUALS, hide_token, residual, shared_stream
+from foretoken.ops import Rule, get_backend
 
-PROMPTS = [item.prompt for item in heldout(4)]
-
-
-def accept_everything(x: rules.RuleInputs) -> torch.Tensor:
-    """The mutant: every draft is kept, whatever the target thinks of it."""
-    return (~x.log_q_BK.isneginf()).cumprod(dim=1).bool()
-
-
-def break_verification(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In stock operators, which read the rules where native kernels have their own."""
-    monkeypatch.setitem(rules.RULES, Rule.STANDARD, accept_everything)
-    monkeypatch.setattr(pair.engine.runner.sampler, "backend", get_backend("torch"))
+CPU = torch.device("cpu")
+P = [Fraction(n, 12) for n in (5, 4, 3)]
+Q = [Fraction(n, 12) for n in (2, 1, 9)]
 
 
-def test_greedy(pair: LLM) -> None:
-    seen: list[int] = []
-    audit = greedy_audit(pair, PROMPTS, max_tokens=24, report=seen.append)
-    assert audit.verdict == "equal"
-    assert audit.tokens == 4 * 24
-    assert 0 < audit.metrics.num_accepted_tokens < audit.metrics.num_draft_tokens
-    assert seen == [0, 1, 2, 3, 4]
+# Enumeration --------------------------------------------------------------------------------------
 
 
-def test_greedy_finds_the_mutant(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_verification(pair, monkeypatch)
-    audit = greedy_audit(pair, PROMPTS, max_tokens=24)
-    assert audit.differing
-    assert audit.verdict == "different"
+def one_draft(verify: Callable[..., Any]) -> dict[int, Any]:
+    """The law of the first token in fractions: no rounding at all."""
+
+    def run(rng: Any) -> int:
+        return int(verify(np.array([P, P]), np.array([Q]), [rng.fork(Q)], rng)[0])
+
+    return enumerate_runs(run)
 
 
-def sampled(pair: LLM) -> SampledAudit:
-    params = SamplingParams(temperature=1.0)
-    return sampled_audit(pair, "def __init__(self, name", samples=384, length=4, params=params)
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_rules_are_lossless_to_the_last_digit(rule: str) -> None:
+    assert one_draft(member(rule)) == dict(enumerate(P))
 
 
-def test_sampled(pair: LLM) -> None:
-    audit = sampled(pair)
-    assert audit.verdict == "equal"
-    assert audit.test.degrees >= 10
-    assert 0 < audit.metrics.num_accepted_tokens < audit.metrics.num_draft_tokens
+def test_a_wrong_residual_is_wrong_by_a_fraction() -> None:
+    assert one_draft(member("residual_is_p"))[0] == Fraction(3, 8) != P[0]
 
 
-def test_a_completion_that_failed_is_no_sample(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, calls = pair.engine.runner.run, count()
-
-    def broken(shares: Any) -> Any:
-        if next(calls) == 2:
-            raise ValueError("injected")
-        return run(shares)
-
-    monkeypatch.setattr(pair.engine.runner, "run", broken)
-    with pytest.raises(StepError, match="injected"):
-        sampled(pair)
-
-
-def test_sampled_finds_the_mutant(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    break_verification(pair, monkeypatch)
-    audit = sampled(pair)
-    assert audit.test.p_value < ALPHA
-    assert audit.verdict == "different"
+def test_random_numbers_of_ones_own_cannot_be_enumerated() -> None:
+    own = np.random.default_rng(0)
+    for verify in (
+        lambda p, q, drafts, rng: [*drafts, int(own.integers(2))],
+        lambda p, q, drafts, rng: [*drafts, int(np.log(rng.random()) < 0)],
+        lambda p, q, drafts, rng: [*drafts, rng.integers(2)],
+        lambda p, q, drafts, rng: [*drafts, int(rng.uniform(0, 2) < 1)],
+    ):
+        error, (line,) = enumerated(bind(verify))
+        assert error is None
+        assert line.startswith("Not enumerated: ")
+    with pytest.raises(NotEnumerableError, match="whether a uniform is zero"):
+        enumerate_runs(lambda rng: int(bool(rng.random())))
 
 
-def counts(drafted: int, accepted: int) -> RequestMetrics:
-    metrics = RequestMetrics()
-    for i in range(drafted):
-        metrics.observe(1, int(i < accepted))
-    return metrics
+def test_generators_may_be_used_as_numpys() -> None:
+    assert enumerate_runs(lambda rng: rng.choice(["a", "b"], p=[0.25, 0.75])) == {
+        "a": 0.25,
+        "b": 0.75,
+    }
+    law = enumerate_runs(lambda rng: int((np.array([0.25, 0.5]) <= rng.random()).sum()))
+    assert law == {0: 0.25, 1: 0.25, 2: 0.5}
+    law = enumerate_runs(lambda rng: tuple(u > 0.5 for u in rng.random(2)))
+    assert law == dict.fromkeys(itertools.product((False, True), repeat=2), 0.25)
+
+
+def test_acceptance_is_that_of_the_laws() -> None:
+    for toy in TOYS[:2]:
+        p, q = (torch.from_numpy(table) for table in toy.tables[:2])
+        for rule, mean in zip((Rule.STANDARD, Rule.BLOCK), toy.optimum, strict=True):
+            expected, _ = accepted_moments(p, q, toy.chains[0], toy.num_drafts, rule)
+            assert mean == pytest.approx(expected, rel=1e-12)
+
+
+def test_shared_noise_is_what_a_race_does() -> None:
+    q, rest = np.array([0.5, 0.2, 0.2, 0.1]), np.array([0.0, 0.3, 0.1, 0.6])
+    times = np.random.default_rng(0).exponential(size=(400_000, 4))
+    with np.errstate(divide="ignore"):
+        drafts, drawn = (times / q).argmin(axis=1), (times / rest).argmin(axis=1)
+    found = np.bincount(drawn[drafts == 0], minlength=4) / (drafts == 0).sum()
+    assert gallery.after_the_same_race(rest + q, q) == pytest.approx(found, abs=0.005)
+
+
+# The gallery --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.key)
+def test_every_bug_is_refuted_and_named(bug: gallery.Bug) -> None:
+    found = audit(of_callable(bug.key, bind(bug.verify)))
+    assert found.refuted
+    assert found.bug == bug.key
+    assert bug.what in found.verdict
+    assert (found.error or 0.0) <= EXACT or not bug.by_uniforms
+
+
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_what_is_right_passes(rule: str) -> None:
+    found = audit(of_callable(rule, bind(member(rule)), seed=3), 3000)
+    assert not found.refuted
+    assert found.error is not None
+    assert found.error <= EXACT
+    slow = rule == "dropped_q"
+    assert ("lossless, accepts less than it could" in found.verdict) == slow
+
+
+def test_a_blind_audit_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its likelihoods, without its bets, without its counts: none of these refutes."""
+    subject = of_callable("x", bind(member("residual_is_p")))._replace(exact=None)
+    assert audit(subject, 900).refuted
+    monkeypatch.setattr(
+        Evidence, "_mixtures", lambda self, source, cells: np.zeros((3, len(cells)))
+    )
+    blind = subject._replace(models=[m._replace(bugs={}, rounds=0) for m in subject.models])
+    assert not audit(blind, 900).refuted
+
+
+def test_an_unknown_bug_is_refuted_without_a_name() -> None:
+    def verify(p: Any, q: Any, drafts: list[int], rng: Any) -> list[int]:
+        tokens = gallery.standard(p, q, drafts, rng)
+        return [*tokens[:-1], (tokens[-1] + (rng.random() < 0.2)) % len(p[0])]
+
+    found = audit(of_callable("x", bind(verify)))
+    assert found.bug == "unknown"
+    assert "no bug of the gallery explains" in found.verdict
+
+
+def test_accepting_too_much_refutes_by_itself() -> None:
+    """Bets on acceptance look at no distribution: here none is wrong."""
+    fair = np.full(4, 0.25)
+    evidence, rng = Evidence([Model("m", fair, {}, 1, 0.5)]), np.random.default_rng(0)
+    evidence.add(0, rng.integers(4, size=4000), rng.random(4000) < 0.5)
+    assert evidence.refuted_at is None
+    evidence.add(0, rng.integers(4, size=4000), rng.random(4000) < 0.6)
+    assert evidence.refuted_at is not None
+    assert evidence.name == "accepts_too_much"
 
 
 @pytest.mark.parametrize(
-    ("drafted", "accepted", "verdict"),
-    [(0, 0, "inconclusive"), (4, 0, "inconclusive"), (4, 4, "inconclusive"), (4, 3, "equal")],
+    ("returned", "said"),
+    [
+        ([9], "ids in"),
+        ([], "1 to"),
+        ([0] * 9, "1 to"),
+        (None, "sequence"),
+        ("x", "sequence"),
+        ([0.5], "sequence"),
+    ],
 )
-def test_three_verdicts(drafted: int, accepted: int, verdict: str) -> None:
-    """A difference is one whatever was drafted; no difference says something if all was used."""
-    metrics = counts(drafted, accepted)
-    assert GreedyAudit(1, 9, 1, (), metrics).verdict == verdict
-    assert GreedyAudit(1, 9, 0, (0,), metrics).verdict == "different"
-    assert SampledAudit(9, 1, ChiSquare(1.0, 1, 0.3), metrics).verdict == verdict
-    assert SampledAudit(9, 1, ChiSquare(99.0, 1, ALPHA / 2), metrics).verdict == "different"
-    assert SampledAudit(9, 1, ChiSquare(0.0, 0, 1.0), metrics).verdict == "inconclusive"
+def test_what_is_no_token_is_an_error(returned: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        audit(of_callable("x", bind(lambda p, q, drafts, rng: returned)), 10)
 
 
-def test_what_is_not_lossless_by_design_is_not_audited() -> None:
-    speculation = {
-        "method": "ngram",
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rate": 0.5,
-    }
-    with LLM("tiny-python", speculation) as llm:
-        with pytest.raises(ConfigError, match="for an audit"):
-            greedy_audit(llm, PROMPTS, max_tokens=4)
-        with pytest.raises(ConfigError, match="for an audit"):
-            sampled(llm)
+def test_verifiers_may_be_written_in_many_ways() -> None:
+    """Without rng, in float32, by tensors, as a class; one that raises is an error that says so."""
+
+    def with_uniforms(p: Any, q: Any, drafts: list[int], *, uniforms: Any) -> list[int]:
+        return gallery.standard(p, q, drafts, None, uniforms)
+
+    def in_float32(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
+        return gallery.standard(p.astype(np.float32), q.astype(np.float32), drafts, rng)
+
+    def by_tensors(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
+        u = torch.tensor(rng.random(len(drafts) + 1))
+        return torch.tensor(gallery.standard(p, q, drafts, None, u.tolist()))
+
+    class Counting:
+        def __call__(self, p: Any, q: Any, drafts: list[int], rng: Any) -> list[int]:
+            return gallery.standard(p, q, drafts, rng)
+
+    for verify in (with_uniforms, in_float32, by_tensors, Counting):
+        found = audit(of_callable("x", bind(verify)), 600)
+        assert not found.refuted, found.verdict
+        assert (found.error is None) == (verify is by_tensors)
+        assert (found.error or 0.0) > 1e-9 or verify is not in_float32
+
+    def raises(p: Any, q: Any, drafts: list[int]) -> list[int]:
+        raise KeyError("oops")
+
+    with pytest.raises(RequestError, match="it raised KeyError"):
+        audit(of_callable("x", bind(raises)), 10)
+
+
+# The evidence -------------------------------------------------------------------------------------
+
+
+def false_alarms(runs: int, draws: int, alpha: float, delta: float = 0.0) -> int:
+    """How many of so many null runs are refuted, each looked at after every draw."""
+    rng, alarms = np.random.default_rng(1), 0
+    known = [model._replace(rounds=1, most_accepted=0.5, delta=delta) for model in models()]
+    for _ in range(runs):
+        evidence = Evidence(known, alpha)
+        for number, model in enumerate(known):
+            cells = rng.choice(len(model.null), p=model.null / model.null.sum(), size=draws)
+            evidence.add(number, cells, rng.random(draws) < 0.5)
+        alarms += evidence.refuted_at is not None
+    return alarms
+
+
+def test_false_alarms_are_as_rare_as_promised() -> None:
+    assert false_alarms(300, 200, 0.05) <= 25  # 15 at most on average; 3 sigma
+
+
+@pytest.mark.law
+def test_false_alarms_of_2000_runs() -> None:
+    assert false_alarms(2000, 1000, 0.05) <= 130
+    assert false_alarms(2000, 1000, 0.001) <= 8
+
+
+def test_the_bound_on_total_variation_holds() -> None:
+    rng, missed = np.random.default_rng(2), 0
+    null = np.full(16, 1 / 16)
+    true = null * (1 + 0.08 * (-1.0) ** np.arange(16))  # TV 0.04
+    for _ in range(300):
+        source = Source(Model("m", null, {}), rng.multinomial(2000, true).astype(float), 2000)
+        missed += source.distance_bound(1) < 0.04
+    assert missed <= 8  # of 3 on average
+    large = Source(Model("m", null, {}), np.full(16, 75_000.0), 1_200_000)
+    assert large.distance_bound(1) < 0.003
+
+
+def test_a_distance_that_is_allowed_for_refutes_nothing_but_more_does() -> None:
+    fair, rng = np.full(16, 1 / 16), np.random.default_rng(0)
+    tilted = fair * (1 + 0.1 * (-1.0) ** np.arange(16))  # TV 0.05
+    drawn = rng.choice(16, p=tilted, size=(20, 2000))
+
+    def refuted(delta: float) -> bool:
+        evidence = Evidence([Model("m", fair, {}, delta=delta)])
+        for cells in drawn:
+            evidence.add(0, cells)
+        return evidence.refuted_at is not None
+
+    assert refuted(0.0)
+    assert refuted(0.01)
+    assert not refuted(0.05)
+
+
+# Backends -----------------------------------------------------------------------------------------
+
+
+def test_operators_pass() -> None:
+    for rule in (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED):
+        found = audit(of_backend("x", get_backend("native"), CPU, rule)._replace(exact=None), 6000)
+        assert not found.refuted
+        assert "no difference in 6,000 draws" in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("bug", "breaks"),
+    [
+        ("shared_noise", {"backend": shared_stream}),
+        ("residual_is_p", {"backend": residual(RESIDUALS["no_subtraction"])}),
+        ("unknown", {"backend": residual(RESIDUALS["other_way_round"])}),
+        ("unknown", {"mutate": hide_token}),  # another token than the gallery's placeholders
+    ],
+)
+def test_broken_operators_are_refuted(bug: str, breaks: dict[str, Any]) -> None:
+    backend = breaks.get("backend", lambda backend: backend)(get_backend("native"))
+    mutate = breaks.get("mutate", lambda propose: propose)
+    found = audit(of_backend("x", backend, CPU, Rule.STANDARD, mutate=mutate)._replace(exact=None))
+    assert found.bug == bug

@@ -1,165 +1,52 @@
-"""The figures of `foretoken bench` add up, mean what the file says, and survive an early end."""
+"""The figures of `foretoken bench` mean what their names say, add up, and survive an early end."""
 
 from __future__ import annotations
 
+import asyncio
+import csv
+import io
 import os
-from collections.abc import Sequence
-from dataclasses import asdict
+import re
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from foretoken import LLM, SamplingParams
+from foretoken import SamplingParams
+from foretoken.config import SpeculativeConfig
 from foretoken.engine.trace import StepTrace
 from foretoken.errors import ProcessingError, StepError
-from foretoken.lab.bench import run as bench_run
-from foretoken.lab.bench.chart import chart
-from foretoken.lab.bench.figures import UNITS, Run, Step, figures, split_steps
+from foretoken.lab.bench.cases import Load, engine_cases
+from foretoken.lab.bench.chart import charts
+from foretoken.lab.bench.figures import (
+    LATENCIES,
+    UNITS,
+    figures,
+    outcomes,
+    percentiles,
+    unit_of,
+)
 from foretoken.lab.bench.floor import Floor, Reads
+from foretoken.lab.bench.load import (
+    Asked,
+    Record,
+    RequestFailedError,
+    Run,
+    Step,
+    difference,
+    drive,
+)
+from foretoken.lab.bench.offline import Engines
 from foretoken.lab.bench.options import BenchOptions
-from foretoken.lab.bench.report import Table, as_text, results, tables
-from foretoken.lab.bench.run import Bench, Case, run_batch
-from foretoken.lab.results import Spread, read, validate, write_file
-from foretoken.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from foretoken.lab.bench.report import results, tables
+from foretoken.lab.bench.run import Bench
+from foretoken.lab.desk import Table, as_csv, as_html, as_text
+from foretoken.lab.results import Spread, read, write_file
+from foretoken.outputs import SpeculationMetrics
 
 SVG = "{http://www.w3.org/2000/svg}"
-SMALL = {"batch_size": "1,3", "input_len": 24, "output_len": 12, "bandwidth": 40.0}
-GREEDY = SamplingParams(temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def bench(pair: LLM) -> Bench:
-    """A whole run of the embedded pair, plain and speculative in turns."""
-    bench = Bench(pair, BenchOptions(**SMALL, compare=True, prompts="heldout"), GREEDY)
-    bench.run()
-    return bench
-
-
-def test_the_figures_of_a_run_add_up(bench: Bench) -> None:
-    plain, drafted = bench.cases
-    assert set(bench.measured) == {(b, case) for b in (1, 3) for case in (plain, drafted)}
-    for (batch, case), repeats in bench.measured.items():
-        assert len(repeats) == 3
-        for run in repeats:
-            assert min(run.values()) >= 0
-            assert sum(run[f"{part}_s"] for part in ("prefill", "decode", "tail")) == (
-                pytest.approx(run["wall_s"])
-            )
-            assert sum(run[f"{part}_ms"] for part in ("draft", "target", "verify", "host_gap")) == (
-                pytest.approx(run["step_ms"])
-            )
-            assert run["output_tokens_per_second"] * run["wall_s"] == pytest.approx(12 * batch)
-            assert run["total_tokens_per_second"] * run["wall_s"] == pytest.approx(36 * batch)
-            assert run["requests_per_second"] * run["wall_s"] == pytest.approx(batch)
-            # No request takes longer than the run; the time before its first token is part of it.
-            assert run["ttft_ms"] + 11 * run["tpot_ms"] <= 1000 * run["wall_s"]
-            assert run["decode_ms_per_token"] * run["tokens_per_step"] == (
-                pytest.approx(run["step_ms"])
-            )
-            assert run["floor_ms"] == pytest.approx(1000 * run["read_gb"] / 40)
-            assert run["share_of_floor"] == pytest.approx(run["floor_ms"] / run["step_ms"])
-            assert ("acceptance_rate" in run) == (case is drafted)
-            if case is drafted:
-                assert run["draft_ms"] > 0
-                assert 1 < run["tokens_per_step"] <= 5
-                assert 1 <= run["acceptance_length"] <= 5
-            else:
-                assert (run["tokens_per_step"], run["draft_ms"]) == (1, 0)
-            known = {*UNITS, *(f"accepted_at_{i}" for i in range(1, 5))}
-            assert run.keys() <= known
-
-
-def test_the_results_file_has_a_spread_of_every_figure(bench: Bench, tmp_path: Path) -> None:
-    found = results(bench, "foretoken bench", ["more"])
-    assert found is not None
-    path = tmp_path / "x.json"
-    write_file(found, path)
-    assert read(path) == found
-    assert found.notes[-1] == "more"
-    cases = [(row.labels["batch"], row.labels["k"]) for row in found.rows]
-    assert cases == [(1, 0), (1, 4), (3, 0), (3, 4)]
-    plain, drafted = bench.cases
-    for row in found.rows:
-        batch = 1 if row.labels["batch"] == 1 else 3
-        measured = bench.measured[batch, drafted if row.labels["k"] else plain]
-        assert all(isinstance(value, Spread) for value in row.values.values())
-        assert {value.repeats for value in row.values.values()} == {3}
-        for name in measured[0]:
-            assert row.values[name] == Spread.of(
-                [one[name] for one in measured], UNITS.get(name, "accepted / drafted")
-            )
-    for batch, row in ((1, found.rows[1]), (3, found.rows[3])):
-        pairs = zip(bench.measured[batch, plain], bench.measured[batch, drafted], strict=True)
-        ratios = [a["tpot_ms"] / b["tpot_ms"] for a, b in pairs]
-        assert row.values["tpot_speedup"] == Spread.of(ratios, UNITS["tpot_speedup"])
-    shapes = found.shapes
-    assert shapes["speculation"] == {"method": "draft_model"}
-    assert (shapes["input_len"], shapes["bandwidth_given"]) == (24, True)
-    assert shapes["kv_bytes_per_token"] == 20 * 2 * 2 * 64 * 4  # layers, K and V, heads, size, fp32
-
-
-def test_tables_show_what_was_measured(bench: Bench) -> None:
-    found = results(bench, "foretoken bench")
-    assert found is not None
-    shown = tables(found.rows)
-    assert list(shown)[:2] == ["Speed", "Speed-up over plain decoding, in turns"]
-    speed = shown["Speed"]
-    assert [line[0] for line in speed.lines] == [row.case for row in found.rows]
-    value = found.rows[0].values["output_tokens_per_second"]
-    assert isinstance(value, Spread)
-    assert speed.lines[0][3] == f"{value.median:.0f} ({value.min:.0f}–{value.max:.0f})"
-    assert [line[0] for line in shown["Speed-up over plain decoding, in turns"].lines] == [
-        "batch 1, draft_model, K=4",
-        "batch 3, draft_model, K=4",
-    ]
-
-
-def test_a_table_on_a_terminal() -> None:
-    made = Table(["", "ms", "tokens/s"], [["a", "1.25", "7"], ["longer", "10.00", ""]])
-    assert as_text(made) == "           ms  tokens/s\na        1.25         7\nlonger  10.00\n"
-
-
-def test_the_figure_has_a_point_and_a_bar_per_case(bench: Bench) -> None:
-    found = results(bench, "foretoken bench")
-    assert found is not None
-    panels = ElementTree.fromstring(chart(found)).findall(f"{SVG}g/{SVG}svg")
-    throughput, per_token, speedup = panels
-    assert len(throughput.findall(f".//{SVG}circle")) == 4
-    bars = [r for r in per_token.findall(f"{SVG}rect") if r.get("width") != "12"]
-    assert len(bars) == 4 * 4
-    assert sum(float(bar.get("height", "")) > 1 for bar in bars) >= 8
-    assert len(speedup.findall(f"{SVG}rect")) == 2
-
-
-def test_cases_take_turns_and_who_is_first_changes(
-    pair: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[int, int | None]] = []
-
-    def fake(llm: LLM, prompts: Any, params: Sequence[SamplingParams]) -> Run:
-        seen.append((len(prompts), params[0].num_speculative_tokens))
-        return by_hand()
-
-    monkeypatch.setattr(bench_run, "run_batch", fake)
-    told: list[str] = []
-    bench = Bench(pair, BenchOptions(**SMALL, compare=True, repeats=2), GREEDY)
-    bench.run(lambda done, what: told.append(f"{done}: {what}"))
-    turns = [0, None, None, 0, 0, None]  # one round warms up
-    assert seen == [(batch, k) for batch in (1, 3) for k in turns]
-    assert told[0] == "0: batch 1, plain, warm-up"
-    assert told[2] == "2: batch 1, draft_model, K=4, repeat 1"
-    assert told[-1] == f"{bench.num_runs}: done"
-    assert {len(repeats) for repeats in bench.measured.values()} == {2}
-
-
-def output(ttft: float, seconds: float, tokens: int, accepted: Sequence[int] = ()) -> RequestOutput:
-    metrics = RequestMetrics(time_to_first_token=ttft, tokens_per_second=tokens / seconds)
-    for count in accepted:
-        metrics.observe(2, count)
-    sample = CompletionOutput(0, [1] * tokens, "", "length")
-    return RequestOutput("1", None, [1] * 10, [sample], metrics)
+SMALL = {"input_len": "12", "output_len": "9", "num_requests": 4, "bandwidth": 40.0}
+pytestmark = pytest.mark.usefixtures("known_memory")
 
 
 def step(
@@ -171,116 +58,264 @@ def step(
         {phase: share * ms / 1000 for phase, share in seconds.items()},
         num_requests=requests,
         num_decoding=decoding,
+        num_context=10 * requests,
         num_drafts=drafts,
         num_accepted=accepted,
     )
     return Step(ms / 1000, trace)
 
 
+def counted(*rounds: tuple[int, int]) -> SpeculationMetrics:
+    metrics = SpeculationMetrics()
+    for drafted, accepted in rounds:
+        metrics.observe(drafted, accepted)
+    return metrics
+
+
 def by_hand() -> Run:
-    """Two requests of 10 and 7 tokens: a prompt, a mixed step, two whole ones, a last one."""
-    outputs = [output(0.1, 0.2, 5, [2, 0]), output(0.02, 0.22, 9, [1])]
+    """Three requests, of 5, 1 and 3 tokens, the last of which failed; sent late by 10 to 30 ms."""
+    first = Record(10.0, [10.1, 10.2, 10.4], 10.41, 20, 5)
+    first.origins, first.sent = ["plain", "accepted", "resampled", "accepted", "accepted"], 10.01
+    second = Record(10.0, [10.3], 10.3, 30, 1, ["plain"], sent=10.02)
+    failed = Record(10.2, [10.3, 10.4], None, 0, 3, ["resampled"], "it broke off", 10.23)
     steps = [
         step(100, 0),
-        step(20, 1, 1, drafts=2),
         step(10, 2, 0, drafts=4),  # the first that only decodes: a draft model catches up in it
         step(4, 2, 3, drafts=4),
-        step(6, 2, 1, drafts=4),
-        step(5, 1, 1, requests=1, drafts=2),
+        step(6, 1, 1, requests=1, drafts=2),
+        step(50, 1, 1, drafts=2),
+        step(8, 2, 1, drafts=2),
     ]
-    return Run(0.15, 10, outputs, steps)
+    return Run([first, second, failed], 0.5, steps, counted((2, 1), (2, 2), (1, 0)))
 
 
 def test_figures_of_a_run_worked_out_by_hand() -> None:
-    parts = split_steps(by_hand())
-    sizes = {name: [round(1000 * s.seconds) for s in steps] for name, steps in parts.items()}
-    assert sizes == {"prefill": [100, 20, 10], "decode": [4, 6], "tail": [5]}
-    # Weights of 1 GB and 2 GB; 10 MB and 1 MB per token, the target's half within 12 tokens.
-    target = Reads(10**9, ((5 * 10**6, None), (5 * 10**6, 12)))
-    found = figures(by_hand(), Floor(target, Reads(2 * 10**9, ((10**6, None),)), 2000.0))
-    # Generated before the two steps: 1 each from their prompts, 2 in the mixed step, 2 and 5 in
-    # those that only decode: 10 + 1 + (4 / 2 + 9 / 2) / 2 tokens of context.
-    context = 10 + 1 + (4 / 2 + 9 / 2) / 2
-    reads = 1 + 2 * (0.005 * context + 0.005 * 12)
-    draft = 2 * (2 + 2 * 0.001 * context)
+    # Weights of 1 GB and 2 GB; 10 MB and 1 MB per token, half of the target's within 4 tokens.
+    target = Reads(10**9, ((5 * 10**6, None), (5 * 10**6, 4)))
+    floor = Floor(target, Reads(2 * 10**9, ((10**6, None),)), 2000.0)
+    bounds = {"ttft_ms": 200.0, "tpot_ms": 75.1, "itl_ms": 200.1}
+    found = figures(by_hand(), floor, bounds)
+    latency = {name: found.pop(name) for name in [*found] if name.startswith(tuple(LATENCIES))}
+    assert [latency[name] for name in LATENCIES] == pytest.approx([200, 75, 150, 350])
+    # The decode steps are 4 ms with two requests and 6 ms with one, two drafts for each.
+    reads = (2 + 2 * 0.005 * 10 + 2 * 0.005 * 4 + 0.005 * 10 + 0.005 * 4 + 0) / 2
+    draft = 2 * (2 + 2 * 0.001 * 10 + 2 + 0.001 * 10) / 2
     assert found == pytest.approx(
         {
-            "ttft_ms": 60.0,
-            "tpot_ms": 25.0,  # both: 100 ms for 4 tokens, 200 ms for 8
-            "output_tokens_per_second": 14 / 0.15,
-            "total_tokens_per_second": 34 / 0.15,
-            "requests_per_second": 2 / 0.15,
-            "wall_s": 0.15,
-            "cached_tokens": 0,
+            "requests": 2,
+            "failed_requests": 1,
+            "output_tokens_per_second": 6 / 0.5,
+            "total_tokens_per_second": 56 / 0.5,
+            "tokens_per_second_per_user": 1000 / 75,
+            "requests_per_second": 2 / 0.5,
+            "goodput_requests_per_second": 1 / 0.5,
+            "slo_met": 1 / 3,
+            "send_lag_ms": 20.0,
+            "offered_requests_per_second": 2 / 0.2,
+            "sent_requests_per_second": 2 / 0.22,
+            "wall_s": 0.5,
+            "output_tokens": 3,
             "acceptance_length": 2.0,
-            "acceptance_rate": 0.5,
-            "accepted_at_1": 2 / 3,
-            "accepted_at_2": 1 / 3,
-            "prefill_s": 0.13,
-            "decode_s": 0.010,
-            "tail_s": 0.010,
+            "acceptance_rate": 3 / 5,
+            "unconditional_at_1": 2 / 3,
+            "unconditional_at_2": 1 / 2,
+            "conditional_at_1": 2 / 3,  # one was replaced at once, of the one that failed
+            "conditional_at_2": 1 / 2,
+            "length_share_1": 1 / 3,
+            "length_share_2": 1 / 3,
+            "length_share_3": 1 / 3,
+            "requests_per_step": 1.5,
             "step_ms": 5.0,
             "draft_ms": 0.5,
             "target_ms": 2.5,
             "verify_ms": 0.5,
             "host_gap_ms": 1.5,
-            "tokens_per_step": 2.0,
-            "decode_ms_per_token": 2.5,
+            "tokens_per_step": 1 + 4 / 3,
+            "decode_ms_per_token": 5 / (1 + 4 / 3),
             "read_gb": reads + draft,
             "floor_ms": (reads + draft) / 2,
             "share_of_floor": (reads + draft) / 2 / 5,
-            "read_gb_per_s": (reads + draft) / 0.005,
-            "target_gb_per_s": reads / 0.0025,
-            "draft_gb_per_s": draft / 0.0005,
         }
     )
+    assert {*map(unit_of, found)}
 
 
-def test_one_token_tells_nothing_of_steps_or_tpot(pair: LLM) -> None:
-    options = BenchOptions(**SMALL | {"output_len": 1, "batch_size": "2"}, repeats=1, warmup=0)
-    bench = Bench(pair, options, GREEDY)
-    bench.run()
-    ((run,),) = bench.measured.values()
-    assert not {"tpot_ms", "step_ms", "acceptance_rate"} & run.keys()
-    assert run["ttft_ms"] > 0
-    found = results(bench, "foretoken bench")
-    assert found is not None
-    assert any("No step in which the whole batch decoded" in note for note in found.notes)
-    assert any("Fewer than 3 repeats" in note for note in found.notes)
-    assert list(tables(found.rows)) == ["Speed", "Seconds of a run"]
-    assert len(ElementTree.fromstring(chart(found)).findall(f"{SVG}g")) == 1
+def test_what_a_run_cannot_tell_is_left_out() -> None:
+    run = Run([Record(0.0, [0.1], 0.1, 0, 1)], 0.2, [step(9, 0)], SpeculationMetrics())
+    found = figures(run, None, {})
+    told = ("ttft_ms", "e2e_ms", "output_tokens", "output_tokens_per_second", "requests", "wall_s")
+    told += ("failed_requests", "requests_per_second")
+    assert {*found} == {*told}
 
 
-def test_a_failed_request_ends_the_benchmark(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.engine.runner.model, "forward", None)
-    with pytest.raises(StepError):
-        run_batch(pair, [[1, 2], [3, 4]], [GREEDY] * 2)
-    assert pair.engine.on_step is None
+def test_time_is_shared_by_the_tokens_behind_the_first_piece() -> None:
+    """4 of 7 tokens came at once; an answer in one piece has no TPOT, and keeps no bound on it."""
+    several = Record(0.0, [1.0, 1.3], 1.3, 10, 7, num_first=4)
+    whole = Record(0.0, [1.0], 1.0, 10, 64, num_first=64)
+    short = Record(0.0, [1.0], 1.0, 10, 1)
+    found = figures(Run([several, whole, short], 2.0), None, {"tpot_ms": 110.0})
+    assert found["tpot_ms"] == pytest.approx(100.0)
+    assert found["slo_met"] == pytest.approx(2 / 3)
+    assert "tpot_ms" not in figures(Run([whole, short], 2.0), None, {})
 
 
-def test_a_run_that_ends_early_keeps_whole_turns(
-    pair: LLM, monkeypatch: pytest.MonkeyPatch
+def test_percentiles_are_told_by_enough_requests_alone() -> None:
+    def told(count: int) -> dict[str, float]:
+        return percentiles({"ttft_ms": [float(i) for i in range(count)]})
+
+    assert [len(told(count)) for count in (1, 9, 10, 20, 99, 100)] == [1, 1, 2, 3, 3, 4]
+    assert told(101) == {f"ttft_ms_p{p}": p for p in (50, 90, 95, 99)}
+
+
+@pytest.mark.parametrize(
+    ("rounds", "conditional", "unconditional"),
+    [
+        ([(3, 3), (3, 1), (3, 0)], [2 / 3, 1 / 2, 1], [2 / 3, 1 / 3, 1 / 3]),
+        ([(2, 2), (2, 0)], [1 / 2, 1], [1 / 2, 1 / 2]),
+    ],
+)
+def test_a_servers_counts_give_both_kinds_of_acceptance(
+    rounds: list[tuple[int, int]], conditional: list[float], unconditional: list[float]
 ) -> None:
-    calls = 0
+    counts = counted(*rounds)
+    counts.accepted_per_position += [0]  # as long as the server's K
+    counts.drafted_per_position += [0]
+    run = Run([Record(0.0, [0.1], 0.1, 0, 1)], 0.2, [], counts)
+    found = figures(run, None, {})
+    for kind, expected in (("conditional", conditional), ("unconditional", unconditional)):
+        names = sorted(name for name in found if name.startswith(f"{kind}_at_"))
+        assert [found[name] for name in names] == pytest.approx(expected)
+    counts.drafted_per_position = []  # vLLM does not tell them
+    assert [*outcomes(run)[0].values()] == counts.accepted_per_position
 
-    def fake(*args: Any) -> Run:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise ProcessingError("enough")
-        return by_hand()
 
-    monkeypatch.setattr(bench_run, "run_batch", fake)
-    bench = Bench(pair, BenchOptions(**SMALL, compare=True, warmup=1), GREEDY)
-    assert results(bench, "foretoken bench") is None
-    with pytest.raises(ProcessingError):
-        bench.run()
-    found = results(bench, "foretoken bench")
+def test_counts_between_two_looks() -> None:
+    before, after = counted((2, 1)), counted((2, 1), (3, 3), (0, 0))
+    found = difference(before, after)
+    assert (found.num_drafts, found.num_draft_tokens, found.num_accepted_tokens) == (1, 3, 3)
+    assert (found.accepted_per_position, found.drafted_per_position) == ([1, 1, 1], [1, 1, 1])
+
+
+@pytest.fixture(scope="module")
+def bench(target: Path, draft: Path) -> Bench:
+    """A whole run of a small pair, plain and speculative in turns."""
+    options = BenchOptions(**SMALL, concurrency="1,3", slo="ttft=60000")
+    speculation = SpeculativeConfig(model=str(draft), num_speculative_tokens=3)
+    engine = {"model": str(target), "speculative_config": speculation, "threads": 1}
+    engine |= {"enable_prefix_caching": False}
+    made = Engines(options.sized(engine), SamplingParams(), 40.0)
+    bench = Bench(options, made, engine_cases({}, 0.7, speculation, compare=True))
+    asyncio.run(bench.run())
+    return bench
+
+
+def test_the_figures_of_a_run_add_up(bench: Bench) -> None:
+    assert len(bench.measured) == 4
+    for (load, case), measured in bench.measured.items():
+        assert (len(measured.repeats), measured.partial) == (3, False)
+        for run in measured.repeats:
+            assert min(run.values()) >= 0
+            assert sum(run[f"{part}_ms"] for part in ("draft", "target", "verify", "host_gap")) == (
+                pytest.approx(run["step_ms"])
+            )
+            assert (run["requests"], run["output_tokens"], run["slo_met"]) == (4, 9, 1)
+            assert run["output_tokens_per_second"] * run["wall_s"] == pytest.approx(9 * 4)
+            assert run["total_tokens_per_second"] * run["wall_s"] == pytest.approx(21 * 4)
+            assert run["goodput_requests_per_second"] * run["wall_s"] == pytest.approx(4)
+            # No request takes longer than the run; the time before its first token is part of it.
+            behind = (run["e2e_ms"] - run["ttft_ms"]) / run["tpot_ms"]
+            assert 1 <= behind <= 8 + 1e-9  # tokens, without those of the first piece
+            assert run["e2e_ms"] <= 1000 * run["wall_s"]
+            assert 1 <= run["requests_per_step"] <= load.concurrency
+            assert run["floor_ms"] == pytest.approx(1000 * run["read_gb"] / 40)
+            assert ("acceptance_rate" in run) == (not case.plain)
+            if case.plain:
+                assert (run["tokens_per_step"], run["draft_ms"]) == (1, 0)
+            else:
+                assert run["draft_ms"] > 0
+                assert 1 <= run["tokens_per_step"] <= 4
+                shares = [run[f"length_share_{i}"] for i in range(1, 5)]
+                assert sum(shares) == pytest.approx(1)
+                mean = sum(i * share for i, share in enumerate(shares, 1))
+                assert mean == pytest.approx(run["acceptance_length"])
+            assert all(map(unit_of, run))
+
+
+def test_the_results_file_has_a_spread_of_every_figure(bench: Bench, tmp_path: Path) -> None:
+    found = results(bench, "foretoken bench", ["more"])
     assert found is not None
-    validate(asdict(found))
-    repeats = {row.case: row.values["wall_s"].repeats for row in found.rows}  # type: ignore[union-attr]
-    assert repeats == {"batch 1, plain": 2, "batch 1, draft_model, K=4": 1}
-    assert found.rows[1].values["speedup"].repeats == 1  # type: ignore[union-attr]
+    path = tmp_path / "x.json"
+    write_file(found, path)
+    assert read(path) == found
+    assert found.notes[-1] == "more"
+    cases = [(row.labels["concurrency"], row.labels["k"]) for row in found.rows]
+    assert cases == [(1, 0), (1, 3), (3, 0), (3, 3)]
+    of_case = {f"{a.name}, {b.name}": m.repeats for (a, b), m in bench.measured.items()}
+    runs = [of_case[row.case] for row in found.rows]
+    spreads = [v for row in found.rows for v in row.values.values() if isinstance(v, Spread)]
+    assert {spread.repeats for spread in spreads} == {3}
+    told = {name for name in found.rows[0].values if name.startswith("ttft_ms_p")}
+    assert told == {"ttft_ms_p50", "ttft_ms_p90"}  # of 3 runs of 4
+    value = found.rows[0].values["step_ms"]
+    assert value == Spread.of([run["step_ms"] for run in runs[0]], UNITS["step_ms"])
+    ratios = [a["tpot_ms"] / b["tpot_ms"] for a, b in zip(runs[0], runs[1], strict=True)]
+    assert found.rows[1].values["tpot_speedup"] == Spread.of(ratios, UNITS["tpot_speedup"])
+    shapes = found.shapes
+    assert shapes["speculation"]["num_speculative_tokens"] == 3
+    assert (shapes["input_len"], shapes["bandwidth_given"]) == ("12", True)
+    lines = [*csv.DictReader(io.StringIO(as_csv(found.rows)))]
+    assert len(lines) == sum(len(row.values) for row in found.rows)
+    line = next(n for n in lines if n["value"] == "step_ms")
+    assert (line["case"], float(line["median"])) == ("concurrency 1, plain", value.median)  # type: ignore[union-attr]
+
+
+def test_tables_and_figures_show_what_was_measured(bench: Bench) -> None:
+    found = results(bench, "foretoken bench --sweep 'k=<2>'")
+    assert found is not None
+    speed = tables(found.rows)["Speed"]
+    assert [line[0] for line in speed.lines] == [row.case for row in found.rows]
+    value = found.rows[0].values["output_tokens_per_second"]
+    assert isinstance(value, Spread)
+    shown = f"{value.median:.0f} ({value.min:.0f}–{value.max:.0f})"
+    assert shown == speed.lines[0][speed.header.index("tokens/s")]
+    drawn = [ElementTree.fromstring(chart) for chart in charts(found.rows)]
+    speedup, users, per_token, positions, lengths = drawn
+    assert [len(one.findall(f".//{SVG}circle")) for one in (speedup, users)] == [2, 4]
+    assert len(positions.findall(f".//{SVG}circle")) == 2 * 3
+    bars = [r for r in per_token.findall(f"{SVG}rect") if r.get("width") != "12"]
+    assert len(bars) == 4 * 4
+    assert len(lengths.findall(f"{SVG}rect")) == 4
+    report = as_html(found, tables(found.rows), charts(found.rows))
+    assert "k=&lt;2&gt;" in report
+    assert report.count("<svg") == 5
+    addresses = {*re.findall(r'(?:src|href|url)\W*[=(]\W*"?([^">)]*)', report)}
+    assert not addresses  # it loads nothing
+
+
+def test_a_table_on_a_terminal() -> None:
+    made = Table(["", "ms", "tokens/s"], [["a", "1.25", "7"], ["longer", "10.00", ""]])
+    assert as_text(made) == "           ms  tokens/s\na        1.25         7\nlonger  10.00\n"
+
+
+def test_what_the_engine_refuses_is_counted_and_what_it_fails_at_is_raised(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"model": str(target), "speculative_config": None, "num_blocks": 64, "threads": 1}
+    system = Engines(options, SamplingParams(), 40.0)
+    case = engine_cases({}, 0.0, None, compare=True)[0][0]
+
+    async def work() -> None:
+        async with system.opened([case]):
+            for prompt in ([1] * 10_000, [{"role": "user", "content": "x"}]):
+                with pytest.raises(RequestFailedError, match="`"):
+                    await system.send(Asked(prompt, 3, 0), case, Record(0.0))  # type: ignore[arg-type]
+            engine = system._engine.engine
+            monkeypatch.setattr(engine.runner.model, "forward", None)
+            with pytest.raises((StepError, ProcessingError)):
+                await drive(system, case, Load(1), [(0.0, Asked([1], 3, 0))], Run())
+            assert engine.on_step is None
+
+    asyncio.run(work())
 
 
 def test_a_file_is_written_whole_or_not_at_all(
@@ -297,8 +332,3 @@ def test_a_file_is_written_whole_or_not_at_all(
     assert path.read_text() == "before"
     write_file(found, path)
     assert os.listdir(tmp_path) == ["x.json"]
-
-
-def test_cases_of_one_engine(pair: LLM) -> None:
-    options = BenchOptions(**SMALL)
-    assert Bench(pair, options, GREEDY).cases == [Case("draft_model, K=4", None)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -16,7 +17,9 @@ from foretoken.lab.results import Results, Row, Spread, as_text, collect, read, 
 from tests.project.source import ROOT
 
 
+@functools.cache
 def sample() -> Any:
+    """Once: to read what the machine is takes half a second."""
     rows = [
         Row("plain", {"k": 0}, {"speed": Spread.of([3.0, 1.0, 2.0], "tok/s"), "tokens": 64}),
         Row("draft", {"k": 4}, {"speed": Spread.of([5.0], "tok/s"), "tokens": 64}),

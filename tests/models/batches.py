@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from foretoken.cache.batch import ForwardBatch, gather_batch
-from foretoken.slots.step import SlotSpan
+from foretoken.cache.batch import gather_batch
+from foretoken.ops.steps import ForwardBatch, SlotSpan
 from foretoken.slots.table import SlotTable
 
 

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.heads import save_head
-from foretoken.cache.batch import ForwardBatch
 from foretoken.engine.runner import Runner
 from foretoken.ops import DraftBlock
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, ForwardBatch
 from foretoken.slots.step import StepResult, StepRows
 from tests.models import families
 

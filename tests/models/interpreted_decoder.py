@@ -27,6 +27,7 @@ from foretoken.ops.backends.triton.decoder import FusedDecoder
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool, walk
+from tests.support import interpreter as interpreter
 
 BLOCK = 4
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -96,7 +97,7 @@ def padding(folder: Path) -> None:
         batch = build_batch(spans, BLOCK, CPU)
         token_T = torch.cat([batch.token_T, torch.tensor(behind, dtype=torch.int64)])
         attention = replace(batch.attention, values_fit=True)
-        output = model.fused.forward(token_T, batch.logit_row_N, attention, kv.keys, kv.values)
+        output = model.fused.forward(token_T, batch.logit_row_N, kv.of(attention))
         outcomes.append([output.logits_NV, *kv.keys, *kv.values])
     for without, with_padding in zip(*outcomes, strict=True):
         assert torch.equal(without, with_padding)

@@ -28,6 +28,7 @@ from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import AttentionBatch, UnfitError, get_backend
 from foretoken.ops.backends.triton.decoder import FusedDraftHead
 from tests.models.batches import Span, build_batch
+from tests.support import interpreter as interpreter
 
 HIDDEN, VOCABULARY, BLOCK, ROWS = 64, 300, 4, 6
 CPU = torch.device("cpu")

@@ -109,9 +109,10 @@ def test_fields_of_clients_reach_the_template(llm: LLM) -> None:
     (output,) = llm.chat([{**asked, "reasoning_content": "hm"}], GREEDY, chat_template=template)
     assert output.prompt == "|hm||\n|5"
     assert calls[0]["function"] is function, "the caller's own is left as it was"
-    function["arguments"] = "{x"
-    with pytest.raises(RequestError, match=r"tool_calls\[0\].function.arguments.*parser says"):
-        llm.chat([asked], GREEDY, chat_template=template)
+    for text in ("{x", "[" * 100_000, f'{{"x": {"1" * 5000}}}'):  # no JSON, too deep, too long
+        function["arguments"] = text
+        with pytest.raises(RequestError, match=r"tool_calls\[0\].function.arguments.*parser says"):
+            llm.chat([asked], GREEDY, chat_template=template)
 
 
 def test_a_template_in_the_tokenizer_config(tmp_path: Path) -> None:

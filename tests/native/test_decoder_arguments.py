@@ -11,6 +11,7 @@ import torch
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, load_model
 from foretoken.ops import DraftCache, DraftRound
+from foretoken.ops.types import PagedKV
 from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.walk import CPU, new_pool
@@ -35,7 +36,7 @@ def forward(model: CausalLM, **changes: Any) -> Any:
     spans = [Span([1, 2], 2, [5, 6, 7], 1), Span([3], 0, [8], 1)]
     batch = build_batch(spans, BLOCK, CPU)
     attention = replace(batch.attention, **changes)
-    return model.fused.forward(batch.token_T, batch.logit_row_N, attention, kv.keys, kv.values)
+    return model.fused.forward(batch.token_T, batch.logit_row_N, kv.of(attention))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def draft(model: CausalLM, columns: int = 2, **changes: Any) -> torch.Tensor:
         torch.tensor([3, 2]),
         DraftCache.empty(2, 3, model.vocab_size, torch.float32, CPU),
     )._replace(**changes)
-    return model.fused.draft(first.token_T, attention, kv.keys, kv.values, drafting)
+    return model.fused.draft(first.token_T, kv.of(attention), drafting)
 
 
 def empty_cache(*sizes: int, dtype: torch.dtype = torch.float32) -> DraftCache:
@@ -102,6 +103,6 @@ def test_a_wider_block_table_changes_nothing(model: CausalLM) -> None:
 def test_a_pool_of_another_model_is_refused(model: CausalLM) -> None:
     assert model.fused is not None
     kv, batch = new_pool(model, 2, BLOCK), build_batch([Span([0], 0, [1], 1)], BLOCK, CPU)
-    arguments = (batch.token_T, batch.logit_row_N, batch.attention)
+    one = PagedKV(batch.attention, kv.keys[:1], kv.values[:1])
     with pytest.raises(ConfigError, match="`keys` is 1: must be tensors of 2 layers"):
-        model.fused.forward(*arguments, kv.keys[:1], kv.values[:1])
+        model.fused.forward(batch.token_T, batch.logit_row_N, one)

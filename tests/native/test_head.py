@@ -44,8 +44,8 @@ def round_of(head: Eagle3Head, **changes: Any) -> torch.Tensor:
     block_SL, length_B = torch.tensor([[3] * len(blocks_1), blocks_1]), torch.tensor([6, 1])
     params, slot_B = make_params(SLOTS, [0.8, 0.8]), torch.tensor([1, 0])
     drafting = DraftRound(params, slot_B, given["num_B"], given["cache"])
-    where = (block_SL[:, :: given["step"]], kv.keys[0], kv.values[0])
-    return head.fused.draft_round(given["hidden_SC"], length_B, *where, drafting)
+    where = AttentionBatch(slot_B, length_B, block_SL[:, :: given["step"]], BLOCK)
+    return head.fused.draft_round(given["hidden_SC"], kv.only_layer(where), drafting)
 
 
 def cache(drafts: int = 3, dtype: torch.dtype = torch.float32) -> DraftCache:
@@ -93,7 +93,7 @@ def test_wrong_hidden_states_are_named(
     batch = AttentionBatch(torch.tensor([0, 3]), torch.tensor([3]), torch.tensor([[1]]), BLOCK)
     right = [torch.zeros(3, HIDDEN)] * 2
     for last in (right[0], state_TH):
-        given = (torch.zeros(3, dtype=torch.int64), [*right, last], batch, kv.keys[0], kv.values[0])
+        given = (torch.zeros(3, dtype=torch.int64), [*right, last], kv.only_layer(batch))
         if last is state_TH:
             with pytest.raises(ConfigError, match=message):
                 head.fused.forward(*given)

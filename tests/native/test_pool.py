@@ -44,7 +44,7 @@ assert draw() == alone
 """
 CHANGED = """
 library.set_num_threads(2)
-end = time.monotonic() + 1.5
+end = time.monotonic() + 0.5
 def work():
     while time.monotonic() < end:
         if draw() != alone:
@@ -68,11 +68,13 @@ def run(script: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("use", ["used", "unused"])
 def test_a_forked_child_computes_and_ends(use: str) -> None:
     run(FORK, use)
 
 
+@pytest.mark.usefixtures("forked")
 def test_the_number_of_threads_may_change_while_others_compute() -> None:
     run(CHANGED)
 

@@ -9,10 +9,7 @@ import functools
 import importlib.util
 import itertools
 import json
-import os
 import re
-import subprocess
-import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -29,6 +26,7 @@ from foretoken.ops import BACKENDS, Backend, Rule, VerifyBatch, checks, get_back
 from foretoken.ops.backends.reference import _rules as papers
 from tests.support.cases import drafts_of, make_params
 from tests.support.interpreted import OFF
+from tests.support.interpreter import interpret
 from tests.support.kernels import require_kernels
 from tests.support.oracle import Case, compare_batch, expect, random_case
 
@@ -90,13 +88,7 @@ def failures_of(name: str) -> dict[str, str | None]:
         return failures(get_backend(name))
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.ops.test_every_rule"],
-        env={**os.environ, **environment}, cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found: dict[str, str | None] = json.loads(done.stdout)
+    found: dict[str, str | None] = json.loads(interpret("tests.ops.test_every_rule"))
     return found
 
 

@@ -28,7 +28,7 @@ from foretoken.ops.backends.reference import noise
 from foretoken.ops.types import Stream
 from tests.support.laws import On, each_backend, fastest, require
 
-FEWER = TRIALS // 8  # of laws with many cases, in `make test`
+FEWER = TRIALS // 16  # of laws with many cases, in `make test`
 
 
 @each_backend

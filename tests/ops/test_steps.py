@@ -8,11 +8,7 @@ reads may differ: the end of the spare's tokens, block tables behind a request's
 from __future__ import annotations
 
 import importlib.util
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,13 +17,13 @@ from torch import Tensor
 
 from foretoken.ops import Verdict, get_backend
 from foretoken.ops.steps import DraftRows, PackSizes, SlotState, Steps, StepTokens
+from tests.support.interpreter import INTERPRETED, interpret_tests
 
 BLOCK_SIZE, VOCABULARY = 4, 7
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Case(NamedTuple):
@@ -102,7 +98,7 @@ def make_verdict(seed: int, num_D: Tensor, most: int) -> Verdict:
 
 
 def check_batch(mine: Any, theirs: Any, lengths: Tensor) -> None:
-    """Two `Packed`, of which one may have more padding; blocks as far as `lengths` reach."""
+    """Two `ForwardBatch`, of which one may have more padding; blocks as far as `lengths` reach."""
     for name in ("token_T", "position_T", "logit_row_N"):
         one, other = getattr(mine, name), getattr(theirs, name)
         size = min(len(one), len(other))
@@ -178,13 +174,7 @@ def compare_drafting(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
 @needs_triton
 @pytest.mark.skipif(DEVICE.type == "cuda" or INTERPRETED, reason="the tests below run here")
 def test_interpreted_kernels_leave_the_same_numbers() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert "passed" in done.stdout
+    interpret_tests(__file__)
 
 
 @needs_triton

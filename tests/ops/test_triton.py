@@ -9,10 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +17,11 @@ import torch
 from foretoken.ops import Rule, get_backend
 from tests.support import interpreted
 from tests.support.interpreted import CASES, CHOICES, OFF, compare
+from tests.support.interpreter import interpret
 from tests.support.layouts import KINDS, compare_layouts
 from tests.support.oracle import compare_batch, random_case
 from tests.support.pieces import compare_pieces
 
-ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -34,23 +30,8 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, Any]:
-    """What the cases came to, in two processes whose kernels are interpreted."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", interpreted.__name__, "", share, "2"],
-            env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for share in ("0", "1")
-    ]
-    found: dict[str, Any] = {}
-    for process in running:
-        out, err = process.communicate(timeout=900)
-        assert process.returncode == 0, err
-        found |= json.loads(out)
+    """What the cases came to where kernels are interpreted."""
+    found: dict[str, Any] = json.loads(interpret(interpreted.__name__))
     return found
 
 

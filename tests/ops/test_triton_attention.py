@@ -10,9 +10,6 @@ import importlib
 import importlib.util
 import itertools
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +22,8 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.ops import AttentionBatch, AttentionOptions, get_backend
+from tests.support.interpreter import INTERPRETED, interpret_tests
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED or not torch.cuda.is_available() else "cuda")
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
@@ -140,17 +137,15 @@ def attend_new(step: Step, options: AttentionOptions = PLAIN) -> Tensor:
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it would start")
-@pytest.mark.parametrize("part", [Path(__file__).name, "test_attention.py"])
-def test_in_the_interpreter(part: str) -> None:
-    few = "triton" if part == Path(__file__).name else "triton and (mixed or argument or long)"
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
-         str(Path(__file__).with_name(part)), "-k", f"({few}) and not half"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert " passed" in done.stdout
+@pytest.mark.parametrize(
+    ("file", "few"),
+    [
+        (Path(__file__).name, "triton"),
+        ("test_attention.py", "triton and (mixed and (gqa or plain or all) or argument or long)"),
+    ],
+)
+def test_in_the_interpreter(file: str, few: str) -> None:
+    interpret_tests(str(Path(__file__).with_name(file)), f"({few}) and not half")
 
 
 @needs_triton

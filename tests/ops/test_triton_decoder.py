@@ -7,10 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,22 +15,12 @@ if importlib.util.find_spec("triton") is None:
 
 from tests.models import interpreted_decoder
 from tests.models.interpreted_decoder import CASES
-
-ROOT = Path(__file__).parents[2]
+from tests.support.interpreter import interpret
 
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str | None]:
-    run = subprocess.run(
-        [sys.executable, "-m", interpreted_decoder.__name__],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert run.returncode == 0, run.stderr
-    found: dict[str, str | None] = json.loads(run.stdout.splitlines()[-1])
+    found: dict[str, str | None] = json.loads(interpret(interpreted_decoder.__name__))
     return found
 
 

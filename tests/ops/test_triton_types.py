@@ -19,7 +19,7 @@ KERNELS = """
 def test_every_kernel_has_types() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.compiled"],
+        [sys.executable, "-W", "ignore", "-m", "tests.ops.typed_kernels"],
         capture_output=True,
         text=True,
         check=False,

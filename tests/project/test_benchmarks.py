@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import near_ties, soak_serve
 from benchmarks.curves import fit
 from benchmarks.near_ties import PAIR, Parted, nudged_pairs, unexplained
 from benchmarks.opponents import torch_threads
@@ -155,8 +156,9 @@ def test_where_two_texts_part() -> None:
     assert not ended.agrees([1, 2, 3])
 
 
-def test_near_ties_are_told_from_wrong_tokens() -> None:
+def test_near_ties_are_told_from_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of weights a hundred times as far off part where those that are nudged do not."""
+    monkeypatch.setattr(near_ties, "MODELS", 2)  # that part as `far` does at once, or hardly ever
     speculation = {"method": "draft_model", "num_speculative_tokens": 2}
     params = [SamplingParams(temperature=0.8, max_tokens=32, seed=i) for i in range(48)]
 
@@ -192,6 +194,24 @@ def test_a_soak_fails_if_anything_promised_never_happened() -> None:
     ]
     del found["aborted"]
     assert failures(found, args) == ["aborted is 0, not at least 1"]
+
+
+def test_a_soak_of_the_server_fails_if_something_differs_or_is_held_too_long() -> None:
+    found: dict[str, Any] = dict.fromkeys(soak_serve.MOST, 0)
+    assert soak_serve.failures({**found, "seconds_to_free": Spread.of([0.1, 0.9], "s")}) == []
+    wrong = {**found, "different": 1, "seconds_to_free": Spread.of([0.1, 1.4], "s")}
+    assert soak_serve.failures(wrong) == [
+        "most_seconds_to_free is 1.4, not at most 1.0",
+        "different is 1, not at most 0.0",
+    ]
+
+
+def test_an_answer_says_the_same_streamed_in_any_pieces() -> None:
+    whole = {"id": "x", "choices": [{"text": "ab", "trace": [{"text": "no"}]}]}
+    parts = [{"choices": [{"text": t, "finish_reason": "stop"}]} for t in "ab"]
+    assert "".join(soak_serve.spoken(whole)) == "".join(soak_serve.spoken(parts)) == "ab"
+    with pytest.raises(RuntimeError, match="broke off"):
+        list(soak_serve.chunks('data: {"choices": []}\n\n'))
 
 
 def test_what_a_soak_captures_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,7 @@ TORCH_FREE = [
     "foretoken.engine.control",
     "foretoken.engine.request",
     "foretoken.engine.scheduler",
+    "foretoken.lab.plan.simulate",
 ]
 
 
@@ -176,15 +177,12 @@ def test_imports_no_torch(name: str) -> None:
 
 
 def test_import_foretoken_is_light_and_quick() -> None:
+    """Quick by the number of modules: a machine's speed and load have no say."""
     code = (
-        "import time; start = time.perf_counter(); import foretoken;"
-        "took = time.perf_counter() - start; import sys;"
-        "print(took); print([m for m in ('torch', 'transformers', 'typer', 'rich', 'numpy',"
-        " 'fastapi') if m in sys.modules])"
+        "import sys; before = len(sys.modules); import foretoken;"
+        "print(len(sys.modules) - before); print([m for m in ('torch', 'transformers', 'typer',"
+        " 'rich', 'numpy', 'fastapi') if m in sys.modules])"
     )
-    best = 9.0
-    for _ in range(3):  # a shared machine: the best of three
-        took, heavy = run_python(code).splitlines()
-        assert heavy == "[]"
-        best = min(best, float(took))
-    assert best <= 0.3
+    modules, heavy = run_python(code).splitlines()
+    assert heavy == "[]"
+    assert int(modules) <= 50

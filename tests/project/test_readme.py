@@ -32,7 +32,10 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
-def test_a_script(number: int, tmp_path: Path) -> None:
+def test_a_script(number: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The first as users start it."""
+    if number:
+        request.getfixturevalue("forked")
     script = tmp_path / "example.py"
     script.write_text(blocks("python")[number], encoding="utf-8")
     done = subprocess.run(
@@ -54,6 +57,9 @@ def test_a_command(line: str, tmp_path: Path) -> None:
         words, given = words[: words.index("<")], "import os\n"
     if "chat" in words:
         words += ["--max-tokens", "8"]  # the checkpoint has no room for more
+    if "bench" in words:
+        # Nobody looks at its figures.
+        words += "--output-len 8 --num-requests 4 --repeats 1 --bandwidth 40".split()
     result = CliRunner().invoke(app, words, input=given)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip()

@@ -48,6 +48,7 @@ def test_two_threads_without_turns_fail(monkeypatch: pytest.MonkeyPatch) -> None
     assert trial_child.threads("torch", 0.5)["failures"]
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("backend", BACKENDS[:1])
 def test_signals(backend: str) -> None:
     row, failures = trial.signals(backend, 4)
@@ -55,10 +56,12 @@ def test_signals(backend: str) -> None:
     assert row.values["partial_tokens"] > 0  # type: ignore[operator]
 
 
+@pytest.mark.usefixtures("forked")
 def test_one_signal_ends_a_loop_of_calls() -> None:
     assert trial.loops("torch", 2)[1] == []
 
 
+@pytest.mark.usefixtures("forked")
 def test_forks() -> None:
     assert trial.forks("torch", 1)[1] == []
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.errors import RequestError
+from foretoken.sampling import grammar
 from foretoken.sampling.forced import by_grammar
 from foretoken.sampling.grammar import Grammar, Grammars, Matcher, fill_ahead, fill_masks
 from foretoken.sampling.params import SamplingParams
@@ -58,7 +62,8 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 def compiled(tokenizer: Any, choices: Sequence[str] = CHOICES) -> Grammar:
     size = len(tokenizer) + PADDING
     grammars = Grammars(tokenizer, size, frozenset([tokenizer.eos_token_id]))
-    grammar = grammars.compiled({"choice": [*choices]})
+    grammars.wait([asked := {"choice": [*choices]}])
+    grammar = grammars.compiled(asked)
     assert grammar is not None
     return grammar
 
@@ -162,3 +167,48 @@ def test_what_has_one_way_on_is_forced(tokenizer: Any) -> None:
 def test_a_decoder_that_says_nothing_of_bytes_is_refused() -> None:
     with pytest.raises(RequestError, match="can't determine decoder type"):
         compiled(metaspace())
+
+
+def test_threads_that_ask_for_one_grammar_share_it() -> None:
+    tokenizer = byte_level()
+    grammars = Grammars(tokenizer, len(tokenizer), frozenset([tokenizer.eos_token_id]))
+    submit = grammars._pool.submit
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.02)  # in which the other threads ask
+        return submit(*given)
+
+    grammars._pool.submit = slow  # type: ignore[method-assign]
+    asked = {"choice": ["a"]}
+
+    def ask(_: int) -> Grammar | None:
+        kept = grammars.wait([asked])
+        return grammars.compiled(asked) if kept else None
+
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(ask, range(8))]
+    assert found[0] is not None
+    assert all(one is found[0] for one in found)
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = byte_level()
+    grammars = Grammars(tokenizer, len(tokenizer), frozenset([tokenizer.eos_token_id]))
+    compiled, compile_, release = [], grammar._compile, Event()
+
+    def slow(asked: Any, *given: Any) -> Any:
+        compiled.append(asked["choice"][0])
+        release.wait(10)
+        return compile_(asked, *given)
+
+    monkeypatch.setattr(grammar, "_compile", slow)
+    kept = [grammars.begin({"choice": [word]}) for word in ("first", "second")]
+    grammars.begin({"choice": ["left"]})
+    kept.append(grammars.begin({"choice": ["stays"]}))
+    release.set()
+    for entry in kept:
+        assert entry is not None
+        assert isinstance(entry.future.result(10), Grammar)
+    assert sorted(compiled) == ["first", "second", "stays"]

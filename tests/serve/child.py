@@ -6,8 +6,10 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import httpx
@@ -15,34 +17,53 @@ import httpx
 from foretoken import AsyncEngine
 from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.server import serve
+from foretoken.serve.server import bind, serve
 from tests.project.source import ROOT
+from tests.serve.running import fail_later, until
 
 
 class Child(NamedTuple):
     process: subprocess.Popen[str]
     http: httpx.Client
 
-    def end(self, by: int = signal.SIGTERM, seconds: float = 20) -> int:
+    def end(self, by: int = signal.SIGTERM, seconds: float = 60) -> int:
         """The exit code that a signal brings."""
         self.process.send_signal(by)
         return self.process.wait(seconds)
 
+    @property
+    def said(self) -> str:
+        """What it printed after its address, once it has ended."""
+        return self.process.stdout.read() if self.process.stdout else ""
+
 
 @contextmanager
-def child(model: Any, *, engine: Any = None, breaks: str = "", **options: Any) -> Iterator[Child]:
+def child(
+    model: Any,
+    *,
+    engine: Any = None,
+    breaks: str = "",
+    expects: int = 0,
+    step_seconds: float = 0.0,
+    **options: Any,
+) -> Iterator[Child]:
     """A server that has begun to listen; it is gone afterwards.
 
     Args:
         breaks: what the fourth step raises: `device` as a GPU that failed, or `thread`, a bug.
+        expects: steps wait while fewer requests are open.
+        step_seconds: what every step takes more.
     """
-    asked = {"engine": {"model": str(model), **(engine or {})}, "breaks": breaks}
-    words = [sys.executable, "-m", "tests.serve.child", json.dumps({**asked, "options": options})]
+    asked = {
+        "engine": {"model": str(model), **(engine or {})}, "options": options,
+        "breaks": breaks, "expects": expects, "step_seconds": step_seconds,
+    }  # fmt: skip
+    words = [sys.executable, "-m", "tests.serve.child", json.dumps(asked)]
     pipe = subprocess.PIPE
     with subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True) as process:
         try:
             assert process.stdout is not None
-            url = process.stdout.readline().split()[-1]
+            url = next(line for line in process.stdout if "http" in line).split()[-1]
             with httpx.Client(base_url=url, timeout=30) as http:
                 yield Child(process, http)
         finally:
@@ -53,24 +74,19 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     engine = AsyncEngine(**asked["engine"])
     options = ServeOptions(port=0, **asked["options"])
-    if asked["breaks"]:
-        _break(engine, asked["breaks"])
-    serve(build_app(engine, options), options, lambda line: print(line, flush=True))
+    if asked["breaks"] == "thread":
+        fail_later(engine.engine, "step", "the step is broken")
+    elif asked["breaks"]:
+        fail_later(engine.engine.runner, "run", "CUDA error: an illegal memory access")
+    step = engine.engine.step
 
+    def later() -> Any:
+        until(lambda: engine.status.num_open >= asked["expects"])
+        time.sleep(asked["step_seconds"])
+        return step()
 
-def _break(engine: AsyncEngine, how: str) -> None:
-    inner, count = engine.engine, 0
-    owner, name = (inner, "step") if how == "thread" else (inner.runner, "run")
-    right = getattr(owner, name)
-
-    def wrong(*given: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count > 3:
-            raise RuntimeError("CUDA error: an illegal memory access" if how == "device" else how)
-        return right(*given)
-
-    setattr(owner, name, wrong)
+    engine.engine.step = later  # type: ignore[method-assign]
+    serve(build_app(engine, options), bind(options), options, partial(print, flush=True))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import httpx
 from foretoken import AsyncEngine
 from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.server import listen, make_server
+from foretoken.serve.server import bind, make_server
 
 PROMPT = "def fibonacci(n):\n"
 
@@ -28,7 +28,7 @@ class Running(NamedTuple):
 def running(engine: AsyncEngine, options: ServeOptions) -> Iterator[Running]:
     """A real server on a free port of the loopback; it and its engine have ended afterwards."""
     server = make_server(build_app(engine, options))
-    with listen(ServeOptions(port=0)) as bound:
+    with bind(ServeOptions(port=0)) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         host, port = bound.getsockname()
@@ -40,7 +40,7 @@ def running(engine: AsyncEngine, options: ServeOptions) -> Iterator[Running]:
             thread.join()
 
 
-def until(condition: Any, seconds: float = 10.0) -> None:
+def until(condition: Any, seconds: float = 60.0) -> None:
     """Wait for a condition, and fail if it does not come."""
     end = time.monotonic() + seconds
     while not condition():
@@ -65,3 +65,17 @@ def chunks(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
 def choices(found: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
     """Of a stream's chunks, what they say of one choice."""
     return [c for chunk in found for c in chunk["choices"] if c["index"] == index]
+
+
+def fail_later(owner: Any, name: str, says: str, steps: int = 3) -> None:
+    """Have a method of an engine raise, after so many calls."""
+    right, count = getattr(owner, name), 0
+
+    def wrong(*given: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > steps:
+            raise RuntimeError(says)
+        return right(*given)
+
+    setattr(owner, name, wrong)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from foretoken import SamplingParams
 from foretoken.errors import RequestError
+from foretoken.outputs import CompletionDelta, Logprob, RequestDelta
+from foretoken.serve.answers.completions import CompletionForm
+from foretoken.serve.answers.events import EventReader
 from foretoken.serve.conversions import read_messages, read_responses
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
@@ -23,9 +28,11 @@ from foretoken.serve.protocol.common import (
     described,
 )
 from foretoken.serve.protocol.completions import CompletionBody
+from foretoken.serve.protocol.faults import _BOUNDS, field_error
 from foretoken.serve.protocol.messages import MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked, Served, read_chat, read_completion
+from foretoken.serve.running import News
 from tests.project.source import ROOT
 from tests.serve.running import post
 
@@ -48,6 +55,7 @@ HONOURED: dict[str, Any] = {
     "include_stop_str_in_output": True, "skip_special_tokens": False, "ignore_eos": True,
     "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.5,
     "logit_bias": {"5": 1.0}, "bad_words": ["x"], "allowed_token_ids": [4], "prompt_logprobs": 1,
+    "priority": -1,
     "prediction": {"type": "content", "content": "x"}, "stream": True,
     "stream_options": {"include_usage": True}, "top_logprobs": 2, "add_generation_prompt": False,
     "continue_final_message": True, "chat_template": "{{ x }}",
@@ -72,6 +80,7 @@ SPECULATIVE: dict[str, Any] = {
     "enabled": False, "num_speculative_tokens": 2, "drafter": "ngram", "rule": "block",
     "trace": True,
 }  # fmt: skip
+PREDICTION = {"type": "content", "content": "x"}
 STREAM = {"include_usage": True, "continuous_usage_stats": True, "split_tokens": True}
 BODIES: list[tuple[type[Fields], Any, dict[str, Any]]] = [
     (CompletionBody, read_completion, {"prompt": "a"}),
@@ -109,7 +118,7 @@ def test_a_field_changes_something_or_is_inert_or_refused(kind: type[Fields], na
         with pytest.raises(RequestError, match="`model` is 'x'"):
             read(kind, model="x")
     elif name in STRUCTURED:
-        check_structure(kind, name)
+        assert read(kind, **{name: STRUCTURED[name]}).params != read(kind).params
     else:
         beside = BESIDE.get(name, {})
         if name in ("tool_choice", "parallel_tool_calls"):
@@ -118,15 +127,6 @@ def test_a_field_changes_something_or_is_inert_or_refused(kind: type[Fields], na
         value = True if (kind, name) == (ChatBody, "logprobs") else value
         value = {"type": "any"} if (kind, name) == (MessagesBody, "tool_choice") else value
         assert read(kind, **{**beside, name: value}) != read(kind, **beside)
-
-
-def check_structure(kind: type[Fields], name: str) -> None:
-    """It reaches `SamplingParams`, and as long as that has no such field it is refused."""
-    if "structured_outputs" in {field.name for field in fields(SamplingParams)}:
-        assert read(kind, **{name: STRUCTURED[name]}).params != read(kind).params
-    else:
-        with pytest.raises(RequestError, match=f"`{name}` is .* no structured output"):
-            read(kind, **{name: STRUCTURED[name]})
 
 
 @pytest.mark.parametrize("name", Speculative.model_fields)
@@ -187,24 +187,51 @@ def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> No
     ("given", "param", "said"),
     [
         ({"top_q": 1}, "top_q", "Did you mean `top_p`"),
-        ({"n": "2"}, "n", "a valid integer"),
-        ({"n": True}, "n", "a valid integer"),
+        ({"n": "2"}, "n", "an integer."),
+        ({"n": True}, "n", "an integer."),
         ({"temperature": -1}, "temperature", ">= 0"),
         ({"top_k": -2}, "top_k", "-2"),
-        ({"prompt": {"a": 1}}, "prompt", "a valid string, or a valid list"),
-        ({"prompt": [[1, "a"]]}, "prompt", "a valid string"),
+        ({"prompt": {"a": 1}}, "prompt", "a text, or a list."),
+        ({"prompt": [[1, "a"]]}, "prompt[0][1]", "an integer."),
         ({"prompt": []}, "prompt", "at least one"),
         ({"prompt": ["a", ""]}, "prompt", "at least one token"),
         ({"prompt": [5000]}, "prompt", "[0, 4096)"),
         ({"stream_options": {}}, "stream_options", "without `stream`"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),
-        ({"logit_bias": {"a": 1}}, "logit_bias", "token ids"),
+        *(
+            ({"logit_bias": {key: 1}}, "logit_bias", "token ids in decimal")
+            for key in ("a", " 5", "1_0", "+5", "05", "٣")
+        ),
+        ({"messages": 1}, "messages", "no such field."),
+        ({"stream_option": {}}, "stream_option", "`stream_options`?"),
+        ({"speculative": {"drafters": 1}}, "speculative.drafters", "`drafter`?"),
+        ({"trace": True}, "trace", "no such field."),
+        ({"guided_regex": "("}, "guided_regex", "that can be served"),
+        ({"guided_choice": ["a", ""]}, "guided_choice[1]", "non-empty"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs.regex", "can be served"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format.json_schema.schema",
+            "Invalid type",
+        ),
         ({"logprobs": 21}, "logprobs", "[0, 20]"),
         ({"speculative": {"rule": "synthetic"}}, "speculative.rule", "does not allow"),
-        ({"speculative": {"rule": "x"}}, "speculative.rule", "one of"),
+        ({"speculative": {"rule": "x"}}, "speculative.rule", "one of standard, block, coupled."),
+        ({"prompt": ""}, "prompt", "`prompt` is ''"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "{'include_usage': True}"),
         ({"speculative": {"num_speculative_tokens": 6}}, "speculative.num_speculative_tokens", "5"),
         ({"speculative": {"drafter": "x"}}, "speculative.drafter", "one of"),
         ({"speculative": {"k": 1}}, "speculative.k", "no such field"),
+        *(
+            ({"speculative": {**off, "drafter": "draft_model"}}, "speculative.drafter", "K is 0")
+            for off in ({"enabled": False}, {"num_speculative_tokens": 0})
+        ),
+        ({"prediction": PREDICTION, "speculative": {"enabled": False}}, "prediction", "K is 0"),
+        (
+            {"prediction": PREDICTION, "speculative": {"drafter": "draft_model"}},
+            "speculative.drafter",
+            "reads `prediction`",
+        ),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "beside `guided_regex`"),
         ({"suffix": "x"}, "suffix", "not implemented"),
         ({"max_tokens": 4000}, "max_tokens", "context"),
@@ -222,12 +249,131 @@ def test_what_is_refused_is_named(
     assert said in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "given", "param"),
+    [
+        ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens"),
+        ("chat/completions", {"max_completion_tokens": 4000}, "max_completion_tokens"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat/completions", {"prompt": "x"}, "prompt"),
+        ("responses", {"max_output_tokens": 4000}, "max_output_tokens"),
+        ("responses", {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+         "text.format.schema"),
+        ("responses", {"input": "x" * 140_000}, "input"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "text"}]}]},
+         "input[0].content[0].text"),
+        ("responses", {"max_tokens": 5}, "max_tokens"),
+    ],
+)  # fmt: skip
+def test_fields_are_named_as_they_were_sent(
+    http: httpx.Client, path: str, given: dict[str, Any], param: str
+) -> None:
+    kind = ResponsesBody if path == "responses" else ChatBody
+    least = next(least for body, _, least in BODIES if body is kind)
+    answer = http.post(f"/v1/{path}", json={**least, **given})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert f"`{param}` is" in error["message"]
+    assert {*re.findall("Did you mean `(.*)`", error["message"])} <= kind.model_fields.keys()
+
+
+@pytest.mark.parametrize(
+    ("given", "is_of_length"),
+    [
+        ({"prompt": "x" * 140_000}, True),
+        ({"prompt": "x " * 3000}, True),
+        ({"max_tokens": 4000}, True),
+        ({"stop": ["x"] * 65}, False),
+        ({"bad_words": ["x" * 140_000]}, False),
+        ({"n": 200}, False),
+    ],
+)
+def test_only_what_is_too_long_for_the_context_is_said_to_be(
+    http: httpx.Client, given: dict[str, Any], is_of_length: bool
+) -> None:
+    error = post(http, "/v1/completions", **{"prompt": "a", **given})["error"]
+    assert (error["code"] == "context_length_exceeded") == is_of_length
+
+
+@pytest.mark.parametrize("name", ["response_format", "guided_json", "structured_outputs"])
+def test_a_structure_beside_tools_is_refused_by_the_name_it_has(name: str) -> None:
+    value = {"structured_outputs": {"regex": "a"}}.get(name, STRUCTURED[name])
+    with pytest.raises(RequestError) as caught:
+        read(ChatBody, tools=TOOLS[ChatBody], **{name: value})
+    assert caught.value.field == name
+
+
+def test_what_is_asked_of_speculation_shows_in_the_answers_of_every_api(
+    http: httpx.Client,
+) -> None:
+    conversation = [{"role": "user", "content": "def area(width, height):"}]
+    limit = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    asked: dict[str, dict[str, Any]] = {
+        "completions": {"prompt": "def area(width, height):", **limit},
+        "chat/completions": {"messages": conversation, **limit},
+        "messages": {"messages": conversation, **limit},
+        "responses": {"input": conversation, **limit},
+    }
+    asked["responses"]["max_output_tokens"] = asked["responses"].pop("max_tokens")
+    for path, body in asked.items():
+        for drafter, rule, others in (("draft_model", "coupled", {"prediction"}),
+                                      ("prediction", "block", {"draft_model"})):  # fmt: skip
+            given = {"trace": True, "drafter": drafter, "rule": rule}
+            answer = post(http, f"/v1/{path}", **body, speculative=given)
+            trace = answer.get("trace") or answer["choices"][0]["trace"]
+            assert len(trace) == 24
+            assert {token["rule"] for token in trace} == {rule}
+            assert others.isdisjoint(token["drafter"] for token in trace)
+            asked_so = {**body, "speculative": given, "stream": True}
+            assert '"trace":[' in http.post(f"/v1/{path}", json=asked_so).text
+            plain = post(http, f"/v1/{path}", **body)
+            assert "trace" not in json.dumps(plain)
+        drafted = post(http, f"/v1/{path}", **body)["metrics"]["speculative_decoding"]
+        assert drafted["num_draft_tokens"] > 0
+        none = post(http, f"/v1/{path}", **body, speculative={"num_speculative_tokens": 0})
+        assert none["metrics"] == {"speculative_decoding": None}
+        few = post(http, f"/v1/{path}", **body, speculative={"num_speculative_tokens": 2})
+        assert few["metrics"]["speculative_decoding"]["num_spec_tokens"] == 2
+
+
+def test_prompts_of_all_samples_have_their_logprobs() -> None:
+    asked = read(CompletionBody, n=3, prompt_logprobs=0)
+    rows: Any = [None, {5: Logprob(-1.0, 1, "x")}]
+    samples = [CompletionDelta(index=i, token_ids=[7], text="y") for i in range(3)]
+    first = RequestDelta("1", samples[:2], prompt="ax", prompt_token_ids=[4, 5],
+                         prompt_logprobs=rows)  # fmt: skip
+    reader, form = EventReader(asked), CompletionForm(asked)
+    events = [*reader.read(News(0, first)), *reader.read(News(0, RequestDelta("1", samples[1:])))]
+    by_choice = [[event for event in events if event.choice == i] for i in range(3)]
+    assert all("prompt_logprobs" in form.whole(some) for some in by_choice)
+
+
+def test_every_type_that_is_wrong_is_told_in_our_words() -> None:
+    odd: list[Any] = [True, 1, 1.5, float("nan"), "x", "\ud800", [], [1], [[]], {}, {"type": "x"},
+                      [{"type": "function"}], {str(i): 1.0 for i in range(300)}]  # fmt: skip
+    found = set()
+    for kind, _, least in BODIES:
+        for name in kind.model_fields:
+            for value in odd:
+                try:
+                    kind.model_validate({**least, name: value})
+                except ValidationError as error:
+                    found |= {one["type"] for one in error.errors()}
+                    told = str(field_error(kind, error.errors()))
+                    assert f"`{name}" in told
+                    assert "should" not in told
+                    assert "valid" not in told
+    assert found <= _BOUNDS.keys()
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff"])
 def test_a_body_that_is_none(http: httpx.Client, content: bytes) -> None:
     headers = {"Content-Type": "application/json"}
     answer = http.post("/v1/completions", content=content, headers=headers)
     assert answer.status_code == 400
-    assert "body" in answer.json()["error"]["message"]
+    told = answer.json()["error"]["message"]
+    assert "body" in told
+    assert ("at character" in told) == (content == b"{")
 
 
 def test_a_name_that_is_not_served(http: httpx.Client) -> None:

@@ -23,7 +23,7 @@ HARMLESS = {"two requests at once", "an upgrade"}
 @pytest.fixture(scope="module")
 def attacked(target: Path) -> Iterator[Running]:
     engine = AsyncEngine(str(target), {"method": "ngram"}, max_num_waiting=8)
-    options = ServeOptions(io_timeout=0.3, max_body_bytes=2**20)
+    options = ServeOptions(io_timeout=0.5, max_body_bytes=2**20)
     with running(engine, options) as server:
         yield server
         asyncio.run(idle(engine))  # nothing runs, every block is free
@@ -53,7 +53,7 @@ def test_odd_values_in_every_field(attacked: Running) -> None:
 
 
 def test_requests_made_from_the_schema(attacked: Running) -> None:
-    found = generated(attacked.url, 30)
+    found = generated(attacked.url, 10)
     assert max(found) < 500
-    assert found.total() > 200
-    assert found[400] > 100
+    assert found.total() > 70
+    assert found[400] > 35

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import string
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import httpx
 import pytest
 
 from foretoken import AsyncEngine
-from foretoken.errors import ConfigError
+from foretoken.errors import ConfigError, ProcessingError, StepError
 from foretoken.serve.command import start
 from foretoken.serve.errors import refusal
 from foretoken.serve.limits import json_depth
@@ -30,6 +31,7 @@ def small(target: Path) -> Iterator[Running]:
         max_body_bytes=5000,
         max_header_bytes=2000,
         max_json_depth=5,
+        max_json_values=1000,
         max_prompt_chars=300,
         max_samples=4,
         trust_request_chat_template=True,
@@ -60,6 +62,9 @@ def client(small: Running) -> Iterator[httpx.Client]:
         ({"prompt": "a", "metadata": [[[[[1]]]]]}, 400, "more than 5 deep"),
         ({"prompt": "a" * 5000}, 413, "at most 5000 bytes"),
         ({f"k{i}": 0 for i in range(300)}, 400, "256 keys"),
+        ({"prompt": "a", "user": [[]] * 498}, 200, ""),
+        ({"prompt": "a", "user": [[]] * 501}, 400, "at most 1000 commas"),
+        ({"prompt": "a" + 1000 * ","}, 400, "at most 1000 commas"),
         ({"prompt": "[" * 200, "max_tokens": 1}, 200, ""),
     ],
 )
@@ -75,6 +80,7 @@ def test_conversations_and_texts_to_encode_are_bounded_too(client: httpx.Client)
         ("/v1/chat/completions", {"messages": messages, "chat_template": "{{ messages }}"}),
         ("/tokenize", {"messages": messages, "chat_template": "{{ messages }}"}),
         ("/tokenize", {"prompt": "a" * 301}),
+        ("/detokenize", {"tokens": [5] * 301}),
     ):
         answer = client.post(path, json=body)
         assert (answer.status_code, "at most 300" in answer.text) == (400, True)
@@ -92,6 +98,46 @@ def test_texts_beside_the_prompt_are_bounded(client: httpx.Client, name: str) ->
     answer = client.post(PATH, json={"prompt": "a", name: asked})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == name
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("responses", '"input": "a", "text": {"format": {"type": "text", "name": VALUE}}'),
+        (
+            "responses",
+            '"input": "a", "tools": [{"type": "function", "name": "f", "strict": VALUE}]',
+        ),
+        ("completions", '"prompt": "a", "user": VALUE'),
+        ("completions", '"prompt": "a", "temperature": VALUE'),
+    ],
+)
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
+def test_numbers_that_json_has_not_are_refused_wherever_they_stand(
+    http: httpx.Client, path: str, body: str, value: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    content = "{" + body.replace("VALUE", value) + "}"
+    answer = http.post(f"/v1/{path}", content=content, headers=headers)
+    assert (answer.status_code, f"not {value}" in answer.text) == (400, True)
+
+
+def test_what_takes_long_to_read_is_refused_at_once(http: httpx.Client) -> None:
+    many = 1_300_000
+    for path, name, value in (
+        ("/detokenize", "tokens", "1"),
+        (PATH, "stop_token_ids", "1"),
+        (PATH, "user", "[]"),
+    ):
+        content = f'{{"prompt": "a", "{name}": [{value}{f",{value}" * many}]}}'
+        begun = time.process_time()  # of this process: the server's, too
+        answer = http.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert (answer.status_code, "at most 131072 commas" in answer.text) == (400, True)
+        assert time.process_time() - begun < 0.3, "it took seconds"
+    listed = {"stop_token_ids": [1] * 1025, "logit_bias": {str(i): 0 for i in range(2**15 + 1)}}
+    for name, given in listed.items():
+        answer = http.post(PATH, json={"prompt": "a", name: given})
+        assert answer.json()["error"]["param"] == name
 
 
 def test_brackets_hide_in_no_other_encoding_and_errors_have_their_apis_shape(
@@ -125,7 +171,8 @@ def test_depth_is_that_of_lists_and_objects_and_not_of_texts() -> None:
     for depth in range(30):
         assert json_depth(json.dumps(made(depth)).encode(), 100) == depth
     assert json_depth(b"[" * 10_000_000, 64) == 65
-    assert json_depth(b'"' * 1_000_001 + b"[", 64) in (0, 1)
+    assert json_depth(b'"' * 1_000_001 + b"[", 64) == 0, "it is within a text"
+    assert json_depth(b'"' * 1_000_000 + b"[", 64) == 1
 
 
 def test_a_template_comes_from_a_request_only_where_that_is_allowed(
@@ -180,12 +227,15 @@ def test_who_can_be_reached_without_a_key_is_warned(
     assert ServeOptions(host=host, api_key=key).is_exposed == exposed
 
 
-def test_logs_hold_no_text_of_requests(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("wrapped", [None, StepError, ProcessingError])
+def test_logs_hold_no_text_of_requests(caplog: pytest.LogCaptureFixture, wrapped: Any) -> None:
     with caplog.at_level(logging.INFO):
         try:
             raise ValueError("the prompt is: my secret")
         except ValueError as error:
-            refusal(error)
+            told = wrapped(f"it says: {error}") if wrapped else error
+            told.__cause__ = error if wrapped else None
+            refusal(told)
     assert "ValueError" in caplog.text
     assert "test_limits.py" in caplog.text
     assert "secret" not in caplog.text

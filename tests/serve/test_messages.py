@@ -13,7 +13,7 @@ import pytest
 
 from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
-from tests.serve.running import Running, post, running
+from tests.serve.running import Running, fail_later, post, running
 from tests.serve.test_tools import AREA
 
 PATH = "/v1/messages"
@@ -74,6 +74,11 @@ def test_events_come_in_order(http: httpx.Client) -> None:
 
 def test_calls_and_their_results(claude: anthropic.Anthropic) -> None:
     done = claude.messages.create(messages=MESSAGES, **FORCED)
+    asked = {name: FORCED[name] for name in ("model", "tools", "tool_choice")}
+    counted = claude.messages.count_tokens(messages=MESSAGES, system="x", **asked)
+    assert counted.input_tokens > done.usage.input_tokens > 50
+    counted = claude.messages.count_tokens(messages=MESSAGES, **asked)
+    assert counted.input_tokens == done.usage.input_tokens
     (block,) = done.content
     assert block.type == "tool_use"
     assert done.stop_reason == "tool_use"
@@ -90,6 +95,25 @@ def test_calls_and_their_results(claude: anthropic.Anthropic) -> None:
             messages=[*turns, {"role": "user", "content": content}], **GREEDY
         )
         assert again.content
+
+
+def test_a_call_that_is_cut(claude: anthropic.Anthropic, http: httpx.Client) -> None:
+    asked: Any = {**FORCED, "messages": MESSAGES, "max_tokens": 30}
+    done = claude.messages.create(**asked)
+    (block,) = done.content
+    assert block.type == "tool_use"
+    assert done.stop_reason == "max_tokens"
+    with claude.messages.stream(**asked) as stream:
+        (same,) = stream.get_final_message().content
+    assert same.type == "tool_use"
+    assert same.input == block.input
+    tool = {"type": "function", "name": "area", "parameters": AREA}
+    body = {"input": TEXT, "tools": [tool], "tool_choice": "required", "seed": 3}
+    answer = post(http, "/v1/responses", **body, max_output_tokens=30)
+    assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    (item,) = answer["output"]
+    assert (item["type"], item["status"]) == ("function_call", "incomplete")
+    assert item["arguments"].startswith("{")
 
 
 def test_reasoning_is_a_block(claude: anthropic.Anthropic) -> None:
@@ -125,6 +149,9 @@ def test_errors_have_anthropics_shape(
 ) -> None:
     body = {"messages": MESSAGES, "max_tokens": 5, **given}
     answer = http.post(PATH, json=body)
+    if given.keys() <= {"model", "thinking", "tool_choice", "messages"}:
+        counted = http.post(f"{PATH}/count_tokens", json={"messages": MESSAGES, **given})
+        assert (counted.status_code, counted.json()) == (status, answer.json())
     assert answer.status_code == status
     error = answer.json()
     assert error["type"] == "error"
@@ -147,16 +174,7 @@ def test_a_key_and_an_error_within_a_stream(target: Path) -> None:
                 else:
                     with pytest.raises(anthropic.AuthenticationError):
                         client.messages.create(**asked)
-        step, count = engine.engine.step, 0
-
-        def fail_later() -> Any:
-            nonlocal count
-            count += 1
-            if count > 3:
-                raise RuntimeError("the step is broken")
-            return step()
-
-        engine.engine.step = fail_later  # type: ignore[method-assign]
+        fail_later(engine.engine, "step", "the step is broken")
         body = {"messages": MESSAGES, "max_tokens": 30, "ignore_eos": True, "stream": True}
         headers = {"x-api-key": "secret"}
         text = httpx.post(server.url + PATH, json=body, headers=headers, timeout=30).text

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
 from tests.serve.running import Running, chunks, running, until
+from tests.support.asynchronous import Gate
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -56,7 +58,7 @@ def opened(browser: Any, server: Running) -> Iterator[Open]:
         size = {"width": width, "height": 800}
         contexts.append(browser.new_context(viewport=size, color_scheme=scheme))
         page = contexts[-1].new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         watch(page, url, expected)
         page.goto(url)
         return page
@@ -208,8 +210,7 @@ def test_nothing_of_a_text_is_markup(opened: Open) -> None:
     assert page.title() == "Foretoken: what speculation does"
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 def test_it_fits_and_can_be_read(opened: Open, width: int, scheme: str) -> None:
     page = opened(width, scheme)
     run(page, max_tokens="80", pairs="1")
@@ -254,17 +255,19 @@ def test_what_the_server_refuses_is_shown(opened: Open) -> None:
 
 
 def test_a_run_is_stopped(opened: Open, server: Running) -> None:
-    page = opened()
-    page.wait_for_selector("#run:enabled")
-    page.fill("#max_tokens", "1900")
-    page.fill("#seed", "1")
-    page.click("#run")
-    page.wait_for_selector("#tokens span")
-    page.wait_for_selector("#running:text-is('1')")
-    page.click("#stop")
-    page.wait_for_selector("#run:enabled")
-    assert page.locator("#status").inner_text() == "Stopped."
-    until(lambda: server.engine.status.num_open == 0)
+    with closing(Gate(server.engine)) as gate:
+        page = opened()
+        page.wait_for_selector("#run:enabled")
+        page.fill("#max_tokens", "1900")
+        page.fill("#seed", "1")
+        page.click("#run")
+        gate.open(3)
+        page.wait_for_selector("#tokens span")
+        page.wait_for_selector("#running:text-is('1')")
+        page.click("#stop")
+        page.wait_for_selector("#run:enabled")
+        assert page.locator("#status").inner_text() == "Stopped."
+        until(lambda: server.engine.status.num_open == 0)
 
 
 def test_a_key_is_asked_for(opened: Open, target: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from foretoken.errors import ConfigError
 from foretoken.outputs import CompletionDelta
+from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.parsers.message import Parsing
 from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall, merged
@@ -34,19 +36,19 @@ def parsing(name: str, *, reasons: bool = True, parallel: bool = True) -> Parsin
     return Parsing.of(form, NAMES, reasons=reasons, parallel=parallel)
 
 
-def read(how: Parsing, pieces: Sequence[str], prompt: str = "") -> list[Part]:
+def read(how: Parsing, pieces: Sequence[str], prompt: str = "", reason: str = "stop") -> list[Part]:
     """What is said of pieces, without the ids of calls, which are drawn at random."""
     parser, last = how.new(prompt), len(pieces) - 1
     parts = [
         part
         for i, text in enumerate(pieces)
-        for part in parser.feed(CompletionDelta(0, [], text, "stop" if i == last else None))
+        for part in parser.feed(CompletionDelta(0, [], text, reason if i == last else None))
     ]
     return merged(part._replace(id="") if isinstance(part, ToolCall) else part for part in parts)
 
 
-def call(index: int = 0, arguments: str = ARGUMENTS, name: str = "area") -> ToolCall:
-    return ToolCall(index, "", name, arguments)
+def call(index: int = 0, arguments: str = ARGUMENTS, *, is_whole: bool = True) -> ToolCall:
+    return ToolCall(index, "", "area", arguments, is_whole)
 
 
 @settings(max_examples=400, deadline=None)
@@ -56,18 +58,19 @@ def call(index: int = 0, arguments: str = ARGUMENTS, name: str = "area") -> Tool
     cuts=st.lists(st.integers(0, 300), max_size=12),
     is_open=st.booleans(),
     parallel=st.booleans(),
+    reason=st.sampled_from(["stop", "length"]),
 )
 def test_every_way_to_split_gives_the_same_events(
-    name: str, pieces: list[str], cuts: list[int], is_open: bool, parallel: bool
+    name: str, pieces: list[str], cuts: list[int], is_open: bool, parallel: bool, reason: str
 ) -> None:
     """Whole, by characters and by chance; a delta without text may stand anywhere."""
     text, prompt = "".join(pieces), "<think>\n" if is_open else ""
     how = parsing(name, parallel=parallel)
-    whole = read(how, [text], prompt)
-    assert read(how, [*text, ""], prompt) == whole
+    whole = read(how, [text], prompt, reason)
+    assert read(how, [*text, ""], prompt, reason) == whole
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     split = [text[a:b] for a, b in pairwise(places)]
-    assert read(how, split, prompt) == whole
+    assert read(how, split, prompt, reason) == whole
 
 
 @given(name=st.sampled_from([*FORMATS]), text=st.text('{}[]"\\<tol_ca>;: \n1', max_size=60))
@@ -114,6 +117,48 @@ def test_what_models_write(name: str, text: str, parts: list[Part]) -> None:
     assert read(parsing(name), [*text, ""]) == parts
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{CALL}\n</tool_call>"),
+        ("llama3_json", f"{CALL}; {CALL}"),
+        ("mistral", f"[TOOL_CALLS][{CALL}, {CALL}]"),
+    ],
+)
+def test_forced_calls_are_cut_anywhere(name: str, text: str) -> None:
+    """However the tokens were split: whole calls, then one up to there, and never a text."""
+    free = parsing(name, reasons=False)
+    how, done = replace(free, is_forced=True), 0
+    for size in range(len(text)):
+        found = read(how, [text[:size]], reason="length")
+        assert read(how, [*text[:size], ""], reason="length") == found
+        unforced = read(free, [text[:size]], reason="length")
+        assert [part for part in unforced if isinstance(part, ToolCall)] == found
+        *whole, last = found or [call(is_whole=False)]
+        assert isinstance(last, ToolCall)
+        assert whole == [call(i) for i in range(len(whole))]
+        assert ARGUMENTS.startswith(last.arguments)
+        assert len(whole) + last.is_whole >= done
+        done = len(whole) + last.is_whole
+    assert done == (1 if name == "llama3_json" else 2)  # whose last brace is cut
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("hermes", 'So <tool_call>{"name":"area" , "arguments":{"w"',
+         [Content("So "), call(0, '{"w"', is_whole=False)]),
+        ("hermes", '<tool_call>{"name": "no", "arg', [Content('<tool_call>{"name": "no", "arg')]),
+        ("hermes", '<tool_call>{"na', [Content('<tool_call>{"na')]),
+        ("mistral", '[TOOL_CALLS]area[ARGS]{"w', [call(0, '{"w', is_whole=False)]),
+        ("mistral", "[TOOL_CALLS][7, ", [Content("[TOOL_CALLS][7, ")]),
+        ("llama3_json", '{"name": "Ada", "age"', [Content('{"name": "Ada", "age"')]),
+    ],
+)  # fmt: skip
+def test_calls_that_nobody_forced_may_be_cut(name: str, text: str, parts: list[Part]) -> None:
+    assert read(parsing(name), [text], reason="length") == parts
+
+
 def test_a_template_may_open_the_reasoning() -> None:
     how = parsing("hermes")
     assert read(how, ["a</think>b"], "x\n<think>\n") == [Reasoning("a"), Content("b")]
@@ -145,13 +190,51 @@ def test_ids_are_as_templates_take_them() -> None:
 )
 def test_formats_are_found_in_templates(template: str, calls: str | None, reasons: bool) -> None:
     special = SimpleNamespace(content="[TOOL_CALLS]", special=True)
-    tokenizer: Any = SimpleNamespace(chat_template=template, added_tokens_decoder={7: special})
+    tokenizer: Any = SimpleNamespace(
+        chat_template=template, added_tokens_decoder={7: special}, decode=str
+    )
     form = MessageFormat.of(tokenizer, None, "auto", "auto")
     assert form == MessageFormat(FORMATS[calls] if calls else None, reasons, {"[TOOL_CALLS]": 7})
     assert MessageFormat.of(tokenizer, None, "hermes", "none").calls == FORMATS["hermes"]
     grammar = MessageFormat(FORMATS["mistral"], special=form.special).grammar(
-        [{"function": {"name": "now"}}], parallel=False
+        FORMATS["mistral"], [{"function": {"name": "now"}}], parallel=False
     )
     assert "call: <[7]>" in grammar
-    with pytest.raises(ConfigError, match="tool_call_parser"):
-        MessageFormat.of(tokenizer, None, "x", "auto")
+    for name in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError, match=name):  # before a model is loaded
+            ServeOptions(**{name: "x"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "call"),
+    [
+        ('<tool_call>\n{"name": "area", "arguments": {"w": 1', ("area", '{"w": 1', False)),
+        ('<tool_call>\n{"name": "now", "arguments": {}}', ("now", "{}", True)),
+        ('<tool_call>\n{"name": "ar', None),
+    ],
+)
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_a_forced_call_that_is_cut_leaves_no_text(text: str, call: Any, reason: str) -> None:
+    form = MessageFormat(FORMATS["hermes"])
+    parsing = replace(Parsing.of(form, NAMES, reasons=False, parallel=True), is_forced=True)
+    cut = CompletionDelta(index=0, token_ids=[1], text=text, finish_reason=reason)
+    found = [(p.name, p.arguments, p.is_whole) for p in parsing.new("").feed(cut)]  # type: ignore[union-attr]
+    assert found == ([call] if call else [])
+
+
+def test_tokens_of_reasoning_are_counted_however_they_were_split() -> None:
+    pieces = [" <th", "ink>", "a b", "c</thi", "nk>x", "yz", "!"]
+    form = MessageFormat(decode=lambda ids, **options: "".join(pieces[i] for i in ids).lstrip())
+    parsing = replace(Parsing.of(form, (), reasons=True, parallel=True), decode=form.decode)
+    for cuts in range(2 ** (len(pieces) - 1)):
+        borders = [0, *(i + 1 for i in range(len(pieces) - 1) if cuts >> i & 1), len(pieces)]
+        parser = parsing.new("")
+        for begin, end in pairwise(borders):
+            text = "".join(pieces[begin:end])
+            parser.feed(CompletionDelta(index=0, token_ids=[*range(begin, end)], text=text))
+            if end <= 4:
+                assert parser.num_reasoning in (0, end), "nothing is said before it is sure"
+        assert parser.num_reasoning == 5
+    plain = parsing.new("")
+    plain.feed(CompletionDelta(index=0, token_ids=[2], text="a b"))
+    assert plain.num_reasoning == 0

@@ -12,6 +12,7 @@ import pytest
 from foretoken import SamplingParams
 from foretoken.outputs import CompletionDelta
 from foretoken.serve.answers.events import Event
+from foretoken.serve.answers.messages import MessagesWriter
 from foretoken.serve.answers.responses import ResponsesWriter
 from foretoken.serve.answers.usage import Usage
 from foretoken.serve.parsers.parts import Content, Reasoning, ToolCall
@@ -157,3 +158,19 @@ def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
     assert done == data[-1]["response"]["output"]
     assert done[2]["content"][0]["text"] == "xy"
     assert data[-1]["type"] == "response.completed"
+
+
+def test_an_answer_that_the_server_cut_says_so() -> None:
+    """Here and in Messages: by its end, of a request that had not begun, and by a deadline."""
+    asked, body = Asked(SamplingParams()), ResponsesBody(input="a")
+    for text, why in (("", "shutdown"), ("so", "timeout")):
+        parts = (Content(text),) if text else ()
+        event = Event(0, parts, CompletionDelta(0, [], text, "length", why))
+        answer = ResponsesWriter(asked, body, "tiny").body([event], Usage(asked))
+        assert answer["incomplete_details"] == {"reason": "max_output_tokens", "cut_by": why}
+        assert len(answer["output"]) == len(parts)
+        message = MessagesWriter(asked, "tiny").body([event], Usage(asked))
+        assert (message["stop_reason"], message["cut_by"]) == ("max_tokens", why)
+        writer = MessagesWriter(asked, "tiny")
+        streamed = writer.write([event], Usage(asked)) + writer.last(Usage(asked))
+        assert f'"cut_by":"{why}"'.encode() in streamed

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import jsonschema_rs
 import openai
 import pytest
 from typer.testing import CliRunner
 
 from foretoken import AsyncEngine, __version__
 from foretoken.cli.app import app
+from foretoken.engine.worker import EngineStatus
 from foretoken.errors import (
     CapacityError,
     ConfigError,
@@ -22,13 +25,14 @@ from foretoken.errors import (
     NonFiniteLogitsError,
     OverloadedError,
 )
+from foretoken.outputs import EngineMetrics
 from foretoken.serve.app import build_app
 from foretoken.serve.errors import refusal
-from foretoken.serve.metrics import Counts, EngineCollector, Histogram
+from foretoken.serve.metrics import Counts, EngineCollector, Histogram, exposition
 from foretoken.serve.options import ServeOptions
 from tests.project.source import ROOT
-from tests.serve.running import PROMPT, Running, post, running, until
-from tests.support.asynchronous import idle
+from tests.serve.running import PROMPT, Running, fail_later, post, running, until
+from tests.support.asynchronous import Gate, idle
 
 LONG = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
 
@@ -37,8 +41,26 @@ def test_health_version_and_documents(http: httpx.Client) -> None:
     for path in ("/health", "/health/ready", "/docs"):
         assert http.get(path).status_code == 200
     assert http.get("/version").json() == {"version": __version__}
-    paths = http.get("/openapi.json").json()["paths"]
+    document = http.get("/openapi.json").json()
+    paths = document["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/metrics"} <= paths.keys()
+    page = http.get("/docs")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.search(r"(src|href)=\"?(https?:)?//", page.text)
+    assert all(f"POST {path}<" in page.text for path in paths if "post" in paths[path])
+    kinds = document["components"]["schemas"]
+    for kind in ("ChatBody", "Speculative", "Tool", "MessagesBody"):
+        assert f'id="{kind}"' in page.text
+        assert all(f"<code>{name}</code>" in page.text for name in kinds[kind]["properties"])
+    # What errors are said to be is what they are.
+    assert "HTTPValidationError" not in kinds
+    for path in ("/v1/completions", "/v1/messages", "/v1/models/{name}"):
+        (method,) = paths[path].values()
+        assert "422" not in method["responses"]
+        schema = method["responses"]["4XX"]["content"]["application/json"]["schema"]
+        answer = http.request("get" if "name" in path else "post", path, json={}).json()
+        jsonschema_rs.validate(schema, answer)
+        assert answer.keys() == schema["properties"].keys()
 
 
 def test_models(http: httpx.Client) -> None:
@@ -98,9 +120,31 @@ def test_metrics_count(http: httpx.Client) -> None:
 def test_the_metrics_documented_are_those_there_are(server: Running) -> None:
     families = EngineCollector(server.engine, Counts(), "x").collect()
     names = {family.name for family in families}
+    adapting: Any = SimpleNamespace(status=EngineStatus(), metrics=EngineMetrics(
+        controlled_seconds=2, estimated_plain_seconds=3, realised_plain_seconds=4))  # fmt: skip
+    more = [*EngineCollector(adapting, Counts(), "x").collect()]
+    speedups = {family.name: family.samples[0].value for family in more[-2:]}
+    assert speedups == {
+        "foretoken:estimated_speedup": 1.5,
+        "foretoken:realised_speedup": 2.0,
+    }
+    assert not speedups.keys() & names, "K is fixed there"
+    names |= speedups.keys()
     text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
     section = text.split("## Metrics")[1].split("\n## ")[0]
     assert set(re.findall(r"^\| `([\w:]+)` \|", section, re.MULTILINE)) == names
+    # A scrape has counters and histograms by their samples' names.
+    board = (ROOT / "docs" / "grafana.json").read_text(encoding="utf-8")
+    drawn = set(re.findall(r"(?:vllm|foretoken):\w+", board))
+    scraped = {
+        re.match(r"[\w:]+", line)[0]  # type: ignore[index]
+        for text in (exposition(EngineCollector(server.engine, Counts(), "x")).decode(),)
+        for line in text.splitlines()
+        if not line.startswith("#")
+    }
+    scraped |= {"vllm:request_success_total", *speedups}  # no request has ended in `Counts()`
+    assert drawn <= scraped
+    assert {re.sub(r"_(total|bucket|sum|count)$", "", name) for name in drawn} == names
 
 
 def test_a_histogram_counts_up_to_its_bounds() -> None:
@@ -113,18 +157,20 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
 
 def test_gauges_while_requests_run_and_after_their_clients_left(server: Running) -> None:
     """Streamed or not, waiting or running: nothing is left of what nobody reads."""
-    with ExitStack() as stack:
+    with closing(Gate(server.engine)) as gate, ExitStack() as stack:
         readers = []  # one that is collected closes its stream
         for _ in range(3):
             http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
             stream = http.stream("POST", "/v1/completions", json={**LONG, "stream": True})
+            gate.open(2)  # one step may have begun without it
             readers.append(stack.enter_context(stream).iter_raw())
             next(readers[-1])
         until(lambda: server.engine.status.num_running == 3)
         assert 0 < server.engine.status.kv_cache_usage < 1
         assert server.engine.status.num_open == 3
+        patience = httpx.Timeout(60, read=0.2)
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(f"{server.url}/v1/completions", json={**LONG, "n": 4}, timeout=0.2)
+            httpx.post(f"{server.url}/v1/completions", json={**LONG, "n": 4}, timeout=patience)
     until(lambda: server.engine.status.num_open == 0)
     asyncio.run(idle(server.engine))
     status = server.engine.status
@@ -138,7 +184,7 @@ def test_a_key_is_asked_for_and_probes_need_none(target: Path) -> None:
             answer = httpx.get(f"{server.url}/v1/models", headers=headers)
             assert answer.status_code == status
             assert "secret" not in answer.text
-        for path in ("/health", "/metrics"):
+        for path in ("/health", "/metrics", "/docs", "/openapi.json"):
             assert httpx.get(server.url + path).status_code == 200
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0).models.list()
@@ -164,16 +210,7 @@ def test_an_engine_that_fails_answers_everybody(target: Path, caplog: Any) -> No
 def test_an_error_within_a_stream_is_its_last_event(target: Path) -> None:
     engine = AsyncEngine(str(target))
     with running(engine, ServeOptions()) as server:
-        step, count = engine.engine.step, 0
-
-        def fail_later() -> Any:
-            nonlocal count
-            count += 1
-            if count > 3:
-                raise RuntimeError("the step is broken")
-            return step()
-
-        engine.engine.step = fail_later  # type: ignore[method-assign]
+        fail_later(engine.engine, "step", "the step is broken")
         body = {"prompt": "abc", "max_tokens": 30, "ignore_eos": True, "stream": True}
         text = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).text
         assert '"error"' in text
@@ -227,6 +264,27 @@ def test_what_a_client_may_do_decides_the_status(error: Exception, status: int, 
     ],
 )
 def test_what_cannot_be_served_is_one_line(words: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["serve", *words])
+    done = CliRunner().invoke(app, ["serve", "--port", "0", *words])
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_an_address_is_tried_before_a_model_is_loaded(server: Running) -> None:
+    port = server.url.rpartition(":")[2]
+    for words in (["--port", port], ["--host", "192.0.2.1"], ["--host", "x" * 70]):
+        done = CliRunner().invoke(app, ["serve", "no-such-model", "--local-files-only", *words])
+        assert done.exit_code == 2
+        assert "`host, port` is '" in done.output
+        assert "no-such-model" not in done.output
+
+
+def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | None] = []
+    monkeypatch.setattr(
+        "foretoken.serve.command.start", lambda engine, options, say: found.append(options.api_key)
+    )
+    for name, words in (("key", []), ("key", ["--api-key", "other"]), ("", [])):
+        monkeypatch.setenv("FORETOKEN_API_KEY", name)
+        done = CliRunner().invoke(app, ["serve", *words])
+        assert done.exit_code == (0 if name else 2)
+    assert found == ["key", "other"]

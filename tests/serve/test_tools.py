@@ -65,21 +65,36 @@ def test_required_calls_may_be_several_or_one(http: httpx.Client) -> None:
     tools = TOOLS[:1]
     asked = {**ASKED, "tools": tools, "tool_choice": "required", "n": 3, "seed": 5}
     answer = post(http, CHAT, **asked)
-    calls = [c["message"].get("tool_calls", []) for c in answer["choices"]]
+    calls = [c["message"]["tool_calls"] for c in answer["choices"]]
     assert max(map(len, calls)) > 1
-    for call in (call for some in calls for call in some):
-        check(call)
+    for some, choice in zip(calls, answer["choices"], strict=True):
+        for call in some[:-1] if choice["finish_reason"] == "length" else some:
+            check(call)
     alone = post(http, CHAT, **asked, parallel_tool_calls=False)["choices"]
     assert {c["finish_reason"] for c in alone} == {"tool_calls"}
     assert {len(c["message"]["tool_calls"]) for c in alone} == {1}
 
 
-def test_a_call_that_is_cut_is_text(http: httpx.Client) -> None:
-    asked = {**ASKED, "tool_choice": NAMED, "max_tokens": 8}
-    (choice,) = post(http, CHAT, **asked)["choices"]
-    assert choice["finish_reason"] == "length"
-    assert choice["message"]["content"].startswith("<tool_call>")
-    assert "tool_calls" not in choice["message"]
+def test_a_forced_call_that_is_cut_is_a_call_as_far_as_it_goes(http: httpx.Client) -> None:
+    asked = {**ASKED, "tool_choice": NAMED, "temperature": 0}
+    whole = post(http, CHAT, **asked)
+    arguments = whole["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"]
+    found = set()
+    for size in range(1, whole["usage"]["completion_tokens"] - 1):
+        (choice,) = post(http, CHAT, **{**asked, "max_tokens": size})["choices"]
+        message = choice["message"]
+        assert (choice["finish_reason"], message["content"] or "") == ("length", "")
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        assert all(one["name"] == "area" for one in calls)
+        said = [one["arguments"] for one in calls]
+        assert arguments.startswith("".join(said))
+        found |= {*said}
+        deltas = choices(chunks(http, CHAT, **{**asked, "max_tokens": size}))
+        parts = [d["delta"]["tool_calls"][0] for d in deltas if "tool_calls" in d["delta"]]
+        assert [p["function"]["arguments"] for p in parts] == (["", *said] if said else [])
+        assert deltas[-1]["finish_reason"] == "length"
+    assert "" in found
+    assert len(found) > 8
 
 
 def test_the_template_sees_tools_calls_and_results(http: httpx.Client) -> None:
@@ -168,3 +183,31 @@ def test_the_official_client(client: openai.OpenAI) -> None:
         final = stream.get_final_completion().choices[0].message
     assert final.tool_calls
     assert final.tool_calls[0].function.arguments == call.function.arguments
+
+
+def test_a_forced_call_that_a_stop_string_cuts_is_a_call_so_far(http: httpx.Client) -> None:
+    asked = {**ASKED, "tool_choice": NAMED, "seed": 1, "stop": ['"w']}
+    (choice,) = post(http, CHAT, **asked)["choices"]
+    (call,) = choice["message"]["tool_calls"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", '"w')
+    assert (choice["message"]["content"], call["function"]["arguments"]) == (None, "{")
+    found = choices(chunks(http, CHAT, **asked))
+    assert found[-1]["finish_reason"] == "stop"
+    assert not any(c["delta"].get("content") for c in found)
+    answer = post(
+        http, "/v1/messages", messages=MESSAGES, max_tokens=120, seed=1, stop_sequences=['"w'],
+        tools=[{"name": "area", "input_schema": AREA}], tool_choice={"type": "any"},
+    )  # fmt: skip
+    assert answer["stop_reason"] == "stop_sequence"
+    assert [(block["type"], block["input"]) for block in answer["content"]] == [("tool_use", {})]
+
+
+def test_reasoning_is_counted(http: httpx.Client) -> None:
+    opened = {"temperature": 0, "chat_template_kwargs": {"opening": "<think>"}}
+    usage = post(http, CHAT, messages=MESSAGES, max_tokens=9, **opened)["usage"]
+    details = usage["completion_tokens_details"]
+    assert details["reasoning_tokens"] == usage["completion_tokens"] == 9
+    usage = post(http, "/v1/responses", input=MESSAGES, max_output_tokens=9, **opened)["usage"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": 9}
+    usage = post(http, CHAT, messages=MESSAGES, max_tokens=9, temperature=0)["usage"]
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == 0

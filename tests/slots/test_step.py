@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from foretoken.ops import DraftBlock, Logprobs, Verdict
-from foretoken.slots.step import NONE, Outcome, SlotSpan, StepInput, StepResult, some_rows
+from foretoken.ops.steps import SlotSpan
+from foretoken.slots.step import NONE, Outcome, StepInput, StepResult, some_rows
 
 STEP = StepInput(
     slot_B=[3, 0, 5],

@@ -36,12 +36,19 @@ def num_requests(engine: AsyncEngine) -> int:
 
 
 async def idle(engine: AsyncEngine) -> None:
-    """Wait until the thread has nothing to do; then nothing may be left."""
-    while engine.engine.has_work or engine._worker._commands:
+    """Wait until the thread has nothing to do; then nothing may be left. The thread itself looks,
+    between two steps: what it is doing just now shows to nobody."""
+    while await asyncio.wrap_future(engine._worker.call(lambda engine: engine.has_work)):
         await asyncio.sleep(0.001)
-    engine.engine.check_integrity()
+    await asyncio.wrap_future(engine._worker.call(lambda engine: engine.check_integrity()))
     assert not num_requests(engine)
     assert not engine._worker._open
+
+
+async def entered(engine: AsyncEngine, count: int) -> None:
+    """Wait until so many requests are open; the thread may not have looked at them yet."""
+    while engine.status.num_open < count:
+        await asyncio.sleep(0.001)
 
 
 class Gate:
@@ -55,9 +62,14 @@ class Gate:
         self.count = 0
 
     def __call__(self) -> Any:
-        assert self.allowed.acquire(timeout=30)
+        assert self.allowed.acquire(timeout=60)
         self.count += 1
         return self.step()
 
     def open(self, steps: int = 10_000) -> None:
         self.allowed.release(steps)
+
+    def close(self) -> None:
+        """No gate from here on: the engine is as it was."""
+        self.engine.step = self.step  # type: ignore[method-assign]
+        self.open()

@@ -3,7 +3,7 @@
 Triton decides when it is imported whether its kernels are compiled or interpreted, so that the
 interpreter needs a process that starts with TRITON_INTERPRET=1:
 
-    TRITON_INTERPRET=1 python -m tests.support.interpreted [part of a name [share of]]
+    TRITON_INTERPRET=1 python -m tests.support.interpreted [part of a name]
 
 prints one JSON object: case -> {"decisions", "near_ties", "seconds", "failure"}.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from foretoken.ops import Backend, Rule, get_backend
+from tests.support import interpreter as interpreter
 from tests.support.layouts import EMPTY, KINDS, compare_layouts
 from tests.support.likeliest import compare_likeliest
 from tests.support.oracle import CPU, compare_batch, random_case
@@ -164,12 +165,10 @@ def _outcome(run: Callable[[], tuple[int, int]]) -> dict[str, Any]:
 
 def main() -> None:
     part = sys.argv[1] if len(sys.argv) > 1 else ""
-    share, of = map(int, sys.argv[2:4]) if len(sys.argv) > 3 else (0, 1)
     warnings.simplefilter("ignore")  # numpy's, about infinities that the kernels mask
     backend = get_backend("triton")
-    mine = [name for name in CASES if part in name][share::of]
-    outcomes = {name: compare(name, backend) for name in mine}
-    if part in CHOICES and share == 0:
+    outcomes = {name: compare(name, backend) for name in CASES if part in name}
+    if part in CHOICES:
         choices = importlib.import_module("tests.support.argmax64")  # needs Triton
         outcomes[CHOICES] = _outcome(lambda: (choices.compare_choices(64, CPU)[0], 0))
     print(json.dumps(outcomes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from foretoken.drafting.base import Drafter
 from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, SlotSpan
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, SlotSpan, StepInput, StepResult, StepRows
+from foretoken.slots.step import NONE, StepInput, StepResult, StepRows
 from foretoken.slots.table import NO_TOKEN, SlotTable
 
 CPU = torch.device("cpu")
@@ -30,9 +31,10 @@ class GivenSlots(SlotTable):
         super().__init__(num_slots, CPU, **sizes)
         self.given = params
         asked = zip(params.temperature_S.tolist(), params.rule_S.tolist(), strict=True)
-        for slot, (temperature, rule) in enumerate(asked):
-            its_params = SamplingParams(temperature=temperature)
-            self.requests[slot] = SlotRequest(0, its_params, Rule(rule), [], 2**31)
+        request = functools.cache(  # equal ones are one: thousands of slots ask for the same
+            lambda t, rule: SlotRequest(0, SamplingParams(temperature=t), Rule(rule), [], 2**31)
+        )
+        self.requests.update(enumerate(request(*its) for its in asked))
         self.limit_S = [2**31] * num_slots
 
     def asking(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftRows:

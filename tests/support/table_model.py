@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import torch
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
 from foretoken.lab.laws.chain import Chain
 from foretoken.ops import ForwardOutput
+from foretoken.ops.steps import ForwardBatch
 
 
 class TableModel:

@@ -9,43 +9,17 @@ Shape suffixes: T packed tokens, N rows whose logits are wanted, B requests, L b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from foretoken.errors import IntegrityError
 from foretoken.ops import AttentionBatch, DraftBlock
 from foretoken.ops.pinned import to_device
-from foretoken.ops.steps import PackSizes
+from foretoken.ops.steps import ForwardBatch, PackSizes, SlotSpan
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import NONE, SlotSpan, StepRows
+from foretoken.slots.step import NONE, StepRows
 from foretoken.slots.table import SlotTable
-
-
-class ForwardBatch(NamedTuple):
-    """Packed input of one forward pass; rows come in the order of the spans.
-
-    token_T:     int64 token ids
-    position_T:  int64 absolute positions
-    logit_row_N: int64 indices into T whose logits are wanted; T of them are all, in order
-    attention:   whose the tokens are, and where their K/V go
-    decision_N:  which of the rows decide: the last K_b + 1 of each deciding request, in order; None
-                 if all do
-    spans:       the tokens of each request as numbers, where the host knows them
-    """
-
-    token_T: Tensor
-    position_T: Tensor
-    logit_row_N: Tensor
-    attention: AttentionBatch
-    decision_N: Tensor | slice | None = None
-    spans: Sequence[SlotSpan] = ()
-
-    def deciding(self, logits_NV: Tensor) -> Tensor:
-        """The rows that decide."""
-        return logits_NV if self.decision_N is None else logits_NV[self.decision_N]
 
 
 def gather_step(
@@ -102,7 +76,7 @@ def _pack_step(
     if prompts and num_rows == sizes.tokens:
         # As many rows as tokens are all tokens in order, which these are not: one more, unread.
         sizes = sizes._replace(rows=sizes.rows + 1)
-    batch = ForwardBatch(*slots.pack(rows, drafts.num_B, sizes, block_size))
+    batch = slots.pack(rows, drafts.num_B, sizes, block_size)
     if not prompts:
         return batch
     starts = batch.attention.query_start_B1
@@ -120,7 +94,8 @@ def gather_batch(
         ahead: positions behind each span that the block table reaches over, too.
 
     Raises:
-        IntegrityError: one of the tokens was never written, or a slot's blocks do not reach them.
+        IntegrityError: one of the tokens was never written, a slot's blocks do not reach them, or a
+            span has fewer tokens than rows, or none.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -131,6 +106,8 @@ def gather_batch(
         tokens += table.known(slot, start, num_tokens)
         end, length = len(tokens), start + num_tokens
         blocks = table.num_blocks_S[slot]
+        if num_tokens < max(num_logits, 1):
+            raise IntegrityError(f"slot {slot}: {num_logits} rows of {num_tokens} tokens")
         if length > blocks * block_size:
             raise IntegrityError(
                 f"slot {slot}: {blocks} blocks of {block_size} for {length} tokens"

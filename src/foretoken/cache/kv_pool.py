@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foretoken.ops import AttentionBatch
 from foretoken.ops.pinned import to_device
+from foretoken.ops.types import PagedKV
 
 _BEHIND = 16  # numbers that can be read behind a tensor: kernels load whole vectors, the last, too
 
@@ -60,6 +61,14 @@ class KVPool:
         """Bytes that one block takes over all layers, keys and values."""
         numbers = sum(heads * (key + value) for heads, key, value in layer_shapes)
         return numbers * block_size * dtype.itemsize
+
+    def of(self, batch: AttentionBatch) -> PagedKV[Sequence[Tensor]]:
+        """All layers, for a pass of this batch."""
+        return PagedKV(batch, self.keys, self.values)
+
+    def only_layer(self, batch: AttentionBatch) -> PagedKV[Tensor]:
+        """The same of a pool of one layer."""
+        return PagedKV(batch, self.keys[0], self.values[0])
 
     def write(self, layer: int, index_T: Tensor, key_THD: Tensor, value_THD: Tensor) -> None:
         """Store new tokens' keys and values at the flat indices of `write_index`."""

@@ -6,9 +6,9 @@ Charter: options only; what a command does lives in `llm.py`, `serve/` and `lab/
 
 from __future__ import annotations
 
-import time
-from collections.abc import Set
-from dataclasses import replace
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +18,7 @@ from foretoken.cli.chat import Conversation, find_template, read_messages, read_
 from foretoken.cli.options import fields_given, with_fields
 from foretoken.cli.output import check_shown, complete, exit_code
 from foretoken.cli.terminal import (
+    Note,
     as_typed,
     as_utf8,
     console,
@@ -26,14 +27,17 @@ from foretoken.cli.terminal import (
     reporting,
     say,
 )
-from foretoken.config import EngineConfig, check_int
+from foretoken.config import EngineConfig, check_int, from_environment
 from foretoken.errors import ConfigError
+from foretoken.lab.audit.options import AuditOptions
 from foretoken.lab.bench.options import BenchOptions
+from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.train_eagle3.options import TrainOptions
 from foretoken.sampling.params import SamplingParams
 from foretoken.serve.options import ServeOptions
 
 if TYPE_CHECKING:
+    from foretoken.lab.desk import Desk
     from foretoken.llm import LLM
 
 _EMBEDDED = "tiny-python"
@@ -46,6 +50,19 @@ SET_BY_BENCH = {
     *("seed", "max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "prediction", "trace"),
 }
+# Left open for the load to decide, and what would spoil a comparison.
+BENCH_DEFAULTS: dict[str, Any] = dict.fromkeys(
+    ("max_num_seqs", "max_num_batched_tokens", "kv_cache_gib")
+)
+BENCH_DEFAULTS |= {"enable_prefix_caching": False}
+
+# Of the engine's options and the parameters, what has a meaning where no engine is audited.
+TAKEN_BY_AUDIT: dict[tuple[str, ...], Set[str]] = {
+    **dict.fromkeys([("callable",), ("gallery",)], frozenset[str]()),
+    ("operators",): {"backend", "device"},
+    ("server",): {"model", "revision", "local_files_only", "temperature"},
+}
+SET_BY_AUDIT = SET_BY_BENCH | {"logprobs", "prompt_logprobs", "structured_outputs", "bad_words"}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -164,7 +181,7 @@ def chat(
 def demo(
     prompts: Annotated[int, typer.Option(help="Held-out prompts to complete.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 80,
-    samples: Annotated[int, typer.Option(help="Completions per side of the sampled check.")] = 1024,
+    samples: Annotated[int, typer.Option(help="Tokens that the sampled check examines.")] = 4096,
     debug: Debug = False,
 ) -> None:
     """A guided first minute: drafting, acceptance, speed, losslessness."""
@@ -180,16 +197,7 @@ def demo(
 
 
 @app.command()
-@with_fields(
-    BenchOptions,
-    without=SET_BY_BENCH,
-    model=_EMBEDDED,
-    temperature=0.0,
-    max_num_seqs=None,
-    max_num_batched_tokens=None,
-    kv_cache_gib=None,
-    enable_prefix_caching=False,
-)
+@with_fields(BenchOptions, without=SET_BY_BENCH, model=_EMBEDDED, temperature=0.0, **BENCH_DEFAULTS)
 def bench(
     speculative_config: Speculative = None,
     suffix_corpus: SuffixCorpus = None,
@@ -197,32 +205,105 @@ def bench(
     debug: Debug = False,
     **options: Any,
 ) -> None:
-    """Measure latency and throughput of whole batches, and where the time goes.
+    """Measure latency and throughput under load, here or of a server, and where the time goes.
 
-    With --compare it measures plain decoding in turns with the speculative: does it pay here?
+    Plain decoding takes turns with the speculative: does speculation pay here?
     """
     with reporting(debug) as note:
         asked = BenchOptions(**fields_given(BenchOptions, options))
         params = SamplingParams(**fields_given(SamplingParams, options))
-        given = (speculative_config, no_speculation, suffix_corpus)
-        engine = asked.sized(_engine_options(options, *given))
+        engine = _engine_options(options, speculative_config, no_speculation, suffix_corpus)
+        if asked.url is None:
+            engine = asked.sized(engine)
+        else:
+            unset = {f.name: f.default for f in fields(EngineConfig)} | BENCH_DEFAULTS
+            unset |= {"model": _EMBEDDED, "speculative_config": _OWN_DRAFT}
+            for name, value in engine.items():
+                if value != unset[name]:
+                    raise ConfigError(name, value, "left out with --url: the server has its own")
         note("nothing was measured.")
-        start = time.perf_counter()
-        llm = _load(**engine)
-        loading = f"Loading took {time.perf_counter() - start:.1f} s."
-        from foretoken.lab.bench.command import Command
+        with _desk(note, secret=asked.api_key) as desk:
+            from foretoken.lab.bench.command import run
 
-        tables, errors = console(highlight=False), console(stderr=True, highlight=False)
-        command = Command(as_typed(), tables, errors, note)
-        with exit_on_sigterm():
-            command.run(llm, asked, params, [loading])
+            run(desk, asked, params, engine)
+
+
+@app.command()
+@with_fields(AuditOptions, without=SET_BY_AUDIT, model=None, backend=None)
+def audit(
+    speculative_config: Speculative = None,
+    suffix_corpus: SuffixCorpus = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+    **options: Any,
+) -> None:
+    """Is it lossless? Refute a verifier, and name its bug, or say what is excluded.
+
+    Without options: the operators of this machine's backend, then tiny-python with its draft model.
+    --backend without --model audits the operators alone, --model an engine alone. Exits with 1 if
+    anything is refuted.
+    """
+    with reporting(debug) as note:
+        asked = AuditOptions(**fields_given(AuditOptions, options))
+        params = SamplingParams(**fields_given(SamplingParams, options))
+        parts = asked.parts(options["model"], options["backend"])
+        taken = TAKEN_BY_AUDIT.get(parts, frozenset(options)) | {"seed"}  # an audit's own
+        ways = {"speculative_config": speculative_config, "suffix_corpus": suffix_corpus}
+        _refuse_others({**options, **ways}, taken, f"left out: of no use to {parts[0]}")
+        given = {"model": _EMBEDDED, **{k: v for k, v in options.items() if v is not None}}
+        engine = _engine_options(given, speculative_config, False, suffix_corpus)
+        note("nothing was audited.")
+        with _desk(note, as_json, asked.api_key) as desk:
+            from foretoken.lab.audit.command import Command, Plan
+
+            raise SystemExit(Command(desk).run(Plan(parts, asked, engine, params)))
+
+
+@app.command()
+@with_fields(
+    PlanOptions,
+    without={*SET_BY_BENCH, "enable_prefix_caching"},
+    model=None,
+    temperature=0.0,
+    max_num_seqs=None,
+)
+def plan(
+    model_name: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
+    ] = None,
+    speculative_config: Speculative = None,
+    suffix_corpus: SuffixCorpus = None,
+    no_speculation: NoSpeculation = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+    **options: Any,
+) -> None:
+    """Predict what drafts would buy: speed by K and load, and the acceptance that pays.
+
+    Times a few steps, then lets the scheduler run by their costs. Without MODEL: tiny-python.
+    """
+    with reporting(debug) as note:
+        asked = PlanOptions(**fields_given(PlanOptions, options))
+        options["model"] = _one_model(model_name, options["model"], asked.stored is None)
+        params = SamplingParams(**fields_given(SamplingParams, options))
+        engine = fields_given(EngineConfig, options)
+        if asked.stored is None:
+            engine = _engine_options(options, speculative_config, no_speculation, suffix_corpus)
+        else:
+            ways = speculative_config or suffix_corpus or no_speculation or None
+            engine["speculative_config"] = ways
+        note("nothing was predicted.")
+        with _desk(note, as_json) as desk:
+            from foretoken.lab.plan.command import Command
+
+            Command(desk).run(engine, asked, params)
 
 
 @app.command()
 @with_fields(ServeOptions, sampling=False, also=OF_SERVERS, model=None)
 def serve(
     model_name: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")
+        str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
     ] = None,
     speculative_config: Speculative = None,
     suffix_corpus: SuffixCorpus = None,
@@ -232,11 +313,10 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's API (see docs/server.md). Without MODEL: tiny-python."""
     with reporting(debug) as note:
+        if options["api_key"] is None:
+            options["api_key"] = from_environment("FORETOKEN_API_KEY")
         asked = ServeOptions(**fields_given(ServeOptions, options))
-        given = [name for name in (model_name, options["model"]) if name is not None]
-        if len(given) > 1:
-            raise ConfigError("model", given[1], "left out beside MODEL", "Give one of the two.")
-        options["model"] = given[0] if given else _EMBEDDED
+        options["model"] = _one_model(model_name, options["model"])
         ways = (speculative_config, no_speculation, suffix_corpus)
         engine = _engine_options(options, *ways, also=OF_SERVERS)
         template = read_template(asked.chat_template)
@@ -260,6 +340,33 @@ def train_eagle3(debug: Debug = False, **options: Any) -> None:
 
         shown = console(stderr=True, highlight=False, soft_wrap=True)
         Training(asked, lambda line: shown.print(line, markup=False), note).run()
+
+
+@contextmanager
+def _desk(note: Note, as_json: bool = False, secret: str | None = None) -> Iterator[Desk]:
+    """Where a command of the laboratory reports; SIGTERM lets it report what it has."""
+    from foretoken.lab.desk import Desk
+
+    typed = as_typed() if secret is None else as_typed().replace(secret, "KEY")
+    tables, errors = console(highlight=False), console(stderr=True, highlight=False)
+    with exit_on_sigterm():
+        yield Desk(typed, tables, errors, note, as_json)
+
+
+def _refuse_others(options: dict[str, Any], taken: Set[str], bound: str) -> None:
+    """`ConfigError` for an option of an engine or its requests that would be ignored."""
+    for cls in (EngineConfig, SamplingParams):
+        for field in fields(cls):
+            value = options.get(field.name)
+            if field.name not in taken and value not in (None, field.default, [], ()):
+                raise ConfigError(field.name, value, bound)
+
+
+def _one_model(first: str | None, second: str | None, embedded: bool = True) -> str | None:
+    """Of MODEL and --model the one that was given; else the embedded one, or None."""
+    if first is not None and second is not None:
+        raise ConfigError("model", second, "left out beside MODEL", "Give one of the two.")
+    return first or second or (_EMBEDDED if embedded else None)
 
 
 def _start(options: dict[str, Any], given: str | None, off: bool, corpus: str | None) -> LLM:

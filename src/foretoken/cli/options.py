@@ -22,8 +22,8 @@ from foretoken.errors import RequestError
 from foretoken.sampling.params import SamplingParams
 
 NOT_OPTIONS: dict[type, set[str]] = {
-    # A command's requests all draft by `--speculative-config`.
-    SamplingParams: {"num_speculative_tokens", "drafter", "rejection_sample_method"},
+    # A command's requests all draft by `--speculative-config`, and are equal.
+    SamplingParams: {"num_speculative_tokens", "drafter", "rejection_sample_method", "priority"},
     # `--seed` is the request's; nothing ever waits for another; every request has parameters.
     EngineConfig: {"speculative_config", "seed", "max_num_waiting", "generation_config"},
 }
@@ -123,7 +123,8 @@ def _help(field: Field[Any], text: str) -> str:
     """The text for a command line, where nobody types None: options are left out instead."""
     if field.default is not None:  # left out, it is something else
         text = re.sub(r"; None: [^.;]*", "", text)
-    return re.sub(r"\bNone\b", "left out", text[:1].upper() + text[1:])
+    text = re.sub(r"(?<=\. )None\b", "Left out", text[:1].upper() + text[1:])
+    return re.sub(r"\bNone\b", "left out", text)
 
 
 def _annotation(field: Field[Any], text: str) -> Any:

@@ -4,7 +4,7 @@ Charter: every default lives here and is documented here; every value is checked
 the nearest valid name for an unknown key. Environment switches, if there ever are any, too.
 """
 
-from foretoken.config.checks import check_choice, check_int, check_number, plain
+from foretoken.config.checks import check_choice, check_int, check_number, from_environment, plain
 from foretoken.config.engine import BLOCK_SIZES, DTYPES, EngineConfig
 from foretoken.config.speculative import (
     AUTO,
@@ -31,6 +31,7 @@ __all__ = [
     "check_int",
     "check_number",
     "check_synthetic",
+    "from_environment",
     "of_drafter",
     "plain",
 ]

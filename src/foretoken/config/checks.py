@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from difflib import get_close_matches
 from os import PathLike, fspath
 from typing import Any
 
 from foretoken.errors import ConfigError
+
+
+def from_environment(name: str) -> str | None:
+    """A variable of the environment; None if it is not set."""
+    return os.environ.get(name)
 
 
 def plain(value: Any) -> Any:

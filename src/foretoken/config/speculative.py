@@ -191,7 +191,8 @@ class SpeculativeConfig:
         object.__setattr__(self, "drafters", tuple(named.values()))
         if self.method is None:
             object.__setattr__(self, "method", HYBRID if len(named) > 1 else next(iter(named)))
-        check_choice("speculative_config.method", self.method, (*named, HYBRID))
+        remedy = "Beside `drafters` it names that one of them which drafts if a request names none."
+        check_choice("speculative_config.method", self.method, (*named, HYBRID), remedy)
 
     @classmethod
     def _drafter_options(cls) -> list[str]:

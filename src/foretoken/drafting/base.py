@@ -19,12 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, ForwardBatch
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable

@@ -27,16 +27,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch, gather_batch
+from foretoken.cache.batch import gather_batch
 from foretoken.drafting.autoregressive import Autoregressive
 from foretoken.drafting.base import DrafterSetup, no_drafts
 from foretoken.drafting.vocabulary import DraftNetwork, Match, match_tokenizers
 from foretoken.errors import ConfigError
-from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
+from foretoken.models import CausalLM, folder_of, load_model, load_tokenizer
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, RoundDecoder, Rows, Rule
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, ForwardBatch, SlotSpan
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import SlotSpan, StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
@@ -123,7 +123,7 @@ class DraftModel(Autoregressive):
         slot_B, num_B = torch.from_numpy(np.array(wanted, dtype=np.int64).T.copy())
         fp64 = self.config.use_fp64_gumbel
         drafting = DraftRound(self.slots.params, slot_B, num_B, cache, fp64)
-        return decoder.draft(first.token_T, first.attention, self.kv.keys, self.kv.values, drafting)
+        return decoder.draft(first.token_T, self.kv.of(first.attention), drafting)
 
     def _draft_by_passes(
         self, wanted: Sequence[tuple[int, int]], cache: DraftCache | None
@@ -259,12 +259,7 @@ def find_draft(setup: DrafterSetup) -> tuple[str, Path, Any]:
     if name is None:
         remedy = "Name a small checkpoint that shares the target's tokenizer, or use `ngram`."
         raise ConfigError("speculative_config.model", None, "a draft model", remedy)
-    folder = resolve_checkpoint(
-        name,
-        revision=setup.speculation.revision,
-        local_files_only=config.local_files_only,
-        weights=config.load_format == "auto",
-    )
+    folder = folder_of(config, name, setup.speculation.revision)
     return name, folder, load_tokenizer(folder)
 
 
@@ -272,11 +267,7 @@ def load_weights(setup: DrafterSetup, folder: Path) -> CausalLM:
     """The draft model, of no longer a context than the target's."""
     config = setup.config
     return load_model(
-        folder,
-        device=setup.device,
-        dtype=config.dtype,
-        backend=setup.backend,
+        folder, device=setup.device, dtype=config.dtype, backend=setup.backend,
         dummy_seed=config.seed if config.load_format == "dummy" else None,
-        max_model_len=setup.max_model_len,
-        shorten=True,
-    )
+        max_model_len=setup.max_model_len, shorten=True,
+    )  # fmt: skip

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ import torch
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.drafting.draft_model import DraftModel, find_draft, load_weights
 from foretoken.drafting.vocabulary import DraftNetwork
-from foretoken.errors import ConfigError, IntegrityError
+from foretoken.errors import ConfigError
 from foretoken.models.tokenizer import decode_after, encode_after
 from foretoken.ops import DraftBlock
 from foretoken.ops.steps import DraftRows
@@ -111,9 +111,8 @@ class DraftText(Drafter):
 
     def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
         """A table of the draft model's own tokens, and blocks that no slots share."""
-        if isinstance(slots, DeviceSlotTable):
-            raise IntegrityError("`draft_text` was given slots on a device")
-        self.slots, count = slots, self._num_blocks
+        # On a device nobody drafts by text: see `registry.ON_HOST_ALONE`.
+        self.slots, count = cast(SlotTable, slots), self._num_blocks
         own = SlotTable(slots.num_slots, slots.device, **self._sizes, blocks=count)
         own.requests = slots.requests
         own.write_blocks(
@@ -148,7 +147,8 @@ class DraftText(Drafter):
             return 0
         if not same:
             self._forget(slot)
-        self._model.take_back(slot, same)
+        # The last one again, if the target's tokens said nothing: drafts go on from its row.
+        self._model.take_back(slot, min(same, len(ids) - 1))
         own = self._own
         own.token_SL[slot, : len(ids)], own.length_S[slot] = ids, len(ids)
         return min(-(-num_drafts * len(ids) // len(known)) + 1, _MOST * num_drafts)

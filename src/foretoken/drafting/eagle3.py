@@ -15,54 +15,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.config import EngineConfig
 from foretoken.drafting.autoregressive import Autoregressive
 from foretoken.drafting.base import DrafterSetup, no_drafts, q_flags
 from foretoken.errors import ConfigError, IntegrityError
-from foretoken.models import TargetView, resolve_checkpoint
+from foretoken.models import TargetView, folder_of
 from foretoken.models.checkpoint import parse_config, quiet_transformers, read_config
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
 from foretoken.models.eagle3_fused import fuse
-from foretoken.ops import (
-    DRAFT,
-    AttentionBatch,
-    DraftBlock,
-    DraftCache,
-    DraftRound,
-    Noise,
-    Rows,
-)
+from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, DraftRound, Noise, Rows
 from foretoken.ops.decoder import RoundHead
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, ForwardBatch, Round
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_HEADS = {"tiny-python": "tiny-python-eagle3"}
-
-
-class Places(NamedTuple):
-    """Where a round's passes compute, one token of each request: pass i > 0 at row i - 1.
-
-    index_B1: 0..B
-    block_BL: blocks of each request
-    position_KB: of the token; length_KB: tokens in the cache then, which is also the position of
-        draft i in row i, wherever there is one; index_KB: i
-    """
-
-    index_B1: Tensor
-    block_BL: Tensor
-    position_KB: Tensor
-    length_KB: Tensor
-    index_KB: Tensor
 
 
 class Eagle3(Autoregressive):
@@ -76,15 +50,9 @@ class Eagle3(Autoregressive):
     def target_view(cls, config: EngineConfig) -> TargetView:
         """Hidden states that the head reads, by its `config.json` or by the target's depth; and
         the target's output layer, if it has none."""
-        is_dummy = config.load_format == "dummy"
-        folder = _folder(config, weights=not is_dummy)
+        is_dummy, folder = config.load_format == "dummy", _folder(config)
         head = read_eagle3_config(folder)
-        target = resolve_checkpoint(
-            config.model,
-            revision=config.revision,
-            local_files_only=config.local_files_only,
-            weights=False,
-        )
+        target = folder_of(config, config.model, config.revision, weights=False)
         with quiet_transformers():
             parsed = parse_config(target, read_config(target)["model_type"])
         depth = parsed.get_text_config().num_hidden_layers
@@ -120,8 +88,8 @@ class Eagle3(Autoregressive):
         if self._round_head is not None:  # and not over what was rejected
             length_B = [self.slots.length_S[slot] for slot in rows.slot_B.tolist()]
             known = (self._token_SL, length_B, rows.slot_B)
-            where = (batch.attention, self.kv.keys[0], self.kv.values[0])
-            self._round_head.observe(self._hidden_SC, *known, result.aux, *where)
+            where = self.kv.only_layer(batch.attention)
+            self._round_head.observe(self._hidden_SC, *known, result.aux, where)
             return
         state, steps = self.slots.state, self.backend.steps
         token_T, row_B = steps.shift(state, rows.slot_B, batch.attention, len(batch.token_T))
@@ -164,29 +132,24 @@ class Eagle3(Autoregressive):
         """All passes and draws in one native call."""
         fp64 = self.config.use_fp64_gumbel
         drafting = DraftRound(self.slots.params, rows.slot_B, rows.num_B, cache, fp64)
-        where = (self._block_SL, self.kv.keys[0], self.kv.values[0])
-        return head.draft_round(self._hidden_SC, rows.position_B, *where, drafting)
+        known = AttentionBatch(rows.slot_B, rows.position_B, self._block_SL, self.block_size)
+        return head.draft_round(self._hidden_SC, self.kv.only_layer(known), drafting)
 
     def _draft_by_passes(self, rows: DraftRows, cache: DraftCache | None) -> Tensor:
         """Passes run for all requests; of some, more than are read."""
-        places, on_host = self._places(rows), not isinstance(self.slots, DeviceSlotTable)
+        plan, on_host = self._plan(rows), not isinstance(self.slots, DeviceSlotTable)
         masked = on_host and any(map(self.has_grammar, rows.slot_B.tolist()))
         hidden_BC, drafts = self._hidden_SC[rows.slot_B], list[Tensor]()
         logits_BV = self.head.logits(hidden_BC)
         for i in range(rows.most):
             if i:
                 # Draft i is drawn from the row one before it, whose token is draft i - 1.
-                attention = AttentionBatch(
-                    places.index_B1, places.length_KB[i - 1], places.block_BL, self.block_size,
-                    most_queries=1, values_fit=True,
-                )  # fmt: skip
-                position_B, row_B = places.position_KB[i - 1], places.index_B1[:-1]
-                batch = ForwardBatch(drafts[-1], position_B, row_B, attention)
+                batch = plan.batch(i - 1, drafts[-1])
                 hidden_BC, logits_BV = self.head.draft(batch, hidden_BC, self.kv)
             if masked:
                 so_far_BK = torch.stack(drafts, 1) if drafts else rows.slot_B[:, None][:, :0]
                 logits_BV = self.mask(logits_BV, rows.slot_B.tolist(), so_far_BK.numpy())
-            noise = (places.length_KB[i], places.index_KB[i], DRAFT, self.config.use_fp64_gumbel)
+            noise = (plan.length_KB[i], plan.index_KB[i], DRAFT, self.config.use_fp64_gumbel)
             drafts.append(self._draw(logits_BV, rows, Noise(*noise), cache))
         return self.backend.steps.join_drafts(drafts, rows.num_B)
 
@@ -195,19 +158,22 @@ class Eagle3(Autoregressive):
         if self.head.fused is None:
             self.kv.clear(block_ids)
 
-    def _places(self, rows: DraftRows) -> Places:
+    def _plan(self, rows: DraftRows) -> Round:
+        """Pass i > 0 computes one token of each request, at row i - 1 of the plan."""
         state, size = self.slots.state, len(rows.slot_B)
         if isinstance(self.slots, DeviceSlotTable):
             longest = state.block_SL.shape[1] * self.block_size
-            plan = self.slots.steps.begin_round(state, rows, 1, longest, self.block_size)
-            return Places(plan.index_B1, plan.first.attention.block_BL, *plan[3:])
+            return self.slots.steps.begin_round(state, rows, 1, longest, self.block_size)
         # A host's slots have no spare: a request whose drafts are all made stays where its last
         # pass may be, in its own blocks.
         index_K1 = torch.arange(rows.most, device=rows.slot_B.device)[:, None]
         length_KB = rows.position_B + torch.minimum(index_K1, (rows.num_B - 1).clamp_(min=0))
         index_B1 = torch.arange(size + 1, device=rows.slot_B.device)
         index_KB, block_BL = index_K1.expand(-1, size).contiguous(), state.block_SL[rows.slot_B]
-        return Places(index_B1, block_BL, length_KB - 1, length_KB, index_KB)
+        known = AttentionBatch(index_B1, rows.position_B, block_BL, self.block_size)
+        none_T = rows.slot_B[:0]
+        first = ForwardBatch(none_T, none_T, none_T, known)  # the target's pass was the first
+        return Round(rows.num_B, first, index_B1, length_KB - 1, length_KB, index_KB)
 
     def _draw(
         self, logits_BV: Tensor, rows: DraftRows, noise: Noise, cache: DraftCache | None
@@ -218,7 +184,7 @@ class Eagle3(Autoregressive):
         return self.backend.draft(Rows(logits_BV, self.slots.params, rows.slot_B), noise, cache)
 
 
-def _folder(config: EngineConfig, weights: bool) -> Path:
+def _folder(config: EngineConfig) -> Path:
     """Where the head is; `ConfigError` if it is not said."""
     speculation = config.speculative_config
     if speculation is None:
@@ -227,12 +193,7 @@ def _folder(config: EngineConfig, weights: bool) -> Path:
     if name is None:
         remedy = "Name a folder or hub id of a head that was trained for this target."
         raise ConfigError("speculative_config.model", None, "an EAGLE-3 head", remedy)
-    return resolve_checkpoint(
-        name,
-        revision=speculation.revision,
-        local_files_only=config.local_files_only,
-        weights=weights,
-    )
+    return folder_of(config, name, speculation.revision)
 
 
 def _load_checked(setup: DrafterSetup) -> Eagle3Head:
@@ -240,7 +201,7 @@ def _load_checked(setup: DrafterSetup) -> Eagle3Head:
     is_dummy, embedding = setup.config.load_format == "dummy", setup.embedding
     if embedding is None:
         raise IntegrityError("`eagle3` was given no embedding of its target")
-    folder = _folder(setup.config, weights=not is_dummy)
+    folder = _folder(setup.config)
     config = read_eagle3_config(folder)
     width = embedding.shape[1]
     for what, own, targets in (
@@ -252,13 +213,9 @@ def _load_checked(setup: DrafterSetup) -> Eagle3Head:
             remedy = f"It takes {own} {what}; the target has {targets}."
             raise ConfigError("speculative_config.model", setup.speculation.model, bound, remedy)
     head = load_eagle3(
-        folder,
-        config,
-        embedding=embedding,
-        backend=setup.backend,
-        head=setup.head,
+        folder, config, embedding=embedding, backend=setup.backend, head=setup.head,
         dummy_seed=setup.config.seed if is_dummy else None,
-    )
+    )  # fmt: skip
     # Blocks may reach further than the longest request.
     fuse(head, setup.max_model_len + setup.block_size, setup.config.max_num_seqs)
     return head

@@ -23,12 +23,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.drafting.autoregressive import Autoregressive
 from foretoken.drafting.base import DrafterSetup, q_flags
 from foretoken.drafting.draft_model import load_draft
-from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, Noise, Rows
-from foretoken.ops.steps import DraftRows
+from foretoken.ops import DRAFT, DraftBlock, Noise, Rows
+from foretoken.ops.steps import DraftRows, ForwardBatch
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
 
@@ -48,20 +47,12 @@ class LockstepDraftModel(Autoregressive):
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`; every request takes part in every pass, if only as padding."""
-        table, block_size = self.slots, self.block_size
-        max_len = self.model.max_model_len
-        plan = table.steps.begin_round(table.state, rows, _FIRST, max_len, block_size)
+        table, max_len = self.slots, self.model.max_model_len
+        plan = table.steps.begin_round(table.state, rows, _FIRST, max_len, self.block_size)
         cache = self.cache if rows.warm else None
-        batch = ForwardBatch(*plan.first)
-        block_BL, row_B = batch.attention.block_BL, plan.index_B1[:-1]
         drafts: list[Tensor] = []
         for i in range(rows.most):
-            if i:
-                attention = AttentionBatch(
-                    plan.index_B1, plan.length_KB[i], block_BL, block_size,
-                    most_queries=1, values_fit=True,
-                )  # fmt: skip
-                batch = ForwardBatch(drafts[-1], plan.position_KB[i], row_B, attention)
+            batch = plan.batch(i, drafts[-1]) if i else plan.first
             logits_BV = self.network.forward(batch, self.kv)
             if cache is None:
                 drafts.append(logits_BV.argmax(dim=-1))
@@ -90,7 +81,7 @@ class LockstepDraftModel(Autoregressive):
             behind_B = (state.length_S[rows.slot_D] - 1).clamp(min=1)  # the last has no block yet
             known = DraftRows(rows.slot_D, torch.zeros_like(behind_B), behind_B, most=1)
             plan = self.slots.steps.begin_round(state, known, _FIRST, max_len, self.block_size)
-            self.network.forward(ForwardBatch(*plan.first), self.kv)
+            self.network.forward(plan.first, self.kv)
             return
         position_T = batch.position_T.clamp(max=self.model.max_model_len - 1)
         none_N = batch.logit_row_N[:0]

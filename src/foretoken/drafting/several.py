@@ -16,33 +16,24 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.config import HYBRID, EngineConfig, SpeculativeConfig, of_drafter
 from foretoken.drafting.autoregressive import Autoregressive
-from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
+from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts, one_hot_block
 from foretoken.drafting.choice import Choice, Kind, follow
 from foretoken.drafting.registry import find_drafter
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import DraftBlock, DraftCache
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, ForwardBatch
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
 from foretoken.slots.table import SlotTable
-
-
-class Part(NamedTuple):
-    """What one drafter made, and for which requests of the batch."""
-
-    number: int
-    of_batch: list[int]
-    block: DraftBlock
 
 
 class Several(Drafter):
@@ -134,45 +125,48 @@ class Several(Drafter):
 
     def _propose_to_each(self, rows: DraftRows, slots: SlotTable) -> DraftBlock:
         """Each member for its own requests, and for those under `hybrid` that come to it."""
-        hybrid, asked_B = len(self.members), rows.num_B.tolist()
+        hybrid, asked_B, size = len(self.members), rows.num_B.tolist(), len(rows.slot_B)
         slot_B, drafter_B = rows.slot_B.tolist(), slots.drafter_S[rows.slot_B].tolist()
         open_B = [b for b, number in enumerate(drafter_B) if number == hybrid and asked_B[b]]
-        parts = list[Part]()
+        merged, source_B = one_hot_block([[]] * size, slots.device), [0] * size
         for number in self._order:
             member = self.members[number]
             of_hybrid = open_B if member.looks_up or number == self._model else []
-            own = [b for b, chosen in enumerate(drafter_B) if chosen == number]
-            if not own and not of_hybrid:
+            index = [b for b, chosen in enumerate(drafter_B) if chosen == number]
+            num_own, index = len(index), index + of_hybrid
+            if not index:
                 continue
-            asked = _at(rows, own + of_hybrid)
-            with self._choice.timing(number, len(asked.slot_B)):
-                part = Part(number, own + of_hybrid, member.propose(asked))
+            asked, kept = _at(rows, index), list(range(len(index)))
+            with self._choice.timing(number, len(index)):
+                block = member.propose(asked)
             if member.looks_up:
-                taken = self._taken(part, asked, slots, len(own))
-                open_B = [b for b, has in zip(part.of_batch, taken, strict=True) if not has]
-                part = _some(part, [i for i, has in enumerate(taken) if has])
+                taken = self._taken(number, block, asked, slots, num_own)
+                open_B = [b for b, has in zip(index, taken, strict=True) if not has]
+                kept = [i for i, has in enumerate(taken) if has]
             else:
                 for b in of_hybrid:
                     self._choice.offer_model(slot_B[b], number, asked_B[b])
-            parts.append(part)
-        block, source_B = _joined(parts, len(slot_B), slots.device)
-        self._maker.update(zip(slot_B, source_B.tolist(), strict=True))
-        return replace(block, source_B=source_B)
+            for i in kept:
+                source_B[index[i]] = number
+            merged = _with(merged, [index[i] for i in kept], block, kept)
+        self._maker.update(zip(slot_B, source_B, strict=True))
+        return replace(merged, source_B=torch.tensor(source_B))
 
-    def _taken(self, part: Part, asked: DraftRows, slots: SlotTable, first: int) -> list[bool]:
+    def _taken(
+        self, number: int, block: DraftBlock, asked: DraftRows, slots: SlotTable, first: int
+    ) -> list[bool]:
         """Which requests have the drafts that were found for them; from `first` on by choice."""
-        slot_B, asked_B, block = asked.slot_B.tolist(), asked.num_B.tolist(), part.block
-        num_B = block.num_B.tolist()
+        slot_B, asked_B, num_B = asked.slot_B.tolist(), asked.num_B.tolist(), block.num_B.tolist()
         expected_B = num_B if block.expected_B is None else block.expected_B.tolist()
         taken = [True] * first
         for i in range(first, len(slot_B)):
             slot, has = slot_B[i], num_B[i] > 0
             if has and self._model is not None:
-                found, model = (part.number, expected_B[i]), (self._model, asked_B[i])
+                found, model = (number, expected_B[i]), (self._model, asked_B[i])
                 has = self._choice.takes(slots.requests[slot], slot, found, model)
             if num_B[i]:
                 passed_over = None if has else block.token_BK[i, : num_B[i]].tolist()
-                self._choice.offer(slot, Kind(part.number, round(expected_B[i])), passed_over)
+                self._choice.offer(slot, Kind(number, round(expected_B[i])), passed_over)
             taken.append(has)
         return taken
 
@@ -287,29 +281,18 @@ def _at(rows: DraftRows, index: list[int]) -> DraftRows:
     return DraftRows(slot_B, num_B, position_B, int(num_B.max()), rows.warm)
 
 
-def _some(part: Part, kept: list[int]) -> Part:
-    """A part without the requests that have other drafts."""
-    if len(kept) == len(part.of_batch):
-        return part
-    at, block = torch.from_numpy(np.array(kept, dtype=np.int64)), part.block
-    columns = (block.token_BK[at], block.num_B[at], block.cache, block.real_q_B[at])
-    return Part(part.number, [part.of_batch[i] for i in kept], DraftBlock(*columns))
-
-
-def _joined(parts: Sequence[Part], size: int, device: torch.device) -> tuple[DraftBlock, Tensor]:
-    """All parts as one batch, and who made which."""
-    if len(parts) == 1 and parts[0].of_batch == list(range(size)):
-        return parts[0].block, torch.full((size,), parts[0].number)
-    width = max((part.block.token_BK.shape[1] for part in parts), default=0)
-    token_BK = torch.full((size, width), -1)
-    num_B, real_q_B = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
-    source_B, cache = torch.zeros_like(num_B), None
-    for number, index, block in parts:
-        at = torch.from_numpy(np.array(index, dtype=np.int64))
-        token_BK[at, : block.token_BK.shape[1]] = block.token_BK.to(torch.int64)
-        num_B[at], real_q_B[at], source_B[at] = block.num_B, block.real_q_B, number
-        cache = _one_cache(cache, block.cache)
-    return DraftBlock(token_BK, num_B, cache, real_q_B), source_B
+def _with(merged: DraftBlock, index: list[int], block: DraftBlock, rows: list[int]) -> DraftBlock:
+    """A batch's drafts, those of some of its requests as rows of another block have them."""
+    size, width = merged.token_BK.shape[0], block.token_BK.shape[1]
+    if index == rows == list(range(size)):
+        return block
+    at_B, of_B = (torch.from_numpy(np.array(x, dtype=np.int64)) for x in (index, rows))
+    token_BK = merged.token_BK
+    token_BK = pad(token_BK, (0, max(width - token_BK.shape[1], 0)), value=-1)
+    token_BK[at_B, :width] = block.token_BK[of_B].long()
+    num_B, real_q_B = merged.num_B, merged.real_q_B
+    num_B[at_B], real_q_B[at_B] = block.num_B[of_B], block.real_q_B[of_B]
+    return DraftBlock(token_BK, num_B, _one_cache(merged.cache, block.cache), real_q_B)
 
 
 def _where(first_B: Tensor, first: DraftBlock, second: DraftBlock) -> DraftBlock:

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
 
 from foretoken.drafting.base import Drafter, DrafterSetup, q_flags
-from foretoken.errors import ConfigError, IntegrityError
+from foretoken.errors import ConfigError
 from foretoken.ops import DraftBlock, unavailable
 from foretoken.ops.steps import DraftRows
 from foretoken.ops.suffix import Array, SuffixIndexes, SuffixOptions, propose
@@ -72,9 +73,7 @@ class Suffix(Drafter):
 
     def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
         """An index for each slot, over the row of its tokens."""
-        if isinstance(slots, DeviceSlotTable):
-            raise IntegrityError("`suffix` was given slots on a device")
-        self.slots = slots
+        self.slots = slots = cast(SlotTable, slots)  # see `registry.ON_HOST_ALONE`
         if self._max_finished:
             self._shared.resize(self._num_fixed, 0)
             self._finished.clear()

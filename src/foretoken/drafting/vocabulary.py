@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM
+from foretoken.ops.steps import ForwardBatch
 
 _log = logging.getLogger(__name__)
 

@@ -61,7 +61,7 @@ class Limits:
 
 
 def check_request(
-    prompt_ids: Sequence[int], params: SamplingParams, limits: Limits
+    prompt_ids: Sequence[int], params: SamplingParams, limits: Limits, prompt: str | None = None
 ) -> SamplingParams:
     """The parameters as they will be served: with a number in the place of max_tokens=None.
 
@@ -69,7 +69,8 @@ def check_request(
         RequestError, CapacityError: the engine cannot serve exactly what is asked.
     """
     if not prompt_ids:
-        raise RequestError("prompt", list(prompt_ids), "at least one token", "Give it some text.")
+        shown = list(prompt_ids) if prompt is None else prompt
+        raise RequestError("prompt", shown, "at least one token", "Give it some text.")
     size = limits.vocab_size
     all_ids: dict[str, Iterable[int]] = {
         "prompt": prompt_ids,
@@ -173,7 +174,7 @@ def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingPar
         params = replace(params, max_tokens=max(1, min(room, cache - num_prompt)))
     if params.token_limit > room:
         bound = f"at most {room} after this prompt of {num_prompt} tokens (context {context})"
-        remedy = "Lower it or shorten the prompt; None takes all that is left."
+        remedy = "Lower it or shorten the prompt; left out, it is all that fits."
         raise CapacityError("max_tokens", params.max_tokens, bound, remedy)
     if num_prompt + params.token_limit > cache:
         bound = f"such that prompt ({num_prompt}) and output fit the cache of {cache} tokens"
@@ -183,14 +184,14 @@ def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingPar
 
 
 def bad_word_ids(
-    params: SamplingParams, tokenizer: Any | None, vocab_size: int
+    words: Iterable[str], tokenizer: Any | None, vocab_size: int
 ) -> tuple[tuple[int, ...], ...]:
     """Token sequences of the bad words, each as it starts a text and as it follows a space.
 
     A sequence with an id that the model does not have can never be drawn and is left out.
     """
     found: dict[tuple[int, ...], None] = {}
-    for word in params.bad_words or ():
+    for word in words:
         for text in (word, " " + word.lstrip()):
             ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else ()
             if ids and max(ids) < vocab_size:

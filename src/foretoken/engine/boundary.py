@@ -57,7 +57,7 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     limits = engine.limits
     if params is engine.default_params and len(ids) + params.token_limit > limits.max_model_len:
         params = replace(params, max_tokens=None)  # nobody asked for as many as do not fit
-    return Submission(request_id, ids, check_request(ids, params, limits), text)
+    return Submission(request_id, ids, check_request(ids, params, limits, text), text)
 
 
 def submit(engine: Engine, submission: Submission) -> RequestGroup:
@@ -78,14 +78,11 @@ def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:
         engine.settle(request)  # which may end it
         samples.append(_sample(CompletionOutput, request, Given()))
     return RequestOutput(
-        request_id=group.request_id,
-        prompt=group.prompt,
-        prompt_token_ids=[*group.prompt_ids],
-        outputs=samples,
-        metrics=group.metrics.copy(),
+        request_id=group.request_id, prompt=group.prompt, prompt_token_ids=[*group.prompt_ids],
+        outputs=samples, metrics=group.metrics.copy(),
         prompt_logprobs=None if group.prompt_logprobs is None else [*group.prompt_logprobs],
         error=group.error,
-    )
+    )  # fmt: skip
 
 
 def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
@@ -107,15 +104,10 @@ def take_delta(engine: Engine, group: RequestGroup) -> RequestDelta | None:
     if rows is not None and is_whole and not group.gave_prompt_logprobs:
         prompt_logprobs, group.gave_prompt_logprobs = [*rows], True
     return RequestDelta(
-        request_id=group.request_id,
-        outputs=samples,
-        finished=finished,
-        prompt=prompt,
-        prompt_token_ids=prompt_ids,
-        prompt_logprobs=prompt_logprobs,
-        metrics=group.metrics.copy() if finished else None,
-        error=group.error,
-    )
+        request_id=group.request_id, outputs=samples, finished=finished, prompt=prompt,
+        prompt_token_ids=prompt_ids, prompt_logprobs=prompt_logprobs,
+        metrics=group.metrics.copy() if finished else None, error=group.error,
+    )  # fmt: skip
 
 
 def unserved(request_id: str, prompt: Any, error: ForetokenError) -> RequestOutput:
@@ -148,14 +140,10 @@ def _sample(kind: type[_Sample], request: Request, given: Given) -> _Sample:
     """What a sample has beyond what was given out before, as copies."""
     first = given.num_tokens
     return kind(
-        index=request.index,
-        token_ids=request.token_ids[request.num_prompt + first :],
-        text="".join(request.pieces[given.num_pieces :]),
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_reason,
-        seed=request.key,
+        index=request.index, token_ids=request.token_ids[request.num_prompt + first :],
+        text="".join(request.pieces[given.num_pieces :]), finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason, seed=request.key,
         logprobs=request.logprobs[first:] if request.params.logprobs is not None else None,
-        origins=request.origins[first:],
-        synthetic_acceptance=request.rule == "synthetic",
+        origins=request.origins[first:], synthetic_acceptance=request.rule == "synthetic",
         trace=request.trace[first:] if request.params.trace else None,
-    )
+    )  # fmt: skip

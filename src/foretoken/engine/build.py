@@ -24,7 +24,7 @@ from foretoken.engine.memory_plan import shown
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
-from foretoken.models import CausalLM, TargetView, load_model, load_tokenizer, resolve_checkpoint
+from foretoken.models import CausalLM, TargetView, folder_of, load_model, load_tokenizer
 from foretoken.sampling.params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -69,22 +69,13 @@ def _build(config: EngineConfig) -> Engine:
         view = drafter_class.target_view(config)
     backend = choose_backend(config.backend, device, deterministic=config.deterministic)
     gauge = gauge_of(device)
-    folder = resolve_checkpoint(
-        config.model,
-        revision=config.revision,
-        local_files_only=config.local_files_only,
-        weights=config.load_format == "auto",
-    )
+    folder = folder_of(config, config.model, config.revision)
     with reserving("the weights were loaded", _smaller_weights(folder, gauge)):
         model = load_model(
-            folder,
-            device=device,
-            dtype=config.dtype,
-            backend=backend,
+            folder, device=device, dtype=config.dtype, backend=backend,
             dummy_seed=config.seed if config.load_format == "dummy" else None,
-            max_model_len=config.max_model_len,
-            view=view,
-        )
+            max_model_len=config.max_model_len, view=view,
+        )  # fmt: skip
     weights = gauge.taken() if gauge else 0
     native_target = model.fused is not None and device.type == "cpu"
     asked_threads = config.threads if device.type == "cpu" else 1
@@ -142,8 +133,7 @@ def _tokenizer(config: EngineConfig, folder: Path) -> Any | None:
     """The tokenizer that was asked for, or the model's own, if it has one."""
     if config.tokenizer is None:
         return load_tokenizer(folder)
-    local_only = config.local_files_only
-    folder = resolve_checkpoint(config.tokenizer, local_files_only=local_only, weights=False)
+    folder = folder_of(config, config.tokenizer, None, weights=False)
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         bound = "a folder or hub id with tokenizer files"

@@ -97,6 +97,7 @@ class Engine:
         self._broken_by: BaseException | None = None
         self._slots = runner.slots
         self._num_added = 0
+        self._bad_words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {(): ()}
         speculation = config.speculative_config
         self._rule = speculation.rejection_sample_method if speculation else "standard"
         self.limits = Limits(
@@ -221,7 +222,10 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids or ())
         if params.grammar or not params.ignore_eos:  # behind the end of a grammar nothing may stand
             stop_ids |= self.eos_ids
-        bad_words = bad_word_ids(params, self.tokenizer, self.runner.model.vocab_size)
+        words = tuple(params.bad_words or ())
+        if words not in self._bad_words:  # prompts of one call come one after the other
+            ids = bad_word_ids(words, self.tokenizer, self.limits.vocab_size)
+            self._bad_words = {(): (), words: ids}
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
         rule = params.rejection_sample_method or self._rule
@@ -233,9 +237,9 @@ class Engine:
             rule = "standard"  # plain decoding, with the target's distribution
         for j in range(params.n):
             request = Request(
-                group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words, rule, most_drafts,
-                self.limits.number_of(params.drafter), waits_for_tokens=edits_on_host,
-                adapts=adapts,
+                group, j, mix(seed, j), list(prompt_ids), stop_ids, self._bad_words[words], rule,
+                most_drafts, self.limits.number_of(params.drafter),
+                waits_for_tokens=edits_on_host, adapts=adapts,
             )  # fmt: skip
             self.scheduler.add(request)
             group.samples.append(request)

@@ -18,15 +18,8 @@ from torch import Tensor
 
 from foretoken.ops import DraftBlock, Evidence, Logprobs, Verdict
 from foretoken.ops.pinned import Staging
-from foretoken.slots.step import (
-    NONE,
-    Outcome,
-    SlotSpan,
-    StepInput,
-    StepResult,
-    evidence_by_slot,
-    some_rows,
-)
+from foretoken.ops.steps import SlotSpan
+from foretoken.slots.step import NONE, Outcome, StepInput, StepResult, evidence_by_slot, some_rows
 
 
 class ToHost:

@@ -12,20 +12,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.engine.pending import PendingResult, ToHost
 from foretoken.engine.sampler import Sampler
 from foretoken.ops import Edits, ForwardOutput
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, ForwardBatch
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import (
-    NONE,
-    StepInput,
-    StepResult,
-    StepRows,
-    evidence_by_slot,
-    some_rows,
-)
+from foretoken.slots.step import NONE, StepInput, StepResult, StepRows, evidence_by_slot, some_rows
 from foretoken.slots.table import SlotTable
 
 

@@ -75,7 +75,7 @@ class Request:
         block_ids: cache blocks in order of position.
         block_serials: for its leading blocks that were entered into, or found in, the prefix index:
             the serials of their contents.
-        arrival: its place in the order in which requests came; lower is older.
+        arrival: its priority, and its place in the order in which requests came; lower is first.
         num_preemptions: how often it lost its blocks and had to compute them again.
         trace: how its tokens came about, if that was asked for.
         detokenizer: makes its text while it runs; None without a tokenizer.
@@ -102,7 +102,7 @@ class Request:
     slot: int = -1
     block_ids: list[int] = field(default_factory=list)
     block_serials: list[int] = field(default_factory=list)
-    arrival: int = 0
+    arrival: tuple[int, int] = (0, 0)
     num_preemptions: int = 0
     origins: list[str] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from foretoken.cache.batch import ForwardBatch, gather_step
+from foretoken.cache.batch import gather_step
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, no_drafts
 from foretoken.engine.graphs import Graphs
@@ -32,7 +32,7 @@ from foretoken.engine.sampler import Sampler
 from foretoken.engine.trace import PhaseClock
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock, Edits, ForwardOutput
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, ForwardBatch
 from foretoken.slots.edits import build_edits
 from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
 

@@ -14,15 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import (
-    Backend,
-    DraftBlock,
-    Edits,
-    Evidence,
-    Logprobs,
-    Verdict,
-    VerifyBatch,
-)
+from foretoken.ops import Backend, DraftBlock, Edits, Evidence, Logprobs, Verdict, VerifyBatch
 from foretoken.ops.pinned import to_device
 from foretoken.ops.steps import DraftRows
 from foretoken.outputs import Logprob
@@ -81,16 +73,9 @@ class Sampler:
         self, logits_NV: Tensor, asked: DraftRows, drafts: DraftBlock, edits: Edits | None
     ) -> VerifyBatch:
         return VerifyBatch(
-            logits_NV,
-            self.slots.params,
-            asked.slot_B,
-            asked.position_B,
-            drafts,
-            edits=edits,
-            synthetic_rate_K=self.synthetic_rate_K,
-            fp64_noise=self.fp64_noise,
-            values_fit=True,
-        )
+            logits_NV, self.slots.params, asked.slot_B, asked.position_B, drafts, edits=edits,
+            synthetic_rate_K=self.synthetic_rate_K, fp64_noise=self.fp64_noise, values_fit=True,
+        )  # fmt: skip
 
     def describe(
         self, found: Logprobs, token_ids: Sequence[int], num_top: int
@@ -102,13 +87,10 @@ class Sampler:
             num_top: how many of the likeliest were asked for here; there may be more.
         """
         rows = zip(
-            token_ids,
-            found.logprob_N.tolist(),
-            found.rank_N.tolist(),
-            found.top_token_NT[:, :num_top].tolist(),
-            found.top_logprob_NT[:, :num_top].tolist(),
+            token_ids, found.logprob_N.tolist(), found.rank_N.tolist(),
+            found.top_token_NT[:, :num_top].tolist(), found.top_logprob_NT[:, :num_top].tolist(),
             strict=True,
-        )
+        )  # fmt: skip
         described = []
         for token, logprob, rank, top_ids, top_logprobs in rows:
             row = {token: Logprob(logprob, rank, self.decode(token))}

@@ -4,7 +4,8 @@ Charter: admission, the token budget of a step, blocks and slots, and who gives 
 out. A running request prefills (known tokens whose K/V are missing) or decodes (its last token and
 the drafts to verify after it). Age decides everything: requests are admitted in order of arrival,
 and the youngest running one is preempted when an older one needs a block. The oldest is never
-preempted for another, and alone it fits the pool, so every request comes to its end.
+preempted for another, and alone it fits the pool, so every request comes to its end. One of lower
+`priority` is taken to be older than all of higher ones, and may let those wait for ever.
 
 A step may be scheduled while the result of the one before is not known. Then every draft of that
 one is taken to be accepted, for blocks; its tokens count as computed, for what comes next; and the
@@ -83,8 +84,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; it was checked that the whole pool can hold it."""
         self._num_arrived += 1
-        request.arrival = self._num_arrived
-        self.waiting.append(request)
+        request.arrival = request.params.priority, self._num_arrived
+        insort(self.waiting, request, key=_BY_ARRIVAL)
 
     def schedule(self) -> Plan:
         """Shares of the next step, in order of arrival; admits waiting requests that fit.

@@ -29,14 +29,8 @@ def _numbers(share: Share) -> tuple[int, int, int, bool, int, int, bool]:
 def slot_request(request: Request) -> SlotRequest:
     """What a request brings into its slot."""
     return SlotRequest(
-        request.key,
-        request.params,
-        Rule[request.rule.upper()],
-        request.group.prompt_ids,
-        request.limit,
-        request.output_ids,
-        num_computed=request.num_computed,
-        stop_ids=tuple(request.stop_ids),
-        bad_word_ids=request.bad_word_ids,
+        request.key, request.params, Rule[request.rule.upper()], request.group.prompt_ids,
+        request.limit, request.output_ids, num_computed=request.num_computed,
+        stop_ids=tuple(request.stop_ids), bad_word_ids=request.bad_word_ids,
         drafter=request.drafter,
-    )
+    )  # fmt: skip

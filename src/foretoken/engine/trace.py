@@ -27,6 +27,8 @@ class StepTrace:
         host_seconds: what the host spent on the step, waiting included; on a host as `total`.
         num_requests: requests in it; num_decoding: those that computed one known token and drafts.
         num_tokens: tokens that the target computed.
+        num_context: tokens of the requests whose keys and values it read beside these; drafts of a
+            step that was under way when it was launched are left out.
         num_drafts, num_accepted: summed over its requests.
         asked_drafts: how many requests were to have 0, 1, .. drafts, of those that decide.
     """
@@ -37,6 +39,7 @@ class StepTrace:
     num_requests: int = 0
     num_decoding: int = 0
     num_tokens: int = 0
+    num_context: int = 0
     num_drafts: int = 0
     num_accepted: int = 0
     asked_drafts: list[int] = field(default_factory=list)
@@ -48,6 +51,7 @@ class StepTrace:
         decisions = result.decisions
         self.num_requests = len(result.spans)
         self.num_tokens = sum(span.num_tokens for span in result.spans)
+        self.num_context = sum(share.start for share in shares)
         self.num_drafts = sum(outcome.num_drafts for outcome in decisions.values())
         self.num_accepted = sum(outcome.num_accepted for outcome in decisions.values())
         self.num_decoding = sum(

@@ -20,7 +20,9 @@ from rich.text import Text
 
 from foretoken.config import check_int
 from foretoken.engine.detokenizer import Detokenizer
-from foretoken.lab.audit import ALPHA, NEAR_TIE, Verdict, greedy_audit, sampled_audit
+from foretoken.lab.audit.engine import EngineAudit
+from foretoken.lab.audit.reference import Reference
+from foretoken.lab.audit.verdict import audit
 from foretoken.lab.workloads import HeldOut, heldout
 from foretoken.outputs import RequestMetrics, RequestOutput
 from foretoken.sampling.params import SamplingParams
@@ -42,9 +44,6 @@ SHOWN = ("heldout-001", "heldout-012", "heldout-013", "heldout-025")
 ROUNDS = 5
 BAR = 32
 PROMPT_LINES = 6
-AUDIT_PROMPTS = 8
-AUDIT_LENGTH = 4
-AUDIT_PROMPT = "def __init__(self, name"
 
 
 class Demo:
@@ -168,37 +167,18 @@ class Demo:
         outputs = [self.llm.generate(item.prompt, params)[0].outputs[0] for item in chosen]
         return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - start)
 
-    def check_losslessness(self, samples: int) -> None:
-        """Equal tokens at T=0, an equal distribution at T>0, with the figures that say so."""
+    def check_losslessness(self, draws: int) -> None:
+        """The likeliest tokens at T=0, the target's distribution at T>0, and what is excluded."""
         self._title("Is it lossless?")
-        prompts = [item.prompt for item in heldout(AUDIT_PROMPTS)]
-        with self._progress("comparing tokens", len(prompts)) as advance:
-            greedy = greedy_audit(self.llm, prompts, max_tokens=48, report=advance)
-        different = f"DIFFERENT in prompts {greedy.differing}"
-        verdict = _shown(greedy.verdict, greedy.metrics, "equal", different)
-        ties = f", {greedy.near_ties} parted at a tie within {NEAR_TIE:g}" * bool(greedy.near_ties)
-        self._say(
-            f"Temperature 0: {greedy.tokens} speculative tokens of {greedy.prompts} prompts "
-            f"against plain decoding: {verdict}{ties}."
-        )
-        with self._progress("drawing samples", 2 * samples) as advance:
-            sampled = sampled_audit(
-                self.llm,
-                AUDIT_PROMPT,
-                samples=samples,
-                length=AUDIT_LENGTH,
-                params=SamplingParams(temperature=1.0),
-                report=advance,
-            )
-        test = sampled.test
-        verdict = _shown(sampled.verdict, sampled.metrics, "no difference found", "DIFFERENT")
-        self._say(
-            f"Temperature 1: {samples} completions of `{AUDIT_PROMPT}` each way, joint "
-            f"distribution of {AUDIT_LENGTH} tokens: chi-square {test.statistic:.1f} on "
-            f"{test.degrees} degrees of freedom, p = {test.p_value:.3f}: {verdict} (a difference "
-            f"would show as p < {ALPHA:g}; {sampled.metrics.acceptance_rate:.0%} of the drafts "
-            "were accepted)."
-        )
+        config = self.llm.config
+        reference = Reference(config.model, config.revision)
+        asked = EngineAudit(self.llm, SamplingParams(temperature=1.0), reference)
+        self._say(asked.greedy()[1])
+        subject = asked.subject(config.model)._replace(exact=None)
+        with self._progress("drawing", draws) as advance:
+            found = audit(subject, draws, advance)
+        self._say(f"Temperature 1, each token's rank among the target's: {found.verdict}")
+        self._say("More: `foretoken audit`.")
 
     def _title(self, text: str) -> None:
         self.console.print()
@@ -223,13 +203,6 @@ class Demo:
         with Progress(*columns, console=self.console, transient=True, disable=not shown) as bar:
             task = bar.add_task(what, total=total)
             yield lambda done: bar.update(task, completed=done)
-
-
-def _shown(verdict: Verdict, metrics: RequestMetrics, equal: str, different: str) -> str:
-    if verdict == "inconclusive":
-        accepted, drafted = metrics.num_accepted_tokens, metrics.num_draft_tokens
-        return f"inconclusive, nothing was at stake ({accepted} of {drafted} drafts accepted)"
-    return equal if verdict == "equal" else different
 
 
 def _span(speeds: list[float]) -> str:

@@ -25,6 +25,18 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
   text { fill: #e6edf3; } .axis { stroke: #9198a1; } .mark { stroke: #e6edf3; }
 }
 """
+PAGE_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
+  color: #1f2328; background: #fff; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8c959f40; }
+th:first-child, td:first-child { text-align: left; }
+.charts { display: flex; flex-wrap: wrap; } .charts svg { width: 36rem; height: auto; }
+.words td:first-child { white-space: nowrap; }
+.words td { text-align: left; overflow-wrap: anywhere; vertical-align: top; }
+@media (prefers-color-scheme: dark) { body { color: #e6edf3; background: #0d1117; } }
+"""
 
 
 @dataclass(frozen=True)
@@ -84,16 +96,21 @@ def line_chart(
     series: Sequence[Series],
     logarithmic: bool = False,
     x_marks: Sequence[float] = (),
+    *,
+    level: float | None = None,
+    legend_above: bool = False,
 ) -> str:
     """A chart with x to the last point; a dot with its range per point.
 
     Args:
         logarithmic: both axes, of positive numbers; else both begin at 0.
         x_marks: positive numbers in order: x is logarithmic, from the first of them to the last.
+        level: a height to draw a line at.
+        legend_above: above the axes instead of at their top left, where falling lines begin.
     """
     points = [point for one in series for point in one.points]
     across = x_marks or [p[0] for p in points]
-    lowest, highest = min(p[2] for p in points), max(p[3] for p in points)
+    lowest, highest = min(p[2] for p in points), max(level or 0, *(p[3] for p in points))
     low, high = min(across) if logarithmic or x_marks else 0.0, max(across)
     x_ticks = x_marks or (decades(low, high) if logarithmic else ticks(high))
     x_ticks = [tick for tick in x_ticks if low <= tick <= high]
@@ -101,14 +118,15 @@ def line_chart(
     y_ticks = decades(lowest, highest) if logarithmic else ticks(highest)
     y_share = _share(y_ticks[0], y_ticks[-1], logarithmic)
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
+    legend, top = _legend([one.name for one in series], "") if legend_above else ([], TOP)
 
     def at_x(x: float) -> float:
         return round(LEFT + (right - LEFT) * x_share(x), 1)
 
     def at_y(y: float) -> float:
-        return round(bottom - (bottom - TOP) * y_share(y), 1)
+        return round(bottom - (bottom - top) * y_share(y), 1)
 
-    parts = [*_head(title), *_frame(y_ticks, at_y, y_label)]
+    parts = [*_head(title), *_frame(y_ticks, at_y, y_label), *legend]
     for tick in x_ticks:
         parts.append(_line(at_x(tick), bottom, at_x(tick), bottom + 5, "axis"))
         parts.append(_text(at_x(tick), bottom + 20, f"{tick:g}", "middle"))
@@ -122,9 +140,13 @@ def line_chart(
             parts.append(_line(at_x(x), at_y(least), at_x(x), at_y(most)))
             parts.append(f'<circle cx="{at_x(x)}" cy="{at_y(y)}" r="3"/>')
         row = TOP + 10 + 20 * i  # the legend stands top left: cost grows, lines end top right
-        parts.append(_line(LEFT + 14, row, LEFT + 38, row))
+        if not legend_above:
+            parts.append(_line(LEFT + 14, row, LEFT + 38, row))
         parts.append("</g>")
-        parts.append(_text(LEFT + 46, row + 4, one.name, "start"))
+        if not legend_above:
+            parts.append(_text(LEFT + 46, row + 4, one.name, "start"))
+    if level is not None:
+        parts.append(_line(LEFT, at_y(level), right, at_y(level), "mark"))
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -176,6 +198,30 @@ def page(charts: Sequence[str]) -> str:
     for i, chart in enumerate(charts):
         drawn.append(f'<g transform="translate(0 {HEIGHT * i})">\n{chart}</g>')
     return "\n".join([*drawn, "</svg>"]) + "\n"
+
+
+def html(title: str, sections: Sequence[str]) -> str:
+    """A page in one file that loads nothing: a heading, and sections of HTML below one another."""
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+    body = "\n".join(f"<section>{section}</section>" for section in sections)
+    return f"{head}\n<style>{PAGE_STYLE}</style>\n<h1>{escape(title)}</h1>\n{body}\n</html>\n"
+
+
+def html_table(
+    title: str, header: Sequence[str], lines: Sequence[Sequence[str]], kind: str = ""
+) -> str:
+    """A section with a table, the first column to the left, the others too if `kind` is `words`."""
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in header)
+    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines)
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    table = f'<table class="{kind}"><tr>{top}</tr>\n{body}</table>'
+    return f"<h2>{escape(title)}</h2>\n{table}"
+
+
+def html_list(title: str, items: Sequence[str]) -> str:
+    """A section with a list of sentences."""
+    body = "\n".join(f"<li>{escape(item)}</li>" for item in items)
+    return f"<h2>{escape(title)}</h2>\n<ul>{body}</ul>"
 
 
 def _open(height: int) -> str:

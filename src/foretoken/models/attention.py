@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, write_index
 from foretoken.errors import UnsupportedModelError
 from foretoken.ops import AttentionCall, AttentionOptions, Backend
+from foretoken.ops.steps import ForwardBatch
 
 ATTENTION_NAME = "foretoken_paged"
 

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape
 from foretoken.errors import IntegrityError, UnsupportedModelError
 from foretoken.models.attention import AttentionPass, attention_context
 from foretoken.ops import Backend, Decoder, ForwardOutput
+from foretoken.ops.steps import ForwardBatch
 
 
 class TargetView(NamedTuple):
@@ -94,9 +94,7 @@ class CausalLM:
         """
         rows = batch.logit_row_N
         if self.fused is not None:
-            return self.fused.forward(
-                batch.token_T, rows, batch.attention, kv.keys, kv.values, self.aux_layers
-            )
+            return self.fused.forward(batch.token_T, rows, kv.of(batch.attention), self.aux_layers)
         run = AttentionPass(batch, kv, self.backend)
         with torch.inference_mode(), attention_context(run):
             output = self.module(

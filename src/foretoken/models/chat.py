@@ -220,7 +220,7 @@ def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # too deep; too many digits
                 place, bound = f"{where}[{i}].function.arguments", "a dict, or JSON"
                 raise RequestError(place, arguments, f"{bound}; the parser says: {error}") from None
         found.append({**call, "function": {**function, "arguments": arguments}})

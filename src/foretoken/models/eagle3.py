@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool, LayerShape, write_index
 from foretoken.models.eagle3_config import Eagle3Config
 from foretoken.ops import AttentionOptions, Backend
 from foretoken.ops.decoder import DraftHead, HeadExtras, HeadModel, HeadWeights
+from foretoken.ops.steps import ForwardBatch
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -81,11 +81,7 @@ class Eagle3Head:
         return F.linear(states_TA, self.weights.fc)
 
     def forward(
-        self,
-        batch: ForwardBatch,
-        aux: Sequence[Tensor],
-        kv: KVPool,
-        row_N: Tensor | None = None,
+        self, batch: ForwardBatch, aux: Sequence[Tensor], kv: KVPool, row_N: Tensor | None = None
     ) -> Tensor:
         """Run packed rows and write their K/V.
 
@@ -98,8 +94,7 @@ class Eagle3Head:
             [N, C], for `logits` and for the next row of the same request.
         """
         if self.fused is not None:
-            where = (batch.attention, kv.keys[0], kv.values[0])
-            return self.fused.forward(batch.token_T, aux, *where, row_N)
+            return self.fused.forward(batch.token_T, aux, kv.only_layer(batch.attention), row_N)
         return self._pass(batch, self.features(aux), kv, row_N)
 
     def _pass(
@@ -155,8 +150,7 @@ class Eagle3Head:
             feature_TC: where the target has not been: what the row before put out.
         """
         if self.fused is not None:
-            where = (batch.attention, kv.keys[0], kv.values[0])
-            return self.fused.draft(batch.token_T, feature_TC, *where)
+            return self.fused.draft(batch.token_T, feature_TC, kv.only_layer(batch.attention))
         hidden_TC = self._pass(batch, feature_TC, kv)
         return hidden_TC, self.logits(hidden_TC)
 
@@ -180,20 +174,11 @@ class Eagle3Head:
     def model(self, positions: int) -> HeadModel:
         """All that it computes with, for contexts of so many positions."""
         return HeadModel(
-            self.weights,
-            self.extras,
-            self.embedding,
-            self.config.vocab_size,
-            self.target_ids,
-            *self._sizes,
-            self.config.layer.rms_norm_eps,
-            self.config.norm_before_residual,
-            self.config.norm_output,
-            self.config.sliding_window,
-            self._frequency_R,
-            self._rotary_scale,
-            positions,
-        )
+            self.weights, self.extras, self.embedding, self.config.vocab_size, self.target_ids,
+            *self._sizes, self.config.layer.rms_norm_eps, self.config.norm_before_residual,
+            self.config.norm_output, self.config.sliding_window, self._frequency_R,
+            self._rotary_scale, positions,
+        )  # fmt: skip
 
     def drop_matrices(self) -> None:
         """Free what `fused` keeps itself; nothing else can compute this head any more."""

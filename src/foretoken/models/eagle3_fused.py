@@ -13,12 +13,12 @@ import logging
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import ForwardBatch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.guards import TOLERANCE
 from foretoken.ops import AttentionBatch, UnfitError
 from foretoken.ops.decoder import DraftHead, RoundHead
+from foretoken.ops.steps import ForwardBatch
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import first_line
 from foretoken.ops import AttentionCall
-from foretoken.slots.step import SlotSpan
+from foretoken.ops.steps import SlotSpan
 from foretoken.slots.table import SlotTable
 
 # Classes without Transformers' support flag whose attention does go through its interface: the

@@ -103,13 +103,9 @@ def _checked(
     _drop_towers(module, {id(linear) for linear, _ in linears})
     expected = guards.eager_logits(module, device)
     model = CausalLM(
-        module,
-        backend=backend,
-        layer_shapes=[call.shape for call in calls],
-        max_model_len=max_model_len,
-        view=view,
-        fused=_fused(module, backend, calls, positions),
-    )
+        module, backend=backend, layer_shapes=[call.shape for call in calls],
+        max_model_len=max_model_len, view=view, fused=_fused(module, backend, calls, positions),
+    )  # fmt: skip
     if model.fused is None and can_pack(model.dtype, device):
         pack_linears(module, linears)
     try:

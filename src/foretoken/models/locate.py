@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from foretoken.config import EngineConfig
 from foretoken.errors import CheckpointError, ConfigError
 from foretoken.models.checkpoint import TOKENIZER_FILES, check_no_adapter, first_line, reading
 
@@ -59,6 +60,18 @@ def resolve_checkpoint(
     if near:
         raise _nowhere(text, f"Did you mean `{near[0]}`?")
     return _from_hub(text, revision, local_files_only, weights)
+
+
+def folder_of(
+    config: EngineConfig, name: str, revision: str | None, *, weights: bool = True
+) -> Path:
+    """The folder of an engine's model, target or draft; with random weights it needs none."""
+    return resolve_checkpoint(
+        name,
+        revision=revision,
+        local_files_only=config.local_files_only,
+        weights=weights and config.load_format == "auto",
+    )
 
 
 def _nowhere(name: str, remedy: str) -> CheckpointError:

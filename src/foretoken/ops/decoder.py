@@ -12,7 +12,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from foretoken.ops.types import AttentionBatch, DraftCache, SlotParams
+from foretoken.ops.types import DraftCache, PagedKV, SlotParams
+
+ModelKV = PagedKV[Sequence[Tensor]]
+LayerKV = PagedKV[Tensor]
 
 
 class UnfitError(Exception):
@@ -84,18 +87,11 @@ class Decoder(Protocol):
 
     Keys and values that it wrote are laid out in its own way within each block: neither `attention`
     nor another decoder can read them. Keys that a query may not see are not multiplied in, so
-    blocks that change hands need not be cleared. `keys` and `values` are the tensors of a
-    `cache.KVPool`, one per layer; the same sequence always holds the same tensors.
+    blocks that change hands need not be cleared.
     """
 
     def forward(
-        self,
-        token_T: Tensor,
-        logit_row_N: Tensor,
-        batch: AttentionBatch,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        aux_layers: Sequence[int] = (),
+        self, token_T: Tensor, logit_row_N: Tensor, kv: ModelKV, aux_layers: Sequence[int] = ()
     ) -> ForwardOutput:
         """Run packed tokens and write their K/V.
 
@@ -117,20 +113,13 @@ class Decoder(Protocol):
 class RoundDecoder(Decoder, Protocol):
     """A decoder that runs whole rounds of drafting in one call."""
 
-    def draft(
-        self,
-        token_T: Tensor,
-        batch: AttentionBatch,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        drafting: DraftRound,
-    ) -> Tensor:
+    def draft(self, token_T: Tensor, kv: ModelKV, drafting: DraftRound) -> Tensor:
         """A whole round of autoregressive drafting; each draft as `Backend.draft` has it.
 
         Args:
             token_T: int64 ids: of each request what the cache lacks, up to its last known token.
-                The first draft is at position `batch.length_B`, draft index 0.
-            batch: of these tokens; a row of its block table also reaches over all drafts of the
+                The first draft is at position `kv.batch.length_B`, draft index 0.
+            kv: of these tokens; a row of the block table also reaches over all drafts of the
                 request but the last, whose K/V are not computed.
 
         Returns:
@@ -219,20 +208,13 @@ class DraftHead(Protocol):
     """
 
     def forward(
-        self,
-        token_T: Tensor,
-        aux: Sequence[Tensor],
-        batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
-        row_N: Tensor | None = None,
+        self, token_T: Tensor, aux: Sequence[Tensor], kv: LayerKV, row_N: Tensor | None = None
     ) -> Tensor:
         """Run packed rows and write their K/V.
 
         Args:
             token_T: int64, the token behind each row's position.
             aux: the target's hidden states [T, target_hidden_size], in the order of layers.
-            keys, values: the tensors of its one layer.
             row_N: int64, rows that are wanted; None, or T of them: all, in order.
 
         Returns:
@@ -240,14 +222,7 @@ class DraftHead(Protocol):
         """
         ...
 
-    def draft(
-        self,
-        token_T: Tensor,
-        feature_TC: Tensor,
-        batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def draft(self, token_T: Tensor, feature_TC: Tensor, kv: LayerKV) -> tuple[Tensor, Tensor]:
         """What `forward` returns of all rows, and the `logits` of it.
 
         Args:
@@ -275,9 +250,7 @@ class RoundHead(DraftHead, Protocol):
         length_B: Sequence[int],
         slot_B: Tensor,
         aux: Sequence[Tensor],
-        batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
     ) -> None:
         """Run those rows of a target's pass that have a known token behind them, each with it.
 
@@ -285,25 +258,18 @@ class RoundHead(DraftHead, Protocol):
             hidden_SC: by slot; gets what `forward` returns of each request's last such row.
             token_SL: int32, tokens by slot; length_B: of these known ones, once the step was taken
                 over.
-            aux, batch: hidden states and requests of the pass; slot_B: int64, whose they are.
+            aux, kv: hidden states and requests of the pass; slot_B: int64, whose they are.
         """
         ...
 
-    def draft_round(
-        self,
-        hidden_SC: Tensor,
-        length_B: Tensor,
-        block_SL: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        drafting: DraftRound,
-    ) -> Tensor:
+    def draft_round(self, hidden_SC: Tensor, kv: LayerKV, drafting: DraftRound) -> Tensor:
         """A whole round of drafting; each draft as `Backend.draft` has it.
 
         Args:
             hidden_SC: as `observe` left it.
-            length_B: int64, known tokens, so where the first draft stands.
-            block_SL: int64, blocks by slot and position, valid over all drafts but the last.
+            kv: of the batch only two parts are read: `length_B`, known tokens, so where the first
+                draft stands; and `block_BL`, with a row for each slot, valid over all drafts but
+                the last.
             drafting: a request may have no draft at all.
 
         Returns:

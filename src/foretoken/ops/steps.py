@@ -68,21 +68,40 @@ class PackSizes(NamedTuple):
     queries: int
 
 
-class Packed(NamedTuple):
-    """Packed input of a forward pass.
+class SlotSpan(NamedTuple):
+    """Tokens of a slot from position `start` on; logits are wanted for the last of them."""
 
-    Behind the tokens of the last request follow those of the spare slot at position 0, and behind
-    the last row that is wanted token 0: nobody reads them.
+    slot: int
+    start: int
+    num_tokens: int
+    num_logits: int
+
+
+class ForwardBatch(NamedTuple):
+    """Packed input of one forward pass, request by request.
+
+    On a device, behind the tokens of the last request may follow those of the spare slot at
+    position 0, and behind the last row that is wanted token 0: nobody reads them.
 
     token_T, position_T: int64
-    logit_row_N: int64 indices into T whose logits are wanted, ascending
-    attention:   its `block_BL` is written as far as the batch reads it
+    logit_row_N: int64 indices into T whose logits are wanted; T of them are all, in order
+    attention:   whose the tokens are, and where their K/V go; its `block_BL` is written as far as
+                 the batch reads it
+    decision_N:  which of the rows decide: the last K_b + 1 of each deciding request, in order; None
+                 if all do
+    spans:       the tokens of each request as numbers, where the host knows them
     """
 
     token_T: Tensor
     position_T: Tensor
     logit_row_N: Tensor
     attention: AttentionBatch
+    decision_N: Tensor | slice | None = None
+    spans: Sequence[SlotSpan] = ()
+
+    def deciding(self, logits_NV: Tensor) -> Tensor:
+        """The rows that decide."""
+        return logits_NV if self.decision_N is None else logits_NV[self.decision_N]
 
 
 class DraftRows(NamedTuple):
@@ -116,11 +135,20 @@ class Round(NamedTuple):
     """
 
     num_B: Tensor
-    first: Packed
+    first: ForwardBatch
     index_B1: Tensor
     position_KB: Tensor
     length_KB: Tensor
     index_KB: Tensor
+
+    def batch(self, i: int, token_B: Tensor) -> ForwardBatch:
+        """One token of each request, computed at the places of row i."""
+        index_B1, known = self.index_B1, self.first.attention
+        attention = AttentionBatch(
+            index_B1, self.length_KB[i], known.block_BL, known.block_size,
+            most_queries=1, values_fit=True,
+        )  # fmt: skip
+        return ForwardBatch(token_B, self.position_KB[i], index_B1[:-1], attention)
 
 
 class Steps(Protocol):
@@ -138,7 +166,7 @@ class Steps(Protocol):
 
     def pack(
         self, state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int
-    ) -> Packed:
+    ) -> ForwardBatch:
         """The tokens behind those computed, with the last K_b + 1 rows of who decides."""
 
     def advance(self, state: SlotState, tokens: StepTokens, verdict: Verdict) -> Tensor:

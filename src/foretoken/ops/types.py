@@ -10,9 +10,10 @@ needed; a *slot* is a request's permanent index into per-request state, not its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -72,6 +73,11 @@ class SlotParams:
     has_filters: bool = True
     rules: frozenset[Rule] = frozenset(Rule)
     values_fit: bool = False
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """The tensors, in order."""
+        return self.key_S, self.temperature_S, self.top_k_S, self.top_p_S, self.min_p_S, self.rule_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +305,20 @@ class AttentionBatch:
     block_size: int
     most_queries: int = 0
     values_fit: bool = False
+
+
+_KV = TypeVar("_KV", Tensor, Sequence[Tensor])
+
+
+class PagedKV(NamedTuple, Generic[_KV]):
+    """A batch, and the K/V of a `cache.KVPool` that its block ids are about.
+
+    keys, values: of one layer; or of all, as sequences that always hold the same tensors
+    """
+
+    batch: AttentionBatch
+    keys: _KV
+    values: _KV
 
 
 class AttentionOptions(NamedTuple):

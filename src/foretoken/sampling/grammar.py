@@ -13,8 +13,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
+from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,9 +29,10 @@ if TYPE_CHECKING:
 Array = NDArray[Any]
 
 COMPILE_SECONDS = 10.0
-"""From when a grammar was asked for; what is within the limits below takes 0.3 s."""
+"""For one grammar, waiting for others not counted; what is within the limits below takes 0.3 s."""
 
-_CACHED = 128  # grammars of an engine
+_THREADS = 2  # llguidance lets go of Python's lock: a slow grammar holds up no quick one
+_CACHED = 128  # grammars of an engine beyond those that somebody waits for
 
 
 def _limits() -> LLParserLimits:
@@ -42,12 +44,9 @@ def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        step_lexer_fuel=100_000,
-        step_max_items=20_000,
-        max_lexer_states=16_384,
-        max_grammar_size=200_000,
-        verbose_errors=False,
-    )
+        step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=16_384,
+        max_grammar_size=200_000, verbose_errors=False,
+    )  # fmt: skip
 
 
 class Grammar:
@@ -172,6 +171,18 @@ def fill_ahead(
     return mask_GW[:, :num_words].copy()
 
 
+class Compiling:
+    """A grammar that somebody asked for.
+
+    Attributes:
+        since: when it was asked for, and then when its turn came.
+    """
+
+    def __init__(self) -> None:
+        self.since, self.has_begun = time.monotonic(), False
+        self.future = Future[Grammar | RequestError]()
+
+
 class Grammars:
     """Compiles what requests of one engine ask for; any thread may call it.
 
@@ -182,58 +193,90 @@ class Grammars:
 
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="foretoken-grammar")
-        self._compiled = OrderedDict[str, tuple[float, Future[Grammar | RequestError]]]()
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="foretoken-grammar")
+        self._known = WeakValueDictionary[str, Compiling]()
+        self._recent = OrderedDict[str, Compiling]()
+        self._last_began = 0.0
+        self._entries, self._loading = Lock(), Lock()
         self._native: tuple[LLTokenizer, LLExecutor] | None = None
 
-    def begin(self, asked: Any) -> Future[Grammar | RequestError] | None:
-        """Compile in the background, unless that was done; None: nothing is to be compiled."""
-        return None if asked is None or isinstance(asked, Grammar) else self._begun(asked)[1]
+    def begin(self, asked: Any) -> Compiling | None:
+        """Compile in the background, unless that was done; None: nothing is to be compiled.
 
-    def wait(self, several: Iterable[Any]) -> None:
+        As long as what it returns is kept, the grammar is not compiled again; if nobody keeps it
+        when its turn comes, it is not compiled at all.
+        """
+        return None if asked is None or isinstance(asked, Grammar) else self._entry(asked)
+
+    def _entry(self, asked: dict[str, Any]) -> Compiling:
+        key = json.dumps(asked)
+        with self._entries:
+            entry = self._known.get(key)
+            if entry is None:
+                entry = self._known[key] = Compiling()
+                self._pool.submit(self._compile, key, ref(entry), asked)
+            if entry.future.done():
+                self._keep(key, entry)
+        return entry
+
+    def _keep(self, key: str, entry: Compiling) -> None:
+        """Keep what is compiled, as much as was asked for last; others are their requests'."""
+        self._recent[key] = entry
+        self._recent.move_to_end(key)
+        while len(self._recent) > _CACHED:
+            self._recent.popitem(last=False)
+
+    def wait(self, several: Iterable[Any]) -> list[Compiling]:
         """Have them compiled, or as much of it as there is time for: before a turn of the engine,
-        in which others wait, begins."""
-        wait([future for asked in several if (future := self.begin(asked))], COMPILE_SECONDS)
+        in which others wait, begins. To be kept until that is over, see `begin`."""
+        found = [entry for asked in several if (entry := self.begin(asked))]
+        for entry in found:
+            while (left := self.seconds_left(entry)) > 0:
+                wait([entry.future], left)
+        return found
+
+    def seconds_left(self, entry: Compiling) -> float:
+        """How long to wait for it; 0 once it is there. Behind others it has as long as they do."""
+        since = entry.since if entry.has_begun else max(entry.since, self._last_began)
+        left = since + COMPILE_SECONDS - time.monotonic()
+        return 0.0 if entry.future.done() else left
 
     def compiled(self, asked: Any) -> Grammar | None:
-        """What `structured_outputs` becomes; waits until it is compiled.
+        """What `structured_outputs` becomes; it does not wait.
 
         Raises:
-            RequestError: it cannot be compiled, or was not within `COMPILE_SECONDS` of `begin`.
+            RequestError: it cannot be compiled, or was not in the time that `seconds_left` gives.
         """
         if asked is None or isinstance(asked, Grammar):
             return asked
-        deadline, future = self._begun(asked)
-        try:
-            found = future.result(max(deadline - time.monotonic(), 0))
-        except FutureTimeout:
-            raise _refused(asked, f"compiled within {COMPILE_SECONDS:g} s") from None
+        entry = self._entry(asked)
+        if not entry.future.done():
+            raise _refused(asked, f"compiled within {COMPILE_SECONDS:g} s")
+        found = entry.future.result()
         if isinstance(found, RequestError):
             raise RequestError(found.field, found.value, found.bound, found.remedy)
         return found
 
-    def _begun(self, asked: dict[str, Any]) -> tuple[float, Future[Grammar | RequestError]]:
-        key = json.dumps(asked)
-        entry = self._compiled.pop(key, None)
+    def _compile(self, key: str, waiting: ref[Compiling], asked: dict[str, Any]) -> None:
+        """In a thread of the pool; errors are values, so that each request raises its own."""
+        entry = waiting()
         if entry is None:
-            deadline = time.monotonic() + COMPILE_SECONDS
-            entry = deadline, self._pool.submit(self._compile, asked)
-        self._compiled[key] = entry
-        while len(self._compiled) > _CACHED:
-            self._compiled.popitem(last=False)
-        return entry
-
-    def _compile(self, asked: dict[str, Any]) -> Grammar | RequestError:
-        """In the pool's thread; errors are values, so that each request raises its own."""
+            return
+        self._last_began = entry.since = time.monotonic()
+        entry.has_begun = True
         try:
-            if self._native is None:
-                self._native = self._load(asked)
+            with self._loading:
+                if self._native is None:
+                    self._native = self._load(asked)
             tokens, executor = self._native
-            return _compile(asked, tokens, executor)
+            found: Grammar | RequestError = _compile(asked, tokens, executor)
         except RequestError as error:
-            return error
+            found = error
         except Exception as error:
-            return _refused(asked, str(error))
+            found = _refused(asked, str(error))
+        entry.future.set_result(found)
+        with self._entries:
+            self._keep(key, entry)
 
     def _load(self, asked: dict[str, Any]) -> tuple[LLTokenizer, LLExecutor]:
         try:

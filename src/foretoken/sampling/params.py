@@ -50,9 +50,11 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
         value = value.tolist()
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
         raise RequestError(name, value, "a list of token ids")
-    items = tuple(plain(item) for item in value)
-    for item in items:
-        _integer(name, item, 0, "a list of token ids >= 0")
+    items = tuple(value)
+    if any(type(item) is not int or item < 0 for item in items):  # quick: lists may be long
+        items = tuple(map(plain, items))
+        for item in items:
+            _integer(name, item, 0, "a list of token ids >= 0")
     return items
 
 
@@ -125,6 +127,8 @@ class SamplingParams:
             `coupled`, or `synthetic` if the engine is configured with it; None: the engine's.
         prediction: a text that the output may be like, or its token ids, for the drafter
             `prediction` to draft from; it changes how fast tokens come, and not what is likely.
+        priority: requests with lower ones have slots and blocks first, and keep them; of equal ones
+            those that came first. It changes when a text comes, and not the text.
         trace: tell how each token came about: which draft it was, p, q and the random number that
             decided, and which drafts came to nothing, and why.
     """
@@ -155,6 +159,7 @@ class SamplingParams:
     drafter: str | None = None
     rejection_sample_method: str | None = None
     prediction: str | Sequence[int] | None = None
+    priority: int = 0
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -194,6 +199,8 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "trace"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
+        bound = "an integer in [-2**63, 2**63)"
+        _integer("priority", self.priority, -(2**63), bound, high=2**63 - 1)
         if self.num_speculative_tokens not in (None, AUTO):
             bound = f"an integer >= 0, or `{AUTO}`"
             _integer("num_speculative_tokens", self.num_speculative_tokens, 0, bound)

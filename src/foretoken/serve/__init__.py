@@ -12,6 +12,7 @@ One flow, and what belongs where:
     sse.py       an answer whole, or as a stream; choices as chunks
     routes/      one file per family of endpoints; `generate.py` is the flow above: begin there
     metrics.py   what Prometheus scrapes
+    logs.py      a line of JSON for each request, around the application in `app.py`
     errors.py    every error as OpenAI's body and a status
     page/        what speculation does, in a browser; served by `routes/page.py`
     app.py       the application; `access.py`: who may call it; `limits.py`: what a body may be
@@ -24,7 +25,6 @@ What comes next goes here:
     a further API             its body in `protocol/`, its reader in `conversions.py`, its writer in
                               `answers/` (an `AnswerWriter`, see `sse.py`), its route
     a format of tool calls    `parsers/formats.py`: data, and a sign in templates
-    logs                      around the application in `app.py`
     a way to generate         through `answer` in `routes/generate.py`: limits, deadlines and the
                               drain are there
     a metric                  `metrics.py`, and its line in docs/server.md

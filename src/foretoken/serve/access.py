@@ -15,8 +15,11 @@ PAGE = {
     **{f"/page/{name}.js": f"{name}.js" for name in ("page", "api", "run", "detail", "compare")},
 }
 """Paths of the page's files, which hold nothing of this server's."""
-OPEN = frozenset({"/health", "/health/ready", "/metrics", "/version", *PAGE})
-"""Paths that need no key: probes and scrapers have none, and the page asks for it."""
+OPEN = frozenset(
+    {"/health", "/health/ready", "/metrics", "/version", "/docs", "/openapi.json", *PAGE}
+)
+"""Paths that need no key: probes and scrapers have none, the page asks for it, and documents of
+the API hold nothing of this server's."""
 
 
 class KeyCheck:

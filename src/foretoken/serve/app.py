@@ -16,10 +16,11 @@ from foretoken.serve.access import KeyCheck
 from foretoken.serve.context import Context
 from foretoken.serve.lifetime import Lifetime
 from foretoken.serve.limits import BodyLimits
+from foretoken.serve.logs import RequestLog
 from foretoken.serve.metrics import Counts
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.requests import Served
-from foretoken.serve.routes import generate, models, page, state, tokens
+from foretoken.serve.routes import docs, generate, models, page, state, tokens
 
 
 def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
@@ -36,13 +37,18 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
 
     life = Lifetime(engine, options)
     context = Context(engine, Served.of(engine, options), Counts(), int(time.time()), life)
-    app = FastAPI(title="Foretoken", version=__version__, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="Foretoken", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
+        responses=errors.documented(errors.Refusal(400, "", "").body),
+    )  # fmt: skip
     app.state.context = context
     errors.install(app)
     for part in (generate, models, tokens, state, page):
         app.include_router(part.router(context))
+    app.include_router(docs.router())
     # The last one added is the first that sees a request: bodies of strangers are not read.
-    app.add_middleware(BodyLimits, options=options)
+    most = context.served.max_model_len
+    app.add_middleware(BodyLimits, options=options, max_model_len=most)
     if options.api_key is not None:
         app.add_middleware(KeyCheck, key=options.api_key)
     if options.allowed_origins:
@@ -51,5 +57,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
             allow_origins=options.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
         )
+    app.add_middleware(RequestLog)
     return app

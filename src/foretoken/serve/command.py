@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,23 +13,28 @@ from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
 
 
 def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Load the model and serve it until a signal ends that.
+    """Load the model and serve it until a signal ends that; the process ends with 0 then.
 
     Raises:
-        ConfigError: an option, or a package of the extra `serve` is missing.
-        OSError: the address cannot be listened on.
+        ConfigError: an option, an address that is taken, or a package of the extra `serve` is
+            missing.
     """
     engine = {"max_num_waiting": MAX_NUM_WAITING, **engine}
     options.check_engine(EngineConfig.parse(**engine))
     try:
         from foretoken.serve.app import build_app
-        from foretoken.serve.server import serve
+        from foretoken.serve.logs import set_up
+        from foretoken.serve.server import bind, serve
     except ModuleNotFoundError as error:
-        bound = "installed to serve"
-        raise ConfigError(
-            f"foretoken[serve]: {error.name}", None, bound, "Run: pip install 'foretoken[serve]'"
-        ) from None
+        missing, remedy = f"foretoken[serve]: {error.name}", "Run: pip install 'foretoken[serve]'"
+        raise ConfigError(missing, None, "installed to serve", remedy) from None
     from foretoken.async_engine import AsyncEngine
 
-    say(f"Loading {engine['model']}")
-    serve(build_app(AsyncEngine(**engine), options), options, say)
+    set_up(options.log_level)
+    with bind(options) as bound:  # which takes no time: a model may take minutes
+        say(f"Loading {engine['model']}")
+        serve(build_app(AsyncEngine(**engine), options), bound, options, say)
+    # All is answered. To take apart an interpreter that has torch in it costs 1.5 s of CPU.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)

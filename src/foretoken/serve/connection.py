@@ -2,7 +2,10 @@
 
 Charter: what HTTP's parser must know, before there is a request that an application could refuse.
 A client that sends slowly, or does not read, holds its connection for `io_timeout` at most. One
-that closes its sending half is taken to have left: no difference can be seen.
+that closes its sending half is taken to have left, since a client that has gone looks the same.
+Requests are not pipelined: while one is answered, what its client sends ahead is read and dropped,
+so that its leaving is seen, and the connection closes behind the answer (RFC 9112, 9.3.2: such
+clients ask again on another one).
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; a head must end before it is too long."""
+        if self._is_answering:
+            self.cycle.keep_alive = False
+            return
         if self._in_head:
             self._num_head += len(data)
             if not self._arriving:
@@ -47,6 +53,12 @@ class Connection(HttpToolsProtocol):
         is_too_long = self._in_head and self._num_head > self._options.max_header_bytes
         if is_too_long and not self.transport.is_closing():
             self._refuse(self._too_long())
+
+    def on_message_begin(self) -> None:
+        """A further request, which may come in one piece with the one before it."""
+        if self._is_answering:
+            raise ValueError("a request before its turn")  # see `on_headers_complete`
+        super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """The application begins here, unless the head is too long."""
@@ -81,7 +93,16 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """What is no request is answered in the form of all errors."""
-        self._refuse(self._refused)
+        if self._is_answering:
+            self.cycle.keep_alive = False
+        else:
+            self._refuse(self._refused)
+
+    @property
+    def _is_answering(self) -> bool:
+        """Whether a request has come wholly, and its answer has not gone wholly."""
+        cycle = self.cycle
+        return cycle is not None and not (cycle.more_body or cycle.response_complete)
 
     def _later(self, call: Callable[[], None]) -> asyncio.TimerHandle:
         return self.loop.call_later(self._options.io_timeout, call)
@@ -96,10 +117,8 @@ class Connection(HttpToolsProtocol):
             return
         if cycle is not None and cycle.response_complete:
             self.transport.close()
-        elif cycle is None or (cycle.more_body and not self.pipeline):
+        else:
             self._refuse(_TOO_SLOW)
-        else:  # while another is being answered on this connection, the next one may wait
-            self._arriving = self._later(self._is_late)
 
     def _too_long(self) -> Refusal:
         told = f"The head must have at most {self._options.max_header_bytes} bytes."

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from foretoken.errors import RequestError
-from foretoken.serve.errors import as_written
+from foretoken.serve.errors import written_as
+from foretoken.serve.parsers.parts import call_fields
 from foretoken.serve.protocol.chat import ChatBody, Function, NamedFunction, NamedTool, Tool
 from foretoken.serve.protocol.common import JsonSchema, ResponseFormat, SamplingFields
 from foretoken.serve.protocol.items import read_item
 from foretoken.serve.protocol.messages import (
     ASSISTANT_BLOCKS,
     USER_BLOCKS,
+    CountBody,
     MessagesBody,
     MessageToolChoice,
     Turn,
@@ -34,10 +35,9 @@ from foretoken.serve.requests import Asked, Served, read_chat
 
 _IN_RESPONSES = {
     "messages": "input",
-    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
-    "structured_outputs.json": "text.format.schema",
     "tool_choice.function.name": "tool_choice.name",
 }
 _IN_MESSAGES = {"stop": "stop_sequences", "tool_choice.function.name": "tool_choice.name"}
@@ -62,18 +62,18 @@ def read_responses(body: ResponsesBody, served: Served) -> Asked:
     return _read(chat, served, _IN_RESPONSES)
 
 
-def read_messages(body: MessagesBody, served: Served) -> Asked:
-    """What `/v1/messages` is asked for; raises `RequestError`."""
+def read_messages(body: CountBody, served: Served) -> Asked:
+    """What `/v1/messages` is asked for, or to count; raises `RequestError`."""
     choice, parallel = _choice(body.tool_choice)
-    system = body.system
+    system, answer = body.system, {}
     if isinstance(system, list):
         system = "\n".join(block.text for block in system)
+    if isinstance(body, MessagesBody):
+        answer = {**_shared(body), "max_tokens": body.max_tokens, "stop": body.stop_sequences}
     turns = [m for i, turn in enumerate(body.messages) for m in _turn(f"messages[{i}]", turn)]
     chat = ChatBody(
-        **_shared(body),
+        **{"model": body.model, **answer},
         messages=_with_system(system, turns),
-        max_tokens=body.max_tokens,
-        stop=body.stop_sequences,
         tools=[_tool(t.name, t.description, t.input_schema) for t in body.tools or ()] or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
@@ -85,16 +85,8 @@ def read_messages(body: MessagesBody, served: Served) -> Asked:
 def _read(chat: ChatBody, served: Served, names: Mapping[str, str]) -> Asked:
     with written_as(names):
         asked = read_chat(chat, served)
-    return replace(asked, written={**names, **asked.written})
-
-
-@contextmanager
-def written_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Have errors name fields as the client wrote them."""
-    try:
-        yield
-    except RequestError as error:
-        raise as_written(error, names) from None
+    chained = {name: names.get(written, written) for name, written in asked.written.items()}
+    return replace(asked, written={**names, **chained})
 
 
 def _shared(body: SamplingFields) -> dict[str, Any]:
@@ -134,7 +126,7 @@ def _conversation(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
             if not found or found[-1]["role"] != "assistant" or reasoning:
                 found.append({"role": "assistant", "content": None})
             calls = found[-1].setdefault("tool_calls", [])
-            calls.append(_call(item.call_id, item.name, item.arguments))
+            calls.append(call_fields(item.call_id, item.name, item.arguments))
         if reasoning and found and found[-1]["role"] == "assistant":
             found[-1]["reasoning_content"], reasoning = reasoning, ""
     return found
@@ -142,14 +134,6 @@ def _conversation(given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _text(content: str | Sequence[InputText]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
 
 
 def _choice(given: MessageToolChoice | None) -> tuple[Any, bool | None]:
@@ -182,7 +166,7 @@ def _turn(where: str, turn: Turn) -> list[dict[str, Any]]:
             found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
     texts = [{"type": "text", "text": block.text} for block in blocks if block.type == "text"]
     calls = [
-        _call(block.id, block.name, json.dumps(block.input))
+        call_fields(block.id, block.name, json.dumps(block.input))
         for block in blocks
         if block.type == "tool_use"
     ]

@@ -6,12 +6,12 @@ Charter: what a client may do about it decides the status: 4xx is theirs to mend
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, get_type_hints
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -28,16 +28,10 @@ from foretoken.errors import (
     StepError,
     UsageError,
 )
-from foretoken.serve.protocol.common import FIELD_NAMES
+from foretoken.serve.protocol.faults import field_error
 
 _log = logging.getLogger(__name__)
-_WRITTEN = {
-    "num_speculative_tokens": "speculative.num_speculative_tokens",
-    "drafter": "speculative.drafter",
-    "rejection_sample_method": "speculative.rule",
-    "trace": "speculative.trace",
-}
-_PASSING = (EngineBrokenError, EngineMemoryError, StepError, UsageError)
+_UNAVAILABLE = (EngineBrokenError, EngineMemoryError, StepError, UsageError)
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -79,6 +73,18 @@ class Refusal(NamedTuple):
         return Response(text, self.status, headers, "application/json")
 
 
+def documented(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:
+    """Errors of the shape of this one, as OpenAPI describes them."""
+
+    def schema(value: Any) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return {"type": "object", "properties": {k: schema(v) for k, v in value.items()}}
+        return {"type": "string" if value is not None else ["string", "null"]}
+
+    told = {"description": "An error", "content": {"application/json": {"schema": schema(body)}}}
+    return {"4XX": told, "5XX": told}
+
+
 class UnavailableError(ForetokenError):
     """The server cannot answer now: it ends, or has too much to do."""
 
@@ -95,89 +101,69 @@ def refusal(error: BaseException) -> Refusal:
         return Refusal(404, str(error), "invalid_request_error", "model", "model_not_found")
     if isinstance(error, RequestError):
         code = "context_length_exceeded" if isinstance(error, CapacityError) else None
-        error = as_written(error)
         return Refusal(400, str(error), "invalid_request_error", error.field, code)
     if isinstance(error, UnavailableError):
         return Refusal(503, str(error), "server_error", code="unavailable")
-    if isinstance(error, _PASSING):
-        _log.error("not served: %s", error)
+    if isinstance(error, _UNAVAILABLE):
+        _log_where("not served", error)
         return Refusal(503, str(error), "server_error", code="unavailable")
-    # What was raised may quote a prompt: by default a log says where, and not what.
-    where = traceback.extract_tb(error.__traceback__)[-1:]
-    places = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in where)
-    _log.error("a request failed by %s in %s", type(error).__name__, places)
-    _log.debug("what it failed by", exc_info=error)
+    _log_where("a request failed", error)
     told = str(error) if isinstance(error, ForetokenError) else "This is a bug in Foretoken."
     return Refusal(500, told, "server_error", code="internal_error")
 
 
-def as_written(error: RequestError, names: Mapping[str, str] = _WRITTEN) -> RequestError:
-    """The same, about the field that the client wrote."""
-    name = names.get(error.field, error.field)
-    return type(error)(name, error.value, error.bound, error.remedy)
+def _log_where(what: str, error: BaseException) -> None:
+    """What was raised may quote a prompt: by default a log says where, and not what."""
+    cause = error.__cause__ or error
+    frames = traceback.extract_tb(cause.__traceback__)[-1:]
+    places = ", ".join(f"{frame.filename}:{frame.lineno}" for frame in frames)
+    _log.error("%s: %s in %s", what, type(cause).__name__, places or "another thread")
+    _log.debug("what it failed by", exc_info=error)
+
+
+@contextmanager
+def written_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Have errors name fields as the client wrote them."""
+    try:
+        yield
+    except RequestError as error:
+        whole = error.field
+        for ours in sorted(names, key=len, reverse=True):
+            if whole == ours or whole.startswith((f"{ours}.", f"{ours}[")):
+                whole = names[ours] + whole[len(ours) :]
+                raise type(error)(whole, error.value, error.bound, error.remedy) from None
+        raise
 
 
 def install(app: FastAPI) -> None:
     """Have the application answer with these bodies; `limits.py` does for what is a bug."""
 
-    async def invalid(request: Request, error: Exception) -> Response:
-        listed = error.errors() if isinstance(error, RequestValidationError) else []
-        return _invalid(listed).response(request.url.path)
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return _invalid(request, error.errors()).response(request.url.path)
 
-    async def unknown(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        told = f"{request.method} {request.url.path}: {getattr(error, 'detail', '')}"
-        answer = Refusal(status, told, "invalid_request_error").response(request.url.path)
-        answer.headers.update(getattr(error, "headers", None) or {})
-        return answer
+    @app.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        told = f"{request.method} {request.url.path}: {error.detail}"
+        answer = Refusal(error.status_code, told, "invalid_request_error")
+        response = answer.response(request.url.path)
+        response.headers.update(error.headers or {})
+        return response
 
-    async def raised(request: Request, error: Exception) -> Response:
+    @app.exception_handler(ForetokenError)
+    async def raised(request: Request, error: ForetokenError) -> Response:
         return refusal(error).response(request.url.path)
 
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, unknown)
-    app.add_exception_handler(ForetokenError, raised)
 
-
-def _invalid(errors: Sequence[dict[str, Any]]) -> Refusal:
+def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:
     """A body that is not of the schema: of several fields the first."""
     first = errors[0]
-    kind, (root, *_) = first["type"], first["loc"][1:] or ("",)
-    if not root and kind == "value_error":
-        told = f"The body must be {_bound(first['msg'])}."
-        return Refusal(400, told, "invalid_request_error")
-    if not isinstance(root, str) or not root or kind == "json_invalid":
-        told = "The body must be a JSON object, sent as `Content-Type: application/json`."
-        return Refusal(400, told, "invalid_request_error")
-    name = _place(first["loc"], is_unknown=kind == "extra_forbidden")
-    if kind == "missing":
-        return Refusal(400, f"`{name}` is missing.", "invalid_request_error", name)
-    # One error for each type that a field may have.
-    same = [e for e in errors if e["loc"][1] == root and _place(e["loc"]) == name]
-    bound, remedy = ", or ".join(dict.fromkeys(_bound(e["msg"]) for e in same)), ""
-    if kind == "none_required":
-        bound, remedy = "left out, or null", "It is not implemented here."
-    if kind == "extra_forbidden":
-        bound = "left out: there is no such field"
-        near = difflib.get_close_matches(name.rpartition(".")[2], FIELD_NAMES, n=1, cutoff=0.6)
-        remedy = f"Did you mean `{near[0]}`?" if near else ""
-    told = str(RequestError(name, first["input"], bound, remedy))
-    return Refusal(400, told, "invalid_request_error", name)
-
-
-def _bound(said: str) -> str:
-    return said.removeprefix("Input should be ").removeprefix("Value error, ")
-
-
-def _place(loc: Sequence[str | int], *, is_unknown: bool = False) -> str:
-    """Names of fields on the way to an error, without those of a union's members."""
-    *way, last = loc[1:]
-    name = ""
-    for part in way if is_unknown else [*way, last]:
-        if isinstance(part, int):
-            name += f"[{part}]"
-        elif part in FIELD_NAMES:
-            name += f".{part}" if name else part
-        else:
-            break
-    return ".".join(filter(None, (name, str(last)))) if is_unknown else name
+    if first["type"] != "json_invalid" and len(first["loc"]) > 1:
+        kind = get_type_hints(request.scope["endpoint"])["body"]
+        return refusal(field_error(kind, [{**e, "loc": e["loc"][1:]} for e in errors]))
+    bound = "a JSON object, sent as `Content-Type: application/json`"
+    if first["type"] == "value_error":
+        bound = str(first["ctx"]["error"])
+    elif first["type"] == "json_invalid":
+        bound = f"JSON: {first['ctx']['error']}, at character {first['loc'][1]}"
+    return Refusal(400, f"The body must be {bound}.", "invalid_request_error")

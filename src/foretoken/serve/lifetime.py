@@ -22,17 +22,22 @@ _GRACE = 5.0
 _TOLD = {
     "queue": "No token was made within `queue_timeout`: the server is too busy.",
     "timeout": "No token was made within `request_timeout`: the server is too busy.",
-    "shutdown": "The server ends, and had not begun with this request.",
+    "shutdown": "The server ends, and its engine did not let go of this request.",
 }
 
 
 class Lifetime:
-    """What is under way, and whether more is taken."""
+    """What is under way, and whether more is taken.
+
+    Attributes:
+        num_cut: requests that the end came before.
+    """
 
     def __init__(self, engine: AsyncEngine, options: ServeOptions) -> None:
         self.engine, self.options = engine, options
         self.flights: set[Flight] = set()
         self._end: float | None = None
+        self.num_cut = 0
 
     @property
     def is_draining(self) -> bool:
@@ -47,19 +52,21 @@ class Lifetime:
         """Whether all has been answered, or has had its time; to be asked again and again."""
         if self._end is None:
             return False
-        now = time.monotonic()
-        if now >= self._end:
-            for flight in self.flights:
-                flight.cut("shutdown")
-        return not self.flights or now >= self._end + _GRACE
+        late = time.monotonic() - self._end
+        if late >= 0:
+            self.num_cut = max(self.num_cut, len(self.flights))
+            for flight in [*self.flights]:
+                flight.cut("shutdown", refuses=late >= _GRACE)
+        return not self.flights or late >= _GRACE
 
 
 class Flight:
     """One request over HTTP, from the engine's queue to its last delta; a context.
 
-    What is cut off before its first token is refused at once, whatever the engine is doing: the
-    task that entered is cancelled, and learns of it as `UnavailableError`. After that the request
-    is aborted, and its last delta brings what there is.
+    What is cut off is aborted, and its last delta brings what there is. Before its first token it
+    is refused, whatever the engine is doing: the task that entered is cancelled, and learns of it
+    as `UnavailableError`. The end of the server refuses nothing that it has accepted: if the engine
+    had not begun with it, its answer is empty, and says why.
 
     Args:
         name: of its requests to the engine, a number added.
@@ -100,9 +107,9 @@ class Flight:
         self._num_names += 1
         return f"{self._name}-{self._num_names}"
 
-    def cut(self, why: str) -> None:
-        """End it where it is: `queue`, `timeout` or `shutdown`."""
-        if not self._has_begun and self._task and not self._why:
+    def cut(self, why: str, *, refuses: bool = True) -> None:
+        """End it where it is: `queue`, `timeout` or `shutdown`; if that `refuses`, at once."""
+        if refuses and not (self._has_begun or self._is_refused) and self._task:
             self._is_refused = self._task.cancel()
         self._why = self._why or why
         for number in range(self._num_names):
@@ -118,7 +125,7 @@ class Flight:
         if not self._why:
             return delta
         if not delta.finished:
-            self.cut(self._why)  # it was not queued yet when its time was up
+            self.cut(self._why, refuses=False)  # it was not queued yet when its time was up
         outputs = [
             replace(sample, finish_reason="length", stop_reason=self._why)
             if sample.finish_reason == "abort"

@@ -7,9 +7,16 @@ be, is `connection.py`'s; what a field may hold is checked where it is read.
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.errors import Refusal, refusal
@@ -17,14 +24,15 @@ from foretoken.serve.options import ServeOptions
 
 _BODILESS = ("GET", "HEAD", "OPTIONS")
 # Texts, an unfinished one included, so that brackets in them do not count; then brackets.
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.DOTALL)
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
 
 
 class BodyLimits:
     """Reads a body, refuses one that is too long or too deep, and hands it on in one piece."""
 
-    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+    def __init__(self, app: ASGIApp, options: ServeOptions, max_model_len: int) -> None:
         self._app, self._options = app, options
+        self._max_values = options.max_json_values or max(2**17, 2 * max_model_len)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve; whatever is raised before an answer has begun becomes one."""
@@ -70,11 +78,40 @@ class BodyLimits:
         if not json.detect_encoding(body).startswith("utf-8"):  # its brackets would not be seen
             told = "The body must be UTF-8."
             return Refusal(400, told, "invalid_request_error", code="body_not_utf8")
+        num_brackets, most = body.count(b"[") + body.count(b"{"), self._max_values
+        if num_brackets + body.count(b",") > most:
+            told = f"The body must have at most {most} commas and opening brackets."
+            return Refusal(400, told, "invalid_request_error", code="body_too_large")
         deepest = self._options.max_json_depth
-        if body.count(b"[") + body.count(b"{") > deepest and json_depth(body, deepest) > deepest:
+        if num_brackets > deepest and json_depth(body, deepest) > deepest:
             told = f"Lists and objects must not be nested more than {deepest} deep."
             return Refusal(400, told, "invalid_request_error", code="body_too_deep")
         return body
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is JSON: Python reads NaN and 1e999 as well, and answers could not say
+    them."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The same, from a `_JsonRequest`."""
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_json
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return json.loads(await self.body(), parse_constant=_finite, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise HTTPException(400, f"The body must be JSON with finite numbers, not {text[:20]}.")
+    return value
 
 
 def json_depth(text: bytes, enough: int) -> int:

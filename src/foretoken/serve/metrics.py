@@ -22,7 +22,6 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from foretoken.async_engine import AsyncEngine
-from foretoken.outputs import EngineMetrics
 from foretoken.serve.running import News
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -80,7 +79,7 @@ class Record:
                 counts.inter_token_latency.observe((now - before) / size, size)
             if sample.finish_reason is not None:
                 counts.finished[sample.finish_reason] += 1
-        if before is None:
+        if before is None and delta.outputs and delta.outputs[0].token_ids:
             counts.time_to_first_token.observe(now - self._start)
         self._last[number] = now
         if delta.metrics is not None:
@@ -148,9 +147,10 @@ class EngineCollector(Collector):
             each = {key: getattr(counts, name) for key, counts in metrics.drafters.items()}
             yield self._counter(f"foretoken:drafter_{name}", "By drafter.", each, "drafter")
         for name in ("estimated", "realised"):
-            value = getattr(metrics, f"{name}_speedup") if isinstance(metrics, EngineMetrics) else 0
-            text = "Over plain decoding where K is `auto`; 0 before K was chosen."
-            yield self._gauge(f"{name}_speedup", text, value or 0.0, prefix="foretoken")
+            speedup = getattr(metrics, f"{name}_speedup", None)
+            if speedup is not None:  # K is fixed, or none was chosen yet
+                text = "Over plain decoding, where K is `auto`."
+                yield self._gauge(f"{name}_speedup", text, speedup, prefix="foretoken")
 
     def _gauge(self, name: str, text: str, value: float, prefix: str = "vllm") -> Metric:
         family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=["model_name"])

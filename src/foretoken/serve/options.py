@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
@@ -10,6 +11,7 @@ from foretoken.errors import ConfigError
 
 MAX_NUM_WAITING = 1024
 """Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,9 @@ class ServeOptions:
     Attributes:
         host: address to listen on; `0.0.0.0` is every network that the machine has.
         port: its port; 0 takes one that is free.
-        api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing.
+        api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing. On a command
+            line others of this machine can read it: FORETOKEN_API_KEY in the environment does the
+            same.
         served_model_name: names by which requests may call the model, and answers by the first of
             them; by default the one that `model` has.
         allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no
@@ -40,9 +44,15 @@ class ServeOptions:
         max_body_bytes: longest body of a request.
         max_header_bytes: longest head of a request: its path and its headers.
         max_json_depth: deepest nesting of lists and objects in a body.
+        max_json_values: most commas and opening brackets in a body, those in texts included, since
+            every stream waits while a body is read (0.2 s for 2**17 of the slowest kind); None:
+            2**17, or two for each token of the context where that is more.
         max_prompt_chars: most characters of a prompt or conversation, so that no engine's thread
             is kept encoding what cannot fit; None: 64 for each token of the context.
         max_samples: most samples of one request, prompts times `n`.
+        log_level: what is written to standard error, as lines of JSON: `info` has one for each
+            request, `debug` also for probes, and what failed, which may quote a request;
+            `warning`, `error`.
         tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json`, `mistral`,
             `none` (no tools are taken), or `auto`: as its template shows.
         reasoning_parser: `think` reads `<think>` and `</think>`, `none` leaves them in the text,
@@ -64,8 +74,10 @@ class ServeOptions:
     max_body_bytes: int = 8 * 2**20
     max_header_bytes: int = 32 * 2**10
     max_json_depth: int = 64
+    max_json_values: int | None = None
     max_prompt_chars: int | None = None
     max_samples: int = 128
+    log_level: str = "info"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
 
@@ -74,13 +86,20 @@ class ServeOptions:
         for name in ("queue_timeout", "request_timeout", "io_timeout"):
             check_number(name, getattr(self, name), 0.001, 1e6)
         check_number("drain_timeout", self.drain_timeout, 0, 1e6)
-        for name in ("max_body_bytes", "max_header_bytes", "max_json_depth", "max_samples"):
-            check_int(name, getattr(self, name), 1)
-        if self.max_prompt_chars is not None:
-            check_int("max_prompt_chars", self.max_prompt_chars, 1)
+        for name in self.__slots__:
+            if name.startswith("max_") and getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
         for name in ("host", "api_key"):
             if getattr(self, name) == "":
                 raise ConfigError(name, "", "left out, or not empty")
+        formats: Iterable[str] = ()
+        if self.tool_call_parser not in ("auto", "none"):  # else `--help` would load torch
+            from foretoken.serve.parsers.formats import FORMATS as formats
+        for name, known in (("tool_call_parser", formats), ("reasoning_parser", ("think",))):
+            if (value := getattr(self, name)) not in (names := ("auto", "none", *known)):
+                raise ConfigError(name, value, f"one of {', '.join(names)}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError("log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
         if "" in self.served_model_name:
             raise ConfigError("served_model_name", "", "not empty")
 

@@ -6,22 +6,26 @@ checked by `SamplingParams` and by the engine, what type it has by `protocol/`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 from foretoken.async_engine import AsyncEngine
+from foretoken.config import LOSSLESS_METHODS, REJECTION_SAMPLE_METHODS
 from foretoken.engine.prompts import Prompt
 from foretoken.errors import CapacityError, RequestError
 from foretoken.models.chat import ChatOptions
 from foretoken.sampling.params import SamplingParams
-from foretoken.serve.errors import UnknownModelError
+from foretoken.serve.errors import UnknownModelError, written_as
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import MessageFormat
 from foretoken.serve.parsers.message import Parsing
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.common import GenerationFields, Speculative
 from foretoken.serve.protocol.completions import CompletionBody
+from foretoken.serve.protocol.tokens import TokenizeBody
 from foretoken.serve.tools import ToolUse, read_tools
 
 _PARAMS = {field.name for field in fields(SamplingParams)}
@@ -31,6 +35,13 @@ _GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _MOST_WORDS = {"stop": 64, "bad_words": 1024}
 """Texts that each step, or each request's admission, looks at."""
 _STRUCTURES = ("response_format", "structured_outputs", *_GUIDED)
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
+_SPECULATIVE = {
+    "num_speculative_tokens": "speculative.num_speculative_tokens",
+    "drafter": "speculative.drafter",
+    "rejection_sample_method": "speculative.rule",
+    "trace": "speculative.trace",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +102,7 @@ class Asked:
 
     Attributes:
         prompts: to complete; () in a chat.
-        messages, template: a conversation; None where there are prompts.
+        messages, template: a conversation (None where there are prompts), and its options.
         params: of each prompt.
         echo: put the prompt before its completion.
         num_top: how many likely tokens an answer shows beside each of its own; None: neither.
@@ -104,7 +115,7 @@ class Asked:
     params: SamplingParams
     prompts: tuple[Prompt, ...] = ()
     messages: Sequence[Mapping[str, Any]] | None = None
-    template: ChatOptions | None = None
+    template: ChatOptions = field(default_factory=ChatOptions)
     echo: bool = False
     num_top: int | None = None
     num_drafts: int = 0
@@ -162,10 +173,12 @@ def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
     params, written = asked.params, asked.written
     if tools.names and params.structured_outputs is not None:
         bound = "left out beside `tools`: it would let no call through"
-        raise RequestError("response_format", params.structured_outputs, bound)
+        name = written.get("structured_outputs", "structured_outputs")
+        raise RequestError(name, params.structured_outputs, bound)
     if tools.grammar is not None:
         params = replace(params, structured_outputs={"grammar": tools.grammar})
-        written = {**written, "structured_outputs.grammar": "tools"}
+        names = ("structured_outputs", "structured_outputs.grammar")
+        written = {**written, **dict.fromkeys(names, "tools")}
     reasons = form.reasons and params.structured_outputs is None
     parsing = Parsing.of(form, tools.names, reasons=reasons, parallel=tools.parallel)
     if not parsing.is_needed:
@@ -174,6 +187,8 @@ def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
         parsing = replace(parsing, hidden=())
     elif parsing.hidden:
         params = replace(params, skip_special_tokens=False)
+    decode = partial(form.decode, skip_special_tokens=params.skip_special_tokens)
+    parsing = replace(parsing, is_forced=tools.grammar is not None, decode=decode)
     return replace(asked, params=params, parsing=parsing, written=written)
 
 
@@ -182,26 +197,27 @@ def check_size(asked: Asked, served: Served) -> None:
     num_samples, most = max(len(asked.prompts), 1) * asked.params.n, served.options.max_samples
     if num_samples > most:
         bound = f"at most {most}: every prompt gets `n` of them"
-        raise CapacityError("n", f"{num_samples} samples", bound, "Send several requests.")
+        raise RequestError("n", f"{num_samples} samples", bound, "Send several requests.")
     name = "prompt" if asked.messages is None else "messages"
     for text in asked.prompts if asked.messages is None else (asked.messages,):
         check_text(name, text, served)
     for name in ("prediction", "bad_words", "stop"):  # all of them are encoded or looked for
         check_text(name, getattr(asked.params, name), served)
-    for name, given in (asked.template or {}).items():
+    for name, given in asked.template.items():
         if name != "chat_template":  # which is the server's, unless it trusts its clients
             check_text(name, given, served)
     for name, most in _MOST_WORDS.items():
         if (count := len(getattr(asked.params, name))) > most:
-            raise CapacityError(name, f"{count} texts", f"at most {most}", "Leave some out.")
+            raise RequestError(name, f"{count} texts", f"at most {most}", "Leave some out.")
 
 
 def check_text(name: str, text: Any, served: Served) -> None:
-    """Raise `CapacityError` for more characters, or token ids, than a context could hold."""
+    """Raise `RequestError` for more characters, or token ids, than a context could hold."""
     count, most = _size(text), served.options.max_prompt_chars or 64 * served.max_model_len
     if count > most:
         bound = f"at most {most}, for a context of {served.max_model_len} tokens"
-        raise CapacityError(name, f"{count} characters", bound, "Shorten it.")
+        kind = CapacityError if name in ("prompt", "messages") else RequestError
+        raise kind(name, f"{count} characters", bound, "Shorten it.")
 
 
 def _size(value: Any) -> int:
@@ -212,7 +228,7 @@ def _size(value: Any) -> int:
     return len(value) if isinstance(value, str) else 1
 
 
-def chat_options(body: Any, served: Served) -> ChatOptions:
+def chat_options(body: ChatBody | TokenizeBody, served: Served) -> ChatOptions:
     """What the template of a conversation is given besides the messages."""
     options: ChatOptions = {"chat_template": served.options.chat_template}
     if body.chat_template is not None:
@@ -221,6 +237,10 @@ def chat_options(body: Any, served: Served) -> ChatOptions:
             remedy = "See --trust-request-chat-template."
             raise RequestError("chat_template", body.chat_template, bound, remedy)
         options["chat_template"] = body.chat_template
+    elif not served.format.has_template:
+        bound = "left out: this model has no chat template"
+        remedy = "Send a `prompt` to /v1/completions, or start the server with --chat-template."
+        raise RequestError("messages", body.messages, bound, remedy)
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:
@@ -233,29 +253,26 @@ def chat_options(body: Any, served: Served) -> ChatOptions:
 def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Asked:
     """The part that all APIs share."""
     served.check_name(body.model)
-    sent = {name: getattr(body, name) for name in _SAME}
-    given = {**{name: value for name, value in sent.items() if value is not None}, **given}
-    if body.logit_bias is not None:
-        given["logit_bias"] = _token_keys(body.logit_bias)
-    given |= _speculation(body.speculative, served)
-    if body.prediction is not None:
-        given["prediction"] = body.prediction.text
-        if served.drafter not in served.predictors:
-            # Admission refuses it where none of them is loaded, and says which would read it.
-            given.setdefault("drafter", next(iter(served.predictors), None))
-    if (structure := read_structure(body)) is not None:
+    structure, written = read_structure(body)
+    written |= _SPECULATIVE
+    if isinstance(body, ChatBody):
+        written["logprobs"] = "top_logprobs"
+        if body.max_completion_tokens is not None:
+            written["max_tokens"] = "max_completion_tokens"
+    if structure is not None:
         given["structured_outputs"] = structure
-    stream = bool(body.stream)
+    stream, options = bool(body.stream), body.stream_options
     if stream and body.prompt_logprobs is not None:
         bound = "left out where the answer is streamed"
         raise RequestError("prompt_logprobs", body.prompt_logprobs, bound)
-    if body.stream_options is not None and not stream:
-        raise RequestError("stream_options", "given", "left out without `stream`: true")
-    options = body.stream_options
+    if options is not None and not stream:
+        given_options = options.model_dump(exclude_unset=True)
+        raise RequestError("stream_options", given_options, "left out without `stream`: true")
     split = bool(options and options.split_tokens)
     if split and "logprobs" not in given:
         given["logprobs"] = 0  # which come with each token's text
-    params = replace(served.defaults, **given)
+    with written_as(written):
+        params = _params(body, served, given)
     asked_drafts = params.num_speculative_tokens
     return Asked(
         params,
@@ -264,30 +281,55 @@ def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Aske
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         split_tokens=split,
+        written=written,
     )
 
 
+def _params(body: GenerationFields, served: Served, given: dict[str, Any]) -> SamplingParams:
+    """What is given here, and what the body has by the same name."""
+    sent = {name: getattr(body, name) for name in _SAME}
+    given = {**{name: value for name, value in sent.items() if value is not None}, **given}
+    if body.logit_bias is not None:
+        given["logit_bias"] = _token_keys(body.logit_bias)
+    given |= _speculation(body.speculative, served)
+    if body.prediction is not None:
+        given["prediction"] = body.prediction.text
+        if given.get("num_speculative_tokens") == 0:
+            raise RequestError("prediction", "a text", "left out where K is 0: nothing reads it")
+        if served.drafter not in served.predictors:
+            # Admission refuses it where none of them is loaded, and says which would read it.
+            given.setdefault("drafter", next(iter(served.predictors), None))
+        if served.predictors and given.get("drafter", served.drafter) not in served.predictors:
+            bound = f"one that reads `prediction`: {', '.join(served.predictors)}"
+            raise RequestError("drafter", given["drafter"], bound)
+    return replace(served.defaults, **given)
+
+
 def _token_keys(bias: Mapping[str, float]) -> dict[int, float]:
-    """JSON's keys are texts."""
-    try:
-        return {int(token): value for token, value in bias.items()}
-    except ValueError:
-        raise RequestError("logit_bias", dict(bias), "keyed by token ids") from None
+    """JSON's keys are texts; those that Python would read as numbers, too, are not all ids."""
+    found = {int(token): value for token, value in bias.items() if _TOKEN_ID.fullmatch(token)}
+    if len(found) < len(bias):
+        raise RequestError("logit_bias", dict(bias), 'keyed by token ids in decimal, as in "42"')
+    return found
 
 
 def _speculation(given: Speculative | None, served: Served) -> dict[str, Any]:
     if given is None:
         return {}
-    if given.rule == "synthetic" and not served.options.allow_synthetic:
-        bound = "lossless: this server does not allow `synthetic`"
-        raise RequestError("rejection_sample_method", "synthetic", bound, "See --allow-synthetic.")
+    if given.rule not in (None, *LOSSLESS_METHODS) and not served.options.allow_synthetic:
+        bound = f"one of {', '.join(LOSSLESS_METHODS)}"
+        remedy = "This server does not allow it: see --allow-synthetic."
+        is_known = given.rule in REJECTION_SAMPLE_METHODS
+        raise RequestError("rejection_sample_method", given.rule, bound, remedy if is_known else "")
     num = given.num_speculative_tokens
     if given.enabled is False:
         if num not in (None, 0):
             bound = "left out, or 0, beside `enabled`: false"
             raise RequestError("num_speculative_tokens", num, bound)
         num = 0
-    elif given.enabled and (num == 0 or not served.num_drafts):
+    if num == 0 and given.drafter is not None:
+        raise RequestError("drafter", given.drafter, "left out where K is 0: nothing drafts")
+    if given.enabled and (num == 0 or not served.num_drafts):
         bound = "false or left out: " + ("K is 0" if num == 0 else "this engine drafts nothing")
         raise RequestError("speculative.enabled", True, bound)
     named = {
@@ -299,26 +341,28 @@ def _speculation(given: Speculative | None, served: Served) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-def read_structure(body: GenerationFields) -> Mapping[str, Any] | None:
-    """`SamplingParams.structured_outputs` of a body, by whichever name it was asked for."""
-    given: dict[str, Any] = {name: getattr(body, name) for name in _STRUCTURES}
+def read_structure(
+    body: GenerationFields,
+) -> tuple[Mapping[str, Any] | None, dict[str, str]]:
+    """`SamplingParams.structured_outputs` of a body, and the names by which it was asked for."""
+    given = {name: getattr(body, name) for name in _STRUCTURES}
     asked = [name for name, value in given.items() if value is not None]
     if not asked:
-        return None
-    name, value = asked[0], given[asked[0]]
+        return None, {}
+    name = asked[0]
+    value: Any = given[name]
     if len(asked) > 1:
         raise RequestError(asked[1], given[asked[1]], f"left out beside `{name}`")
-    if name == "response_format" and value.type == "text":
-        return None
-    if "structured_outputs" not in _PARAMS:
-        shown = value.type if name == "response_format" else value
-        raise RequestError(name, shown, "left out: this version has no structured output")
     if name == "structured_outputs":
-        return dict(value)
-    if name != "response_format":
-        return {name.removeprefix("guided_"): value}
-    if value.type == "json_object":
-        return {"json_object": True}
-    if value.json_schema is None or value.json_schema.schema_ is None:
-        raise RequestError("response_format.json_schema.schema", None, "a JSON schema")
-    return {"json": value.json_schema.schema_}
+        return dict(value), {}
+    kind, place = name.removeprefix("guided_"), name
+    if name == "response_format":
+        if value.type == "text":
+            return None, {}
+        kind, value, schema = value.type, True, value.json_schema
+        if kind == "json_schema":
+            kind, place = "json", "response_format.json_schema.schema"
+            value = schema and schema.schema_
+            if value is None:
+                raise RequestError(place, None, "a JSON schema")
+    return {kind: value}, {"structured_outputs": name, f"structured_outputs.{kind}": place}

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from foretoken.async_engine import AsyncEngine
 from foretoken.engine.prompts import Prompt
 from foretoken.outputs import RequestDelta
+from foretoken.serve.errors import written_as
 from foretoken.serve.lifetime import Flight
 from foretoken.serve.requests import Asked
 
@@ -31,19 +32,22 @@ async def run(engine: AsyncEngine, asked: Asked, flight: Flight) -> AsyncGenerat
         ForetokenError: as `AsyncEngine.generate` does, what ended a request by a fault, and what
             `Flight` raises.
     """
-    with flight:
+    with written_as(asked.written), flight:
         if asked.messages is not None:
-            template, name = asked.template or {}, flight.new_name()
+            template, name = asked.template, flight.new_name()
             streams = [engine.chat(asked.messages, asked.params, name, deltas=True, **template)]
         else:
-            prompts = [await _shown(engine, prompt, asked) for prompt in asked.prompts]
+            shown = (_shown(engine, prompt, asked) for prompt in asked.prompts)
+            prompts = await asyncio.gather(*shown)
             streams = [
                 engine.generate(prompt, asked.params, flight.new_name(), deltas=True)
                 for prompt in prompts
             ]
-        merged = _one(streams[0]) if len(streams) == 1 else _merge(streams)
+        is_one = len(streams) == 1
+        merged: AsyncGenerator[Any, None] = streams[0] if is_one else _merge(streams)
         async with aclosing(merged):
-            async for number, delta in merged:
+            async for item in merged:
+                number, delta = (0, item) if is_one else item
                 if delta.error is not None:
                     raise delta.error
                 yield News(number, flight.read(delta))
@@ -55,12 +59,6 @@ async def _shown(engine: AsyncEngine, prompt: Prompt, asked: Asked) -> Prompt:
         return prompt
     ids: list[int] = prompt  # type: ignore[assignment]  # a body has no other
     return {"prompt_token_ids": ids, "prompt": await engine.decode(ids)}
-
-
-async def _one(stream: AsyncGenerator[RequestDelta, None]) -> AsyncGenerator[News, None]:
-    async with aclosing(stream):
-        async for delta in stream:
-            yield News(0, delta)
 
 
 async def _merge(streams: list[AsyncGenerator[RequestDelta, None]]) -> AsyncGenerator[News, None]:

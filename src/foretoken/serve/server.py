@@ -16,20 +16,33 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from foretoken.errors import ForetokenError
+from foretoken.errors import ConfigError, ForetokenError
 from foretoken.serve.connection import Connection
 from foretoken.serve.context import Context
 from foretoken.serve.options import ServeOptions
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_BACKLOG = 2048
 _LAST_SECONDS = 5
 """For clients that do not read the end of their answer."""
 
 
-def listen(options: ServeOptions) -> socket.socket:
-    """A socket that listens where the options say; `OSError` if it cannot."""
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    return socket.create_server((options.host, options.port), family=family, backlog=2048)
+def bind(options: ServeOptions) -> socket.socket:
+    """A socket at the address that the options say; nobody can connect before it listens.
+
+    Raises:
+        ConfigError: there is no such address here, or another program listens there.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if bound.family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind((options.host, options.port))
+    except (OSError, UnicodeError) as error:
+        bound.close()
+        raise _taken(options, error) from None
+    return bound
 
 
 def make_config(app: FastAPI) -> uvicorn.Config:
@@ -39,6 +52,7 @@ def make_config(app: FastAPI) -> uvicorn.Config:
         app,
         http=partial(Connection, context.served.options),  # type: ignore[arg-type]
         log_level="warning",
+        log_config=None,  # see `logs.py`
         access_log=False,
         ws="none",
         lifespan="on",
@@ -56,9 +70,10 @@ def make_server(app: FastAPI) -> uvicorn.Server:
 class Process(uvicorn.Server):
     """A server that is all that its process does: it ends by signals, and with its engine."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, say: Callable[[str], None]) -> None:
         super().__init__(make_config(app))
         self._context: Context = app.state.context
+        self._say, self._has_said = say, False
         self.failure: ForetokenError | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -69,24 +84,52 @@ class Process(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: whether it is over."""
+        life = self._context.lifetime
+        if life.is_draining and not self._has_said:  # a signal handler must not write
+            self._has_said = True
+            seconds = life.options.drain_timeout
+            self._say(f"Ending: requests left: {len(life.flights)} ({seconds:g} s at most).")
         self.failure = self._context.engine.status.failure
-        is_over = self.failure is not None or self._context.lifetime.is_over()
+        is_over = self.failure is not None or life.is_over()
         return await super().on_tick(counter) or is_over
 
 
-def serve(app: FastAPI, options: ServeOptions, say: Callable[[str], None]) -> None:
+def serve(
+    app: FastAPI, bound: socket.socket, options: ServeOptions, say: Callable[[str], None]
+) -> None:
     """Serve until a signal ends that.
 
     Raises:
+        ConfigError: another program has begun to listen at this address.
         ForetokenError: the engine failed.
     """
-    with listen(options) as bound:
-        host, port = bound.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        if options.is_exposed:
-            say(f"WARNING: whoever reaches {shown} can use this server: there is no --api-key.")
-        process = Process(app)
-        say(f"Serving on http://{shown}:{port}")
-        process.run(sockets=[bound])
+    context: Context = app.state.context
+    try:
+        bound.listen(_BACKLOG)
+    except OSError as error:  # another began to listen meanwhile
+        raise _taken(options, error) from None
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    if options.is_exposed:
+        say(f"WARNING: whoever reaches {shown} can use this server: there is no --api-key.")
+    served, speculation = context.served, context.engine.config.speculative_config
+    drafts = "nothing drafts"
+    if speculation is not None:
+        drafters, most = ", ".join(speculation.members), speculation.num_speculative_tokens
+        drafts = f"drafts by {drafters}, K = {most}, rule {speculation.rejection_sample_method}"
+    say(f"{', '.join(served.names)}: {drafts}.")
+    say("Ctrl-C or SIGTERM ends it when what is under way is answered; a second one at once.")
+    say(f"Serving on http://{shown}:{port}")
+    process = Process(app, say)
+    process.run(sockets=[bound])
     if process.failure is not None:
         raise process.failure
+    num_cut = context.lifetime.num_cut
+    say("Ended: " + (f"{num_cut} requests were cut off." if num_cut else "all is answered."))
+
+
+def _taken(options: ServeOptions, error: Exception) -> ConfigError:
+    told = getattr(error, "strerror", None) or error
+    bound = f"an address of this machine that is free: {told}"
+    remedy = "Give another --host or --port; --port 0 takes a port that is free."
+    return ConfigError("host, port", f"{options.host}, {options.port}", bound, remedy)

@@ -7,15 +7,18 @@ step's chunks are one write.
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
+from pydantic_core import to_json
+from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from foretoken.serve.answers.events import Event, EventReader, Form
 from foretoken.serve.answers.usage import Usage
@@ -23,25 +26,8 @@ from foretoken.serve.errors import Refusal, refusal
 from foretoken.serve.requests import Asked
 from foretoken.serve.running import News
 
+T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-
-
-class EventStream(StreamingResponse):
-    """A stream that ends with its client: nothing generates for nobody."""
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self, chunks: AsyncGenerator[bytes, None], news: AsyncGenerator[News, None]
-    ) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(chunks, headers=headers)
-        self._chunks, self._news = chunks, news
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the chunks; however that ends, and if it never began, nothing is left open."""
-        async with aclosing(self._news), aclosing(self._chunks):
-            await super().__call__(scope, receive, send)
 
 
 class AnswerWriter(Protocol):
@@ -75,7 +61,7 @@ class ChunkWriter:
             "created": int(time.time()),
             "model": model,
         }
-        self._head = "data: " + _dumps(self._fields)[:-1] + ',"choices":['
+        self._head = b"data: " + _dumps(self._fields)[:-1] + b',"choices":['
 
     def body(self, events: Sequence[Event], usage: Usage) -> dict[str, Any]:
         """The choices by index, and what they cost."""
@@ -90,48 +76,91 @@ class ChunkWriter:
         chunks = [c for event in events for c in self._form.chunks(event)]
         if not chunks:
             return b""
-        tail = "]}\n\n"
+        tail = b"]}\n\n"
         if self._asked.continuous_usage:
-            tail = '],"usage":' + _dumps(usage.body()) + "}\n\n"
+            tail = b'],"usage":' + _dumps(usage.body()) + b"}\n\n"
         elif self._asked.include_usage:
-            tail = '],"usage":null}\n\n'
+            tail = b'],"usage":null}\n\n'
         head = self._head
-        return "".join([head + _dumps(choice) + tail for choice in chunks]).encode()
+        return b"".join([head + _dumps(choice) + tail for choice in chunks])
 
     def last(self, usage: Usage) -> bytes:
         """The chunk of usage, where it was asked for, and the end."""
         if not self._asked.include_usage:
             return DONE
-        return f"{self._head}],{_dumps(_counts(usage))[1:]}\n\n".encode() + DONE
+        return self._head + b"]," + _dumps(_counts(usage))[1:] + b"\n\n" + DONE
 
     def failed(self, refused: Refusal) -> bytes:
         """The error's body, and the end."""
-        return f"data: {_dumps(refused.body)}\n\n".encode() + DONE
+        return b"data: " + _dumps(refused.body) + b"\n\n" + DONE
 
 
 def _counts(usage: Usage) -> dict[str, Any]:
     return {"usage": usage.body(), "metrics": usage.speculation()}
 
 
-async def stream(
-    news: News,
-    rest: AsyncGenerator[News, None],
-    reader: EventReader,
-    writer: AnswerWriter,
-    observe: Callable[[News], None],
-) -> AsyncGenerator[bytes, None]:
-    """Chunks of an answer that has begun with `news`."""
-    item: News | None = news
+class EventStream(StreamingResponse):
+    """An answer that has begun with `first`; it ends with its client: nothing is made for nobody.
+
+    Of Starlette's response it has the head alone: one task takes a step's news from the engine to
+    the socket.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: News,
+        rest: AsyncGenerator[News, None],
+        reader: EventReader,
+        writer: AnswerWriter,
+        observe: Callable[[News], None],
+    ) -> None:
+        super().__init__((), headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._first, self._rest = first, rest
+        self._reader, self._writer, self._observe = reader, writer, observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all of it; however that ends, and if it never began, nothing is left open."""
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        async with aclosing(self._rest):
+            with suppress(ClientDisconnect):
+                await send(start)
+                await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        item: News | None = self._first
+        body: Message = {"type": "http.response.body", "more_body": True}
+        try:
+            while item is not None:
+                self._observe(item)
+                if chunks := self._writer.write(self._reader.read(item), self._reader.usage):
+                    await send({**body, "body": chunks})
+                item = await anext(self._rest, None)
+        except Exception as error:  # the status has been sent: the client reads it here
+            last = self._writer.failed(refusal(error))
+        else:
+            last = self._writer.last(self._reader.usage)
+        await send({**body, "body": last, "more_body": False})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of this work; ends it and raises `ClientDisconnect` when the client leaves."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
-        while item is not None:
-            observe(item)
-            if chunks := writer.write([*reader.read(item)], reader.usage):
-                yield chunks
-            item = await anext(rest, None)
-    except Exception as error:  # the status has been sent: the client reads it here
-        yield writer.failed(refusal(error))
-    else:
-        yield writer.last(reader.usage)
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
 
 
-_dumps = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+_dumps = partial(to_json, inf_nan_mode="null")

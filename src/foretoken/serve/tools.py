@@ -64,5 +64,5 @@ def read_tools(body: ChatBody, form: MessageFormat) -> ToolUse:
         forced = [tool for tool in tools if tool["function"]["name"] == name]
         if not forced:
             raise RequestError("tool_choice.function.name", name, f"one of {', '.join(names)}")
-    grammar = form.grammar(forced, parallel=parallel) if forced else None
+    grammar = form.grammar(form.calls, forced, parallel=parallel) if forced else None
     return ToolUse(tools, names, grammar, parallel)

@@ -15,15 +15,14 @@ Shape suffixes: S slots, L tokens or blocks of a slot, B requests, D deciding re
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import DraftBlock, SlotParams
+from foretoken.ops import DraftBlock
 from foretoken.ops.pinned import Staging, to_device
-from foretoken.ops.steps import DraftRows, Packed, PackSizes, SlotState, Steps, StepTokens
+from foretoken.ops.steps import DraftRows, ForwardBatch, PackSizes, SlotState, Steps, StepTokens
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
 from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
@@ -68,22 +67,7 @@ class DeviceSlotTable(SlotParameters):
         )
         self._admitted: dict[int, SlotRequest] = {}
         self._blocks: list[tuple[int, int, Sequence[int]]] = []
-        self._shape: StepShape | None = None  # of the step under way
         self._inputs: dict[int, Tensor] = {}  # of captured steps, by bucket
-
-    @property
-    def params(self) -> SlotParams:
-        """What ops are given of the slots; in a captured step no more is promised than its shape
-        does."""
-        shape, params = self._shape, self.in_use
-        if shape is None:
-            return params
-        return replace(params, has_filters=shape.has_filters, rules=shape.rules)
-
-    @property
-    def drafters(self) -> frozenset[int]:
-        """Numbers of drafters: no slot of the step under way has another."""
-        return self.drafters_in_use if self._shape is None else self._shape.drafters
 
     def admit(self, slot: int, request: SlotRequest) -> None:
         """Write a request's state into its slot with the next step."""
@@ -140,7 +124,9 @@ class DeviceSlotTable(SlotParameters):
         """Write drafts behind the known tokens, ids past the last as the last."""
         self.steps.write_drafts(self.state, rows, drafts.num_B, drafts.token_BK, last_id)
 
-    def pack(self, rows: StepRows, num_D: Tensor, sizes: PackSizes, block_size: int) -> Packed:
+    def pack(
+        self, rows: StepRows, num_D: Tensor, sizes: PackSizes, block_size: int
+    ) -> ForwardBatch:
         """What a step computes: the requests' next known tokens, then the drafts of who decides."""
         return self.steps.pack(self.state, _tokens(rows, num_D), sizes, block_size)
 

@@ -18,6 +18,7 @@ from foretoken.ops import Rule, SlotParams
 from foretoken.sampling.noise_key import to_int64
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.history import SlotHistory
+from foretoken.slots.step import StepShape
 
 LEAST_TOP_P = 2.0**-149
 """Smaller values round to 0 in float32, which is out of range; both keep the likeliest token."""
@@ -91,6 +92,7 @@ class SlotParameters:
         self.requests: dict[int, SlotRequest] = {}
         self.draft_faults: dict[int, Exception] = {}
         self._changed = True
+        self._shape: StepShape | None = None  # of the step under way, if it was captured
         # Weakly: a drafter holds the slots, too, and what is frozen (`engine/build.py`) is freed
         # by its last reference or never.
         self._owners = WeakValueDictionary[str, SlotOwner]()
@@ -102,8 +104,12 @@ class SlotParameters:
 
     @property
     def params(self) -> SlotParams:
-        """What ops are given of the slots."""
-        return self.in_use
+        """What ops are given of the slots; in a captured step no more is promised than its shape
+        does."""
+        shape, params = self._shape, self.in_use
+        if shape is None:
+            return params
+        return replace(params, has_filters=shape.has_filters, rules=shape.rules)
 
     @property
     def in_use(self) -> SlotParams:
@@ -133,7 +139,7 @@ class SlotParameters:
     @property
     def drafters(self) -> frozenset[int]:
         """The same of a step under way."""
-        return self.drafters_in_use
+        return self.drafters_in_use if self._shape is None else self._shape.drafters
 
     def register(self, name: str, owner: SlotOwner) -> None:
         """Have what `owner` keeps by slot released and checked with the table's own, as long as

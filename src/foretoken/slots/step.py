@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, Evidence, Logprobs, Rule, Verdict
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRows, SlotSpan
 
 NONE = -1
 """In the place of a number of log-probabilities: none are wanted."""
@@ -137,15 +137,6 @@ class StepRows(NamedTuple):
     others: bool = False
 
 
-class SlotSpan(NamedTuple):
-    """Tokens of a slot from position `start` on; logits are wanted for the last of them."""
-
-    slot: int
-    start: int
-    num_tokens: int
-    num_logits: int
-
-
 class Outcome(NamedTuple):
     """One request's part of a result, on the host.
 
@@ -230,13 +221,9 @@ class StepResult:
     def decisions(self) -> dict[int, Outcome]:
         """What was decided, by slot; waits for the device, once."""
         columns = zip(
-            self.slot_D,
-            self.verdict.token_BK1.tolist(),
-            self.drafts.num_B.tolist(),
-            self.verdict.n_accept_B.tolist(),
-            self.verdict.finite_B.tolist(),
-            strict=True,
-        )
+            self.slot_D, self.verdict.token_BK1.tolist(), self.drafts.num_B.tolist(),
+            self.verdict.n_accept_B.tolist(), self.verdict.finite_B.tolist(), strict=True,
+        )  # fmt: skip
         decisions = {
             slot: Outcome(tokens[: accepted + finite], drafted, accepted, finite)
             for slot, tokens, drafted, accepted, finite in columns

@@ -70,12 +70,7 @@ class SlotTable(SlotParameters):
 
     def admit(self, slot: int, request: SlotRequest) -> None:
         """Write a request's state into its slot; its blocks come with `write_blocks`."""
-        table = self._params
-        columns = (
-            table.key_S, table.temperature_S, table.top_k_S, table.top_p_S, table.min_p_S,
-            table.rule_S,
-        )  # fmt: skip
-        for column, number in zip(columns, numbers_of(request), strict=True):
+        for column, number in zip(self._params.columns, numbers_of(request), strict=True):
             column[slot] = number
         self.drafter_S[slot] = request.drafter
         known = [*request.prompt_ids, *request.output_ids]

@@ -1,7 +1,7 @@
-"""How fast is it, and does speculation pay here? Latency and throughput of whole batches.
+"""How fast is it, and does speculation pay here? Latency and throughput under load.
 
-`options.py` what is measured; `workload.py` the prompts; `run.py` one batch, and all of them in
-turns; `figures.py` the numbers of one run, `floor.py` what a step must read, `kernels.py` what it
-runs; `report.py` results file and tables, `chart.py` the figure. Nothing is imported here: options
-are made without torch.
+`options.py` what is measured, `cases.py` what is compared; `workload.py` the prompts; `load.py` the
+load generator, `offline.py` and `server.py` who answers it; `run.py` all of it, in turns;
+`figures.py` the numbers of one run, `floor.py` what a step must read; `report.py` results file and
+tables, `chart.py` the figures. Nothing is imported here: options are made without torch.
 """

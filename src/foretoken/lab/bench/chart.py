@@ -1,61 +1,64 @@
-"""The figure of a benchmark, from its results file alone."""
+"""The figures of a benchmark or a plan, from its rows alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from foretoken.lab.bench.report import kernel_rows
-from foretoken.lab.plot import Bar, Series, bar_chart, line_chart, page
-from foretoken.lab.results import Results, Row, Spread
+from foretoken.lab.plot import Bar, Series, bar_chart, line_chart
+from foretoken.lab.results import Row, Spread
 
-_KERNELS = (
-    *("qkv", "attention", "o", "gate_up", "down", "head", "product", "draft", "sampling"),
-    *("other", "idle"),
-)
 _PARTS = ("target", "draft", "verify", "host_gap")
+Point = tuple[float, float, float, float]
 
 
-def chart(results: Results) -> str:
-    """SVG: throughput, where the time of a token goes, and the speed-up if plain was measured."""
-    cases = [row for row in results.rows if "kernels" not in row.labels]
-    charts = [_throughput(cases)]
-    if timed := [row for row in cases if "step_ms" in row.values]:
-        charts.append(_time_per_token(timed))
-    if compared := [row for row in cases if "speedup" in row.values]:
-        charts.append(_speedup(compared))
-    if recorded := kernel_rows(results.rows):
-        charts.append(_kernels(recorded))
-    return page(charts)
+def charts(rows: Sequence[Row]) -> list[str]:
+    """SVGs: speed-up over the loads, a user's speed against all, a token's time, acceptance."""
+
+    def having(name: str) -> list[Row]:
+        return [row for row in rows if name in row.values]
+
+    made = []
+    # Under a rate throughput is the rate's, so that it is TPOT that tells of speed.
+    for axis, name in (("concurrency", "speedup"), ("request_rate", "tpot_speedup")):
+        if under := [row for row in having(name) if row.labels.get(axis)]:
+            made.append(_speedup(under, axis, name))
+    if users := having("tokens_per_second_per_user"):
+        made.append(_per_user(users))
+    if timed := having("floor_ms"):
+        made.append(_time_per_token(timed))
+    if accepted := having("acceptance_length"):
+        first = _load(accepted[0])  # lengths hardly depend on the load
+        shown = [row for row in accepted if _load(row) == first][:6]
+        made += [_positions(shown), _lengths(shown)]
+    return made
 
 
-def _kernels(cases: Mapping[str, Mapping[str, Row]]) -> str:
-    """A drafter's kernels are one part, and so are small ones."""
-    bars = []
-    for kinds in cases.values():
-        parts, floor = dict.fromkeys(_KERNELS, 0.0), 0.0
-        for kind, row in kinds.items():
-            own_ms = _spread(row, "kernel_ms").median
-            if kind != "all":
-                part = "draft" if kind.startswith("draft ") else kind.removesuffix(" merge")
-                parts[part if part in parts else "other"] += own_ms
-            if "share_of_floor" in row.values:
-                floor += own_ms * _spread(row, "share_of_floor").median
-        case = next(iter(kinds.values()))
-        bars.append(Bar(_decoding(case), _group(case), parts, mark=floor))
-    title = "What a decode step runs"
-    return bar_chart(title, "ms per step, with a profiler", bars, mark="floor: reading memory")
+def _speedup(rows: Sequence[Row], axis: str, name: str) -> str:
+    """Over the loads, with the line of no speculation."""
+    series = _series(rows, lambda row: _point(float(row.labels[axis] or 0), _spread(row, name)))
+    marks = sorted({point[0] for one in series for point in one.points})
+    title, what = "Speed-up over plain decoding", axis.replace("_", " ")
+    label = "x, tokens/s" if name == "speedup" else "x, TPOT"
+    return line_chart(title, what, label, series, x_marks=marks, level=1.0, legend_above=True)
 
 
-def _throughput(rows: Sequence[Row]) -> str:
-    lines: dict[str, list[tuple[float, float, float, float]]] = {}
+def _per_user(rows: Sequence[Row]) -> str:
+    """Each line goes through the loads in order."""
+
+    def point(row: Row) -> Point:
+        in_all = _spread(row, "output_tokens_per_second").median
+        return _point(in_all, _spread(row, "tokens_per_second_per_user"))
+
+    title, series = "What a user gets against what all get", _series(rows, point)
+    return line_chart(title, "tokens/s in all", "tokens/s per user", series, legend_above=True)
+
+
+def _series(rows: Sequence[Row], point: Callable[[Row], Point]) -> list[Series]:
+    """A line for each case, of a point for each load."""
+    lines: dict[str, list[Point]] = {}
     for row in rows:
-        spread = _spread(row, "output_tokens_per_second")
-        point = (float(str(row.labels["batch"])), spread.median, spread.min, spread.max)
-        lines.setdefault(_decoding(row), []).append(point)
-    series = [Series(name, sorted(points)) for name, points in lines.items()]
-    title = "Throughput, prompts' time included"
-    sizes = sorted({point[0] for points in lines.values() for point in points})
-    return line_chart(title, "batch", "tokens/s", series, x_marks=sizes)
+        lines.setdefault(_decoding(row), []).append(point(row))
+    return [Series(name, points) for name, points in lines.items()]
 
 
 def _time_per_token(rows: Sequence[Row]) -> str:
@@ -67,31 +70,64 @@ def _time_per_token(rows: Sequence[Row]) -> str:
             part.replace("_", " "): _spread(row, f"{part}_ms").median / tokens for part in _PARTS
         }
         floor = _spread(row, "floor_ms").median / tokens
-        bars.append(Bar(_decoding(row), _group(row), parts, mark=floor))
-    title = "Where the time of a token goes, once the whole batch decodes"
+        bars.append(Bar(_short(row), _load(row), parts, mark=floor))
+    title = "Where the time of a token goes, in decode steps"
     return bar_chart(title, "ms per token of a request", bars, mark="floor: reading memory")
 
 
-def _speedup(rows: Sequence[Row]) -> str:
-    bars = []
-    for row in rows:
-        spread = _spread(row, "speedup")
-        reach = spread.min, spread.max
-        bars.append(Bar(_decoding(row), _group(row), {"speed-up": spread.median}, reach=reach))
-    return bar_chart("Speed-up over plain decoding, in turns", "x, tokens/s", bars, level=1.0)
+def _positions(rows: Sequence[Row]) -> str:
+    """Unconditional lines fall; conditional ones stay level if drafts are as good further on."""
+    series = [
+        Series(f"{_decoding(row)}, {kind}", [_point(i, spread) for i, spread in found.items()])
+        for row in rows
+        for kind in ("unconditional", "conditional")
+        if (found := _numbered(row, f"{kind}_at_"))
+    ]
+    title = f"Drafts accepted, by position ({_load(rows[0])})"
+    return line_chart(title, "position of the draft", "share accepted", series, legend_above=True)
+
+
+def _lengths(rows: Sequence[Row]) -> str:
+    """Bars of one case; more would stand too close, and are lines."""
+    title = f"Tokens that a verification gives ({_load(rows[0])})"
+    found = {_decoding(row): _numbered(row, "length_share_") for row in rows}
+    if len(rows) > 1:
+        series = [
+            Series(name, [_point(*at) for at in at_i.items()]) for name, at_i in found.items()
+        ]
+        return line_chart(title, "tokens", "share of verifications", series, legend_above=True)
+    bars = [
+        Bar(str(i), name, {"share": spread.median}, reach=(spread.min, spread.max))
+        for name, at_i in found.items()
+        for i, spread in at_i.items()
+    ]
+    return bar_chart(title, "share of verifications", bars)
+
+
+def _numbered(row: Row, prefix: str) -> Mapping[int, Spread]:
+    names = [name for name in row.values if name.startswith(prefix)]
+    return {int(name.removeprefix(prefix)): _spread(row, name) for name in names}
+
+
+def _point(x: float, spread: Spread) -> Point:
+    return x, spread.median, spread.min, spread.max
+
+
+def _load(row: Row) -> str:
+    rate = row.labels.get("request_rate")
+    return f"{rate:g} requests/s" if rate else f"concurrency {row.labels['concurrency']}"
 
 
 def _decoding(row: Row) -> str:
+    return row.case.removeprefix(f"{_load(row)}, ")
+
+
+def _short(row: Row) -> str:
     """Short enough to stand below a bar."""
     return f"K={row.labels['k']}" if row.labels["k"] else "plain"
 
 
-def _group(row: Row) -> str:
-    return f"batch {row.labels['batch']}"
-
-
 def _spread(row: Row, name: str) -> Spread:
+    """A value; what is predicted is one number."""
     value = row.values[name]
-    if not isinstance(value, Spread):
-        raise TypeError(f"{name} must be a spread")
-    return value
+    return value if isinstance(value, Spread) else Spread.of([value], "")

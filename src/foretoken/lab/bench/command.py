@@ -2,79 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+import asyncio
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from foretoken.lab.bench.chart import chart
+from foretoken.lab.bench.cases import engine_cases, parse_sweep, server_cases
+from foretoken.lab.bench.chart import charts
+from foretoken.lab.bench.offline import Engines
 from foretoken.lab.bench.options import BenchOptions
-from foretoken.lab.bench.report import as_text, results, tables
+from foretoken.lab.bench.report import remarks, results, tables
 from foretoken.lab.bench.run import Bench
-from foretoken.lab.results import replace_text, write_file
+from foretoken.lab.bench.server import Server
+from foretoken.lab.desk import Desk
 from foretoken.sampling.params import SamplingParams
 
-if TYPE_CHECKING:
-    from foretoken.llm import LLM
 
-
-class Command:
-    """One call of the command.
+async def make_bench(
+    options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
+) -> Bench:
+    """What the options ask for; a server is asked what it takes.
 
     Args:
-        command: as typed, for the results file.
-        console, errors: for tables, and for progress.
-        note: gets what has been done so far, which Ctrl-C reports.
+        engine: options of an engine in this process, as `BenchOptions.sized` leaves them.
     """
+    sweep, temperature = parse_sweep(options.sweep), params.temperature
+    if options.url is None:
+        speculation = engine["speculative_config"]
+        groups = engine_cases(sweep, temperature, speculation, compare=options.compare)
+        return Bench(options, Engines(engine, params, options.bandwidth), groups)
+    names = {"model": options.served_model, "api_key": options.api_key}
+    server = Server(options.url, params, timeout=options.timeout, **names)
+    await server.prepare()
+    can = {"speculates": server.speculates, "compare": options.compare}
+    return Bench(options, server, server_cases(sweep, temperature, **can))
 
-    def __init__(
-        self, command: str, console: Console, errors: Console, note: Callable[[str], None]
-    ) -> None:
-        self._command, self._console, self._errors, self._note = command, console, errors, note
 
-    def run(
-        self, llm: LLM, options: BenchOptions, params: SamplingParams, notes: Sequence[str] = ()
-    ) -> None:
-        """Measure and report; what was measured is reported, too, if an exception ends it."""
-        bench, said = Bench(llm, options, params), [*notes]
-        # It vanishes when done, and on anything but a terminal nothing is written. It is drawn
-        # between runs alone: the thread that would redraw it takes time from a step.
-        bar = Progress(
-            BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
-            TimeRemainingColumn(), console=self._errors, auto_refresh=False, transient=True,
-            disable=not self._errors.is_terminal,
-        )  # fmt: skip
-        task = bar.add_task("", total=bench.num_runs)
+def run(desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]) -> None:
+    """Measure and report; what was measured is reported, too, if an exception ends it."""
+    asyncio.run(_run(desk, options, params, engine))
 
-        def report(done: int, what: str) -> None:
-            bar.update(task, completed=done, description=what, refresh=True)
-            self._note(f"{done} of {bench.num_runs} runs were done.")
 
-        try:
-            with bar:
-                bench.run(report)
-        except BaseException as error:
-            done = sum(map(len, bench.measured.values()))
-            said.append(f"Ended early by {type(error).__name__}, after {done} measured runs.")
-            raise
-        finally:
-            self._finish(bench, said)
+async def _run(
+    desk: Desk, options: BenchOptions, params: SamplingParams, engine: dict[str, Any]
+) -> None:
+    bench, said, done = await make_bench(options, params, engine), list[str](), 0
 
-    def _finish(self, bench: Bench, notes: Sequence[str]) -> None:
-        measured, options = results(bench, self._command, notes), bench.options
-        if measured is None:
-            return
-        for title, table in tables(measured.rows).items():
-            self._console.print(title, style="bold", markup=False)
-            self._console.print(as_text(table), markup=False, soft_wrap=True)
-        origin = "given" if options.bandwidth else "measured"
-        floor = f"The floor is for memory that reads {bench.floor.bandwidth:.1f} GB/s ({origin})."
-        self._console.print(floor, markup=False, soft_wrap=True)
-        if options.output is not None:
-            write_file(measured, Path(options.output))
-        if options.plot is not None:
-            replace_text(Path(options.plot), chart(measured))
-        if written := [path for path in (options.output, options.plot) if path is not None]:
-            self._errors.print(f"Wrote {' and '.join(written)}.", markup=False, soft_wrap=True)
+    def count(now: int, what: str) -> None:
+        nonlocal done
+        done = now
+        report(now, what)
+
+    try:
+        with desk.progress(bench.num_requests, "requests") as report:
+            await bench.run(count)
+    except BaseException as error:
+        runs = sum(len(measured.repeats) for measured in bench.measured.values())
+        if done < bench.num_requests:
+            why = type(error).__name__ if isinstance(error, Exception) else "a signal"
+            said.append(f"Ended early by {why}, after {runs} measured runs.")
+        raise
+    finally:
+        if (found := results(bench, desk.typed, said)) is not None:
+            lines, made = remarks(found), tables(found.rows)
+            if bandwidth := found.shapes.get("bandwidth_gb_per_s"):
+                origin = "given" if found.shapes["bandwidth_given"] else "measured"
+                floor = f"The floor is for memory that reads {bandwidth:.1f} GB/s ({origin})."
+                lines.insert(0, floor)
+            desk.show(made, lines)
+            desk.write(found, options.output, made, charts(found.rows))

@@ -6,68 +6,69 @@ Charter: arithmetic on what a run recorded. Which phase of a step's trace is who
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain, pairwise
+
+import numpy as np
 
 from foretoken.engine.trace import StepTrace
 from foretoken.lab.bench.floor import Floor
-from foretoken.outputs import RequestMetrics, RequestOutput
+from foretoken.lab.bench.load import Record, Run, Step
+from foretoken.outputs import SpeculationMetrics
 
 PARTS = {"draft": ("draft", "observe"), "target": ("forward",), "verify": ("verify",)}
 """What a device does in a step, and the phases of a trace that it is timed by."""
-UNITS = {
+LATENCIES = {
     "ttft_ms": "ms",
     "tpot_ms": "ms per token of a request",
+    "itl_ms": "ms between pieces of an answer",
+    "e2e_ms": "ms",
+}
+PERCENTILES = (50, 90, 95, 99)
+UNITS = {
+    **LATENCIES,
     "output_tokens_per_second": "tokens/s",
     "total_tokens_per_second": "tokens/s, prompts included",
+    "tokens_per_second_per_user": "tokens/s of a request, behind its first",
     "requests_per_second": "requests/s",
-    **dict.fromkeys(("wall_s", "prefill_s", "decode_s", "tail_s"), "s"),
-    "cached_tokens": "prompt tokens per request",
+    "offered_requests_per_second": "requests/s that were due",
+    "sent_requests_per_second": "requests/s that the client began with",
+    "send_lag_ms": "ms that the client was late with them",
+    "goodput_requests_per_second": "requests/s that met every bound",
+    "slo_met": "requests that met every bound / sent",
+    "wall_s": "s",
+    "requests": "requests",
+    "failed_requests": "requests",
+    "output_tokens": "tokens per request",
     "acceptance_length": "tokens per verification",
     "acceptance_rate": "accepted / drafted",
     **dict.fromkeys(
         ("step_ms", "draft_ms", "target_ms", "verify_ms", "host_gap_ms", "floor_ms"),
         "ms per decode step",
     ),
+    "requests_per_step": "requests per decode step",
     "tokens_per_step": "tokens per request and decode step",
     "decode_ms_per_token": "ms per token of a request",
     "read_gb": "GB per decode step, at least",
     "share_of_floor": "floor / step",
-    "read_gb_per_s": "GB/s of the step",
-    "target_gb_per_s": "GB/s of the target's pass",
-    "draft_gb_per_s": "GB/s of drafting",
     "speedup": "x, tokens/s to plain",
     "tpot_speedup": "x, TPOT of plain to this",
-    "calls": "per decode step",
-    "call_us": "us per call",
-    "duration_ms": "ms per decode step, with waits for the kernel before",
-    "kernel_ms": "ms per decode step, behind the end of all before",
-    "share_of_step": "kernel_ms / that of all",
+    "e2e_speedup": "x, E2E of plain to this",
 }
+POSITIONS = {
+    "unconditional_at_": "accepted, with all before it / drafted",
+    "conditional_at_": "accepted / tested, which takes that all before it are accepted",
+    "length_share_": "verifications that gave so many tokens / all",
+}
+"""What the numbers at 1, 2, .. behind these names are."""
 
 
-class Step(NamedTuple):
-    """One step of the engine; `seconds` count from the end of the one before it."""
-
-    seconds: float
-    trace: StepTrace
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One batch, from its submission to its last output.
-
-    Attributes:
-        seconds: in all; those behind the last step included.
-        prompt_len: tokens of each prompt.
-    """
-
-    seconds: float
-    prompt_len: int
-    outputs: list[RequestOutput]
-    steps: list[Step]
+def unit_of(name: str) -> str:
+    """The unit of a figure."""
+    return UNITS.get(name) or next(u for n, u in POSITIONS.items() if name.startswith(n))
 
 
 def device_seconds(trace: StepTrace) -> dict[str, float]:
@@ -81,119 +82,180 @@ def device_seconds(trace: StepTrace) -> dict[str, float]:
     return seconds
 
 
-def figures(run: Run, floor: Floor) -> dict[str, float]:
-    """Every figure of a run that it can tell, by its name in `UNITS`, and `accepted_at_1`...K.
+def figures(run: Run, floor: Floor | None, bounds: Mapping[str, float]) -> dict[str, float]:
+    """Every figure of a run that it can tell, by its name in `UNITS` or `POSITIONS`.
 
-    Without a decode step of the whole batch there is nothing about steps, without drafts nothing
-    about acceptance, and with one token per request no TPOT.
+    Without a step that only decodes there is nothing about steps, without drafts nothing about
+    acceptance, with one piece per answer neither TPOT nor ITL: an answer of several tokens that
+    came so keeps no bound on them. Percentiles are those of several runs: `percentiles`.
+
+    Args:
+        floor: of the engine, if it is in this process.
+        bounds: the SLO, ms by name in `LATENCIES`; of each request.
     """
-    parts = split_steps(run)
-    found = _latency(run) | _throughput(run) | _acceptance(run)
-    for name, steps in parts.items():
-        found[f"{name}_s"] = sum(step.seconds for step in steps)
-    found["tail_s"] += run.seconds - sum(step.seconds for step in run.steps)
-    if parts["decode"]:
-        found |= _decode_steps(run, parts["decode"], floor)
+    done = run.done
+    found: dict[str, float] = {"requests": len(done), "failed_requests": len(run.failed)}
+    found |= _throughput(run) | _sending(run.records)
+    for name, values in latencies(done).items():
+        found[name] = statistics.fmean(values)
+        if name == "tpot_ms" and all(values):
+            found["tokens_per_second_per_user"] = statistics.fmean(1000 / x for x in values)
+    if bounds:
+        good = 0
+        for record in done:
+            of, unknown = _of(record), math.inf if record.num_output > 1 else 0.0
+            good += all(of.get(name, unknown) <= most for name, most in bounds.items())
+        found["goodput_requests_per_second"] = good / run.seconds
+        found["slo_met"] = good / len(run.records)
+    if run.speculation is not None and run.speculation.num_drafts:
+        found |= _acceptance(run.speculation, *outcomes(run))
+    if decoding := decode_steps(run.steps):
+        found |= _decode_steps(decoding, floor)
     return found
 
 
-def split_steps(run: Run) -> dict[str, list[Step]]:
-    """The steps by what they are: `prefill`, `decode` of the whole batch, `tail` of what is left.
-
-    The first step that only decodes counts as prefill: in it a draft model computes the prompts.
-    """
-    parts: dict[str, list[Step]] = {"prefill": [], "decode": [], "tail": []}
-    decoded = False
-    for step in run.steps:
-        trace = step.trace
-        decodes = trace.num_requests == trace.num_decoding
-        whole = trace.num_requests == len(run.outputs)
-        name = "prefill" if not (decodes and decoded) else "decode" if whole else "tail"
-        parts[name].append(step)
-        decoded = decodes
-    return parts
+def _of(record: Record) -> dict[str, float]:
+    """A request's latencies in ms, by their names; ITL is its longest."""
+    first, last = record.arrivals[0], record.arrivals[-1]
+    found = {"ttft_ms": first - record.due, "e2e_ms": last - record.due}
+    if len(record.arrivals) > 1:
+        found["tpot_ms"] = (last - first) / max(record.num_output - record.num_first, 1)
+        found["itl_ms"] = max(b - a for a, b in pairwise(record.arrivals))
+    return {name: 1000 * seconds for name, seconds in found.items()}
 
 
-def _latency(run: Run) -> dict[str, float]:
-    first, per_token = [], []
-    for output in run.outputs:
-        metrics, count = output.metrics, len(output.outputs[0].token_ids)
-        to_first = metrics.time_to_first_token or 0.0
-        first.append(to_first)
-        if count > 1:
-            per_token.append((count / metrics.tokens_per_second - to_first) / (count - 1))
-    found = {"ttft_ms": 1000 * statistics.fmean(first)}
-    if per_token:
-        found["tpot_ms"] = 1000 * statistics.fmean(per_token)
-    return found
+def latencies(done: Sequence[Record]) -> dict[str, list[float]]:
+    """Of all requests, in ms by their names; of ITL all gaps of all of them."""
+    each = [_of(record) for record in done]
+    found = {n: [one[n] for one in each if n in one] for n in ("ttft_ms", "tpot_ms", "e2e_ms")}
+    found["itl_ms"] = [1000 * (b - a) for r in done for a, b in pairwise(r.arrivals)]
+    return {name: values for name, values in found.items() if values}
+
+
+def percentiles(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Of each sample those that it can tell: above P99 there is one in 100 at least."""
+    return {
+        f"{name}_p{p}": float(np.percentile(values, p))
+        for name, values in samples.items()
+        for p in PERCENTILES
+        if len(values) * (100 - p) >= 100 or p == 50
+    }
+
+
+def _sending(records: Sequence[Record]) -> dict[str, float]:
+    """Under a rate: how late the client was, and what became of the rate."""
+    sent = [record.sent for record in records if record.sent is not None]
+    due = [record.due for record in records]
+    if len(sent) < 2:
+        return {}
+    most = len(sent) - 1
+    return {
+        "send_lag_ms": 1000 * statistics.fmean(b - a for a, b in zip(due, sent, strict=True)),
+        "offered_requests_per_second": most / max(due[-1] - due[0], 1e-9),
+        "sent_requests_per_second": most / max(sent[-1] - sent[0], 1e-9),
+    }
 
 
 def _throughput(run: Run) -> dict[str, float]:
-    requests = len(run.outputs)
-    tokens = sum(len(output.outputs[0].token_ids) for output in run.outputs)
-    cached = sum(output.metrics.num_cached_tokens for output in run.outputs)
-    return {
+    done = run.done
+    tokens, prompts = sum(r.num_output for r in done), sum(r.num_input for r in done)
+    found = {
         "output_tokens_per_second": tokens / run.seconds,
-        "total_tokens_per_second": (tokens + requests * run.prompt_len) / run.seconds,
-        "requests_per_second": requests / run.seconds,
+        "requests_per_second": len(done) / run.seconds,
         "wall_s": run.seconds,
-        "cached_tokens": cached / requests,
+        "output_tokens": tokens / len(done),
     }
+    if prompts:
+        found["total_tokens_per_second"] = (tokens + prompts) / run.seconds
+    return found
 
 
-def _acceptance(run: Run) -> dict[str, float]:
-    """Lengths count the token after the accepted drafts; a position counts if all before it do."""
-    metrics = RequestMetrics()
-    for output in run.outputs:
-        metrics.add(output.metrics)
-    if not metrics.num_drafts:
-        return {}
-    counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)
-    return {
-        "acceptance_length": metrics.mean_acceptance_length,
-        "acceptance_rate": metrics.acceptance_rate,
-        **{f"accepted_at_{i}": a / d for i, (a, d) in enumerate(counts, start=1)},
+def outcomes(run: Run) -> tuple[Counter[int], Counter[int]]:
+    """By index of a draft, how often it was accepted, and rejected, once all before it were.
+
+    Counted from the origins of tokens where the client sees them. Elsewhere from a server's counts,
+    as if every verification had as many drafts as the longest.
+    """
+    accepted, rejected = Counter[int](), Counter[int]()
+    for record in run.records:
+        at = 0
+        for origin in record.origins:
+            if origin == "accepted":
+                accepted[at] += 1
+                at += 1
+                continue
+            rejected[at] += origin == "resampled"
+            at = 0
+    if not any(record.origins for record in run.records) and run.speculation is not None:
+        at_least = _at_least(run.speculation)
+        accepted.update(dict(enumerate(at_least[1:])))
+        rejected.update({i: a - b for i, (a, b) in enumerate(pairwise(at_least))})
+    return accepted, rejected
+
+
+def _at_least(counts: SpeculationMetrics) -> list[int]:
+    """Verifications that accepted 0, 1, .. drafts or more; a server's K may exceed the case's."""
+    most = [*counts.drafted_per_position, 0].index(0) or len(counts.accepted_per_position)
+    return [counts.num_drafts, *counts.accepted_per_position[:most]]
+
+
+def _acceptance(
+    counts: SpeculationMetrics, accepted: Mapping[int, int], rejected: Mapping[int, int]
+) -> dict[str, float]:
+    """Lengths count the token after the accepted drafts; positions count from 1."""
+    rounds, *at_least = _at_least(counts)
+    drafted = counts.drafted_per_position or [rounds] * len(at_least)
+    found = {
+        "acceptance_length": counts.mean_acceptance_length,
+        "acceptance_rate": counts.acceptance_rate,
     }
+    for i, (a, d) in enumerate(zip(at_least, drafted, strict=False), start=1):
+        found[f"unconditional_at_{i}"] = a / d
+    for i in range(len(at_least)):
+        if tested := accepted[i] + rejected[i]:
+            found[f"conditional_at_{i + 1}"] = accepted[i] / tested
+    for i, (a, b) in enumerate(pairwise([rounds, *at_least, 0]), start=1):
+        found[f"length_share_{i}"] = (a - b) / rounds
+    return found
 
 
-def _decode_steps(run: Run, steps: list[Step], floor: Floor) -> dict[str, float]:
-    """Means over the decode steps of the whole batch."""
-    count, batch = len(steps), len(run.outputs)
+def decode_steps(steps: Sequence[Step]) -> list[Step]:
+    """Those in which no request computes its prompt, but the first of them after one that does.
+
+    In that one a draft model computes the prompt, and it may have been waited for.
+    """
+    is_decode = [0 < s.trace.num_requests == s.trace.num_decoding for s in steps]
+    pairs = zip(chain([False], is_decode), is_decode, steps, strict=False)
+    return [step for before, now, step in pairs if before and now]
+
+
+def _decode_steps(steps: Sequence[Step], floor: Floor | None) -> dict[str, float]:
+    """Means over these steps."""
+    count, requests = len(steps), sum(step.trace.num_requests for step in steps)
     step_s = sum(step.seconds for step in steps) / count
     device_s = dict.fromkeys(PARTS, 0.0)
     for step in steps:
         for part, seconds in device_seconds(step.trace).items():
             device_s[part] += seconds / count
-    tokens = 1 + sum(step.trace.num_accepted for step in steps) / (count * batch)
+    tokens = 1 + sum(step.trace.num_accepted for step in steps) / requests
     found = {
+        "requests_per_step": requests / count,
         "step_ms": 1000 * step_s,
         **{f"{part}_ms": 1000 * seconds for part, seconds in device_s.items()},
         "host_gap_ms": 1000 * (step_s - sum(device_s.values())),
         "tokens_per_step": tokens,
         "decode_ms_per_token": 1000 * step_s / tokens,
     }
-    context = mean_context(run, steps)
-    passes = sum(step.trace.num_drafts for step in steps) / (count * batch)
-    target = floor.target.per_pass(batch, context) / 1e9
-    drafter = passes * floor.drafter.per_pass(batch, context) / 1e9
+    if floor is None:
+        return found
+    target = drafter = 0.0
+    for _, trace in steps:
+        context, passes = (
+            trace.num_context / trace.num_requests,
+            trace.num_drafts / trace.num_requests,
+        )
+        target += floor.target.per_pass(trace.num_requests, context) / count / 1e9
+        drafter += passes * floor.drafter.per_pass(trace.num_requests, context) / count / 1e9
     floor_s = (target + drafter) / floor.bandwidth
-    found |= {
-        "read_gb": target + drafter,
-        "floor_ms": 1000 * floor_s,
-        "share_of_floor": floor_s / step_s,
-        "read_gb_per_s": (target + drafter) / step_s,
-    }
-    for part, gigabytes in (("target", target), ("draft", drafter)):
-        if gigabytes and device_s[part]:
-            found[f"{part}_gb_per_s"] = gigabytes / device_s[part]
-    return found
-
-
-def mean_context(run: Run, steps: Sequence[Step]) -> float:
-    """Tokens of a request before a decode step: its prompt, and what it had generated by then."""
-    generated, before, timed = 0.0, 0.0, {id(step) for step in steps}
-    for step in run.steps:
-        if id(step) in timed:
-            before += generated
-        generated += (step.trace.num_decoding + step.trace.num_accepted) / len(run.outputs)
-    return run.prompt_len + 1 + before / len(steps)
+    read = {"read_gb": target + drafter, "floor_ms": 1000 * floor_s}
+    return found | read | {"share_of_floor": floor_s / step_s}

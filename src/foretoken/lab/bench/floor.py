@@ -6,8 +6,7 @@ of its time, and how near a step is to it says how much there is still to gain.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,13 +19,6 @@ from foretoken.lab.results import read_bandwidth
 from foretoken.models import CausalLM
 from foretoken.models.eagle3 import Eagle3Head
 
-_PRODUCTS = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
-    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up"),
-    "o_proj": "o",
-    "down_proj": "down",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Reads:
@@ -37,12 +29,10 @@ class Reads:
     Attributes:
         weights: of all layers and the output layer; the embedding's few rows are left out.
         layers: per layer the bytes of one token's keys and values, and the sliding window or None.
-        products: of `weights`, what one launch of a fused decoder reads, by `kernels.kinds`.
     """
 
     weights: int = 0
     layers: tuple[tuple[int, int | None], ...] = ()
-    products: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of(cls, model: CausalLM) -> Reads:
@@ -50,28 +40,20 @@ class Reads:
         sizes = [KVPool.bytes_per_block([shape], 1, model.dtype) for shape in model.layer_shapes]
         windows = _windows(model.config.get_text_config(), len(sizes))
         layers = tuple(zip(sizes, windows, strict=True))
-        return cls(_weight_bytes(model.module), layers, _products(model.module, len(sizes)))
+        return cls(_weight_bytes(model.module), layers)
 
     @classmethod
     def of_head(cls, head: Eagle3Head) -> Reads:
         """Of an EAGLE-3 head. Its pass over the target's rows is one of a step's K; `fc`, which
         makes its features once a step, is left out of `weights`."""
         sizes = {name: weight.nbytes for name, weight in head.weights._asdict().items()}
-        sizes["features"] = sizes.pop("fc")
         kept = KVPool.bytes_per_block(head.layer_shapes, 1, head.dtype)
-        return cls(
-            sum(sizes.values()) - sizes["features"], ((kept, head.config.sliding_window),), sizes
-        )
+        return cls(sum(sizes.values()) - sizes["fc"], ((kept, head.config.sliding_window),))
 
     def per_pass(self, batch: float, context: float) -> float:
         """Bytes of a pass over `batch` requests whose contexts have `context` tokens each."""
         kept = (size * min(context, window or context) for size, window in self.layers)
         return self.weights + batch * sum(kept)
-
-    def per_call(self, batch: float, context: float) -> dict[str, float]:
-        """Bytes of one launch of what a fused decoder computes, by `kernels.kinds`."""
-        kept = self.per_pass(batch, context) - self.weights
-        return {**self.products, "attention": kept / max(1, len(self.layers))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +77,6 @@ class Floor:
         elif isinstance(head := getattr(drafter, "head", None), Eagle3Head):
             reads = Reads.of_head(head)
         return cls(Reads.of(engine.runner.model), reads, bandwidth or _bandwidth(engine))
-
-    def per_call(self, batch: float, context: float) -> dict[str, float]:
-        """Of both, by `kernels.kinds`."""
-        drafted = self.drafter.per_call(batch, context).items()
-        return self.target.per_call(batch, context) | {f"draft {k}": n for k, n in drafted}
 
 
 def _bandwidth(engine: Engine) -> float:
@@ -126,17 +103,6 @@ def _weight_bytes(module: Any) -> int:
     if head is None or head.weight is not embedding:
         found.pop(id(embedding))
     return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-
-
-def _products(module: Any, layers: int) -> dict[str, float]:
-    """Of a module whose parts have Llama's names, as those that a decoder is fused from."""
-    found: dict[str, float] = {}
-    for name, part in module.named_modules():
-        kind = _PRODUCTS.get(name.rpartition(".")[2])
-        if kind is not None and isinstance(part, torch.nn.Linear):
-            found[kind] = found.get(kind, 0.0) + part.weight.nbytes / layers
-    head = module.get_output_embeddings()
-    return found if head is None else {**found, "head": head.weight.nbytes}
 
 
 def _windows(config: Any, count: int) -> list[int | None]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from foretoken.config import (
     BLOCK_SIZES,
     EngineConfig,
     SpeculativeConfig,
-    check_choice,
     check_int,
     check_number,
 )
 from foretoken.errors import ConfigError
+from foretoken.lab.bench.cases import Load, parse_sweep
+from foretoken.lab.files import check_outputs
 
-PROMPTS = ("random", "heldout")
+DATASETS = (".jsonl", ".json")
+SLO = ("ttft", "tpot", "itl", "e2e")
 _DEFAULTS = {field.name: field.default for field in fields(EngineConfig)}
+_LEAST_REQUESTS, _UNDER_A_RATE = 8, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,101 +28,161 @@ class BenchOptions:
     """What `foretoken bench` measures, and where it writes.
 
     Attributes:
-        batch_size: requests that run together; several sizes are separated by commas.
-        input_len: tokens of every prompt, exactly.
-        output_len: tokens that every request generates, exactly: nothing stops it earlier.
-        repeats: measured runs of each batch, whose median, quartiles and range are reported.
-        warmup: runs of each batch before those, which are not measured.
-        prompts: `random` token ids, or pieces of `heldout`, Python code that comes along.
-        seed: of prompts and noise; every request of every run has its own.
+        url: an OpenAI-compatible server to measure; None: an engine in this process.
+        served_model: the name of a model of the server; None: the first that it lists.
+        api_key: the server's; it is kept out of the results.
+        timeout: seconds without news after which a request to a server has failed.
+        concurrency: requests that are under way at any time; several numbers, separated by commas,
+            are measured one after another; None: 1,4,16, if there is no `request_rate`.
+        request_rate: requests that arrive in a second, at random intervals (a Poisson process);
+            several, separated by commas.
+        num_requests: requests of each run; None: twice the concurrency and at least 8, or 32 under
+            a rate.
+        input_len: tokens of a prompt, or two numbers with a dash between which each is drawn.
+        output_len: tokens that a request generates, in the same way: nothing stops it earlier.
+        repeats: measured runs of each case, whose median, quartiles and range are reported.
+        warmup: runs of each case before those, which are not measured.
+        prompts: `heldout` (pieces of Python code that comes along), `random` (token ids), a file of
+            text, or a dataset, *.jsonl or *.json (docs/bench.md); None: `heldout`, or `random` if
+            the model has no tokenizer.
+        seed: of prompts, arrivals and noise; every request of every run has its own.
         compare: measure plain decoding, too, in turns with the speculative.
+        sweep: NAME=VALUE,VALUE with NAME one of k, drafter, rule, temperature, length and rate (of
+            synthetic acceptance); every combination is measured.
+        slo: bounds in ms on each request, such as ttft=200,tpot=50,e2e=4000; itl is the longest.
         bandwidth: GB/s at which the device reads its memory; None: measured at the start.
-        kernels: record, behind all that is measured, which kernels a step runs on a GPU.
-        output: the results file, *.json.
-        plot: the figure, *.svg.
+        output: a file for the results: *.json, *.csv, *.svg or *.html.
     """
 
-    batch_size: str = "1,8,64"
-    input_len: int = 1024
-    output_len: int = 256
+    url: str | None = None
+    served_model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = 120.0
+    concurrency: str | None = None
+    request_rate: str | None = None
+    num_requests: int | None = None
+    input_len: str = "128"
+    output_len: str = "64"
     repeats: int = 3
     warmup: int = 1
-    prompts: str = "random"
+    prompts: str | None = None
     seed: int = 0
-    compare: bool = False
+    compare: bool = True
+    sweep: tuple[str, ...] = ()
+    slo: str | None = None
     bandwidth: float | None = None
-    kernels: bool = False
-    output: str | None = None
-    plot: str | None = None
+    output: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = self.batch_sizes
-        if len(set(sizes)) < len(sizes):
-            raise ConfigError("batch_size", self.batch_size, "sizes that all differ")
-        for name in ("input_len", "output_len", "repeats"):
-            check_int(name, getattr(self, name), 1)
+        loads = self.loads
+        if len(set(loads)) < len(loads):
+            names = ", ".join(load.name for load in loads)
+            raise ConfigError("concurrency, request_rate", names, "values that all differ")
+        check_int("repeats", self.repeats, 1)
+        if self.num_requests is not None:
+            check_int("num_requests", self.num_requests, 1)
         check_int("warmup", self.warmup, 0)
-        check_choice("prompts", self.prompts, PROMPTS)
-        check_int("seed", self.seed, 0, 2**63 - 1)
+        check_int("seed", self.seed, 0, 2**62)
+        check_number("timeout", self.timeout, 1e-3, 1e6, "It is in seconds.")
         if self.bandwidth is not None:
             check_number("bandwidth", self.bandwidth, 1e-3, 1e6, "It is in GB/s.")
-        _check_file("output", self.output, ".json")
-        _check_file("plot", self.plot, ".svg")
+        for name in ("served_model", "api_key"):
+            if self.url is None and getattr(self, name) is not None:
+                raise ConfigError(name, "given", "left out without --url")
+        if self.url is not None and self.bandwidth is not None:
+            raise ConfigError("bandwidth", self.bandwidth, "left out with --url")
+        _ = self.input_lengths, self.output_lengths, self.bounds, parse_sweep(self.sweep)
+        check_outputs(self.output)
 
     @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """`batch_size` as numbers; `ConfigError` if it is none or holds anything else."""
-        sizes = []
-        for text in self.batch_size.split(","):
-            size = int(text) if text.strip().isdecimal() else 0
-            if size < 1:
-                bound = "integers >= 1, separated by commas"
-                raise ConfigError("batch_size", self.batch_size, bound)
-            sizes.append(size)
-        return tuple(sizes)
+    def loads(self) -> list[Load]:
+        """What is measured one after another; `ConfigError` for what is no number."""
+        at_a_time = self.concurrency
+        if at_a_time is None and self.request_rate is None:
+            at_a_time = "1,4,16"
+        loads = [Load(int(n)) for n in numbers("concurrency", at_a_time, "integers >= 1", int)]
+        bound = "numbers > 0"
+        rates = numbers("request_rate", self.request_rate, bound, float)
+        return loads + [Load(0, rate) for rate in rates]
+
+    def requests_of(self, load: Load) -> int:
+        """Requests of each run under a load."""
+        if self.num_requests is not None:
+            return self.num_requests
+        return _UNDER_A_RATE if load.rate else max(_LEAST_REQUESTS, 2 * load.concurrency)
+
+    @property
+    def input_lengths(self) -> tuple[int, int]:
+        """Least and most tokens of a prompt."""
+        return _between("input_len", self.input_len)
+
+    @property
+    def output_lengths(self) -> tuple[int, int]:
+        """Least and most tokens of an output."""
+        return _between("output_len", self.output_len)
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """The SLO: ms by the name of a figure."""
+        found = {}
+        for text in self.slo.split(",") if self.slo is not None else ():
+            name, _, value = text.strip().partition("=")
+            try:
+                most = float(value)
+            except ValueError:
+                most = 0.0
+            if name not in SLO or f"{name}_ms" in found or not 0 < most < float("inf"):
+                bound = f"bounds in ms > 0 such as ttft=200,tpot=50, of {', '.join(SLO)}"
+                raise ConfigError("slo", self.slo, bound)
+            found[f"{name}_ms"] = most
+        return found
 
     def sized(self, engine: Mapping[str, Any]) -> dict[str, Any]:
-        """Engine options with room for the largest batch, where they leave that open.
+        """Engine options with room for the largest load, where they leave that open.
 
         Args:
             engine: fields of `EngineConfig`, of which those that were left out are missing.
         """
         speculation = SpeculativeConfig.parse(engine.get("speculative_config"))
-        if self.compare and speculation is None:
-            remedy = "Say how to draft with --speculative-config."
-            raise ConfigError("compare", True, "left out without speculation", remedy)
-        largest = max(self.batch_sizes)
-        sized = {"max_num_seqs": largest, **engine, "speculative_config": speculation}
+        largest = max(load.concurrency for load in self.loads)
+        sized = {"max_num_seqs": largest or _DEFAULTS["max_num_seqs"], **engine}
+        sized["speculative_config"] = speculation
         most = sized["max_num_seqs"]
         if largest > most:
-            raise ConfigError("max_num_seqs", most, f"at least {largest}, the largest batch")
-        drafts = speculation.num_drafts if speculation else 0
-        tokens = max(_DEFAULTS["max_num_batched_tokens"], most * (1 + drafts))
+            raise ConfigError("max_num_seqs", most, f"at least {largest}, the most concurrency")
+        ks = parse_sweep(self.sweep).get("k", [speculation.num_drafts if speculation else 0])
+        tokens = max(_DEFAULTS["max_num_batched_tokens"], most * (1 + max(ks)))
         sized.setdefault("max_num_batched_tokens", tokens)
-        from foretoken.engine.devices import choose_device  # which loads torch
+        is_sized = {"num_blocks", "kv_cache_gib"} & engine.keys()
+        is_dataset = (self.prompts or "").endswith(DATASETS)  # of prompts of any length
+        if not (is_sized or is_dataset or self.request_rate):
+            from foretoken.engine.devices import choose_device  # which loads torch
 
-        device = choose_device(engine.get("device", "auto"))
-        if self.kernels:
-            from foretoken.lab.bench.kernels import sees_kernels
-
-            if device.type == "cpu" or not sees_kernels():
-                remedy = "There, the phases of a step tell where its time goes."
-                bound = "left out on a CPU, and where PyTorch's profiler sees no kernels"
-                raise ConfigError("kernels", True, bound, remedy)
-        if not {"num_blocks", "kv_cache_gib"} & engine.keys():
+            device = choose_device(engine.get("device", "auto"))
             block_size = engine.get("block_size") or BLOCK_SIZES[device.type]
             # One more for each: the scheduler keeps one free per running request.
-            blocks = -(-(self.input_len + self.output_len) // block_size) + 1
+            blocks = -(-(self.input_lengths[1] + self.output_lengths[1]) // block_size) + 1
             sized["num_blocks"] = largest * blocks
         return sized
 
 
-def _check_file(name: str, given: str | None, suffix: str) -> None:
-    """Raise `ConfigError` before minutes of measuring for a file that cannot be written after."""
-    if given is None:
-        return
-    path = Path(given)
-    if path.suffix != suffix:
-        raise ConfigError(name, given, f"a file that ends in {suffix}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(name, given, "a file in a folder that exists and can be written to")
+def numbers(name: str, given: str | None, bound: str, kind: type) -> list[float]:
+    """Positive numbers that are separated by commas."""
+    found = []
+    for text in given.split(",") if given is not None else ():
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
+        if not 0 < number < float("inf"):
+            raise ConfigError(name, given, f"{bound}, separated by commas")
+        found.append(number)
+    return found
+
+
+def _between(name: str, given: str) -> tuple[int, int]:
+    least, dash, most = given.partition("-")
+    numbers = [int(text) if text.isdecimal() else 0 for text in (least, most if dash else least)]
+    if not 1 <= numbers[0] <= numbers[1]:
+        raise ConfigError(name, given, "an integer >= 1, or two such as 64-256")
+    return numbers[0], numbers[1]

@@ -1,143 +1,161 @@
-"""Runs batches through an engine: one, and all that were asked for, in turns."""
+"""Measures every case under every load, in turns."""
 
 from __future__ import annotations
 
-import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from foretoken.engine.trace import StepTrace
 from foretoken.errors import ConfigError
-from foretoken.lab.bench.figures import Run, Step, figures, mean_context
-from foretoken.lab.bench.floor import Floor
-from foretoken.lab.bench.kernels import Recorder, kernel_figures, kind_of
-from foretoken.lab.bench.options import BenchOptions
-from foretoken.lab.bench.workload import Prompts, Workload
-from foretoken.sampling.params import SamplingParams
-
-if TYPE_CHECKING:
-    from foretoken.llm import LLM
+from foretoken.lab.bench.cases import Case, Load
+from foretoken.lab.bench.figures import figures, latencies
+from foretoken.lab.bench.load import Client, Run, drive
+from foretoken.lab.bench.options import DATASETS, BenchOptions
+from foretoken.lab.bench.workload import Source, Workload, read_dataset, read_text
 
 Report = Callable[[int, str], None]
-"""Gets how many runs are done, warm-up included, and what runs next."""
+"""Gets how many requests have ended, warm-up included, and what runs."""
 
 
-class Case(NamedTuple):
-    """A way to decode: plain (K = 0), or as the engine speculates (None: the engine's K)."""
+@dataclass
+class Measured:
+    """What there is of a case under a load.
 
-    name: str
-    num_drafts: int | None
+    Attributes:
+        repeats: figures of its runs in order, empty of one without an answer: turns stay together.
+        samples: latencies of all requests, by name.
+        partial: it is of a run that was cut short.
+    """
+
+    repeats: list[dict[str, float]] = field(default_factory=list)
+    samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    partial: bool = False
 
 
 class Bench:
-    """Measures one engine.
-
-    Plain decoding beside speculative is the same engine, whose requests have K = 0: same weights,
-    kernels and caches, and what the drafter costs where nothing is drafted stays in the figure.
+    """Measures what a client stands for.
 
     Attributes:
-        cases: what takes turns.
-        floor: bytes that passes must read, and the memory's bandwidth.
-        measured: figures of every measured run so far, by batch size and case.
-        kernels: figures of each kind of kernel, by the same; unknown: names of kind `other`.
+        groups: cases that take turns, a list for each engine.
+        measured: figures of all runs so far, by load and case.
+        failed: why requests failed, and how many of them so, warm-up included.
+        notes: of the prompts.
     """
 
-    def __init__(self, llm: LLM, options: BenchOptions, params: SamplingParams) -> None:
-        self.llm, self.options, self.params = llm, options, params
-        engine, speculation = llm.engine, llm.config.speculative_config
-        self._workload = Workload(options, params, engine)
-        self.cases = [Case("plain", 0)]
-        if speculation is not None:
-            drafted = f"{speculation.method}, K={speculation.num_speculative_tokens}"
-            self.cases = [*self.cases * options.compare, Case(drafted, None)]
-        self.floor = Floor.of(engine, options.bandwidth)
-        self.measured: dict[tuple[int, Case], list[dict[str, float]]] = {}
-        self.num_runs = len(options.batch_sizes) * len(self.cases)
-        self.num_runs *= options.warmup + options.repeats + options.kernels
-        self.kernels: dict[tuple[int, Case], dict[str, dict[str, float]]] = {}
-        self.unknown: set[str] = set()
+    def __init__(
+        self, options: BenchOptions, client: Client, groups: Sequence[Sequence[Case]]
+    ) -> None:
+        self.options, self.client, self.groups = options, client, groups
+        self.measured: dict[tuple[Load, Case], Measured] = {}
+        self.failed: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self._workload: Workload | None = None
+        turns = options.warmup + options.repeats
+        counts = [options.requests_of(load) for load in options.loads]
+        self.num_requests = sum(counts) * turns * sum(map(len, groups))
 
-    def run(self, report: Report = lambda done, what: None) -> None:
-        """Measure everything; `measured` holds what is done if it is interrupted.
+    async def run(self, report: Report = lambda done, what: None) -> None:
+        """Measure everything; `measured` holds what is done, however it ends.
 
         Raises:
-            ForetokenError: a request failed, or no kernels were seen.
+            ConfigError: requests failed: all the same, the others were measured.
+            ForetokenError: the engine failed.
         """
-        for done, (batch, repeat, case) in enumerate(self._turns()):
-            round_ = repeat - self.options.warmup + 1
-            records = round_ > self.options.repeats
-            which = "kernels" if records else f"repeat {round_}" if round_ > 0 else "warm-up"
-            report(done, f"batch {batch}, {case.name}, {which}")
-            prompts = self._workload.prompts(batch, repeat)
-            params = self._workload.params(batch, repeat, case.num_drafts)
-            if records:
-                self.kernels[batch, case] = self._record(prompts, params)
-                continue
-            run = run_batch(self.llm, prompts, params)
-            if round_ > 0:
-                found = figures(run, self.floor)
-                self.measured.setdefault((batch, case), []).append(found)
-        report(self.num_runs, "done")
+        done = 0
+        for cases in self.groups:
+            report(done, "loading")
+            async with self.client.opened(cases):
+                workload = await self._prepare()
+                for load, repeat, case in self._turns(cases):
+                    number = repeat - self.options.warmup + 1
+                    what = f"repeat {number}" if number > 0 else "warm-up"
+                    title = f"{load.name}, {case.name}, {what}"
 
-    def _record(
-        self, prompts: Prompts, params: Sequence[SamplingParams]
-    ) -> dict[str, dict[str, float]]:
-        """What each kind of kernel takes of a step; `ConfigError` if the profiler saw none."""
-        recorder, runner = Recorder(len(prompts)), self.llm.engine.runner
-        run = run_batch(self.llm, prompts, params, recorder)
-        if not recorder.kernels:
-            bound = "left out where PyTorch's profiler sees no kernels, or a run has few steps"
-            raise ConfigError("kernels", True, bound)
-        self.unknown |= {k.name for k in recorder.kernels if kind_of(k.name) == "other"}
-        drafter = [getattr(runner.drafter, name, None) for name in ("model", "head")]
-        fused = all(getattr(one, "fused", True) is not None for one in (runner.model, *drafter))
-        layers = len(self.floor.target.layers) if fused else None
-        per_call = self.floor.per_call(len(prompts), mean_context(run, recorder.steps))
-        return kernel_figures(recorder.kernels, layers, per_call, self.floor.bandwidth)
+                    def ended(title: str = title) -> None:
+                        nonlocal done
+                        done += 1
+                        report(done, title)
 
-    def _turns(self) -> Iterator[tuple[int, int, Case]]:
-        """Batch size, repeat (warm-up first) and case; who goes first changes with each repeat."""
-        for batch in self.options.batch_sizes:
+                    report(done, title)
+                    count, before = self.options.requests_of(load), self._before(load, repeat)
+                    requests = workload.requests(load, before, count, cases.index(case))
+                    run, whole = Run(), False
+                    try:
+                        await drive(self.client, case, load, requests, run, ended)
+                        whole = not run.stopped
+                    finally:
+                        self._keep(load, case, run, number > 0, whole)
+                    if run.stopped:
+                        raise self._failure(run.stopped)
+        if self.failed:
+            raise self._failure(
+                f"{self.failed.total()} requests failed; most so: "
+                f"{self.failed.most_common(1)[0][0]}"
+            )
+
+    def _keep(self, load: Load, case: Case, run: Run, counts: bool, whole: bool) -> None:
+        """A run that was cut short is kept only where there is no whole one."""
+        self.failed.update(run.failed)
+        if not counts:
+            return
+        kept = self.measured.setdefault((load, case), Measured())
+        if whole or (run.done and not any(kept.repeats)):
+            bounds = self.options.bounds
+            kept.repeats.append(figures(run, self.client.floor, bounds) if run.done else {})
+            kept.partial = not whole
+            for name, values in latencies(run.done).items():
+                kept.samples[name] += values
+
+    def _before(self, load: Load, repeat: int) -> int:
+        """Requests of a case before this run."""
+        options, turns = self.options, self.options.warmup + self.options.repeats
+        others = options.loads[: options.loads.index(load)]
+        return turns * sum(map(options.requests_of, others)) + repeat * options.requests_of(load)
+
+    def _failure(self, why: str) -> ConfigError:
+        """What ends a command whose requests failed."""
+        if self.options.url is None:
+            return ConfigError(
+                "prompts", self.options.prompts, "requests that fit", f"{why.rstrip('.')}."
+            )
+        bound = "a server that answers every request"
+        return ConfigError("url", self.options.url, bound, f"{why.rstrip('.')}.")
+
+    async def _prepare(self) -> Workload:
+        """The workload, made with the first client's tokens."""
+        if self._workload is not None:
+            return self._workload
+        client, prompts = self.client, self.options.prompts
+        if prompts is not None and prompts.endswith(DATASETS):
+            source = read_dataset(prompts)
+        else:
+            text = read_text(prompts or "heldout")
+            ids = await client.tokens(text)
+            if prompts == "random" or (prompts is None and not ids and client.vocabulary()):
+                source = Source(client.vocabulary() or sorted(set(ids)), shuffled=True)
+            else:
+                source = Source(ids, text)
+            if not source.ids:
+                if self.options.url is None or source.shuffled:
+                    remedy = "Use `random`, or give a tokenizer."
+                    bound = "a dataset where no tokenizer is known"
+                    raise ConfigError("prompts", prompts, bound, remedy)
+                self.notes.append("The server tells no tokens: prompts have 4 characters for each.")
+        self.notes += source.notes
+        lengths = self.options.input_lengths, self.options.output_lengths
+        apart = max(map(len, self.groups)) if client.keeps_prefixes else 1
+        self._workload = Workload(source, lengths, self.options.seed, apart)
+        asked = self.num_requests // sum(map(len, self.groups)) * apart
+        if len(source.items) < asked and source.items:
+            said = f"{len(source.items)} lines for {asked} requests: they are sent again"
+            known = ", and a cache may know them" if client.keeps_prefixes else ""
+            self.notes.append(f"{Path(str(prompts)).name}: {said}{known}.")
+        return self._workload
+
+    def _turns(self, cases: Sequence[Case]) -> Iterator[tuple[Load, int, Case]]:
+        """Load, repeat (warm-up first) and case; who goes first changes with each repeat."""
+        for load in self.options.loads:
             for repeat in range(self.options.warmup + self.options.repeats):
-                for case in self.cases[:: -1 if repeat % 2 else 1]:
-                    yield batch, repeat, case
-        if self.options.kernels:  # at last: once a profiler has run, launches may cost more
-            for batch, case in [*self.measured]:
-                yield batch, self.options.warmup + self.options.repeats, case
-
-
-def run_batch(
-    llm: LLM,
-    prompts: Prompts,
-    params: Sequence[SamplingParams],
-    watch: Callable[[Sequence[Step]], None] = lambda steps: None,
-) -> Run:
-    """Complete a batch of prompts of one length, all submitted at once.
-
-    Args:
-        watch: gets the steps so far whenever one is done; its time is not theirs.
-
-    Raises:
-        ForetokenError: a request failed.
-    """
-    steps: list[Step] = []
-    engine, start = llm.engine, time.perf_counter()
-    before = start
-
-    def keep(trace: StepTrace) -> None:
-        nonlocal before
-        now = time.perf_counter()
-        steps.append(Step(now - before, trace))
-        watch(steps)
-        before = time.perf_counter()
-
-    engine.on_step = keep
-    try:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-    finally:
-        engine.on_step = None
-    seconds = time.perf_counter() - start
-    for output in outputs:
-        if output.error is not None:
-            raise output.error
-    return Run(seconds, len(prompts[0]), outputs, steps)
+                for case in cases[:: -1 if repeat % 2 else 1]:
+                    yield load, repeat, case

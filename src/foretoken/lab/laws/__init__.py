@@ -19,7 +19,7 @@ wrong (`mutants.py`). Each must be rejected at p < 1e-6 in the case that `mutant
 
 What belongs here: experiments, their models, their exact answers and their mutants. What does not:
 pytest (the tests call these functions with fewer trials), files and processes (`benchmarks/law.py`
-records the whole suite), and the engine, which `lab/audit.py` checks from outside.
+records the whole suite), and the engine, which `lab/audit` checks from outside.
 
 A new law: a function as above in the file of its subject, its line in `suite.LAWS`, and a test that
 it rejects a mutant. A new rule or sampling parameter: a value of an axis in `joint.py`.

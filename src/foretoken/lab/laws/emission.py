@@ -90,9 +90,13 @@ class TableDrafter:
 
 @dataclass
 class Emission:
-    """What every slot emitted, [trials, length], and what became of the drafts at each index."""
+    """What every slot emitted, [trials, length], and what became of the drafts at each index.
+
+    `first_S` is how many drafts each slot accepted in its first round.
+    """
 
     token_SL: Tensor
+    first_S: Tensor
     offered: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -129,11 +133,12 @@ def emit(
             many as it takes.
     """
     device = target.logits_CV.device
-    emission = Emission(torch.empty(0, length, dtype=torch.int64, device=device))
+    none = torch.empty(0, dtype=torch.int64, device=device)
+    emission = Emission(none.view(0, length), none)
     most, cumulative_CV = length, None  # a round emits at least one token
     if rounds is not None:
         most, cumulative_CV = rounds, setting.next_token(target).cumsum(dim=1).to(device)
-    token_SL = []
+    waves_run = []
     for number, num_slots in waves(trials, device):
         params = setting.params(num_slots, 1_000_003 * seed + number, device)
         wave = _Wave(backend, target, setting, params, make_propose(params), length, number)
@@ -141,8 +146,9 @@ def emit(
             wave.round(emission)
         if cumulative_CV is not None:
             wave.complete(cumulative_CV)
-        token_SL.append(wave.token_SL)
-    emission.token_SL = torch.cat(token_SL)
+        waves_run.append(wave)
+    emission.token_SL = torch.cat([wave.token_SL for wave in waves_run])
+    emission.first_S = torch.cat([wave.first_S for wave in waves_run])
     return emission
 
 
@@ -166,6 +172,7 @@ class _Wave:
         self.edits, self.options = setting.edits_of(target, device), setting.options(device)
         self.token_SL = torch.full((num_slots, length), -1, device=device)
         self.done_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.first_S = torch.zeros_like(self.done_S)
 
     def round(self, emission: Emission) -> None:
         """Draft and verify once in every slot that lacks tokens."""
@@ -193,6 +200,7 @@ class _Wave:
             raise NonFiniteLogitsError("`verify` reports rows that are not finite: there are none")
         emission.count(drafts.num_B, verdict.n_accept_B, width)
         wide_BL.scatter_(1, index_BK1, verdict.token_BK1)
+        self.first_S[slot_B] += torch.where(position_B == 0, verdict.n_accept_B, 0)
         self.token_SL[slot_B] = wide_BL[:, :length]
         self.done_S[slot_B] = (position_B + verdict.n_accept_B + 1).clamp(max=length)
 

@@ -175,6 +175,13 @@ def same_noise_every_round(x: VerifyBatch) -> VerifyBatch:
 
 
 @asking
+def dropped_q(x: VerifyBatch) -> VerifyBatch:
+    """Lossless, but slow: sampled drafts are verified as one-hot."""
+    drafts = replace(x.drafts, real_q_B=torch.zeros_like(x.drafts.real_q_B))
+    return x._replace(drafts=drafts)
+
+
+@asking
 def unfiltered(x: VerifyBatch) -> VerifyBatch:
     """Drafts are verified against the target without its filters and edits."""
     return x._replace(params=without_filters(x.params), edits=None)

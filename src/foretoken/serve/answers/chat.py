@@ -8,7 +8,7 @@ from typing import Any
 from foretoken.outputs import Logprob
 from foretoken.serve.answers.events import Event
 from foretoken.serve.answers.logprobs import common_fields, likeliest, number, text
-from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall
+from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall, call_fields
 from foretoken.serve.requests import Asked
 
 _HALF = "�"
@@ -24,7 +24,7 @@ class ChatForm:
     def __init__(self, asked: Asked) -> None:
         self._num_top = asked.num_top
         self._begun: set[int] = set()
-        self._called: set[int] = set()
+        self._called: dict[int, bool] = {}  # whether the last call of a choice is whole
 
     def chunks(self, event: Event) -> list[dict[str, Any]]:
         """The role before a choice's first words; none where there is nothing to tell."""
@@ -34,12 +34,13 @@ class ChatForm:
             role = {"role": "assistant", "content": "", "refusal": None}
             found.append(self._choice(index, {"delta": role}, None, None))
         deltas = [delta for part in event.parts for delta in _deltas(part)]
-        if any(isinstance(part, ToolCall) for part in event.parts):
-            self._called.add(index)
+        for part in event.parts:
+            if isinstance(part, ToolCall):
+                self._called[index] = part.is_whole
         shows_tokens = self._num_top is not None or sample.trace is not None
         if not deltas and (sample.finish_reason or shows_tokens):
             deltas = [{}]
-        reason = _reason(sample.finish_reason, called=index in self._called)
+        reason = _reason(sample.finish_reason, called=self._called.get(index, False))
         for i, delta in enumerate(deltas):
             if i < len(deltas) - 1:
                 found.append(self._choice(index, {"delta": delta}, None, None))
@@ -51,14 +52,14 @@ class ChatForm:
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The choice, from all its events."""
         parts = [part for event in events for part in event.parts]
-        calls = [_call(part) for part in parts if isinstance(part, ToolCall)]
+        calls = [part for part in parts if isinstance(part, ToolCall)]
         said = "".join(part.text for part in parts if isinstance(part, Content))
         message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
         if thought := "".join(part.text for part in parts if isinstance(part, Reasoning)):
             message |= _reasoning(thought)
         if calls:
-            message |= {"content": said or None, "tool_calls": calls}
-        reason = _reason(events[-1].sample.finish_reason, called=bool(calls))
+            message |= {"content": said or None, "tool_calls": [*map(_call, calls)]}
+        reason = _reason(events[-1].sample.finish_reason, called=bool(calls) and calls[-1].is_whole)
         logprobs = self._logprobs(events)
         choice = self._choice(events[0].choice, {"message": message}, logprobs, reason)
         return choice | common_fields(events)
@@ -97,8 +98,7 @@ def _reasoning(text: str) -> dict[str, str]:
 
 
 def _call(part: ToolCall) -> dict[str, Any]:
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"id": part.id, "type": "function", "function": function}
+    return call_fields(part.id, part.name, part.arguments)
 
 
 def _reason(reason: str | None, *, called: bool) -> str | None:

@@ -25,10 +25,17 @@ class CompletionForm:
     def chunks(self, event: Event) -> list[dict[str, Any]]:
         """One choice, or none where there is neither text nor anything else to tell."""
         sample = event.sample
-        shows_tokens = self._num_top is not None or sample.trace is not None
-        if not (event.parts or event.echo or sample.finish_reason or shows_tokens):
+        if self._num_top is not None or sample.trace is not None or event.echo:
+            return [self.whole([event])]
+        if not (event.parts or sample.finish_reason):
             return []
-        return [self.whole([event])]
+        choice = {
+            "index": event.choice,
+            "text": sample.text,
+            "logprobs": None,
+            "finish_reason": sample.finish_reason,
+        }
+        return [choice | common_fields([event]) if sample.finish_reason else choice]
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """The choice, from all its events or from one."""

@@ -33,7 +33,7 @@ class Event(NamedTuple):
         parts: what the new tokens say; may be empty.
         sample: the tokens, what is known of each, and why it ended, if it has.
         echo: the prompt, in the first event of a choice whose request asked for it.
-        prompt_logprobs: as the engine gave them, in the event that has them.
+        prompt_logprobs: as the engine gave them, in the first event of each choice.
     """
 
     choice: int
@@ -66,22 +66,27 @@ class EventReader:
         self._parsers: dict[int, Parser] = {}
         self._prompts: dict[int, RequestDelta] = {}
 
-    def read(self, news: News) -> Iterator[Event]:
+    def read(self, news: News) -> list[Event]:
         """The events of a delta, one for each choice that has something new."""
-        number, delta = news
+        (number, delta), events = news, []
         self.usage.count(delta)
         if delta.prompt_token_ids is not None:
             self._prompts[number] = delta
         for sample in delta.outputs:
             index = number * self._asked.params.n + sample.index
             parser = self._parsers.get(index)
-            echo = None
+            echo = rows = None
             if parser is None:
                 parser = self._parsers[index] = self._new_parser(number)
                 echo = self._echo(number) if self._asked.echo else None
+                rows = self._prompts[number].prompt_logprobs
             for piece in split_tokens(sample) if self._asked.split_tokens else (sample,):
-                yield Event(index, parser.feed(piece), piece, echo, delta.prompt_logprobs)
-                echo = None
+                events.append(Event(index, parser.feed(piece), piece, echo, rows))
+                echo = rows = None
+        if self._asked.parsing is not None:
+            counts = (parser.num_reasoning for parser in self._parsers.values())
+            self.usage.num_reasoning = sum(counts)
+        return events
 
     def _new_parser(self, number: int) -> Parser:
         if self._asked.parsing is None:

@@ -1,7 +1,4 @@
-"""Answers of `/v1/messages`: blocks, and the events of a stream that builds them.
-
-Charter: a whole answer is what its stream leaves: both are written by the same steps.
-"""
+"""Answers of `/v1/messages`: blocks, and the events of a stream that builds them."""
 
 from __future__ import annotations
 
@@ -11,8 +8,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic_core import from_json
+
 from foretoken.serve.answers.events import Event
-from foretoken.serve.answers.responses import named_event
+from foretoken.serve.answers.named import NamedEvents, named_event
 from foretoken.serve.answers.usage import Usage
 from foretoken.serve.errors import Refusal
 from foretoken.serve.parsers.parts import Content, Part, ToolCall
@@ -21,11 +20,11 @@ from foretoken.serve.requests import Asked
 _ENDS = {"length": "max_tokens", "stop": "end_turn"}
 
 
-class MessagesWriter:
+class MessagesWriter(NamedEvents):
     """One answer, whole or as events."""
 
     def __init__(self, asked: Asked, model: str) -> None:
-        self._events: list[dict[str, Any]] = []
+        super().__init__()
         self._has_begun = self._is_open = False
         self._message: dict[str, Any] = {
             "id": f"msg_{uuid.uuid4().hex}",
@@ -43,7 +42,7 @@ class MessagesWriter:
         for event in events:
             self._take(event)
         self._end(usage)
-        return self._message | {"metrics": usage.speculation()}
+        return self._message | self._extras(usage)
 
     def write(self, events: Sequence[Event], usage: Usage) -> bytes:
         """Events of what is new."""
@@ -58,9 +57,10 @@ class MessagesWriter:
     def last(self, usage: Usage) -> bytes:
         """What closes the answer."""
         self._end(usage)
-        ended = {name: self._message[name] for name in ("stop_reason", "stop_sequence")}
+        names = {"stop_reason", "stop_sequence", "cut_by"} & self._message.keys()
+        ended = {name: self._message[name] for name in sorted(names)}
         self._tell("message_delta", delta=ended, usage=self._message["usage"],
-                   metrics=usage.speculation())  # fmt: skip
+                   **self._extras(usage))  # fmt: skip
         self._tell("message_stop")
         return self._written()
 
@@ -69,17 +69,21 @@ class MessagesWriter:
         return named_event("error", refused.anthropic)
 
     def _take(self, event: Event) -> None:
+        self._note(event)
         for part in event.parts:
             self._say(part)
         sample = event.sample
         if sample.finish_reason is not None:
             by_text = isinstance(sample.stop_reason, str) and sample.finish_reason == "stop"
-            called = any(block["type"] == "tool_use" for block in self._blocks)
+            has_calls = any(block["type"] == "tool_use" for block in self._blocks)
+            called = has_calls and not self._is_cut
             reason = _ENDS.get(sample.finish_reason, sample.finish_reason)
             if sample.finish_reason == "stop":
                 reason = "stop_sequence" if by_text else "tool_use" if called else reason
             self._message["stop_reason"] = reason
             self._message["stop_sequence"] = sample.stop_reason if by_text else None
+            if sample.finish_reason == "length" and sample.stop_reason is not None:
+                self._message["cut_by"] = sample.stop_reason
 
     @property
     def _blocks(self) -> list[dict[str, Any]]:
@@ -91,7 +95,7 @@ class MessagesWriter:
             self._begin(block)
             self._delta("input_json_delta", "partial_json", part.arguments)
             self._close()
-            block["input"] = json.loads(part.arguments, parse_float=_finite)
+            block["input"] = _object(part)
             return
         kind = "text" if isinstance(part, Content) else "thinking"
         if not self._is_open or self._blocks[-1]["type"] != kind:
@@ -119,12 +123,17 @@ class MessagesWriter:
         self._close()
         self._message["usage"] = _usage(usage)
 
-    def _tell(self, kind: str, **fields: Any) -> None:
-        self._events.append({"type": kind, **fields})
 
-    def _written(self) -> bytes:
-        events, self._events = self._events, []
-        return b"".join(named_event(event["type"], event) for event in events)
+def _object(call: ToolCall) -> dict[str, Any]:
+    """The arguments; what was cut is what Anthropic's client makes of it in a stream."""
+    text = call.arguments
+    if not call.is_whole:
+        try:
+            text = json.dumps(from_json(text or "{}", allow_partial=True))
+        except ValueError:  # half a character
+            text = "{}"
+    found: dict[str, Any] = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    return found
 
 
 def _finite(text: str) -> float:

@@ -1,17 +1,14 @@
-"""Answers of `/v1/responses`: items, and the events of a stream that builds them.
-
-Charter: a whole answer is what its stream leaves: both are written by the same steps.
-"""
+"""Answers of `/v1/responses`: items, and the events of a stream that builds them."""
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
 
 from foretoken.serve.answers.events import Event
+from foretoken.serve.answers.named import NamedEvents
 from foretoken.serve.answers.usage import Usage
 from foretoken.serve.errors import Refusal
 from foretoken.serve.parsers.parts import Content, Part, ToolCall
@@ -20,14 +17,15 @@ from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked
 
 
-class ResponsesWriter:
+class ResponsesWriter(NamedEvents):
     """One answer, whole or as events."""
 
     def __init__(self, asked: Asked, body: ResponsesBody, model: str) -> None:
-        self._events: list[dict[str, Any]] = []
+        super().__init__()
         self._number = 0
         self._item: dict[str, Any] = {}  # that is open; {} if none is
         self._reason: str | None = None
+        self._stop: str | int | None = None
         params = asked.params
         self._response: dict[str, Any] = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -83,13 +81,15 @@ class ResponsesWriter:
         return self._written()
 
     def _take(self, event: Event) -> None:
+        self._note(event)
         for part in event.parts:
             self._say(part)
-        self._reason = event.sample.finish_reason or self._reason
+        if event.sample.finish_reason is not None:
+            self._reason, self._stop = event.sample.finish_reason, event.sample.stop_reason
 
     def _end(self, usage: Usage) -> None:
         """Close what is open, and count."""
-        status = "completed" if self._reason == "stop" else "incomplete"
+        status = "completed" if self._reason == "stop" and not self._is_cut else "incomplete"
         self._close(status)
         counts = usage.body()
         self._response |= {
@@ -98,14 +98,15 @@ class ResponsesWriter:
                 "input_tokens": counts["prompt_tokens"],
                 "input_tokens_details": counts["prompt_tokens_details"],
                 "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": usage.num_reasoning},
                 "total_tokens": counts["total_tokens"],
             },
-            "metrics": usage.speculation(),
+            **self._extras(usage),
         }
         if status == "incomplete":
             why = "max_output_tokens" if self._reason == "length" else self._reason
-            self._response["incomplete_details"] = {"reason": why}
+            cut = {} if self._stop is None else {"cut_by": self._stop}
+            self._response["incomplete_details"] = {"reason": why, **cut}
 
     def _say(self, part: Part) -> None:
         if isinstance(part, ToolCall):
@@ -113,7 +114,8 @@ class ResponsesWriter:
             made = {"call_id": part.id, "name": part.name, "arguments": ""}
             self._begin("function_call", "fc_", made)
             self._continue("response.function_call_arguments", part.arguments)
-            self._close()
+            if part.is_whole:  # else the end of the answer closes it, as incomplete
+                self._close()
             return
         kind = "message" if isinstance(part, Content) else "reasoning"
         if self._item.get("type") != kind:
@@ -174,21 +176,11 @@ class ResponsesWriter:
         self._tell(kind, **place, **fields)
 
     def _tell(self, kind: str, **fields: Any) -> None:
-        self._events.append({"type": kind, "sequence_number": self._number, **fields})
+        super()._tell(kind, sequence_number=self._number, **fields)
         self._number += 1
-
-    def _written(self) -> bytes:
-        events, self._events = self._events, []
-        return b"".join(named_event(event["type"], event) for event in events)
 
 
 def _plain(value: Any) -> Any:
     """A part of the request as its answer repeats it."""
     is_model = isinstance(value, Fields)
     return value.model_dump(by_alias=True, exclude_none=True) if is_model else value
-
-
-def named_event(name: str, data: dict[str, Any]) -> bytes:
-    """A server-sent event with a name."""
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return f"event: {name}\ndata: {text}\n\n".encode()

@@ -14,12 +14,14 @@ class Usage:
 
     Attributes:
         metrics: of the prompts that have ended.
+        num_reasoning: tokens of reasoning, which the output's include.
     """
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self._num_prompt = self._num_output = self._num_accepted = 0
         self.metrics: list[RequestMetrics] = []
+        self.num_reasoning = 0
 
     def count(self, delta: RequestDelta) -> None:
         """Add what a delta brings."""
@@ -47,6 +49,7 @@ class Usage:
                 "cached_tokens": sum(m.num_cached_tokens for m in self.metrics)
             },
             "completion_tokens_details": {
+                "reasoning_tokens": self.num_reasoning,
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": rejected,
             },

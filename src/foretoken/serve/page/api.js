@@ -57,13 +57,13 @@ async function* events(answer) {
 function bodyOf(settings, { traced, drafts }) {
   const { api, prompt, temperature, max_tokens, seed, k, drafter, rule, prediction } = settings;
   const speculative = { trace: traced };
+  const isOff = !drafts || k === "0";  // then nothing drafts, and nobody reads a prediction
   if (rule) speculative.rule = rule;
-  if (drafter) speculative.drafter = drafter;
-  if (!drafts) speculative.num_speculative_tokens = 0;
-  else if (k) speculative.num_speculative_tokens = k === "auto" ? k : Number(k);
+  if (drafter && !isOff) speculative.drafter = drafter;
+  if (isOff || k) speculative.num_speculative_tokens = isOff ? 0 : k === "auto" ? k : Number(k);
   const body = { temperature, max_tokens, seed, speculative, stream: true };
   body.stream_options = { include_usage: true, split_tokens: traced };
-  if (prediction) body.prediction = { type: "content", content: prediction };
+  if (prediction && !isOff) body.prediction = { type: "content", content: prediction };
   if (api === "chat") {
     const shown = traced ? { logprobs: true, top_logprobs: 5 } : {};
     return { ...body, ...shown, messages: [{ role: "user", content: prompt }] };

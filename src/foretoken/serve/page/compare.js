@@ -29,8 +29,7 @@ async function timed(asked, drafts, key, signal) {
   return found;
 }
 
-/** Of an odd number of values, as the form offers. */
-const median = (values) => values.toSorted((a, b) => a - b)[values.length >> 1];
+const ratio = ({ on, off }) => on.rate / off.rate;
 
 /** Time the request with drafts and without, in turns, and say what came of it. */
 export async function compare(asked, rule, numPairs, key, signal) {
@@ -43,13 +42,13 @@ export async function compare(asked, rule, numPairs, key, signal) {
     }
     pairs.push(pair);
   }
-  for (const name of ["on", "off"]) show(name, median(pairs.map((pair) => pair[name].rate)));
-  const ratios = pairs.map(({ on, off }) => on.rate / off.rate);
-  const [low, high] = [Math.min(...ratios), Math.max(...ratios)];
+  const sorted = pairs.toSorted((a, b) => ratio(a) - ratio(b));
+  const [low, middle, high] = [sorted[0], sorted[numPairs >> 1], sorted.at(-1)].map(ratio);
+  for (const name of ["on", "off"]) show(name, sorted[numPairs >> 1][name].rate);  // an odd number
   const said = low > 1 ? "Speculation paid" : high < 1 ? "Speculation did not pay" : "No clear difference";
   const spread = numPairs > 1 ? `the median of ${numPairs} (${low.toFixed(2)}–${high.toFixed(2)})` : "once";
   byId("verdict").replaceChildren(`${said}: `,
-    make("strong", { id: "ratio" }, `${median(ratios).toFixed(2)}×`), ` the tokens per second, ${spread}.`);
+    make("strong", { id: "ratio" }, `${middle.toFixed(2)}×`), ` the tokens per second, ${spread}.`);
   byId("same").textContent = sameness(asked, rule, pairs.every(({ on, off }) => on.text === off.text));
 }
 

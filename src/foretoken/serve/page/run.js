@@ -80,8 +80,9 @@ export class TracedRun {
     byId("rate").textContent = percent(accepted, drafted);
     byId("speed").textContent = steps ? (1000 * tokens / (performance.now() - this.start)).toFixed(0) : "–";
     byId("steps").ariaLabel = `${steps} steps made ${tokens} tokens; ${accepted} of ${drafted} drafts were accepted`;
-    byId("positions").tBodies[0].replaceChildren(...this.byPosition.map((row, i) => make("tr", {},
-      make("th", { scope: "row" }, String(i + 1)), bar(row.drafted ? row.accepted / row.drafted : 0),
+    const drawn = this.byPosition.filter((row) => row.drafted);
+    byId("positions").tBodies[0].replaceChildren(...drawn.map((row, i) => make("tr", {},
+      make("th", { scope: "row" }, String(i + 1)), bar(row.accepted / row.drafted),
       make("td", {}, `${percent(row.accepted, row.drafted)} (${row.accepted} of ${row.drafted})`))));
   }
 }
@@ -101,10 +102,10 @@ export function watchTokens(current) {
     if (!known) return;
     detail.replaceChildren(...explain(...known));
     element.setAttribute("aria-describedby", "detail");
-    const [at, size] = [element.getBoundingClientRect(), detail.getBoundingClientRect()];
-    const below = at.bottom + 6 + size.height < innerHeight;
-    detail.style.top = `${Math.max(4, below ? at.bottom + 6 : at.top - 6 - size.height)}px`;
-    detail.style.left = `${Math.max(4, Math.min(at.left, innerWidth - size.width - 12))}px`;
+    const at = element.getBoundingClientRect(), height = detail.scrollHeight, under = innerHeight - at.bottom;
+    const below = under > Math.min(height + 10, at.top), top = below ? at.bottom + 6 : at.top - 6 - height;
+    const left = Math.max(4, Math.min(at.left, innerWidth - detail.offsetWidth - 12)), room = below ? under : at.top;
+    Object.assign(detail.style, { top: `${Math.max(4, top)}px`, left: `${left}px`, maxHeight: `${room - 10}px` });
   }
 
   function move(event) {

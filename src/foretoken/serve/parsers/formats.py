@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.errors import ConfigError, RequestError
+from foretoken.errors import RequestError
 from foretoken.models.chat import find_template
 
 _TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one says what fits
@@ -66,41 +66,40 @@ class MessageFormat:
         calls: None if it is not known.
         reasons: whether `<think>` and `</think>` mark reasoning.
         special: ids of special tokens by their texts; only these are left out of texts.
+        has_template: whether conversations can be written as prompts at all.
+        decode: the tokenizer's.
     """
 
     calls: CallFormat | None = None
     reasons: bool = False
     special: Mapping[str, int] = field(default_factory=dict)
+    has_template: bool = True
+    decode: Callable[..., str] = field(default=lambda ids, **options: "", compare=False)
 
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, calls: str, reasoning: str) -> MessageFormat:
         """The formats that options name, or that `auto` finds in the template."""
-        for name, value, known in (
-            ("tool_call_parser", calls, ("auto", "none", *FORMATS)),
-            ("reasoning_parser", reasoning, ("auto", "none", "think")),
-        ):
-            if value not in known:
-                raise ConfigError(name, value, f"one of {', '.join(known)}")
         if tokenizer is None:
-            return cls()
+            return cls(has_template=False)
         try:
             text, tool_text = (find_template(tokenizer, template, t) for t in (None, ()))
-        except RequestError:  # a model without a template has no conversations
-            return cls()
+        except RequestError:
+            return cls(has_template=False)
         if calls == "auto":
             signs = (name for name, sign in _SIGNS.items() if sign.search(tool_text))
             calls = next(signs, "none")
         decoder = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token.content: i for i, token in decoder.items() if token.special}
         reasons = reasoning == "think" or (reasoning == "auto" and END_THINK in text)
-        return cls(FORMATS.get(calls), reasons, special)
+        return cls(FORMATS.get(calls), reasons, special, decode=tokenizer.decode)
 
-    def grammar(self, tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> str:
+    def grammar(
+        self, form: CallFormat, tools: Sequence[Mapping[str, Any]], *, parallel: bool
+    ) -> str:
         """Lark, as llguidance takes it: one call of these functions, or several if `parallel`.
 
         Each function's schema is a grammar of its own, since its `$ref`s are relative to it.
         """
-        form = self.calls or FORMATS["hermes"]
         rules, bodies = [], []
         for i, tool in enumerate(tools):
             function = tool["function"]

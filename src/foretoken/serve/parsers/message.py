@@ -2,7 +2,9 @@
 
 Charter: nothing is said before it is sure, and nothing is taken back, so that events do not depend
 on how tokens were split into deltas. What is no valid call of a known function is text, as it
-stands; therefore a call is told of when its JSON is complete.
+stands; therefore a call is told of when its JSON is complete. What the answer's length cut off is a
+call as far as it goes, once the name of a function is there. Where a grammar lets only calls
+through, what a stop string cut off is one, too, and the rest is no text.
 """
 
 from __future__ import annotations
@@ -11,18 +13,25 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from foretoken.outputs import CompletionDelta
+from foretoken.serve.parsers.counting import ReasoningCount
 from foretoken.serve.parsers.formats import END_THINK, THINK, CallFormat, MessageFormat
 from foretoken.serve.parsers.parts import Content, Parser, Part, Reasoning, ToolCall, merged
 
 _HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
+_HEAD_OF_BODY = re.compile(
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(\{.*))?',
+    re.DOTALL,
+)
 _MOST_HEAD = 256  # characters of a name and an id before the arguments
 _BETWEEN = re.compile(r"[\s,:]*")
 _NO_CALLS = CallFormat(opener="")
+_NO_CALL = (ValueError, TypeError, KeyError, RecursionError)  # what reading one raises
 _JSON_MARKS = re.compile(r'[{}\[\]"\\<]')
 
 
@@ -46,6 +55,8 @@ class Parsing:
         reasons: look for reasoning.
         parallel: read more than one call.
         hidden: special tokens that are no part of any text.
+        is_forced: a grammar lets nothing but calls through.
+        decode: the text of token ids as the answer has it.
     """
 
     format: MessageFormat
@@ -53,6 +64,8 @@ class Parsing:
     reasons: bool = False
     parallel: bool = True
     hidden: tuple[str, ...] = ()
+    is_forced: bool = False
+    decode: Callable[[list[int]], str] = field(default=lambda ids: "", compare=False)
 
     @classmethod
     def of(
@@ -91,15 +104,53 @@ class MessageParser:
         self._json = _JsonEnd()
         self._text_marks = (*filter(None, (self._calls.opener,)), *parsing.hidden)
         self._reasoning_marks = (END_THINK, *parsing.hidden)
+        self.num_reasoning = 0
+        self._count = ReasoningCount(parsing.decode) if parsing.reasons else None
 
     def feed(self, sample: CompletionDelta) -> Sequence[Part]:
         """What is new, and sure."""
         self._text += sample.text
+        num_tokens = self._count.add(sample) if self._count else 0
         is_last = sample.finish_reason is not None
-        while self._STEPS[self._mode](self, is_last):
-            pass
+        is_cut = is_last and (self._parsing.is_forced or sample.finish_reason == "length")
+        self._steps(is_last and not is_cut)
+        if is_cut and not self._cut() and not self._parsing.is_forced:
+            self._steps(is_last=True)
+        if self._mode is Mode.REASONING:
+            self.num_reasoning = num_tokens
+        elif self._mode is Mode.TEXT:
+            self._count = None
         parts, self._parts = merged(self._parts), []
         return parts
+
+    def _steps(self, is_last: bool) -> None:
+        while self._STEPS[self._mode](self, is_last):
+            pass
+
+    def _cut(self) -> bool:
+        """Tell of the calls that the answer's end leaves open; False: there are none."""
+        state = self._json
+        if self._mode is not Mode.CALL or state.start is None or state.is_broken:
+            return False
+        text, found = self._text[state.start :], list[tuple[str, str, bool]]()
+        if state.name is not None:
+            found.append((state.name, text, False))
+        else:
+            whole, rest = _items(text if text[0] == "[" else f"[{text}")
+            with suppress(*_NO_CALL):
+                found += [(*_call(item), True) for item in whole]
+                if head := _HEAD_OF_BODY.match(rest):
+                    found.append((json.loads(head[1]), head[2] or "", False))
+        if not all(name in self._parsing.names for name, _, _ in found):
+            return False
+        for name, arguments, is_whole in found if self._parsing.parallel else found[:1]:
+            self._say_call(name, arguments, is_whole=is_whole)
+        return bool(found)
+
+    def _say_call(self, name: str, arguments: str, *, is_whole: bool = True) -> None:
+        made = _new_id(self._calls)
+        self._parts.append(ToolCall(self._num_calls, made, name, arguments, is_whole))
+        self._num_calls += 1
 
     def _say(self, kind: type[Content] | type[Reasoning], text: str) -> None:
         if text:
@@ -162,6 +213,8 @@ class MessageParser:
             return False
         self._text = self._text[place + len(mark) :]
         if mark == END_THINK:
+            if self._count:
+                self.num_reasoning, self._count = self._count.end(len(self._text)), None
             self._has_reasoned, self._mode = True, Mode.LEAD
         return True
 
@@ -180,9 +233,7 @@ class MessageParser:
             return True
         self._text = self._text[end:]
         for name, arguments in found if self._parsing.parallel else found[:1]:
-            made = _new_id(calls)
-            self._parts.append(ToolCall(self._num_calls, made, name, arguments))
-            self._num_calls += 1
+            self._say_call(name, arguments)
         self._mode = Mode.CLOSER if self._parsing.parallel else Mode.OVER
         return True
 
@@ -199,8 +250,8 @@ class MessageParser:
             if head is not None:
                 found = [(head, text)] if text[0] == "{" else []
             else:
-                found = [_call(item) for item in (_items(text) if text[0] == "[" else [text])]
-        except (ValueError, TypeError, KeyError, RecursionError):
+                found = [_call(item) for item in (_items(text)[0] if text[0] == "[" else [text])]
+        except _NO_CALL:
             return None
         known = all(name in self._parsing.names for name, _ in found)
         return found if found and known else None
@@ -313,7 +364,7 @@ def _call(text: str) -> tuple[str, str]:
     float holds. Raises what `_parse` catches."""
     if text[0] != "{":
         raise TypeError
-    members = dict(zip(*[iter(_items(text))] * 2, strict=True))
+    members = dict(zip(*[iter(_items(text)[0])] * 2, strict=True))
     found = {json.loads(key): value for key, value in members.items()}
     name, arguments = json.loads(found["name"]), "{}"
     for key in ("parameters", "arguments"):
@@ -323,14 +374,15 @@ def _call(text: str) -> tuple[str, str]:
     return name, arguments
 
 
-def _items(text: str) -> list[str]:
-    """The texts of a valid list's items, or of an object's keys and values in turns."""
+def _items(text: str) -> tuple[list[str], str]:
+    """The texts of a list's items, or of an object's keys and values in turns, and what is left."""
     found, decoder, at = [], json.JSONDecoder(), _BETWEEN.match(text, 1).end()  # type: ignore[union-attr]
-    while at < len(text) - 1:
-        end = decoder.raw_decode(text, at)[1]
-        found.append(text[at:end])
-        at = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
-    return found
+    with suppress(ValueError, RecursionError):
+        while True:
+            end = decoder.raw_decode(text, at)[1]
+            found.append(text[at:end])
+            at = _BETWEEN.match(text, end).end()  # type: ignore[union-attr]
+    return found, text[at:]
 
 
 def _refuse(constant: str) -> None:

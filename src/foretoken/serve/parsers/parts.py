@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from foretoken.outputs import CompletionDelta
 
@@ -21,24 +21,38 @@ class Reasoning(NamedTuple):
 
 
 class ToolCall(NamedTuple):
-    """A call, complete and valid JSON.
+    """A call.
 
     Attributes:
         number: of the calls of its choice, from 0.
         arguments: the JSON text of an object.
+        is_whole: False: the answer's end cut it, and this is the beginning of that text.
     """
 
     number: int
     id: str
     name: str
     arguments: str
+    is_whole: bool = True
+
+
+def call_fields(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call as messages of a chat have it, in requests and in answers."""
+    function = {"name": name, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": function}
 
 
 Part = Content | Reasoning | ToolCall
 
 
 class Parser(Protocol):
-    """What the tokens of one choice mean, however they are split into deltas."""
+    """What the tokens of one choice mean, however they are split into deltas.
+
+    Attributes:
+        num_reasoning: tokens of the reasoning so far, its marks included.
+    """
+
+    num_reasoning: int
 
     def feed(self, sample: CompletionDelta) -> Sequence[Part]:
         """What is new, and sure; the last delta has a `finish_reason` and leaves nothing over."""
@@ -46,6 +60,8 @@ class Parser(Protocol):
 
 class Plain:
     """All text is the answer's."""
+
+    num_reasoning = 0
 
     def feed(self, sample: CompletionDelta) -> Sequence[Part]:
         """The text, if there is any."""

@@ -15,7 +15,7 @@ from foretoken.serve.protocol.common import (
     Inert,
     Items,
     Refused,
-    add_names,
+    TemplateFields,
 )
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -50,17 +50,13 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
-class ChatBody(GenerationFields):
+class ChatBody(GenerationFields, TemplateFields):
     """A conversation, what its template is given, and what the answer holds."""
 
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     tools: Items[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -71,6 +67,3 @@ class ChatBody(GenerationFields):
     modalities: Refused = None
     audio: Refused = None
     web_search_options: Refused = None
-
-
-add_names(ChatBody, Tool, Function, NamedTool, NamedFunction)

@@ -6,7 +6,7 @@ A field is honoured, `Inert` (accepted, changes nothing) or `Refused` (null or l
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
@@ -113,21 +113,42 @@ class SamplingFields(Fields):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop_token_ids: Items[int] | None = None
+    stop_token_ids: Annotated[Items[int], Field(max_length=1024)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=2**18)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=2**15)] | None = None
     bad_words: Items[str] | None = None
-    allowed_token_ids: Items[int] | None = None
+    allowed_token_ids: Annotated[Items[int], Field(max_length=2**18)] | None = None
+    priority: int | None = None
     speculative: Speculative | None = None
     stream: bool | None = None
 
 
-class GenerationFields(SamplingFields):
+class InertFields(Fields):
+    """What OpenAI's APIs have for their own accounts and caches."""
+
+    user: Inert = None
+    metadata: Inert = None
+    service_tier: Inert = None
+    safety_identifier: Inert = None
+    prompt_cache_key: Inert = None
+    prompt_cache_retention: Inert = None
+
+
+class TemplateFields(Fields):
+    """What a chat template is given beside a conversation."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class GenerationFields(SamplingFields, InertFields):
     """What completions and chats take beyond it."""
 
     max_tokens: int | None = None
@@ -142,28 +163,14 @@ class GenerationFields(SamplingFields):
     guided_grammar: str | None = None
     prediction: Prediction | None = None
     stream_options: StreamOptions | None = None
-    user: Inert = None
-    metadata: Inert = None
     store: Inert = None
-    service_tier: Inert = None
-    safety_identifier: Inert = None
-    prompt_cache_key: Inert = None
-    prompt_cache_retention: Inert = None
+
+
+def by_type(*kinds: type[Fields]) -> dict[str, type[Any]]:
+    """Kinds of objects by the one value that their field `type` may have."""
+    return {get_args(kind.model_fields["type"].annotation)[0]: kind for kind in kinds}
 
 
 def described(kind: type[Fields], mark: str) -> list[str]:
     """Names of a schema's fields that are marked `inert` or `refused`."""
     return [name for name, field in kind.model_fields.items() if mark in field.metadata]
-
-
-FIELD_NAMES: set[str] = set()
-"""Names of all fields of all bodies, for errors; each file adds its own."""
-
-
-def add_names(*kinds: type[Fields]) -> None:
-    """Let errors know the fields of these bodies."""
-    for kind in kinds:
-        FIELD_NAMES.update(field.alias or name for name, field in kind.model_fields.items())
-
-
-add_names(StreamOptions, Speculative, Prediction, JsonSchema, ResponseFormat, TextPart)

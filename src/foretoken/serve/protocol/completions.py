@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.serve.protocol.common import GenerationFields, Items, Refused, add_names
+from foretoken.serve.protocol.common import GenerationFields, Items, Refused
 
 
 class CompletionBody(GenerationFields):
@@ -13,6 +13,3 @@ class CompletionBody(GenerationFields):
     logprobs: int | None = None
     suffix: Refused = None
     best_of: Refused = None
-
-
-add_names(CompletionBody)

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from foretoken.errors import RequestError
-from foretoken.serve.protocol.common import FIELD_NAMES, Fields
+from foretoken.serve.protocol.common import Fields
+from foretoken.serve.protocol.faults import field_error
 
 T = TypeVar("T", bound=Fields)
 
@@ -32,15 +33,4 @@ def read_item(kinds: Mapping[str, type[T]], where: str, item: Any, default: str 
         given = {key: value for key, value in item.items() if value is not None}
         return kinds[name].model_validate(given)
     except ValidationError as error:
-        first = max(error.errors(), key=lambda e: len(e["loc"]))  # of a union, where it went far
-        is_unknown = first["type"] == "extra_forbidden"
-        place = where
-        for part in first["loc"]:
-            if isinstance(part, int):
-                place += f"[{part}]"
-            elif part in FIELD_NAMES or is_unknown:
-                place += f".{part}"
-        told = first["msg"].removeprefix("Input should be ")
-        bound = {"missing": "given", "extra_forbidden": "left out: there is no such field"}
-        shown = None if first["type"] == "missing" else first["input"]
-        raise RequestError(place, shown, bound.get(first["type"], told)) from None
+        raise field_error(kinds[name], error.errors(), where) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from foretoken.serve.protocol.chat import FunctionName
-from foretoken.serve.protocol.common import Fields, Inert, Items, Refused, SamplingFields, add_names
+from foretoken.serve.protocol.common import Fields, Inert, Items, Refused, SamplingFields, by_type
 
 
 class TextBlock(Fields):
@@ -45,12 +45,8 @@ class ToolResultBlock(Fields):
     cache_control: Inert = None
 
 
-ASSISTANT_BLOCKS: dict[str, type[Any]] = {
-    "text": TextBlock,
-    "thinking": ThinkingBlock,
-    "tool_use": ToolUseBlock,
-}
-USER_BLOCKS: dict[str, type[Any]] = {"text": TextBlock, "tool_result": ToolResultBlock}
+ASSISTANT_BLOCKS = by_type(TextBlock, ThinkingBlock, ToolUseBlock)
+USER_BLOCKS = by_type(TextBlock, ToolResultBlock)
 
 
 class Turn(Fields):
@@ -79,21 +75,17 @@ class MessageToolChoice(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
-class MessagesBody(SamplingFields):
-    """A conversation, and how many tokens its answer may have."""
+class CountBody(Fields):
+    """A conversation."""
 
+    model: str | None = None
     messages: Items[Turn]
-    max_tokens: int
     system: str | Items[TextBlock] | None = None
-    stop_sequences: Items[str] | None = None
     tools: Items[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    metadata: Inert = None
-    service_tier: Inert = None
     cache_control: Inert = None
     thinking: Refused = None
-    container: Refused = None
     mcp_servers: Refused = None
     context_management: Refused = None
     output_config: Refused = None
@@ -101,5 +93,11 @@ class MessagesBody(SamplingFields):
     speed: Refused = None
 
 
-add_names(*ASSISTANT_BLOCKS.values(), *USER_BLOCKS.values())
-add_names(MessagesBody, Turn, MessageTool, MessageToolChoice)
+class MessagesBody(CountBody, SamplingFields):
+    """And how its answer is made."""
+
+    max_tokens: int
+    stop_sequences: Items[str] | None = None
+    metadata: Inert = None
+    service_tier: Inert = None
+    container: Refused = None

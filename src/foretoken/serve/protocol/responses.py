@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
-from foretoken.serve.protocol.chat import FunctionName
-from foretoken.serve.protocol.common import Fields, Inert, Items, Refused, SamplingFields, add_names
+from foretoken.serve.protocol.chat import Function
+from foretoken.serve.protocol.common import (
+    Fields,
+    Inert,
+    InertFields,
+    Items,
+    JsonSchema,
+    Refused,
+    SamplingFields,
+    by_type,
+)
 
 Included = Annotated[list[Literal["reasoning.encrypted_content"]] | None, "inert"]
 
@@ -63,23 +70,13 @@ class ReasoningItem(Fields):
     status: Inert = None
 
 
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
-ITEMS: dict[str, type[Any]] = {
-    "message": MessageItem,
-    "function_call": CallItem,
-    "function_call_output": CallOutputItem,
-    "reasoning": ReasoningItem,
-}
+ITEMS = by_type(MessageItem, CallItem, CallOutputItem, ReasoningItem)
 
 
-class FunctionTool(Fields):
-    """A function; `strict` changes nothing, as in a chat."""
+class FunctionTool(Function):
+    """A function, as in a chat, in one object with its type."""
 
     type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: Inert = None
 
 
 class ChosenFunction(Fields):
@@ -89,14 +86,10 @@ class ChosenFunction(Fields):
     name: str
 
 
-class TextFormat(Fields):
+class TextFormat(JsonSchema):
     """A text, any JSON object, or JSON of a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Inert = None
-    description: Inert = None
-    strict: Inert = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class TextOptions(Fields):
@@ -106,7 +99,7 @@ class TextOptions(Fields):
     verbosity: Refused = None
 
 
-class ResponsesBody(SamplingFields):
+class ResponsesBody(SamplingFields, InertFields):
     """An input, what its template is given, and what the answer holds."""
 
     input: str | Items[dict[str, Any]]
@@ -122,13 +115,7 @@ class ResponsesBody(SamplingFields):
     truncation: Annotated[Literal["disabled"] | None, "inert"] = None
     include: Included = None
     stream_options: Inert = None
-    user: Inert = None
-    metadata: Inert = None
-    service_tier: Inert = None
-    safety_identifier: Inert = None
-    prompt_cache_key: Inert = None
     prompt_cache_options: Inert = None
-    prompt_cache_retention: Inert = None
     previous_response_id: Refused = None
     conversation: Refused = None
     prompt: Refused = None
@@ -137,7 +124,3 @@ class ResponsesBody(SamplingFields):
     top_logprobs: Refused = None
     context_management: Refused = None
     moderation: Refused = None
-
-
-add_names(*ITEMS.values(), InputText, FunctionTool, ChosenFunction)
-add_names(ResponsesBody, TextFormat, TextOptions)

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from foretoken.serve.protocol.common import Fields, Items, Refused, add_names
+from foretoken.serve.protocol.common import Fields, Items, Refused, TemplateFields
 
 
-class TokenizeBody(Fields):
+class TokenizeBody(TemplateFields):
     """A text, or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Items[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: Refused = None
 
@@ -26,6 +22,3 @@ class DetokenizeBody(Fields):
 
     model: str | None = None
     tokens: Items[int]
-
-
-add_names(TokenizeBody, DetokenizeBody)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from foretoken.errors import RequestError, StepError
+from foretoken.errors import StepError
 from foretoken.serve.answers.chat import ChatForm
 from foretoken.serve.answers.completions import CompletionForm
 from foretoken.serve.answers.events import Event, EventReader
@@ -21,24 +20,23 @@ from foretoken.serve.answers.messages import MessagesWriter
 from foretoken.serve.answers.responses import ResponsesWriter
 from foretoken.serve.context import Context
 from foretoken.serve.conversions import read_messages, read_responses
-from foretoken.serve.errors import as_written
+from foretoken.serve.errors import Refusal, documented, written_as
 from foretoken.serve.lifetime import Flight
+from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import Record
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.completions import CompletionBody
-from foretoken.serve.protocol.messages import MessagesBody
+from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked, check_size, read_chat, read_completion
 from foretoken.serve.running import News, run
-from foretoken.serve.sse import AnswerWriter, ChunkWriter, EventStream, stream
-
-T = TypeVar("T")
+from foretoken.serve.sse import AnswerWriter, ChunkWriter, EventStream, while_connected
 
 
 def router(context: Context) -> APIRouter:
     """OpenAI's `/v1/completions`, `/v1/chat/completions`, `/v1/responses`; `/v1/messages`."""
-    routes, served = APIRouter(prefix="/v1", tags=["generation"]), context.served
-    model = served.names[0]
+    routes = APIRouter(prefix="/v1", tags=["generation"], route_class=JsonRoute)
+    served, model = context.served, context.served.names[0]
 
     @routes.post("/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -60,11 +58,21 @@ def router(context: Context) -> APIRouter:
         asked = read_responses(body, served)
         return await answer(context, request, asked, ResponsesWriter(asked, body, model))
 
-    @routes.post("/messages", response_model=None)
+    in_theirs = documented(Refusal(400, "", "").anthropic)
+
+    @routes.post("/messages", response_model=None, responses=in_theirs)
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answer a conversation as Anthropic's API does."""
         asked = read_messages(body, served)
         return await answer(context, request, asked, MessagesWriter(asked, model))
+
+    @routes.post("/messages/count_tokens", response_model=None, responses=in_theirs)
+    async def count(body: CountBody) -> Response:
+        """How many tokens a conversation has, as its answer would count them."""
+        asked = read_messages(body, served)
+        check_size(asked, served)
+        ids = await context.engine.encode_chat(asked.messages or (), **asked.template)
+        return _json({"input_tokens": len(ids)})
 
     return routes
 
@@ -78,21 +86,21 @@ async def answer(
     client that leaves ends its request, before that and after it.
     """
     record, reader = Record(context.counts), EventReader(asked)
-    check_size(asked, context.served)
+    request.state.usage = reader.usage  # for the log
+    with written_as(asked.written):
+        check_size(asked, context.served)
     news = run(context.engine, asked, Flight(context.lifetime, uuid.uuid4().hex))
     try:
         if not asked.stream:
-            events = await while_connected(request, whole(news, reader, record))
+            events = await while_connected(request.receive, whole(news, reader, record))
             return _json(writer.body(events, reader.usage))
-        first = await while_connected(request, _first(news))
+        first = await while_connected(request.receive, _first(news))
     except BaseException as error:
         await news.aclose()
         if isinstance(error, ClientDisconnect):
             return Response(status_code=499)  # nobody reads it
-        if isinstance(error, RequestError):
-            raise as_written(error, asked.written) from None
         raise
-    return EventStream(stream(first, news, reader, writer, record.observe), news)
+    return EventStream(first, news, reader, writer, record.observe)
 
 
 async def whole(
@@ -105,25 +113,6 @@ async def whole(
             record.observe(item)
             events += reader.read(item)
     return events
-
-
-async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of this work; ends it and raises `ClientDisconnect` when the client leaves."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _first(news: AsyncGenerator[News, None]) -> News:

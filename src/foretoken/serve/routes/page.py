@@ -13,8 +13,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from foretoken.config import LOSSLESS_METHODS
-from foretoken.errors import RequestError
-from foretoken.models.chat import ChatTemplate
 from foretoken.serve.access import PAGE
 from foretoken.serve.context import Context
 
@@ -24,7 +22,7 @@ _POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'"
 )
-_HEADERS = {
+HEADERS = {
     "Content-Security-Policy": _POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -50,7 +48,7 @@ def router(context: Context) -> APIRouter:
 def _file(name: str) -> Any:
     """The endpoint of one file, which is read once."""
     content = files("foretoken.serve").joinpath("page", name).read_bytes()
-    headers = _HEADERS | {"ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
+    headers = HEADERS | {"ETag": f'"{hashlib.sha256(content).hexdigest()[:32]}"'}
     kind = _TYPES[name.rpartition(".")[2]]
 
     async def send(request: Request) -> Response:
@@ -68,14 +66,9 @@ def _served(context: Context) -> dict[str, Any]:
     speculation, limits = engine.config.speculative_config, engine.engine.limits
     rule = speculation.rejection_sample_method if speculation else "standard"
     synthetic = ("synthetic",) if limits.allows_synthetic else ()
-    try:
-        ChatTemplate(engine.engine.tokenizer, chat_template=served.options.chat_template)
-        has_chat = True
-    except RequestError:
-        has_chat = False
     return {
         "model": served.names[0],
-        "has_chat": has_chat,
+        "has_chat": served.format.has_template,
         "num_drafts": served.num_drafts,
         "adapts": limits.adapts,
         "drafter": limits.drafter,

@@ -7,20 +7,15 @@ from starlette.responses import JSONResponse
 
 from foretoken.errors import RequestError
 from foretoken.serve.context import Context
+from foretoken.serve.limits import JsonRoute
+from foretoken.serve.protocol.common import TemplateFields
 from foretoken.serve.protocol.tokens import DetokenizeBody, TokenizeBody
 from foretoken.serve.requests import chat_options, check_text
-
-_OF_CHAT = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template",
-    "chat_template_kwargs",
-)
 
 
 def router(context: Context) -> APIRouter:
     """Texts to tokens and back."""
-    routes = APIRouter(tags=["tokens"])
+    routes = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
     @routes.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeBody) -> JSONResponse:
@@ -35,6 +30,7 @@ def router(context: Context) -> APIRouter:
     async def detokenize(body: DetokenizeBody) -> JSONResponse:
         """The text of token ids."""
         context.served.check_name(body.model)
+        check_text("tokens", body.tokens, context.served)
         return JSONResponse({"prompt": await context.engine.decode(body.tokens)})
 
     return routes
@@ -44,7 +40,7 @@ async def _encode(context: Context, body: TokenizeBody) -> list[int]:
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("prompt", body.prompt, "given, or else `messages`, and not both")
     if body.messages is None:
-        for name in _OF_CHAT:
+        for name in TemplateFields.model_fields:
             if getattr(body, name) is not None:
                 raise RequestError(name, getattr(body, name), "left out without `messages`")
         check_text("prompt", body.prompt or "", context.served)

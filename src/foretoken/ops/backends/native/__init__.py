@@ -18,26 +18,18 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.native import (
-        decoder,
-        evidence,
-        head,
-        library,
-        logprobs,
-        process,
-        sample,
-        verify,
-    )
+    from foretoken.ops.backends.native import decoder, head, library, sampling
     from foretoken.ops.backends.torch import steps
     from foretoken.ops.backends.torch.attention import attention
+    from foretoken.ops.backends.torch.evidence import evidence_by
 
     return Kernels(
-        process_logits=process.process_logits,
-        sample=sample.sample,
-        draft=sample.draft,
-        verify=verify.verify,
-        evidence=evidence.evidence,
-        logprobs=logprobs.logprobs,
+        process_logits=sampling.process_logits,
+        sample=sampling.sample,
+        draft=sampling.draft,
+        verify=sampling.verify,
+        evidence=evidence_by(sampling.process_logits, sampling.logprobs),
+        logprobs=sampling.logprobs,
         attention=attention,
         steps=steps,
         decoder=decoder.FusedDecoder,

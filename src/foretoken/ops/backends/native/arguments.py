@@ -53,16 +53,9 @@ def native_params(params: SlotParams) -> Struct:
     latest = _latest
     if latest is not None and latest[0] is params:
         return latest[1]
-    columns = (
-        params.key_S,
-        params.temperature_S,
-        params.top_k_S,
-        params.top_p_S,
-        params.min_p_S,
-        params.rule_S,
-    )
-    made = struct(columns)
-    if all(column.is_contiguous() for column in columns):  # else these are copies of today's values
+    made = struct(params.columns)
+    # Else these are copies of today's values.
+    if all(map(Tensor.is_contiguous, params.columns)):
         _latest = (params, made)
     return made
 

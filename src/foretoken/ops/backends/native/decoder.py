@@ -32,13 +32,15 @@ from foretoken.ops.decoder import (
     AttentionCall,
     DraftRound,
     ForwardOutput,
+    LayerKV,
+    ModelKV,
     UnfitError,
     check_common_block,
 )
 from foretoken.ops.pass_checks import check_attention_batch, check_draft_round
 from foretoken.ops.types import AttentionBatch
 
-FETCHES = ("no hint", "cached", "past the caches")
+FETCHES = ("no hint", "cached")
 """`foretoken::Fetch` by number: how weights are fetched ahead of their use."""
 
 _log = logging.getLogger(__name__)
@@ -102,11 +104,9 @@ class NativeModel:
         """Fetch weights so (`FETCHES`) for one row and for a few; no logit changes."""
         self._library.foretoken_decoder_set_fetches(self._handle, one_row, few_rows)
 
-    def _addresses(
-        self, keys: Sequence[Tensor] | Tensor, values: Sequence[Tensor] | Tensor
-    ) -> tuple[Struct, Struct]:
+    def _addresses(self, kv: ModelKV | LayerKV) -> tuple[Struct, Struct]:
         """Where the tensors are; looked up once for a pool that is used again and again."""
-        known_keys, known_values, *addresses = self._cache
+        (_, keys, values), (known_keys, known_values, *addresses) = kv, self._cache
         if keys is not known_keys or values is not known_values:
             all_keys, all_values = (
                 [pool] if isinstance(pool, Tensor) else pool for pool in (keys, values)
@@ -161,25 +161,16 @@ class FusedDecoder(NativeModel):
                 child.weight = nn.Parameter(meta, requires_grad=False)
 
     def forward(
-        self,
-        token_T: Tensor,
-        logit_row_N: Tensor,
-        batch: AttentionBatch,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        aux_layers: Sequence[int] = (),
+        self, token_T: Tensor, logit_row_N: Tensor, kv: ModelKV, aux_layers: Sequence[int] = ()
     ) -> ForwardOutput:
         """See `Decoder.forward`: float32."""
         logits_NV = torch.empty(len(logit_row_N), self._vocab_size)
         if self._aux_for != (aux_layers, len(token_T)):
             self._allocate_aux(aux_layers, len(token_T))
         self._library.foretoken_decoder_forward(
-            self._handle,
-            native_batch(token_T, logit_row_N, batch, keys[0]),
-            *self._addresses(keys, values),
-            logits_NV.data_ptr(),
-            self._aux_fields,
-        )
+            self._handle, native_batch(token_T, logit_row_N, kv.batch, kv.keys[0]),
+            *self._addresses(kv), logits_NV.data_ptr(), self._aux_fields,
+        )  # fmt: skip
         return ForwardOutput(logits_NV, self._aux)
 
     def _allocate_aux(self, layers: Sequence[int], tokens: int) -> None:
@@ -190,21 +181,14 @@ class FusedDecoder(NativeModel):
         self._aux, self._aux_fields = tuple(aux[i] for i in layers), struct(every) if aux else None
         self._aux_for = (layers, tokens)
 
-    def draft(
-        self,
-        token_T: Tensor,
-        batch: AttentionBatch,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        drafting: DraftRound,
-    ) -> Tensor:
-        """See `Decoder.draft`."""
+    def draft(self, token_T: Tensor, kv: ModelKV, drafting: DraftRound) -> Tensor:
+        """See `RoundDecoder.draft`."""
+        batch = kv.batch
         room = batch.block_BL.shape[1] * batch.block_size
         nums = check_draft_round(drafting, batch.length_B, room, self._vocab_size)
         token_BK, native = native_round(drafting, max(nums))
-        first = native_batch(token_T, batch.query_start_B1[1:] - 1, batch, keys[0])
-        addresses = self._addresses(keys, values)
-        self._library.foretoken_decoder_draft(self._handle, first, *addresses, native)
+        first = native_batch(token_T, batch.query_start_B1[1:] - 1, batch, kv.keys[0])
+        self._library.foretoken_decoder_draft(self._handle, first, *self._addresses(kv), native)
         return token_BK
 
 
@@ -258,16 +242,12 @@ def _native_model(module: Any) -> Struct:
         model.rotary_emb.inv_freq,
     )
     return struct(
-        checked(*tensors),
-        len(model.layers),
-        config.hidden_size,
-        model.layers[0].mlp.gate_proj.out_features,
-        config.num_attention_heads,
+        checked(*tensors), len(model.layers), config.hidden_size,
+        model.layers[0].mlp.gate_proj.out_features, config.num_attention_heads,
         config.num_key_value_heads,
         model.layers[0].self_attn.q_proj.out_features // config.num_attention_heads,
-        module.lm_head.out_features,
-        2 * len(model.rotary_emb.inv_freq),
-    )
+        module.lm_head.out_features, 2 * len(model.rotary_emb.inv_freq),
+    )  # fmt: skip
 
 
 def _native_layer(layer: Any, window: int | None) -> Struct:

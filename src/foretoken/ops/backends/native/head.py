@@ -22,9 +22,8 @@ from foretoken.ops.backends.native.decoder import (
     native_batch,
     native_round,
 )
-from foretoken.ops.decoder import DraftRound, HeadModel, UnfitError
+from foretoken.ops.decoder import DraftRound, HeadModel, LayerKV, UnfitError
 from foretoken.ops.pass_checks import check_aux, check_block_table, check_draft_round, check_hidden
-from foretoken.ops.types import AttentionBatch
 
 
 class FusedHead(NativeModel):
@@ -53,16 +52,10 @@ class FusedHead(NativeModel):
         super().__init__(_native_model(model), [layer], scales, eagle)
 
     def forward(
-        self,
-        token_T: Tensor,
-        aux: Sequence[Tensor],
-        batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
-        row_N: Tensor | None = None,
+        self, token_T: Tensor, aux: Sequence[Tensor], kv: LayerKV, row_N: Tensor | None = None
     ) -> Tensor:
         """See `DraftHead.forward`. Behind attention only wanted rows are computed."""
-        return self._rows(token_T, self._features(aux, len(token_T)), batch, keys, values, row_N)
+        return self._rows(token_T, self._features(aux, len(token_T)), kv, row_N)
 
     def observe(
         self,
@@ -71,9 +64,7 @@ class FusedHead(NativeModel):
         length_B: Sequence[int],
         slot_B: Tensor,
         aux: Sequence[Tensor],
-        batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
+        kv: LayerKV,
     ) -> None:
         """See `RoundHead.observe`."""
         check_hidden(hidden_SC, len(token_SL), self._size)
@@ -81,23 +72,15 @@ class FusedHead(NativeModel):
         outcome = (token_SL.data_ptr(), address(known), slot_B.data_ptr(), hidden_SC.data_ptr())
         self._library.foretoken_head_observe(
             self._handle,
-            native_batch(slot_B, slot_B, batch, keys),
+            native_batch(slot_B, slot_B, kv.batch, kv.keys),
             struct((), *outcome, token_SL.shape[1]),
-            self._features(aux, int(batch.query_start_B1[-1])),
-            *self._addresses(keys, values),
+            self._features(aux, int(kv.batch.query_start_B1[-1])),
+            *self._addresses(kv),
         )
 
-    def draft(
-        self,
-        token_T: Tensor,
-        feature_TC: Tensor,
-        batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def draft(self, token_T: Tensor, feature_TC: Tensor, kv: LayerKV) -> tuple[Tensor, Tensor]:
         """See `DraftHead.draft`."""
-        features = struct((feature_TC,), 0, 0, 0)
-        hidden_TC = self._rows(token_T, features, batch, keys, values)
+        hidden_TC = self._rows(token_T, struct((feature_TC,), 0, 0, 0), kv)
         return hidden_TC, self.logits(hidden_TC)
 
     def logits(self, hidden_NC: Tensor) -> Tensor:
@@ -108,17 +91,10 @@ class FusedHead(NativeModel):
         self._library.foretoken_head_logits(self._handle, *numbers)
         return logits_NV
 
-    def draft_round(
-        self,
-        hidden_SC: Tensor,
-        length_B: Tensor,
-        block_SL: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        drafting: DraftRound,
-    ) -> Tensor:
+    def draft_round(self, hidden_SC: Tensor, kv: LayerKV, drafting: DraftRound) -> Tensor:
         """See `RoundHead.draft_round`."""
-        columns, block_size, slots = block_SL.shape[1], keys.shape[1], len(drafting.params.key_S)
+        length_B, block_SL, slots = kv.batch.length_B, kv.batch.block_BL, len(drafting.params.key_S)
+        columns, block_size = block_SL.shape[1], kv.keys.shape[1]
         room = columns * block_size
         nums = check_draft_round(drafting, length_B, room, self._vocab_size, least=0)
         check_hidden(hidden_SC, slots, self._size)
@@ -126,8 +102,7 @@ class FusedHead(NativeModel):
         token_BK, native = native_round(drafting, max(nums), hidden_SC)
         tensors = (None, None, None, length_B, block_SL)
         known = struct(tensors, len(nums), columns, block_size, 0, 0)
-        addresses = self._addresses(keys, values)
-        self._library.foretoken_decoder_draft(self._handle, known, *addresses, native)
+        self._library.foretoken_decoder_draft(self._handle, known, *self._addresses(kv), native)
         return token_BK
 
     def _features(self, aux: Sequence[Tensor], tokens: int) -> Struct:
@@ -143,23 +118,14 @@ class FusedHead(NativeModel):
         return features
 
     def _rows(
-        self,
-        token_T: Tensor,
-        features: Struct,
-        batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
-        row_N: Tensor | None = None,
+        self, token_T: Tensor, features: Struct, kv: LayerKV, row_N: Tensor | None = None
     ) -> Tensor:
         row_N = token_T if row_N is None else row_N  # as many as there are: they are not read
         hidden_NC = torch.empty(len(row_N), self._size)
         self._library.foretoken_head_forward(
-            self._handle,
-            native_batch(token_T, row_N, batch, keys),
-            features,
-            *self._addresses(keys, values),
-            hidden_NC.data_ptr(),
-        )
+            self._handle, native_batch(token_T, row_N, kv.batch, kv.keys), features,
+            *self._addresses(kv), hidden_NC.data_ptr(),
+        )  # fmt: skip
         return hidden_NC
 
 
@@ -168,16 +134,9 @@ def _native_model(model: HeadModel) -> Struct:
     weights = model.weights
     tensors = (model.embedding_VC, weights.norm, weights.head, model.frequency_R)
     return struct(
-        checked(*tensors),
-        1,
-        len(weights.norm),
-        weights.down.shape[1],
-        model.heads,
-        model.kv_heads,
-        model.head_size,
-        len(weights.head),
-        2 * len(model.frequency_R),
-    )
+        checked(*tensors), 1, len(weights.norm), weights.down.shape[1], model.heads, model.kv_heads,
+        model.head_size, len(weights.head), 2 * len(model.frequency_R),
+    )  # fmt: skip
 
 
 def _native_layer(model: HeadModel) -> Struct:
@@ -207,10 +166,6 @@ def _native_eagle(model: HeadModel) -> Struct:
     weights, fc_norm = model.weights, model.extras.fc_norm
     tensors = checked(weights.fc, fc_norm, weights.hidden_norm)
     return struct(
-        (*tensors, model.target_ids),
-        weights.fc.shape[1],
-        1 if fc_norm is None else len(fc_norm),
-        model.vocab_size,
-        model.norm_before_residual,
-        model.norm_output,
-    )
+        (*tensors, model.target_ids), weights.fc.shape[1], 1 if fc_norm is None else len(fc_norm),
+        model.vocab_size, model.norm_before_residual, model.norm_output,
+    )  # fmt: skip

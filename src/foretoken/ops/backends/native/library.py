@@ -99,7 +99,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "draft": _ADDRESS * 4,
     "logprobs": [*_ADDRESS * 6, c_int64],
     "verify": _ADDRESS * 4,
-    "evidence": _ADDRESS * 3,
     "suffix_append": [c_void_p, c_int64],
     "suffix_propose": [*_ADDRESS * 3, c_int64, c_double, c_double],
 }

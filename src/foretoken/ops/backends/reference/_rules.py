@@ -10,21 +10,12 @@ A list of drafts ends before the first one whose q is 0 everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
+from foretoken.ops.backends.reference.draft import Draft
 from foretoken.ops.backends.reference.process import Row
 from foretoken.ops.types import Rule
-
-
-class Draft(NamedTuple):
-    """A draft x, its own q(x) > 0, and q over the target's V ids (x may lie beyond)."""
-
-    x: int
-    q_x: float
-    q: Row
-
 
 Outcome = tuple[int, float]
 

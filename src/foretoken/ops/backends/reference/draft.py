@@ -6,6 +6,7 @@ Shapes: B requests, S slots, K drafts, V' draft vocabulary.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,18 @@ from torch import Tensor
 
 from foretoken.ops.backends.reference.process import Row, is_finite, process_logits
 from foretoken.ops.backends.reference.sample import Slot, draw, log_sum_exp
-from foretoken.ops.types import DRAFT, TARGET, DraftCache, Noise, Rows, Rule
+from foretoken.ops.types import DRAFT, TARGET, DraftBlock, DraftCache, Noise, Rows, Rule
+
+
+class Draft(NamedTuple):
+    """A draft x, its own q(x), and q over the target's V ids (x may lie beyond).
+
+    q(x) is 0 of what counts as no draft, NaN where that is because q's row is not finite.
+    """
+
+    x: int
+    q_x: float
+    q: Row
 
 
 def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
@@ -45,13 +57,33 @@ def threshold_of(raw: Row, filtered: Row) -> float:
     return float(threshold if threshold <= least else np.nextafter(threshold, np.float32(-np.inf)))
 
 
+def draft_of(block: DraftBlock, b: int, i: int, s: int, slot: Slot, vocabulary: int) -> Draft:
+    """Draft i of request b, which has slot s."""
+    x, q = int(block.token_BK[b, i]), np.zeros(vocabulary)
+    if x < 0 or (x >= vocabulary and slot.rule == Rule.SYNTHETIC):
+        return Draft(x, 0.0, q)  # a rate cannot make a token of the target out of another id
+    if block.cache is None or not block.real_q_B[b] or slot.is_certain:
+        return Draft(x, 1.0, one_hot(x, vocabulary))
+    if not math.isfinite(float(block.cache.lse_SK[s, i])):
+        return Draft(x, math.nan, q)
+    whole = q_of(block.cache, s, i, slot.temperature)
+    shared = min(vocabulary, len(whole))
+    q[:shared] = whole[:shared]
+    return Draft(x, float(whole[x]) if x < len(whole) else 0.0, q)
+
+
+def one_hot(x: int, vocabulary: int) -> Row:
+    """All zero for an id that the target does not have."""
+    q = np.zeros(vocabulary)
+    q[x : x + 1] = 1.0
+    return q
+
+
 def q_of(cache: DraftCache, slot: int, i: int, temperature: float) -> Row:
-    """q of a cached row over its V' tokens; all 0 if the row was not finite.
+    """q of a cached row, which is finite, over its V' tokens.
 
     q = exp(logit / T - lse) where logit >= threshold.
     """
     raw = cache.logits_SKV[slot, i].detach().double().numpy()
     threshold, lse = float(cache.threshold_SK[slot, i]), float(cache.lse_SK[slot, i])
-    if not math.isfinite(lse):
-        return np.zeros(len(raw))
     return np.asarray(np.where(raw >= threshold, np.exp(raw / temperature - lse), 0.0))

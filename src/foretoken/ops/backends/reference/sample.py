@@ -36,12 +36,14 @@ class Slot(NamedTuple):
     @classmethod
     def of(cls, params: SlotParams, slot: int, fp64_noise: bool) -> Slot:
         return cls(
-            int(params.key_S[slot]),
-            float(params.temperature_S[slot]),
-            int(params.top_k_S[slot]),
-            Rule(int(params.rule_S[slot])),
-            fp64_noise,
-        )
+            int(params.key_S[slot]), float(params.temperature_S[slot]), int(params.top_k_S[slot]),
+            Rule(int(params.rule_S[slot])), fp64_noise,
+        )  # fmt: skip
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether p and q are one-hot: p is the argmax, or under COUPLED the target's own draw."""
+        return self.temperature == 0 or self.rule == Rule.COUPLED
 
 
 def sample(rows: Rows, noise: Noise) -> Tensor:

@@ -8,24 +8,17 @@ p is the target's distribution, q the one that the draft was sampled from. The r
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import numpy as np
 import torch
 
-from foretoken.ops.backends.reference._rules import RULES, Draft, residual
-from foretoken.ops.backends.reference.draft import q_of
+from foretoken.ops.backends.reference._rules import RULES, residual
+from foretoken.ops.backends.reference.draft import Draft, draft_of, one_hot
 from foretoken.ops.backends.reference.noise import uniform_of
 from foretoken.ops.backends.reference.process import Row, is_finite, process_logits
 from foretoken.ops.backends.reference.sample import Slot, draw, softmax
-from foretoken.ops.types import (
-    RESIDUAL,
-    TARGET,
-    DraftBlock,
-    Rows,
-    Rule,
-    Stream,
-    Verdict,
-    VerifyBatch,
-)
+from foretoken.ops.types import RESIDUAL, TARGET, DraftBlock, Rows, Stream, Verdict, VerifyBatch
 
 
 def verify(batch: VerifyBatch) -> Verdict:
@@ -56,11 +49,11 @@ def _verify_one(
 ) -> tuple[int, int]:
     """tau and the token after the accepted drafts, of one request's K + 1 processed rows."""
     own, p = [], [np.zeros(len(row)) for row in rows]
-    if _is_certain(slot):
+    if slot.is_certain:
         own = [draw(row, slot, position + i, 0, TARGET) for i, row in enumerate(rows)]
     for i, row in enumerate(rows):
         if is_finite(row):
-            p[i] = _one_hot(own[i], len(row)) if own else softmax(row)
+            p[i] = one_hot(own[i], len(row)) if own else softmax(row)
     u = [
         uniform_of(0, slot.key, position + i, i, Stream.ACCEPT, slot.fp64_noise)
         for i in range(len(drafts))
@@ -76,34 +69,7 @@ def _verify_one(
     return tau, draw(logits, slot, position + tau, 0, RESIDUAL)
 
 
-def _is_certain(slot: Slot) -> bool:
-    """Whether p and q are one-hot: p is the argmax, or under COUPLED the target's own draw."""
-    return slot.temperature == 0 or slot.rule == Rule.COUPLED
-
-
-def _one_hot(x: int, vocabulary: int) -> Row:
-    """All zero for an id that the target does not have."""
-    q = np.zeros(vocabulary)
-    q[x : x + 1] = 1.0
-    return q
-
-
 def _drafts(block: DraftBlock, b: int, s: int, slot: Slot, rows: Row) -> list[Draft]:
     """The drafts of request b, up to the first that is a placeholder or has no q."""
-    out: list[Draft] = []
-    vocabulary = rows.shape[1]
-    for i in range(len(rows) - 1):
-        x = int(block.token_BK[b, i])
-        if x < 0 or (x >= vocabulary and slot.rule == Rule.SYNTHETIC):
-            break  # a rate cannot make a token of the target out of an id that it does not have
-        if block.cache is None or not block.real_q_B[b] or _is_certain(slot):
-            out.append(Draft(x, 1.0, _one_hot(x, vocabulary)))
-            continue
-        whole = q_of(block.cache, s, i, slot.temperature)
-        if x >= len(whole) or whole[x] == 0:
-            break
-        q = np.zeros(vocabulary)
-        shared = min(vocabulary, len(whole))
-        q[:shared] = whole[:shared]
-        out.append(Draft(x, float(whole[x]), q))
-    return out
+    drafts = (draft_of(block, b, i, s, slot, rows.shape[1]) for i in range(len(rows) - 1))
+    return list(takewhile(lambda draft: draft.q_x > 0, drafts))

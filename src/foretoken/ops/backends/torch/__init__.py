@@ -12,21 +12,13 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.torch import (
-        attention,
-        draft,
-        logprobs,
-        process,
-        sample,
-        steps,
-        verify,
-    )
+    from foretoken.ops.backends.torch import attention, logprobs, process, sample, steps, verify
     from foretoken.ops.backends.torch.evidence import evidence_by
 
     return Kernels(
         process_logits=process.process_logits,
         sample=sample.sample,
-        draft=draft.draft,
+        draft=sample.draft,
         verify=verify.verify,
         evidence=evidence_by(process.process_logits, logprobs.logprobs),
         logprobs=logprobs.logprobs,

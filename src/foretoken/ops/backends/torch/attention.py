@@ -85,14 +85,9 @@ def _run(
     if options.softcap is None and options.sinks_H is None:
         # enable_gqa: 3.5x faster than repeating the K/V heads on a CPU.
         out = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=call.mask,
-            is_causal=call.causal,
-            scale=options.scale,
+            query, key, value, attn_mask=call.mask, is_causal=call.causal, scale=options.scale,
             enable_gqa=True,
-        )
+        )  # fmt: skip
     else:
         out = _explicit(call, query, key, value, options)
     return out.transpose(1, 2).reshape(tokens, heads, -1)
@@ -214,16 +209,10 @@ def _plan_call(
         query_bQ = length_b1 - torch.arange(queries, 0, -1, device=device)
         mask = _mask(query_bQ, torch.arange(skip, longest, device=device), window, dtype)
     return _Call(
-        tokens=tokens,
-        num_requests=requests,
-        num_queries=queries,
-        first=first,
-        block_ids=block_bL.reshape(-1),
-        skip=skip % block_size,
-        length=longest - skip,
-        mask=mask,
+        tokens=tokens, num_requests=requests, num_queries=queries, first=first,
+        block_ids=block_bL.reshape(-1), skip=skip % block_size, length=longest - skip, mask=mask,
         causal=causal,
-    )
+    )  # fmt: skip
 
 
 def _mask(query_bQ: Tensor, key_L: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -93,13 +93,9 @@ def _evidence(
     if Rule.BLOCK in given.params.rules and most > 1:
         mass_RK[:, :-1] = _masses(asked, p_RK, q_RK, finite_RK)
     return Evidence(
-        token_RK,
-        torch.cat([p_RK, p_R1], dim=1),
-        torch.cat([q_RK, q_R1], dim=1),
-        u_M.double().view_as(p_RK),
-        mass_RK,
-        real_q_R,
-    )
+        token_RK, torch.cat([p_RK, p_R1], dim=1), torch.cat([q_RK, q_R1], dim=1),
+        u_M.double().view_as(p_RK), mass_RK, real_q_R,
+    )  # fmt: skip
 
 
 def _p(asked: _Asked, index_RJ: Tensor, token_RJ: Tensor) -> tuple[Tensor, Tensor]:
@@ -191,9 +187,6 @@ def _edits_of(edits: Edits, row_M: Tensor, real_M: Tensor) -> Edits:
     return replace(
         edits,
         mask_N=None if edits.mask_N is None else torch.where(real_M, edits.mask_N[row_M], -1),
-        start_N1=new_M1,
-        token_M=edits.token_M[at_E],
-        bias_M=edits.bias_M[at_E],
-        repetition_M=edits.repetition_M[at_E],
-        subtract_M=edits.subtract_M[at_E],
-    )
+        start_N1=new_M1, token_M=edits.token_M[at_E], bias_M=edits.bias_M[at_E],
+        repetition_M=edits.repetition_M[at_E], subtract_M=edits.subtract_M[at_E],
+    )  # fmt: skip

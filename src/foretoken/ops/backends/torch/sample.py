@@ -1,10 +1,10 @@
 """Gumbel-max sampling of raw logits: argmax, flat, or hierarchical over blocks.
 
-Belongs here: `sample`, and how rows and weights are drawn, which `draft` and `verify` share. Does
-not: what a row is (`process`), its noise (`noise`).
+Belongs here: `sample`, `draft`, which keeps q, and how rows and weights are drawn, which `verify`
+shares. Does not: what a row is (`process`), its noise (`noise`).
 
 Shapes: N rows of the call, M of them drawn, R of these at a time, V vocabulary, W the same in whole
-blocks, J blocks of a row, G groups of noise, P draws of a group.
+blocks, B requests, J blocks of a row, G groups of noise, P draws of a group.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.ops.backends.torch.noise import RowNoise
 from foretoken.ops.backends.torch.process import BLOCK, chunks, distribution, draws_flat, load
-from foretoken.ops.types import Noise, Rows
+from foretoken.ops.types import DraftCache, Noise, Rows, Rule, Stream
 
 
 class Drawn(NamedTuple):
@@ -40,6 +40,23 @@ def sample(rows: Rows, noise: Noise) -> Tensor:
     key_N = rows.params.key_S[rows.slot_N]
     own = RowNoise(key_N, noise.position_N, noise.draft_index_N, token_N, block_N, noise.fp64)
     return draw_rows(rows, index_N, own).token_M
+
+
+def draft(rows: Rows, noise: Noise, cache: DraftCache | None) -> Tensor:
+    """See `Backend.draft`. Returns int64 [B]."""
+    slot_B, index_B = rows.slot_N, noise.draft_index_N
+    coupled_B = rows.params.rule_S[slot_B] == Rule.COUPLED
+    own = RowNoise(
+        rows.params.key_S[slot_B], noise.position_N, index_B.masked_fill(coupled_B, 0),
+        torch.where(coupled_B, Stream.TARGET_TOKEN, Stream.DRAFT_TOKEN),
+        torch.where(coupled_B, Stream.TARGET_BLOCK, Stream.DRAFT_BLOCK), noise.fp64,
+    )  # fmt: skip
+    drawn = draw_rows(rows, torch.arange(len(slot_B), device=slot_B.device), own)
+    if cache is not None:
+        cache.logits_SKV[slot_B, index_B] = rows.logits_NV.detach()
+        cache.threshold_SK[slot_B, index_B] = drawn.threshold_M
+        cache.lse_SK[slot_B, index_B] = drawn.lse_M
+    return drawn.token_M
 
 
 def draw_rows(rows: Rows, index_M: Tensor, noise: RowNoise) -> Drawn:

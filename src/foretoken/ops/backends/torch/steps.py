@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.ops.steps import DraftRows, Packed, PackSizes, Round, SlotState, StepTokens
+from foretoken.ops.steps import DraftRows, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
 
@@ -26,7 +26,7 @@ def write_drafts(
     _put(state, rows.slot_B, rows.position_B, num_B, token_BK.clamp(0, last_id))
 
 
-def pack(state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int) -> Packed:
+def pack(state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
     """See `Steps.pack`."""
     want_B = tokens.num_D + 1
     if tokens.of_B is not None:
@@ -164,7 +164,7 @@ def _packed(
     want_B: Tensor,
     sizes: PackSizes,
     block_size: int,
-) -> Packed:
+) -> ForwardBatch:
     """Tokens start..start + count - 1 of each slot, with logits of the last `want_B`."""
     ends_B, device = count_B.cumsum(0), slot_B.device
     index_T = torch.arange(sizes.tokens, device=device)
@@ -182,11 +182,7 @@ def _packed(
     of_N = of_N.clamp(max=len(slot_B) - 1)
     row_N = torch.where(is_real_N, index_N + (ends_B - wanted_B)[of_N], 0)
     attention = AttentionBatch(
-        pad(ends_B, (1, 0)),
-        start_B + count_B,
-        state.block_SL[slot_B],
-        block_size,
-        most_queries=sizes.queries,
-        values_fit=True,
-    )
-    return Packed(token_T, position_T, row_N, attention)
+        pad(ends_B, (1, 0)), start_B + count_B, state.block_SL[slot_B], block_size,
+        most_queries=sizes.queries, values_fit=True,
+    )  # fmt: skip
+    return ForwardBatch(token_T, position_T, row_N, attention)

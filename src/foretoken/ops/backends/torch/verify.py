@@ -56,16 +56,12 @@ def verify(given: VerifyBatch) -> Verdict:
     slot_N = slot_B.repeat_interleave(num_rows_B, output_size=len(given.logits_NV))
     own_B = (params.temperature_S[slot_B] == 0) | (rule_B == Rule.COUPLED)
     batch = Batch(
-        given,
-        rows=Rows(given.logits_NV, params, slot_N, given.edits),
-        first_row_B=num_rows_B.cumsum(0) - num_rows_B,
-        rule_B=rule_B,
-        own_B=own_B,
-        token_BK=drafts.token_BK.long(),
-        real_q_B=drafts.real_q_B & ~own_B,
+        given, rows=Rows(given.logits_NV, params, slot_N, given.edits),
+        first_row_B=num_rows_B.cumsum(0) - num_rows_B, rule_B=rule_B, own_B=own_B,
+        token_BK=drafts.token_BK.long(), real_q_B=drafts.real_q_B & ~own_B,
         finite_BK1=slot_B.new_ones(len(slot_B), most + 1, dtype=torch.bool),
         vocabulary=given.logits_NV.shape[1],
-    )
+    )  # fmt: skip
     n_accept_B, rejected_B, log_w_B = _decide(batch)
     last_B1 = _draw_last(batch, n_accept_B, rejected_B, log_w_B)[:, None]
     n_accept_B1 = n_accept_B[:, None]

@@ -28,7 +28,7 @@ from foretoken.ops.backends.triton.draw import (
     q_offset,
 )
 from foretoken.ops.backends.triton.noise import LOG2E
-from foretoken.ops.backends.triton.records import Batch, Drafts, Outcome, Plan
+from foretoken.ops.backends.triton.records import Batch, Drafts, Plan
 from foretoken.ops.backends.triton.request import (
     ALL_ROWS,
     DONE,
@@ -57,6 +57,7 @@ from foretoken.ops.backends.triton.rows import (
     wait_for_writes,
 )
 from foretoken.ops.backends.triton.rules import BLOCK_RULE, COUPLED, SYNTHETIC, is_stated
+from foretoken.ops.types import Verdict
 
 Drafted = namedtuple("Drafted", "token logit log_q q_threshold q_lse real_q u")
 """One request's drafts x_i: vectors [KP], except for `real_q`.
@@ -83,7 +84,7 @@ by_own_draw: p is one-hot (T=0), or p and q share their noise (COUPLED): drafts 
 
 @triton.jit
 def decide_kernel(
-    batch: Batch, drafts: Drafts, outcome: Outcome, plan: Plan | None, RAGGED: tl.constexpr,
+    batch: Batch, drafts: Drafts, outcome: Verdict, plan: Plan | None, RAGGED: tl.constexpr,
     UNDER_BLOCK: tl.constexpr, KP: tl.constexpr, NBP: tl.constexpr, FP64: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip

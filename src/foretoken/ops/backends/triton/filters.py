@@ -188,8 +188,7 @@ def _pick_groups(top_J, bound, group_top, blocks, NG, NBP: tl.constexpr):
             # behind the last group, as padding
             block = tl.load(blocks + r, mask=r < chosen_blocks, other=NBP)
             g = tl.reshape(
-                block[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :],
-                (_BLOCKS_AT_ONCE * GROUPS,),
+                block[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :], (_BLOCKS_AT_ONCE * GROUPS,)
             )
             top_G = tl.load(group_top + g, mask=g < NG, other=float("-inf"))
             chosen_G = (top_G >= bound) & (top_G > float("-inf"))

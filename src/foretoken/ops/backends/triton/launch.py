@@ -53,11 +53,7 @@ class Call:
         check_device(logits_NV)
         rows, slots, flat, cut = rows_of(logits_NV, edits), None, False, False
         if params is not None:
-            slots = records.Slots(
-                params.key_S.contiguous(), params.temperature_S.contiguous(),
-                params.top_k_S.contiguous(), params.top_p_S.contiguous(),
-                params.min_p_S.contiguous(), params.rule_S.contiguous(),
-            )  # fmt: skip
+            slots = records.Slots(*map(Tensor.contiguous, params.columns))
             flat, cut = Rule.COUPLED in params.rules, params.has_filters
         q = None
         if cache is not None:

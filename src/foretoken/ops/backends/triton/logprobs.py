@@ -55,15 +55,6 @@ class Measured(NamedTuple):
     group_top_NG: Tensor
 
 
-class Result(NamedTuple):
-    """The tensors of `Logprobs`."""
-
-    logprob_N: Tensor
-    rank_N: Tensor
-    top_logprob_NT: Tensor
-    top_token_NT: Tensor
-
-
 @triton.jit
 def _threshold_and_scale(batch: Batch, row):
     """What a row is cut by, and its scale to log2; raw logits are neither cut nor scaled."""
@@ -135,7 +126,7 @@ def _first(x, id_, T, TP: tl.constexpr):
 
 @triton.jit
 def likeliest_kernel(
-    batch: Batch, token_N, measured: Measured, result: Result, T, NBP: tl.constexpr,
+    batch: Batch, token_N, measured: Measured, result: Logprobs, T, NBP: tl.constexpr,
     TP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: rows. TP: a power of 2 from T on; 0 if T is."""
@@ -180,14 +171,14 @@ def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     rows = asked if isinstance(asked, Rows) else (asked, None, token_N, None)
     logits_NV, params, slot_N, edits = rows
     number, device = len(logits_NV), logits_NV.device
-    result = Result(
+    result = Logprobs(
         torch.empty(number, device=device),
         torch.empty(number, dtype=torch.int64, device=device),
         torch.empty(number, num_top, device=device),
         torch.empty(number, num_top, dtype=torch.int64, device=device),
     )
     if not number:
-        return Logprobs(*result)
+        return result
     call = Call(logits_NV, params, requests_of(*[slot_N] * 4), edits)
     scratch, blocks = call.batch.scratch, call.batch.rows.NB
     measured = Measured(
@@ -205,4 +196,4 @@ def logprobs(asked: Rows | Tensor, token_N: Tensor, num_top: int) -> Logprobs:
     call.launch(measure_kernel, number * parts, *given, parts, per, num_warps=1)
     width = 1 << (num_top - 1).bit_length() if num_top else 0
     call.launch(likeliest_kernel, number, *given, result, num_top, call.blocks_padded, width)
-    return Logprobs(*result)
+    return result

@@ -55,7 +55,7 @@ class RoundPlan(NamedTuple):
 
 
 class Out(NamedTuple):
-    """The tensors of `Packed`, and their sizes."""
+    """The tensors of `ForwardBatch`, and their sizes."""
 
     token_T: Tensor
     position_T: Tensor

@@ -147,14 +147,6 @@ class Drafts(NamedTuple):
     K: int
 
 
-class Outcome(NamedTuple):
-    """The tensors of `Verdict`."""
-
-    token_BK1: Tensor
-    n_accept_B: Tensor
-    finite_B: Tensor
-
-
 class Plan(NamedTuple):
     """What is left to do for each request: `request.py` says where in these two."""
 

@@ -12,8 +12,9 @@ import triton.language as tl
 
 from foretoken.ops.backends.triton.draw import Softmax, Target
 from foretoken.ops.backends.triton.noise import ACCEPT, LOG2E, Address, log2, uniform_at
-from foretoken.ops.backends.triton.records import Batch, Drafts, Outcome, Plan
+from foretoken.ops.backends.triton.records import Batch, Drafts, Plan
 from foretoken.ops.backends.triton.rows import first_row, read_settings
+from foretoken.ops.types import Verdict
 
 # What is pending after the decision: nothing; a draw; the sum of one row's residual, and a draw;
 # the sums of all rows' residuals, then the block rule, and a draw.
@@ -113,7 +114,7 @@ def all_finite(lse, k):
 
 
 @triton.jit
-def store_accepted(outcome: Outcome, drafts: Drafts, b, k, finite, KP: tl.constexpr):
+def store_accepted(outcome: Verdict, drafts: Drafts, b, k, finite, KP: tl.constexpr):
     """All of a verdict except the token after the k accepted drafts; behind that comes -1."""
     i, K = tl.arange(0, KP), drafts.K
     token = tl.load(drafts.token_BK + b * K + i, mask=(i < k) & (i < K), other=-1).to(tl.int64)
@@ -124,7 +125,7 @@ def store_accepted(outcome: Outcome, drafts: Drafts, b, k, finite, KP: tl.conste
 
 
 @triton.jit
-def store_token(outcome: Outcome, drafts: Drafts, b, k, token, finite):
+def store_token(outcome: Verdict, drafts: Drafts, b, k, token, finite):
     """The token after k accepted drafts; -1 if a row that decided the request is not finite."""
     tl.store(outcome.token_BK1 + b * (drafts.K + 1) + k, tl.where(finite, token, -1))
 
@@ -141,20 +142,14 @@ def plan_of(plan: Plan, b, K):
 def store_planned(plan_b: RequestPlan, line, planned: PlannedRow, mask):
     """Write rows to lines 0..K-1 of a request's plan."""
     integers, floats = plan_b.integers + line * INTEGERS, plan_b.floats + line * FLOATS
-    tl.store(integers, planned.row, mask=mask)
-    tl.store(integers + 1, planned.position, mask=mask)
-    tl.store(integers + 2, planned.target.mode, mask=mask)
-    tl.store(integers + 3, planned.target.token, mask=mask)
-    tl.store(integers + 4, planned.target.q_offset, mask=mask)
-    tl.store(floats, planned.target.q_threshold, mask=mask)
-    tl.store(floats + 1, planned.target.q_lse, mask=mask)
-    tl.store(floats + 2, planned.target.log_w, mask=mask)
-    tl.store(floats + 3, planned.p.threshold, mask=mask)
-    tl.store(floats + 4, planned.p.scale, mask=mask)
-    tl.store(floats + 5, planned.p.lse, mask=mask)
-    tl.store(floats + 6, planned.log_p, mask=mask)
-    tl.store(floats + 7, planned.log_q, mask=mask)
-    tl.store(floats + 8, planned.log_next, mask=mask)
+    row, position, p, target, log_p, log_q, log_next = planned
+    whole = (row, position, target.mode, target.token, target.q_offset)
+    parts = (target.q_threshold, target.q_lse, target.log_w, p.threshold, p.scale, p.lse, log_p,
+             log_q, log_next)  # fmt: skip
+    for n in tl.static_range(INTEGERS):
+        tl.store(integers + n, whole[n], mask=mask)
+    for n in tl.static_range(FLOATS):
+        tl.store(floats + n, parts[n], mask=mask)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from foretoken.ops.backends.triton.draw import (
     weigh,
 )
 from foretoken.ops.backends.triton.noise import RESIDUAL_TOKEN, Address, gumbel_span
-from foretoken.ops.backends.triton.records import Batch, Drafts, Outcome, Plan
+from foretoken.ops.backends.triton.records import Batch, Drafts, Plan
 from foretoken.ops.backends.triton.request import (
     ALL_ROWS,
     DONE,
@@ -50,11 +50,12 @@ from foretoken.ops.backends.triton.rows import (
     read_settings,
     wait_for_writes,
 )
+from foretoken.ops.types import Verdict
 
 
 @triton.jit
 def residual_kernel(
-    batch: Batch, drafts: Drafts, outcome: Outcome, plan: Plan, parts, lines, KP: tl.constexpr,
+    batch: Batch, drafts: Drafts, outcome: Verdict, plan: Plan, parts, lines, KP: tl.constexpr,
     NBP: tl.constexpr, FP64: tl.constexpr, PER: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, line of its plan, PER blocks of the row that is planned there).

@@ -25,7 +25,7 @@ from foretoken.ops.backends.triton.noise import (
     gumbel_at,
     noise_span,
 )
-from foretoken.ops.backends.triton.records import Batch, Candidates, Drafts, Outcome
+from foretoken.ops.backends.triton.records import Batch, Candidates, Drafts
 from foretoken.ops.backends.triton.request import (
     DRAW,
     ONE_ROW,
@@ -36,13 +36,14 @@ from foretoken.ops.backends.triton.request import (
 )
 from foretoken.ops.backends.triton.residual import weigh_blocks
 from foretoken.ops.backends.triton.rows import BLOCK, Settings
+from foretoken.ops.types import Verdict
 
 FEW = tl.constexpr(4)  # most requests that come here, a power of 2
 
 
 @triton.jit
 def settle_kernel(
-    batch: Batch, drafts: Drafts, outcome: Outcome, candidates: Candidates, KP: tl.constexpr,
+    batch: Batch, drafts: Drafts, outcome: Verdict, candidates: Candidates, KP: tl.constexpr,
     NBP: tl.constexpr, FP64: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, block of the row that has to be drawn). No slot may be under BLOCK.

@@ -16,9 +16,8 @@ from torch import Tensor
 from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
 from foretoken.ops.backends.triton.launch import overlaps
 from foretoken.ops.backends.triton.packing import AT_ONCE, SPAN, Out, RoundPlan, Table, pack_kernel
-from foretoken.ops.backends.triton.records import Outcome
 from foretoken.ops.backends.triton.rows import wait_for_writes
-from foretoken.ops.steps import DraftRows, Packed, PackSizes, Round, SlotState, StepTokens
+from foretoken.ops.steps import DraftRows, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
 TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
@@ -54,7 +53,7 @@ def put_kernel(
 
 @triton.jit
 def advance_kernel(
-    table: Table, step: StepTokens, verdict: Outcome, packet, B, K, KP: tl.constexpr,
+    table: Table, step: StepTokens, verdict: Verdict, packet, B, K, KP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """A program takes over the step of a request. The spare may have many; none changes it."""
@@ -185,7 +184,7 @@ def write_drafts(
 
 
 @zero_if_noted
-def pack(state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int) -> Packed:
+def pack(state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
     """See `Steps.pack`."""
     return _pack(state, len(tokens.slot_B), (tokens, None), sizes, block_size)
 
@@ -195,8 +194,8 @@ def advance(state: SlotState, tokens: StepTokens, verdict: Verdict) -> Tensor:
     """See `Steps.advance`."""
     requests, (deciding, width) = len(tokens.slot_B), verdict.token_BK1.shape
     packet = _empty(tokens.slot_B, requests + deciding * (width + 3))
-    outcome = Outcome(*map(Tensor.contiguous, verdict))
-    given = (tokens, outcome, packet, requests, width - 1, triton.next_power_of_2(width))
+    verdict = Verdict(*map(Tensor.contiguous, verdict))
+    given = (tokens, verdict, packet, requests, width - 1, triton.next_power_of_2(width))
     _launch(advance_kernel, (requests,), packet.device, _table(state), *given)
     return packet
 
@@ -256,7 +255,7 @@ def look_up(
 
 def _pack(
     state: SlotState, requests: int, asked: tuple[Any, Any], sizes: PackSizes, block_size: int
-) -> Packed:
+) -> ForwardBatch:
     """asked: `StepTokens` or `RoundPlan`, and None in the place of the other."""
     like, (step, plan), columns = state.length_S, asked, state.block_SL.shape[1]
     out = Out(
@@ -269,7 +268,7 @@ def _pack(
     _launch(pack_kernel, grid, like.device, _table(state), step, plan, out, width)
     where = (out.start_B1, out.length_B, out.block_BL, block_size)
     attention = AttentionBatch(*where, most_queries=sizes.queries, values_fit=True)
-    return Packed(out.token_T, out.position_T, out.row_N, attention)
+    return ForwardBatch(out.token_T, out.position_T, out.row_N, attention)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any) -> None:

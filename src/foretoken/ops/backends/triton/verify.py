@@ -10,7 +10,7 @@ import torch
 
 from foretoken.ops.backends.triton import launch
 from foretoken.ops.backends.triton.decide import decide_kernel
-from foretoken.ops.backends.triton.records import Candidates, Drafts, Outcome, Plan
+from foretoken.ops.backends.triton.records import Candidates, Drafts, Plan
 from foretoken.ops.backends.triton.request import FLOATS, HEAD, INTEGERS
 from foretoken.ops.backends.triton.residual import residual_kernel
 from foretoken.ops.backends.triton.sample import reduce_rows
@@ -26,12 +26,11 @@ def verify(batch: VerifyBatch) -> Verdict:
     """
     logits_NV, params, slot_B, position_B, block, edits, rate_K, fp64_noise, _ = batch
     device, (number, most) = logits_NV.device, block.token_BK.shape
-    outcome = Outcome(
+    verdict = Verdict(
         torch.empty(number, most + 1, dtype=block.token_BK.dtype, device=device),
         torch.empty_like(slot_B),
         torch.empty_like(slot_B, dtype=torch.bool),
     )
-    verdict = Verdict(*outcome)
     if not number:
         return verdict
     requests = launch.requests_of(block.num_B, slot_B, position_B, block.num_B)
@@ -53,7 +52,7 @@ def verify(batch: VerifyBatch) -> Verdict:
             torch.empty(number * blocks * 2, dtype=torch.float64, device=device),
         )
         reduce_rows(call, counter_B=candidates.arrived_B)
-        given = (drafts, outcome, candidates)
+        given = (drafts, verdict, candidates)
         call.launch(settle_kernel, number * blocks, *given, *widths)
         return verdict
     plan = None
@@ -64,7 +63,7 @@ def verify(batch: VerifyBatch) -> Verdict:
             torch.empty(number * floats, dtype=torch.float32, device=device),
         )
     reduce_rows(call)
-    planned = (drafts, outcome, plan)
+    planned = (drafts, verdict, plan)
     call.launch(decide_kernel, number, *planned, most > 0, block_rule, *widths)
     if later:
         lines, parts = most if block_rule else 1, -(-blocks // launch.BLOCKS_AT_ONCE)

@@ -5,7 +5,6 @@
 #include <algorithm>
 
 #include "call.h"
-#include "tuning.h"
 
 namespace foretoken {
 

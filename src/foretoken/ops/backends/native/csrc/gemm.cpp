@@ -2,6 +2,8 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <new>
 
@@ -64,8 +66,7 @@ constexpr int64_t kAhead = 16384 / sizeof(float);
 
 template <Fetch F>
 Vec fetch_and_load(const float* at) {
-  if constexpr (F == Fetch::kCached) __builtin_prefetch(at + kAhead, 0, 3);
-  if constexpr (F == Fetch::kPastCaches) __builtin_prefetch(at + kAhead, 0, 0);
+  if constexpr (F == Fetch::kHint) __builtin_prefetch(at + kAhead);
   return load(at);
 }
 
@@ -83,58 +84,103 @@ void load_weights(const float* panel, int64_t k, Vec* w) {
   }
 }
 
-template <int R, Store S, Fetch F>
-void multiply_rows(const float* x, int64_t inputs, const float* panel, float* out) {
-  Vec sum[R][kVecs] = {};
+// R rows of x times P adjacent panels, into out[R][P][kPanel].
+template <int R, int P, Store S, Fetch F>
+void multiply_tile(const float* x, int64_t inputs, const float* panel, float* out) {
+  constexpr int64_t row = S == Store::kHalf ? kPanel / 2 : kPanel;
+  Vec sum[R][P][kVecs] = {};
   for (int64_t k = 0; k < inputs; k++) {
-    Vec w[kVecs];
-    load_weights<S, F>(panel, k, w);
+    Vec w[P][kVecs];
+    for (int i = 0; i < P; i++) load_weights<S, F>(panel + i * inputs * row, k, w[i]);
     for (int r = 0; r < R; r++) {
       const Vec a = splat(x[r * inputs + k]);
-      for (int v = 0; v < kVecs; v++) sum[r][v] += a * w[v];
+      for (int i = 0; i < P; i++)
+        for (int v = 0; v < kVecs; v++) sum[r][i][v] += a * w[i][v];
     }
   }
   for (int r = 0; r < R; r++)
-    for (int v = 0; v < kVecs; v++) store(out + r * kPanel + v * kWidth, sum[r][v]);
-}
-
-template <Store S>
-void multiply_two(const float* x, int64_t inputs, const float* panel, const float* next,
-                  float* out) {
-  Vec sum[2][kVecs] = {};
-  for (int64_t k = 0; k < inputs; k++) {
-    const Vec a = splat(x[k]);
-    for (int i = 0; i < 2; i++) {
-      Vec w[kVecs];
-      load_weights<S, Fetch::kNoHint>(i ? next : panel, k, w);
-      for (int v = 0; v < kVecs; v++) sum[i][v] += a * w[v];
-    }
-  }
-  for (int i = 0; i < 2; i++)
-    for (int v = 0; v < kVecs; v++) store(out + i * kPanel + v * kWidth, sum[i][v]);
+    for (int i = 0; i < P; i++)
+      for (int v = 0; v < kVecs; v++) store(out + (r * P + i) * kPanel + v * kWidth, sum[r][i][v]);
 }
 
 using Multiply = void (*)(const float*, int64_t, const float*, float*);
 
 template <Store S, Fetch F>
 constexpr Multiply kByRows[kRows] = {
-    multiply_rows<1, S, F>, multiply_rows<2, S, F>, multiply_rows<3, S, F>,
-    multiply_rows<4, S, F>, multiply_rows<5, S, F>, multiply_rows<6, S, F>};
+    multiply_tile<1, 1, S, F>, multiply_tile<2, 1, S, F>, multiply_tile<3, 1, S, F>,
+    multiply_tile<4, 1, S, F>, multiply_tile<5, 1, S, F>, multiply_tile<6, 1, S, F>};
 
 template <Store S>
-constexpr const Multiply* kByFetch[kFetches] = {
-    kByRows<S, Fetch::kNoHint>, kByRows<S, Fetch::kCached>, kByRows<S, Fetch::kPastCaches>};
+constexpr const Multiply* kByFetch[kFetches] = {kByRows<S, Fetch::kNoHint>,
+                                                kByRows<S, Fetch::kHint>};
 
 }  // namespace
 
 void multiply_pair(const float* x, const Packed& w, int64_t p, float* out) {
-  const auto run = w.store == Store::kHalf ? multiply_two<Store::kHalf> : multiply_two<Store::kFloat>;
-  run(x, w.inputs, w.panel(p), w.panel(p + 1), out);
+  const auto run = w.store == Store::kHalf ? multiply_tile<1, 2, Store::kHalf, Fetch::kNoHint>
+                                           : multiply_tile<1, 2, Store::kFloat, Fetch::kNoHint>;
+  run(x, w.inputs, w.panel(p), out);
 }
 
 void multiply(const float* x, int rows, const Packed& w, int64_t p, float* out, Fetch fetch) {
   const auto& by_fetch = w.store == Store::kHalf ? kByFetch<Store::kHalf> : kByFetch<Store::kFloat>;
   by_fetch[static_cast<int>(fetch)][rows - 1](x, w.inputs, w.panel(p), out);
+}
+
+namespace {
+
+constexpr int64_t kMost = int64_t{256} << 20;  // bytes: more than most caches hold
+constexpr double kBudget = 0.015;              // seconds after which two rounds are enough
+constexpr int kRounds = 5;
+constexpr double kClearly = 0.97;  // of the ordinary hint's time: enough to do without
+
+// Multiplies as a forward pass does, without what is between the products.
+class Pass {
+ public:
+  Pass(const std::vector<const Packed*>& weights, int rows) : rows_(rows) {
+    int64_t bytes = 0, widest = 0;
+    for (const Packed* w : weights) {
+      if (bytes >= kMost) break;
+      weights_.push_back(w);
+      bytes += w->bytes();
+      widest = std::max(widest, w->inputs);
+    }
+    x_.assign(rows * widest, 1.0f);
+  }
+
+  double seconds(Fetch fetch) {
+    const auto start = std::chrono::steady_clock::now();
+    for (const Packed* w : weights_)
+      product(x_.data(), rows_, *w, {fetch, fetch}, [](int64_t, int64_t, int64_t, const float*) {});
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  }
+
+ private:
+  std::vector<const Packed*> weights_;
+  std::vector<float> x_;
+  int rows_;
+};
+
+// In turns, so that a busy moment of the machine meets all alike; the best of each counts. The first
+// pass of a turn is not timed: it leaves the caches as passes of its kind do.
+Fetch fastest(Pass pass, double* best) {
+  double spent = 0;
+  for (int round = 0; round < 2 || (round < kRounds && spent < kBudget); round++) {
+    for (int f = 0; f < kFetches; f++) {
+      spent += pass.seconds(Fetch{f});
+      const double timed = pass.seconds(Fetch{f});
+      spent += timed;
+      best[f] = round ? std::min(best[f], timed) : timed;
+    }
+  }
+  return best[0] < kClearly * best[1] ? Fetch::kNoHint : Fetch::kHint;
+}
+
+}  // namespace
+
+Fetches measure_fetches(const std::vector<const Packed*>& weights, double seconds[2][kFetches]) {
+  const Fetch one = fastest(Pass(weights, 1), seconds[0]);
+  return {one, fastest(Pass(weights, kRows), seconds[1])};
 }
 
 }  // namespace foretoken

@@ -61,13 +61,13 @@ class Packed {
   float* weights_ = nullptr;
 };
 
-// How weights are fetched ahead of their use; results do not depend on it.
-enum class Fetch : int64_t { kNoHint, kCached, kPastCaches };
-constexpr int kFetches = 3;
+// Whether the processor is told what weights to fetch ahead of their use; results do not depend on it.
+enum class Fetch : int64_t { kNoHint, kHint };
+constexpr int kFetches = 2;
 
 // What was measured to be fastest for one row, and for up to kRows that share each read.
 struct Fetches {
-  Fetch one = Fetch::kCached, few = Fetch::kCached;
+  Fetch one = Fetch::kHint, few = Fetch::kHint;
 };
 
 // One register tile: `rows` rows of x (stride `inputs`) times panel `p`, into out[rows][kPanel].
@@ -103,7 +103,7 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
     return;
   }
   // Several tiles read a panel several times: it must stay cached.
-  const Fetch fetch = rows == 1 ? fetches.one : rows <= kRows ? fetches.few : Fetch::kCached;
+  const Fetch fetch = rows == 1 ? fetches.one : rows <= kRows ? fetches.few : Fetch::kHint;
   // Few rows: a tile is one panel. Many: rows are cut too, so that tiles outnumber threads.
   const int64_t chunk = 16 * kRows, chunks = (rows + chunk - 1) / chunk;
   parallel_for(w.panels * chunks, worth_sharing(rows, w), [&](int64_t tile) {
@@ -117,5 +117,11 @@ void product(const float* x, int64_t rows, const Packed& w, Fetches fetches,
     }
   });
 }
+
+// The fastest fetches, and the best seconds of a pass over the weights by each, for one row and for
+// kRows: either may take 1.3 times as long as the other, by processor, size of the weights and rows
+// (decision 013). Takes up to 40 passes over `weights`, or over their first 256 MiB, fewer where these
+// take long; with the threads now in force.
+Fetches measure_fetches(const std::vector<const Packed*>& weights, double seconds[2][kFetches]);
 
 }  // namespace foretoken

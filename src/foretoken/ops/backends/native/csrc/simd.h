@@ -114,6 +114,13 @@ inline float sum_lanes(Vec v) {
   return lane[0];
 }
 
+// c[0] x^n + c[1] x^(n - 1) + ..., from the left.
+inline Vec horner(Vec, Vec sum) { return sum; }
+template <typename... Rest>
+Vec horner(Vec x, Vec sum, float next, Rest... rest) {
+  return horner(x, sum * x + next, rest...);
+}
+
 // e^x to about 1 ulp for x in [-87, 88]; 0 below, clamped above; -inf gives 0, NaN gives NaN.
 inline Vec exp(Vec x) {
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
@@ -121,12 +128,8 @@ inline Vec exp(Vec x) {
   Vec n = (bounded * 1.44269504f + magic) - magic;
   Vec r = bounded - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
-  Vec p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
+  Vec p = horner(r, splat(1.9875691500e-4f), 1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f,
+                 1.6666665459e-1f, 5.0000001201e-1f);
   p = p * r * r + r + 1.0f;
   IntVec exponent = (__builtin_convertvector(n, IntVec) + 127) << 23;
   Vec result = p * (Vec)exponent;
@@ -143,15 +146,9 @@ inline Vec log(Vec x) {
   exponent += small;  // -1 where true
   m = (small ? m + m : m) - 1.0f;
   const Vec e = __builtin_convertvector(exponent, Vec), z = m * m;
-  Vec p = splat(7.0376836292e-2f);
-  p = p * m - 1.1514610310e-1f;
-  p = p * m + 1.1676998740e-1f;
-  p = p * m - 1.2420140846e-1f;
-  p = p * m + 1.4249322787e-1f;
-  p = p * m - 1.6668057665e-1f;
-  p = p * m + 2.0000714765e-1f;
-  p = p * m - 2.4999993993e-1f;
-  p = p * m + 3.3333331174e-1f;
+  const Vec p = horner(m, splat(7.0376836292e-2f), -1.1514610310e-1f, 1.1676998740e-1f,
+                       -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f, 2.0000714765e-1f,
+                       -2.4999993993e-1f, 3.3333331174e-1f);
   Vec y = p * m * z + e * -2.12194440e-4f - 0.5f * z;
   y = m + y + e * 0.693359375f;
   y = x == Vec{} ? splat(kMinusInfinity) : y;
@@ -175,11 +172,9 @@ struct PowerOfTwo {
   explicit PowerOfTwo(Vec t) {
     t = max(splat(-126.0f), t);
     const Vec n = t + kRounding, f = t - (n - kRounding);
-    Vec p = f * 1.5353361956775188e-4f + 1.3398875016719103e-3f;
-    p = p * f + 9.61843691766262e-3f;
-    p = p * f + 5.5503323674201965e-2f;
-    p = p * f + 2.4022647738456726e-1f;
-    p = p * f + 6.931471824645996e-1f;
+    const Vec p = horner(f, splat(1.5353361956775188e-4f), 1.3398875016719103e-3f,
+                         9.61843691766262e-3f, 5.5503323674201965e-2f, 2.4022647738456726e-1f,
+                         6.931471824645996e-1f);
     scale = (Vec)((IntVec)n << 23);
     excess = p * f;
   }

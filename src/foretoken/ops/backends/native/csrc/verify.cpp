@@ -30,18 +30,6 @@ struct Verdict {
   bool* finite_B;
 };
 
-// `ops.Evidence` but for the drafts, to be written.
-struct Evidence {
-  double *p_RK1, *q_RK1, *u_RK, *mass_RK;
-  bool* real_q_R;
-};
-
-// Whose evidence is wanted, and their verdicts.
-struct Asked {
-  const int64_t *token_BK1, *n_accept_B, *request_R;
-  int64_t requests;
-};
-
 // One request of a batch.
 struct Request {
   const Params& params;
@@ -59,10 +47,9 @@ struct Request {
     if (i >= batch.num_B[index] || token(i) < 0) return false;
     return token(i) < batch.logits.vocabulary || !synthetic();
   }
-  bool has_q() const { return batch.real_q_B[index] && !greedy() && !params.coupled(slot); }
   // What draft i was drawn from, if that was kept and is looked at.
   std::optional<Draft> q(int64_t i) const {
-    if (!has_q() || !batch.cache) return {};
+    if (!batch.real_q_B[index] || !batch.cache || greedy() || params.coupled(slot)) return {};
     const Cache& cache = *batch.cache;
     const int64_t at = slot * cache.drafts + i;
     return Draft{Row{cache.row(slot, i), cache.dtype, cache.vocabulary}, cache.threshold_SK[at],
@@ -76,11 +63,10 @@ struct Request {
     return draft ? draft->log_of(token(i), params.temperature_S[slot]) : 0;
   }
 
-  double u(int64_t i) const {
+  double log_u(int64_t i) const {
     const Address a = at(params.key_S[slot], batch.position_B[index] + i, i, kAccept);
-    return uniform_at(0, a, batch.fp64);
+    return std::log(uniform_at(0, a, batch.fp64));
   }
-  double log_u(int64_t i) const { return std::log(u(i)); }
 
   // Whether draft i is accepted once those before it are. For SYNTHETIC the ratio is computed, too,
   // and not used: it must take the time of STANDARD.
@@ -171,94 +157,7 @@ void verify_block(const Request& r, const Verdict& out) {
   r.write(out, accepted, d.finite() ? r.instead(accepted, d, accepted_log_w) : -1);
 }
 
-// The rows are read once more, by themselves: what `verify` needs of them depends on the rule.
-class Witness {
- public:
-  explicit Witness(const Request& request) : r_(request) {}
-
-  // What comes behind is about row i.
-  void read(int64_t i) {
-    i_ = i;
-    if (!r_.greedy()) return measure(r_.row(i), r_.params.filters(r_.slot), d_);
-    best_ = largest(r_.row(i));
-  }
-
-  double p(int64_t id) const {
-    if (r_.greedy()) return best_.finite && id == best_.id;
-    return id < 0 || !d_.finite() ? 0 : std::exp(d_.log_of(id));
-  }
-
-  // q of a token in the row of draft i; NaN where that is not finite.
-  double q(int64_t id) const {
-    if (!r_.has_draft(i_)) return 0;
-    const std::optional<Draft> draft = r_.q(i_);
-    if (!draft) return id == r_.token(i_);
-    if (!std::isfinite(draft->lse)) return std::numeric_limits<double>::quiet_NaN();
-    return id < 0 ? 0 : std::exp(draft->log_of(id, r_.params.temperature_S[r_.slot]));
-  }
-
-  // S of the prefix before draft i, whose weight is w.
-  double mass(double w) const {
-    if (r_.greedy()) return best_.finite ? w * (best_.id != r_.token(i_)) : 0;
-    return d_.finite() ? r_.residual(i_, d_, std::log(w)).mass() : 0;
-  }
-
- private:
-  const Request& r_;
-  Distribution& d_ = scratch();
-  Largest best_{};
-  int64_t i_ = 0;
-};
-
-// Row `r` of the evidence.
-void testify(const Request& request, const Asked& asked, int64_t r, const Evidence& out) {
-  const int64_t most = request.batch.drafts, num = request.batch.num_B[request.index];
-  const int64_t tau = asked.n_accept_B[request.index];
-  double *p = out.p_RK1 + r * (most + 1), *q = out.q_RK1 + r * (most + 1);
-  double *u = out.u_RK + r * most, *mass = out.mass_RK + r * most;
-  const bool block = request.params.rule_S[request.slot] == kBlockRule;
-  double w = 1;  // p_i of BLOCK
-  bool goes_on = true;
-  Witness witness(request);
-  std::fill_n(mass, most, std::numeric_limits<double>::quiet_NaN());
-  for (int64_t i = 0; i < num || i == tau; i++) {
-    witness.read(i);
-    if (i == tau) {
-      const int64_t last = asked.token_BK1[request.index * (most + 1) + tau];
-      const bool replaces = i < num && witness.q(request.token(i)) > 0;
-      p[most] = witness.p(last), q[most] = replaces ? witness.q(last) : 0;
-    }
-    if (i == num) break;
-    p[i] = witness.p(request.token(i)), q[i] = witness.q(request.token(i)), u[i] = request.u(i);
-    goes_on &= q[i] > 0;
-    if (!block || !goes_on) continue;
-    if (i > 0) mass[i - 1] = w > 0 ? witness.mass(w) : 0;
-    w = std::min(1.0, w * p[i] / q[i]);
-  }
-  out.real_q_R[r] = request.has_q();
-}
-
-// work(n, the first row of each request) for n < count.
-template <typename Work>
-int for_requests(const VerifyBatch& batch, int64_t count, const Work& work) {
-  return guarded([&] {
-    std::vector<int64_t> first_row(batch.requests, 0);
-    for (int64_t b = 1; b < batch.requests; b++)
-      first_row[b] = first_row[b - 1] + batch.num_B[b - 1] + 1;
-    const bool worth = worth_waking(count * (batch.drafts + 1), batch.logits.vocabulary);
-    parallel_for(count, worth, [&](int64_t n) { work(n, first_row); });
-  });
-}
-
 }  // namespace
-
-extern "C" int foretoken_evidence(const VerifyBatch& batch, const Asked& asked,
-                                  const Evidence& out) {
-  return for_requests(batch, asked.requests, [&](int64_t r, const auto& first_row) {
-    const int64_t b = asked.request_R[r];
-    testify(Request{*batch.params, batch, b, batch.slot_B[b], first_row[b]}, asked, r, out);
-  });
-}
 
 extern "C" int foretoken_verify(const VerifyBatch& batch, int64_t* token_BK1, int64_t* n_accept_B,
                                 bool* finite_B) {
@@ -268,10 +167,16 @@ extern "C" int foretoken_verify(const VerifyBatch& batch, int64_t* token_BK1, in
     if (rule < 0 || rule > kSynthetic) return kNotCovered;
   }
   const Verdict out{token_BK1, n_accept_B, finite_B};
-  return for_requests(batch, batch.requests, [&](int64_t b, const auto& first_row) {
-    const Request request{params, batch, b, batch.slot_B[b], first_row[b]};
-    const bool block = params.rule_S[request.slot] == kBlockRule && !request.greedy();
-    block ? verify_block(request, out) : verify_one(request, out);
+  return guarded([&] {
+    std::vector<int64_t> first_row(batch.requests, 0);
+    for (int64_t b = 1; b < batch.requests; b++)
+      first_row[b] = first_row[b - 1] + batch.num_B[b - 1] + 1;
+    const bool worth = worth_waking(batch.requests * (batch.drafts + 1), batch.logits.vocabulary);
+    parallel_for(batch.requests, worth, [&](int64_t b) {
+      const Request request{params, batch, b, batch.slot_B[b], first_row[b]};
+      const bool block = params.rule_S[request.slot] == kBlockRule && !request.greedy();
+      block ? verify_block(request, out) : verify_one(request, out);
+    });
   });
 }
 

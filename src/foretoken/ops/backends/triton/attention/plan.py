@@ -181,15 +181,8 @@ def _store_items(
 @triton.jit
 def _store_item(item_I, i, item, valid):
     place = item_I + i * FIELDS
-    tl.store(place, item.request, mask=valid)
-    tl.store(place + 1, item.row, mask=valid)
-    tl.store(place + 2, item.begin, mask=valid)
-    tl.store(place + 3, item.end, mask=valid)
-    tl.store(place + 4, item.piece, mask=valid)
-    tl.store(place + 5, item.first, mask=valid)
-    tl.store(place + 6, item.start, mask=valid)
-    tl.store(place + 7, item.count, mask=valid)
-    tl.store(place + 8, item.slot, mask=valid)
+    for field in tl.static_range(len(item)):
+        tl.store(place + field, item[field], mask=valid)
 
 
 @triton.jit

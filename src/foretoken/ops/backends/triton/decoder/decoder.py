@@ -30,9 +30,9 @@ from foretoken.ops.backends.triton.decoder.layers import (
 from foretoken.ops.backends.triton.decoder.products import Products, ResidualStream, embed
 from foretoken.ops.backends.triton.decoder.tiles import MOST_ROWS
 from foretoken.ops.backends.triton.launch import overlaps
-from foretoken.ops.decoder import AttentionCall, ForwardOutput
+from foretoken.ops.decoder import AttentionCall, ForwardOutput, LayerKV, ModelKV
 from foretoken.ops.pass_checks import check_attention_batch
-from foretoken.ops.types import AttentionBatch
+from foretoken.ops.types import PagedKV
 
 
 class FusedDecoder:
@@ -80,15 +80,10 @@ class FusedDecoder:
     @zero_if_noted
     @torch.no_grad()
     def forward(
-        self,
-        token_T: Tensor,
-        logit_row_N: Tensor,
-        batch: AttentionBatch,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        aux_layers: Sequence[int] = (),
+        self, token_T: Tensor, logit_row_N: Tensor, kv: ModelKV, aux_layers: Sequence[int] = ()
     ) -> ForwardOutput:
         """See `Decoder.forward`: in the dtype of the weights."""
+        batch, keys, values = kv
         check_attention_batch(batch, len(token_T), keys[0])
         if not len(keys) == len(values) == len(self._layers):
             raise ConfigError("keys", len(keys), f"tensors of {len(self._layers)} layers")
@@ -98,7 +93,7 @@ class FusedDecoder:
         stream = ResidualStream(self._products, embed(token_T, self._table_VH), gains[0])
         aux = {0: stream.state_TH}
         for i, (layer, key, value) in enumerate(zip(self._layers, keys, values, strict=True), 1):
-            attended_TC = attend(stream.project(layer.qkv), layer, key, value, batch)
+            attended_TC = attend(stream.project(layer.qkv), layer, PagedKV(batch, key, value))
             stream.add(layer.o, attended_TC, layer.mlp_gain_H)
             stream.add(layer.down, stream.gate(layer.gate_up), gains[i], keep=i in aux_layers)
             aux[i] = stream.state_TH
@@ -109,10 +104,9 @@ class FusedDecoder:
         return ForwardOutput(logits_NV, tuple(aux[i] for i in aux_layers))
 
 
-def attend(
-    qkv_TW: Tensor, layer: Layer, keys: Tensor, values: Tensor, batch: AttentionBatch
-) -> Tensor:
+def attend(qkv_TW: Tensor, layer: Layer, kv: LayerKV) -> Tensor:
     """Write the new tokens' K and V and attend to all: [T, H * D]."""
+    batch, keys, values = kv
     if 1 <= batch.most_queries <= MOST_NEW:
         size = keys.shape[3]
         out_TC = qkv_TW.new_empty(len(qkv_TW), qkv_TW.shape[1] - 2 * keys.shape[2] * size)

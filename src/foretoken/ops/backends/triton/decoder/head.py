@@ -22,8 +22,8 @@ from foretoken.ops.backends.triton.decoder.decoder import attend
 from foretoken.ops.backends.triton.decoder.layers import Layer, check_weight, rotary_angles
 from foretoken.ops.backends.triton.decoder.products import Linear, Products, ResidualStream
 from foretoken.ops.backends.triton.decoder.rowwise import join_kernel, spread_kernel
-from foretoken.ops.decoder import HeadModel, UnfitError
-from foretoken.ops.types import AttentionBatch, AttentionOptions
+from foretoken.ops.decoder import HeadModel, LayerKV, UnfitError
+from foretoken.ops.types import AttentionOptions
 
 _SPREAD_BLOCK = 1024
 
@@ -51,16 +51,12 @@ class FusedDraftHead:
             if not (same and weight.is_contiguous()):
                 raise UnfitError(f"`{name}` is not contiguous {table_VC.dtype}")
         self._model, self._fc, self._head = model, Linear(w.fc), Linear(w.head)
+        angles = rotary_angles(model.frequency_R, model.rotary_scale, model.positions)
         self._layer = Layer(
-            w.hidden_norm,
-            Linear(w.qkv),
-            HeadInputs(*rotary_angles(model.frequency_R, model.rotary_scale, model.positions)),
-            AttentionOptions(model.head_size**-0.5),
-            Linear(w.o),
-            w.post_norm,
-            Linear(w.gate_up),
+            w.hidden_norm, Linear(w.qkv), HeadInputs(*angles),
+            AttentionOptions(model.head_size**-0.5), Linear(w.o), w.post_norm, Linear(w.gate_up),
             Linear(w.down),
-        )
+        )  # fmt: skip
         self._products = Products(table_VC.device, table_VC.dtype, model.eps, deterministic)
         self._target_ids = None
         if model.target_ids is not None:
@@ -70,29 +66,16 @@ class FusedDraftHead:
     @zero_if_noted
     @torch.no_grad()
     def forward(
-        self,
-        token_T: Tensor,
-        aux: Sequence[Tensor],
-        batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
-        row_N: Tensor | None = None,
+        self, token_T: Tensor, aux: Sequence[Tensor], kv: LayerKV, row_N: Tensor | None = None
     ) -> Tensor:
         """See `DraftHead.forward`. Behind attention only wanted rows are computed."""
         feature_TC = self._products.multiply(self._fc, torch.cat(list(aux), dim=-1))
-        return self._pass(token_T, feature_TC, batch, keys, values, row_N).state_TH
+        return self._pass(token_T, feature_TC, kv, row_N).state_TH
 
     @torch.no_grad()
-    def draft(
-        self,
-        token_T: Tensor,
-        feature_TC: Tensor,
-        batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def draft(self, token_T: Tensor, feature_TC: Tensor, kv: LayerKV) -> tuple[Tensor, Tensor]:
         """See `DraftHead.draft`: without a kernel for the norm before the logits."""
-        hidden_TC, logits_TQ = self._draft(token_T, feature_TC, batch, keys, values)
+        hidden_TC, logits_TQ = self._draft(token_T, feature_TC, kv)
         return hidden_TC, self._by_target_ids(logits_TQ)
 
     @torch.no_grad()
@@ -113,19 +96,13 @@ class FusedDraftHead:
         return stream.project(self._head)
 
     def _pass(
-        self,
-        token_T: Tensor,
-        feature_TC: Tensor,
-        batch: AttentionBatch,
-        keys: Tensor,
-        values: Tensor,
-        row_N: Tensor | None = None,
+        self, token_T: Tensor, feature_TC: Tensor, kv: LayerKV, row_N: Tensor | None = None
     ) -> ResidualStream:
         layer, heads = self._layer, self._model.heads
-        prepare(batch, len(token_T), heads, keys, values, layer.options)
+        prepare(kv.batch, len(token_T), heads, kv.keys, kv.values, layer.options)
         both_T2C, state_TC = self._join(token_T, feature_TC)
         qkv_TW = self._products.multiply(layer.qkv, both_T2C)
-        attended_TW = attend(qkv_TW, layer, keys, values, batch)
+        attended_TW = attend(qkv_TW, layer, kv)
         if row_N is not None:
             attended_TW, state_TC = attended_TW[row_N], state_TC[row_N]
         stream = ResidualStream(self._products, state_TC, layer.mlp_gain_H)

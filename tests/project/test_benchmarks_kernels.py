@@ -1,28 +1,31 @@
-"""`foretoken bench --kernels`: kernels by name and place, times that add up, and what is shown."""
+"""`benchmarks.kernels`: kernels by name and place, times that add up, and what a call reads."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from foretoken import LLM, SamplingParams
+from benchmarks import kernels
+from benchmarks.kernels import (
+    RECORDED,
+    SETTLING,
+    Kernel,
+    call_bytes,
+    kernel_figures,
+    kind_of,
+    kinds,
+    measure,
+)
+from foretoken import LLM
 from foretoken.errors import ConfigError
-from foretoken.lab.bench import kernels
-from foretoken.lab.bench.chart import chart
 from foretoken.lab.bench.floor import Floor, Reads
-from foretoken.lab.bench.kernels import RECORDED, Kernel, kernel_figures, kind_of, kinds
-from foretoken.lab.bench.options import BenchOptions
-from foretoken.lab.bench.report import results, tables
-from foretoken.lab.bench.run import Bench
 from tests.project.source import ROOT
 
-SVG = "{http://www.w3.org/2000/svg}"
 GEMM = "nvjet_sm90_tst_128x80_64x8_1x2_h_badd_TNT"
 LAYER = ("qkv", "attention", "attention merge", "o", "gate_up", "down")
 
@@ -94,9 +97,17 @@ def test_own_times_and_idle_time_make_the_step() -> None:
     assert found["idle"].keys() == {"calls", "duration_ms", "kernel_ms", "share_of_step"}
 
 
-def test_what_one_call_reads(pair: LLM) -> None:
-    floor = Floor.of(pair.engine, 40.0)
-    target, rows = floor.per_call(2, 10), 4 * 256  # bytes of a row of weights
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    threads = torch.get_num_threads()
+    with LLM("tiny-python", {"method": "draft_model"}, max_num_seqs=2, threads=1) as llm:
+        yield llm
+    torch.set_num_threads(threads)
+
+
+def test_what_one_call_reads(llm: LLM) -> None:
+    floor = Floor.of(llm.engine, 40.0)
+    target, rows = call_bytes(llm.engine, floor, 2, 10), 4 * 256  # bytes of a row of weights
     sizes = {"qkv": 8 * 64, "o": 4 * 64, "gate_up": 2 * 640, "down": 640, "head": 4096}
     assert [target[name] / rows for name in sizes] == pytest.approx([*sizes.values()])
     assert target["attention"] == 2 * 10 * 1024
@@ -104,19 +115,23 @@ def test_what_one_call_reads(pair: LLM) -> None:
     assert 20 * sum(target[name] for name in list(sizes)[:4]) == pytest.approx(in_layers)
     assert 0 < target["draft qkv"] < target["qkv"]
     weights = SimpleNamespace(_asdict=lambda: {"fc": torch.zeros(3), "o": torch.zeros(5)})
-    window = SimpleNamespace(sliding_window=1)
+    config = SimpleNamespace(sliding_window=1)
     head: Any = SimpleNamespace(
-        weights=weights, layer_shapes=[(2, 8, 8)], dtype=torch.float32, config=window
+        weights=weights, layer_shapes=[(2, 8, 8)], dtype=torch.float32, config=config
     )
-    reads = Reads.of_head(head)
-    assert reads == Reads(20, ((128, 1),))
-    assert reads.per_call(3, 2) == {"o": 20, "features": 12, "attention": 3 * 1 * 128}
+    drafter = Reads.of_head(head)
+    assert drafter == Reads(20, ((128, 1),))
+    runner = SimpleNamespace(model=llm.engine.runner.model, drafter=SimpleNamespace(head=head))
+    engine: Any = SimpleNamespace(runner=runner)
+    found = call_bytes(engine, Floor(floor.target, drafter, 40.0), 3, 2)
+    own = {name: found[f"draft {name}"] for name in ("o", "features", "attention")}
+    assert own == {"o": 20, "features": 12, "attention": 3 * 1 * 128}
 
 
-def record(pair: LLM, monkeypatch: pytest.MonkeyPatch, names: Sequence[str], **given: Any) -> Bench:
-    """A benchmark under a profiler that sees these kernels, 90 us in every 100."""
+def test_whole_steps_are_recorded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under a profiler that sees these kernels, 90 us in every 100."""
     seen = [SimpleNamespace(name="cudaGraphLaunch", device_type=SimpleNamespace(name="CPU"))]
-    for i, name in enumerate(names):
+    for i, name in enumerate(eagle_step(20) * RECORDED):
         place = SimpleNamespace(start=100.0 * i, elapsed_us=lambda: 90.0)
         on = SimpleNamespace(name="CUDA")
         seen.append(SimpleNamespace(name=name, device_type=on, time_range=place))
@@ -125,32 +140,14 @@ def record(pair: LLM, monkeypatch: pytest.MonkeyPatch, names: Sequence[str], **g
     fake = SimpleNamespace(start=start, stop=stop, events=lambda: seen)
     monkeypatch.setattr(kernels, "profile", lambda **named: fake)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
-    options = BenchOptions(batch_size="2", bandwidth=40.0, kernels=True, **given)
-    bench, said = Bench(pair, options, SamplingParams(temperature=0.0)), list[str]()
-    bench.run(lambda done, what: said.append(f"{done} of {bench.num_runs}: {what}"))
-    assert said[2] == "2 of 4: batch 2, plain, kernels"
-    assert calls == ["wait", "start", "wait", "stop"] * 2
-    return bench
-
-
-def test_a_benchmark_records_behind_its_runs(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"input_len": 24, "output_len": 80, "repeats": 1, "warmup": 0, "compare": True}
-    bench = record(pair, monkeypatch, eagle_step(20) * RECORDED, **given)
-    found = results(bench, "foretoken bench")
-    assert found is not None
-    assert any("kind `other`: unheard_of." in note for note in found.notes)
-    assert any("ms: 16.830 and 18.699 at batch 2, plain; " in note for note in found.notes)
-    row = next(row for row in found.rows if row.case == "batch 2, plain: qkv")
-    assert row.labels == {**found.rows[0].labels, "kernels": "qkv"}
-    assert "share_of_floor" in row.values
-    shown = tables(found.rows)
-    lines = {line[0]: line[1:] for line in shown["Kernels of a step: batch 2, plain"].lines}
-    assert lines["o"][:4] == ["20.0", "90.00", "1.800", "1.800"]
-    assert len(shown["Speed"].lines) == 2
-    panels = ElementTree.fromstring(chart(found)).findall(f"{SVG}g/{SVG}svg")
-    assert len(panels) == 4
-    assert len(panels[-1].findall(f"{SVG}rect")) == 11 * (1 + 2)  # with the legend
-    with pytest.raises(ConfigError, match="`kernels` is True: must be left out where PyTorch"):
-        record(pair, monkeypatch, [], **given)
-    with pytest.raises(ConfigError, match="`kernels` is True: must be left out on a CPU"):
-        bench.options.sized({"device": "cpu", "speculative_config": {"method": "ngram"}})
+    monkeypatch.setattr("foretoken.lab.bench.floor.read_bandwidth", lambda device: 40.0)
+    found = {row.labels["kernels"]: row for row in measure(llm, 2, None, (24, 80))}
+    assert calls == ["wait", "start", "wait", "stop"]
+    assert found["o"].case == "batch 2, draft_model: o"
+    assert "share_of_floor" in found["qkv"].values
+    of_o = [found["o"].values[name].median for name in ("calls", "call_us", "kernel_ms")]  # type: ignore[union-attr]
+    assert of_o == pytest.approx([20.0, 90.0, 1.8])
+    own = [row.values["kernel_ms"].median for row in found.values()]  # type: ignore[union-attr]
+    assert sum(own[:-1]) == pytest.approx(own[-1])
+    with pytest.raises(ConfigError, match="`output_len` is 4: must be longer"):
+        measure(llm, 2, 0, (24, SETTLING + 1))

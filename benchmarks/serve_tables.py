@@ -1,0 +1,113 @@
+"""Tables of docs/server.md: what the server costs, and what it bore."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from benchmarks.markup import markdown, number, percent, spread, where
+from foretoken.lab.results import Results, Row, read
+
+
+def server_costs(folder: Path) -> str:
+    """A row per number of streams and length of answers; the line through the lengths below."""
+    results = read(folder / "serve.json")
+    header = ["at once", "server's CPU per chunk, µs", "of a reader without HTTP, µs"]
+    header += [
+        "per request, µs",
+        "chunks per stream",
+        "added to the first token, ms",
+        "share of the throughput",
+    ]
+    rows = [
+        [
+            row.case,
+            spread(row, "server_cpu_us_per_chunk", 0),
+            spread(row, "direct_cpu_us_per_delta", 0),
+            number(row, "server_cpu_us_per_request", 0),
+            number(row, "chunks_per_stream", 1),
+            spread(row, "added_ttft_ms", 1),
+            percent(row, "share_of_throughput"),
+        ]
+        for row in results.rows
+        if "added_ttft_ms" in row.values
+    ]
+    line = next(row for row in results.rows if "fixed_us_per_request" in row.values)
+    fixed, each = (number(line, name, 0) for name in line.values)
+    least = next(row for row in results.rows if "least_us_per_chunk" in row.values)
+    pace, bare = number(least, "ms_between_chunks", 1), spread(least, "least_us_per_chunk", 0)
+    told = (
+        f"\nThe goal is 150 µs a chunk. At one stream a line through the lengths: {fixed} µs a "
+        f"request, {each} µs a chunk. At its pace, a chunk each {pace} ms, a thread that wakes the "
+        f"loop, which writes a chunk and does nothing else, takes {bare} µs.\n"
+    )
+    return markdown(header, rows) + told + where(results)
+
+
+def server_bears(folder: Path) -> str:
+    """One line for each thing that must not go wrong."""
+    serve, life = read(folder / "serve.json"), read(folder / "serve_life.json")
+    rows = [*_crowd(serve), *_life(life)]
+    for name, told in (("soak_serve", _soak), ("hostile", _hostile)):
+        (row,) = read(folder / f"{name}.json").rows
+        rows.append([*told(row), f"`{name}`"])
+    return markdown(["what", "what came of it", "results file"], rows)
+
+
+def server_clients(folder: Path) -> str:
+    """Which clients read it, and the load generator's figures beside those of `/metrics`."""
+    rows = []
+    for row in read(folder / "clients.json").rows:
+        told = ", ".join(f"{name} {value}" for name, value in row.values.items())
+        if "total_spec_decode_steps" in row.values:
+            told = (
+                f"acceptance length {number(row, 'spec_decode_token_weighted_acceptance_length')}, "
+                f"{number(row, 'spec_decode_overall_draft_acceptance_rate', 1)} % of drafts; "
+                f"{number(row, 'total_spec_decode_steps', 0)} verifications and "
+                f"{number(row, 'total_accepted_draft_tokens', 0)} accepted drafts, at `/metrics` "
+                "the same"
+            )
+        rows.append([f"{row.case} ({row.labels['version']})", told])
+    return markdown(["client (version)", "read"], rows)
+
+
+def _crowd(serve: Results) -> list[list[str]]:
+    row = next(row for row in serve.rows if "own_marker" in row.values)
+    complete, own, foreign = (number(row, name, 0) for name in
+                              ("complete", "own_marker", "foreign_marker"))  # fmt: skip
+    told = f"{complete} complete, {own} with their own marker, {foreign} with another's"
+    return [[row.case, told, "`serve`"]]
+
+
+def _life(life: Results) -> list[list[str]]:
+    left, ended, killed = life.rows
+    counts = {name: number(ended, name, 0) for name in ended.values}
+    lost = sum(int(counts[name]) for name in ("refused", "broken_off", "lost"))
+    told = {
+        left.case: f"{number(left, 'held_afterwards', 0)} requests and blocks held "
+        f"{number(left, 'seconds_to_free')} s later",
+        ended.case: f"{counts['complete']} complete, {counts['marked_partial']} marked as partial, "
+        f"{counts['marked_empty']} marked that were not begun, {lost} lost; "
+        f"exit code {counts['exit_code']}",
+        killed.case: f"ready after {spread(killed, 'seconds_to_be_ready', 1)} s",
+    }
+    return [[what, text, "`serve_life`"] for what, text in told.items()]
+
+
+def _soak(row: Row) -> list[str]:
+    minutes = int(number(row, "seconds", 0)) // 60
+    told = (
+        f"{number(row, 'requests', 0)} requests, {number(row, 'left', 0)} of them left; "
+        f"{number(row, 'different', 0)} answers differ from the first round's, acceptance "
+        f"{spread(row, 'acceptance', 3)}; {number(row, 'resident_mib_grown', 1)} MiB more memory, "
+        f"{number(row, 'held_afterwards', 0)} blocks held"
+    )
+    return [f"{minutes} minutes of the same requests", told]
+
+
+def _hostile(row: Row) -> list[str]:
+    told = (
+        f"{number(row, 'status_5xx', 0)} of 5xx, {number(row, 'held_afterwards', 0)} held; "
+        f"{number(row, 'resident_mib_grown', 0)} MiB more memory, in the last third "
+        f"{number(row, 'resident_mib_grown_at_last', 0)}"
+    )
+    return [f"{number(row, 'requests', 0)} hostile requests, by hand and from `schemathesis`", told]

@@ -1,0 +1,340 @@
+"""A live engine against probabilities that are computed beside it, token by token.
+
+Every token has a known distribution, so there is no second sample: its rank in that distribution is
+uniform if the engine is lossless (`reference.ranks`), whatever the text before it. With a draft
+model at hand, so is q: how many drafts `standard` accepts, and what replaces a rejected one. At
+temperature 0 each token must be the likeliest, but for ties of arithmetic; `coupled` must repeat
+itself without drafts; and every sampling parameter must act as it says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from foretoken.config import LOSSLESS_METHODS
+from foretoken.drafting.draft_model import BUILT_IN_DRAFTS
+from foretoken.errors import ConfigError
+from foretoken.lab.audit.evidence import Model
+from foretoken.lab.audit.gallery import after_the_same_race, residual
+from foretoken.lab.audit.reference import Reference, Text, check_known, edited, filtered, ranks
+from foretoken.lab.audit.subjects import Checks, Subject
+from foretoken.lab.workloads import heldout
+from foretoken.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from foretoken.llm import LLM
+
+CELLS, SIDE = 16, 4
+FLAT = np.full(CELLS, 1 / CELLS)
+LENGTH, PROMPT_TOKENS, BATCH = 16, 32, 32
+NEAR_TIE = 1e-4  # logits closer than this may swap between passes over 1 row and K + 1 rows
+FEW: dict[str, Any] = {"top_k": 3, "top_p": 1.0, "min_p": 0.0}  # two or three outcomes to a token
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 0.5},
+    "top_k": {"top_k": 2},
+    "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.3},
+    "presence_penalty": {"presence_penalty": 2.0},
+    "frequency_penalty": {"frequency_penalty": 2.0},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "logit_bias": {"logit_bias": {}},  # of the likeliest tokens
+    "allowed_token_ids": {"allowed_token_ids": ()},  # half of all
+}
+ACTS = math.log(1000)  # likelihood of the tokens with the parameter, over that without
+MOST_WAVES = 8  # of 256 tokens each in which that must show
+DRAWS = 12_000  # half a minute for the embedded pair on two cores
+EDITS = {
+    "logit_bias": None, "allowed_token_ids": None, "repetition_penalty": 1.0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0,
+}  # fmt: skip
+LEAST = 1e-6  # replacements count as no rarer: arithmetics differ there
+
+
+class EngineAudit:
+    """What is asked of an engine.
+
+    Args:
+        llm: with whatever model, drafter and rule.
+        params: temperature, filters, edits, rule, K; length, stopping and seed are set here.
+        reference: of the same checkpoint; drafted: of the draft model's, see `draft_reference`.
+    """
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        reference: Reference,
+        seed: int = 0,
+        drafted: Reference | None = None,
+    ) -> None:
+        check_lossless(llm, params)
+        check_known(params)
+        self.llm, self.reference = llm, reference
+        unedited = all(getattr(params, name) == value for name, value in EDITS.items())
+        self.drafted = drafted if unedited else None  # edits of q are the engine's own affair
+        self.params = replace(params, max_tokens=LENGTH, ignore_eos=True, trace=True, logprobs=None)
+        self.seed, self._asked = seed, 0
+        self.generator = torch.Generator().manual_seed(seed)
+        tokenizer: Any = llm.tokenizer
+        if tokenizer is None:
+            every = torch.Generator().manual_seed(1)
+            size = (BATCH, PROMPT_TOKENS)
+            ids = torch.randint(reference.vocabulary, size, generator=every).tolist()
+        else:
+            ids = [tokenizer.encode(item.prompt)[:PROMPT_TOKENS] for item in heldout(BATCH)]
+        self.prompts: list[list[int]] = ids
+        self._ranks = torch.empty(0, 0)
+        self._texts: list[Text] = []
+        self._p: list[torch.Tensor] = []
+
+    def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
+        """Completions of the prompts in turn; every request has its own seed, or those given."""
+        start = self._asked if first is None else first
+        self._asked += count * (first is None)
+        asked = [replace(params, seed=(self.seed << 32) + start + i) for i in range(count)]
+        prompts: Any = [self.prompts[i % len(self.prompts)] for i in range(count)]
+        outputs = self.llm.generate(prompts, asked, use_tqdm=False)
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return [
+            Text([*o.prompt_token_ids], [*o.outputs[0].token_ids], o.outputs[0].trace or ())
+            for o in outputs
+        ]
+
+    def ranked(self, params: SamplingParams, count: int) -> tuple[list[Text], torch.Tensor]:
+        """Texts and the ranks of their tokens, [texts, LENGTH]."""
+        texts = self.texts(params, count)
+        self._p = self.reference.probabilities(texts, params)
+        found = [
+            ranks(p_RV, text.output, self.generator)
+            for p_RV, text in zip(self._p, texts, strict=True)
+        ]
+        return texts, torch.stack(found)
+
+    def subject(self, name: str) -> Subject:
+        """Ranks of tokens, those of few outcomes, neighbours, and uniforms after ranks."""
+        sampled = self.params.temperature > 0
+        bugs = {} if self.drafted is None else {"residual_is_p": FLAT, "shared_noise": FLAT}
+        models = [
+            Model("tokens", FLAT, bugs, rounds=1, together=LENGTH),
+            Model("neighbours", FLAT, {}, together=LENGTH // 2),
+            Model("requests", FLAT, {}, together=LENGTH),
+            Model("uniforms", FLAT, {}, together=LENGTH),
+            Model("two or three outcomes", FLAT, {}, together=LENGTH),
+        ]
+        drawn = models if sampled else []
+        return Subject(name, drawn, self._draw, self.checks, BATCH, DRAWS)
+
+    def _draw(self, number: int, trials: int, wave: int) -> tuple[Any, ...]:
+        if number == 0:
+            self._texts, self._ranks = self.ranked(self.params, BATCH)
+            return (cells(self._ranks), *self._decided())
+        if number == 1:
+            return (pairs(self._ranks[:, ::2], self._ranks[:, 1::2]),)
+        if number == 2:
+            return (pairs(self._ranks[::2], self._ranks[1::2]),)
+        if number == 3:
+            return (self._uniforms(),)
+        return (cells(self.ranked(replace(self.params, **FEW), BATCH)[1]),)
+
+    def _decided(self) -> tuple[Any, ...]:
+        """Accepted drafts and `standard`'s chance of them, and likelihood ratios of two bugs.
+
+        `residual_is_p`: a token comes with min(p, q), or with p in place of another draft; without
+        the bug with p, whatever the rule. `shared_noise` is about replacements alone, where the
+        engine says that it verified with q: others replace from elsewhere.
+        """
+        if self.drafted is None:
+            return accepted(self._texts)
+        seen, chance, plain, shared = [], [], [], []
+        q = self.drafted.probabilities(self._texts, self.params)
+        for text, p_RV, q_RV in zip(self._texts, self._p, q, strict=True):
+            overlap_R = torch.minimum(p_RV, q_RV).sum(dim=1).tolist()
+            for p_V, q_V, overlap, record in zip(
+                p_RV.numpy(), q_RV.numpy(), overlap_R, text.trace, strict=True
+            ):
+                taken, decided = record.origin == "accepted", is_decided(record)
+                token = record.token_id
+                seen.append(int(taken))
+                chance.append(overlap if decided else float(taken))
+                wrong = min(p_V[token], q_V[token]) + (1 - overlap) * p_V[token]
+                plain.append(wrong / p_V[token] if decided and p_V[token] > 0 else 1.0)
+                shared.append(1.0)
+                if decided and not taken and record.dropped[0].q is not None:
+                    rest_V = residual(p_V, q_V)
+                    own = max(rest_V[token] / rest_V.sum(), LEAST)
+                    shared[-1] = after_the_same_race(p_V, q_V)[token] / own
+        ratios = {"residual_is_p": np.array(plain), "shared_noise": np.array(shared)}
+        return np.array(seen), np.array(chance), ratios
+
+    def _uniforms(self) -> Any:
+        """The uniform of each round's first draft, with the rank of the token before it.
+
+        Of the first one alone: whether `block` looks at a further one depends on that very number.
+        """
+        before, u = [], []
+        for text, row in zip(self._texts, self._ranks.tolist(), strict=True):
+            for i, record in enumerate(text.trace[1:], 1):
+                for draft in (record, *record.dropped):
+                    if draft.draft_index == 0 and draft.u is not None:
+                        before.append(row[i - 1])
+                        u.append(draft.u)
+        return pairs(torch.tensor(before), torch.tensor(u))
+
+    # What needs no draws --------------------------------------------------------------------------
+
+    def checks(self) -> Checks:
+        """Temperature 0, `coupled` again without drafts, every sampling parameter."""
+        broken, lines = [], []
+        for check in (self.greedy, self._coupled, self._parameters):
+            bug, line = check()
+            broken += [bug] if bug else []
+            lines.append(line)
+        return broken, lines
+
+    def greedy(self) -> tuple[str | None, str]:
+        """Tokens at temperature 0; see `classify`."""
+        params = replace(self.params, temperature=0.0)
+        texts = self.texts(params, BATCH)
+        return classify(texts, self.reference.logits(texts), params, self._ulp())
+
+    def _ulp(self) -> float:
+        """Relative spacing of the engine's numbers."""
+        return float(torch.finfo(self.llm.engine.runner.model.dtype).eps)
+
+    def _coupled(self) -> tuple[str | None, str]:
+        params = replace(self.params, rejection_sample_method="coupled", trace=False)
+        if params.temperature == 0:
+            params = replace(params, temperature=1.0)
+        drafted = self.texts(params, BATCH, first=0)
+        plain = self.texts(replace(params, num_speculative_tokens=0), BATCH, first=0)
+        apart = sum(a.output != b.output for a, b in zip(drafted, plain, strict=True))
+        line = f"`coupled` again without drafts: {BATCH - apart} of {BATCH} texts are equal."
+        return ("replay_differs" if apart > BATCH // 8 else None), line
+
+    def _parameters(self) -> tuple[str | None, str]:
+        """Each probed beside the audited ones; refuted only if tokens tell that it is ignored."""
+        found: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "cannot tell here": []}
+        params = replace(self.params, temperature=self.params.temperature or 1.0)
+        for name, change in PARAMETERS.items():
+            other, gain = replace(params, **self._value(name, change)), 0.0
+            for _ in range(MOST_WAVES):
+                gain += self._gain(self.texts(other, BATCH // 2), other, params)
+                if abs(gain) > ACTS:
+                    break
+            acts, ignored, open_ = found.values()
+            (acts if gain > ACTS else ignored if gain < -ACTS else open_).append(name)
+        said = "; ".join(f"{', '.join(names)} {told}" for told, names in found.items() if names)
+        bug = "parameter_ignored" if found["ARE IGNORED"] else None
+        return bug, f"Sampling parameters: {said}."
+
+    def _value(self, name: str, change: dict[str, Any]) -> dict[str, Any]:
+        if name == "allowed_token_ids":
+            return {name: tuple(range(0, self.reference.vocabulary, 2))}
+        if name == "logit_bias":
+            (logits,) = self.reference.logits([Text(self.prompts[0], [0])])
+            return {name: dict.fromkeys(logits[0].topk(8).indices.tolist(), 4.0)}
+        return change
+
+    def _gain(
+        self, texts: Sequence[Text], params: SamplingParams, without: SamplingParams
+    ) -> float:
+        """Log-likelihood of all tokens under `params`, less that under `without`.
+
+        Each token is 1e-12 likely at least, so that rounding at an edge refutes nothing.
+        """
+        gain = 0.0
+        for text, raw in zip(texts, self.reference.logits(texts), strict=True):
+            index_R1 = torch.tensor(text.output)[:, None]
+            first, second = (
+                filtered(edited(raw.double(), text, each), each).gather(1, index_R1)
+                for each in (params, without)
+            )
+            gain += float((first.clamp(min=1e-12).log() - second.clamp(min=1e-12).log()).sum())
+        return gain
+
+
+def check_lossless(llm: LLM, params: SamplingParams) -> None:
+    """Raise `ConfigError` for an engine whose rule is not lossless by design."""
+    speculation = llm.config.speculative_config
+    own = speculation.rejection_sample_method if speculation is not None else "standard"
+    if "synthetic" in (own, params.rejection_sample_method):
+        field = "speculative_config.rejection_sample_method"
+        bound = f"one of {', '.join(LOSSLESS_METHODS)} for an audit"
+        remedy = "Synthetic acceptance is not lossless, by design."
+        raise ConfigError(field, "synthetic", bound, remedy)
+
+
+def classify(
+    texts: Sequence[Text], logits: Sequence[torch.Tensor], params: SamplingParams, ulp: float
+) -> tuple[str | None, str]:
+    """Whether tokens at temperature 0 are the likeliest; a bug, if any, and a line.
+
+    One that is not is a *numeric tie* where its logit is within `NEAR_TIE`, or 4 units in the last
+    place of the subject's dtype, of the best; else a *bug*.
+    """
+    tokens, ties, bugs, widest, in_ulps = 0, 0, 0, 0.0, 0.0
+    for text, raw in zip(texts, logits, strict=True):
+        rows = edited(raw.double(), text, params)
+        best = rows.amax(dim=1)
+        gaps = best - rows.gather(1, torch.tensor(text.output)[:, None])[:, 0]
+        near = torch.maximum(4 * ulp * best.abs(), torch.tensor(NEAR_TIE))
+        tokens += len(gaps)
+        ties += int(((gaps > 0) & (gaps <= near)).sum())
+        bugs += int((gaps > near).sum())
+        widest = max(widest, float(gaps.max()))
+        in_ulps = max(in_ulps, float((gaps / (ulp * best.abs())).max()))
+    line = (
+        f"Temperature 0: {tokens - ties - bugs} of {tokens} tokens are the target's likeliest, "
+        f"{ties} numeric ties, {bugs} bugs (widest gap {widest:.2g}, {in_ulps:.0f} ulp)."
+    )
+    return ("greedy_differs" if bugs else None), line
+
+
+def cells(rank: torch.Tensor) -> Any:
+    """Sixteenths of ranks in [0, 1]."""
+    return (rank.flatten() * CELLS).long().clamp(max=CELLS - 1).numpy()
+
+
+def pairs(first: torch.Tensor, second: torch.Tensor) -> Any:
+    """Quarters of two ranks together, for ranks that should not know of each other."""
+    quarter = [(x.flatten() * SIDE).long().clamp(0, SIDE - 1) for x in (first, second)]
+    return (quarter[0] * SIDE + quarter[1]).numpy()
+
+
+def is_decided(record: Any) -> bool:
+    """Whether `standard` has accepted or replaced a draft here."""
+    return record.rule == "standard" and record.origin in ("accepted", "resampled")
+
+
+def accepted(texts: Sequence[Text]) -> tuple[Any, Any]:
+    """Per token whether an accepted draft stands there, and `standard`'s chance of that.
+
+    Under other rules, whose chance is not that of a draft alone, both are what was seen.
+    """
+    seen, chance = [], []
+    for text in texts:
+        for record in text.trace:
+            taken = record.origin == "accepted"
+            draft = record if taken else next(iter(record.dropped), None)
+            threshold = draft.threshold if draft is not None and is_decided(record) else None
+            seen.append(int(taken))
+            chance.append(float(taken) if threshold is None else threshold)
+    return np.array(seen), np.array(chance)
+
+
+def draft_reference(llm: LLM, reference: Reference) -> Reference | None:
+    """The draft model at hand; None: there is none, or its tokens are others than the target's."""
+    speculation = llm.config.speculative_config
+    if speculation is None or speculation.method != "draft_model":
+        return None
+    name = speculation.model or BUILT_IN_DRAFTS[llm.config.model]
+    found = Reference(name, speculation.revision)
+    return found if found.vocabulary == reference.vocabulary else None

@@ -1,0 +1,284 @@
+"""The evidence against losslessness, draw by draw: e-values whose average may be read at any time.
+
+An e-value is a product of betting factors, each of mean 1 if the subject is lossless, so that the
+product exceeds 1/alpha *ever* with probability alpha at most (Ville's inequality); an average of
+several is one, too. Those averaged here:
+
+- per bug of the gallery the likelihood ratio of its distribution to the target's, over all toys;
+- per toy a Dirichlet mixture of all distributions, for bugs that nobody thought of;
+- bets that more drafts are accepted than any lossless rule could, which look at no distribution.
+
+Where a model allows for a distance `delta`, likelihoods are compared with the best that any
+distribution within it reaches, which is no less than the true one's: the bound on e holds
+(universal inference, Wasserman et al. 2020). Such evidence is read once per call of `add`.
+
+The verdict names the bug whose e-value has the largest share. Beside it stand a bound on total
+variation and a G-test, each per source.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from foretoken.lab.chi_square import g_test
+
+ALPHA = 1e-3
+CONFIDENCE = 0.99  # of bounds
+UNKNOWN, TOO_MUCH = "unknown", "accepts_too_much"
+WEIGHTS = {"bugs": 0.4, UNKNOWN: 0.4, TOO_MUCH: 0.2}
+# Pseudo-counts of the Dirichlet mixtures: how far from the target's distribution to look. Few see
+# gross differences at once, many see small ones at all.
+CONCENTRATIONS = (8.0, 300.0, 10_000.0)
+STAKES = (0.05, 0.1, 0.2, 0.4, 0.8)  # of the bets on acceptance
+LEAST = 1e-30  # stands for the probability of what cannot happen
+OWN = 0.98  # of a bug's distribution; the rest is the target's, in case it is met in part
+SURE = 0.99  # share of the evidence that a name must have
+
+
+class Model(NamedTuple):
+    """What is known of one source of outcomes before any is drawn.
+
+    Attributes:
+        null: P(outcome) of a lossless subject, [cells].
+        bugs: the same of each bug, `null` where ratios are given with each outcome.
+        rounds: drafts of a round; 0: acceptance is not told.
+        most_accepted: of them, what the best lossless rule accepts on average.
+        usual_accepted: what `standard` accepts; 0: what is given with each outcome.
+        together: outcomes that may depend on each other: tokens of one text.
+        delta: total variation by which arithmetic alone may move the subject from `null`.
+    """
+
+    name: str
+    null: Any
+    bugs: Mapping[str, Any]
+    rounds: int = 0
+    most_accepted: float = 0.0
+    usual_accepted: float = 0.0
+    together: int = 1
+    delta: float = 0.0
+
+
+@dataclass
+class Source:
+    """What was drawn from one model."""
+
+    model: Model
+    counts: Any
+    draws: int = 0
+    accepted: int = 0
+    best: float = 0.0
+
+    @property
+    def distance(self) -> float:
+        """Total variation between what was drawn and what should be."""
+        if self.draws == 0:
+            return 1.0
+        return float(np.abs(self.counts / self.draws - self.model.null).sum() / 2)
+
+    def distance_bound(self, sources: int) -> float:
+        """Of the subject's true total variation: all bounds hold with `CONFIDENCE` together.
+
+        The mean of `distance` is not below the truth (it is convex in the counts), and falls short
+        of its mean by e with probability exp(-2 n e^2) at most (McDiarmid), n counting what is
+        independent. It is for a number of draws fixed beforehand.
+        """
+        if self.draws == 0:
+            return 1.0
+        independent = self.draws / self.model.together
+        slack = math.sqrt(math.log(sources / (1 - CONFIDENCE)) / (2 * independent))
+        return min(1.0, self.distance + slack)
+
+    @property
+    def p_value(self) -> float:
+        """Of the G-test, which is valid for a number of draws fixed beforehand."""
+        return g_test(self.counts.tolist(), self.model.null.tolist()).p_value
+
+    @property
+    def allowance(self) -> float:
+        """By how much the log-likelihood of `counts` is higher than under `null`, within `delta`.
+
+        The best distribution there raises the cells with the most draws for their probability to
+        one common ratio, and lowers those with the fewest to another, by `delta` each.
+        """
+        delta, null = self.model.delta, np.maximum(self.model.null, LEAST)
+        if delta == 0 or self.draws == 0:
+            return 0.0
+        share = self.counts / self.draws
+        if np.abs(share - null).sum() / 2 <= delta:
+            best = share
+        else:
+            ratio = share / null
+            high = _level(lambda c: np.maximum(share / c - null, 0).sum(), 1e-9, ratio.max(), delta)
+            low = _level(lambda c: -np.maximum(null - share / c, 0).sum(), 1e-9, 1 / LEAST, -delta)
+            best = np.where(ratio > high, share / high, null)
+            best = np.where(ratio < low, share / low, best)
+        seen = self.counts > 0
+        return float((self.counts * np.log(best / null, where=seen, out=np.zeros_like(null))).sum())
+
+    @property
+    def acceptance(self) -> tuple[float, float, float]:
+        """Drafts accepted per round, how far that mean reaches (Hoeffding, Azuma), the optimum."""
+        draws = max(self.draws, 1)
+        reach = math.sqrt(math.log(2 / (1 - CONFIDENCE)) / (2 * draws))
+        return self.accepted / draws, self.model.rounds * reach, self.best / draws
+
+    @property
+    def usual(self) -> float:
+        """Drafts per round that `standard` accepts."""
+        return self.model.usual_accepted or self.best / max(self.draws, 1)
+
+
+@dataclass
+class Evidence:
+    """E-values of one subject; `add` consumes draws in order.
+
+    Attributes:
+        refuted_at: after how many draws their average was above 1/alpha; None: it never was.
+        path: (draws, log10 of the average), for plots.
+    """
+
+    models: Sequence[Model]
+    alpha: float = ALPHA
+    draws: int = 0
+    refuted_at: int | None = None
+    highest: float = 0.0
+    path: list[tuple[int, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.sources = [Source(model, np.zeros(len(model.null))) for model in self.models]
+        self._bugs = list(dict.fromkeys(bug for model in self.models for bug in model.bugs))
+        self._ratios = [self._ratios_of(model) for model in self.models]
+        groups = [(bug, WEIGHTS["bugs"] / len(self._bugs)) for bug in self._bugs]
+        num = len(self.models) * len(CONCENTRATIONS)
+        groups += [(UNKNOWN, WEIGHTS[UNKNOWN] / num)] * num
+        groups += [(TOO_MUCH, WEIGHTS[TOO_MUCH] / len(STAKES))] * len(STAKES)
+        self._names = [name for name, _ in groups]
+        weights = np.array([weight for _, weight in groups])
+        self._prior = np.log(weights / weights.sum())
+        self._logs = np.zeros(len(groups))
+
+    def _ratios_of(self, model: Model) -> Any:
+        null = np.maximum(model.null, LEAST)
+        rows = [
+            np.log(OWN * np.maximum(model.bugs.get(bug, null), 0) / null + 1 - OWN)
+            for bug in self._bugs
+        ]
+        return np.array(rows).reshape(len(self._bugs), len(null))
+
+    def add(
+        self,
+        number: int,
+        cells: Any,
+        accepted: Any = None,
+        chance: Any = None,
+        ratios: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Consume outcomes of model `number`.
+
+        Args:
+            accepted: drafts that each accepted in its first round.
+            chance: how many a lossless rule accepts there at most, on average, if that is not the
+                model's `most_accepted`.
+            ratios: of some bugs, the likelihood ratio of each outcome, given all before it.
+        """
+        source, model = self.sources[number], self.models[number]
+        steps = np.zeros((len(self._logs), len(cells)))
+        steps[: len(self._bugs)] = self._ratios[number][:, cells]
+        for bug, ratio in (ratios or {}).items():
+            steps[self._bugs.index(bug)] += np.log(OWN * ratio + 1 - OWN)
+        first = len(self._bugs) + number * len(CONCENTRATIONS)
+        steps[first : first + len(CONCENTRATIONS)] = self._mixtures(source, cells)
+        if len(cells) == 0:
+            return
+        if accepted is not None and model.rounds:
+            most = np.full(len(cells), model.most_accepted) if chance is None else chance
+            gain = (accepted - most) / model.rounds
+            source.best += float(most.sum())
+            steps[-len(STAKES) :] = np.log1p(np.array(STAKES)[:, None] * gain)
+            source.accepted += int(accepted.sum())
+        logs = self._logs[:, None] + steps.cumsum(axis=1)
+        self._logs = logs[:, -1]
+        source.counts += np.bincount(cells, minlength=len(model.null))
+        source.draws += len(cells)
+        if any(model.delta for model in self.models):
+            logs = self._allowed()[:, None]
+        total = _log_sum(logs + self._prior[:, None])
+        above = np.flatnonzero(total >= -math.log(self.alpha))
+        if self.refuted_at is None and len(above):
+            first = int(above[0]) + 1 if logs.shape[1] == len(cells) else len(cells)
+            self.refuted_at = self.draws + first
+        self.draws += len(cells)
+        self.highest = max(self.highest, float(total.max()))
+        self.path.append((self.draws, float(total[-1]) / math.log(10)))
+
+    def _mixtures(self, source: Source, cells: Any) -> Any:
+        """Predictive probability of each outcome after all before it, over its true one; logs."""
+        null = np.maximum(source.model.null, LEAST)
+        hot = np.zeros((len(cells) + 1, len(null)))
+        hot[np.arange(1, len(cells) + 1), cells] = 1
+        seen = (source.counts + hot.cumsum(axis=0)[:-1])[np.arange(len(cells)), cells]
+        before = source.draws + np.arange(len(cells))
+        prior = np.array(CONCENTRATIONS)[:, None]
+        return np.log((prior * null[cells] + seen) / (prior + before) / null[cells])
+
+    def _allowed(self) -> Any:
+        """Logs of all e-values against the best distribution within each model's `delta`."""
+        gains = [source.allowance for source in self.sources]
+        logs = self._logs.copy()
+        logs[: len(self._bugs)] -= sum(gains)
+        first = len(self._bugs)
+        for gain in gains:
+            logs[first : first + len(CONCENTRATIONS)] -= gain
+            first += len(CONCENTRATIONS)
+        return logs
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Of the evidence, by bug; likelihoods alone: bets on acceptance only when nothing else."""
+        logs: dict[str, float] = {}
+        for name, log in zip(self._names, self._logs + self._prior, strict=True):
+            logs[name] = np.logaddexp(logs.get(name, -math.inf), log)
+        if max(value for name, value in logs.items() if name != TOO_MUCH) > 0:
+            logs.pop(TOO_MUCH)
+        top = max(logs.values())
+        chances = {name: math.exp(log - top) for name, log in logs.items()}
+        total = sum(chances.values())
+        return {name: chance / total for name, chance in chances.items()}
+
+    @property
+    def name(self) -> str | None:
+        """The bug with at least `SURE` of the evidence, `UNKNOWN` among them; None: none has it."""
+        best, share = max(self.shares.items(), key=lambda item: item[1])
+        return best if share >= SURE else None
+
+    @property
+    def log10_e(self) -> float:
+        """Of the average, the highest that it was."""
+        return self.highest / math.log(10)
+
+    @property
+    def accepts_less(self) -> Source | None:
+        """The first source whose subject surely accepts less than `standard` would, or None."""
+        for source in self.sources:
+            mean, reach, _ = source.acceptance
+            if source.model.rounds and mean + reach < source.usual:
+                return source
+        return None
+
+
+def _log_sum(logs: Any) -> Any:
+    top = logs.max(axis=0)
+    return top + np.log(np.exp(logs - top).sum(axis=0))
+
+
+def _level(falling: Callable[[float], float], low: float, high: float, goal: float) -> float:
+    """Where a function that falls, or stays, reaches a goal; bisection of logarithms."""
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if falling(middle) > goal else (low, middle)
+    return high

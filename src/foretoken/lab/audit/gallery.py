@@ -1,0 +1,275 @@
+"""The rules as plain functions, and published bugs: the same with one thing wrong each.
+
+All have the signature that a third party's verifier has, too (`subjects.Verifier`): p [K + 1, V], q
+[K, V], K drafts, a generator, K + 1 uniforms to use instead of it; they return the tokens that are
+emitted, accepted drafts first. Their distributions are enumerated, and are the simple alternatives
+of an audit (`evidence.py`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from foretoken.errors import ConfigError
+
+Tokens = list[int]
+LOW_Q = 0.3  # below this probability the truncating drafter drops its own draft
+
+
+def pick(weights: Any, u: Any) -> int:
+    """The token at u of the cumulative distribution; weights need not add up to 1."""
+    total, reached = sum(weights), 0
+    for token, weight in enumerate(weights[:-1]):
+        reached = reached + weight
+        if u < reached / total:
+            return token
+    return max(token for token, weight in enumerate(weights) if weight > 0)
+
+
+def residual(p: Any, q: Any, weight: Any = 1) -> Any:
+    """max(weight p - q, 0), or p where nothing is left of it."""
+    rest = np.maximum(weight * p - q, 0)
+    return rest if sum(rest) > 0 else p
+
+
+def own_each(u: Any) -> tuple[Any, Any]:
+    """A uniform for each test, and the last one for each token that may be drawn."""
+    return u[:-1], [u[-1]] * len(u)
+
+
+class Ways(NamedTuple):
+    """The steps of `standard`; another one breaks it.
+
+    Attributes:
+        chance: of a draft, given p, q and the draft; rest: what replaces a rejected one.
+        deal: K + 1 uniforms to those of the tests and those of the draws.
+        below: compares a test's uniform with its chance.
+        drops: whether the round ends before a draft, given q and the draft.
+    """
+
+    chance: Callable[[Any, Any, int], Any] = lambda p, q, x: p[x] / q[x]
+    rest: Callable[[Any, Any, int], Any] = lambda p, q, x: residual(p, q)
+    deal: Callable[[Any], tuple[Any, Any]] = own_each
+    below: Callable[[Any, Any], Any] = operator.lt
+    drops: Callable[[Any, int], bool] = lambda q, x: False
+
+
+RIGHT = Ways()
+
+
+def standard(
+    p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None, *, ways: Ways = RIGHT
+) -> Tokens:
+    """Leviathan et al. 2023: accept draft i while u_i < p(x_i) / q(x_i)."""
+    kept = next((i for i, x in enumerate(drafts) if ways.drops(q[i], x)), len(drafts))
+    tests, draws = ways.deal(uniforms if uniforms is not None else rng.random(len(drafts) + 1))
+    for i, x in enumerate(drafts[:kept]):
+        if not ways.below(tests[i], ways.chance(p[i], q[i], x)):
+            return [*drafts[:i], pick(ways.rest(p[i], q[i], x), draws[i])]
+    return [*drafts[:kept], pick(ways.rest(p[kept], 0 * p[kept], -1), draws[-1])]
+
+
+def block(
+    p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None, *, flaw: str = ""
+) -> Tokens:
+    """Sun et al. 2024, algorithm 2; a flaw breaks the step that it names."""
+    tau, w, p_i, joint = 0, 1, 1, 1
+    u = uniforms if uniforms is not None else rng.random(len(drafts) + 1)
+    for i, x in enumerate(drafts, 1):
+        ratio = p[i - 1][x] / q[i - 1][x]
+        p_i, joint = min(1, p_i * ratio), joint * ratio
+        h = joint if flaw == "uncapped" else p_i
+        if i < len(drafts):
+            mass = sum(np.maximum(p_i * p[i] - q[i], 0))
+            h = mass / (mass + 1 - p_i) if mass + 1 - p_i > 0 else 1
+        if u[0 if flaw == "one_uniform" else i - 1] < h:
+            tau, w = i, p_i
+        elif flaw == "early_stop":
+            break
+    if tau == len(drafts):
+        return [*drafts, pick(p[-1], u[-1])]
+    return [*drafts[:tau], pick(residual(p[tau], q[tau], 1 if flaw == "unweighted" else w), u[-1])]
+
+
+# What is wrong ------------------------------------------------------------------------------------
+
+
+def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
+    """P(argmin E_v / r_v | argmin E_v / q_v = x): the residual r drawn with the draft's own noise.
+
+    Given x, whose time in the race of q is m ~ Exp(1), the others have E_v = m q_v + fresh Exp(1).
+    With c_v = q_v / r_v and s the winning time in units of m, integrating m out leaves
+    P(y) = r_y * integral over s > c_y of (1 + sum_v r_v (s - c_v)^+)^-2, which does not depend on x
+    and is elementary between one c_v and the next.
+    """
+    rest = residual(p, q)
+    r = rest / sum(rest)
+    live = np.flatnonzero(r > 0)
+    live = live[np.argsort(q[live] / r[live], kind="stable")]
+    at, slope = q[live] / r[live], r[live].cumsum()
+    depth = 1 + np.append(0, (slope[:-1] * np.diff(at)).cumsum())
+    area = (1 / depth - np.append(1 / depth[1:], 0)) / slope
+    chance = np.zeros(len(r))
+    chance[live] = r[live] * area[::-1].cumsum()[::-1]
+    return chance
+
+
+def nucleus_after_test(
+    p: Any, q: Any, drafts: Tokens, rng: Any, params: Mapping[str, Any], uniforms: Any = None
+) -> Tokens:
+    """Drafts are tested against p before its filters, the residual has them."""
+
+    def rest(row: Any, q: Any, x: int) -> Any:
+        least = sorted(row)[-params["top_k"]] if params.get("top_k") else 0
+        kept = row * (row >= least)  # ties at the k-th stay
+        return residual(kept / sum(kept), q)
+
+    return standard(p, q, drafts, rng, uniforms, ways=Ways(rest=rest))
+
+
+def of_24_bits(u: Any) -> tuple[Any, Any]:
+    """Rounded to float32 between its bounds, where nothing else is wrong."""
+    if all(isinstance(each, float) for each in u):
+        u = [min(max(float(np.float32(each)), 2.0**-24), 1 - 2.0**-24) for each in u]
+    return own_each(u)
+
+
+class ReusedAcrossRounds:
+    """The uniform that rejects also tests the first draft of the next round: a counter's offset
+    moves by the drafts that were accepted, not by those that were tested."""
+
+    def __init__(self) -> None:
+        self.left: Any = None
+
+    def __call__(self, p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None) -> Tokens:
+        """A round, with what the one before it left."""
+        u = [*(uniforms if uniforms is not None else rng.random(len(drafts) + 1))]
+        if self.left is not None:
+            u[0] = self.left
+        tokens = standard(p, q, drafts, rng, u)
+        num = len(tokens) - 1
+        self.left = u[num] if num < len(drafts) else None
+        return tokens
+
+
+class Bug(NamedTuple):
+    """A way to break losslessness.
+
+    Attributes:
+        key: its name in results and in tables.
+        what: what is wrong.
+        verify: the function, or a class of which each sample has an instance.
+        by_uniforms: it shows under injected uniforms alone.
+    """
+
+    key: str
+    what: str
+    verify: Any
+    by_uniforms: bool = False
+
+
+def _plain(p: Any, q: Any, x: int) -> Any:
+    return p
+
+
+BUGS = (
+    Bug(
+        "shared_noise",
+        "draft and residual are drawn with the same noise",
+        partial(standard, ways=Ways(rest=after_the_same_race)),
+    ),
+    Bug(
+        "block_early_stop",
+        "the block rule stops at its first failure",
+        partial(block, flaw="early_stop"),
+    ),
+    Bug(
+        "block_residual",
+        "the block rule's residual lacks its weight",
+        partial(block, flaw="unweighted"),
+    ),
+    Bug(
+        "uncapped_ratio",
+        "the last draft is tested against the uncapped joint ratio",
+        partial(block, flaw="uncapped"),
+    ),
+    Bug(
+        "one_uniform",
+        "one uniform decides every draft of a round",
+        partial(standard, ways=Ways(deal=lambda u: ([u[0]] * len(u), [u[-1]] * len(u)))),
+    ),
+    Bug(
+        "one_uniform_block",
+        "one uniform decides every draft of a block",
+        partial(block, flaw="one_uniform"),
+    ),
+    Bug(
+        "reused_uniform",
+        "the uniform that rejects a draft also draws its replacement",
+        partial(standard, ways=Ways(deal=lambda u: (u[:-1], u))),
+    ),
+    Bug(
+        "reused_across_rounds",
+        "the uniform that rejects a draft also tests the first one of the next round",
+        ReusedAcrossRounds,
+    ),
+    Bug(
+        "own_token_truncation",
+        "a draft ends where its own token is unlikely",
+        partial(standard, ways=Ways(drops=lambda q, x: q[x] < LOW_Q)),
+    ),
+    Bug(
+        "placeholders",
+        "sampled drafts become placeholders for what they are",  # here the last token
+        partial(standard, ways=Ways(drops=lambda q, x: x == len(q) - 1)),
+    ),
+    Bug(
+        "nucleus_after_test",
+        "drafts are tested before top-k and top-p are applied",
+        nucleus_after_test,
+    ),
+    Bug(
+        "residual_is_p",
+        "a rejected draft is replaced by a token of p, not of the residual",
+        partial(standard, ways=Ways(rest=_plain)),
+    ),
+    Bug(  # no bug, but a lossy rule
+        "lossy_threshold",
+        "drafts are accepted whenever the target finds them likely",
+        partial(standard, ways=Ways(chance=lambda p, q, x: p[x] > 0.15, rest=_plain)),
+    ),
+    Bug(
+        "accept_at_zero",
+        "u = 0 accepts a draft of probability 0",
+        partial(standard, ways=Ways(below=operator.le)),
+        True,
+    ),
+    Bug(
+        "float32_tail",
+        "uniforms of 24 bits can never draw a token of probability 2^-27",
+        partial(standard, ways=Ways(deal=of_24_bits)),
+        True,
+    ),
+)
+LOSSLESS = {
+    "standard": standard,
+    "block": block,
+    # Sampled drafts verified as one-hot, accepted with probability p(x).
+    "dropped_q": partial(
+        standard,
+        ways=Ways(chance=lambda p, q, x: p[x], rest=lambda p, q, x: p * (np.arange(len(p)) != x)),
+    ),
+}
+
+
+def member(name: str) -> Any:
+    """A rule or a bug by its name."""
+    functions = LOSSLESS | {bug.key: bug.verify for bug in BUGS}
+    if name not in functions:
+        raise ConfigError("gallery", name, f"one of {', '.join(functions)}")
+    return functions[name]

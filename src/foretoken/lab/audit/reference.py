@@ -1,0 +1,157 @@
+"""The target at hand: its module under eager attention, and sampling parameters written once more.
+
+Nothing here is shared with the engine but the checkpoint: no paged attention, no kernels, no edits.
+Shape suffixes: R rows (one per generated token), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.errors import RequestError
+from foretoken.models.checkpoint import quiet_transformers
+from foretoken.models.locate import resolve_checkpoint
+from foretoken.sampling.params import SamplingParams
+
+Ids = Sequence[int]
+_BATCH = 16
+# On cores that others use, a server under audit among them, two OpenMP threads spent 22 s of CPU on
+# what one does in 1.5 s: 15M parameters give each too little between two barriers.
+_SMALL = 100_000_000
+# What it does not know how to apply: a silent difference would look like a bug of the subject.
+_UNKNOWN = ("structured_outputs", "bad_words", "min_tokens")
+
+
+class Text(NamedTuple):
+    """A prompt, what was generated after it, and the trace of how."""
+
+    prompt: list[int]
+    output: list[int]
+    trace: Sequence[Any] = ()
+
+
+class Reference:
+    """Probabilities of a checkpoint, float32 on the CPU unless told otherwise."""
+
+    def __init__(self, model: str, revision: str | None = None) -> None:
+        from transformers import AutoModelForCausalLM
+
+        folder = resolve_checkpoint(model, revision=revision)
+        with quiet_transformers():
+            self.module: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+        ends = self.module.generation_config.eos_token_id
+        self.stop_ids = [*ends] if isinstance(ends, list) else [ends]
+        self.vocabulary: int = self.module.config.get_text_config().vocab_size
+        self._threads = 1 if self.module.num_parameters() < _SMALL else torch.get_num_threads()
+
+    def logits(self, texts: Sequence[Text]) -> list[Tensor]:
+        """Raw logits of each text's rows, float32 [R, V]."""
+        rows: list[Tensor] = []
+        torch.set_num_threads(self._threads)  # an engine sets its own for each step
+        for start in range(0, len(texts), _BATCH):
+            part = texts[start : start + _BATCH]
+            ids = [[*text.prompt, *text.output][:-1] for text in part]
+            wide = max(map(len, ids))
+            padded = torch.tensor([[*line, *[0] * (wide - len(line))] for line in ids])
+            with torch.inference_mode():  # causal: what stands behind a text changes nothing
+                logits = self.module(padded, use_cache=False).logits
+            for text, each in zip(part, logits, strict=True):
+                first = len(text.prompt) - 1
+                rows.append(each[first : first + len(text.output)].float())
+        return rows
+
+    @contextmanager
+    def rounded(self, dtype: torch.dtype, weights_alone: bool) -> Iterator[None]:
+        """Compute in `dtype` for a while, or with weights rounded to it: what arithmetic moves."""
+        exact = self.module
+        self.module = copy.deepcopy(exact).to(dtype)
+        if weights_alone:
+            self.module = self.module.float()
+        try:
+            yield
+        finally:
+            self.module = exact
+
+    def probabilities(self, texts: Sequence[Text], params: SamplingParams) -> list[Tensor]:
+        """p of each text's rows, after edits, temperature and filters: float64 [R, V]."""
+        check_known(params)
+        return [
+            filtered(edited(logits.double(), text, params), params)
+            for text, logits in zip(texts, self.logits(texts), strict=True)
+        ]
+
+
+def check_known(params: SamplingParams) -> None:
+    """Raise `RequestError` for a parameter that the reference cannot apply."""
+    for name in _UNKNOWN:
+        if getattr(params, name):
+            raise RequestError(name, getattr(params, name), "left out in an audit")
+
+
+def edited(logits_RV: Tensor, text: Text, params: SamplingParams) -> Tensor:
+    """Bias and allowed tokens, then penalties, row by row as the tokens before it have them."""
+    logits_RV = logits_RV.clone()
+    for token, bias in (params.logit_bias or {}).items():
+        logits_RV[:, token] += bias
+    if params.allowed_token_ids is not None:
+        banned_V = torch.ones(logits_RV.shape[1], dtype=torch.bool)
+        banned_V[list(params.allowed_token_ids)] = False
+        logits_RV[:, banned_V] = -math.inf
+    repetition, presence = params.repetition_penalty, params.presence_penalty
+    frequency = params.frequency_penalty
+    if (repetition, presence, frequency) == (1.0, 0.0, 0.0):
+        return logits_RV
+    counts = Counter[int]()
+    for row_V, token in zip(logits_RV, text.output, strict=True):
+        seen = sorted({*text.prompt, *counts})
+        values = row_V[seen]
+        row_V[seen] = torch.where(values > 0, values / repetition, values * repetition)
+        for other, count in counts.items():
+            row_V[other] -= presence + frequency * count
+        counts[token] += 1
+    return logits_RV
+
+
+def filtered(logits_RV: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature, min-p, top-k, top-p; all ties at a threshold stay. One-hot at temperature 0."""
+    if params.temperature == 0:
+        return torch.nn.functional.one_hot(logits_RV.argmax(dim=1), logits_RV.shape[1]).double()
+    x_RV = logits_RV / params.temperature
+    least_R = x_RV.amax(dim=1) + (math.log(params.min_p) if params.min_p > 0 else -math.inf)
+    x_RV = x_RV.masked_fill(x_RV < least_R[:, None], -math.inf)
+    if 0 < params.top_k < x_RV.shape[1]:
+        kth_R1 = x_RV.topk(params.top_k, dim=1).values[:, -1:]
+        x_RV = x_RV.masked_fill(x_RV < kth_R1, -math.inf)
+    if params.top_p < 1:
+        ordered_RV = x_RV.sort(dim=1, descending=True).values
+        mass_RV = ordered_RV.softmax(dim=1)
+        inside_RV = mass_RV.cumsum(dim=1) - mass_RV < params.top_p
+        edge_R1 = ordered_RV.masked_fill(~inside_RV, math.inf).amin(dim=1, keepdim=True)
+        x_RV = x_RV.masked_fill(x_RV < edge_R1, -math.inf)
+    return x_RV.softmax(dim=1)
+
+
+def ranks(p_RV: Tensor, output: Ids, generator: torch.Generator) -> Tensor:
+    """Randomised probability integral transform: uniform on [0, 1) if tokens come from p; [R].
+
+    The mass of likelier tokens plus a random share of the token's own: what a verifier does wrong
+    moves mass between likely tokens and unlikely ones. A token without mass gets exactly 1.
+    """
+    index_R1 = torch.tensor(output)[:, None]
+    own_R1 = p_RV.gather(1, index_R1)
+    id_V = torch.arange(p_RV.shape[1])
+    before_RV = (p_RV > own_R1) | ((p_RV == own_R1) & (id_V < index_R1))
+    above_R = (p_RV * before_RV).sum(dim=1)
+    share_R = torch.rand(len(p_RV), dtype=torch.float64, generator=generator)
+    ranked_R = above_R + share_R * own_R1[:, 0]
+    return torch.where(own_R1[:, 0] > 0, ranked_R.clamp(max=1 - 1e-12), 1.0)

@@ -1,0 +1,112 @@
+"""What an audit says: a line per subject, a table, a results file, plots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from foretoken.lab.audit.evidence import CONFIDENCE
+from foretoken.lab.audit.verdict import Finding
+from foretoken.lab.desk import Table
+from foretoken.lab.plot import Bar, Series, bar_chart, line_chart
+from foretoken.lab.results import Label, Results, Row, Value, collect
+
+HEADER = ["", "source", "draws", "TV bound", "G-test p", "accepted", "standard", "best"]
+MEANING = [
+    "The evidence is an average of e-values: above 1/alpha it refutes, however often it is read.",
+    f"TV bounds of all sources of a subject hold together with {CONFIDENCE:.0%} confidence.",
+    "The G-test's p-value is that of the draws there are; it does not correct for stopping.",
+    "accepted: drafts per round, beside what `standard` and the best lossless rule accept.",
+]
+
+
+def table(findings: Sequence[Finding]) -> Table:
+    """A line per subject and source."""
+    lines = []
+    for finding in findings:
+        sources = finding.evidence.sources
+        for source in sources:
+            mean, reach, best = source.acceptance
+            told = source.model.rounds > 0 and source.draws > 0
+            lines.append(
+                [
+                    finding.subject.name,
+                    source.model.name,
+                    f"{source.draws:,}",
+                    f"{source.distance_bound(len(sources)):.4f}",
+                    f"{source.p_value:.3g}",
+                    f"{mean:.3f} ± {reach:.3f}" if told else "",
+                    f"{source.usual:.3f}" if told else "",
+                    f"{best:.3f}" if told else "",
+                ]
+            )
+    return Table(HEADER, lines)
+
+
+def row(finding: Finding) -> Row:
+    """One subject in a results file."""
+    evidence, num = finding.evidence, len(finding.evidence.sources)
+    labels: dict[str, Label] = {
+        "verdict": finding.verdict,
+        "refuted": finding.refuted,
+        "bug": finding.bug,
+        "complete": finding.complete,
+        "accepts_less": evidence.accepts_less is not None,
+    }
+    labels |= {f"check_{i}": line for i, line in enumerate([*finding.exact, *finding.notes], 1)}
+    values: dict[str, Value] = {"draws": evidence.draws, "log10_e_value": evidence.log10_e}
+    if evidence.refuted_at is not None:
+        values["draws_to_refute"] = evidence.refuted_at
+    if finding.error is not None:
+        values["enumerated_error"] = finding.error
+    for source in evidence.sources:
+        name = source.model.name
+        values[f"{name}_draws"] = source.draws
+        values[f"{name}_tv"] = source.distance
+        values[f"{name}_tv_bound"] = source.distance_bound(num)
+        values[f"{name}_p_value"] = source.p_value
+        if source.model.rounds:
+            values[f"{name}_accepted"] = source.acceptance[0]
+            values[f"{name}_standard"] = source.usual
+            values[f"{name}_best"] = source.acceptance[2]
+    return Row(finding.subject.name, labels, values)
+
+
+def results(
+    findings: Sequence[Finding], name: str, command: str, shapes: dict[str, Any]
+) -> Results:
+    """In the shared schema."""
+    cut = [f"Interrupted: `{f.subject.name}` is partial." for f in findings if not f.complete]
+    said = [f"{f.subject.name}: {f.verdict}" for f in findings]
+    return collect(name, command, shapes, [row(f) for f in findings], [*said, *MEANING, *cut])
+
+
+def charts(findings: Sequence[Finding], alpha: float) -> list[str]:
+    """Of each subject that was drawn from."""
+    return [chart for finding in findings for chart in _charts(finding, alpha)]
+
+
+def _charts(finding: Finding, alpha: float) -> list[str]:
+    """The path of the evidence up to a refutation or the end, and outcomes against the target."""
+    evidence, name = finding.evidence, finding.subject.name
+    if evidence.draws == 0:
+        return []
+    refuted = -math.log10(alpha)
+    path = [(0, 0.0), *((n, max(log, 0.0)) for n, log in evidence.path)]
+    lines = [
+        Series("evidence (0 where it is below 1)", [(n, log, log, log) for n, log in path]),
+        Series("refuted above", [(n, refuted, refuted, refuted) for n in (0, evidence.draws)]),
+    ]
+    title = f"{name}: evidence against losslessness"
+    drawn = [line_chart(title, "draws", "log10 of the e-value", lines)]
+    for source in evidence.sources:
+        bars = [
+            Bar(str(cell), "", {"drawn": float(count) / max(source.draws, 1)}, float(chance))
+            for cell, (count, chance) in enumerate(
+                zip(source.counts, source.model.null, strict=True)
+            )
+        ]
+        title = f"{name}, {source.model.name}: drawn, and the target (line)"
+        drawn.append(bar_chart(title, "share", bars))
+    return drawn

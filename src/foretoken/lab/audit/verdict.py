@@ -1,0 +1,194 @@
+"""From a subject to a verdict: draws until its bug has a name, or the budget ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from foretoken.errors import RequestError
+from foretoken.lab.audit.enumeration import NotEnumerableError
+from foretoken.lab.audit.evidence import CONFIDENCE, TOO_MUCH, UNKNOWN, Evidence
+from foretoken.lab.audit.gallery import BUGS
+from foretoken.lab.audit.subjects import Bound, StoppedError, Subject
+from foretoken.lab.audit.toys import TOYS, Round, Toy
+
+EXACT = 1e-6  # what rounding may add up to in an enumerated probability: 1e-7 in float32
+INCONCLUSIVE = "inconclusive"
+DRAWS_TO_NAME = 4  # after a refutation, so many times its draws at most are spent on the name
+WHAT = {bug.key: bug.what for bug in BUGS} | {
+    TOO_MUCH: "more drafts are accepted than any lossless rule could",
+    UNKNOWN: "something is wrong that no bug of the gallery explains",
+    "greedy_differs": "at temperature 0 tokens are not the target's likeliest",
+    "replay_differs": "`coupled` gives other tokens without drafts",
+    "parameter_ignored": "a sampling parameter does not act as it should",
+    "temperature_ignored": "temperature is ignored",
+    "nucleus_leaks": "tokens outside of top_p come: it is ignored, or drafts are tested without it",
+}
+
+Report = Callable[[int], None]
+"""Gets how many draws are done."""
+
+
+@dataclass
+class Finding:
+    """What an audit of one subject came to.
+
+    Attributes:
+        error: the largest error of an enumerated probability; None: it could not be enumerated.
+        exact: what enumeration and injected uniforms had to say, one line each.
+        broken: bugs that injected uniforms showed.
+        notes: of the subject, beside the evidence.
+        complete: False if it was interrupted.
+        stopped: why the subject gave no more outcomes; None: it gave them all.
+    """
+
+    subject: Subject
+    evidence: Evidence
+    error: float | None = None
+    exact: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    complete: bool = False
+    stopped: str | None = None
+
+    @property
+    def refuted(self) -> bool:
+        """Whether something shows that it is not lossless."""
+        wrong = self.error is not None and self.error > EXACT
+        return wrong or bool(self.broken) or self.evidence.refuted_at is not None
+
+    @property
+    def bug(self) -> str | None:
+        """The name of what is wrong, `UNKNOWN` if there is none; None: nothing is."""
+        if not self.refuted:
+            return None
+        if self.broken:
+            return self.broken[0]
+        return self.evidence.name or UNKNOWN
+
+    @property
+    def verdict(self) -> str:
+        """One line: refuted, and by what, or what is excluded."""
+        seen = self.evidence
+        cut = "" if self.complete else " INTERRUPTED: partial."
+        if self.refuted:
+            how = "by enumeration" if not self.broken else "without a draw"
+            if self.broken and isinstance(self.subject.exact, Bound):
+                how = "by injected uniforms"
+            if seen.refuted_at is not None:
+                how = f"after {seen.refuted_at:,} draws (e-value 10^{seen.log10_e:.1f})"
+            return f"REFUTED {how}: {WHAT[self.bug or UNKNOWN]}.{cut}"
+        if not seen.sources and self.complete:
+            return "not refuted: all is as it should be at temperature 0, where nothing is drawn."
+        if seen.draws == 0:
+            return f"{INCONCLUSIVE}: nothing was drawn.{cut}"
+        told = [source for source in seen.sources if source.model.rounds]
+        if told and not any(source.accepted for source in told):
+            return f"{INCONCLUSIVE}: no draft was accepted, so nothing was at stake.{cut}"
+        num = len(seen.sources)
+        bound = max(source.distance_bound(num) for source in seen.sources)
+        cells = max(len(source.counts) for source in seen.sources)
+        line = (
+            f"no difference in {seen.draws:,} draws: TV <= {bound:.3f} with {CONFIDENCE:.0%} "
+            f"confidence over {cells} outcomes.{cut}"
+        )
+        state = "lossless" if self.error is not None else "not refuted"
+        if (less := seen.accepts_less) is not None:
+            state += (
+                f", accepts less than it could ({less.acceptance[0]:.2f} where `standard` accepts "
+                f"{less.usual:.2f})"
+            )
+        exact = "every probability equals p by enumeration; " * (self.error is not None)
+        return f"{state}: {exact}{line}"
+
+
+def audit(
+    subject: Subject,
+    draws: int | None = None,
+    report: Report = lambda done: None,
+    finding: Finding | None = None,
+) -> Finding:
+    """Draw until the budget ends, or it is refuted and the bug has its name.
+
+    Args:
+        draws: outcomes in all; None: the subject's own budget.
+        finding: filled as it goes, so that what interrupts it leaves what there is.
+    """
+    found = finding or Finding(subject, Evidence(subject.models))
+    budget = subject.budget if draws is None else draws
+    report(0)
+    if isinstance(subject.exact, Bound):
+        found.error, lines = enumerated(subject.exact)
+        found.broken, more = injected(subject.exact)
+        found.exact += [*lines, *more]
+    try:
+        if subject.exact is not None and not isinstance(subject.exact, Bound):
+            found.broken, found.exact = subject.exact()
+        most = budget if subject.models and not found.broken else 0
+        _draw_until_sure(found, most, report)
+        found.complete = True
+    except StoppedError as error:
+        found.stopped = str(error)
+        found.notes.append(f"Ended early: {error}.")
+    finally:
+        found.notes += subject.notes()
+    report(budget)
+    return found
+
+
+def _draw_until_sure(found: Finding, most: int, report: Report) -> None:
+    evidence, subject, wave, budget = found.evidence, found.subject, 0, most
+    models = subject.models
+    while evidence.draws < most:
+        share = -(-(most - evidence.draws) // len(models))
+        for number in range(len(models)):
+            evidence.add(number, *subject.draw(number, min(subject.batch, share), wave))
+            report(evidence.draws)
+        wave += 1
+        if evidence.refuted_at is not None:
+            if evidence.name is not None:
+                break
+            most = min(budget, DRAWS_TO_NAME * max(evidence.draws, evidence.refuted_at))
+
+
+def enumerated(verify: Bound) -> tuple[float | None, list[str]]:
+    """The largest error of any outcome's probability on any toy, and a line about it."""
+    worst = 0.0
+    try:
+        for toy in TOYS:
+            law = toy.law_of(verify.begin, verify.remembers)
+            worst = max(worst, float(np.abs(law.outcome - toy.null).max()))
+    except NotEnumerableError as error:
+        return None, [f"Not enumerated: {error}."]
+    state = f"equals p to {worst:.1g}" if worst <= EXACT else f"DIFFERS from p by {worst:.3g}"
+    line = f"Enumerated, every draft and every uniform: each outcome's probability {state}"
+    return worst, [f"{line} (rounding explains {EXACT:g})."]
+
+
+def injected(verify: Bound) -> tuple[list[str], list[str]]:
+    """Bugs that only the ends of a uniform's range show, and a line about them.
+
+    The token of probability 2^-27 must come at one end or the other, wherever it stands.
+    """
+    if not verify.takes_uniforms:
+        return [], ["Not testable without a parameter `uniforms`: u = 0, tails beyond 24 bits."]
+    begin, rng, rare, met, broken = verify.begin, np.random.default_rng(0), 2.0**-27, False, []
+    p, q = np.array([[0, 0.5, 0.5], [0, 0.5, 0.5]]), np.array([[0.5, 0.25, 0.25]])
+    try:
+        given = Round(p, q, [0], p)
+        if len(begin()(Toy("", 3, 1, 1, 0), given, rng, [0.0, 0.5])) > 1:
+            broken.append("accept_at_zero")
+        for place in (0, 1):
+            row = np.full(2, 1 - rare)
+            row[place] = rare
+            rows, half = np.array([[0.5, 0.5], row]), np.array([[0.5, 0.5]])
+            for end in (rare / 2, 1 - rare / 2):
+                given = Round(rows, half, [0], rows)
+                met |= begin()(Toy("", 2, 1, 1, 0), given, rng, [0.25, end])[-1] == place
+    except RequestError as error:
+        return [], [f"Injected uniforms: not tested: {error}"]
+    if not met:
+        broken.append("float32_tail")
+    return broken, [f"Injected uniforms: {', '.join(broken) or 'both ends are right'}."]

@@ -1,0 +1,156 @@
+"""An engine in this process as what answers a load."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from foretoken.async_engine import AsyncEngine
+from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.engine.trace import StepTrace
+from foretoken.errors import RequestError
+from foretoken.lab.bench.cases import Case, speculation_of
+from foretoken.lab.bench.floor import Floor
+from foretoken.lab.bench.load import Asked, Record, RequestFailedError, Step
+from foretoken.outputs import SpeculationMetrics
+from foretoken.sampling.params import SamplingParams
+
+
+class Engines:
+    """Engines of one target, made one after another.
+
+    Plain decoding beside speculative is the same engine, whose requests have K = 0: same weights,
+    kernels and caches, and what the drafter costs where nothing is drafted stays in the figure.
+
+    Args:
+        options: of `AsyncEngine`; `speculative_config` among them, parsed.
+        params: what all requests share.
+        bandwidth: GB/s; None: measured.
+    """
+
+    def __init__(
+        self, options: Mapping[str, Any], params: SamplingParams, bandwidth: float | None
+    ) -> None:
+        self._options, self._params, self._bandwidth = options, params, bandwidth
+        self._shapes: dict[str, Any] = {}
+        self._engine: Any = None
+        self._before = 0.0
+        self.floor: Floor | None = None
+        self.notes: list[str] = []
+        self.keeps_prefixes = bool(options.get("enable_prefix_caching", True))
+
+    @asynccontextmanager
+    async def opened(self, cases: Sequence[Case]) -> AsyncIterator[None]:
+        """Makes an engine with what these cases set, and closes it behind them."""
+        speculation = speculation_of(self._options["speculative_config"], cases[-1])
+        start = time.perf_counter()
+        self._engine = AsyncEngine(**{**self._options, "speculative_config": speculation})
+        try:
+            self.notes.append(f"Loading took {time.perf_counter() - start:.1f} s.")
+            self.floor = Floor.of(self._engine.engine, self._bandwidth)
+            self._shapes = self._shapes or self._describe(self._engine, self.floor)
+            yield
+        finally:
+            await self._engine.close()
+
+    def shapes(self) -> dict[str, Any]:
+        """Of the first engine; those that are swept are labels of the rows."""
+        return self._shapes
+
+    def _describe(self, engine: AsyncEngine, floor: Floor) -> dict[str, Any]:
+        config, model = engine.config, engine.engine.runner.model
+        given = self._options["speculative_config"]
+        return {
+            "model": _shown(config.model),
+            "device": model.device.type,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "speculation": set_fields(given) if given else None,
+            "sampling": set_fields(self._params, without=("seed",)),
+            "engine": set_fields(config, without=("model", "speculative_config")),
+            "target_weights_gb": floor.target.weights / 1e9,
+            "draft_weights_gb": floor.drafter.weights / 1e9,
+            "kv_bytes_per_token": sum(size for size, _ in floor.target.layers),
+            "bandwidth_gb_per_s": floor.bandwidth,
+            "bandwidth_given": self._bandwidth is not None,
+        }
+
+    async def send(self, asked: Asked, case: Case, record: Record) -> None:
+        """As `Client.send`; an engine never goes, and whatever it raises ends the run."""
+        params = replace(
+            self._params,
+            max_tokens=asked.num_output,
+            ignore_eos=True,
+            seed=asked.seed,
+            **case.fields,
+        )
+        is_chat = isinstance(asked.prompt, list) and isinstance(asked.prompt[0], dict)
+        ask = self._engine.chat if is_chat else self._engine.generate
+        try:
+            await self._read(ask(asked.prompt, params, deltas=True), record)
+        except RequestError as error:  # this prompt is too long, or there is no chat template
+            raise RequestFailedError(str(error)) from error
+
+    async def _read(self, deltas: Any, record: Record) -> None:
+        async with aclosing(deltas):
+            async for delta in deltas:
+                if delta.error is not None:
+                    raise delta.error
+                if delta.prompt_token_ids is not None:
+                    record.num_input = len(delta.prompt_token_ids)
+                for sample in delta.outputs:
+                    if sample.token_ids:
+                        if not record.arrivals:
+                            record.num_first = len(sample.token_ids)
+                        record.arrivals.append(time.perf_counter())
+                    record.num_output += len(sample.token_ids)
+                    record.origins += sample.origins
+
+    async def counts(self) -> SpeculationMetrics:
+        """Of all that the engine ever did."""
+        counts: SpeculationMetrics = self._engine.metrics
+        return counts
+
+    def watch(self, steps: list[Step] | None) -> None:
+        """Keep every step; called while the engine is idle."""
+        self._before = time.perf_counter()
+
+        def keep(trace: StepTrace) -> None:
+            now = time.perf_counter()
+            if steps is not None:
+                steps.append(Step(now - self._before, trace))
+            self._before = now
+
+        self._engine.engine.on_step = None if steps is None else keep
+
+    async def tokens(self, text: str) -> list[int]:
+        """By the checkpoint's tokenizer, if it has one."""
+        return await self._engine.encode(text) if self._engine.engine.tokenizer else []
+
+    def vocabulary(self) -> list[int]:
+        """All but special tokens."""
+        engine = self._engine.engine
+        special = set(getattr(engine.tokenizer, "all_special_ids", ()))
+        return [i for i in range(engine.limits.vocab_size) if i not in special]
+
+
+def set_fields(
+    config: SamplingParams | EngineConfig | SpeculativeConfig, without: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Fields that differ from their defaults."""
+    return {
+        field.name: _shown(value)
+        for field in fields(config)
+        if field.name not in without
+        and (value := getattr(config, field.name)) != field.default
+        and value is not None
+    }
+
+
+def _shown(value: Any) -> Any:
+    """Of a path only the name: where it lay is this machine's affair."""
+    is_path = isinstance(value, Path) or (isinstance(value, str) and value.startswith("/"))
+    return Path(value).name if is_path else value

@@ -1,0 +1,304 @@
+"""Any server of OpenAI's API as what answers a load: HTTP/1.1 by asyncio's streams alone.
+
+Charter: a request and its stream. Each has a connection of its own, and making it is part of its
+time. What a server is asked for beyond the API is found out once, by one request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import ssl
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+from foretoken.errors import ConfigError
+from foretoken.lab.bench.cases import Case
+from foretoken.lab.bench.floor import Floor
+from foretoken.lab.bench.load import Asked, Record, RequestFailedError, ServerGoneError, Step
+from foretoken.lab.bench.offline import set_fields
+from foretoken.outputs import SpeculationMetrics
+from foretoken.sampling.params import SamplingParams
+
+_LINE = 2**20  # bytes of a line, or of a head
+_WRONG_BODY = (400, 422)
+_COUNTING = ("foretoken", "vllm")  # who can say with each piece how many tokens there were
+_COUNT = re.compile(r"^(\w+):spec_decode_(\w+?)(?:_total)?(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+
+
+class Server:
+    """A server, what it takes, and what it is asked.
+
+    Args:
+        url: its root, with or without `/v1`.
+        model: None: the first that it lists.
+        api_key: sent as a bearer token.
+        timeout: seconds without news after which a request has failed.
+
+    Attributes:
+        speculates: whether requests can choose how they are drafted for, and something drafts.
+    """
+
+    floor: Floor | None = None
+    keeps_prefixes = True
+
+    def __init__(
+        self,
+        url: str,
+        params: SamplingParams,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout: float = 120.0,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError("url", url, "a URL such as http://127.0.0.1:8000")
+        self.url, self.model, self.timeout = url, model, timeout
+        self._host, self._netloc = parts.hostname, parts.netloc.rpartition("@")[2]
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._root = parts.path.rstrip("/").removesuffix("/v1")
+        self._key = api_key
+        self._params = set_fields(params, without=("seed", "max_tokens"))
+        self._extra: dict[str, Any] = {"ignore_eos": True}
+        self._stream_options = {"include_usage": True}
+        self.speculates, self.notes = False, list[str]()
+
+    async def prepare(self) -> None:
+        """Find out which model it serves and what it takes; `ConfigError` if it is no server."""
+        try:
+            listed = (await self.get("/v1/models"))["data"]
+            owners = {str(card["id"]): card.get("owned_by") for card in listed}
+            self.model = self.model or next(iter(owners))
+            if owners.get(self.model) in _COUNTING:
+                self._stream_options["continuous_usage_stats"] = True
+            if owners.get(self.model) == "foretoken":
+                self.speculates = await self.takes(speculative={"enabled": True})
+            elif not await self.takes(**self._extra):
+                self._extra = {}
+                self.notes.append("It refuses `ignore_eos`: answers may end before their length.")
+        except (ServerGoneError, RequestFailedError) as error:
+            bound = "an OpenAI-compatible server that answers"
+            raise ConfigError("url", self.url, bound, f"{error}.") from None
+        except (KeyError, TypeError, StopIteration, AttributeError):
+            bound = "an OpenAI-compatible server, whose /v1/models lists a model"
+            raise ConfigError("url", self.url, bound) from None
+        if not self.speculates:
+            self.notes.append(
+                "It takes no field `speculative`, or drafts nothing: plain decoding cannot be "
+                "measured beside it, and there is no speed-up."
+            )
+
+    async def takes(self, **fields: Any) -> bool:
+        """Whether it refuses a request of one token with these fields, and none without them."""
+        body = {"model": self.model, "prompt": "1", "max_tokens": 1}
+        status, answer = await self.call("POST", "/v1/completions", {**body, **fields})
+        if status in _WRONG_BODY:
+            fields = {}
+            status, answer = await self.call("POST", "/v1/completions", body)
+        if status == 200:
+            return bool(fields)
+        said = f"It answered {status}: {answer[:200].decode(errors='replace')}"
+        raise ConfigError("url", self.url, "a server that completes a prompt", said)
+
+    @asynccontextmanager
+    async def opened(self, cases: Sequence[Case]) -> AsyncIterator[None]:
+        """Nothing is to be made."""
+        yield
+
+    def shapes(self) -> dict[str, Any]:
+        """What is known of it; the hardware of the results file is the client's."""
+        return {"url": self.url, "model": self.model, "sampling": self._params}
+
+    async def send(self, asked: Asked, case: Case, record: Record) -> None:
+        """As `Client.send`."""
+        is_chat = isinstance(asked.prompt, list) and isinstance(asked.prompt[0], dict)
+        body = {
+            "model": self.model,
+            "messages" if is_chat else "prompt": asked.prompt,
+            "max_tokens": asked.num_output,
+            "seed": asked.seed,
+            "stream": True,
+            "stream_options": self._stream_options,
+            **self._extra,
+            **self._params,
+            "temperature": case.fields["temperature"],
+        }
+        if self.speculates:
+            names = {"num_speculative_tokens": "num_speculative_tokens", "drafter": "drafter"}
+            names["rejection_sample_method"] = "rule"
+            body["speculative"] = {
+                names[name]: value
+                for name, value in case.fields.items()
+                if name in names and value is not None
+            }
+        path = f"/v1/{'chat/' if is_chat else ''}completions"
+        async with self._request("POST", path, body) as (status, pieces):
+            if status != 200:
+                text = b"".join([piece async for piece in pieces]).decode(errors="replace")
+                raise RequestFailedError(f"status {status}: {text[:200]}")
+            async with aclosing(_events(pieces)) as events:
+                async for event in events:
+                    if "error" in event:
+                        raise RequestFailedError(f"an error in its stream: {event['error']}")
+                    try:
+                        _note(event, record)
+                    except (AttributeError, TypeError, ValueError):
+                        said = f"no completion in its stream: {json.dumps(event)[:80]}"
+                        raise RequestFailedError(said) from None
+        record.num_output = record.num_output or len(record.arrivals)
+        if not record.arrivals:
+            raise RequestFailedError("a stream without a token")
+
+    async def get(self, path: str) -> Any:
+        """JSON of a path, or text."""
+        status, answer = await self.call("GET", path)
+        if status != 200:
+            raise RequestFailedError(f"{path} answered {status}")
+        try:
+            return json.loads(answer)
+        except ValueError:
+            return answer.decode(errors="replace")
+
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> tuple[int, bytes]:
+        """Status and whole body of a request that is not streamed."""
+        async with self._request(method, path, body) as (status, pieces):
+            return status, b"".join([piece async for piece in pieces])
+
+    @asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> AsyncIterator[tuple[int, AsyncIterator[bytes]]]:
+        """Status of a request, and its body as it comes; what goes wrong in it is a failure."""
+        opening = asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=_LINE)
+        try:
+            reader, writer = await asyncio.wait_for(opening, self.timeout)
+        except (OSError, TimeoutError) as error:
+            raise ServerGoneError(f"no connection to {self._netloc}: {error!s}") from error
+        text = b"" if body is None else json.dumps(body).encode()
+        head = [f"{method} {self._root}{path} HTTP/1.1", f"Host: {self._netloc}"]
+        head += ["Connection: close", "Content-Type: application/json"]
+        head += [f"Content-Length: {len(text)}"]
+        head += [f"Authorization: Bearer {self._key}"] if self._key else []
+        try:
+            writer.write("\r\n".join([*head, "", ""]).encode() + text)
+            async with asyncio.timeout(self.timeout):
+                await writer.drain()
+                lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+            version, _, status = lines[0].partition(" ")
+            if not version.startswith("HTTP/1."):
+                raise ValueError(f"{lines[0][:80]!r} is no status line")
+            pairs = (line.partition(":") for line in lines[1:] if line)
+            named = {name.lower(): value.strip().lower() for name, _, value in pairs}
+            yield int(status[:3]), self._body(reader, named)
+        except (
+            *(OSError, EOFError, ValueError, RecursionError, TimeoutError),
+            asyncio.LimitOverrunError,
+        ) as error:
+            what = f"no news for {self.timeout:g} s" if isinstance(error, TimeoutError) else error
+            raise RequestFailedError(f"its answer broke off or is no HTTP: {what!s}") from error
+        finally:
+            writer.transport.abort()
+
+    async def _body(
+        self, reader: asyncio.StreamReader, head: Mapping[str, str]
+    ) -> AsyncIterator[bytes]:
+        """Pieces of a body, as they come: in chunks, of a stated length, or up to the end."""
+        left = int(head["content-length"]) if "content-length" in head else None
+        while left != 0:
+            async with asyncio.timeout(self.timeout):
+                if head.get("transfer-encoding") == "chunked":
+                    size = int((await reader.readuntil(b"\n")).split(b";")[0], 16)
+                    piece = (await reader.readexactly(size + 2))[:-2]
+                elif not (piece := await reader.read(left or 2**16)) and left:
+                    raise EOFError(f"{left} bytes are missing")
+            if not piece:
+                return
+            left = None if left is None else left - len(piece)
+            yield piece
+
+    async def counts(self) -> SpeculationMetrics | None:
+        """Its counters for Prometheus, under the names that vLLM and Foretoken have for them."""
+        try:
+            return _counted(str(await self.get("/metrics")))
+        except (ServerGoneError, RequestFailedError, ValueError, OverflowError):
+            return None
+
+    def watch(self, steps: list[Step] | None) -> None:
+        """A server's steps are not seen."""
+
+    async def tokens(self, text: str) -> list[int]:
+        """By its `/tokenize`, if it has one."""
+        try:
+            status, answer = await self.call(
+                "POST", "/tokenize", {"model": self.model, "prompt": text}
+            )
+            found = json.loads(answer)["tokens"] if status == 200 else []
+        except (RequestFailedError, ValueError, KeyError, TypeError):
+            return []
+        is_ids = isinstance(found, list) and all(isinstance(token, int) for token in found)
+        return found if is_ids else []
+
+    def vocabulary(self) -> list[int]:
+        """Not known."""
+        return []
+
+
+async def _events(pieces: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:
+    """The objects of a stream of server-sent events up to its `[DONE]`."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for data in (line[5:].strip() for line in lines if line.startswith(b"data:")):
+            if data == b"[DONE]":
+                return
+            event = json.loads(data)
+            if not isinstance(event, dict):
+                raise RequestFailedError(f"no object in its stream: {data[:80]!r}")
+            yield event
+    raise RequestFailedError("its stream broke off before its end")
+
+
+def _counted(text: str) -> SpeculationMetrics | None:
+    """Metrics as text; `ValueError` or `OverflowError` if a count is none."""
+    found, listed = SpeculationMetrics(), dict[str, dict[int, int]]()
+    names = {"num_drafts", "num_draft_tokens", "num_accepted_tokens"}
+    seen = 0
+    for _, name, labels, value in _COUNT.findall(text):
+        if name in names:
+            setattr(found, name, getattr(found, name) + int(float(value)))
+            seen += 1
+        elif place := re.search(r'position="(\d{1,3})"', labels):
+            counts = listed.setdefault(name, {})
+            counts[int(place[1])] = counts.get(int(place[1]), 0) + int(float(value))
+    for kind, name in (("accepted", "num_accepted_tokens"), ("drafted", "num_draft_tokens")):
+        if by_place := listed.get(f"{name}_per_pos"):
+            dense = [by_place.get(i, 0) for i in range(max(by_place) + 1)]
+            setattr(found, f"{kind}_per_position", dense)
+    return found if seen else None
+
+
+def _note(event: Mapping[str, Any], record: Record) -> None:
+    """Keep what an event says; what has another shape is one of the errors of that."""
+    usage = event.get("usage") or {}
+    counts = [usage.get(name) or 0 for name in ("prompt_tokens", "completion_tokens")]
+    if min(counts) < 0 or not all(isinstance(count, int) for count in counts):
+        raise ValueError(counts)
+    record.num_input, record.num_output = map(max, counts, (record.num_input, record.num_output))
+    if any(_holds_tokens(choice) for choice in event.get("choices") or ()):
+        if not record.arrivals:
+            record.num_first = record.num_output or 1
+        record.arrivals.append(time.perf_counter())
+
+
+def _holds_tokens(choice: Any) -> bool:
+    delta = choice.get("delta") or {}
+    names = ("content", "reasoning_content", "reasoning", "tool_calls")
+    return bool(choice.get("text")) or any(delta.get(name) for name in names)

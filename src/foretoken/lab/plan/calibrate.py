@@ -1,0 +1,271 @@
+"""What steps of an engine take here, by some hundred of them.
+
+Charter: runs of a few requests, whose steps are sorted by what they did; the mean of each kind; a
+profile. Cases take turns, and each repeat goes through all, so that what disturbs the machine for a
+while disturbs none alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from itertools import accumulate, product
+from statistics import median
+from typing import NamedTuple
+
+import numpy as np
+
+from foretoken.engine.engine import Engine
+from foretoken.errors import ConfigError
+from foretoken.lab.plan.drive import Clock, Drive, Timed
+from foretoken.lab.plan.profile import EngineLimits, Profile, PromptCosts
+from foretoken.lab.plan.simulate import Ask
+from foretoken.lab.results import commit, hardware
+from foretoken.sampling.params import SamplingParams
+
+_STEPS = 14  # of a run, about
+_SHORT = 48  # tokens of a prompt
+_LONG = 512  # of one by which the cost of a context is told, if the model takes as many
+_MIDDLE = 4  # requests with such contexts
+_PROMPTS = (4, 32, 240)  # tokens; the longest in several at a time, too
+_SEVERAL = (2, 4, 8)
+_DRAFTS = (1, 2, 4, 8, 16, 32)
+_STALL = 3.0  # times the median: longer steps count as so long
+
+
+class Case(NamedTuple):
+    """Requests that run together: how many, K, and their lengths."""
+
+    batch: int
+    drafts: int
+    length: int
+    output: int
+
+
+@dataclass
+class _Found:
+    """Seconds of steps of one case.
+
+    Attributes:
+        steps: of those in which all decode: seconds, those that drafted, context of each request.
+        first: of the first that decodes, in which a draft model computes the prompts.
+        prompts: of those that compute prompts alone, by tokens.
+    """
+
+    steps: list[tuple[float, float, float]] = field(default_factory=list)
+    first: list[float] = field(default_factory=list)
+    prompts: list[float] = field(default_factory=list)
+
+
+class Calibration:
+    """Measures one engine.
+
+    Args:
+        sizes: of batches; 1 is one of them.
+        text: token ids that prompts are cut from, by which acceptance is measured, too.
+        clock: see `Drive`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sizes: Sequence[int],
+        params: SamplingParams,
+        repeats: int = 3,
+        text: Sequence[int] = (),
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self._engine, self._params, self._repeats = engine, params, repeats
+        self._text, self._clock = text, clock
+        most = engine.config.num_drafts
+        self._drafts = sorted({0, most, *(k for k in _DRAFTS if k < most)})
+        self._sizes = sorted({1, *sizes})
+        self._middle = max(size for size in self._sizes if size <= _MIDDLE)
+        self._found = defaultdict[Case, _Found](_Found)
+        self._check()
+        self._cases = [*self._decodes(), *self._computes()]
+        self.num_runs = len(self._cases) * (repeats + 1)
+
+    def _check(self) -> None:
+        """Raise `ConfigError` if the cases do not fit the engine."""
+        limits, config = self._engine.limits, self._engine.config
+        if self._sizes[-1] > config.max_num_seqs:
+            bound = f"at least {self._sizes[-1]}, the largest batch"
+            raise ConfigError("max_num_seqs", config.max_num_seqs, bound)
+        least = max(_PROMPTS[-1], _SHORT + self._decode(1, self._drafts[-1]).output) + 1
+        if limits.max_model_len < least:
+            bound = f"at least {least}, to time steps"
+            raise ConfigError("max_model_len", limits.max_model_len, bound)
+        if self._long <= _SHORT:
+            blocks = self._engine.scheduler.pool.num_blocks
+            remedy = "Raise it, or `max_model_len`."
+            raise ConfigError("num_blocks", blocks, "enough to time long contexts", remedy)
+
+    def _decode(self, batch: int, drafts: int, length: int = _SHORT) -> Case:
+        return Case(batch, drafts, length, int(_STEPS * (1 + drafts / 2)))
+
+    def _decodes(self) -> Iterator[Case]:
+        for batch, drafts in product(self._sizes, self._drafts):
+            yield self._decode(batch, drafts)
+        for drafts in (0, self._drafts[-1]):
+            yield self._decode(self._middle, drafts, self._long)
+
+    @property
+    def _long(self) -> int:
+        """Tokens of a long context: no more than fits."""
+        pool, most = self._engine.scheduler.pool, self._engine.limits.max_model_len
+        room = pool.num_blocks // self._middle * pool.block_size
+        output = self._decode(1, self._drafts[-1]).output
+        return min(_LONG, most - output, room - output - pool.block_size)
+
+    def _computes(self) -> Iterator[Case]:
+        config, longest = self._engine.config, _PROMPTS[-1]
+        counts = [(1, n) for n in _PROMPTS]
+        counts += [(b, longest) for b in _SEVERAL if b <= config.max_num_seqs]
+        counts.append((1, self._long))
+        for batch, length in counts:
+            if batch * length <= config.max_num_batched_tokens:
+                yield Case(batch, 0, length, 1)
+
+    def run(self, report: Callable[[int, str], None] = lambda done, what: None) -> Profile:
+        """Measure everything; called again, it adds to what was measured before.
+
+        Args:
+            report: gets how many runs are done, and what runs next.
+        """
+        for done in range(self.num_runs):
+            repeat, at = divmod(done, len(self._cases))
+            case = self._cases[at]
+            report(done, f"{case.batch} requests, K={case.drafts}")
+            asked = case.drafts if self._drafts[-1] else None
+            params = replace(self._params, num_speculative_tokens=asked)
+            drive = Drive(
+                self._engine, params, case.batch, seed=done, text=self._text, clock=self._clock
+            )
+            drive.run([Ask(0.0, case.length, case.output)] * case.batch)
+            if repeat:  # the first is warm-up
+                self._sort(case, drive.timed)
+        report(self.num_runs, "done")
+        return self._profile()
+
+    def _sort(self, case: Case, timed: Sequence[Timed]) -> None:
+        found, decoded, context = self._found[case], False, case.length + 1.0
+        for (seconds, requests, decoding, _, _, accepted), drafting in timed:
+            if not decoding:
+                found.prompts.append(seconds)
+            elif decoding == requests == case.batch:
+                if decoded:
+                    found.steps.append((seconds, drafting if case.drafts else 0.0, context))
+                else:
+                    found.first.append(seconds)
+                decoded = True
+            if decoding:
+                context += 1 + accepted / requests
+        if case.output > 1:
+            found.prompts.clear()
+
+    def _step(self, case: Case) -> tuple[float, float, float]:
+        """Means of its steps: seconds, those that drafted, context."""
+        seconds, drafting, context = (_mean(x) for x in zip(*self._found[case].steps, strict=True))
+        return seconds, drafting, context
+
+    def _profile(self) -> Profile:
+        engine, runner = self._engine, self._engine.runner
+        context = self._of_context()
+        rest, draft, missed = list[list[float]](), list[list[float]](), [0.0]
+        for batch in self._sizes:
+            cases = [self._decode(batch, drafts) for drafts in self._drafts]
+            whole, parts, lengths = zip(*map(self._step, cases), strict=True)
+            draft.append(rising(parts))
+            of_contexts = (batch * x * slope for x, slope in zip(lengths, context, strict=True))
+            left = zip(rising(whole), draft[-1], of_contexts, strict=True)
+            rest.append([max(seconds - drafting - of, 0.0) for seconds, drafting, of in left])
+            for case, seconds in zip(cases[1:], whole[1:], strict=True):
+                more = _mean(self._found[case].first) - seconds
+                missed.append(max(more, 0.0) / batch / case.length)
+        config, pool, on_host = engine.config, engine.scheduler.pool, runner.slots.on_host
+        speculation = config.speculative_config
+        made_of = dict(runner.planned.parts) if runner.planned else {}
+        cache = sum(made_of.pop(name, 0) for name in ("K/V cache", "K/V cache of the draft"))
+        ran = commit()
+        return Profile(
+            model=config.model,
+            method=str(speculation.method) if speculation else "plain",
+            origin="measured",
+            drafts=self._drafts,
+            batches=self._sizes,
+            rest=rest,
+            draft=draft,
+            context=context,
+            missed=median(missed[1:] or missed),
+            prompts=self._prompts(),
+            limits=EngineLimits(
+                config.max_num_seqs, config.max_num_batched_tokens, engine.limits.max_model_len,
+                pool.block_size, pool.num_blocks,
+            ),
+            runs_ahead=engine.runs_ahead,
+            lockstep=not on_host,
+            block_bytes=cache // (pool.num_blocks + (not on_host)),
+            memory=made_of,
+            acceptance=self._acceptance(),
+            made={
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "commit": ran[0], "dirty": ran[1], "hardware": hardware(),
+            },
+        )  # fmt: skip
+
+    def _of_context(self) -> list[float]:
+        """Seconds per token of context by K, told from short and long ones; on a line between."""
+        ends = (0, self._drafts[-1])
+        slopes = []
+        for drafts in ends:
+            short = self._step(self._decode(self._middle, drafts))
+            long = self._step(self._decode(self._middle, drafts, self._long))
+            more = (long[0] - short[0]) / max(long[2] - short[2], 1.0) / self._middle
+            slopes.append(max(more, 0.0))
+        found: list[float] = np.interp(self._drafts, ends, slopes).tolist()
+        return found if ends[1] else slopes[:1]
+
+    def _prompts(self) -> PromptCosts:
+        """Steps of prompts, the squares of their lengths apart."""
+        taken = {c: _mean(self._found[c].prompts) for c in self._computes()}
+        long = Case(1, 0, self._long, 1)
+        whole = taken.pop(long, None)
+        sizes, pair = [case.batch * case.length for case in taken], 0.0
+        seconds = [*taken.values()]
+        pairs = long.length * (long.length - _PROMPTS[-1]) / 2
+        if whole is not None and pairs > 0 and long.length <= sizes[-1]:
+            pair = max(whole - float(np.interp(long.length, sizes, seconds)), 0.0) / pairs
+        flat = (s - pair * c.batch * c.length**2 / 2 for c, s in zip(taken, seconds, strict=True))
+        return PromptCosts(sizes, rising([max(x, 0.0) for x in flat]), pair)
+
+    def _acceptance(self) -> tuple[float, ...] | None:
+        """Chances of the drafts that the engine made; None without any, or under `synthetic`."""
+        metrics = self._engine.metrics
+        if not metrics.num_drafts or metrics.num_synthetic_drafts or not self._text:
+            return None
+        counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)
+        return tuple(accumulate((hits / max(tries, 1) for hits, tries in counts), min))
+
+
+def _mean(seconds: Sequence[float]) -> float:
+    """What they take on average, a stall of the machine aside: on a busy one a median is some 10 %
+    less than what a run of them takes."""
+    return float(np.minimum(seconds, _STALL * median(seconds)).mean())
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """The nearest numbers of which none is below the one before (pool adjacent violators).
+
+    More drafts, or tokens, take no less time, whatever disturbed the steps that were timed.
+    """
+    pools = list[tuple[float, int]]()
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (high, above), (low, below) = pools.pop(), pools.pop()
+            pools.append(((high * above + low * below) / (above + below), above + below))
+    return [value for value, count in pools for _ in range(count)]

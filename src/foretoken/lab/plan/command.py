@@ -1,0 +1,161 @@
+"""`foretoken plan`: finds costs and acceptance, predicts, and reports what it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from foretoken.config import EngineConfig, SpeculativeConfig
+from foretoken.errors import ConfigError
+from foretoken.lab.desk import Desk
+from foretoken.lab.files import stem
+from foretoken.lab.plan.acceptance import Acceptance
+from foretoken.lab.plan.options import PlanOptions
+from foretoken.lab.plan.predict import Planner
+from foretoken.lab.plan.profile import Profile
+from foretoken.lab.plan.report import charts, sentences, tables
+from foretoken.lab.plan.shape import estimate
+from foretoken.lab.results import collect
+from foretoken.sampling.params import SamplingParams
+
+_ESTIMATED = {
+    *("model", "speculative_config", "dtype", "local_files_only", "max_model_len", "max_num_seqs"),
+    *("max_num_batched_tokens", "block_size", "num_blocks", "kv_cache_gib"),
+}
+_FILES = {"acceptance_file", "output"}
+_PARAMS = SamplingParams(temperature=0.0)
+
+
+class Command:
+    """One call of the command."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def run(self, engine: Mapping[str, Any], options: PlanOptions, params: SamplingParams) -> None:
+        """Predict and report; what was predicted is reported, too, if an exception ends it.
+
+        Args:
+            engine: fields of `EngineConfig`, those that were not given at their defaults.
+        """
+        profile = self._profile(engine, options, params)
+        acceptance = _acceptance(profile, options)
+        planner, said = Planner(profile, acceptance, options), list[str]()
+        try:
+            with self._desk.progress(planner.num_runs, "simulations") as report:
+                planner.run(report)
+        except BaseException as error:
+            said.append(f"Ended early by {type(error).__name__}: cases are missing.")
+            raise
+        finally:
+            if planner.rows:
+                self._finish(planner, said)
+
+    def _profile(
+        self, engine: Mapping[str, Any], options: PlanOptions, params: SamplingParams
+    ) -> Profile:
+        is_timed = options.stored is None and options.bandwidth is None
+        if not is_timed and replace(params, seed=None) != _PARAMS:
+            bound = "left out where no steps are timed"
+            raise ConfigError("sampling parameters", params, bound, "See --calibrate.")
+        if options.stored is not None:
+            profile = Profile.read(options.stored)
+            bound = f"left out beside a profile, which is of {profile.model}, {profile.method}"
+            same = {"model"} if engine.get("model") in (None, profile.model) else set[str]()
+            _check_unset(engine, same, bound)
+            return profile
+        config, length = _sized(engine, options), options.input_len + options.output_len
+        if options.bandwidth is not None and options.tflops is not None:
+            _check_unset(engine, _ESTIMATED, "left out beside `bandwidth`: no engine is built")
+            return estimate(config, 1e9 * options.bandwidth, 1e12 * options.tflops, length)
+        return self._calibrated(config, options, params)
+
+    def _calibrated(
+        self, config: EngineConfig, options: PlanOptions, params: SamplingParams
+    ) -> Profile:
+        from foretoken.lab.plan.calibrate import Calibration
+        from foretoken.lab.workloads import heldout
+        from foretoken.llm import LLM
+
+        given = {f.name: getattr(config, f.name) for f in fields(config)}
+        with self._desk.errors.status(f"Loading {config.model}"):
+            llm = LLM(**given)
+        text = list[int]()
+        if (tokenizer := llm.engine.tokenizer) is not None:
+            text = tokenizer.encode("".join(item.prompt + item.reference for item in heldout(24)))
+        sizes = options.batch_sizes
+        calibration = Calibration(llm.engine, sizes, params, options.repeats, text)
+        with self._desk.progress(calibration.num_runs, "calibrating runs") as report:
+            profile = calibration.run(report)
+        if options.profile is not None:
+            profile.write(Path(options.profile))
+            said = f"Wrote {options.profile}."
+            self._desk.errors.print(said, markup=False, soft_wrap=True)
+        return profile
+
+    def _finish(self, planner: Planner, notes: list[str]) -> None:
+        profile, options, rows = planner.profile, planner.options, planner.rows
+        said = [*_about(planner), *notes]
+        shapes = {
+            **{k: v for k, v in asdict(options).items() if k not in _FILES},
+            "profile": {**asdict(profile), "model": Path(profile.model).name},
+            "acceptance": {"source": planner.acceptance.source, "joint": planner.joint(None)},
+        }
+        found = collect(stem(options.output, "plan"), self._desk.typed, shapes, rows, said)
+        self._desk.show(made := tables(rows), [*sentences(rows), *said])
+        self._desk.write(found, options.output, made, charts(rows))
+
+
+def _sized(engine: Mapping[str, Any], options: PlanOptions) -> EngineConfig:
+    """Options of the engine with room for the largest batch, where they leave that open."""
+    given = {name: value for name, value in engine.items() if value is not None}
+    given["speculative_config"] = SpeculativeConfig.parse(given.get("speculative_config"))
+    given = {"max_num_seqs": max(options.batch_sizes), **given, "enable_prefix_caching": False}
+    return EngineConfig(**given)
+
+
+def _check_unset(engine: Mapping[str, Any], taken: Set[str], bound: str) -> None:
+    """Raise `ConfigError` for an option of the engine that would be ignored."""
+    defaults = {field.name: field.default for field in fields(EngineConfig)}
+    for name, value in engine.items():
+        if name not in taken and value is not None and value != defaults[name]:
+            raise ConfigError(name, value, bound, "Or measure: --calibrate.")
+
+
+def _acceptance(profile: Profile, options: PlanOptions) -> Acceptance:
+    most = profile.most_drafts
+    if not most:
+        return Acceptance(source="no drafts")
+    if options.acceptance_file is not None:
+        path = Path(options.acceptance_file)
+        return Acceptance.read(path, most, options.acceptance_name)
+    given = {
+        "rate": options.acceptance_rate, "rates": options.rates,
+        "length": options.acceptance_length,
+    }  # fmt: skip
+    if any(value is not None for value in given.values()):
+        return Acceptance.stated(most, **given)
+    if profile.acceptance is None:
+        remedy = "Or give one of --acceptance-rates, --acceptance-length, --acceptance-file."
+        bound = "given: this profile has measured none"
+        raise ConfigError("acceptance_rate", None, bound, remedy)
+    return Acceptance(tuple(profile.acceptance), source="measured with the steps")
+
+
+def _about(planner: Planner) -> list[str]:
+    """Notes: where the figures are from."""
+    profile, options = planner.profile, planner.options
+    joint = ", ".join(f"{rate:.2f}" for rate in planner.acceptance.joint(planner.outlook.most))
+    memory = sum(planner.memory().values()) / 2**30
+    said = [
+        f"Costs: {profile.origin}, {profile.model}, {profile.method}. Acceptance: "
+        f"{planner.acceptance.source} ({joint or 'none'}). Memory of an engine: {memory:.2f} GiB. "
+        f"Prompts of {options.input_len} tokens, outputs of {options.output_len}, no shared prefix."
+    ]
+    if profile.origin == "estimated":
+        said.append("An estimate from shapes: weights are read at the stated rate, hosts are idle.")
+    if profile.prompts is None:
+        said.append("The profile knows no prompts: they take no time here.")
+    return said

@@ -1,0 +1,224 @@
+"""What steps take, on this machine or another: the file that `foretoken plan` keeps. No torch.
+
+A profile is one JSON object; its fields are those of `Profile`, and `schema`. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from foretoken.config import check_choice, check_int, check_number
+from foretoken.drafting.control import Array, StepTable, draft_widths
+from foretoken.errors import ConfigError, check_known_keys
+
+SCHEMA = 1
+ORIGINS = ("measured", "estimated", "published")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Options of the engine that its scheduler reads."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCosts:
+    """Steps that compute nothing but prompts.
+
+    Attributes:
+        tokens, seconds: of such steps, tokens rising, two of them at least.
+        pair: seconds for a token and each one before it in its prompt, left out of the others.
+    """
+
+    tokens: Sequence[int]
+    seconds: Sequence[float]
+    pair: float = 0.0
+
+    def of_tokens(self, tokens: Any) -> Any:
+        """Seconds of a step of so many, on lines through those measured; 0 of none."""
+        x, y = np.asarray(self.tokens, dtype=float), np.asarray(self.seconds, dtype=float)
+        beyond = np.maximum(tokens - x[-1], 0) * (y[-1] - y[-2]) / (x[-1] - x[-2])
+        return np.where(tokens > 0, np.interp(tokens, x, y) + beyond, 0.0)
+
+    def added(self, rows: Any, tokens: Any, pairs: Any) -> Any:
+        """Seconds that tokens of prompts add to a step that decodes `rows` others.
+
+        What it reads anyway, the weights above all, costs nothing more: so it is the difference
+        of two steps of prompts.
+        """
+        return self.of_tokens(rows + tokens) - self.of_tokens(rows) + self.pair * pairs
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs of an engine's steps, and its sizes.
+
+    Shapes: J batch sizes, D numbers of drafts.
+
+    Attributes:
+        model, method: target, and how drafts are made; `plain` without.
+        origin: `measured` here, `estimated` from shapes and stated hardware, or `published`.
+        drafts: K of the columns, rising from 0.
+        batches: requests of the rows, rising from 1.
+        rest: [J, D], steps without their drafting, and as if contexts were empty.
+        draft: [J, D], drafting alone.
+        context: [D], per token of all contexts together.
+        missed: per token of a prompt that the drafter computes when it is first asked.
+        prompts: None: not known, and prompts are left out of all figures.
+        limits: sizes of the engine.
+        runs_ahead: each step is launched before the one before is read.
+        lockstep: every request of a step is drafted for as often as the one that asks for most.
+        block_bytes: of a cache block, the drafter's part included.
+        memory: bytes of everything else that the engine allocates, by name.
+        acceptance: chances that the first i + 1 drafts are all accepted, measured beside.
+        made: date, commit, hardware.
+    """
+
+    model: str
+    method: str
+    origin: str
+    drafts: Sequence[int]
+    batches: Sequence[int]
+    rest: Sequence[Sequence[float]]
+    draft: Sequence[Sequence[float]]
+    context: Sequence[float]
+    missed: float
+    prompts: PromptCosts | None
+    limits: EngineLimits
+    runs_ahead: bool = False
+    lockstep: bool = False
+    block_bytes: int = 0
+    memory: Mapping[str, int] = field(default_factory=dict)
+    acceptance: Sequence[float] | None = None
+    made: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for the first thing that is out of bounds."""
+        check_choice("profile.origin", self.origin, ORIGINS)
+        for name, first in (("drafts", 0), ("batches", 1)):
+            _check_rising(f"profile.{name}", getattr(self, name), first)
+        J, D = len(self.batches), len(self.drafts)
+        _check_seconds("profile.rest", self.rest, J, D)
+        _check_seconds("profile.draft", self.draft, J, D)
+        _check_seconds("profile.context", self.context, D)
+        _check_seconds("profile.missed", self.missed)
+        if not (np.add(self.rest, self.draft) > 0).all():
+            raise ConfigError("profile.rest", 0.0, "more than 0 seconds, with `draft`")
+        if self.prompts is not None:
+            _check_rising("profile.prompts.tokens", self.prompts.tokens, None, least=2)
+            P = len(self.prompts.tokens)
+            _check_seconds("profile.prompts.seconds", self.prompts.seconds, P)
+            _check_seconds("profile.prompts.pair", self.prompts.pair)
+        for limit in fields(EngineLimits):
+            check_int(f"profile.limits.{limit.name}", getattr(self.limits, limit.name), 1)
+        if self.acceptance is not None:
+            before = 1.0
+            for i, rate in enumerate(self.acceptance):
+                check_number(f"profile.acceptance[{i}]", rate, 0, before)
+                before = rate
+
+    @property
+    def most_drafts(self) -> int:
+        """The largest K that it tells of."""
+        return self.drafts[-1]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Numbers of drafts that captured steps may have; () where none are."""
+        return draft_widths(self.most_drafts, adapts=True) if self.lockstep else ()
+
+    @cached_property
+    def table(self) -> StepTable:
+        """All numbers of drafts, on smooth curves through those measured."""
+        every = np.arange(self.most_drafts + 1)
+        rest, draft = (smooth(self.drafts, np.array(x), every) for x in (self.rest, self.draft))
+        context = np.interp(every, self.drafts, self.context)
+        return StepTable(np.array(self.batches), rest, np.maximum(draft, 0), context, self.missed)
+
+    def write(self, path: Path) -> None:
+        """As JSON, with a line per field."""
+        from foretoken.lab.results import as_text, replace_text  # which loads torch
+
+        replace_text(path, as_text({"schema": SCHEMA, **asdict(self)}))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read and check a file; `ConfigError` names what is wrong with it."""
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            bound = "a file of JSON that `foretoken plan --profile FILE` wrote"
+            raise ConfigError("profile", str(path), bound, f"{error}.") from None
+        if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
+            raise ConfigError("profile", str(path), f"an object with schema {SCHEMA}")
+        try:
+            check_known_keys("profile", data, [f.name for f in fields(cls)])
+            if data.get("prompts") is not None:
+                data["prompts"] = PromptCosts(**data["prompts"])
+            data["limits"] = EngineLimits(**data["limits"])
+            return cls(**data)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ConfigError("profile", str(path), "complete", f"{error}.") from None
+
+
+def _check_rising(name: str, given: Any, first: int | None, least: int = 1) -> None:
+    """Integers in rising order, the first as said, or at least 1."""
+    is_list = isinstance(given, Sequence) and not isinstance(given, str) and len(given) >= least
+    if not is_list or (first is not None and given[0] != first):
+        begins = "" if first is None else f" from {first} on"
+        raise ConfigError(name, given, f"{least} or more integers in rising order{begins}")
+    before = 0 if first is None else first - 1
+    for i, value in enumerate(given):
+        check_int(f"{name}[{i}]", value, before + 1)
+        before = value
+
+
+def _check_seconds(name: str, given: Any, *shape: int) -> None:
+    if shape:
+        if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != shape[0]:
+            raise ConfigError(name, given, f"a list of length {shape[0]}")
+        for i, part in enumerate(given):
+            _check_seconds(f"{name}[{i}]", part, *shape[1:])
+    else:
+        check_number(name, given, 0, 3600, "It is in seconds.")
+
+
+def smooth(x: Sequence[float], y_NX: Array, wanted: Array) -> Array:
+    """Values [N, W] at `wanted`, on cubic curves through points [N, X] that turn only where those
+    do (Fritsch and Butland 1984, ends as in Moler 2004); outside them the value at the end.
+
+    A line instead is 3 % off between K=3 and K=7 of a published EAGLE-3 table, this 1.2 %.
+    """
+    x_X, at = np.asarray(x, dtype=float), np.clip(np.asarray(wanted, dtype=float), x[0], x[-1])
+    if len(x_X) < 3:
+        return np.array([np.interp(at, x_X, y) for y in y_NX])
+    wide, slope = np.diff(x_X), np.diff(y_NX, axis=1) / np.diff(x_X)
+    tangent = np.zeros_like(y_NX, dtype=float)
+    before, after = slope[:, :-1], slope[:, 1:]
+    turns = before * after <= 0
+    weight = (2 * wide[1:] + wide[:-1]) / (3 * (wide[1:] + wide[:-1]))
+    safe = np.where(turns, 1.0, weight * after + (1 - weight) * before)
+    tangent[:, 1:-1] = np.where(turns, 0.0, before * after / safe)
+    for end, one, two in ((0, 0, 1), (-1, -1, -2)):
+        h, k, near, far = wide[one], wide[two], slope[:, one], slope[:, two]
+        found = ((2 * h + k) * near - h * far) / (h + k)
+        found = np.where(found * near <= 0, 0.0, found)
+        sharp = (near * far < 0) & (abs(found) > 3 * abs(near))
+        tangent[:, end] = np.where(sharp, 3 * near, found)
+    i = np.clip(np.searchsorted(x_X, at, side="right") - 1, 0, len(wide) - 1)
+    t, h = (at - x_X[i]) / wide[i], wide[i]
+    ends = (1 + 2 * t) * (1 - t) ** 2 * y_NX[:, i] + t**2 * (3 - 2 * t) * y_NX[:, i + 1]
+    bends = t * (1 - t) ** 2 * tangent[:, i] - t**2 * (1 - t) * tangent[:, i + 1]
+    return np.asarray(ends + h * bends)

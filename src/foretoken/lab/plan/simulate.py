@@ -1,0 +1,243 @@
+"""The engine's own scheduler, with a clock in the place of the model. No torch.
+
+Charter: requests come, `Scheduler` says who computes what, a profile says how long that takes, and
+chance how many drafts are accepted. Who runs when is decided by the engine's code alone; what is
+done here beside it is what `Engine.step` and `Engine.commit` do with requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from foretoken.cache.block_pool import BlockPool
+from foretoken.drafting.control import Curve, StepCosts
+from foretoken.engine.control import DraftControl
+from foretoken.engine.request import Request, RequestGroup, Share, Status
+from foretoken.engine.scheduler import Scheduler
+from foretoken.errors import CapacityError
+from foretoken.lab.plan.profile import Profile
+from foretoken.sampling.params import SamplingParams
+
+
+class Ask(NamedTuple):
+    """A request: seconds after the start at which it comes, tokens of its prompt, and to make."""
+
+    arrival: float
+    input_len: int
+    output_len: int
+
+
+class Served(NamedTuple):
+    """What became of one, in seconds after the start."""
+
+    arrival: float
+    first: float
+    end: float
+    tokens: int
+
+
+class Step(NamedTuple):
+    """A step in numbers, named as in `StepTrace`."""
+
+    seconds: float
+    num_requests: int
+    num_decoding: int
+    num_tokens: int
+    num_drafts: int
+    num_accepted: int
+
+
+class Drawn(NamedTuple):
+    """Of the engine's `Outcome` what the control of K reads."""
+
+    token_ids: Sequence[int]
+    num_drafts: int
+    num_accepted: int
+
+
+@dataclass
+class Simulation:
+    """One engine, simulated.
+
+    Attributes:
+        joint_K: chances that a draft and all before it are accepted, as many as K may be.
+        num_drafts: K of every request; None: chosen step by step, as `auto` does.
+        concurrency: requests under way at most: others come when there is room for them.
+        seed: of what is accepted.
+        on_step: gets every step.
+        now: seconds after the start.
+    """
+
+    profile: Profile
+    joint_K: Sequence[float]
+    num_drafts: int | None = 0
+    concurrency: int | None = None
+    seed: int = 0
+    on_step: Callable[[Step], None] = lambda step: None
+    now: float = 0.0
+    served: list[Served] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        profile, control = self.profile, None
+        limits, most = profile.limits, len(self.joint_K)
+        if self.num_drafts is None:
+            sizes = limits.max_num_seqs, most
+            control = DraftControl(profile.table, *sizes, profile.widths, lambda: self.now)
+        self.scheduler = Scheduler(
+            BlockPool(limits.num_blocks, limits.block_size),
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            enable_prefix_caching=False,
+            control=control,
+        )
+        self._control, self._clock = control, StepClock(profile)
+        self._chance = np.random.default_rng(self.seed)
+        self._unread: Sequence[Share] = ()
+        self._first: dict[Request, float] = {}
+
+    def run(self, asks: Iterable[Ask]) -> list[Served]:
+        """Serve them all; returns what became of each, in the order in which they ended.
+
+        Raises:
+            CapacityError: one is longer than the engine takes.
+        """
+        waiting = sorted(asks, key=lambda ask: ask.arrival)[::-1]
+        most = self.concurrency or len(waiting)
+        while waiting or self.scheduler.has_work:
+            under_way = len(self.scheduler.running) + len(self.scheduler.waiting)
+            if not under_way:
+                self.now = max(self.now, waiting[-1].arrival)
+            while waiting and under_way < most and waiting[-1].arrival <= self.now:
+                self._add(waiting.pop())
+                under_way += 1
+            self.step()
+        return self.served
+
+    def step(self) -> None:
+        """As `Engine.step`: who runs ahead launches a step before the last one is committed."""
+        plan = self.scheduler.schedule()
+        for slot in plan.left_slots:
+            self._release(slot)
+        for share in plan.shares:
+            share.request.launched_share = share
+        done: Sequence[Share] = plan.shares
+        if self.profile.runs_ahead:
+            done, self._unread = self._unread, done
+        # Of what was launched ahead, requests that had all their tokens by then do not run.
+        self._commit([s for s in done if s.request.status is not Status.FINISHED])
+
+    def _add(self, ask: Ask) -> None:
+        limits = self.profile.limits
+        length = ask.input_len + ask.output_len
+        most = min(limits.max_model_len, limits.num_blocks * limits.block_size)
+        if length > most:
+            bound = f"at most {most}, what a request of this engine may have"
+            raise CapacityError("input_len + output_len", length, bound)
+        params = SamplingParams(max_tokens=ask.output_len, ignore_eos=True)
+        arrival = ask.arrival if self.concurrency is None else self.now
+        group = RequestGroup("", None, [0] * ask.input_len, params, arrival)
+        request = Request(
+            group, 0, 0, [0] * ask.input_len,
+            num_speculative_tokens=self.num_drafts or 0, adapts=self.num_drafts is None,
+        )  # fmt: skip
+        group.samples.append(request)
+        self.scheduler.add(request)
+
+    def _commit(self, shares: Sequence[Share]) -> None:
+        seconds = self._clock.seconds(shares)
+        self.now += seconds
+        uniforms = self._chance.random(len(shares)).tolist()
+        drawn = {s.slot: self._draw(s, u) for s, u in zip(shares, uniforms, strict=True)}
+        if self._control is not None:
+            self._control.observe(shares, drawn, seconds)  # type: ignore[arg-type]
+        if shares:
+            drafts = sum(one.num_drafts for one in drawn.values())
+            accepted = sum(one.num_accepted for one in drawn.values())
+            tokens = sum(share.num_tokens for share in shares) + drafts
+            decoding = sum(map(_decodes, shares))
+            self.on_step(Step(seconds, len(shares), decoding, tokens, drafts, accepted))
+        for share in shares:
+            self._take(share, drawn[share.slot])
+
+    def _draw(self, share: Share, u: float) -> Drawn:
+        request = share.request
+        if request.launched_share is share:
+            request.launched_share = None
+        if not share.decides:
+            return Drawn((), 0, 0)
+        drafts = max(min(share.max_drafts, request.num_remaining - 1), 0)
+        accepted = sum(u < rate for rate in self.joint_K[:drafts])
+        return Drawn([0] * (accepted + 1), drafts, accepted)
+
+    def _take(self, share: Share, drawn: Drawn) -> None:
+        request = share.request
+        if share.num_preemptions == request.num_preemptions:
+            request.num_computed += share.num_tokens + drawn.num_accepted
+        for token in drawn.token_ids:
+            self._first.setdefault(request, self.now)
+            if request.append(token) is not None:
+                slot, arrival = request.slot, request.group.arrival
+                self.scheduler.finish(request)
+                self._release(slot)
+                first = self._first.pop(request)
+                self.served.append(Served(arrival, first, self.now, request.num_output))
+                break
+
+    def _release(self, slot: int) -> None:
+        if slot >= 0:
+            self._clock.release(slot)
+            if self._control is not None:
+                self._control.release(slot)
+
+
+def _decodes(share: Share) -> bool:
+    """Whether it computes one known token, and decides."""
+    return share.decides and share.num_tokens == 1
+
+
+class StepClock:
+    """How long steps take, by a profile."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile, self._costs = profile, StepCosts(profile.table)
+        self._curves: dict[int, Curve] = {}
+        self._known: dict[int, int] = {}  # tokens of a slot that its drafter has seen
+        self._index_K = np.arange(profile.most_drafts)
+
+    def seconds(self, shares: Sequence[Share]) -> float:
+        """Of a step of these shares; 0 of none."""
+        prompts = self._profile.prompts
+        decoding = [share for share in shares if _decodes(share)]
+        asked = [share.max_drafts for share in decoding]
+        seconds = self.decoding(asked, sum(share.start + 1 for share in decoding))
+        parts = [(s.start, s.num_tokens) for s in shares if not _decodes(s)]
+        if parts and prompts is not None:
+            pairs = sum(count * (start + count / 2) for start, count in parts)
+            rows, tokens = len(asked) + sum(asked), sum(count for _, count in parts)
+            seconds += float(prompts.added(rows, tokens, pairs))
+        for share in decoding:
+            if share.max_drafts:
+                missed = max(share.start - self._known.get(share.slot, 0), 0)
+                seconds += self._profile.missed * missed
+                self._known[share.slot] = share.start + 1 + share.max_drafts
+        return seconds
+
+    def decoding(self, asked: Sequence[int], context: int) -> float:
+        """Of a step that verifies so many drafts of each request, `context` tokens in all."""
+        batch, most = len(asked), max(asked, default=0)
+        if not batch:
+            return 0.0
+        if batch not in self._curves:
+            self._curves[batch] = self._costs.curve(batch)
+        curve, lockstep = self._curves[batch], self._profile.lockstep
+        counts = [most] * batch if lockstep else asked
+        live_K = (np.array(counts)[:, None] > self._index_K).sum(axis=0)
+        return float(curve.seconds(sum(counts) / batch, curve.drafting(live_K), context))
+
+    def release(self, slot: int) -> None:
+        """Its request ended, or gave way."""
+        self._known.pop(slot, None)

@@ -1,0 +1,98 @@
+"""Logs: JSON, a line for each event, and an event for each request.
+
+Charter: what is written about requests, which is never what they say: no text, no key, no query.
+Every line that is written while a request is served has its `request_id`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from foretoken.serve.access import OPEN
+from foretoken.serve.answers.usage import Usage
+
+_log = logging.getLogger(__name__)
+_request_id = ContextVar("request_id", default="")
+_ID = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
+
+
+class JsonLines(logging.Formatter):
+    """A record as one line: its time, level and message, then what is known of it by name."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        fields: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+        }
+        if name := _request_id.get():
+            fields["request_id"] = name
+        fields |= getattr(record, "fields", {})
+        if record.exc_info:
+            fields["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(fields, separators=(",", ":"))
+
+
+def set_up(level: str) -> None:
+    """Have this process write its logs to standard error: ours from this level on."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(handlers=[handler])
+    logging.getLogger("foretoken").setLevel(level.upper())
+
+
+class RequestLog:
+    """Names each request, by its `X-Request-Id` if it has one, and says what came of it.
+
+    Probes, scrapes and the page's files are told of at level `debug`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve; the answer has the name, too."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = Headers(scope=scope).get("x-request-id", "")
+        name = sent if _ID.fullmatch(sent) else uuid.uuid4().hex
+        start, status, is_complete = time.perf_counter(), 0, False
+
+        async def noted(message: Message) -> None:
+            nonlocal status, is_complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            is_complete = message["type"] == "http.response.body" and not message.get("more_body")
+            await send(message)
+
+        token = _request_id.set(name)
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            fields: dict[str, Any] = {
+                "method": scope["method"],
+                "path": scope["path"][:200],
+                "status": status,
+                "seconds": round(time.perf_counter() - start, 4),
+                "complete": is_complete and status != 499,
+            }
+            usage: Usage | None = scope.get("state", {}).get("usage")
+            if usage is not None:
+                counts = usage.body()
+                fields |= {k: counts[k] for k in ("prompt_tokens", "completion_tokens")}
+            level = logging.DEBUG if scope["path"] in OPEN else logging.INFO
+            _log.log(level, "request", extra={"fields": fields})
+            _request_id.reset(token)

@@ -1,0 +1,320 @@
+"""`foretoken audit`: verdicts, files, exit codes; servers that are absent, talk garbage or stop."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from foretoken.cli import app
+from foretoken.lab.audit import command, server
+from foretoken.lab.audit.evidence import Model
+from foretoken.lab.audit.reference import Reference, Text, filtered
+from foretoken.lab.audit.server import Client, ServerAudit
+from foretoken.lab.audit.subjects import StoppedError, Subject
+from foretoken.lab.audit.verdict import audit
+from foretoken.lab.results import validate
+from foretoken.models.locate import resolve_checkpoint
+from foretoken.models.tokenizer import decode_after, load_tokenizer
+from foretoken.sampling.params import SamplingParams
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*args: object) -> Any:
+    return CliRunner().invoke(app.app, ["audit", *map(str, args)])
+
+
+@pytest.fixture
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The verifier of docs/audit.md, in a folder of its own."""
+    document = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", document, flags=re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 10
+    (tmp_path / "documented_verifier.py").write_text(code, encoding="utf-8")
+    wrong = code.replace("p=rest / rest.sum()", "p=p[i]")
+    assert wrong != code
+    (tmp_path / "wrong_verifier.py").write_text(wrong, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_the_documented_verifier_passes_and_the_files_are_whole(documented: Path) -> None:
+    files = ("--output", "x.json", "--output", "x.html")
+    result = run("--callable", "documented_verifier:verify", "--draws", 1500, *files)
+    assert result.exit_code == 0, result.output
+    assert "documented_verifier:verify: lossless: every probability equals p" in result.stdout
+    data = json.loads((documented / "x.json").read_text(encoding="utf-8"))
+    validate(data)
+    (row,) = data["rows"]
+    assert (row["labels"]["refuted"], row["values"]["draws"]) == (False, 1500)
+    page = (documented / "x.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 4
+    assert not re.findall(r"<script|<link|<img|src=|@import|url\(", page)
+    assert set(re.findall(r"https?://[^\s\"<]+", page)) == {"http://www.w3.org/2000/svg"}
+
+
+def test_a_wrong_verifier_exits_with_1_and_json_names_the_bug(documented: Path) -> None:
+    result = run("--callable", "wrong_verifier.py:verify", "--json")
+    assert result.exit_code == 1
+    (row,) = json.loads(result.stdout)["rows"]
+    assert row["labels"]["bug"] == "residual_is_p"
+    assert row["values"]["draws_to_refute"] < 1000
+
+
+def test_an_interruption_keeps_what_there_is(
+    documented: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draw(number: int, trials: int, wave: int) -> tuple[Any]:
+        if wave == 2:
+            raise KeyboardInterrupt
+        return (np.arange(trials) % 16,)
+
+    subject = Subject("x", [Model("m", np.full(16, 1 / 16), {})], draw)
+    monkeypatch.setattr(command, "of_callable", lambda *given: subject)
+    result = run("--callable", "documented_verifier:verify", "--output", "x.json")
+    assert result.exit_code == 130
+    assert "INTERRUPTED: partial" in result.stdout
+    assert "2,000 of 60,000 draws of `x` were done." in result.stderr
+    data = json.loads((documented / "x.json").read_text(encoding="utf-8"))
+    assert data["rows"][0]["labels"]["complete"] is False
+    assert data["notes"][-1] == "Interrupted: `x` is partial."
+
+
+def test_a_gallery_that_is_not_refuted_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LOSSLESS", {})
+    monkeypatch.setattr(command, "BUGS", command.BUGS[-2:])
+    assert run("--gallery", "--draws", 30).exit_code == 0
+    monkeypatch.setattr(command, "audit", lambda *given: None)  # an audit that sees nothing
+    assert run("--gallery", "--draws", 30).exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--callable", "x"], "`callable` is 'x': must be module:function."),
+        (["--callable", "no.such:thing"], "No module named"),
+        (["--callable", "no_such.py:thing"], "There is no file no_such.py"),
+        (["--callable", "math:pi"], "must be a function, not float"),
+        (["--callable", "x:y", "--gallery"], "`gallery` is True: must be left out with --callable"),
+        (["--draws", "0"], "`draws` is 0"),
+        (["--alpha", "2"], "`alpha` is 2.0"),
+        (["--output", "x.pdf"], "`output` is 'x.pdf': must be a file that ends in .json, .csv"),
+        (["--api-key", "x"], "`api_key`"),
+        (["--url", "http://x", "--top-k", "5"], "`top_k` is 5: must be left out: of no use to"),
+        (["--callable", "x:y", "--temperature", "0.2"], "`temperature`"),
+        (["--gallery", "--model", "tiny-python"], "`model`"),
+        (["--backend", "native", "--speculative-config", "{}"], "`speculative_config`"),
+        (["--url", "x"], "`url` is 'x': must be a URL such as http://"),
+        (["--url", "http://127.0.0.1:9/v1"], "no connection to 127.0.0.1:9"),
+    ],
+)
+def test_bad_input_is_one_message(args: list[str], said: str) -> None:
+    result = run(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+
+
+# Servers ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def serving(answer: Callable[[dict[str, Any]], Any]) -> Iterator[str]:
+    """A server whose answers to completions a function gives; a number is a status."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(b'{"data": [{"id": "some-model"}]}')
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            given = choices("a") if body["max_tokens"] == 1 else answer(body)
+            self._send(b"", given) if isinstance(given, int) else self._send(given.encode())
+
+        def _send(self, body: bytes, status: int = 200) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    http = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{http.server_port}/v1"
+    finally:
+        http.shutdown()
+        http.server_close()
+
+
+def in_turn(*answers: Any) -> Callable[[dict[str, Any]], Any]:
+    """These answers, the last one for good."""
+    left = [*answers]
+    return lambda body: left.pop(0) if len(left) > 1 else left[0]
+
+
+def audited(url: str, draws: int) -> Any:
+    """An audit of texts alone, of one prompt with two outcomes."""
+    asked = ServerAudit.__new__(ServerAudit)
+    asked.client = Client(url, None)
+    model = Model("prompt 1", np.array([0.5, 0.5, 0.0]), {}, delta=0.02)
+    params = SamplingParams(max_tokens=4)
+    asked.asked = [server.Asked("p", [1], params, {"a": 0, "b": 1}, model)]
+    return audit(asked.subject("x")._replace(exact=None), draws)
+
+
+def choices(texts: Iterable[str]) -> str:
+    return json.dumps({"choices": [{"text": text} for text in texts]})
+
+
+def test_a_server_that_is_right_passes_and_one_that_is_not_is_refuted() -> None:
+    with serving(in_turn(choices("ab" * 16))) as url:
+        found = audited(url, 3000)
+    assert (found.refuted, found.complete) == (False, True)
+    assert found.notes == [
+        "Allowed: TV <= 0.0200 per prompt, twice what other arithmetics move it."
+    ]
+    with serving(in_turn(choices("aab" * 10))) as url:
+        assert audited(url, 3000).refuted
+    with serving(in_turn(choices("abc" * 10))) as url:  # what cannot be
+        assert audited(url, 3000).evidence.refuted_at <= 300
+
+
+def test_failures_are_named_and_counted_and_the_rest_goes_on() -> None:
+    answers = in_turn("no JSON", "[]", 500, '{"choices": [{}]}', choices("ab" * 16))
+    with serving(answers) as url:
+        found = audited(url, 300)
+    assert found.complete
+    assert found.notes[-1] == (
+        "Requests that failed: the answer is no JSON (1), the answer has no texts (2), "
+        "status 500 (1)."
+    )
+
+
+def test_a_server_that_stops_ends_the_command_with_what_there_is_and_2(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with serving(in_turn(choices("ab" * 16), choices("ab" * 16), 503)) as url:
+        found = audited(url, 3000)
+    assert (found.complete, found.evidence.draws) == (False, 64)
+    assert "INTERRUPTED: partial" in found.verdict
+    assert found.stopped == "the server gave no text 5 times in a row (status 503)"
+    monkeypatch.setattr(command.Plan, "_server", lambda plan: found.subject)
+    monkeypatch.setattr(command, "audit", lambda *given: vars(given[-1]).update(vars(found)))
+    result = run("--url", url, "--output", tmp_path / "x.json")
+    assert result.exit_code == 2  # and a refutation, before or after, is 1
+    assert "x: not refuted: no difference in 64 draws" in result.stdout
+    assert "must be a server that answers to the end of the audit." in result.stderr
+    (row,) = json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["rows"]
+    assert (row["labels"]["complete"], row["values"]["draws"]) == (False, 64)
+    found.broken.append("greedy_differs")
+    assert run("--url", url).exit_code == 1
+
+
+def test_a_server_that_is_gone_is_given_up_at_once() -> None:
+    with serving(in_turn(choices("ab"))) as url:
+        client = Client(url, None)
+    with pytest.raises(StoppedError, match="the server stopped: no connection"):
+        client.texts("p", 1)
+
+
+# A server with a law of its own -------------------------------------------------------------------
+
+Laws = Callable[[torch.Tensor, torch.Tensor, SamplingParams], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def auditor() -> ServerAudit:
+    """Of the embedded pair; its client is still to be given."""
+    tokenizer = load_tokenizer(resolve_checkpoint("tiny-python"))
+    nobody: Any = None
+    return ServerAudit(nobody, Reference("tiny-python"), tokenizer, SamplingParams())
+
+
+@pytest.fixture(scope="module")
+def draft() -> Reference:
+    return Reference("tiny-python-draft")
+
+
+def serves(auditor: ServerAudit, draft: Reference, law: Laws) -> Callable[[dict[str, Any]], str]:
+    """Completions of the embedded pair, token by token from `law(target, draft, params)`."""
+    known: dict[tuple[Any, ...], torch.Tensor] = {}
+    random, tokenizer = torch.Generator().manual_seed(0), auditor.tokenizer
+
+    def row(ids: tuple[int, ...], path: tuple[int, ...], params: SamplingParams) -> torch.Tensor:
+        key = (ids, path, params.temperature)
+        if key not in known:
+            text = [Text([*ids], [*path, 0])]
+            p, q = (model.logits(text)[0][-1:].double() for model in (auditor.reference, draft))
+            known[key] = law(p, q, params)[0] if params.temperature else filtered(p, params)[0]
+        return known[key]
+
+    def answer(body: dict[str, Any]) -> str:
+        params = SamplingParams(temperature=body["temperature"], top_p=body.get("top_p", 1.0))
+        ids, texts = tuple(tokenizer.encode(body["prompt"])), []
+        for _ in range(body["n"]):
+            path: tuple[int, ...] = ()
+            while len(path) < body["max_tokens"]:
+                drawn = torch.multinomial(row(ids, path, params), 1, generator=random)
+                path = (*path, int(drawn))
+            texts.append(decode_after(tokenizer, ids, path))
+        return choices(texts)
+
+    return answer
+
+
+def without_temperature(p: torch.Tensor, q: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    return filtered(p, replace(params, temperature=1.0))
+
+
+def nucleus_after_test(p: torch.Tensor, q: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """One draft: tested against p without its nucleus, replaced from p with it."""
+    tested, inside = (filtered(p, each) for each in (replace(params, top_p=1.0), params))
+    drafted = filtered(q, params)
+    taken, rest = torch.minimum(tested, drafted), (inside - drafted).clamp(min=0)
+    return taken + (1 - taken.sum()) * (rest / rest.sum() if rest.sum() > 0 else inside)
+
+
+@pytest.mark.parametrize(
+    ("law", "bug"),
+    [
+        (without_temperature, "temperature_ignored"),
+        (lambda p, q, params: filtered(p, replace(params, top_p=1.0)), "nucleus_leaks"),
+        (nucleus_after_test, "nucleus_leaks"),
+    ],
+)
+def test_a_wrong_server_is_refuted_and_its_bug_named(
+    auditor: ServerAudit, draft: Reference, law: Laws, bug: str
+) -> None:
+    with serving(serves(auditor, draft, law)) as url:
+        auditor.client = Client(url, None)
+        found = audit(auditor.subject("x")._replace(exact=None), 1500)
+    assert found.bug == bug, found.verdict
+
+
+def test_a_right_server_passes(auditor: ServerAudit, draft: Reference) -> None:
+    with serving(serves(auditor, draft, lambda p, q, params: filtered(p, params))) as url:
+        auditor.client = Client(url, None)
+        found = audit(auditor.subject("x"), 600)
+    assert not found.refuted, found.verdict
+    assert "Temperature 0: 8 of 8 texts are the target's, 0 part" in found.exact[1]
+    assert "not testable, the server takes no field `speculative`" in found.exact[2]
+
+
+def test_a_server_that_is_none_is_refused() -> None:
+    result = run("--url", "http://127.0.0.1:9")
+    assert result.exit_code == 2

@@ -1,0 +1,203 @@
+"""The audit of a live engine passes on the engine as it is, and fails on one that is wrong."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from foretoken import LLM, SamplingParams
+from foretoken.errors import ConfigError, RequestError
+from foretoken.lab.audit import engine
+from foretoken.lab.audit.engine import EngineAudit, accepted, classify, draft_reference
+from foretoken.lab.audit.reference import Reference, Text, filtered, ranks
+from foretoken.lab.audit.verdict import Finding, audit
+from foretoken.lab.laws import mutants
+from foretoken.lab.laws.mutants import RESIDUALS, dropped_q, residual, shared_stream
+from foretoken.ops import Rule, get_backend, rules
+
+
+@pytest.fixture(scope="module")
+def reference() -> Reference:
+    return Reference("tiny-python")
+
+
+@pytest.fixture
+def asked(pair: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> EngineAudit:
+    monkeypatch.setattr(engine, "BATCH", 16)
+    monkeypatch.setattr(
+        engine, "PARAMETERS", {name: engine.PARAMETERS[name] for name in ("top_p", "logit_bias")}
+    )
+    return EngineAudit(pair, SamplingParams(), reference, 0, draft_reference(pair, reference))
+
+
+def accept_everything(x: rules.RuleInputs) -> torch.Tensor:
+    """The mutant: every draft is kept, whatever the target thinks of it."""
+    return (~x.log_q_BK.isneginf()).cumprod(dim=1).bool()
+
+
+@pytest.fixture
+def broken(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In stock operators, which read the rules where native kernels have their own."""
+    monkeypatch.setitem(rules.RULES, Rule.STANDARD, accept_everything)
+    monkeypatch.setattr(pair.engine.runner.sampler, "backend", get_backend("torch"))
+
+
+def test_an_engine_passes(asked: EngineAudit) -> None:
+    found = audit(asked.subject("x"), 800)
+    assert not found.refuted, found.verdict
+    assert "no difference in" in found.verdict
+    greedy, coupled, parameters = found.exact
+    assert "Temperature 0: 256 of 256 tokens are the target's likeliest, 0 numeric ties" in greedy
+    assert "16 of 16 texts are equal" in coupled
+    assert parameters == "Sampling parameters: top_p, logit_bias act."
+    tokens = found.evidence.sources[0]
+    assert 0.3 < tokens.acceptance[0] < 0.8
+    assert tokens.acceptance[0] == pytest.approx(tokens.acceptance[2], abs=0.1)
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_broken_rule_is_refuted(asked: EngineAudit) -> None:
+    found = audit(asked.subject("x")._replace(exact=None), 6000)
+    assert found.evidence.refuted_at is not None
+    assert found.evidence.refuted_at <= 3000
+    bug, line = asked.greedy()
+    assert bug == "greedy_differs"
+    assert not line.endswith(" 0 bugs")
+
+
+def tokens_alone(asked: EngineAudit, draws: int) -> Finding:
+    subject = asked.subject("x")
+    return audit(subject._replace(exact=None, models=subject.models[:1]), draws)
+
+
+def test_a_dropped_q_is_lossless_and_slow(
+    pair: LLM, asked: EngineAudit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = pair.engine.runner.sampler
+    monkeypatch.setattr(sampler, "backend", dropped_q(sampler.backend))
+    found = tokens_alone(asked, 1500)
+    assert not found.refuted
+    assert re.search(
+        r"not refuted, accepts less than it could \(0\.\d+ where `standard` accepts 0\.\d+\)",
+        found.verdict,
+    )
+
+
+def test_noise_that_draft_and_residual_share_is_named(
+    pair: LLM, asked: EngineAudit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter: Any = pair.engine.runner.drafter
+    by_passes = drafter._draft_by_passes
+    monkeypatch.setattr(drafter, "_draft", lambda wanted, cache, masked: by_passes(wanted, cache))
+    monkeypatch.setattr(drafter, "backend", shared_stream(drafter.backend))
+    found = tokens_alone(asked, 8000)
+    assert found.bug == "shared_noise", found.verdict
+
+
+def test_a_wrong_residual_is_named(
+    pair: LLM, asked: EngineAudit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ones(backend: Any, x: Any, p_NV: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(x.slot_B), x.drafts.token_BK.shape[1] + 1)
+
+    sampler = pair.engine.runner.sampler
+    monkeypatch.setattr(mutants, "_block_weights", ones)  # of rounds that are equally long
+    broken = residual(RESIDUALS["no_subtraction"])(sampler.backend)
+    monkeypatch.setattr(sampler, "backend", broken)
+    found = tokens_alone(asked, 3000)
+    assert found.bug == "residual_is_p", found.verdict
+
+
+def test_requests_that_share_their_noise_are_refuted(
+    asked: EngineAudit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of one prompt and one seed: each token alone is right."""
+    texts = asked.texts
+    asked.prompts = asked.prompts[:1]
+
+    def twins(params: SamplingParams, count: int) -> list[Text]:
+        return [text for text in texts(params, count // 2) for _ in range(2)]
+
+    monkeypatch.setattr(asked, "texts", twins)
+    found = audit(asked.subject("x")._replace(exact=None), 6000)
+    worst = min(found.evidence.sources, key=lambda source: source.p_value)
+    assert found.refuted
+    assert worst.model.name == "requests"
+
+
+def test_a_parameter_that_is_ignored_is_named(asked: EngineAudit, monkeypatch: Any) -> None:
+    texts = asked.texts
+    monkeypatch.setattr(engine, "MOST_WAVES", 1)
+    monkeypatch.setattr(asked, "texts", lambda params, n: texts(replace(params, top_p=1.0), n))
+    bug, line = asked._parameters()
+    assert bug == "parameter_ignored"
+    assert line == "Sampling parameters: logit_bias act; top_p ARE IGNORED."
+
+
+def test_a_replay_that_differs_is_named(asked: EngineAudit, monkeypatch: Any) -> None:
+    texts = asked.texts
+
+    def other(params: SamplingParams, count: int, first: int) -> list[Text]:
+        return texts(params, count, first if params.num_speculative_tokens is None else 99)
+
+    monkeypatch.setattr(asked, "texts", other)
+    assert asked._coupled()[0] == "replay_differs"
+
+
+def test_ties_are_told_from_bugs() -> None:
+    logits = torch.tensor([[5.0, 4.99999, 1.0], [1.0, 3.0, 2.0]])
+    params = SamplingParams(temperature=0.0)
+    for output, bug, said in (
+        ([0, 1], None, "2 of 2 tokens are the target's likeliest, 0 numeric ties, 0 bugs"),
+        ([1, 1], None, "1 of 2 tokens are the target's likeliest, 1 numeric ties, 0 bugs"),
+        ([0, 2], "greedy_differs", "1 of 2 tokens are the target's likeliest, 0 numeric ties, 1 "),
+    ):
+        found, line = classify([Text([0], output)], [logits], params, 2**-23)
+        assert found == bug
+        assert said in line
+
+
+def test_ranks_are_uniform_and_what_cannot_be_is_last() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.tensor([0.5, 0.3, 0.2, 0.0], dtype=torch.float64)
+    drawn = torch.multinomial(p, 20_000, replacement=True, generator=generator)
+    rank = ranks(p.expand(20_000, -1), drawn.tolist(), generator)
+    assert rank.histc(10, 0, 1) / 20_000 == pytest.approx([0.1] * 10, abs=0.01)
+    assert ranks(p[None], [3], generator).item() == 1.0
+
+
+def test_filters_are_the_oracles() -> None:
+    """Written once more, not shared: both must say the same of rows with ties."""
+    from foretoken.lab.laws.chain import Chain, Setting
+
+    logits = (torch.randn(50, 40, generator=torch.Generator().manual_seed(0)) * 2).round()
+    for given in ({"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.5}):
+        setting = Setting(temperature=0.7, **given)
+        expected = setting.next_token(Chain(logits))
+        params = SamplingParams(temperature=0.7, **given)
+        assert filtered(logits.double(), params) == pytest.approx(expected, abs=1e-6)
+
+
+def test_drafts_count_where_one_was_decided_about() -> None:
+    draft = SimpleNamespace(threshold=0.4)
+    records = [
+        SimpleNamespace(origin="accepted", rule="standard", dropped=(), threshold=0.9),
+        SimpleNamespace(origin="resampled", rule="standard", dropped=(draft,), threshold=None),
+        SimpleNamespace(origin="bonus", rule="standard", dropped=(), threshold=None),
+        SimpleNamespace(origin="accepted", rule="block", dropped=(), threshold=0.2),
+    ]
+    seen, chance = accepted([Text([], [], records)])
+    assert seen.tolist() == [1, 0, 0, 1]
+    assert chance.tolist() == [0.9, 0.4, 0.0, 1.0]
+
+
+def test_what_cannot_be_audited_is_refused(pair: LLM, reference: Reference) -> None:
+    with pytest.raises(RequestError, match="`bad_words`"):
+        EngineAudit(pair, SamplingParams(bad_words=["x"]), reference)
+    with pytest.raises(ConfigError, match="for an audit"):
+        EngineAudit(pair, SamplingParams(rejection_sample_method="synthetic"), reference)

@@ -1,0 +1,269 @@
+"""`foretoken plan`: the scheduler it drives, the profiles it reads, what it concludes from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from benchmarks.plan_tables import PUBLISHED, published_outlook
+from foretoken import LLM, SamplingParams
+from foretoken.cli import app as cli
+from foretoken.errors import CapacityError, ConfigError
+from foretoken.lab.plan.acceptance import Acceptance
+from foretoken.lab.plan.calibrate import Calibration, rising
+from foretoken.lab.plan.drive import Drive
+from foretoken.lab.plan.fleet import Fleet
+from foretoken.lab.plan.options import PlanOptions
+from foretoken.lab.plan.outlook import Outlook
+from foretoken.lab.plan.predict import Planner, figures
+from foretoken.lab.plan.profile import EngineLimits, smooth
+from foretoken.lab.plan.report import charts, sentences, tables
+from foretoken.lab.plan.simulate import Ask, Simulation, Step
+from foretoken.lab.results import read
+from tests.lab.profiles import PROFILE, SHAPES, changed
+
+pytestmark = pytest.mark.usefixtures("known_memory")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_simulation_takes_the_steps_of_the_engine(
+    target: Path, draft: Path, ahead: bool
+) -> None:
+    """With acceptance that leaves nothing to chance: chunked prompts, queues and preemption too."""
+    speculation = {
+        "model": str(draft), "num_speculative_tokens": 4, "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [1.0, 1.0, 0.0, 0.0],
+    }  # fmt: skip
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_blocks": 15, "block_size": 4}
+    preempted = 0
+    with LLM(
+        target, speculation, **sizes, enable_prefix_caching=False, async_scheduling=ahead
+    ) as llm:
+        limits = EngineLimits(4, 32, llm.engine.limits.max_model_len, 4, 15)
+        profile = changed(limits=limits, runs_ahead=ahead)
+        for drafts, concurrency in ((0, 1), (4, 1), (2, 3), (4, 4), (3, 6)):
+            asks = [Ask(0.0, 3 + 5 * (i % 4), 9 + i % 5) for i in range(9)]
+            steps = list[Step]()
+            joint = (1.0, 1.0, 0.0, 0.0)[:drafts]
+            simulation = Simulation(profile, joint, drafts, concurrency, on_step=steps.append)
+            predicted = simulation.run(asks)
+            params = SamplingParams(num_speculative_tokens=drafts)
+            drive = Drive(llm.engine, params, concurrency)
+            served = drive.run(asks)
+            assert [step[1:] for step in steps] == [one.step[1:] for one in drive.timed]
+            assert [one.tokens for one in predicted] == [one.tokens for one in served]
+            simulation.scheduler.check_integrity()
+            ideal = sum(ask.input_len for ask in asks)
+            preempted += sum(s.num_tokens - s.num_decoding - s.num_drafts for s in steps) - ideal
+    assert preempted > 0  # some prompts were computed twice
+
+
+def test_chance_accepts_as_often_as_stated() -> None:
+    steps = list[Step]()
+    served = Simulation(PROFILE, PROFILE.acceptance or (), 4, 8, on_step=steps.append).run(
+        [Ask(0.0, 16, 200)] * 64
+    )
+    full = [step for step in steps if step.num_drafts == 4 * step.num_decoding]
+    mean = sum(s.num_accepted for s in full) / sum(s.num_decoding for s in full)
+    assert mean == pytest.approx(2.1, rel=0.03)
+    assert {one.tokens for one in served} == {200}
+
+
+def test_auto_drafts_where_it_pays() -> None:
+    """K=4 doubles the speed of one request, and costs more than it gives with eight."""
+    for batch, wanted in ((1, 4), (8, 0)):
+        counts = dict[int | None, float]()
+        for drafts in (0, 4, None):
+            run = Simulation(PROFILE, PROFILE.acceptance or (), drafts, batch)
+            found = figures(run.run([Ask(0.0, 16, 300)] * 2 * batch), {})
+            counts[drafts] = found["output_tokens_per_second"]
+        assert counts[wanted] == max(counts[0], counts[4])
+        assert counts[None] > 0.93 * counts[wanted]
+
+
+def test_a_request_that_is_too_long_is_refused() -> None:
+    with pytest.raises(CapacityError, match="at most 512"):
+        Simulation(PROFILE, ()).run([Ask(0.0, 500, 13)])
+
+
+def test_a_published_table_follows_from_three_of_its_rows() -> None:
+    outlook = published_outlook()
+    for k, (_, ms) in PUBLISHED.items():
+        assert 1e3 / outlook.rate(1, k, 1000) == pytest.approx(ms, rel=0.03)
+    assert max(PUBLISHED, key=lambda k: outlook.rate(1, k, 1000)) == 4
+    steps = list[Step]()
+    run = Simulation(outlook.profile, outlook.acceptance.joint(4), 4, on_step=steps.append)
+    run.run([Ask(0.0, 16, 4000)])
+    assert 1e3 * run.now / 4000 == pytest.approx(4.05, rel=0.03)
+
+
+def test_what_pays_is_told_by_the_costs_alone() -> None:
+    outlook = Outlook(PROFILE, Acceptance((0.8, 0.6, 0.4, 0.3)))
+    need = outlook.need(1, 4, 100)
+    assert need == pytest.approx((7e-3 + 1e-4) / (4e-3 + 1e-4))
+    exact = Acceptance.stated(4, length=need)
+    at = Outlook(PROFILE, exact)
+    assert at.rate(1, 4, 100) == pytest.approx(at.rate(1, 0, 100))
+    last = outlook.last_that_pays(100)
+    assert 0 < last < PROFILE.limits.max_num_seqs
+    assert outlook.best(last, 100) > 0 == max(outlook.best(b, 100) for b in range(last + 1, 9))
+
+
+def test_drafts_may_pay_again_beyond_a_batch_at_which_they_do_not() -> None:
+    """As where the next size of a step is free: K=4 costs most at 2 requests, and little at 8."""
+    costs = ((4e-3, 5e-3), (5e-3, 30e-3), (30e-3, 31e-3))
+    again = changed(drafts=(0, 4), batches=(1, 2, 8), rest=costs, draft=((0.0, 0.0),) * 3,
+                    context=(0.0, 0.0))  # fmt: skip
+    outlook = Outlook(again, Acceptance((0.8, 0.6, 0.4, 0.3)))
+    assert [outlook.best(b, 100) for b in (1, 2, 8)] == [4, 0, 4]
+    assert outlook.last_that_pays(100) == 8
+    assert Outlook(again, Acceptance((0.0,) * 4)).last_that_pays(100) == 0
+
+
+@pytest.mark.parametrize("joint", [(1.0, 1.0, 0.0, 0.0), (0.8, 0.6, 0.4, 0.3), ()])
+def test_fleets_agree_with_the_scheduler(joint: tuple[float, ...]) -> None:
+    fleet = Fleet(PROFILE, joint, 40, 48)
+    gaps = np.random.default_rng(3).exponential(size=(2, 70)) / [[2.0], [8.0]]
+    times = fleet.run(np.cumsum(gaps, axis=1), seed=3)
+    for e, arrivals in enumerate(times.arrival_EN):
+        run = Simulation(PROFILE, joint, len(joint), seed=7)
+        served = run.run([Ask(t, 40, 48) for t in arrivals.tolist()])
+        exact = figures(served, {})
+        assert 1e3 * times.ttft()[e].mean() == pytest.approx(exact["ttft_ms"], rel=0.08)
+        assert 1e3 * times.tpot(48)[e].mean() == pytest.approx(exact["tpot_ms"], rel=0.05)
+        assert times.end_EN[e].max() == pytest.approx(run.now, rel=0.02)
+    assert np.isfinite(times.end_EN).all()
+    assert (times.ttft() > 0).all()
+
+
+@pytest.mark.parametrize(("ttft", "output", "joint"), [(150.0, 24, ()), (300.0, 12, (0.8, 0.6))])
+def test_a_capacity_is_kept_for_good(ttft: float, output: int, joint: tuple[float, ...]) -> None:
+    """By the scheduler itself, over 2 000 requests behind 400 that fill its queue; and not much
+    more than that would be."""
+    lengths = {"input_len": 16, "output_len": output}
+    options = PlanOptions(slo_ttft_ms=ttft, slo_tpot_ms=30.0, batch_size="1", **lengths)  # type: ignore[arg-type]
+    capacity = Planner(PROFILE, Acceptance((0.8, 0.6)), options).capacity(len(joint))
+
+    def met(rate: float, count: int) -> float:
+        times = np.cumsum(np.random.default_rng(7).exponential(1 / rate, 400 + count)).tolist()
+        asks = [Ask(time, 16, output) for time in times]
+        served = Simulation(PROFILE, joint, len(joint), seed=1).run(asks)[400:]
+        return figures(served, {"ttft_ms": ttft, "tpot_ms": 30.0})["slo_met"]
+
+    assert met(capacity, 2000) >= 0.93
+    assert met(1.2 * capacity, 200) < 0.95
+
+
+def test_curves_go_through_their_points_and_turn_nowhere_else() -> None:
+    x, y = (0, 1, 4, 8), np.array([[1.0, 2.0, 2.5, 9.0], [3.0, 1.0, 1.0, 2.0]])
+    found = smooth(x, y, np.arange(9))
+    assert np.allclose(found[:, x], y)
+    assert (np.diff(found[0]) >= -1e-12).all()
+    assert found[1].min() >= 1.0 - 1e-12
+
+
+def test_disturbed_costs_rise_at_their_means() -> None:
+    assert rising([1.0, 3.0, 2.0, 2.5, 9.0, 8.0]) == [1.0, 2.5, 2.5, 2.5, 8.5, 8.5]
+    assert rising([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
+
+
+def test_an_estimate_reads_shapes_alone_and_ignores_no_option() -> None:
+    args = [SHAPES / "llama-3.1-8b", "--bandwidth", 4300, "--tflops", 790, "--batch-size", 2]
+    args += ["--no-speculation", "--requests", 2, "--json"]
+    result = plan(*args, "--kv-cache-gib", 1.0)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["shapes"]["profile"]["limits"]["num_blocks"] == 2**30 // (64 * 131072)
+    assert {row["labels"]["kind"] for row in found["rows"]} == {"simulated", "outlook"}
+    result = plan(*args, "--memory-fraction", 0.5)
+    assert result.exit_code == 2
+    assert "no engine is built" in result.stderr
+
+
+def test_a_calibration_measures_every_cost(target: Path, draft: Path) -> None:
+    speculation = {"model": str(draft), "num_speculative_tokens": 3}
+    with LLM(target, speculation, max_num_seqs=2, enable_prefix_caching=False) as llm:
+        profile = Calibration(llm.engine, (2,), SamplingParams(), 1, text=range(2, 60)).run()
+        assert profile.limits.num_blocks == llm.engine.scheduler.pool.num_blocks
+        with pytest.raises(ConfigError, match="at least 3, the largest batch"):
+            Calibration(llm.engine, (3,), SamplingParams())
+    assert (tuple(profile.drafts), tuple(profile.batches)) == ((0, 1, 2, 3), (1, 2))
+    assert profile.prompts is not None
+    assert min(profile.prompts.seconds) > 0
+    assert profile.draft[0][3] > profile.draft[0][0] == 0
+    assert profile.acceptance is not None
+    assert len(profile.acceptance) == 3
+    assert profile.memory
+    assert profile.block_bytes
+
+
+def plan(*args: Any) -> Result:
+    return CliRunner().invoke(cli.app, ["plan", *map(str, args)])
+
+
+def test_the_command_reports_and_writes(tmp_path: Path) -> None:
+    PROFILE.write(tmp_path / "p.json")
+    args = ["--profile", tmp_path / "p.json", "--batch-size", "1,8", "--rate", 30]
+    args += ["--acceptance-rates", "0.6"]
+    args += ["--input-len", 20, "--output-len", 8, "--output", tmp_path / "o.json"]
+    for suffix in ("csv", "svg", "html"):
+        args += ["--output", tmp_path / f"o.{suffix}"]
+    result = plan(*args)
+    assert (result.exit_code, result.exception) == (0, None), result.output
+    assert "concurrency 8, auto" in result.stdout
+    assert "drafts pay up to batch" in result.stdout
+    rows = read(tmp_path / "o.json").rows
+    kinds = {row.labels["kind"] for row in rows}
+    assert kinds == {"simulated", "outlook", "break-even", "capacity", "fleet"}
+    csv_lines = (tmp_path / "o.csv").read_text().splitlines()
+    assert len(csv_lines) == 1 + sum(len(row.values) for row in rows)
+    assert csv_lines[0].startswith("case,kind,")
+    (fleet,) = (row for row in rows if row.labels["kind"] == "fleet")
+    assert fleet.values["slo_met"] >= 0.93  # type: ignore[operator]
+    assert "<svg" in (tmp_path / "o.svg").read_text()
+    assert (tmp_path / "o.html").read_text().count("<svg") == 2
+    result = plan(*args[:2], "--batch-size", 1, "--json", "--acceptance-rate", 0.2)
+    assert json.loads(result.stdout)["shapes"]["acceptance"]["source"] == "stated: rate 0.2"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["another-model"], "left out beside a profile"),
+        (["--max-num-seqs", 4], "left out beside a profile"),
+        (["--no-speculation"], "left out beside a profile"),
+        (["--temperature", 0.7], "no steps are timed"),
+        (["--batch-size", 9], "max_num_seqs"),
+        (["--input-len", 600], "at most 512"),
+        (["--acceptance-rates", "0.5,x"], "numbers"),
+    ],
+)
+def test_the_command_refuses_what_it_would_ignore(
+    tmp_path: Path, args: list[Any], said: str
+) -> None:
+    PROFILE.write(tmp_path / "p.json")
+    result = plan("--profile", tmp_path / "p.json", "--batch-size", 1, *args)
+    assert result.exit_code == 2
+    assert said in " ".join(result.stderr.split())
+
+
+def test_what_is_predicted_before_an_interruption_stays() -> None:
+    planner = Planner(PROFILE, Acceptance((0.8, 0.6)), PlanOptions(batch_size="1,8", output_len=9))
+
+    def stop(done: int, what: str) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        planner.run(stop)
+    assert [r.case for r in planner.rows if r.labels["kind"] == "simulated"] == [
+        "concurrency 1, plain", "concurrency 1, K=1",
+    ]  # fmt: skip
+    assert tables(planner.rows)
+    assert sentences(planner.rows)
+    assert all(chart.startswith("<svg") for chart in charts(planner.rows))

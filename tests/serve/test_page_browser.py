@@ -261,6 +261,7 @@ def test_a_run_is_stopped(opened: Open, server: Running) -> None:
         page.fill("#max_tokens", "1900")
         page.fill("#seed", "1")
         page.click("#run")
+        until(lambda: server.engine.status.num_open > 0)
         gate.open(3)
         page.wait_for_selector("#tokens span")
         page.wait_for_selector("#running:text-is('1')")

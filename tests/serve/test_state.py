@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,13 +158,19 @@ def test_a_histogram_counts_up_to_its_bounds() -> None:
 
 def test_gauges_while_requests_run_and_after_their_clients_left(server: Running) -> None:
     """Streamed or not, waiting or running: nothing is left of what nobody reads."""
-    with closing(Gate(server.engine)) as gate, ExitStack() as stack:
+    with (
+        ExitStack() as stack,
+        ThreadPoolExecutor(1) as pool,
+        closing(Gate(server.engine)) as gate,
+    ):
         readers = []  # one that is collected closes its stream
-        for _ in range(3):
-            http = stack.enter_context(httpx.Client(base_url=server.url, timeout=30))
+        for number in (1, 2, 3):
+            http = stack.enter_context(httpx.Client(base_url=server.url, timeout=60))
             stream = http.stream("POST", "/v1/completions", json={**LONG, "stream": True})
-            gate.open(2)  # one step may have begun without it
-            readers.append(stack.enter_context(stream).iter_raw())
+            reader = pool.submit(lambda s=stream: stack.enter_context(s).iter_raw())
+            until(lambda n=number: server.engine.status.num_open == n)
+            gate.open(2)  # the first may have begun without it
+            readers.append(reader.result())
             next(readers[-1])
         until(lambda: server.engine.status.num_running == 3)
         assert 0 < server.engine.status.kv_cache_usage < 1

@@ -26,13 +26,16 @@ def reference() -> Reference:
     return Reference("tiny-python")
 
 
-@pytest.fixture
-def asked(pair: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> EngineAudit:
+@pytest.fixture(params=["standard"])
+def asked(
+    pair: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> EngineAudit:
     monkeypatch.setattr(engine, "BATCH", 16)
     monkeypatch.setattr(
         engine, "PARAMETERS", {name: engine.PARAMETERS[name] for name in ("top_p", "logit_bias")}
     )
-    return EngineAudit(pair, SamplingParams(), reference, 0, draft_reference(pair, reference))
+    params = SamplingParams(rejection_sample_method=request.param)
+    return EngineAudit(pair, params, reference, 0, draft_reference(pair, reference))
 
 
 def accept_everything(x: rules.RuleInputs) -> torch.Tensor:
@@ -43,7 +46,8 @@ def accept_everything(x: rules.RuleInputs) -> torch.Tensor:
 @pytest.fixture
 def broken(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """In stock operators, which read the rules where native kernels have their own."""
-    monkeypatch.setitem(rules.RULES, Rule.STANDARD, accept_everything)
+    for rule in (Rule.STANDARD, Rule.BLOCK):
+        monkeypatch.setitem(rules.RULES, rule, accept_everything)
     monkeypatch.setattr(pair.engine.runner.sampler, "backend", get_backend("torch"))
 
 
@@ -68,6 +72,23 @@ def test_a_broken_rule_is_refuted(asked: EngineAudit) -> None:
     bug, line = asked.greedy()
     assert bug == "greedy_differs"
     assert not line.endswith(" 0 bugs")
+
+
+@pytest.mark.parametrize("asked", ["block"], indirect=True)
+def test_block_accepts_what_is_expected_of_its_paths(asked: EngineAudit) -> None:
+    found = tokens_alone(asked, 1024)
+    assert not found.refuted, found.verdict
+    (tokens,) = found.evidence.sources
+    accepted, _, expected = tokens.acceptance
+    assert accepted == pytest.approx(expected, rel=0.1)  # of some 300 rounds
+    assert 0.3 < accepted < 0.8
+
+
+@pytest.mark.parametrize("asked", ["block"], indirect=True)
+@pytest.mark.usefixtures("broken")
+def test_more_accepted_than_block_could_is_refuted(asked: EngineAudit) -> None:
+    found = tokens_alone(asked, 2000)
+    assert found.bug == "accepts_too_much", found.verdict
 
 
 def tokens_alone(asked: EngineAudit, draws: int) -> Finding:

@@ -52,7 +52,7 @@ class _Found:
     Attributes:
         steps: of those in which all decode: seconds, those that drafted, context of each request.
         first: of the first that decodes, in which a draft model computes the prompts.
-        prompts: of those that compute prompts alone, by tokens.
+        prompts: of those that compute all prompts and nothing else.
     """
 
     steps: list[tuple[float, float, float]] = field(default_factory=list)
@@ -140,21 +140,26 @@ class Calibration:
             repeat, at = divmod(done, len(self._cases))
             case = self._cases[at]
             report(done, f"{case.batch} requests, K={case.drafts}")
-            asked = case.drafts if self._drafts[-1] else None
-            params = replace(self._params, num_speculative_tokens=asked)
-            drive = Drive(
-                self._engine, params, case.batch, seed=done, text=self._text, clock=self._clock
-            )
-            drive.run([Ask(0.0, case.length, case.output)] * case.batch)
+            timed = self.timed(case, done)
             if repeat:  # the first is warm-up
-                self._sort(case, drive.timed)
+                self._sort(case, timed)
         report(self.num_runs, "done")
         return self._profile()
 
+    def timed(self, case: Case, seed: int) -> list[Timed]:
+        """The steps of one run."""
+        asked = case.drafts if self._drafts[-1] else None
+        params = replace(self._params, num_speculative_tokens=asked)
+        drive = Drive(
+            self._engine, params, case.batch, seed=seed, text=self._text, clock=self._clock
+        )
+        drive.run([Ask(0.0, case.length, case.output)] * case.batch)
+        return drive.timed
+
     def _sort(self, case: Case, timed: Sequence[Timed]) -> None:
         found, decoded, context = self._found[case], False, case.length + 1.0
-        for (seconds, requests, decoding, _, _, accepted), drafting in timed:
-            if not decoding:
+        for (seconds, requests, decoding, tokens, _, accepted), drafting in timed:
+            if not decoding and tokens == case.batch * case.length:
                 found.prompts.append(seconds)
             elif decoding == requests == case.batch:
                 if decoded:
@@ -164,8 +169,6 @@ class Calibration:
                 decoded = True
             if decoding:
                 context += 1 + accepted / requests
-        if case.output > 1:
-            found.prompts.clear()
 
     def _step(self, case: Case) -> tuple[float, float, float]:
         """Means of its steps: seconds, those that drafted, context."""
@@ -230,16 +233,22 @@ class Calibration:
         return found if ends[1] else slopes[:1]
 
     def _prompts(self) -> PromptCosts:
-        """Steps of prompts, the squares of their lengths apart."""
-        taken = {c: _mean(self._found[c].prompts) for c in self._computes()}
-        long = Case(1, 0, self._long, 1)
-        whole = taken.pop(long, None)
-        sizes, pair = [case.batch * case.length for case in taken], 0.0
-        seconds = [*taken.values()]
-        pairs = long.length * (long.length - _PROMPTS[-1]) / 2
-        if whole is not None and pairs > 0 and long.length <= sizes[-1]:
-            pair = max(whole - float(np.interp(long.length, sizes, seconds)), 0.0) / pairs
-        flat = (s - pair * c.batch * c.length**2 / 2 for c, s in zip(taken, seconds, strict=True))
+        """Steps of prompts, those of decoding runs, too; the squares of their lengths apart."""
+        taken = defaultdict[tuple[int, int], list[float]](list)
+        for case, found in self._found.items():
+            taken[case.batch, case.length] += found.prompts
+        long = taken.pop((1, self._long), [])
+        by_size = {
+            n * length: (n * length**2 / 2, _mean(seconds))
+            for (n, length), seconds in sorted(taken.items())
+            if seconds
+        }
+        sizes = sorted(by_size)
+        squares, seconds = zip(*(by_size[size] for size in sizes), strict=True)
+        pair, pairs = 0.0, self._long * (self._long - _PROMPTS[-1]) / 2
+        if long and pairs > 0 and self._long <= sizes[-1]:
+            pair = max(_mean(long) - float(np.interp(self._long, sizes, seconds)), 0.0) / pairs
+        flat = (s - pair * square for s, square in zip(seconds, squares, strict=True))
         return PromptCosts(sizes, rising([max(x, 0.0) for x in flat]), pair)
 
     def _acceptance(self) -> tuple[float, ...] | None:

@@ -7,27 +7,25 @@ one profile.
 
     python -m benchmarks.plan
 
-With `--wall 1` a few of these by wall time, on all threads, from one calibration before and by one
-simulation: as `foretoken plan` does, but what was disturbed by other processes is timed again. And
-how long a million requests of a fleet take to model.
+With `--wall 1` a few of these by wall time, on all threads and by one simulation, as `foretoken
+plan` does; but steps are timed before each repeat, so that what disturbs the machine disturbs both.
+And how long a million requests of a fleet take to model.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from functools import partial
 from itertools import product
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import TARGET, QuietTimer, arguments, goal, record
+from benchmarks.common import TARGET, arguments, goal, record
 from foretoken import LLM, SamplingParams
 from foretoken.lab.plan.calibrate import Calibration
-from foretoken.lab.plan.calibrate import Case as CalibrationCase
-from foretoken.lab.plan.drive import Clock, Drive, Timed
+from foretoken.lab.plan.drive import Clock, Drive
 from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.predict import figures
 from foretoken.lab.plan.profile import Profile
@@ -37,7 +35,6 @@ from foretoken.sampling.synthetic import conditional_rates, joint_rates
 
 RATES, DRAFTS, SIZES = (0.3, 0.6, 0.9), (0, 2, 5), (1, 4, 16)
 INPUT, OUTPUT = 96, 48
-PATIENCE = 90.0  # seconds to wait for others in all
 MOST = max(DRAFTS)
 PARAMS = SamplingParams(temperature=0.8)
 UNITS = {
@@ -114,27 +111,16 @@ def summed(rows: list[Row]) -> tuple[Row, list[str]]:
     return whole, notes
 
 
-class QuietCalibration(Calibration):
-    """Each run is timed again while other processes are busy."""
-
-    timer: QuietTimer
-
-    def timed(self, case: CalibrationCase, seed: int) -> list[Timed]:
-        return self.timer(lambda: Calibration.timed(self, case, seed))[1]
-
-
 def by_wall(repeats: int) -> tuple[list[Row], list[str], dict[str, Any]]:
     """Rows, notes and the profile of what the command itself does."""
     llm, clock = engine(RATES[1], None), time.perf_counter
-    calibration = QuietCalibration(llm.engine, SIZES, PARAMS)
-    timer = calibration.timer = QuietTimer(patience=PATIENCE)
-    profile = calibration.run()
+    calibration = Calibration(llm.engine, SIZES, PARAMS, repeats=1)
     cases = [(RATES[1], drafts, size) for drafts in (0, MOST) for size in SIZES]
     found: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
     for repeat in range(repeats):
+        profile = calibration.run()  # of all that was timed so far
         for case in cases:
-            _, run = timer(partial(measured, llm, case[1], case[2], repeat, clock))
-            found[case].append(run)
+            found[case].append(measured(llm, case[1], case[2], repeat, clock))
     rows = [row(profile, case, runs, 1) for case, runs in found.items()]
     whole, _ = summed(rows)
     fleet, start = Fleet(profile, (), INPUT, OUTPUT), clock()
@@ -142,8 +128,7 @@ def by_wall(repeats: int) -> tuple[list[Row], list[str], dict[str, Any]]:
     fleet.run(np.cumsum(gaps, axis=1))
     labels: dict[str, Label] = {"k": 0, "rate": None, "batch": None}
     took = {"seconds": clock() - start, "requests": gaps.size, "engines": len(gaps)}
-    notes = ["Wall time, all threads; one calibration before, of 3 repeats; one simulation each."]
-    notes.append(timer.note())
+    notes = ["Wall time, all threads; steps timed before each repeat; one simulation each."]
     return [*rows, whole, Row("fleet, plain", labels, took)], notes, asdict(profile)
 
 

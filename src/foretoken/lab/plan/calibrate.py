@@ -140,21 +140,16 @@ class Calibration:
             repeat, at = divmod(done, len(self._cases))
             case = self._cases[at]
             report(done, f"{case.batch} requests, K={case.drafts}")
-            timed = self.timed(case, done)
+            asked = case.drafts if self._drafts[-1] else None
+            params = replace(self._params, num_speculative_tokens=asked)
+            drive = Drive(
+                self._engine, params, case.batch, seed=done, text=self._text, clock=self._clock
+            )
+            drive.run([Ask(0.0, case.length, case.output)] * case.batch)
             if repeat:  # the first is warm-up
-                self._sort(case, timed)
+                self._sort(case, drive.timed)
         report(self.num_runs, "done")
         return self._profile()
-
-    def timed(self, case: Case, seed: int) -> list[Timed]:
-        """The steps of one run."""
-        asked = case.drafts if self._drafts[-1] else None
-        params = replace(self._params, num_speculative_tokens=asked)
-        drive = Drive(
-            self._engine, params, case.batch, seed=seed, text=self._text, clock=self._clock
-        )
-        drive.run([Ask(0.0, case.length, case.output)] * case.batch)
-        return drive.timed
 
     def _sort(self, case: Case, timed: Sequence[Timed]) -> None:
         found, decoded, context = self._found[case], False, case.length + 1.0

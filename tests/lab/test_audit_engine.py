@@ -205,16 +205,24 @@ def test_filters_are_the_oracles() -> None:
 
 
 def test_drafts_count_where_one_was_decided_about() -> None:
-    draft = SimpleNamespace(threshold=0.4)
+    def record(
+        origin: str, threshold: float | None, *dropped: Any, q: float | None = 0.5, rule: str = ""
+    ) -> Any:
+        made = {"origin": origin, "rule": rule or "standard", "threshold": threshold, "q": q}
+        return SimpleNamespace(**made, dropped=dropped, token_id=1)
+
     records = [
-        SimpleNamespace(origin="accepted", rule="standard", dropped=(), threshold=0.9),
-        SimpleNamespace(origin="resampled", rule="standard", dropped=(draft,), threshold=None),
-        SimpleNamespace(origin="bonus", rule="standard", dropped=(), threshold=None),
-        SimpleNamespace(origin="accepted", rule="block", dropped=(), threshold=0.2),
+        record("accepted", 0.9),
+        record("resampled", None, record("rejected", 0.4)),
+        record("bonus", None),
+        record("accepted", 0.2, rule="block"),
+        record("accepted", 1.0, q=None),  # one-hot: the engine's own number is not asked for
+        record("resampled", None, record("rejected", 1.0, q=None)),
     ]
-    seen, chance = accepted([Text([], [], records)])
-    assert seen.tolist() == [1, 0, 0, 1]
-    assert chance.tolist() == [0.9, 0.4, 0.0, 1.0]
+    p_RV = torch.tensor([[0.75, 0.25]] * 6)
+    seen, chance = accepted([Text([], [], records)], [p_RV])
+    assert seen.tolist() == [1, 0, 0, 1, 1, 0]
+    assert chance.tolist() == [0.9, 0.4, 0.0, 1.0, 0.25, 0.25]
 
 
 def test_what_cannot_be_audited_is_refused(pair: LLM, reference: Reference) -> None:

@@ -195,6 +195,7 @@ def test_a_calibration_measures_every_cost(target: Path, draft: Path) -> None:
     assert (tuple(profile.drafts), tuple(profile.batches)) == ((0, 1, 2, 3), (1, 2))
     assert profile.prompts is not None
     assert min(profile.prompts.seconds) > 0
+    assert {4, 32, 48, 96} <= {*profile.prompts.tokens}  # those that then decode, too
     assert profile.draft[0][3] > profile.draft[0][0] == 0
     assert profile.acceptance is not None
     assert len(profile.acceptance) == 3

@@ -195,7 +195,7 @@ class EngineAudit:
         if self._drafts_of_an_outcome()[1] == "block":
             return self._rounds()
         if self.drafted is None:
-            return accepted(self._texts)
+            return accepted(self._texts, self._p)
         seen, chance, plain, shared = [], [], [], []
         q = self.drafted.probabilities(self._texts, self.params)
         for text, p_RV, q_RV in zip(self._texts, self._p, q, strict=True):
@@ -368,19 +368,24 @@ def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
             yield members[0][0], last, drafts
 
 
-def accepted(texts: Sequence[Text]) -> tuple[Any, Any]:
+def accepted(texts: Sequence[Text], p: Sequence[torch.Tensor]) -> tuple[Any, Any]:
     """Per token whether an accepted draft stands there, and `standard`'s chance of that.
 
-    Under other rules, whose chance is not that of a draft alone, both are what was seen.
+    Of a one-hot draft that is the target's probability of it, p [R, V]; of one whose q only the
+    engine knows, what the engine says. Under other rules, whose chance is not that of a draft
+    alone, both are what was seen.
     """
     seen, chance = [], []
-    for text in texts:
-        for record in text.trace:
+    for text, p_RV in zip(texts, p, strict=True):
+        for p_V, record in zip(p_RV, text.trace, strict=True):
             taken = record.origin == "accepted"
             draft = record if taken else next(iter(record.dropped), None)
-            threshold = draft.threshold if draft is not None and is_decided(record) else None
             seen.append(int(taken))
-            chance.append(float(taken) if threshold is None else threshold)
+            if draft is None or not is_decided(record) or draft.threshold is None:
+                chance.append(float(taken))
+            else:
+                one_hot = draft.q is None
+                chance.append(float(p_V[draft.token_id]) if one_hot else draft.threshold)
     return np.array(seen), np.array(chance)
 
 

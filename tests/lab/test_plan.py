@@ -15,7 +15,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli import app as cli
 from foretoken.errors import CapacityError, ConfigError
 from foretoken.lab.plan.acceptance import Acceptance
-from foretoken.lab.plan.calibrate import Calibration, rising
+from foretoken.lab.plan.calibrate import Calibration, PromptStep, of_pairs, rising
 from foretoken.lab.plan.drive import Drive
 from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.options import PlanOptions
@@ -170,6 +170,16 @@ def test_curves_go_through_their_points_and_turn_nowhere_else() -> None:
 def test_disturbed_costs_rise_at_their_means() -> None:
     assert rising([1.0, 3.0, 2.0, 2.5, 9.0, 8.0]) == [1.0, 2.5, 2.5, 2.5, 8.5, 8.5]
     assert rising([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
+
+
+def test_pairs_of_tokens_are_told_from_tokens() -> None:
+    sizes = ((16, 48), (1, 240), (2, 240), (8, 240), (1, 512), (4, 512), (1, 4))
+    steps = [
+        PromptStep(n * m, n * m**2 / 2, 0.01 + 2e-4 * n * m + 3e-7 * n * m**2 / 2, 1)
+        for n, m in sizes
+    ]
+    assert of_pairs(steps) == pytest.approx(3e-7)
+    assert of_pairs(steps[:3]) == 0.0
 
 
 def test_an_estimate_reads_shapes_alone_and_ignores_no_option() -> None:

@@ -45,6 +45,15 @@ class Case(NamedTuple):
     output: int
 
 
+class PromptStep(NamedTuple):
+    """Steps of one kind: tokens, pairs of a token and one before it, mean seconds, how often."""
+
+    tokens: int
+    pairs: float
+    seconds: float
+    times: int
+
+
 @dataclass
 class _Found:
     """Seconds of steps of one case.
@@ -232,19 +241,15 @@ class Calibration:
         taken = defaultdict[tuple[int, int], list[float]](list)
         for case, found in self._found.items():
             taken[case.batch, case.length] += found.prompts
-        long = taken.pop((1, self._long), [])
-        by_size = {
-            n * length: (n * length**2 / 2, _mean(seconds))
-            for (n, length), seconds in sorted(taken.items())
+        steps = [
+            PromptStep(n * length, n * length**2 / 2, _mean(seconds), len(seconds))
+            for (n, length), seconds in taken.items()
             if seconds
-        }
-        sizes = sorted(by_size)
-        squares, seconds = zip(*(by_size[size] for size in sizes), strict=True)
-        pair, pairs = 0.0, self._long * (self._long - _PROMPTS[-1]) / 2
-        if long and pairs > 0 and self._long <= sizes[-1]:
-            pair = max(_mean(long) - float(np.interp(self._long, sizes, seconds)), 0.0) / pairs
-        flat = (s - pair * square for s, square in zip(seconds, squares, strict=True))
-        return PromptCosts(sizes, rising([max(x, 0.0) for x in flat]), pair)
+        ]
+        pair = of_pairs(steps)
+        flat = {step.tokens: max(step.seconds - pair * step.pairs, 0.0) for step in steps}
+        sizes = sorted(flat)
+        return PromptCosts(sizes, rising([flat[size] for size in sizes]), pair)
 
     def _acceptance(self) -> tuple[float, ...] | None:
         """Chances of the drafts that the engine made; None without any, or under `synthetic`."""
@@ -253,6 +258,22 @@ class Calibration:
             return None
         counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)
         return tuple(accumulate((hits / max(tries, 1) for hits, tries in counts), min))
+
+
+def of_pairs(steps: Sequence[PromptStep]) -> float:
+    """Seconds for a token and one before it; 0 if too few steps could tell.
+
+    Long steps grow by their tokens and by these: the nearest such plane, by relative errors. One
+    long prompt against those of other lengths would be as wrong as the one time that it was timed.
+    """
+    long = [step for step in steps if step.tokens >= _PROMPTS[-1]]
+    if len(long) < 4:
+        return 0.0
+    rows = np.array([(1.0, step.tokens, step.pairs) for step in long])
+    seconds = np.array([step.seconds for step in long])
+    weight = np.sqrt([step.times for step in long]) / seconds
+    found = np.linalg.lstsq(rows * weight[:, None], seconds * weight, rcond=None)[0]
+    return max(float(found[2]), 0.0)
 
 
 def _mean(seconds: Sequence[float]) -> float:

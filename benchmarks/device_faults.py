@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from foretoken import LLM, AsyncEngine, SamplingParams
+from foretoken.engine.engine import Engine
 from foretoken.engine.runner import Runner
 from foretoken.errors import EngineBrokenError, EngineMemoryError, NonFiniteLogitsError
 from foretoken.lab.results import Row, collect, write
@@ -53,7 +54,7 @@ def illegal_access() -> None:
     import triton.language as tl
 
     @triton.jit  # type: ignore[untyped-decorator]
-    def store(x: Any, FAR: tl.constexpr) -> None:
+    def store(x, FAR: tl.constexpr):  # type: ignore[no-untyped-def]
         tl.store(x + FAR, 1.0)
 
     store[(1,)](torch.zeros(1, device="cuda"), 1 << 45)
@@ -64,22 +65,30 @@ def too_much_memory() -> None:
 
 
 def break_step(act: Callable[[], None]) -> None:
-    """Have the step number `STEP` of any engine begin with this."""
-    run, calls = Runner.run, 0
+    """Have the step number `STEP` that any engine serves begin with this on the device."""
+    serve, run, calls = Engine.step, Runner.run, 0
+
+    def counted(self: Engine) -> Any:
+        nonlocal calls
+        calls += 1
+        return serve(self)
 
     def broken(self: Runner, step: Any) -> Any:
         nonlocal calls
-        calls += 1
         if calls == STEP:
+            calls += 1
             act()
         return run(self, step)
 
-    Runner.run = broken  # type: ignore[method-assign]
+    Engine.step, Runner.run = counted, broken  # type: ignore[method-assign]
 
 
 def poison(model: CausalLM) -> None:
-    with torch.no_grad():
-        model.embedding[POISON] = float("nan")
+    """Prompts are embedded by another table, beside graphs; the output layer's is not touched."""
+    decoder: Any = model.fused
+    table_VH = decoder._table_VH.clone()
+    table_VH[POISON] = float("nan")
+    decoder._table_VH = table_VH
 
 
 def texts(outputs: list[Any]) -> list[list[int]]:

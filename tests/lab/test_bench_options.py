@@ -30,7 +30,11 @@ from tests.project.source import ROOT
         ({"concurrency": "2,2"}, "concurrency 2, concurrency 2': must be values that all differ"),
         ({"request_rate": "2,-1"}, "`request_rate` is '2,-1': must be numbers > 0"),
         ({"request_rate": "inf"}, "`request_rate` is 'inf'"),
-        ({"num_requests": 0}, "`num_requests` is 0"),
+        ({"num_requests": "0"}, "`num_requests` is '0'"),
+        (
+            {"num_requests": "4,8"},
+            "`num_requests` is '4,8': must be one number, or one for each of the 3 loads",
+        ),
         ({"input_len": "0"}, "`input_len` is '0': must be an integer >= 1, or two such as"),
         ({"input_len": "9-3"}, "`input_len` is '9-3'"),
         ({"output_len": "-1"}, "`output_len` is '-1'"),

@@ -83,12 +83,17 @@ def predicted(
 
 
 def row(profile: Profile, case: Case, repeats: list[dict[str, float]], count: int = 20) -> Row:
+    return compared(case, repeats, predicted(profile, *case, count))
+
+
+def compared(case: Case, repeats: list[dict[str, float]], expected: dict[str, float]) -> Row:
+    """What was measured of a case beside what was expected."""
     rate, drafts, size = case
     values: dict[str, Any] = {}
-    for name, expected in predicted(profile, rate, drafts, size, count).items():
+    for name in UNITS:
         values[name] = Spread.of([repeat[name] for repeat in repeats], UNITS[name])
-        values[f"predicted_{name}"] = expected
-        values[f"error_{name}"] = expected / values[name].median - 1
+        values[f"predicted_{name}"] = expected[name]
+        values[f"error_{name}"] = expected[name] / values[name].median - 1
     how = f"K={drafts}, rate {rate:g}" if drafts else "plain"
     labels = {"k": drafts, "rate": rate if drafts else None, "batch": size}
     return Row(f"{how}, concurrency {size}", labels, values)

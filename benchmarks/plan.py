@@ -47,14 +47,16 @@ GOALS = {"output_tokens_per_second": (0.10, 0.20), "tpot_ms": (0.10, 0.20), "ttf
 Case = tuple[float, int, int]
 
 
-def engine(rate: float, threads: int | None = 1) -> LLM:
-    """Whose drafts are accepted at this rate."""
+def engine(rate: float, threads: int | None = 1, *, ahead: bool | None = None) -> LLM:
+    """Whose drafts are accepted at this rate; `ahead`: whether it launches steps ahead."""
     speculation = {
         "method": "draft_model", "num_speculative_tokens": MOST,
         "rejection_sample_method": "synthetic", "synthetic_acceptance_rate": rate,
     }  # fmt: skip
     sizes = {"max_num_seqs": max(SIZES), "max_model_len": 1024, "threads": threads}
-    return LLM(TARGET, speculation, enable_prefix_caching=False, **sizes)
+    return LLM(
+        TARGET, speculation, enable_prefix_caching=False, async_scheduling=ahead, **sizes
+    )  # fmt: skip
 
 
 def asks(size: int) -> list[Ask]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,22 @@ def test_the_simulation_takes_the_steps_of_the_engine(
             ideal = sum(ask.input_len for ask in asks)
             preempted += sum(s.num_tokens - s.num_decoding - s.num_drafts for s in steps) - ideal
     assert preempted > 0  # some prompts were computed twice
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_steps_take_all_the_time_of_a_run(target: Path, draft: Path, ahead: bool) -> None:
+    """By a clock that moves by one whenever it is read; a step ahead is known a call later."""
+    speculation = {"model": str(draft), "num_speculative_tokens": 2}
+    with LLM(target, speculation, max_num_seqs=2, async_scheduling=ahead) as llm:
+        for drafts, count in ((0, 1), (2, 1), (0, 5), (2, 5)):
+            params = SamplingParams(num_speculative_tokens=drafts)
+            ticks = itertools.count()
+            drive = Drive(llm.engine, params, 2, seed=drafts, clock=lambda t=ticks: float(next(t)))
+            served = drive.run([Ask(0.0, 9, 12)] * count)
+            seconds = [one.step.seconds for one in drive.timed]
+            assert sum(seconds) == max(one.end for one in served)
+            assert seconds[0] == min(one.first for one in served)
+            assert min(seconds) >= 1
 
 
 def test_chance_accepts_as_often_as_stated() -> None:

@@ -29,7 +29,6 @@ from foretoken.sampling.params import SamplingParams
 _STEPS = 14  # of a run, about
 _SHORT = 48  # tokens of a prompt
 _LONG = 512  # of one by which the cost of a context is told, if the model takes as many
-_MIDDLE = 4  # requests with such contexts
 _PROMPTS = (4, 32, 240)  # tokens; the longest in several at a time, too
 _SEVERAL = (2, 4, 8)
 _DRAFTS = (1, 2, 4, 8, 16, 32)
@@ -92,7 +91,9 @@ class Calibration:
         most = engine.config.num_drafts
         self._drafts = sorted({0, most, *(k for k in _DRAFTS if k < most)})
         self._sizes = sorted({1, *sizes})
-        self._middle = max(size for size in self._sizes if size <= _MIDDLE)
+        # Of requests with such contexts as many as one step computes: it costs little of each.
+        at_once = engine.config.max_num_batched_tokens // _LONG
+        self._middle = max((size for size in self._sizes if size <= at_once), default=1)
         self._found = defaultdict[Case, _Found](_Found)
         self._check()
         self._cases = [*self._decodes(), *self._computes()]

@@ -26,7 +26,10 @@ from foretoken.lab.plan.simulate import Ask
 from foretoken.lab.results import commit, hardware
 from foretoken.sampling.params import SamplingParams
 
-_STEPS = 14  # of a run, about
+_STEPS = 20  # of a run, about
+# Behind a prompt a few steps of few rows take up to twice as long: caches and clock rate recover.
+# What a request loses so does not grow with its length.
+_SETTLING = 4
 _SHORT = 48  # tokens of a prompt
 _LONG = 512  # of one by which the cost of a context is told, if the model takes as many
 _PROMPTS = (4, 32, 240)  # tokens; the longest in several at a time, too
@@ -58,7 +61,8 @@ class _Found:
     """Seconds of steps of one case.
 
     Attributes:
-        steps: of those in which all decode: seconds, those that drafted, context of each request.
+        steps: of those in which all decode, settled: seconds, those that drafted, context of each
+            request.
         first: of the first that decodes, in which a draft model computes the prompts.
         prompts: of those that compute all prompts and nothing else.
     """
@@ -162,16 +166,16 @@ class Calibration:
         return self._profile()
 
     def _sort(self, case: Case, timed: Sequence[Timed]) -> None:
-        found, decoded, context = self._found[case], False, case.length + 1.0
+        found, decoded, context = self._found[case], 0, case.length + 1.0
         for (seconds, requests, decoding, tokens, _, accepted), drafting in timed:
             if not decoding and tokens == case.batch * case.length:
                 found.prompts.append(seconds)
             elif decoding == requests == case.batch:
-                if decoded:
+                if decoded > _SETTLING:
                     found.steps.append((seconds, drafting if case.drafts else 0.0, context))
-                else:
+                elif not decoded:
                     found.first.append(seconds)
-                decoded = True
+                decoded += 1
             if decoding:
                 context += 1 + accepted / requests
 

@@ -8,8 +8,8 @@ one profile.
     python -m benchmarks.plan
 
 With `--wall 1` a few of these by wall time, on all threads and by one simulation, as `foretoken
-plan` does; but steps are timed before each repeat, so that what disturbs the machine disturbs both.
-And how long a million requests of a fleet take to model.
+plan` does; but with steps timed before each repeat and medians of both, so that what disturbs the
+machine disturbs both. And how long a million requests of a fleet take to model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from itertools import product
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import numpy as np
@@ -121,21 +121,29 @@ def summed(rows: list[Row]) -> tuple[Row, list[str]]:
 def by_wall(repeats: int) -> tuple[list[Row], list[str], dict[str, Any]]:
     """Rows, notes and the profile of what the command itself does."""
     llm, clock = engine(RATES[1], None), time.perf_counter
-    calibration = Calibration(llm.engine, SIZES, PARAMS, repeats=1)
     cases = [(RATES[1], drafts, size) for drafts in (0, MOST) for size in SIZES]
     found: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
+    expected: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
     for repeat in range(repeats):
-        profile = calibration.run()  # of all that was timed so far
+        profile = Calibration(llm.engine, SIZES, PARAMS, repeats=1).run()
         for case in cases:
             found[case].append(measured(llm, case[1], case[2], repeat, clock))
-    rows = [row(profile, case, runs, 1) for case, runs in found.items()]
+            expected[case].append(predicted(profile, *case, 1))
+    medians = {
+        case: {name: median(run[name] for run in runs) for name in UNITS}
+        for case, runs in expected.items()
+    }
+    rows = [compared(case, runs, medians[case]) for case, runs in found.items()]
     whole, _ = summed(rows)
     fleet, start = Fleet(profile, (), INPUT, OUTPUT), clock()
     gaps = np.random.default_rng(0).exponential(0.2, size=(1000, 1000))
     fleet.run(np.cumsum(gaps, axis=1))
     labels: dict[str, Label] = {"k": 0, "rate": None, "batch": None}
     took = {"seconds": clock() - start, "requests": gaps.size, "engines": len(gaps)}
-    notes = ["Wall time, all threads; steps timed before each repeat; one simulation each."]
+    notes = [
+        "Wall time, all threads. Medians of predictions, each of one simulation from steps that were "
+        "timed right before a repeat; the profile is the last one's."
+    ]
     return [*rows, whole, Row("fleet, plain", labels, took)], notes, asdict(profile)
 
 

@@ -141,8 +141,8 @@ def by_wall(repeats: int) -> tuple[list[Row], list[str], dict[str, Any]]:
     labels: dict[str, Label] = {"k": 0, "rate": None, "batch": None}
     took = {"seconds": clock() - start, "requests": gaps.size, "engines": len(gaps)}
     notes = [
-        "Wall time, all threads. Medians of predictions, each of one simulation from steps that were "
-        "timed right before a repeat; the profile is the last one's."
+        "Wall time, all threads. Medians of predictions, each of one simulation from steps that "
+        "were timed right before a repeat; the profile is the last one's."
     ]
     return [*rows, whole, Row("fleet, plain", labels, took)], notes, asdict(profile)
 

@@ -31,6 +31,7 @@ from tests.support.asynchronous import (
     PROMPTS,
     Gate,
     entered,
+    first,
     idle,
     last,
     num_requests,
@@ -42,32 +43,34 @@ from tests.support.asynchronous import (
 def test_leaving_an_iterator_ends_its_request_alone(
     engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
-    gate, seen = Gate(engine), []
+    gate = Gate(engine)
 
-    async def read() -> None:
-        async for output in engine.generate("abc", LONG):
-            seen.append(output)
+    async def read_on(stream: Any) -> None:
+        async for _ in stream:
+            pass
 
     async def main() -> None:
-        kept = asyncio.create_task(last(engine, "def f(x):"))
-        gate.open(2)  # one step may have begun without what follows
+        kept = asyncio.create_task(last(engine, "def f(x):", LONG))
+        await entered(engine, 1)
         async with aclosing(engine.generate("abc", LONG, request_id="closed")) as stream:
-            async for _ in stream:
-                break
-        gate.open(2)
-        async for _ in engine.generate("abc", LONG, request_id="broken off"):
-            break
-        cancelled = asyncio.create_task(read())
-        gate.open(2)
-        while not seen:
-            await asyncio.sleep(0.001)
-        cancelled.cancel()
+            await first(engine, gate, stream)
+        broken_off = engine.generate("abc", LONG, request_id="broken off")
+        await first(engine, gate, broken_off)
+        cancelled = engine.generate("abc", LONG, request_id="cancelled")
+        await first(engine, gate, cancelled)
+        reading = asyncio.create_task(read_on(cancelled))
+        await asyncio.sleep(0)  # now it waits for more than the gate lets through
+        reading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await cancelled
+            await reading
+        assert engine.status.num_open == 2
+        del broken_off
         gate.open()
-        assert (await kept).outputs[0].token_ids == expected["def f(x):"]
+        tokens = (await kept).outputs[0].token_ids
+        assert (len(tokens), tokens[:30]) == (200, expected["def f(x):"])
         gc.collect()
-        await asyncio.sleep(0.01)
+        while engine.status.num_open:  # the loop closes what was collected
+            await asyncio.sleep(0.001)
         await idle(engine)
         reused = await last(engine, "abc", PARAMS, request_id="closed")
         assert reused.outputs[0].token_ids == expected["abc"]

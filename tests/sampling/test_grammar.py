@@ -200,7 +200,7 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
 
     def slow(asked: Any, *given: Any) -> Any:
         compiled.append(asked["choice"][0])
-        release.wait(10)
+        release.wait(60)
         return compile_(asked, *given)
 
     monkeypatch.setattr(grammar, "_compile", slow)
@@ -210,5 +210,5 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
     release.set()
     for entry in kept:
         assert entry is not None
-        assert isinstance(entry.future.result(10), Grammar)
+        assert isinstance(entry.future.result(60), Grammar)
     assert sorted(compiled) == ["first", "second", "stays"]

@@ -19,7 +19,11 @@ from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.server import bind, serve
 from tests.project.source import ROOT
-from tests.serve.running import fail_later, until
+from tests.serve.running import fail_later
+from tests.support.asynchronous import until
+
+TIME_IS_UP = signal.SIGUSR1
+"""At this signal `drain_timeout` is over, for a server that drains."""
 
 
 class Child(NamedTuple):
@@ -86,7 +90,10 @@ def main() -> None:
         return step()
 
     engine.engine.step = later  # type: ignore[method-assign]
-    serve(build_app(engine, options), bind(options), options, partial(print, flush=True))
+    served = build_app(engine, options)
+    life = served.state.context.lifetime
+    signal.signal(TIME_IS_UP, lambda *_: setattr(life, "_end", time.monotonic()))
+    serve(served, bind(options), options, partial(print, flush=True))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from tests.support.asynchronous import (
     LONG,
     OPTIONS,
     PARAMS,
+    PATIENCE,
     PROMPTS,
     Gate,
     entered,
@@ -312,7 +313,7 @@ def test_two_loops_share_one_engine(engine: AsyncEngine, expected: dict[str, lis
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert {o.prompt: o.outputs[0].token_ids for o in found} == {
         p: expected[p] for p in PROMPTS[:2]
     }
@@ -334,7 +335,7 @@ def test_a_forgotten_engine_ends_its_thread_and_the_program(folder: Path) -> Non
     thread = thread_of(engine)
     del engine
     gc.collect()
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     code = (
         "import asyncio, sys\nfrom foretoken import AsyncEngine\n"
@@ -345,7 +346,7 @@ def test_a_forgotten_engine_ends_its_thread_and_the_program(folder: Path) -> Non
         "asyncio.run(main())\nprint('end')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.returncode, done.stdout) == (0, "end\n")
     assert "Error" not in done.stderr

@@ -15,7 +15,7 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.engine.turns import Turns
 from foretoken.errors import UsageError
-from tests.support.asynchronous import until
+from tests.support.asynchronous import PATIENCE, until
 from tests.support.steps import at_step
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
@@ -41,7 +41,7 @@ class Crew:
 
     def join(self) -> None:
         for thread in self.threads:
-            thread.join(60)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
 
 
@@ -91,7 +91,7 @@ def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
 
     def hold() -> None:
         with turns:
-            free.wait(60)
+            free.wait(PATIENCE)
 
     def interrupt() -> None:
         crew.start(lambda: turns.later(lambda: done.append("behind")))
@@ -242,7 +242,7 @@ def test_close_ends_the_calls_of_other_threads(
     monkeypatch.setattr(llm.engine, "step", held)
     crew.start(lambda: llm.generate(["abc"] * 9, GREEDY))
     crew.start(lambda: list(llm.stream("abc", GREEDY)))
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE)
     llm.close()
     crew.join()
     assert [type(error) for error in crew.raised] == [UsageError] * 2

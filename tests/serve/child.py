@@ -20,7 +20,7 @@ from foretoken.serve.options import ServeOptions
 from foretoken.serve.server import bind, serve
 from tests.project.source import ROOT
 from tests.serve.running import fail_later
-from tests.support.asynchronous import until
+from tests.support.asynchronous import PATIENCE, until
 
 TIME_IS_UP = signal.SIGUSR1
 """At this signal `drain_timeout` is over, for a server that drains."""
@@ -30,7 +30,7 @@ class Child(NamedTuple):
     process: subprocess.Popen[str]
     http: httpx.Client
 
-    def end(self, by: int = signal.SIGTERM, seconds: float = 60) -> int:
+    def end(self, by: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
         """The exit code that a signal brings."""
         self.process.send_signal(by)
         return self.process.wait(seconds)
@@ -68,7 +68,7 @@ def child(
         try:
             assert process.stdout is not None
             url = next(line for line in process.stdout if "http" in line).split()[-1]
-            with httpx.Client(base_url=url, timeout=30) as http:
+            with httpx.Client(base_url=url, timeout=PATIENCE) as http:
                 yield Child(process, http)
         finally:
             process.kill()

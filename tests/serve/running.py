@@ -19,7 +19,7 @@ from foretoken.serve import lifetime
 from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.server import bind, make_server
-from tests.support.asynchronous import until
+from tests.support.asynchronous import PATIENCE, until
 
 PATH = "/v1/completions"
 PROMPT = "def fibonacci(n):\n"
@@ -74,7 +74,7 @@ class Deadlines:
 def connect(server: Running) -> socket.socket:
     """A connection that says what it is given, and no more."""
     address = httpx.URL(server.url)
-    return socket.create_connection((address.host, address.port or 80), timeout=60)
+    return socket.create_connection((address.host, address.port or 80), timeout=PATIENCE)
 
 
 def request(body: dict[str, Any]) -> bytes:

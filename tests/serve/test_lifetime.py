@@ -34,7 +34,7 @@ from tests.serve.running import (
     request,
     running,
 )
-from tests.support.asynchronous import Gate, idle, until
+from tests.support.asynchronous import PATIENCE, Gate, idle, until
 
 LONG = {"prompt": "abc", "max_tokens": 90, "ignore_eos": True}
 
@@ -45,7 +45,7 @@ def nothing_is_held(server: Running) -> bool:
 
 
 def post_later(pool: ThreadPoolExecutor, url: str, **body: Any) -> Any:
-    return pool.submit(httpx.post, url + PATH, json=body, timeout=60)
+    return pool.submit(httpx.post, url + PATH, json=body, timeout=PATIENCE)
 
 
 def test_a_queue_that_is_full_says_when_to_come_again(target: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_thousand_clients_that_leave_at_random_leave_nothing(server: Running) 
     until(lambda: nothing_is_held(server))  # how soon: benchmarks/serve_life.py
     asyncio.run(idle(server.engine))
     assert server.engine.status.kv_cache_usage == 0
-    text = httpx.post(server.url + PATH, json={"prompt": PROMPT, "max_tokens": 3}, timeout=30)
+    text = httpx.post(server.url + PATH, json={"prompt": PROMPT, "max_tokens": 3}, timeout=PATIENCE)
     assert text.status_code == 200
 
 
@@ -244,7 +244,9 @@ def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], lis
         parts = []
         with (
             suppress(httpx.TransportError),  # where the process ends at once
-            httpx.stream("POST", server.http.base_url.join(PATH), json=body, timeout=60) as answer,
+            httpx.stream(
+                "POST", server.http.base_url.join(PATH), json=body, timeout=PATIENCE
+            ) as answer,
         ):
             for part in answer.iter_text():
                 if not parts:
@@ -256,7 +258,7 @@ def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], lis
     for thread in threads:
         thread.start()
     for _ in threads:
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=PATIENCE)
     return threads, found
 
 
@@ -329,7 +331,7 @@ def test_an_engine_that_fails_ends_the_process(target: Path, breaks: str) -> Non
         with ThreadPoolExecutor(4) as pool:
             asked = [post_later(pool, url, **LONG) for _ in range(4)]
         assert [future.result().status_code for future in asked] == [503] * 4
-        assert server.process.wait(60) != 0
+        assert server.process.wait(PATIENCE) != 0
 
 
 @pytest.mark.soak

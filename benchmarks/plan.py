@@ -7,8 +7,9 @@ one profile.
 
     python -m benchmarks.plan
 
-With `--wall 1` a few of these by wall time, on all threads, from one calibration before and by one
-simulation: as `foretoken plan` does. And how long a million requests of a fleet take to model.
+With `--wall 1` a few of these by wall time, on all threads and by one simulation, as `foretoken
+plan` does; but steps are timed before each repeat, so that what disturbs the machine disturbs both.
+And how long a million requests of a fleet take to model.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ GOALS = {"output_tokens_per_second": (0.10, 0.20), "tpot_ms": (0.10, 0.20), "ttf
 Case = tuple[float, int, int]
 
 
-def engine(rate: float, threads: int | None = 1) -> LLM:
-    """Whose drafts are accepted at this rate."""
+def engine(rate: float, threads: int | None = 1, *, ahead: bool | None = None) -> LLM:
+    """Whose drafts are accepted at this rate; `ahead`: whether it launches steps ahead."""
     speculation = {
         "method": "draft_model", "num_speculative_tokens": MOST,
         "rejection_sample_method": "synthetic", "synthetic_acceptance_rate": rate,
     }  # fmt: skip
     sizes = {"max_num_seqs": max(SIZES), "max_model_len": 1024, "threads": threads}
-    return LLM(TARGET, speculation, enable_prefix_caching=False, **sizes)
+    return LLM(
+        TARGET, speculation, enable_prefix_caching=False, async_scheduling=ahead, **sizes
+    )  # fmt: skip
 
 
 def asks(size: int) -> list[Ask]:
@@ -118,10 +121,11 @@ def summed(rows: list[Row]) -> tuple[Row, list[str]]:
 def by_wall(repeats: int) -> tuple[list[Row], list[str], dict[str, Any]]:
     """Rows, notes and the profile of what the command itself does."""
     llm, clock = engine(RATES[1], None), time.perf_counter
-    profile = Calibration(llm.engine, SIZES, PARAMS).run()
+    calibration = Calibration(llm.engine, SIZES, PARAMS, repeats=1)
     cases = [(RATES[1], drafts, size) for drafts in (0, MOST) for size in SIZES]
     found: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
     for repeat in range(repeats):
+        profile = calibration.run()  # of all that was timed so far
         for case in cases:
             found[case].append(measured(llm, case[1], case[2], repeat, clock))
     rows = [row(profile, case, runs, 1) for case, runs in found.items()]
@@ -131,7 +135,7 @@ def by_wall(repeats: int) -> tuple[list[Row], list[str], dict[str, Any]]:
     fleet.run(np.cumsum(gaps, axis=1))
     labels: dict[str, Label] = {"k": 0, "rate": None, "batch": None}
     took = {"seconds": clock() - start, "requests": gaps.size, "engines": len(gaps)}
-    notes = ["Wall time, all threads; one calibration before, of 3 repeats; one simulation each."]
+    notes = ["Wall time, all threads; steps timed before each repeat; one simulation each."]
     return [*rows, whole, Row("fleet, plain", labels, took)], notes, asdict(profile)
 
 

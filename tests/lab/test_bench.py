@@ -45,10 +45,10 @@ from foretoken.lab.bench.run import Bench
 from foretoken.lab.desk import Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file
 from foretoken.outputs import SpeculationMetrics
+from tests.lab.small import SMALL
 from tests.support.asynchronous import until
 
 SVG = "{http://www.w3.org/2000/svg}"
-SMALL = {"input_len": "12", "output_len": "9", "num_requests": "4", "bandwidth": 40.0}
 pytestmark = pytest.mark.usefixtures("known_memory")
 
 

@@ -75,9 +75,10 @@ def gpu_goals(results: Results, folder: Path) -> list[str]:
         if bound:
             what = f"{row.case}: ms per token"
             notes.append(goal(what, row, "decode_ms_per_token", float(f"{bound:.4g}"), False))
-        share = _median(row, "host_gap_ms") / _median(row, "step_ms")
-        gap = Row(row.case, {}, {"share": share})
-        notes.append(goal(f"{row.case}: host gap to step", gap, "share", HOST_GAP, False))
+        if batch in MS_PER_TOKEN["plain"]:
+            share = _median(row, "host_gap_ms") / _median(row, "step_ms")
+            gap = Row(row.case, {}, {"share": share})
+            notes.append(goal(f"{row.case}: host gap to step", gap, "share", HOST_GAP, False))
         if (method, prompt, batch) == ("plain", SHORT, 64) and _median(row, "requests") == batch:
             what = f"{row.case}: ms to the last first token of 64 x 1024"
             notes.append(goal(what, row, "ttft_ms_max", LAST_FIRST_TOKEN_MS, False))

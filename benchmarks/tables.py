@@ -217,7 +217,7 @@ def bench(results: Results) -> str:
     return markdown(made.header, made.lines)
 
 
-GPU = ("gpu_plain", "gpu_eagle3", "gpu_auto", "gpu_start")
+GPU = ("gpu_plain", "gpu_eagle3", "gpu_prefill", "gpu_synthetic", "gpu_auto", "gpu_start")
 DRAFTING = ("drafters", "auto")
 GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves")
 GOALS += ("serve", *DRAFTING, *GPU, *FILES, "plan")

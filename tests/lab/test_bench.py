@@ -8,6 +8,7 @@ import io
 import os
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from foretoken import SamplingParams
 from foretoken.config import SpeculativeConfig
 from foretoken.engine.trace import StepTrace
+from foretoken.engine.worker import Mailbox
 from foretoken.errors import ProcessingError, StepError
 from foretoken.lab.bench.cases import Load, engine_cases
 from foretoken.lab.bench.chart import charts
@@ -44,6 +46,7 @@ from foretoken.lab.desk import Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file
 from foretoken.outputs import SpeculationMetrics
 from tests.lab.small import SMALL
+from tests.support.asynchronous import until
 
 SVG = "{http://www.w3.org/2000/svg}"
 pytestmark = pytest.mark.usefixtures("known_memory")
@@ -211,7 +214,17 @@ def bench(target: Path, draft: Path) -> Bench:
     engine |= {"enable_prefix_caching": False}
     made = Engines(options.sized(engine), SamplingParams(), 40.0)
     bench = Bench(options, made, engine_cases({}, 0.7, speculation, compare=True))
-    asyncio.run(bench.run())
+    show = Mailbox.show
+
+    def show_alone(self: Mailbox, *news: Any) -> bool:
+        """No step runs ahead of who reads it: each brings a piece, however busy the machine is."""
+        is_readable = show(self, *news)
+        until(lambda: not self._unread)
+        return is_readable
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mailbox, "show", show_alone)
+        asyncio.run(bench.run())
     return bench
 
 

@@ -173,7 +173,7 @@ def test_a_capacity_is_kept_for_good(ttft: float, output: int, joint: tuple[floa
         return figures(served, {"ttft_ms": ttft, "tpot_ms": 30.0})["slo_met"]
 
     assert met(capacity, 2000) >= 0.93
-    assert met(1.2 * capacity, 200) < 0.95
+    assert met(1.2 * capacity, 800) < 0.95
 
 
 def test_curves_go_through_their_points_and_turn_nowhere_else() -> None:

@@ -45,10 +45,10 @@ from foretoken.lab.bench.run import Bench
 from foretoken.lab.desk import Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file
 from foretoken.outputs import SpeculationMetrics
+from tests.lab.small import SMALL
 from tests.support.asynchronous import until
 
 SVG = "{http://www.w3.org/2000/svg}"
-SMALL = {"input_len": "12", "output_len": "9", "num_requests": 4, "bandwidth": 40.0}
 pytestmark = pytest.mark.usefixtures("known_memory")
 
 
@@ -141,13 +141,19 @@ def test_figures_of_a_run_worked_out_by_hand() -> None:
         }
     )
     assert {*map(unit_of, found)}
+    assert latency["ttft_ms_max"] == pytest.approx(300)
+    whole = by_hand()
+    whole.concurrency = 3  # which these steps never reach: most are those of 2
+    assert (figures(whole, None, {})["step_ms"], figures(whole, None, {})["draft_ms"]) == (
+        pytest.approx((4.0, 0.4))
+    )
 
 
 def test_what_a_run_cannot_tell_is_left_out() -> None:
     run = Run([Record(0.0, [0.1], 0.1, 0, 1)], 0.2, [step(9, 0)], SpeculationMetrics())
     found = figures(run, None, {})
     told = ("ttft_ms", "e2e_ms", "output_tokens", "output_tokens_per_second", "requests", "wall_s")
-    told += ("failed_requests", "requests_per_second")
+    told += ("failed_requests", "requests_per_second", "ttft_ms_max")
     assert {*found} == {*told}
 
 
@@ -322,7 +328,10 @@ def test_what_the_engine_refuses_is_counted_and_what_it_fails_at_is_raised(
             for prompt in ([1] * 10_000, [{"role": "user", "content": "x"}]):
                 with pytest.raises(RequestFailedError, match="`"):
                     await system.send(Asked(prompt, 3, 0), case, Record(0.0))  # type: ignore[arg-type]
-            engine = system._engine.engine
+            engine, run = system._engine.engine, Run()
+            asked = [(0.0, Asked([1, 2, i], 3, i)) for i in range(8)]
+            await drive(system, case, Load(8), asked, run)
+            assert [step.trace.num_requests for step in run.steps] == [8, 8, 8]  # all at once
             monkeypatch.setattr(engine.runner.model, "forward", None)
             with pytest.raises((StepError, ProcessingError)):
                 await drive(system, case, Load(1), [(0.0, Asked([1], 3, 0))], Run())

@@ -76,6 +76,8 @@ def test_none_at_all(tmp_path: Path) -> None:
     assert output.outputs[0].text == ""
     with pytest.raises(RequestError, match="this checkpoint has no tokenizer"):
         llm.generate("abc")
+    with pytest.raises(RequestError, match=r"`tokenizer` is None: .* this checkpoint has no token"):
+        llm.chat([{"role": "user", "content": "abc"}])
 
 
 @pytest.mark.parametrize("vocabulary", [257, 320])

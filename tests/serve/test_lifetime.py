@@ -85,7 +85,8 @@ def test_what_takes_too_long_ends_with_what_there_is(
         until(lambda: gate.asked == 10)
         until(lambda: not deadlines.left(1))  # both have got their first tokens
         deadlines.come(2)
-        until(lambda: len(engine._worker._commands) == 2)
+        # What was on its way to a client then is cut off once more.
+        until(lambda: len(engine._worker._commands) >= 2)
         gate.open()
         answers = [asked.result() for asked in both]
         assert [answer.status_code for answer in answers] == [200, 200]
@@ -201,11 +202,12 @@ def test_a_thousand_clients_that_leave_at_random_leave_nothing(server: Running) 
 
     with ThreadPoolExecutor(40) as pool:
         list(pool.map(visit, plans))
+    # Its answer says that the server has seen all that came before it, too.
+    text = httpx.post(server.url + PATH, json={"prompt": PROMPT, "max_tokens": 3}, timeout=PATIENCE)
+    assert text.status_code == 200
     until(lambda: nothing_is_held(server))  # how soon: benchmarks/serve_life.py
     asyncio.run(idle(server.engine))
     assert server.engine.status.kv_cache_usage == 0
-    text = httpx.post(server.url + PATH, json={"prompt": PROMPT, "max_tokens": 3}, timeout=PATIENCE)
-    assert text.status_code == 200
 
 
 def test_a_long_prompt_does_not_stop_those_that_decode(target: Path) -> None:

@@ -147,4 +147,4 @@ def test_an_engine_without_drafts_a_key_and_a_failure(target: Path) -> None:
 
         engine.engine.step = fail  # type: ignore[method-assign, assignment]
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "abc"}, headers=headers)
-        assert "engine's thread ended" in state()["now"]["failure"]
+        assert "The engine failed" in state()["now"]["failure"]

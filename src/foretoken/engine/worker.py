@@ -63,7 +63,7 @@ class Mailbox:
         self._lock = threading.Lock()  # guards the two fields below
         self._unread: list[Any] = []
         self._error: ForetokenError | None = None
-        self._arrived = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # the loop's own
 
     def show(self, engine: Engine, group: RequestGroup) -> bool:
         """From the engine's thread: put in what a request has; False if the loop is gone."""
@@ -85,22 +85,27 @@ class Mailbox:
 
     async def read(self) -> Any:
         """On the loop: wait for news, a `RequestOutput` or a `RequestDelta`; raises an error."""
-        await self._arrived.wait()
+        while not (self._unread or self._error):
+            self._reader = self._loop.create_future()
+            await self._reader
         with self._lock:
             unread, self._unread = self._unread, []
-            if self._error is None:
-                self._arrived.clear()
         if unread:
             return unread[0] if len(unread) == 1 else RequestDelta.merge(unread)
-        raise self._error or StepError("an empty mailbox was signalled")
+        raise self._error or StepError("an empty mailbox was read")
 
     def _signal(self) -> bool:
         """Wake the reader, once per reading so that calls do not pile up; False: no loop."""
         try:
-            self._loop.call_soon_threadsafe(self._arrived.set)
+            self._loop.call_soon_threadsafe(self._wake)
         except RuntimeError:
             return False
         return True
+
+    def _wake(self) -> None:
+        """On the loop: what is unread may have been read meanwhile, without waiting."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class Worker:

@@ -61,8 +61,8 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any | None, **options: Unpack[ChatOptions]) -> None:
         if tokenizer is None:
             remedy = "Use `generate` with token ids, or add tokenizer files to the checkpoint."
-            bound = "left out: this checkpoint has no tokenizer"
-            raise RequestError("messages", "a conversation", bound, remedy)
+            bound = "one that writes messages as tokens: this checkpoint has no tokenizer"
+            raise RequestError("tokenizer", None, bound, remedy)
         flags = {
             "add_generation_prompt": options.get("add_generation_prompt", True),
             "continue_final_message": options.get("continue_final_message", False),

@@ -163,8 +163,9 @@ class SamplingParams:
     trace: bool = False
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            setattr(self, f.name, plain(getattr(self, f.name)))
+        for name in _NAMES:
+            if type(value := getattr(self, name)) not in _PLAIN:
+                setattr(self, name, plain(value))
         self._check_numbers()
         self._check_lists()
 
@@ -274,3 +275,8 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
             or self.bad_words
         )
+
+
+_NAMES = tuple(f.name for f in fields(SamplingParams))
+_PLAIN = {type(None), bool, int, float, str, tuple}
+"""Nearly all values, which are what `plain` makes of them."""

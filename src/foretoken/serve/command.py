@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,7 +11,7 @@ from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
 
 
 def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Load the model and serve it until a signal ends that; the process ends with 0 then.
+    """Load the model and serve it until a signal ends that.
 
     Raises:
         ConfigError: an option, an address that is taken, or a package of the extra `serve` is
@@ -34,7 +32,3 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
     with bind(options) as bound:  # which takes no time: a model may take minutes
         say(f"Loading {engine['model']}")
         serve(build_app(AsyncEngine(**engine), options), bound, options, say)
-    # All is answered. To take apart an interpreter that has torch in it costs 1.5 s of CPU.
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(0)

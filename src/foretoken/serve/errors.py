@@ -11,6 +11,7 @@ import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, get_type_hints
 
 from fastapi import FastAPI, Request
@@ -41,6 +42,8 @@ _ANTHROPIC = {
     503: "overloaded_error",
 }
 _RETRY_AFTER = {"Retry-After": "1"}
+request_id = ContextVar("request_id", default="")
+"""The name of the request that this task serves; see `logs.py`."""
 
 
 class Refusal(NamedTuple):
@@ -106,10 +109,19 @@ def refusal(error: BaseException) -> Refusal:
         return Refusal(503, str(error), "server_error", code="unavailable")
     if isinstance(error, _UNAVAILABLE):
         _log_where("not served", error)
-        return Refusal(503, str(error), "server_error", code="unavailable")
+        return Refusal(503, told_of(error), "server_error", code="unavailable")
     _log_where("a request failed", error)
     told = str(error) if isinstance(error, ForetokenError) else "This is a bug in Foretoken."
     return Refusal(500, told, "server_error", code="internal_error")
+
+
+def told_of(error: ForetokenError) -> str:
+    """What any client may read of an error: a whole batch's may quote what another client sent."""
+    if not isinstance(error, StepError):
+        return str(error)
+    name = request_id.get()
+    where = f": look for request_id {name} there" if name else ""
+    return f"The engine failed in work for several requests. The server's log says where{where}."
 
 
 def _log_where(what: str, error: BaseException) -> None:

@@ -11,7 +11,6 @@ import logging
 import re
 import time
 import uuid
-from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.access import OPEN
 from foretoken.serve.answers.usage import Usage
+from foretoken.serve.errors import request_id
 
 _log = logging.getLogger(__name__)
-_request_id = ContextVar("request_id", default="")
 _ID = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
 
 
@@ -36,7 +35,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "message": record.getMessage(),
         }
-        if name := _request_id.get():
+        if name := request_id.get():
             fields["request_id"] = name
         fields |= getattr(record, "fields", {})
         if record.exc_info:
@@ -78,7 +77,7 @@ class RequestLog:
             is_complete = message["type"] == "http.response.body" and not message.get("more_body")
             await send(message)
 
-        token = _request_id.set(name)
+        token = request_id.set(name)
         try:
             await self._app(scope, receive, noted)
         finally:
@@ -95,4 +94,4 @@ class RequestLog:
                 fields |= {k: counts[k] for k in ("prompt_tokens", "completion_tokens")}
             level = logging.DEBUG if scope["path"] in OPEN else logging.INFO
             _log.log(level, "request", extra={"fields": fields})
-            _request_id.reset(token)
+            request_id.reset(token)

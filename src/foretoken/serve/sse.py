@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
@@ -145,17 +145,31 @@ class EventStream(StreamingResponse):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of this work; ends it and raises `ClientDisconnect` when the client leaves."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    """The result of this work; ends it and raises `ClientDisconnect` when the client leaves.
+
+    It is done in the task that asks for it, which is cancelled as `asyncio.timeout` does that.
+    """
+    task = cast("asyncio.Task[Any]", asyncio.current_task())
+    before, has_left, is_over = task.cancelling(), False, False
+
+    def leave(gone: asyncio.Task[None]) -> None:
+        nonlocal has_left
+        if not is_over:
+            has_left = task.cancel()
+
+    gone = asyncio.ensure_future(_gone(receive))
+    gone.add_done_callback(leave)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await work
+    except asyncio.CancelledError:
+        if has_left and task.cancelling() == before + 1:
+            raise ClientDisconnect from None
+        raise
     finally:
-        task.cancel()
+        is_over = True
         gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        if has_left:
+            task.uncancel()
 
 
 async def _gone(receive: Receive) -> None:

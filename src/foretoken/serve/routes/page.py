@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.serve.access import PAGE
 from foretoken.serve.context import Context
+from foretoken.serve.errors import told_of
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _POLICY = (
@@ -87,5 +88,5 @@ def _now(context: Context) -> dict[str, Any]:
         "kv_cache_usage": status.kv_cache_usage,
         "num_draft_tokens": metrics.num_draft_tokens,
         "num_accepted_tokens": metrics.num_accepted_tokens,
-        "failure": None if status.failure is None else str(status.failure),
+        "failure": None if status.failure is None else told_of(status.failure),
     }

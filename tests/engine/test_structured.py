@@ -140,7 +140,8 @@ def test_speculation_keeps_the_law_of_the_masked_target(
 ) -> None:
     law = law_of(pair[0], 0.8)
     llm = build(pair, method)
-    assert p_value(llm, rule, law, TRIALS) > CORRECT_P
+    trials = TRIALS if (method, rule) != ("draft_model", "standard") else 2 * TRIALS
+    assert p_value(llm, rule, law, trials) > CORRECT_P
     assert llm.metrics.num_accepted_tokens > 0
     if rule == "standard" and method == "draft_model":
         assert p_value(llm, None, law, TRIALS, num_speculative_tokens=0) > CORRECT_P
@@ -200,7 +201,8 @@ def test_mutants_of_the_masks_are_rejected(
 ) -> None:
     law, llm = law_of(pair[0], 0.8), build(pair, "draft_model")
     mutate(llm, monkeypatch)
-    assert p_value(llm, "standard", law, 2 * TRIALS) < MUTANT_P
+    trials = 2 * TRIALS if mutate is ends_at_invalid else TRIALS  # that one is hard to tell
+    assert p_value(llm, "standard", law, trials) < MUTANT_P
 
 
 def check_json(output: RequestOutput) -> int:

@@ -24,7 +24,7 @@ from foretoken.lab.laws.findings import MUTANT_P, fit
 from foretoken.lab.laws.joint import RULES
 from foretoken.lab.laws.mutants import asking, replaced
 from foretoken.ops import TARGET, Backend, Noise, Rows, Rule, Stream, checks
-from tests.support.laws import On, each_backend, fastest, require
+from tests.support.laws import QUICK_NUCLEUS, On, each_backend, fastest, require
 
 FLAT = Setting(rule=Rule.COUPLED)
 FP64 = Setting(fp64_noise=True)
@@ -107,7 +107,8 @@ def test_a_row_read_at_anothers_place_is_noticed(on: On) -> None:
 
 @each_backend
 def test_ties_at_the_edge_of_a_filter_are_kept(on: On) -> None:
-    require(ties(on.backend, on.device, on.quick // 2))
+    trials = QUICK_NUCLEUS if on.name == "torch" else on.quick // 2
+    require(ties(on.backend, on.device, trials))
 
 
 def test_broken_ties_have_another_distribution() -> None:

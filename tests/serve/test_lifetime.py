@@ -84,6 +84,7 @@ def test_what_takes_too_long_ends_with_what_there_is(
         gate.open(9)
         until(lambda: gate.asked == 10)
         until(lambda: not deadlines.left(1))  # both have got their first tokens
+        until(lambda: not any(box._unread for box in engine._worker._open.values()))
         deadlines.come(2)
         # What was on its way to a client then is cut off once more.
         until(lambda: len(engine._worker._commands) >= 2)

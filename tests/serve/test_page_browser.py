@@ -15,7 +15,7 @@ import pytest
 from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
 from tests.serve.running import Running, chunks, running
-from tests.support.asynchronous import Gate, until
+from tests.support.asynchronous import PATIENCE, Gate, until
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -58,7 +58,7 @@ def opened(browser: Any, server: Running) -> Iterator[Open]:
         size = {"width": width, "height": 800}
         contexts.append(browser.new_context(viewport=size, color_scheme=scheme))
         page = contexts[-1].new_page()
-        page.set_default_timeout(60_000)
+        page.set_default_timeout(1000 * PATIENCE)
         watch(page, url, expected)
         page.goto(url)
         return page

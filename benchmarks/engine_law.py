@@ -113,18 +113,22 @@ def draw(llm: LLM, asked: dict[str, Any], rule: str | None, count: int) -> tuple
     return [found[path] for path in paths], accepted / max(drafted, 1)
 
 
+DRAFTERS = ("plain", "draft_model", "draft_model, greedy", "eagle3", "ngram")
+
+
 def cases(folder: Path) -> dict[str, dict[str, Any] | None]:
-    """The speculative configurations, by name."""
+    """The speculative configurations, by the names of `DRAFTERS`."""
     draft = {"model": str(save_model(folder / "draft", 2)), "num_speculative_tokens": K}
     few = {"hidden": 64, "vocabulary": VOCABULARY, "drafted": VOCABULARY - 1}
     head = save_head(folder / "head", **few, head_dim=64, aux_layers=(0, 1, 1), seed=3)
-    return {
-        "plain": None,
-        "draft_model": draft,
-        "draft_model, greedy": {**draft, "draft_sample_method": "greedy"},
-        "eagle3": {"method": "eagle3", "model": str(head), "num_speculative_tokens": K},
-        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": K},
-    }
+    made = (
+        None,
+        draft,
+        {**draft, "draft_sample_method": "greedy"},
+        {"method": "eagle3", "model": str(head), "num_speculative_tokens": K},
+        {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": K},
+    )
+    return dict(zip(DRAFTERS, made, strict=True))
 
 
 def main() -> int:
@@ -133,6 +137,7 @@ def main() -> int:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--trials", type=int, default=40_000)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
+    parser.add_argument("--drafters", nargs="+", choices=DRAFTERS, default=DRAFTERS)
     parser.add_argument("--output", type=Path, default=None, help="a folder")
     args = parser.parse_args()
     start, rows, failed = time.perf_counter(), [], 0
@@ -141,6 +146,8 @@ def main() -> int:
         target = save_model(folder / "target", 1)
         laws = {f: (exact(target, a), exact(target, a, OTHER)) for f, a in FILTERS.items()}
         for drafter, speculation in cases(folder).items():
+            if drafter not in args.drafters:
+                continue
             llm = LLM(
                 str(target), speculation, device=args.device, backend=args.backend,
                 dtype="float32", max_num_seqs=256, max_num_batched_tokens=4096, num_blocks=1024,

@@ -7,8 +7,9 @@ one profile.
 
     python -m benchmarks.plan
 
-With `--wall 1` a few of these by wall time, on all threads, from one calibration before and by one
-simulation: as `foretoken plan` does. And how long a million requests of a fleet take to model.
+With `--wall 1` a few of these by wall time, on all threads and by one simulation, as `foretoken
+plan` does; but steps are timed before each repeat, so that what disturbs the machine disturbs both.
+And how long a million requests of a fleet take to model.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ GOALS = {"output_tokens_per_second": (0.10, 0.20), "tpot_ms": (0.10, 0.20), "ttf
 Case = tuple[float, int, int]
 
 
-def engine(rate: float, threads: int | None = 1) -> LLM:
-    """Whose drafts are accepted at this rate."""
+def engine(rate: float, threads: int | None = 1, *, ahead: bool | None = None) -> LLM:
+    """Whose drafts are accepted at this rate; `ahead`: whether it launches steps ahead."""
     speculation = {
         "method": "draft_model", "num_speculative_tokens": MOST,
         "rejection_sample_method": "synthetic", "synthetic_acceptance_rate": rate,
     }  # fmt: skip
     sizes = {"max_num_seqs": max(SIZES), "max_model_len": 1024, "threads": threads}
-    return LLM(TARGET, speculation, enable_prefix_caching=False, **sizes)
+    return LLM(
+        TARGET, speculation, enable_prefix_caching=False, async_scheduling=ahead, **sizes
+    )  # fmt: skip
 
 
 def asks(size: int) -> list[Ask]:
@@ -82,12 +85,17 @@ def predicted(
 
 
 def row(profile: Profile, case: Case, repeats: list[dict[str, float]], count: int = 20) -> Row:
+    return compared(case, repeats, predicted(profile, *case, count))
+
+
+def compared(case: Case, repeats: list[dict[str, float]], expected: dict[str, float]) -> Row:
+    """What was measured of a case beside what was expected."""
     rate, drafts, size = case
     values: dict[str, Any] = {}
-    for name, expected in predicted(profile, rate, drafts, size, count).items():
+    for name in UNITS:
         values[name] = Spread.of([repeat[name] for repeat in repeats], UNITS[name])
-        values[f"predicted_{name}"] = expected
-        values[f"error_{name}"] = expected / values[name].median - 1
+        values[f"predicted_{name}"] = expected[name]
+        values[f"error_{name}"] = expected[name] / values[name].median - 1
     how = f"K={drafts}, rate {rate:g}" if drafts else "plain"
     labels = {"k": drafts, "rate": rate if drafts else None, "batch": size}
     return Row(f"{how}, concurrency {size}", labels, values)
@@ -113,10 +121,11 @@ def summed(rows: list[Row]) -> tuple[Row, list[str]]:
 def by_wall(repeats: int) -> tuple[list[Row], list[str], dict[str, Any]]:
     """Rows, notes and the profile of what the command itself does."""
     llm, clock = engine(RATES[1], None), time.perf_counter
-    profile = Calibration(llm.engine, SIZES, PARAMS).run()
+    calibration = Calibration(llm.engine, SIZES, PARAMS, repeats=1)
     cases = [(RATES[1], drafts, size) for drafts in (0, MOST) for size in SIZES]
     found: dict[Case, list[dict[str, float]]] = {case: [] for case in cases}
     for repeat in range(repeats):
+        profile = calibration.run()  # of all that was timed so far
         for case in cases:
             found[case].append(measured(llm, case[1], case[2], repeat, clock))
     rows = [row(profile, case, runs, 1) for case, runs in found.items()]
@@ -126,7 +135,7 @@ def by_wall(repeats: int) -> tuple[list[Row], list[str], dict[str, Any]]:
     fleet.run(np.cumsum(gaps, axis=1))
     labels: dict[str, Label] = {"k": 0, "rate": None, "batch": None}
     took = {"seconds": clock() - start, "requests": gaps.size, "engines": len(gaps)}
-    notes = ["Wall time, all threads; one calibration before, of 3 repeats; one simulation each."]
+    notes = ["Wall time, all threads; steps timed before each repeat; one simulation each."]
     return [*rows, whole, Row("fleet, plain", labels, took)], notes, asdict(profile)
 
 

@@ -44,7 +44,9 @@ PAUSES = [0, 20, 60, 150]  # steps between two waves; in the longest all end, si
 ABORTED = 0.001  # of those there are, in a step
 MOST_PARTED = 100  # samples that are looked into; more would be a bug, and take long
 TO_START = 60  # seconds, at most, until a process serves requests alone
+LOOK_EVERY = 8  # seconds
 TO_END = 20  # seconds that are left for this and for who still runs
+LEAST_STEADY = 0.1  # of the time
 MOST_GROWN = {"resident_mib_grown": 64, "gpu_mib_grown": 1}
 PROMISED = (
     "preemptions", "aborted", "cached_tokens", "accepted", "resampled", "edited", "stopped",
@@ -164,25 +166,29 @@ class Crowd:
 
 
 class Memory:
-    """What memory grows by, in MiB, seen while nothing runs.
+    """What memory grows by, in MiB, seen while nothing runs, from a quarter of the time on.
 
-    That of the process counts from a quarter of the time on, later if a CUDA graph or kernel was
-    new, but from half of it at the latest. PyTorch's on the GPU counts whenever none was.
+    What CUDA graphs and kernels take is no growth: stretches in which one was made do not count.
+
+    Attributes:
+        on_host, on_gpu: growth of the process, and of what PyTorch holds on the GPU
+        steady: seconds of the stretches that count
     """
 
     def __init__(self, engine: Engine, limit: float) -> None:
-        self.engine, self.limit, self.since, self.grown_on_gpu = engine, limit, 0.0, 0.0
-        self.made, self.resident, self.on_gpu = self._now()
-        self.before = self.resident
+        self.engine, self.limit, self.looked = engine, limit, 0.0
+        self.on_host = self.on_gpu = self.steady = 0.0
+        self.held = self._now()
 
     def look(self, seconds: float) -> None:
         """See what there is, so many seconds from the start on."""
-        part, made, on_gpu = seconds / self.limit, self.made, self.on_gpu
-        self.made, self.resident, self.on_gpu = self._now()
-        if part < 1 / 4 or not self.since or (part < 1 / 2 and self.made != made):
-            self.before, self.since = self.resident, seconds
-        elif self.made == made:
-            self.grown_on_gpu += self.on_gpu - on_gpu
+        made, host, gpu = self.held
+        self.held = self._now()
+        if self.held[0] == made and self.looked >= self.limit / 4:
+            self.on_host += self.held[1] - host
+            self.on_gpu += self.held[2] - gpu
+            self.steady += seconds - self.looked
+        self.looked = seconds
 
     def _now(self) -> tuple[int, float, float]:
         """CUDA graphs and kernels made so far; MiB of the process, and of PyTorch on the GPU."""
@@ -216,20 +222,21 @@ def soak(crowd: Crowd, args: argparse.Namespace, end: float) -> dict[str, float]
     while now - start < limit or (now < end - TO_END and crowd.found["requests"] < args.requests):
         crowd.step()
         now = time.perf_counter()
-        if now - told >= 20:
+        if now - told >= LOOK_EVERY:
             told = now
             crowd.drain()
             memory.look(now - start)
-            held = f"{memory.resident:.1f} MiB, GPU {memory.on_gpu:.2f}, {memory.made} made"
+            made, host, gpu = memory.held
+            held = f"{host:.1f} MiB, GPU {gpu:.2f}, {made} made"
             print(f"{now - start:6.0f} s", held, dict(crowd.found), flush=True)
     crowd.drain()
     memory.look(now - start)
     return {
         "seconds": round(now - start, 1),
-        "resident_mib_grown": round(memory.resident - memory.before, 1),
-        "gpu_mib_grown": round(memory.grown_on_gpu, 2),
-        "grown_since_second": round(memory.since, 1),
-        "made": memory.made,
+        "resident_mib_grown": round(memory.on_host, 1),
+        "gpu_mib_grown": round(memory.on_gpu, 2),
+        "steady_seconds": round(memory.steady, 1),
+        "made": memory.held[0],
         "blocks_missing": pool.num_blocks - pool.num_free,
         "distinct": len(crowd.known),
         "different": len(crowd.parted),
@@ -239,7 +246,7 @@ def soak(crowd: Crowd, args: argparse.Namespace, end: float) -> dict[str, float]
 def failures(found: dict[str, Any], args: argparse.Namespace) -> list[str]:
     """What did not happen as promised, or must not happen."""
     least = {"seconds": 60 * args.minutes, "requests": args.requests, "distinct": LEAST_DISTINCT}
-    least |= dict.fromkeys(PROMISED, 1)
+    least |= dict.fromkeys(PROMISED, 1) | {"steady_seconds": 60 * args.minutes * LEAST_STEADY}
     most = {"blocks_missing": 0, "unexplained": 0, **MOST_GROWN}
     return [
         f"{name} is {found.get(name, 0)}, not at {word} {bound}"

@@ -75,8 +75,8 @@ def main() -> int:
     args = parser.parse_args()
     sweep = (f"rule={','.join(RULES)}", f"temperature={args.temperatures}")
     options = BenchOptions(
-        concurrency=args.batch_size, input_len="256", output_len="160", repeats=args.repeats,
-        prompts="random", sweep=sweep, compare=False,
+        concurrency=args.batch_size, num_requests=args.batch_size, input_len="256",
+        output_len="160", repeats=args.repeats, prompts="random", sweep=sweep, compare=False,
     )  # fmt: skip
     engine: dict[str, Any] = {"device": args.device, "enable_prefix_caching": False}
     if args.model == str(TARGET):
@@ -91,9 +91,7 @@ def main() -> int:
     made = Engines({"model": args.model, **options.sized(engine)}, SamplingParams(), 1000.0)
     bench = Bench(options, made, cases)
     with suppress(TimeoutError):
-        asyncio.run(
-            asyncio.wait_for(bench.run(lambda _, what: print(what, end="\r")), args.seconds)
-        )
+        asyncio.run(asyncio.wait_for(bench.run(lambda done, what: None), args.seconds))
     found = rows(bench)
     for row in found:
         medians = {

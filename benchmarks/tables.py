@@ -14,6 +14,7 @@ from pathlib import Path
 
 from benchmarks.common import RESULTS, ROOT, goal
 from benchmarks.drafter_tables import auto, cpu_bf16, drafters
+from benchmarks.gpu_tables import gpu, gpu_goals
 from benchmarks.lab_tables import audit_gallery, audit_verdicts, bought
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
@@ -216,23 +217,6 @@ def bench(results: Results) -> str:
     return markdown(made.header, made.lines)
 
 
-def gpu(folder: Path) -> str:
-    """Decoding on a GPU: every row of every results file of `foretoken bench` there."""
-    header = ["results file", "case", "prompt", "ms per step", "ms per token", "draft", "target"]
-    header += ["verify", "host gap", "tokens/s", "floor/step"]
-    values = {"step_ms": 2, "decode_ms_per_token": 3, "draft_ms": 2, "target_ms": 2}
-    values |= {"verify_ms": 2, "host_gap_ms": 2, "output_tokens_per_second": 0, "share_of_floor": 2}
-    lines, of_files = [], [*runs("gpu_plain", folder), *runs("gpu_eagle3", folder)]
-    for results in of_files:
-        for row in results.rows:
-            if "kernels" in row.labels:
-                continue
-            cells = [number(row, name, digits) for name, digits in values.items()]
-            length = str(results.shapes["input_len"])
-            lines.append([f"`{results.name}`", row.case, length, *cells])
-    return markdown(header, lines) + where(of_files[0])
-
-
 GPU = ("gpu_plain", "gpu_eagle3", "gpu_auto", "gpu_start")
 DRAFTING = ("drafters", "auto")
 GOALS = ("speed", "throughput", "profile", "prefix", "reproducibility", "curves")
@@ -266,7 +250,7 @@ def goals(folder: Path) -> str:
         for results in runs(stem, folder)
     ]
     for results in measured:
-        notes = [*results.notes, *straightness(results)]
+        notes = [*results.notes, *straightness(results), *gpu_goals(results, folder)]
         if results.name in FILES:
             notes += [
                 goal(f"{line.case}: R² of its line", line, "r_squared", LEAST_R_SQUARED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,13 @@ def _plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a grammar may take longer than a server would wait for."""
+    if "foretoken.sampling.grammar" in sys.modules:
+        monkeypatch.setattr("foretoken.sampling.grammar.COMPILE_SECONDS", 300)
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from foretoken import AsyncEngine, RequestError, StepError, UsageError
-from tests.support.asynchronous import LONG, Gate, idle, last, run
+from tests.support.asynchronous import LONG, PATIENCE, Gate, idle, last, run
 
 
 def test_tokens_and_texts_are_those_of_generate(engine: AsyncEngine) -> None:
@@ -52,7 +52,7 @@ def test_calls_that_wait_when_the_thread_fails_are_told(engine: AsyncEngine) -> 
         gate = Gate(engine)
 
         def fail() -> Any:
-            assert gate.allowed.acquire(timeout=30)
+            assert gate.allowed.acquire(timeout=PATIENCE)
             raise RuntimeError("broken")
 
         engine.engine.step = fail  # type: ignore[method-assign, assignment]

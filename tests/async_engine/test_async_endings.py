@@ -28,9 +28,11 @@ from tests.support.asynchronous import (
     LONG,
     OPTIONS,
     PARAMS,
+    PATIENCE,
     PROMPTS,
     Gate,
     entered,
+    first,
     idle,
     last,
     num_requests,
@@ -42,32 +44,34 @@ from tests.support.asynchronous import (
 def test_leaving_an_iterator_ends_its_request_alone(
     engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:
-    gate, seen = Gate(engine), []
+    gate = Gate(engine)
 
-    async def read() -> None:
-        async for output in engine.generate("abc", LONG):
-            seen.append(output)
+    async def read_on(stream: Any) -> None:
+        async for _ in stream:
+            pass
 
     async def main() -> None:
-        kept = asyncio.create_task(last(engine, "def f(x):"))
-        gate.open(2)  # one step may have begun without what follows
+        kept = asyncio.create_task(last(engine, "def f(x):", LONG))
+        await entered(engine, 1)
         async with aclosing(engine.generate("abc", LONG, request_id="closed")) as stream:
-            async for _ in stream:
-                break
-        gate.open(2)
-        async for _ in engine.generate("abc", LONG, request_id="broken off"):
-            break
-        cancelled = asyncio.create_task(read())
-        gate.open(2)
-        while not seen:
-            await asyncio.sleep(0.001)
-        cancelled.cancel()
+            await first(engine, gate, stream)
+        broken_off = engine.generate("abc", LONG, request_id="broken off")
+        await first(engine, gate, broken_off)
+        cancelled = engine.generate("abc", LONG, request_id="cancelled")
+        await first(engine, gate, cancelled)
+        reading = asyncio.create_task(read_on(cancelled))
+        await asyncio.sleep(0)  # now it waits for more than the gate lets through
+        reading.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await cancelled
+            await reading
+        assert engine.status.num_open == 2
+        del broken_off
         gate.open()
-        assert (await kept).outputs[0].token_ids == expected["def f(x):"]
+        tokens = (await kept).outputs[0].token_ids
+        assert (len(tokens), tokens[:30]) == (200, expected["def f(x):"])
         gc.collect()
-        await asyncio.sleep(0.01)
+        while engine.status.num_open:  # the loop closes what was collected
+            await asyncio.sleep(0.001)
         await idle(engine)
         reused = await last(engine, "abc", PARAMS, request_id="closed")
         assert reused.outputs[0].token_ids == expected["abc"]
@@ -309,7 +313,7 @@ def test_two_loops_share_one_engine(engine: AsyncEngine, expected: dict[str, lis
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
     assert {o.prompt: o.outputs[0].token_ids for o in found} == {
         p: expected[p] for p in PROMPTS[:2]
     }
@@ -331,7 +335,7 @@ def test_a_forgotten_engine_ends_its_thread_and_the_program(folder: Path) -> Non
     thread = thread_of(engine)
     del engine
     gc.collect()
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     code = (
         "import asyncio, sys\nfrom foretoken import AsyncEngine\n"
@@ -342,7 +346,7 @@ def test_a_forgotten_engine_ends_its_thread_and_the_program(folder: Path) -> Non
         "asyncio.run(main())\nprint('end')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=PATIENCE
     )
     assert (done.returncode, done.stdout) == (0, "end\n")
     assert "Error" not in done.stderr

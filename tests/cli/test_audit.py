@@ -17,6 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from foretoken import AsyncEngine
 from foretoken.cli import app
 from foretoken.lab.audit import command, server
 from foretoken.lab.audit.evidence import Model
@@ -28,6 +29,8 @@ from foretoken.lab.results import validate
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.tokenizer import decode_after, load_tokenizer
 from foretoken.sampling.params import SamplingParams
+from foretoken.serve.options import ServeOptions
+from tests.serve.running import running
 
 ROOT = Path(__file__).parents[2]
 
@@ -313,6 +316,21 @@ def test_a_right_server_passes(auditor: ServerAudit, draft: Reference) -> None:
     assert not found.refuted, found.verdict
     assert "Temperature 0: 8 of 8 texts are the target's, 0 part" in found.exact[1]
     assert "not testable, the server takes no field `speculative`" in found.exact[2]
+
+
+def test_our_own_server_passes_and_repeats_itself_without_drafts(auditor: ServerAudit) -> None:
+    speculation = {"method": "draft_model", "num_speculative_tokens": 4}
+    engine = AsyncEngine("tiny-python", speculation, threads=1)
+    with running(engine, ServeOptions()) as served:
+        auditor.client = Client(served.url, None)
+        found = audit(auditor.subject("x"), 600)
+        drafted = engine.metrics.num_draft_tokens
+    assert not found.refuted, found.verdict
+    assert found.evidence.draws >= 600
+    assert drafted > 100
+    greedy, replayed = found.exact[1:]
+    assert "Temperature 0: 8 of 8 texts are the target's" in greedy
+    assert replayed == "`coupled` by seed, again without drafts: 8 of 8 texts are equal."
 
 
 def test_a_server_that_is_none_is_refused() -> None:

@@ -20,6 +20,7 @@ from foretoken import LLM
 from foretoken.cli import app as cli
 from foretoken.errors import CapacityError
 from foretoken.outputs import RequestOutput
+from tests.support.asynchronous import PATIENCE
 from tests.support.checkpoints import save_checkpoint
 
 TEMPLATE = """{% for m in messages %}<{{ m.role }}>{{ m.content }}
@@ -196,7 +197,7 @@ class Terminal:
         os.close(there)
         self.seen = ""
 
-    def expect(self, text: str, seconds: float = 60) -> str:
+    def expect(self, text: str, seconds: float = PATIENCE) -> str:
         """Read on until `text` was shown; what was shown since the last time."""
         end = time.monotonic() + seconds
         while text not in self.seen:
@@ -247,7 +248,7 @@ def test_a_conversation_on_a_terminal(folder: Path) -> None:
         terminal.expect("The conversation begins again.")
         terminal.expect("> ")
         terminal.send("\x04")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(PATIENCE) == 0
     finally:
         terminal.process.kill()
         terminal.process.wait()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.project.source import ROOT
+from tests.support.asynchronous import PATIENCE
 
 # A model that takes no time: what is tested is around it.
 SCRIPT = """
@@ -39,7 +40,8 @@ def run(*args: str, shell: str = "", **variables: str) -> subprocess.CompletedPr
     """The command; `shell` is what a shell does with its streams."""
     return subprocess.run(
         ["bash", "-c", f'"$@" {shell}', "bash", *COMMAND, *args],
-        env={**os.environ, **variables}, cwd=ROOT, capture_output=True, check=False, timeout=120,
+        env={**os.environ, **variables}, cwd=ROOT, capture_output=True, check=False,
+        timeout=PATIENCE,
     )  # fmt: skip
 
 

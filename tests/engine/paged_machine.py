@@ -188,7 +188,18 @@ class WatchedScheduler(Scheduler):
         if before:
             assert before[0] in self.running, "the oldest gives way to nobody"
         unfinished = [r for r in self.running if r.num_prefill or r.most_remaining]
-        assert [s.request for s in plan.shares] == unfinished, "all advance, in order of arrival"
+        advancing = [s.request for s in plan.shares]
+        assert advancing == [r for r in unfinished if r in advancing], "not in order of arrival"
+        left = {r: r.num_prefill for r in unfinished if r.num_prefill}
+        assert {*unfinished} - {*left} <= {*advancing}, "a request that decodes was left out"
+        room = self.max_num_batched_tokens - sum(
+            s.num_tokens + s.max_drafts for s in plan.shares if s.request not in left
+        )
+        computed = {s.request: s.num_tokens for s in plan.shares if s.request in left}
+        assert sum(computed.values()) == min(sum(left.values()), max(room, 0)), "room was left"
+        if left and room > 0:
+            oldest = next(iter(left))
+            assert computed[oldest] >= min(left[oldest], room / 4), "the oldest prompt waits"
         stayed = set(self.running) - set(plan.admitted)  # one that gives way may come back at once
         drafts = {s.request: s.max_drafts for s in plan.shares if s.decides}
         for request in drafts:

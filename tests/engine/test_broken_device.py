@@ -27,6 +27,7 @@ from foretoken.errors import (
     NonFiniteLogitsError,
 )
 from foretoken.slots.step import StepShape
+from tests.support.asynchronous import PATIENCE
 from tests.support.steps import break_call
 
 OPTIONS: dict[str, Any] = {
@@ -227,8 +228,8 @@ def test_readers_of_an_async_engine_end(
         return last.error
 
     async def read_all() -> list[BaseException | None]:
-        ended = await asyncio.wait_for(asyncio.gather(*map(read, PROMPTS)), timeout=60)
-        again = await asyncio.wait_for(read("later"), timeout=60)
+        ended = await asyncio.wait_for(asyncio.gather(*map(read, PROMPTS)), timeout=PATIENCE)
+        again = await asyncio.wait_for(read("later"), timeout=PATIENCE)
         await engine.close()
         return [*ended, again]
 

@@ -14,13 +14,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.errors import RequestError
 from foretoken.outputs import RequestOutput
 from foretoken.sampling import grammar
+from tests.support.asynchronous import PATIENCE
 from tests.support.checkpoints import save_checkpoint
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine a grammar may take longer than a server would wait for."""
-    monkeypatch.setattr(grammar, "COMPILE_SECONDS", 120)
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +66,7 @@ def test_a_slow_grammar_is_given_up_and_others_go_on(
     release, compile_ = Event(), grammar._compile
 
     def slow(*given: Any) -> Any:
-        release.wait(30)
+        release.wait(PATIENCE)
         return compile_(*given)
 
     monkeypatch.setattr(grammar, "_compile", slow)
@@ -94,7 +89,7 @@ def test_grammars_that_wait_for_others_are_not_given_up(
 
     def slow(asked: Any, *given: Any) -> Any:
         compiled.append(asked["choice"][0])
-        release.wait(30 if asked["choice"] == ["w0"] else 0.3)
+        release.wait(PATIENCE if asked["choice"] == ["w0"] else 0.3)
         return compile_(asked, *given)
 
     monkeypatch.setattr(grammar, "_compile", slow)

@@ -18,6 +18,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.errors import RequestError
 from foretoken.interrupts import Interrupt
 from foretoken.outputs import RequestOutput
+from tests.support.asynchronous import PATIENCE
 from tests.support.steps import at_step
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30)
@@ -220,7 +221,7 @@ def test_other_threads_generate_without_handlers(llm: LLM) -> None:
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.extend(llm.generate("abc", PARAMS)))
     thread.start()
-    thread.join(60)
+    thread.join(PATIENCE)
     assert found[0].outputs[0].finish_reason == "length"
 
 
@@ -274,7 +275,7 @@ def test_the_command_prints_what_is_there(target: Path, number: signal.Signals, 
         if line == b"running\n":
             break
     process.send_signal(number)
-    stdout, stderr = process.communicate(b"go\n", timeout=60)
+    stdout, stderr = process.communicate(b"go\n", timeout=PATIENCE)
     assert process.returncode == code
     assert b'"finish_reason": "interrupted"' in stdout
     assert b"Interrupted: 3 tokens were generated" in stderr

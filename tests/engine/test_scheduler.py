@@ -176,8 +176,9 @@ def test_samples_wait_for_their_leader_and_share_its_blocks_while_others_pass() 
         assert sibling.block_ids[7] != leader.block_ids[7]
     shared.run()
     alone = machine(budget=20, seqs=5, enable_prefix_caching=False)
-    plan_of_all = alone.add("n", PREFIX[:30], 10, n=3)
-    assert [share.request for share in alone.step().shares] == plan_of_all.samples
+    of_all = alone.add("n", PREFIX[:30], 10, n=3)
+    assert alone.step().admitted == of_all.samples
+    alone.run()
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -201,13 +202,44 @@ def test_a_long_prefill_stalls_neither_decoding_nor_a_short_prompt_behind_it() -
     drafts = fair.scheduler.running[0].max_drafts
     shares = {s.request.group.request_id: s for s in fair.step().shares}
     room = 18 - 1 - drafts
-    short = min(5, room // 2)
+    short = min(5, room - -(-room // 4))
     assert {name: s.num_tokens for name, s in shares.items()} == {
         "decoding": 1,
         "long": room - short,
         "short": short,
     }
     assert shares["short"].decides == (short == 5)
+    fair.run()
+
+
+def test_prompts_that_come_together_end_one_after_another() -> None:
+    """By age, whole prompts at a time: their mean wait is the least that there can be."""
+    fair = machine(budget=20, seqs=6)
+    groups = [fair.add(f"{i}", [i % 5] * 10, 1, key=i) for i in range(6)]
+    ended = []
+    while fair.scheduler.has_work:
+        fair.step()
+        ended.append(sum(group.finished for group in groups))
+    assert ended == [2, 4, 6]
+
+
+def test_a_long_prompt_ends_though_short_ones_keep_coming() -> None:
+    fair = machine(budget=16, seqs=4)
+    long, steps = fair.add("long", [0] * 60, 1), 0
+    while not long.finished:
+        fair.add(f"short {steps}", [1 + steps % 4] * 14, 1, key=steps)
+        fair.step()
+        steps += 1
+    assert 60 // 16 < steps <= 60 // 4 + 1
+    fair.run()
+
+
+def test_of_two_priorities_the_first_is_computed_first_however_long() -> None:
+    fair = machine(budget=16, seqs=2)
+    fair.add("short", [1] * 14, 1, priority=1)
+    fair.add("long", [0] * 40, 1, priority=0)
+    shares = {s.request.group.request_id: s.num_tokens for s in fair.step().shares}
+    assert shares == {"long": 16}
     fair.run()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,17 +15,11 @@ import pytest
 from foretoken import LLM, SamplingParams
 from foretoken.engine.turns import Turns
 from foretoken.errors import UsageError
+from tests.support.asynchronous import PATIENCE, until
 from tests.support.steps import at_step
 
 GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 PROMPTS = ["abc", "def f(x):", "import os", "x", "for i in", "class A:"]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 class Crew:
@@ -48,7 +41,7 @@ class Crew:
 
     def join(self) -> None:
         for thread in self.threads:
-            thread.join(60)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
 
 
@@ -67,7 +60,7 @@ def test_turns_come_in_the_order_of_asking(crew: Crew) -> None:
     with turns:
         for name in range(5):
             crew.start(lambda name=name: once(name))  # type: ignore[misc]
-            wait_until(lambda name=name: len(turns._line) == name + 2)  # type: ignore[misc]
+            until(lambda name=name: len(turns._line) == name + 2)  # type: ignore[misc]
     once(99)  # at once, and yet last
     crew.join()
     assert served == [0, 1, 2, 3, 4, 99]
@@ -98,16 +91,16 @@ def test_ctrl_c_while_waiting_costs_the_place_alone(crew: Crew) -> None:
 
     def hold() -> None:
         with turns:
-            free.wait(60)
+            free.wait(PATIENCE)
 
     def interrupt() -> None:
         crew.start(lambda: turns.later(lambda: done.append("behind")))
-        wait_until(lambda: len(turns._line) == 3)
+        until(lambda: len(turns._line) == 3)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     crew.start(hold)
-    wait_until(lambda: len(turns._line) == 1)
-    threading.Timer(0.01, lambda: wait_until(lambda: len(turns._line) == 2) or interrupt()).start()
+    until(lambda: len(turns._line) == 1)
+    threading.Timer(0.01, lambda: until(lambda: len(turns._line) == 2) or interrupt()).start()
     with pytest.raises(KeyboardInterrupt):
         turns.later(lambda: done.append("mine"))
     assert (len(turns._line), done) == (2, [])
@@ -139,7 +132,7 @@ def test_ctrl_c_while_a_turn_ends_leaves_it_to_the_next(crew: Crew, removed: boo
     def begin() -> None:
         with turns:
             crew.start(wait)
-            wait_until(lambda: len(turns._line) == 2)
+            until(lambda: len(turns._line) == 2)
 
     turns._line = Line()
     with pytest.raises(KeyboardInterrupt):
@@ -224,7 +217,7 @@ def test_calls_of_two_threads_are_one_batch(
         nonlocal steps
         steps += 1
         if steps == 1:  # the other call is made now
-            wait_until(lambda: len(turns._line) == 2)
+            until(lambda: len(turns._line) == 2)
         return step()
 
     monkeypatch.setattr(llm.engine, "step", counted)
@@ -237,13 +230,19 @@ def test_calls_of_two_threads_are_one_batch(
 
 
 def test_close_ends_the_calls_of_other_threads(
-    llm: LLM, crew: Crew, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, turns: Turns, crew: Crew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, begun = llm.engine.step, threading.Event()
-    monkeypatch.setattr(llm.engine, "step", lambda: begun.set() or step())
+
+    def held() -> Any:
+        begun.set()
+        until(lambda: turns._work)  # what `close` leaves for the end of this turn
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", held)
     crew.start(lambda: llm.generate(["abc"] * 9, GREEDY))
     crew.start(lambda: list(llm.stream("abc", GREEDY)))
-    assert begun.wait(60)
+    assert begun.wait(PATIENCE)
     llm.close()
     crew.join()
     assert [type(error) for error in crew.raised] == [UsageError] * 2
@@ -256,7 +255,7 @@ def test_ctrl_c_while_another_thread_has_its_turn(
     main, others = threading.main_thread(), []
 
     def interrupt() -> None:
-        wait_until(lambda: threading.current_thread() is main or len(turns._line) == 2)
+        until(lambda: threading.current_thread() is main or len(turns._line) == 2)
         signal.pthread_kill(main.ident or 0, signal.SIGINT)
 
     monkeypatch.setattr(llm.engine, "step", at_step(llm, 5, interrupt))

@@ -84,6 +84,16 @@ def test_acceptance_is_that_of_the_laws() -> None:
             assert mean == pytest.approx(expected, rel=1e-12)
 
 
+def test_what_block_keeps_of_a_path_adds_up_to_its_optimum() -> None:
+    for toy in TOYS[:2]:
+        mean = 0.0
+        for drafts in itertools.product(range(toy.vocabulary), repeat=toy.num_drafts):
+            given = toy.round((), [*drafts])
+            chance = np.prod([row[x] for row, x in zip(given.q, drafts, strict=True)])
+            mean += chance * gallery.block_keeps(given.p[:-1], given.q, [*drafts])
+        assert mean == pytest.approx(toy.optimum[1], rel=1e-9)
+
+
 def test_shared_noise_is_what_a_race_does() -> None:
     q, rest = np.array([0.5, 0.2, 0.2, 0.1]), np.array([0.0, 0.3, 0.1, 0.6])
     times = np.random.default_rng(0).exponential(size=(400_000, 4))

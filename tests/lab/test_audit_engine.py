@@ -26,13 +26,16 @@ def reference() -> Reference:
     return Reference("tiny-python")
 
 
-@pytest.fixture
-def asked(pair: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> EngineAudit:
+@pytest.fixture(params=["standard"])
+def asked(
+    pair: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch, request: Any
+) -> EngineAudit:
     monkeypatch.setattr(engine, "BATCH", 16)
     monkeypatch.setattr(
         engine, "PARAMETERS", {name: engine.PARAMETERS[name] for name in ("top_p", "logit_bias")}
     )
-    return EngineAudit(pair, SamplingParams(), reference, 0, draft_reference(pair, reference))
+    params = SamplingParams(rejection_sample_method=request.param)
+    return EngineAudit(pair, params, reference, 0, draft_reference(pair, reference))
 
 
 def accept_everything(x: rules.RuleInputs) -> torch.Tensor:
@@ -43,7 +46,8 @@ def accept_everything(x: rules.RuleInputs) -> torch.Tensor:
 @pytest.fixture
 def broken(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """In stock operators, which read the rules where native kernels have their own."""
-    monkeypatch.setitem(rules.RULES, Rule.STANDARD, accept_everything)
+    for rule in (Rule.STANDARD, Rule.BLOCK):
+        monkeypatch.setitem(rules.RULES, rule, accept_everything)
     monkeypatch.setattr(pair.engine.runner.sampler, "backend", get_backend("torch"))
 
 
@@ -68,6 +72,23 @@ def test_a_broken_rule_is_refuted(asked: EngineAudit) -> None:
     bug, line = asked.greedy()
     assert bug == "greedy_differs"
     assert not line.endswith(" 0 bugs")
+
+
+@pytest.mark.parametrize("asked", ["block"], indirect=True)
+def test_block_accepts_what_is_expected_of_its_paths(asked: EngineAudit) -> None:
+    found = tokens_alone(asked, 1024)
+    assert not found.refuted, found.verdict
+    (tokens,) = found.evidence.sources
+    accepted, _, expected = tokens.acceptance
+    assert accepted == pytest.approx(expected, rel=0.1)  # of some 300 rounds
+    assert 0.3 < accepted < 0.8
+
+
+@pytest.mark.parametrize("asked", ["block"], indirect=True)
+@pytest.mark.usefixtures("broken")
+def test_more_accepted_than_block_could_is_refuted(asked: EngineAudit) -> None:
+    found = tokens_alone(asked, 2000)
+    assert found.bug == "accepts_too_much", found.verdict
 
 
 def tokens_alone(asked: EngineAudit, draws: int) -> Finding:
@@ -184,16 +205,24 @@ def test_filters_are_the_oracles() -> None:
 
 
 def test_drafts_count_where_one_was_decided_about() -> None:
-    draft = SimpleNamespace(threshold=0.4)
+    def record(
+        origin: str, threshold: float | None, *dropped: Any, q: float | None = 0.5, rule: str = ""
+    ) -> Any:
+        made = {"origin": origin, "rule": rule or "standard", "threshold": threshold, "q": q}
+        return SimpleNamespace(**made, dropped=dropped, token_id=1)
+
     records = [
-        SimpleNamespace(origin="accepted", rule="standard", dropped=(), threshold=0.9),
-        SimpleNamespace(origin="resampled", rule="standard", dropped=(draft,), threshold=None),
-        SimpleNamespace(origin="bonus", rule="standard", dropped=(), threshold=None),
-        SimpleNamespace(origin="accepted", rule="block", dropped=(), threshold=0.2),
+        record("accepted", 0.9),
+        record("resampled", None, record("rejected", 0.4)),
+        record("bonus", None),
+        record("accepted", 0.2, rule="block"),
+        record("accepted", 1.0, q=None),  # one-hot: the engine's own number is not asked for
+        record("resampled", None, record("rejected", 1.0, q=None)),
     ]
-    seen, chance = accepted([Text([], [], records)])
-    assert seen.tolist() == [1, 0, 0, 1]
-    assert chance.tolist() == [0.9, 0.4, 0.0, 1.0]
+    p_RV = torch.tensor([[0.75, 0.25]] * 6)
+    seen, chance = accepted([Text([], [], records)], [p_RV])
+    assert seen.tolist() == [1, 0, 0, 1, 1, 0]
+    assert chance.tolist() == [0.9, 0.4, 0.0, 1.0, 0.25, 0.25]
 
 
 def test_what_cannot_be_audited_is_refused(pair: LLM, reference: Reference) -> None:

@@ -8,6 +8,7 @@ import io
 import os
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from foretoken import SamplingParams
 from foretoken.config import SpeculativeConfig
 from foretoken.engine.trace import StepTrace
+from foretoken.engine.worker import Mailbox
 from foretoken.errors import ProcessingError, StepError
 from foretoken.lab.bench.cases import Load, engine_cases
 from foretoken.lab.bench.chart import charts
@@ -43,9 +45,10 @@ from foretoken.lab.bench.run import Bench
 from foretoken.lab.desk import Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file
 from foretoken.outputs import SpeculationMetrics
+from tests.lab.small import SMALL
+from tests.support.asynchronous import until
 
 SVG = "{http://www.w3.org/2000/svg}"
-SMALL = {"input_len": "12", "output_len": "9", "num_requests": 4, "bandwidth": 40.0}
 pytestmark = pytest.mark.usefixtures("known_memory")
 
 
@@ -138,13 +141,19 @@ def test_figures_of_a_run_worked_out_by_hand() -> None:
         }
     )
     assert {*map(unit_of, found)}
+    assert latency["ttft_ms_max"] == pytest.approx(300)
+    whole = by_hand()
+    whole.concurrency = 3  # which these steps never reach: most are those of 2
+    assert (figures(whole, None, {})["step_ms"], figures(whole, None, {})["draft_ms"]) == (
+        pytest.approx((4.0, 0.4))
+    )
 
 
 def test_what_a_run_cannot_tell_is_left_out() -> None:
     run = Run([Record(0.0, [0.1], 0.1, 0, 1)], 0.2, [step(9, 0)], SpeculationMetrics())
     found = figures(run, None, {})
     told = ("ttft_ms", "e2e_ms", "output_tokens", "output_tokens_per_second", "requests", "wall_s")
-    told += ("failed_requests", "requests_per_second")
+    told += ("failed_requests", "requests_per_second", "ttft_ms_max")
     assert {*found} == {*told}
 
 
@@ -205,7 +214,17 @@ def bench(target: Path, draft: Path) -> Bench:
     engine |= {"enable_prefix_caching": False}
     made = Engines(options.sized(engine), SamplingParams(), 40.0)
     bench = Bench(options, made, engine_cases({}, 0.7, speculation, compare=True))
-    asyncio.run(bench.run())
+    show = Mailbox.show
+
+    def show_alone(self: Mailbox, *news: Any) -> bool:
+        """No step runs ahead of who reads it: each brings a piece, however busy the machine is."""
+        is_readable = show(self, *news)
+        until(lambda: not self._unread)
+        return is_readable
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mailbox, "show", show_alone)
+        asyncio.run(bench.run())
     return bench
 
 
@@ -309,7 +328,10 @@ def test_what_the_engine_refuses_is_counted_and_what_it_fails_at_is_raised(
             for prompt in ([1] * 10_000, [{"role": "user", "content": "x"}]):
                 with pytest.raises(RequestFailedError, match="`"):
                     await system.send(Asked(prompt, 3, 0), case, Record(0.0))  # type: ignore[arg-type]
-            engine = system._engine.engine
+            engine, run = system._engine.engine, Run()
+            asked = [(0.0, Asked([1, 2, i], 3, i)) for i in range(8)]
+            await drive(system, case, Load(8), asked, run)
+            assert [step.trace.num_requests for step in run.steps] == [8, 8, 8]  # all at once
             monkeypatch.setattr(engine.runner.model, "forward", None)
             with pytest.raises((StepError, ProcessingError)):
                 await drive(system, case, Load(1), [(0.0, Asked([1], 3, 0))], Run())

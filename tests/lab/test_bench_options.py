@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from foretoken import LLM
-from foretoken.config import SpeculativeConfig
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.cases import Load, engine_cases, parse_sweep, speculation_of
 from foretoken.lab.bench.floor import Floor, Reads
 from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.bench.workload import Item, Source, Workload, read_dataset, read_text
+from tests.lab.small import NGRAM
 from tests.project.source import ROOT
 
 
@@ -30,7 +30,11 @@ from tests.project.source import ROOT
         ({"concurrency": "2,2"}, "concurrency 2, concurrency 2': must be values that all differ"),
         ({"request_rate": "2,-1"}, "`request_rate` is '2,-1': must be numbers > 0"),
         ({"request_rate": "inf"}, "`request_rate` is 'inf'"),
-        ({"num_requests": 0}, "`num_requests` is 0"),
+        ({"num_requests": "0"}, "`num_requests` is '0'"),
+        (
+            {"num_requests": "4,8"},
+            "`num_requests` is '4,8': must be one number, or one for each of the 3 loads",
+        ),
         ({"input_len": "0"}, "`input_len` is '0': must be an integer >= 1, or two such as"),
         ({"input_len": "9-3"}, "`input_len` is '9-3'"),
         ({"output_len": "-1"}, "`output_len` is '-1'"),
@@ -87,9 +91,6 @@ def test_the_engine_gets_room_for_the_largest_load() -> None:
         options.sized({"model": "m", "max_num_seqs": 8})
     for open_ended in ({"request_rate": "2"}, {"prompts": "x.jsonl"}):
         assert "num_blocks" not in BenchOptions(**open_ended).sized({"model": "m"})
-
-
-NGRAM = SpeculativeConfig("ngram", num_speculative_tokens=4)
 
 
 def names(*sweep: str, speculation: Any = NGRAM, compare: bool = True) -> list[list[str]]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from foretoken.config import SpeculativeConfig
 from foretoken.errors import ConfigError
 from foretoken.lab.bench.cases import Case, Load, engine_cases
 from foretoken.lab.bench.figures import UNITS, figures
@@ -30,9 +29,8 @@ from foretoken.lab.bench.report import results, tables
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.desk import as_text
 from foretoken.lab.results import Spread, validate
+from tests.lab.small import NGRAM, SMALL
 
-SMALL = {"input_len": "12", "output_len": "9", "num_requests": 4, "bandwidth": 40.0}
-NGRAM = SpeculativeConfig("ngram")
 pytestmark = pytest.mark.usefixtures("known_memory")
 
 
@@ -69,6 +67,9 @@ class Scripted:
 
     def watch(self, steps: Any) -> None:
         pass
+
+    def together(self) -> nullcontext[None]:
+        return nullcontext()
 
     def shapes(self) -> dict[str, Any]:
         return {"model": "none"}

@@ -274,7 +274,7 @@ def test_a_server_that_stops_leaves_what_it_answered() -> None:
 def test_a_whole_benchmark_of_a_server() -> None:
     async def work(fake: Fake, server: Server) -> None:
         options = BenchOptions(
-            url=fake.url, concurrency="2", num_requests=3, input_len="5", sweep=("k=1,2",)
+            url=fake.url, concurrency="2", num_requests="3", input_len="5", sweep=("k=1,2",)
         )
         bench = await make_bench(options, SamplingParams(temperature=0.0), {})
         await bench.run()

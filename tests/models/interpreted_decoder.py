@@ -50,10 +50,12 @@ UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
 LAYERS = (0, 1, 2)
 
 
-def loaded(folder: Path, family: str, overrides: dict[str, Any]) -> CausalLM:
+def loaded(
+    folder: Path, family: str, overrides: dict[str, Any], layers: tuple[int, ...] = ()
+) -> CausalLM:
     """A model with random weights, saved in `folder` too, in the fused decoder."""
     families.save_model(folder, family, SIZES | overrides)
-    view = TargetView(LAYERS)
+    view = TargetView(layers)
     model = load_model(folder, device="cpu", backend="triton", view=view)
     assert isinstance(model.fused, FusedDecoder)
     return model
@@ -73,7 +75,7 @@ def agrees(folder: Path, family: str) -> None:
 
 def hidden_states(folder: Path) -> None:
     """Without logits, and of one token: the hidden states that were asked for."""
-    model, text = loaded(folder, "llama", {}), list(range(5, 13))
+    model, text = loaded(folder, "llama", {}, LAYERS), list(range(5, 13))
     plain = families.plain_model(folder)
     with torch.inference_mode():
         states = plain(torch.tensor([text]), output_hidden_states=True).hidden_states
@@ -84,6 +86,17 @@ def hidden_states(folder: Path) -> None:
         found.append(output.aux)
     for layer, both in zip(LAYERS, zip(*found, strict=True), strict=True):
         torch.testing.assert_close(torch.cat(both), states[layer][0], atol=1e-5, rtol=1e-5)
+
+
+def no_logits(folder: Path) -> None:
+    """A chunk of which nothing is wanted leaves its keys and values, of the last layer, too."""
+    model, text = loaded(folder, "llama", {}), list(range(5, 13))
+    plain = families.plain_logits(families.plain_model(folder), text)
+    kv = new_pool(model, 4, BLOCK)
+    for part, start, rows in ((text[:7], 0, 0), (text[7:], 7, 1)):
+        output = model.forward(build_batch([Span([1, 2], start, part, rows)], BLOCK, CPU), kv)
+        assert output.logits_NV.shape == (rows, families.VOCABULARY)
+    torch.testing.assert_close(output.logits_NV[0], plain[7], atol=2e-5, rtol=1e-4)
 
 
 def padding(folder: Path) -> None:
@@ -140,6 +153,7 @@ def beyond_its_positions(folder: Path) -> None:
 CASES: dict[str, Callable[[Path], None]] = {
     **{family: lambda folder, f=family: agrees(folder, f) for family in FAMILIES},
     "hidden states": hidden_states,
+    "no logits": no_logits,
     "padding": padding,
     "beyond its positions": beyond_its_positions,
     "shared weights": shared_weights,

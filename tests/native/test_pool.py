@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.ops.backends.native import library
+from tests.support.asynchronous import PATIENCE
 from tests.support.checkpoints import save_checkpoint
 from tests.support.kernels import needs_kernels
 
@@ -64,7 +65,7 @@ for worker in workers:
 def run(script: str, *arguments: str) -> None:
     """In a process of its own: what goes wrong here ends a process, or hangs it."""
     command = [sys.executable, "-c", PRELUDE + script, *arguments]
-    done = subprocess.run(command, timeout=60, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, timeout=PATIENCE, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -25,6 +25,7 @@ from foretoken.ops import (
 )
 from foretoken.ops.dispatch import Kernels
 from tests.project.source import imports, modules
+from tests.support.asynchronous import PATIENCE
 from tests.support.cases import drafts_of, host_backends, make_params
 
 OPS = ("process_logits", "sample", "draft", "verify", "evidence", "logprobs", "attention")
@@ -139,7 +140,11 @@ print([name for name in BACKENDS if unavailable(name)], unavailable("triton"))
 
 def test_a_backend_says_why_it_is_missing_without_what_is_missing() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", WITHOUT],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "'triton'" in done.stdout

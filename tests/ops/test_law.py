@@ -7,12 +7,13 @@ and records all of it on the fastest one, by `benchmarks/law.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from foretoken.lab.laws.emission import emit
-from foretoken.lab.laws.findings import MUTANT_P, p_finding
+from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P, p_finding
 from foretoken.lab.laws.joint import (
     Case,
     check_case,
@@ -29,6 +30,9 @@ from foretoken.lab.laws.mutant_cases import (
     mutants,
     rule_mutants,
 )
+from foretoken.lab.laws.mutant_cases import (
+    TRIALS as MUTANT_TRIALS,
+)
 from foretoken.lab.laws.mutants import (
     chosen_by_control,
     cut_before_token,
@@ -37,7 +41,7 @@ from foretoken.lab.laws.mutants import (
     without_drafts,
 )
 from foretoken.ops import Rule
-from tests.support.laws import RUNNABLE, On, each_backend, fastest, require
+from tests.support.laws import QUICK, QUICK_NUCLEUS, RUNNABLE, On, each_backend, fastest, require
 
 SELECTED = pairwise(matrix())
 
@@ -49,13 +53,13 @@ def named(argument: str, values: Sequence[Any]) -> pytest.MarkDecorator:
 @each_backend
 @named("case", SELECTED)
 def test_joint_distribution(on: On, case: Case) -> None:
-    require(check_case(case, on.backend, on.device, on.quick))
+    require(check_case(case, on.backend, on.device, on.trials(case)))
 
 
 @fastest
 @named("case", extra_cases()[::2])
 def test_joint_distribution_of_longer_runs_and_other_vocabularies(on: On, case: Case) -> None:
-    require(check_case(case, on.backend, on.device, on.quick // 2))
+    require(check_case(case, on.backend, on.device, on.trials(case) // 2))
 
 
 @each_backend
@@ -73,9 +77,10 @@ def test_several_rounds_full(on: On) -> None:
 @pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK])
 def test_ragged_lengths_that_depend_on_the_prefix(on: On, rule: Rule) -> None:
     case = Case(rule, 3, "real", "no_filter", False, rounds=None)
-    emission, p = run_case(case, on.backend, on.device, on.quick // 2, cut_by_prefix)
+    trials = on.trials(case) // 2
+    emission, p = run_case(case, on.backend, on.device, trials, cut_by_prefix)
     assert len(set(emission.offered)) == 3  # not all had three drafts
-    require([p_finding(case.name, p, on.quick // 2)])
+    require([p_finding(case.name, p, trials)])
 
 
 @each_backend
@@ -96,8 +101,9 @@ def test_k_chosen_by_what_was_sampled_is_rejected(on: On, rule: Rule, mutate: An
 @pytest.mark.parametrize("rule", [Rule.STANDARD, Rule.BLOCK, Rule.COUPLED])
 def test_rounds_without_any_draft_are_plain_sampling(on: On, rule: Rule) -> None:
     case = Case(rule, 1, "real", "top_p", False, rounds=None)
-    _, p = run_case(case, on.backend, on.device, on.quick // 2, without_drafts)
-    require([p_finding(case.name, p, on.quick // 2)])
+    trials = on.trials(case) // 2
+    _, p = run_case(case, on.backend, on.device, trials, without_drafts)
+    require([p_finding(case.name, p, trials)])
 
 
 @fastest
@@ -110,6 +116,19 @@ def test_mutant_is_rejected(on: On, mutant: Mutant) -> None:
 def test_mutant_rule_is_rejected(mutant: Mutant) -> None:
     on = next(on for on in RUNNABLE if on.name in READ_RULES)
     require([check_mutant(mutant, on.backend, on.device)])
+
+
+@fastest
+def test_the_trials_of_quick_laws_suffice(on: On) -> None:
+    """All other mutants that they are to notice are refuted above with no more trials."""
+    assert min(QUICK.values()) >= MUTANT_TRIALS
+    for name, trials in (
+        ("residual_weight_before-block", QUICK["native"]),
+        ("unfiltered-block-K3-real-top_p", QUICK_NUCLEUS),
+    ):
+        (mutant,) = (m for m in mutants() if m.name.startswith(name))
+        finding = check_mutant(replace(mutant, trials=trials), on.backend, on.device)
+        assert finding.value < CORRECT_P
 
 
 def test_every_mutant_breaks_a_case_that_passes() -> None:

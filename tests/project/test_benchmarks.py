@@ -182,7 +182,7 @@ def test_a_soak_fails_if_anything_promised_never_happened() -> None:
     args = SimpleNamespace(minutes=8.0, requests=20000)
     found = dict.fromkeys(PROMISED, 1) | {
         "seconds": 480.0, "requests": 20000, "distinct": 100, "blocks_missing": 0, "unexplained": 0,
-        "resident_mib_grown": 64, "gpu_mib_grown": -3.0,
+        "resident_mib_grown": 64, "gpu_mib_grown": -3.0, "steady_seconds": 48.0,
     }  # fmt: skip
     assert failures(found, args) == []
     wrong = {"preemptions": 0, "seconds": 462.8, "distinct": 3, "resident_mib_grown": 83.4}
@@ -215,12 +215,11 @@ def test_an_answer_says_the_same_streamed_in_any_pieces() -> None:
 
 
 def test_what_a_soak_captures_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MiB of the process count from 40 s on, the last capture in the first half of the time."""
-    seen = [(0, 9, 1), (4, 20, 2), (5, 30, 9), (5, 31, 9.5), (6, 40, 15), (6, 41, 16)]
+    """Only stretches count in which nothing was captured, from a quarter of the time on."""
+    seen = [(0, 9, 1), (0, 15, 1), (4, 20, 2), (5, 30, 9), (5, 31, 9.5), (6, 40, 15), (6, 41, 16)]
     looks = iter(seen)
     monkeypatch.setattr(Memory, "_now", lambda self: next(looks))
     memory = Memory(None, 100.0)  # type: ignore[arg-type]
-    for seconds in (20, 40, 45, 60, 80):
+    for seconds in (10, 20, 40, 45, 60, 80):
         memory.look(seconds)
-    assert (memory.since, memory.resident - memory.before) == (40, 11)
-    assert memory.grown_on_gpu == 0.5 + 1
+    assert (memory.on_host, memory.on_gpu, memory.steady) == (1 + 1, 0.5 + 1, 5 + 20)

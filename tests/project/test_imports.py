@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.project.source import ROOT, Module, imports, modules
+from tests.support.asynchronous import PATIENCE
 
 # Low to high. A module may import from its own component and from lower ones.
 LAYERS = [
@@ -164,7 +165,7 @@ def imports_tests(node: ast.AST) -> bool:
 
 def run_python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

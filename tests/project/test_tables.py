@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks.common import goal
+from benchmarks.gpu_tables import gpu_goals
 from benchmarks.ops_tables import ops_figures
 from benchmarks.tables import (
     CURVES,
@@ -21,7 +22,7 @@ from benchmarks.tables import (
     outputs,
     regenerate,
 )
-from foretoken.lab.results import Row, Spread, collect, write
+from foretoken.lab.results import Row, Spread, collect, read, write
 from tests.project.source import ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -130,3 +131,32 @@ def test_curve_figures_follow_the_results(tmp_path: Path) -> None:
         assert len(lines) == len(CURVES[name[6:-4]][2])
     assert figures(8.0) == first
     assert figures(8.5) != first
+
+
+def test_goals_on_a_gpu_hold_greedy_sampled_and_long_prompts_to_their_own(tmp_path: Path) -> None:
+    def record(name: str, prompt: int, temperature: float, plain: float, drafted: float) -> None:
+        rows = []
+        for method, ms in (("plain", plain), ("eagle3", drafted)):
+            labels = {"concurrency": 64, "method": method, "temperature": temperature}
+            values = {"decode_ms_per_token": ms, "step_ms": 10.0, "host_gap_ms": 0.4}
+            values |= {"requests": 64, "ttft_ms_max": 1500.0, "output_tokens_per_second": 1.0}
+            rows.append(Row(method, {**labels}, {**values}))
+        shapes = {"input_len": str(prompt)}
+        write(collect(name, "foretoken bench", shapes, rows), tmp_path)
+
+    record("gpu_eagle3", 1024, 0.0, 6.0, 4.0)
+    record("gpu_eagle3_8k", 8192, 0.0, 9.0, 6.1)
+    record("gpu_eagle3_sampled", 1024, 0.6, 6.1, 4.1)
+    found = {
+        name: [goal_parts(note) for note in gpu_goals(read(tmp_path / f"{name}.json"), tmp_path)]
+        for name in ("gpu_eagle3", "gpu_eagle3_8k", "gpu_eagle3_sampled")
+    }
+    missed = {name: [p[0] for p in parts if "not" in p[3]] for name, parts in found.items()}
+    gaps = ["plain: host gap to step", "eagle3: host gap to step"]
+    late = "plain: ms to the last first token of 64 x 1024"
+    assert missed == {
+        "gpu_eagle3": [gaps[0], late, gaps[1]],
+        "gpu_eagle3_8k": [gaps[0], "eagle3: ms per token", gaps[1]],  # 9 / 1.5 = 6
+        "gpu_eagle3_sampled": [gaps[0], late, gaps[1]],  # 4.1 <= 1.03 * 4
+    }
+    assert "≤ 4.12" in {parts[2] for parts in found["gpu_eagle3_sampled"]}

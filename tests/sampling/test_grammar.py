@@ -20,6 +20,7 @@ from foretoken.sampling.forced import by_grammar
 from foretoken.sampling.grammar import Grammar, Grammars, Matcher, fill_ahead, fill_masks
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.history import Array
+from tests.support.asynchronous import PATIENCE
 
 WORDS = ["a", "b", "ab", "ba", "aab", "é", "c"]
 CHOICES = ["ab", "aba b", "aab", "bé", "cab", "c"]
@@ -200,7 +201,7 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
 
     def slow(asked: Any, *given: Any) -> Any:
         compiled.append(asked["choice"][0])
-        release.wait(10)
+        release.wait(PATIENCE)
         return compile_(asked, *given)
 
     monkeypatch.setattr(grammar, "_compile", slow)
@@ -210,5 +211,5 @@ def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled(
     release.set()
     for entry in kept:
         assert entry is not None
-        assert isinstance(entry.future.result(10), Grammar)
+        assert isinstance(entry.future.result(PATIENCE), Grammar)
     assert sorted(compiled) == ["first", "second", "stays"]

@@ -19,14 +19,18 @@ from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.server import bind, serve
 from tests.project.source import ROOT
-from tests.serve.running import fail_later, until
+from tests.serve.running import fail_later
+from tests.support.asynchronous import PATIENCE, until
+
+TIME_IS_UP = signal.SIGUSR1
+"""At this signal `drain_timeout` is over, for a server that drains."""
 
 
 class Child(NamedTuple):
     process: subprocess.Popen[str]
     http: httpx.Client
 
-    def end(self, by: int = signal.SIGTERM, seconds: float = 60) -> int:
+    def end(self, by: int = signal.SIGTERM, seconds: float = PATIENCE) -> int:
         """The exit code that a signal brings."""
         self.process.send_signal(by)
         return self.process.wait(seconds)
@@ -64,7 +68,7 @@ def child(
         try:
             assert process.stdout is not None
             url = next(line for line in process.stdout if "http" in line).split()[-1]
-            with httpx.Client(base_url=url, timeout=30) as http:
+            with httpx.Client(base_url=url, timeout=PATIENCE) as http:
                 yield Child(process, http)
         finally:
             process.kill()
@@ -86,7 +90,10 @@ def main() -> None:
         return step()
 
     engine.engine.step = later  # type: ignore[method-assign]
-    serve(build_app(engine, options), bind(options), options, partial(print, flush=True))
+    served = build_app(engine, options)
+    life = served.state.context.lifetime
+    signal.signal(TIME_IS_UP, lambda *_: setattr(life, "_end", time.monotonic()))
+    serve(served, bind(options), options, partial(print, flush=True))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import pytest
 from foretoken import LLM, AsyncEngine
 from foretoken.serve.options import ServeOptions
 from tests.serve.running import Running, running
+from tests.support.asynchronous import PATIENCE
 
 TEMPLATE = (
     "{% if tools %}@ {{ tools | tojson }}\n{% endif %}{% for message in messages %}"
@@ -44,7 +45,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture(scope="session")
 def http(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield client
 
 

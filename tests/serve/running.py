@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import httpx
+import pytest
 
 from foretoken import AsyncEngine
+from foretoken.serve import lifetime
 from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.server import bind, make_server
+from tests.support.asynchronous import PATIENCE, until
 
+PATH = "/v1/completions"
 PROMPT = "def fibonacci(n):\n"
 
 
@@ -40,12 +46,42 @@ def running(engine: AsyncEngine, options: ServeOptions) -> Iterator[Running]:
             thread.join()
 
 
-def until(condition: Any, seconds: float = 60.0) -> None:
-    """Wait for a condition, and fail if it does not come."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.002)
+class Deadlines:
+    """Those of requests: each comes when a test says so, however fast the machine is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.timers: list[tuple[float, asyncio.TimerHandle, Any]] = []
+        names = {**vars(asyncio), "get_running_loop": lambda: self}
+        monkeypatch.setattr(lifetime, "asyncio", SimpleNamespace(**names))
+
+    def call_later(self, seconds: float, *what: Any) -> asyncio.TimerHandle:
+        loop = asyncio.get_running_loop()
+        handle = loop.call_later(10**6, *what)
+        self.timers.append((seconds, handle, lambda: loop.call_soon_threadsafe(*what)))
+        return handle
+
+    def come(self, seconds: float) -> None:
+        """So many seconds have passed, for all that still wait for it."""
+        for call in self.left(seconds):
+            call()
+
+    def left(self, seconds: float) -> list[Any]:
+        """What happens after so many seconds, unless it is cancelled."""
+        return [call for length, handle, call in self.timers
+                if length == seconds and not handle.cancelled()]  # fmt: skip
+
+
+def connect(server: Running) -> socket.socket:
+    """A connection that says what it is given, and no more."""
+    address = httpx.URL(server.url)
+    return socket.create_connection((address.host, address.port or 80), timeout=PATIENCE)
+
+
+def request(body: dict[str, Any]) -> bytes:
+    """A request for a completion, as it goes over the wire."""
+    text = json.dumps(body).encode()
+    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
 
 
 def post(http: httpx.Client, path: str, **body: Any) -> dict[str, Any]:

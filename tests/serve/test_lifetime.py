@@ -23,23 +23,20 @@ import pytest
 from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
 from tests.project.source import ROOT
-from tests.serve.child import Child, child
-from tests.serve.running import PROMPT, Running, post, running, until
-from tests.support.asynchronous import Gate, idle
+from tests.serve.child import TIME_IS_UP, Child, child
+from tests.serve.running import (
+    PATH,
+    PROMPT,
+    Deadlines,
+    Running,
+    connect,
+    post,
+    request,
+    running,
+)
+from tests.support.asynchronous import PATIENCE, Gate, idle, until
 
 LONG = {"prompt": "abc", "max_tokens": 90, "ignore_eos": True}
-PATH = "/v1/completions"
-
-
-def request(body: dict[str, Any]) -> bytes:
-    text = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
-
-
-def connect(server: Running) -> socket.socket:
-    address = httpx.URL(server.url)
-    return socket.create_connection((address.host, address.port or 80), timeout=60)
 
 
 def nothing_is_held(server: Running) -> bool:
@@ -48,7 +45,7 @@ def nothing_is_held(server: Running) -> bool:
 
 
 def post_later(pool: ThreadPoolExecutor, url: str, **body: Any) -> Any:
-    return pool.submit(httpx.post, url + PATH, json=body, timeout=60)
+    return pool.submit(httpx.post, url + PATH, json=body, timeout=PATIENCE)
 
 
 def test_a_queue_that_is_full_says_when_to_come_again(target: Path) -> None:
@@ -72,19 +69,24 @@ def test_a_queue_that_is_full_says_when_to_come_again(target: Path) -> None:
         assert [f.result().status_code for f in taken] == [200] * 3
 
 
-def test_what_takes_too_long_ends_with_what_there_is(target: Path) -> None:
+def test_what_takes_too_long_ends_with_what_there_is(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tenth step takes until both requests, a stream and a whole answer, have been aborted."""
-    engine = AsyncEngine(str(target))
+    engine, deadlines = AsyncEngine(str(target)), Deadlines(monkeypatch)
     gate = Gate(engine)
     with (
-        running(engine, ServeOptions(request_timeout=2)) as server,
+        running(engine, ServeOptions(queue_timeout=1, request_timeout=2)) as server,
         ThreadPoolExecutor(2) as pool,
     ):
         both = [post_later(pool, server.url, **LONG, stream=stream) for stream in (False, True)]
         until(lambda: engine.status.num_open == 2)
         gate.open(9)
-        until(lambda: gate.count == 9)
-        until(lambda: len(engine._worker._commands) == 2)
+        until(lambda: gate.asked == 10)
+        until(lambda: not deadlines.left(1))  # both have got their first tokens
+        deadlines.come(2)
+        # What was on its way to a client then is cut off once more.
+        until(lambda: len(engine._worker._commands) >= 2)
         gate.open()
         answers = [asked.result() for asked in both]
         assert [answer.status_code for answer in answers] == [200, 200]
@@ -96,17 +98,21 @@ def test_what_takes_too_long_ends_with_what_there_is(target: Path) -> None:
         until(lambda: nothing_is_held(server))
 
 
-def test_what_waits_too_long_is_refused(target: Path) -> None:
-    engine = AsyncEngine(str(target), max_num_seqs=1)
+def test_what_waits_too_long_is_refused(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, deadlines = AsyncEngine(str(target), max_num_seqs=1), Deadlines(monkeypatch)
     gate = Gate(engine)
     with running(engine, ServeOptions(queue_timeout=1)) as server, ThreadPoolExecutor(2) as pool:
-        for asked in [post_later(pool, server.url, **LONG, stream=s) for s in (False, True)]:
+        waiting = [post_later(pool, server.url, **LONG, stream=stream) for stream in (False, True)]
+        until(lambda: engine.status.num_open == 2)
+        deadlines.come(1)
+        for asked in waiting:
             answer = asked.result()
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
             assert "queue_timeout" in answer.json()["error"]["message"]
         gate.open()
         until(lambda: nothing_is_held(server))
-        assert httpx.post(server.url + PATH, json=LONG, timeout=30).status_code == 200
+        begun = post_later(pool, server.url, **LONG)
+        assert begun.result().status_code == 200
 
 
 @pytest.mark.parametrize("when", ["queued", "before the first token", "streaming", "whole"])
@@ -197,7 +203,7 @@ def test_a_thousand_clients_that_leave_at_random_leave_nothing(server: Running) 
     with ThreadPoolExecutor(40) as pool:
         list(pool.map(visit, plans))
     # Its answer says that the server has seen all that came before it, too.
-    text = httpx.post(server.url + PATH, json={"prompt": PROMPT, "max_tokens": 3}, timeout=30)
+    text = httpx.post(server.url + PATH, json={"prompt": PROMPT, "max_tokens": 3}, timeout=PATIENCE)
     assert text.status_code == 200
     until(lambda: nothing_is_held(server))  # how soon: benchmarks/serve_life.py
     asyncio.run(idle(server.engine))
@@ -240,7 +246,9 @@ def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], lis
         parts = []
         with (
             suppress(httpx.TransportError),  # where the process ends at once
-            httpx.stream("POST", server.http.base_url.join(PATH), json=body, timeout=60) as answer,
+            httpx.stream(
+                "POST", server.http.base_url.join(PATH), json=body, timeout=PATIENCE
+            ) as answer,
         ):
             for part in answer.iter_text():
                 if not parts:
@@ -252,7 +260,7 @@ def long_streams(server: Child, count: int, tokens: int) -> tuple[list[Any], lis
     for thread in threads:
         thread.start()
     for _ in threads:
-        assert begun.acquire(timeout=60)
+        assert begun.acquire(timeout=PATIENCE)
     return threads, found
 
 
@@ -261,7 +269,7 @@ def test_sigterm_under_load_answers_everybody() -> None:
     """Three that stream, one that waits for a slot and one whose stream does; who comes later."""
     engine = {"threads": 1, "num_blocks": 512, "max_num_seqs": 3}
     with (
-        child("tiny-python", engine=engine, step_seconds=0.01, drain_timeout=3) as server,
+        child("tiny-python", engine=engine, step_seconds=0.01, drain_timeout=3600) as server,
         ThreadPoolExecutor(2) as pool,
     ):
         threads, found = long_streams(server, 3, 2000)
@@ -272,8 +280,8 @@ def test_sigterm_under_load_answers_everybody() -> None:
         until(lambda: server.http.get("/health/ready").status_code == 503)
         late = server.http.post(PATH, json=LONG)
         assert (late.status_code, late.headers["retry-after"]) == (503, "1")
-        assert server.process.wait(60) == 0
-        assert server.said.splitlines() == ["Ending: requests left: 5 (3 s at most).",
+        assert server.end(TIME_IS_UP) == 0
+        assert server.said.splitlines() == ["Ending: requests left: 5 (3600 s at most).",
                                             "Ended: 5 requests were cut off."]  # fmt: skip
         for thread in threads:
             thread.join()
@@ -325,7 +333,7 @@ def test_an_engine_that_fails_ends_the_process(target: Path, breaks: str) -> Non
         with ThreadPoolExecutor(4) as pool:
             asked = [post_later(pool, url, **LONG) for _ in range(4)]
         assert [future.result().status_code for future in asked] == [503] * 4
-        assert server.process.wait(60) != 0
+        assert server.process.wait(PATIENCE) != 0
 
 
 @pytest.mark.soak

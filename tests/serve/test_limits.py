@@ -21,6 +21,7 @@ from foretoken.serve.limits import json_depth
 from foretoken.serve.options import ServeOptions
 from tests.project.source import ROOT
 from tests.serve.running import Running, running
+from tests.support.asynchronous import PATIENCE
 
 PATH = "/v1/completions"
 
@@ -45,7 +46,7 @@ def small(target: Path) -> Iterator[Running]:
 @pytest.fixture
 def client(small: Running) -> Iterator[httpx.Client]:
     key = {"Authorization": "Bearer k3y"}
-    with httpx.Client(base_url=small.url, headers=key, timeout=30) as client:
+    with httpx.Client(base_url=small.url, headers=key, timeout=PATIENCE) as client:
         yield client
 
 

@@ -15,6 +15,7 @@ from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
 from tests.serve.running import Running, fail_later, post, running
 from tests.serve.test_tools import AREA
+from tests.support.asynchronous import PATIENCE
 
 PATH = "/v1/messages"
 TEXT = "def area(width, height):"
@@ -177,6 +178,6 @@ def test_a_key_and_an_error_within_a_stream(target: Path) -> None:
         fail_later(engine.engine, "step", "the step is broken")
         body = {"messages": MESSAGES, "max_tokens": 30, "ignore_eos": True, "stream": True}
         headers = {"x-api-key": "secret"}
-        text = httpx.post(server.url + PATH, json=body, headers=headers, timeout=30).text
+        text = httpx.post(server.url + PATH, json=body, headers=headers, timeout=PATIENCE).text
         assert "event: error" in text
         assert "overloaded_error" in text or "api_error" in text

@@ -14,8 +14,8 @@ import pytest
 
 from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
-from tests.serve.running import Running, chunks, running, until
-from tests.support.asynchronous import Gate
+from tests.serve.running import Running, chunks, running
+from tests.support.asynchronous import Gate, until
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""

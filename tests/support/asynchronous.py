@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from foretoken import AsyncEngine, SamplingParams
@@ -13,10 +14,19 @@ PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 PROMPTS = ["abc", "def f(x):", "import os", "x", "for i in", "class A:"]
 OPTIONS = {"max_num_seqs": 4, "block_size": 4}
+PATIENCE = 300.0  # seconds after which something hangs; a busy machine may take 60 times as long
+
+
+def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
+    """Wait for a condition, and fail if it does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.001)
 
 
 def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 60))
+    return asyncio.run(asyncio.wait_for(coroutine, PATIENCE))
 
 
 async def last(engine: AsyncEngine, prompt: Any, params: Any = PARAMS, **options: Any) -> Any:
@@ -51,18 +61,36 @@ async def entered(engine: AsyncEngine, count: int) -> None:
         await asyncio.sleep(0.001)
 
 
+async def first(engine: AsyncEngine, gate: Gate, stream: Any) -> Any:
+    """What a stream yields first; two steps are let through for it, and not before it is open.
+
+    The first of them may have begun without it. No other request may open or end meanwhile.
+    """
+    num_open = engine.status.num_open
+    reading = asyncio.ensure_future(anext(stream))
+    await entered(engine, num_open + 1)
+    gate.open(2)
+    return await reading
+
+
 class Gate:
-    """Lets the engine make a step only when it is told to."""
+    """Lets the engine make a step only when it is told to.
+
+    Attributes:
+        asked: steps that the engine has come to make; the last one may wait here.
+        count: those that were let through.
+    """
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.engine = engine.engine
         self.step = self.engine.step
         self.engine.step = self  # type: ignore[method-assign, assignment]
         self.allowed = threading.Semaphore(0)
-        self.count = 0
+        self.asked = self.count = 0
 
     def __call__(self) -> Any:
-        assert self.allowed.acquire(timeout=60)
+        self.asked += 1
+        assert self.allowed.acquire(timeout=PATIENCE)
         self.count += 1
         return self.step()
 

@@ -1,8 +1,9 @@
 """The recipe of the embedded head, end to end at a tiny size on the CPU."""
 
+import itertools
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,8 +38,13 @@ def test_the_packed_stream_is_the_first_files_within_the_limit(
     assert torch.equal(eagle3.unpack(part), stream_N[:fewer])
 
 
-def test_a_run_goes_on_from_a_narrower_head_by_the_best_optimizer(tmp_path: Path) -> None:
+def test_a_run_goes_on_from_a_narrower_head_by_the_best_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
+    clock = itertools.count()
+    seconds = SimpleNamespace(time=lambda: next(clock) / 50)  # so many steps take a second
+    monkeypatch.setattr(eagle3, "time", seconds)
     shape = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
         num_key_value_heads=1, intermediate_size=64, head_dim=16, attn_implementation="sdpa",
@@ -52,7 +58,7 @@ def test_a_run_goes_on_from_a_narrower_head_by_the_best_optimizer(tmp_path: Path
             trial_steps=4, device="cpu", **others,
         )  # fmt: skip
         (tmp_path / name).mkdir()
-        until = time.time() + 3 + eagle3.RESERVE_S
+        until = seconds.time() + 3 + eagle3.RESERVE_S
         run = eagle3.Run(config, module, tmp_path / name, until, start)
         run.texts(stream_N)
         return run

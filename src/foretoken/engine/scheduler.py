@@ -204,22 +204,28 @@ class Scheduler:
             serials.append(pool.enter(before, tokens, request.block_ids[i]))
 
     def _share(self) -> None:
-        """Decode steps whole; the rest of the budget evenly to prefills, any surplus to the oldest.
+        """Decode steps whole; of the rest a quarter to the oldest prompts, and all that is left to
+        those that end soonest, priority by priority.
 
-        So every prefill advances in every step, and a short prompt does not wait for a long one.
+        So a short prompt does not wait for a long one, nor a long one for ever, and of prompts that
+        came together the first has its token when it is computed, not when all of them are.
         """
         missing = {r: count for r in self.running if (count := r.num_prefill)}
         drafts = {r: r.max_drafts for r in self.running if r not in missing and r.most_remaining}
         room = max(self.max_num_batched_tokens - len(drafts) - sum(drafts.values()), 0)
-        even = room // max(len(missing), 1)
-        surplus = room - sum(min(count, even) for count in missing.values())
+        soonest = sorted(missing, key=lambda r: (r.params.priority, missing[r]))
+        chunks = dict.fromkeys(missing, 0)
+        for order, part in ((missing, -(-room // 4)), (soonest, room)):
+            for request in order:
+                chunk = min(missing[request] - chunks[request], part, room)
+                chunks[request] += chunk
+                part, room = part - chunk, room - chunk
         shares = self._plan.shares
         for request in self.running:
             slot, start, times = request.slot, request.num_scheduled, request.num_preemptions
             if request in drafts:
                 shares.append(Share(request, slot, start, 1, drafts[request], True, times))
-            elif chunk := min(missing.get(request, 0), even + surplus):
-                surplus -= max(chunk - even, 0)
+            elif chunk := chunks.get(request, 0):
                 ends_prompt = chunk == missing[request] and not request.num_output
                 shares.append(Share(request, slot, start, chunk, 0, ends_prompt, times))
 

@@ -2,7 +2,8 @@
 
 Every token has a known distribution, so there is no second sample: its rank in that distribution is
 uniform if the engine is lossless (`reference.ranks`), whatever the text before it. With a draft
-model at hand, so is q: how many drafts `standard` accepts, and what replaces a rejected one. At
+model at hand, so is q: how many drafts `standard` or `block` accepts, and what replaces a rejected
+one. At
 temperature 0 each token must be the likeliest, but for ties of arithmetic; `coupled` must repeat
 itself without drafts; and every sampling parameter must act as it says.
 """
@@ -10,8 +11,9 @@ itself without drafts; and every sampling parameter must act as it says.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from foretoken.config import LOSSLESS_METHODS
 from foretoken.drafting.draft_model import BUILT_IN_DRAFTS
 from foretoken.errors import ConfigError
 from foretoken.lab.audit.evidence import Model
-from foretoken.lab.audit.gallery import after_the_same_race, residual
+from foretoken.lab.audit.gallery import after_the_same_race, block_keeps, residual
 from foretoken.lab.audit.reference import Reference, Text, check_known, edited, filtered, ranks
 from foretoken.lab.audit.subjects import Checks, Subject
 from foretoken.lab.workloads import heldout
@@ -54,6 +56,7 @@ EDITS = {
     "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
 LEAST = 1e-6  # replacements count as no rarer: arithmetics differ there
+TINY = 1e-30
 
 
 class EngineAudit:
@@ -122,8 +125,9 @@ class EngineAudit:
         """Ranks of tokens, those of few outcomes, neighbours, and uniforms after ranks."""
         sampled = self.params.temperature > 0
         bugs = {} if self.drafted is None else {"residual_is_p": FLAT, "shared_noise": FLAT}
+        rounds, rule = self._drafts_of_an_outcome()
         models = [
-            Model("tokens", FLAT, bugs, rounds=1, together=LENGTH),
+            Model("tokens", FLAT, bugs, rounds, together=LENGTH, usual_rule=rule),
             Model("neighbours", FLAT, {}, together=LENGTH // 2),
             Model("requests", FLAT, {}, together=LENGTH),
             Model("uniforms", FLAT, {}, together=LENGTH),
@@ -144,6 +148,43 @@ class EngineAudit:
             return (self._uniforms(),)
         return (cells(self.ranked(replace(self.params, **FEW), BATCH)[1]),)
 
+    def _drafts_of_an_outcome(self) -> tuple[int, str]:
+        """How many may be told as accepted with a token, and by which rule; see `_decided`."""
+        speculation = self.llm.config.speculative_config
+        if speculation is None:
+            return 1, "standard"
+        rule = self.params.rejection_sample_method or speculation.rejection_sample_method
+        return (speculation.num_drafts, "block") if rule == "block" else (1, "standard")
+
+    def _rounds(self) -> tuple[Any, Any]:
+        """Accepted drafts and `block`'s expectation of them, with the last token of each round.
+
+        p and q are computed along all of its drafts, also those behind a rejected one. Where q is
+        neither one-hot nor at hand, the chances are the engine's own.
+        """
+        seen, paths = np.zeros((len(self._texts), LENGTH), dtype=int), []
+        chance = np.zeros(seen.shape)
+        for number, text in enumerate(self._texts):
+            for first, last, drafts in block_rounds(text.trace):
+                seen[number, last] = sum(draft.origin == "accepted" for draft in drafts)
+                ids = [draft.token_id for draft in drafts]
+                path = Text(text.prompt, [*text.output[:first], *ids])
+                if drafts[0].q is None or self.drafted is not None:
+                    paths.append((number, first, last, drafts, path))
+                else:
+                    missed = 1 - np.array([draft.threshold for draft in drafts])
+                    chance[number, last] = (1 - missed[::-1].cumprod()).sum()
+        texts = [path for *_, path in paths]
+        p = self.reference.probabilities(texts, self.params)
+        q = self.drafted.probabilities(texts, self.params) if self.drafted else p
+        for (number, first, last, drafts, _), p_RV, q_RV in zip(paths, p, q, strict=True):
+            ids = [draft.token_id for draft in drafts]
+            rows = np.maximum(q_RV[first:].numpy(), TINY)  # its own arithmetic may drop a draft
+            if drafts[0].q is None:
+                rows = np.eye(rows.shape[1])[ids]
+            chance[number, last] = block_keeps(p_RV[first:].numpy(), rows, ids)
+        return seen.flatten(), chance.flatten()
+
     def _decided(self) -> tuple[Any, ...]:
         """Accepted drafts and `standard`'s chance of them, and likelihood ratios of two bugs.
 
@@ -151,8 +192,10 @@ class EngineAudit:
         the bug with p, whatever the rule. `shared_noise` is about replacements alone, where the
         engine says that it verified with q: others replace from elsewhere.
         """
+        if self._drafts_of_an_outcome()[1] == "block":
+            return self._rounds()
         if self.drafted is None:
-            return accepted(self._texts)
+            return accepted(self._texts, self._p)
         seen, chance, plain, shared = [], [], [], []
         q = self.drafted.probabilities(self._texts, self.params)
         for text, p_RV, q_RV in zip(self._texts, self._p, q, strict=True):
@@ -314,19 +357,35 @@ def is_decided(record: Any) -> bool:
     return record.rule == "standard" and record.origin in ("accepted", "resampled")
 
 
-def accepted(texts: Sequence[Text]) -> tuple[Any, Any]:
+def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
+    """Index of the first and of the last token of each round of `block`, and all its drafts."""
+    for _, numbered in groupby(enumerate(trace), key=lambda item: item[1].round):
+        members = list(numbered)
+        last, ending = members[-1]
+        drafts = [record for _, record in members if record.draft_index is not None]
+        drafts += ending.dropped
+        if drafts and ending.rule == "block":
+            yield members[0][0], last, drafts
+
+
+def accepted(texts: Sequence[Text], p: Sequence[torch.Tensor]) -> tuple[Any, Any]:
     """Per token whether an accepted draft stands there, and `standard`'s chance of that.
 
-    Under other rules, whose chance is not that of a draft alone, both are what was seen.
+    Of a one-hot draft that is the target's probability of it, p [R, V]; of one whose q only the
+    engine knows, what the engine says. Under other rules, whose chance is not that of a draft
+    alone, both are what was seen.
     """
     seen, chance = [], []
-    for text in texts:
-        for record in text.trace:
+    for text, p_RV in zip(texts, p, strict=True):
+        for p_V, record in zip(p_RV, text.trace, strict=True):
             taken = record.origin == "accepted"
             draft = record if taken else next(iter(record.dropped), None)
-            threshold = draft.threshold if draft is not None and is_decided(record) else None
             seen.append(int(taken))
-            chance.append(float(taken) if threshold is None else threshold)
+            if draft is None or not is_decided(record) or draft.threshold is None:
+                chance.append(float(taken))
+            else:
+                one_hot = draft.q is None
+                chance.append(float(p_V[draft.token_id]) if one_hot else draft.threshold)
     return np.array(seen), np.array(chance)
 
 

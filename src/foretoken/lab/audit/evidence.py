@@ -48,7 +48,7 @@ class Model(NamedTuple):
         bugs: the same of each bug, `null` where ratios are given with each outcome.
         rounds: drafts of a round; 0: acceptance is not told.
         most_accepted: of them, what the best lossless rule accepts on average.
-        usual_accepted: what `standard` accepts; 0: what is given with each outcome.
+        usual_accepted: what `usual_rule` accepts; 0: what is given with each outcome.
         together: outcomes that may depend on each other: tokens of one text.
         delta: total variation by which arithmetic alone may move the subject from `null`.
     """
@@ -61,6 +61,7 @@ class Model(NamedTuple):
     usual_accepted: float = 0.0
     together: int = 1
     delta: float = 0.0
+    usual_rule: str = "standard"
 
 
 @dataclass
@@ -129,7 +130,7 @@ class Source:
 
     @property
     def usual(self) -> float:
-        """Drafts per round that `standard` accepts."""
+        """Drafts per round that the model's `usual_rule` accepts."""
         return self.model.usual_accepted or self.best / max(self.draws, 1)
 
 
@@ -252,9 +253,16 @@ class Evidence:
 
     @property
     def name(self) -> str | None:
-        """The bug with at least `SURE` of the evidence, `UNKNOWN` among them; None: none has it."""
+        """The bug with at least `SURE` of the evidence, `UNKNOWN` among them; None: none has it.
+
+        What nobody knows is called after the drafts that it accepts, where those tell more of it.
+        """
         best, share = max(self.shares.items(), key=lambda item: item[1])
-        return best if share >= SURE else None
+        if share < SURE:
+            return None
+        told = zip(self._logs + self._prior, self._names, strict=True)
+        _, most = max((log, name) for log, name in told if name in (UNKNOWN, TOO_MUCH))
+        return most if best == UNKNOWN else best
 
     @property
     def log10_e(self) -> float:
@@ -263,7 +271,7 @@ class Evidence:
 
     @property
     def accepts_less(self) -> Source | None:
-        """The first source whose subject surely accepts less than `standard` would, or None."""
+        """The first source whose subject surely accepts less than is usual, or None."""
         for source in self.sources:
             mean, reach, _ = source.acceptance
             if source.model.rounds and mean + reach < source.usual:

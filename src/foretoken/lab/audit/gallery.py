@@ -74,26 +74,48 @@ def standard(
     return [*drafts[:kept], pick(ways.rest(p[kept], 0 * p[kept], -1), draws[-1])]
 
 
+def heights(p: Any, q: Any, drafts: Tokens, flaw: str = "") -> tuple[list[Any], list[Any]]:
+    """Of `block`: h_1 .., by which a uniform keeps so many drafts, and its weights w_0, w_1, ..
+
+    Of p the rows in which drafts stand are enough.
+    """
+    w, h, joint = [1], [], 1
+    for i, x in enumerate(drafts, 1):
+        ratio = p[i - 1][x] / q[i - 1][x]
+        w.append(min(1, w[-1] * ratio))
+        joint = joint * ratio
+        if i == len(drafts):
+            h.append(joint if flaw == "uncapped" else w[-1])
+            break
+        mass = sum(np.maximum(w[-1] * p[i] - q[i], 0))
+        h.append(mass / (mass + 1 - w[-1]) if mass + 1 - w[-1] > 0 else 1)
+    return h, w
+
+
 def block(
     p: Any, q: Any, drafts: Tokens, rng: Any, uniforms: Any = None, *, flaw: str = ""
 ) -> Tokens:
     """Sun et al. 2024, algorithm 2; a flaw breaks the step that it names."""
-    tau, w, p_i, joint = 0, 1, 1, 1
+    tau, (h, w) = 0, heights(p, q, drafts, flaw)
     u = uniforms if uniforms is not None else rng.random(len(drafts) + 1)
-    for i, x in enumerate(drafts, 1):
-        ratio = p[i - 1][x] / q[i - 1][x]
-        p_i, joint = min(1, p_i * ratio), joint * ratio
-        h = joint if flaw == "uncapped" else p_i
-        if i < len(drafts):
-            mass = sum(np.maximum(p_i * p[i] - q[i], 0))
-            h = mass / (mass + 1 - p_i) if mass + 1 - p_i > 0 else 1
-        if u[0 if flaw == "one_uniform" else i - 1] < h:
-            tau, w = i, p_i
+    for i in range(len(drafts)):
+        if u[0 if flaw == "one_uniform" else i] < h[i]:
+            tau = i + 1
         elif flaw == "early_stop":
             break
     if tau == len(drafts):
         return [*drafts, pick(p[-1], u[-1])]
-    return [*drafts[:tau], pick(residual(p[tau], q[tau], 1 if flaw == "unweighted" else w), u[-1])]
+    weight = 1 if flaw == "unweighted" else w[tau]
+    return [*drafts[:tau], pick(residual(p[tau], q[tau], weight), u[-1])]
+
+
+def block_keeps(p: Any, q: Any, drafts: Tokens) -> float:
+    """How many of these drafts `block` accepts on average.
+
+    Over drafts that come from q no rule accepts more whose later rounds keep the plain target.
+    """
+    missed = 1 - np.array(heights(p, q, drafts)[0], dtype=float)
+    return float((1 - missed[::-1].cumprod()).sum())
 
 
 # What is wrong ------------------------------------------------------------------------------------

@@ -97,8 +97,8 @@ class Finding:
         state = "lossless" if self.error is not None else "not refuted"
         if (less := seen.accepts_less) is not None:
             state += (
-                f", accepts less than it could ({less.acceptance[0]:.2f} where `standard` accepts "
-                f"{less.usual:.2f})"
+                f", accepts less than it could ({less.acceptance[0]:.2f} where "
+                f"`{less.model.usual_rule}` accepts {less.usual:.2f})"
             )
         exact = "every probability equals p by enumeration; " * (self.error is not None)
         return f"{state}: {exact}{line}"

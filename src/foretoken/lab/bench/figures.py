@@ -30,6 +30,7 @@ LATENCIES = {
 PERCENTILES = (50, 90, 95, 99)
 UNITS = {
     **LATENCIES,
+    "ttft_ms_max": "ms, of the request that waited longest",
     "output_tokens_per_second": "tokens/s",
     "total_tokens_per_second": "tokens/s, prompts included",
     "tokens_per_second_per_user": "tokens/s of a request, behind its first",
@@ -98,6 +99,8 @@ def figures(run: Run, floor: Floor | None, bounds: Mapping[str, float]) -> dict[
     found |= _throughput(run) | _sending(run.records)
     for name, values in latencies(done).items():
         found[name] = statistics.fmean(values)
+        if name == "ttft_ms":
+            found["ttft_ms_max"] = max(values)
         if name == "tpot_ms" and all(values):
             found["tokens_per_second_per_user"] = statistics.fmean(1000 / x for x in values)
     if bounds:
@@ -109,7 +112,7 @@ def figures(run: Run, floor: Floor | None, bounds: Mapping[str, float]) -> dict[
         found["slo_met"] = good / len(run.records)
     if run.speculation is not None and run.speculation.num_drafts:
         found |= _acceptance(run.speculation, *outcomes(run))
-    if decoding := decode_steps(run.steps):
+    if decoding := decode_steps(run.steps, run.concurrency):
         found |= _decode_steps(decoding, floor)
     return found
 
@@ -219,14 +222,17 @@ def _acceptance(
     return found
 
 
-def decode_steps(steps: Sequence[Step]) -> list[Step]:
+def decode_steps(steps: Sequence[Step], concurrency: int) -> list[Step]:
     """Those in which no request computes its prompt, but the first of them after one that does.
 
-    In that one a draft model computes the prompt, and it may have been waited for.
+    In that one a draft model computes the prompt, and it may have been waited for. With a fixed
+    concurrency only those of the whole batch: of requests that all began at once some end earlier.
     """
     is_decode = [0 < s.trace.num_requests == s.trace.num_decoding for s in steps]
     pairs = zip(chain([False], is_decode), is_decode, steps, strict=False)
-    return [step for before, now, step in pairs if before and now]
+    found = [step for before, now, step in pairs if before and now]
+    most = max((step.trace.num_requests for step in found), default=0)
+    return [step for step in found if step.trace.num_requests >= min(most, concurrency)]
 
 
 def _decode_steps(steps: Sequence[Step], floor: Floor | None) -> dict[str, float]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
@@ -88,6 +88,7 @@ class Run:
         steps: what the engine did meanwhile, where it is in this process.
         speculation: counts of these requests, where the client has them.
         stopped: why the run ended early; empty if it did not.
+        concurrency: requests that were under way at any time; 0 under a rate.
         failed_in_a_row: requests since the last that was answered.
     """
 
@@ -96,6 +97,7 @@ class Run:
     steps: list[Step] = field(default_factory=list)
     speculation: SpeculationMetrics | None = None
     stopped: str = ""
+    concurrency: int = 0
     failed_in_a_row: int = 0
 
     @property
@@ -124,6 +126,9 @@ class Client(Protocol):
 
     def opened(self, cases: Sequence[Case]) -> AbstractAsyncContextManager[None]:
         """Inside, requests of these cases can be sent."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """What is sent inside, the system sees at once, where that can be had."""
 
     async def send(self, asked: Asked, case: Case, record: Record) -> None:
         """Send a request and keep its answer in `record`, piece by piece.
@@ -164,7 +169,7 @@ async def drive(
         requests: seconds from the one before, which count under a rate alone, and the request.
         on_end: called when one has ended.
     """
-    before = await client.counts()
+    before, run.concurrency = await client.counts(), load.concurrency
     client.watch(run.steps)
     start = time.perf_counter()
     tasks: list[asyncio.Task[None]] = []
@@ -183,7 +188,9 @@ async def drive(
     waiting, due = iter(requests), start
     try:
         if load.rate is None:
-            tasks += [asyncio.create_task(worker()) for _ in range(load.concurrency)]
+            with client.together():
+                tasks += [asyncio.create_task(worker()) for _ in range(load.concurrency)]
+                await asyncio.sleep(0)  # all of them begin
         else:
             for gap, asked in waiting:
                 due += gap

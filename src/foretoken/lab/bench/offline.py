@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,16 @@ class Engines:
             "bandwidth_gb_per_s": floor.bandwidth,
             "bandwidth_given": self._bandwidth is not None,
         }
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """The engine's thread begins no step meanwhile: the first takes all that was sent."""
+        sent = threading.Event()
+        self._engine._worker.call(lambda engine: sent.wait())
+        try:
+            yield
+        finally:
+            sent.set()
 
     async def send(self, asked: Asked, case: Case, record: Record) -> None:
         """As `Client.send`; an engine never goes, and whatever it raises ends the run."""

@@ -36,8 +36,9 @@ class BenchOptions:
             are measured one after another; None: 1,4,16, if there is no `request_rate`.
         request_rate: requests that arrive in a second, at random intervals (a Poisson process);
             several, separated by commas.
-        num_requests: requests of each run; None: twice the concurrency and at least 8, or 32 under
-            a rate.
+        num_requests: requests of each run, or several numbers, separated by commas, one for each
+            load; as many as the concurrency are all sent at once. None: twice the concurrency and
+            at least 8, or 32 under a rate.
         input_len: tokens of a prompt, or two numbers with a dash between which each is drawn.
         output_len: tokens that a request generates, in the same way: nothing stops it earlier.
         repeats: measured runs of each case, whose median, quartiles and range are reported.
@@ -60,7 +61,7 @@ class BenchOptions:
     timeout: float = 120.0
     concurrency: str | None = None
     request_rate: str | None = None
-    num_requests: int | None = None
+    num_requests: str | None = None
     input_len: str = "128"
     output_len: str = "64"
     repeats: int = 3
@@ -79,8 +80,9 @@ class BenchOptions:
             names = ", ".join(load.name for load in loads)
             raise ConfigError("concurrency, request_rate", names, "values that all differ")
         check_int("repeats", self.repeats, 1)
-        if self.num_requests is not None:
-            check_int("num_requests", self.num_requests, 1)
+        if len(self._counts) not in (0, 1, len(loads)):
+            bound = f"one number, or one for each of the {len(loads)} loads"
+            raise ConfigError("num_requests", self.num_requests, bound)
         check_int("warmup", self.warmup, 0)
         check_int("seed", self.seed, 0, 2**62)
         check_number("timeout", self.timeout, 1e-3, 1e6, "It is in seconds.")
@@ -107,9 +109,14 @@ class BenchOptions:
 
     def requests_of(self, load: Load) -> int:
         """Requests of each run under a load."""
-        if self.num_requests is not None:
-            return self.num_requests
+        if counts := self._counts:
+            return counts[self.loads.index(load) if len(counts) > 1 else 0]
         return _UNDER_A_RATE if load.rate else max(_LEAST_REQUESTS, 2 * load.concurrency)
+
+    @property
+    def _counts(self) -> list[int]:
+        """`num_requests` as it was given."""
+        return [int(n) for n in numbers("num_requests", self.num_requests, "integers >= 1", int)]
 
     @property
     def input_lengths(self) -> tuple[int, int]:

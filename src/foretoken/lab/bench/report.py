@@ -30,9 +30,9 @@ _NOTES = (
 )
 _ENGINE_NOTES = (
     "step_ms = draft_ms + target_ms + verify_ms + host_gap_ms, means over the steps in which no "
-    "request computes its prompt, each from the end of the step before, from the engine's own "
-    "trace. verify is sampling and the verification rule. The host gap is what no device phase "
-    "covers.",
+    "request computes its prompt and, at a fixed concurrency, the whole of it decodes, each from "
+    "the end of the step before, from the engine's own trace. verify is sampling and the "
+    "verification rule. The host gap is what no device phase covers.",
     "read_gb: the target's weights once and the K/V of all contexts, and the same of a draft model "
     "or an EAGLE-3 head for each draft pass. floor_ms is that over the bandwidth; weights that "
     "stay in a cache are read faster.",

@@ -12,7 +12,7 @@ import re
 import ssl
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -110,6 +110,10 @@ class Server:
     async def opened(self, cases: Sequence[Case]) -> AsyncIterator[None]:
         """Nothing is to be made."""
         yield
+
+    def together(self) -> nullcontext[None]:
+        """A server takes requests as they come."""
+        return nullcontext()
 
     def shapes(self) -> dict[str, Any]:
         """What is known of it; the hardware of the results file is the client's."""

@@ -29,7 +29,6 @@ from foretoken.sampling.params import SamplingParams
 _STEPS = 14  # of a run, about
 _SHORT = 48  # tokens of a prompt
 _LONG = 512  # of one by which the cost of a context is told, if the model takes as many
-_MIDDLE = 4  # requests with such contexts
 _PROMPTS = (4, 32, 240)  # tokens; the longest in several at a time, too
 _SEVERAL = (2, 4, 8)
 _DRAFTS = (1, 2, 4, 8, 16, 32)
@@ -45,6 +44,15 @@ class Case(NamedTuple):
     output: int
 
 
+class PromptStep(NamedTuple):
+    """Steps of one kind: tokens, pairs of a token and one before it, mean seconds, how often."""
+
+    tokens: int
+    pairs: float
+    seconds: float
+    times: int
+
+
 @dataclass
 class _Found:
     """Seconds of steps of one case.
@@ -52,7 +60,7 @@ class _Found:
     Attributes:
         steps: of those in which all decode: seconds, those that drafted, context of each request.
         first: of the first that decodes, in which a draft model computes the prompts.
-        prompts: of those that compute prompts alone, by tokens.
+        prompts: of those that compute all prompts and nothing else.
     """
 
     steps: list[tuple[float, float, float]] = field(default_factory=list)
@@ -83,7 +91,9 @@ class Calibration:
         most = engine.config.num_drafts
         self._drafts = sorted({0, most, *(k for k in _DRAFTS if k < most)})
         self._sizes = sorted({1, *sizes})
-        self._middle = max(size for size in self._sizes if size <= _MIDDLE)
+        # Of requests with such contexts as many as one step computes: it costs little of each.
+        at_once = engine.config.max_num_batched_tokens // _LONG
+        self._middle = max((size for size in self._sizes if size <= at_once), default=1)
         self._found = defaultdict[Case, _Found](_Found)
         self._check()
         self._cases = [*self._decodes(), *self._computes()]
@@ -153,8 +163,8 @@ class Calibration:
 
     def _sort(self, case: Case, timed: Sequence[Timed]) -> None:
         found, decoded, context = self._found[case], False, case.length + 1.0
-        for (seconds, requests, decoding, _, _, accepted), drafting in timed:
-            if not decoding:
+        for (seconds, requests, decoding, tokens, _, accepted), drafting in timed:
+            if not decoding and tokens == case.batch * case.length:
                 found.prompts.append(seconds)
             elif decoding == requests == case.batch:
                 if decoded:
@@ -164,8 +174,6 @@ class Calibration:
                 decoded = True
             if decoding:
                 context += 1 + accepted / requests
-        if case.output > 1:
-            found.prompts.clear()
 
     def _step(self, case: Case) -> tuple[float, float, float]:
         """Means of its steps: seconds, those that drafted, context."""
@@ -230,17 +238,19 @@ class Calibration:
         return found if ends[1] else slopes[:1]
 
     def _prompts(self) -> PromptCosts:
-        """Steps of prompts, the squares of their lengths apart."""
-        taken = {c: _mean(self._found[c].prompts) for c in self._computes()}
-        long = Case(1, 0, self._long, 1)
-        whole = taken.pop(long, None)
-        sizes, pair = [case.batch * case.length for case in taken], 0.0
-        seconds = [*taken.values()]
-        pairs = long.length * (long.length - _PROMPTS[-1]) / 2
-        if whole is not None and pairs > 0 and long.length <= sizes[-1]:
-            pair = max(whole - float(np.interp(long.length, sizes, seconds)), 0.0) / pairs
-        flat = (s - pair * c.batch * c.length**2 / 2 for c, s in zip(taken, seconds, strict=True))
-        return PromptCosts(sizes, rising([max(x, 0.0) for x in flat]), pair)
+        """Steps of prompts, those of decoding runs, too; the squares of their lengths apart."""
+        taken = defaultdict[tuple[int, int], list[float]](list)
+        for case, found in self._found.items():
+            taken[case.batch, case.length] += found.prompts
+        steps = [
+            PromptStep(n * length, n * length**2 / 2, _mean(seconds), len(seconds))
+            for (n, length), seconds in taken.items()
+            if seconds
+        ]
+        pair = of_pairs(steps)
+        flat = {step.tokens: max(step.seconds - pair * step.pairs, 0.0) for step in steps}
+        sizes = sorted(flat)
+        return PromptCosts(sizes, rising([flat[size] for size in sizes]), pair)
 
     def _acceptance(self) -> tuple[float, ...] | None:
         """Chances of the drafts that the engine made; None without any, or under `synthetic`."""
@@ -249,6 +259,22 @@ class Calibration:
             return None
         counts = zip(metrics.accepted_per_position, metrics.drafted_per_position, strict=True)
         return tuple(accumulate((hits / max(tries, 1) for hits, tries in counts), min))
+
+
+def of_pairs(steps: Sequence[PromptStep]) -> float:
+    """Seconds for a token and one before it; 0 if too few steps could tell.
+
+    Long steps grow by their tokens and by these: the nearest such plane, by relative errors. One
+    long prompt against those of other lengths would be as wrong as the one time that it was timed.
+    """
+    long = [step for step in steps if step.tokens >= _PROMPTS[-1]]
+    if len(long) < 4:
+        return 0.0
+    rows = np.array([(1.0, step.tokens, step.pairs) for step in long])
+    seconds = np.array([step.seconds for step in long])
+    weight = np.sqrt([step.times for step in long]) / seconds
+    found = np.linalg.lstsq(rows * weight[:, None], seconds * weight, rcond=None)[0]
+    return max(float(found[2]), 0.0)
 
 
 def _mean(seconds: Sequence[float]) -> float:

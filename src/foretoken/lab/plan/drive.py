@@ -19,7 +19,11 @@ Clock = Callable[[], float]
 
 
 class Timed(NamedTuple):
-    """A step, and the seconds of it that drafted."""
+    """A step, and the seconds of it that drafted.
+
+    A step takes from when the one before it was known, or the run began, until it is known itself:
+    an engine that runs ahead launches the next one meanwhile.
+    """
 
     step: Step
     drafting: float
@@ -65,16 +69,18 @@ class Drive:
         waiting, live = list(enumerate(asks))[::-1], list[_Live]()
         traces: list[StepTrace] = []
         former, engine.on_step = engine.on_step, traces.append
-        start = clock()
+        start = known = clock()
         try:
             while waiting or live:
-                began = clock()
                 while waiting and len(live) < self.concurrency:
                     group = self._add(*waiting.pop(), chance)
                     live.append(_Live(group, clock() - start))
                 engine.step()
                 now = clock()
-                self.timed += [_timed(trace, now - began) for trace in traces if trace.num_requests]
+                for trace in traces:
+                    if trace.num_requests:  # what was launched ahead may have had nothing to do
+                        self.timed.append(_timed(trace, now - known))
+                        known = now
                 traces.clear()
                 live = [one for one in live if not self._ends(one, now - start)]
         finally:

@@ -143,19 +143,18 @@ class _Run:
         self._advance(decodes_A, asked_A, chunk_A)
 
     def _chunks(self, rows_E: Array) -> Array:
-        """Tokens of prompts in this step, as `Scheduler` shares them."""
+        """Tokens of prompts in this step, as `Scheduler` shares them: prompts are of one length, so
+        that the oldest end soonest."""
         most = self._fleet.profile.limits.max_num_batched_tokens
         needs = np.flatnonzero(self._prompt_A)
+        needs = needs[np.argsort(self._engine_A[needs], kind="stable")]
         engine, prompt = self._engine_A[needs], self._prompt_A[needs]
         room_E = np.maximum(most - rows_E, 0).astype(np.int64)
-        even_E = room_E // np.maximum(np.bincount(engine, minlength=self._engines), 1)
-        chunk = np.minimum(prompt, even_E[engine])
-        surplus_E = room_E - np.bincount(engine, chunk, self._engines).astype(np.int64)
-        with_prompts, oldest = np.unique(engine, return_index=True)
-        missing = (prompt - chunk)[oldest]
-        chunk[oldest] += np.minimum(surplus_E[with_prompts], missing)
+        until = np.cumsum(prompt)
+        _, first, of = np.unique(engine, return_index=True, return_inverse=True)
+        before = until - prompt - (until - prompt)[first][of]  # tokens of older prompts
         chunk_A = np.zeros_like(self._prompt_A)
-        chunk_A[needs] = chunk
+        chunk_A[needs] = np.clip(room_E[engine] - before, 0, prompt)
         return chunk_A
 
     def _advance(self, decodes_A: Array, asked_A: Array, chunk_A: Array) -> None:

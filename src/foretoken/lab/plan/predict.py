@@ -193,7 +193,8 @@ class Planner:
 
         few = 4 * fleet.slots
         ends = np.sort(fleet.run(np.zeros((1, 2 * few))).end_EN[0])  # never idle
-        most = few / float(ends[3 * few // 2] - ends[few // 2])
+        # In lockstep, which serves fewer than come at random.
+        most = 1.3 * few / float(ends[3 * few // 2] - ends[few // 2])
         found = highest(most * np.geomspace(0.05, 1, 2 * _RATES), max(few, 48))[3]
         kept = 0.0
         for doubled in range(4 if found else 0):

@@ -92,14 +92,23 @@ class FusedDecoder:
         gains = [layer.attention_gain_H for layer in self._layers] + [self._gain_H]
         stream = ResidualStream(self._products, embed(token_T, self._table_VH), gains[0])
         aux = {0: stream.state_TH}
+        # Behind the last layer's K/V only rows whose logits are wanted go on. Of a prompt that is
+        # one: without the rest, 8 192 tokens of an 8B shape are 2.8 % fewer products.
+        last = len(self._layers)
+        narrow = len(logit_row_N) < len(token_T) and last not in aux_layers
         for i, (layer, key, value) in enumerate(zip(self._layers, keys, values, strict=True), 1):
             attended_TC = attend(stream.project(layer.qkv), layer, PagedKV(batch, key, value))
+            if narrow and i == last:
+                attended_TC = attended_TC[logit_row_N]
+                stream.narrow(logit_row_N)
+            if not len(attended_TC):
+                break
             stream.add(layer.o, attended_TC, layer.mlp_gain_H)
             stream.add(layer.down, stream.gate(layer.gate_up), gains[i], keep=i in aux_layers)
             aux[i] = stream.state_TH
-        if i in aux_layers:
-            aux[i] = stream.normed()
-        every = len(logit_row_N) == len(token_T)
+        if last in aux_layers:
+            aux[last] = stream.normed()
+        every = narrow or len(logit_row_N) == len(token_T)
         logits_NV = stream.head(self._head, None if every else logit_row_N)
         return ForwardOutput(logits_NV, tuple(aux[i] for i in aux_layers))
 

@@ -207,12 +207,17 @@ class ResidualStream:
         self._products.launch(tile, shape, linear, given)
         self._scaled = scaled, squares
 
+    def narrow(self, row_N: Tensor) -> None:
+        """Go on with the rows `row_N` alone, in this order; N may be 0."""
+        self.state_TH, self._kept = self.state_TH[row_N], False
+        self._normed_TH, self._scaled = None, None
+
     def head(self, linear: Linear, row_N: Tensor | None) -> Tensor:
         """The normed rows `row_N`, or all, times a layer: [N, V]; N may be 0."""
+        if not len(self.state_TH if row_N is None else row_N):
+            return self.state_TH.new_empty(0, len(linear.weight_NK))
         if row_N is None:
             return self.project(linear)
-        if not len(row_N):
-            return self.state_TH.new_empty(0, len(linear.weight_NK))
         return self._products.multiply(linear, self.normed(row_N))
 
     def normed(self, row_N: Tensor | None = None) -> Tensor:

@@ -41,8 +41,8 @@ LONGEST = (
     "ops/test_law.py", "serve/test_page_browser.py", "ops/test_triton.py",
     "ops/test_triton_head.py", "ops/test_triton_attention.py", "engine/test_structured.py",
     "engine/test_device_slots.py", "ops/test_oracle.py", "drafting/test_law.py",
-    "lab/test_audit_engine.py",
-    "cli/test_audit.py", "engine/test_eagle3.py", "ops/test_triton_decoder.py", "engine/test_compile_ahead.py",
+    "lab/test_audit_engine.py", "cli/test_audit.py", "engine/test_eagle3.py",
+    "ops/test_triton_decoder.py", "engine/test_compile_ahead.py",
     "ops/test_law_noise.py", "serve/test_lifetime.py", "ops/test_triton_types.py",
     "project/test_trial.py",
 )  # fmt: skip

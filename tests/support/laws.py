@@ -24,9 +24,8 @@ CPU = torch.device("cpu")
 #     residual_weight_before, block    1.0      1.0   2.2e-1   6.3e-4   1.4e-4   2.7e-6
 #
 # and all others but one are below 1e-6 from 10 000 on. That one, `residual_weight_one`, takes the
-# 200 000 of `make law`; a backend that has it differs from the oracle, which `ops/test_oracle.py`
-# shows in `make test`. `one_uniform` is of the rule that `torch` shares, `residual_weight_before`
-# of the kernels.
+# 200 000 of `make law`; in `make test` it fails `test_the_residual_weight_of_block_scales_p`.
+# `one_uniform` is of the rule that `torch` shares, `residual_weight_before` of the kernels.
 QUICK = {"torch": 20_000, "native": 30_000}
 # `torch` takes 0.2 ms to find a row's nucleus. With so many a nucleus that is ignored has p < 1e-6.
 QUICK_NUCLEUS = 5_000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import threading
 import tracemalloc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +18,7 @@ from foretoken.engine import worker
 from foretoken.engine.boundary import build_output, take_delta
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.request import Given, Request, RequestGroup
+from foretoken.engine.worker import Mailbox
 from foretoken.errors import ProcessingError, StepError
 from tests.support.asynchronous import (
     LONG,
@@ -142,6 +145,36 @@ def test_deltas_are_the_output(engine: AsyncEngine, llm: LLM, case: str) -> None
 
 def test_a_slow_reader_gets_many_deltas_as_one(engine: AsyncEngine, llm: LLM) -> None:
     check_slow_reader(engine, llm, replace(CASES["logprobs"], trace=True))
+
+
+@pytest.mark.parametrize("deltas", [True, False])
+def test_no_news_is_lost_between_a_look_and_the_wait(
+    deltas: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader looks without the lock: while one piece of news replaces another, it must see
+    either. A thread that is interrupted at every instruction shows; a reader that sleeps fails."""
+    for name in ("build_output", "take_delta"):
+        monkeypatch.setattr(worker, name, lambda engine, news: news)
+    monkeypatch.setattr(RequestDelta, "merge", staticmethod(lambda several: several[-1]))
+    last = 400
+
+    async def read_all() -> None:
+        mailbox: Any = Mailbox(asyncio.get_running_loop(), deltas=deltas)
+        thread = threading.Thread(
+            target=lambda: [mailbox.show(None, news) for news in range(1, last + 1)]
+        )
+        thread.start()
+        while await mailbox.read() < last:
+            pass
+        thread.join()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(300):
+            run(read_all())
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_a_reader_who_keeps_up_gets_one_delta_per_step(engine: AsyncEngine) -> None:

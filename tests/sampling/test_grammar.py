@@ -6,7 +6,8 @@ import random
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import Event
+from queue import SimpleQueue
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,14 @@ from transformers import PreTrainedTokenizerFast
 from foretoken.errors import RequestError
 from foretoken.sampling import grammar
 from foretoken.sampling.forced import by_grammar
-from foretoken.sampling.grammar import Grammar, Grammars, Matcher, fill_ahead, fill_masks
+from foretoken.sampling.grammar import (
+    Compilers,
+    Grammar,
+    Grammars,
+    Matcher,
+    fill_ahead,
+    fill_masks,
+)
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.history import Array
 from tests.support.asynchronous import PATIENCE
@@ -168,6 +176,23 @@ def test_what_has_one_way_on_is_forced(tokenizer: Any) -> None:
 def test_a_decoder_that_says_nothing_of_bytes_is_refused() -> None:
     with pytest.raises(RequestError, match="can't determine decoder type"):
         compiled(metaspace())
+
+
+def test_compiling_keeps_no_process_from_ending() -> None:
+    """Python waits at its end for every thread that is no daemon."""
+    compilers, threads, end = Compilers(), SimpleQueue[Thread](), Event()
+
+    def compile_slowly() -> None:
+        threads.put(current_thread())
+        end.wait()
+
+    compilers.submit(compile_slowly)
+    thread = threads.get(timeout=PATIENCE)
+    assert thread.daemon
+    del compilers
+    end.set()
+    thread.join(PATIENCE)
+    assert not thread.is_alive(), "it waits for work that cannot come"
 
 
 def test_threads_that_ask_for_one_grammar_share_it() -> None:

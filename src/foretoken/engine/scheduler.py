@@ -2,7 +2,7 @@
 
 Charter: admission, the token budget of a step, blocks and slots, and who gives way when blocks run
 out. A running request prefills (known tokens whose K/V are missing) or decodes (its last token and
-the drafts to verify after it). Age decides everything: requests are admitted in order of arrival,
+the drafts to verify after it). Age decides who runs: requests are admitted in order of arrival,
 and the youngest running one is preempted when an older one needs a block. The oldest is never
 preempted for another, and alone it fits the pool, so every request comes to its end. One of lower
 `priority` is taken to be older than all of higher ones, and may let those wait for ever.

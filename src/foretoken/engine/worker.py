@@ -72,9 +72,10 @@ class Mailbox:
             return True
         with self._lock:
             is_signalled = bool(self._unread)
-            if not self._deltas:
-                self._unread.clear()
-            self._unread.append(news)
+            if self._deltas:
+                self._unread.append(news)
+            else:  # never empty in between: the reader looks without the lock
+                self._unread = [news]
         return is_signalled or self._signal()
 
     def fail(self, error: ForetokenError) -> None:

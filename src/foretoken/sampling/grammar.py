@@ -11,11 +11,13 @@ from __future__ import annotations
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from threading import Lock
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary, ref
+from weakref import WeakValueDictionary, finalize, ref
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,6 +185,34 @@ class Compiling:
         self.future = Future[Grammar | RequestError]()
 
 
+class Compilers:
+    """Threads that do what is submitted, in this order; none keeps the process from ending."""
+
+    def __init__(self) -> None:
+        self._submitted: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._num_threads = 0
+        finalize(self, _let_go, self._submitted)
+
+    def submit(self, work: Callable[..., None], *given: Any) -> None:
+        """One thread at a time calls this; the work must not raise."""
+        if self._num_threads < _THREADS:
+            self._num_threads += 1
+            name, given_to = "foretoken-grammar", (self._submitted,)
+            Thread(target=_do, args=given_to, name=name, daemon=True).start()
+        self._submitted.put(partial(work, *given))
+
+
+def _do(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
+    while work := submitted.get():
+        work()
+        del work  # while it waits, it keeps no grammar
+
+
+def _let_go(submitted: SimpleQueue[Callable[[], None] | None]) -> None:
+    for _ in range(_THREADS):
+        submitted.put(None)
+
+
 class Grammars:
     """Compiles what requests of one engine ask for; any thread may call it.
 
@@ -193,7 +223,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="foretoken-grammar")
+        self._pool = Compilers()
         self._known = WeakValueDictionary[str, Compiling]()
         self._recent = OrderedDict[str, Compiling]()
         self._last_began = 0.0

@@ -32,7 +32,12 @@ from foretoken.errors import (
 from foretoken.serve.protocol.faults import field_error
 
 _log = logging.getLogger(__name__)
-_UNAVAILABLE = (EngineBrokenError, EngineMemoryError, StepError, UsageError)
+_OF_SEVERAL = {
+    EngineBrokenError: "The engine's device failed: it serves nobody any more.",
+    EngineMemoryError: "The engine ran out of memory in work for several requests.",
+    StepError: "The engine failed in work for several requests.",
+}
+_UNAVAILABLE = (*_OF_SEVERAL, UsageError)
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -109,7 +114,9 @@ def refusal(error: BaseException) -> Refusal:
         return Refusal(503, str(error), "server_error", code="unavailable")
     if isinstance(error, _UNAVAILABLE):
         _log_where("not served", error)
-        return Refusal(503, told_of(error), "server_error", code="unavailable")
+        name = request_id.get() if isinstance(error, (*_OF_SEVERAL,)) else None
+        where = f" Look for request_id {name} there." if name else ""
+        return Refusal(503, told_of(error) + where, "server_error", code="unavailable")
     _log_where("a request failed", error)
     told = str(error) if isinstance(error, ForetokenError) else "This is a bug in Foretoken."
     return Refusal(500, told, "server_error", code="internal_error")
@@ -117,11 +124,10 @@ def refusal(error: BaseException) -> Refusal:
 
 def told_of(error: ForetokenError) -> str:
     """What any client may read of an error: a whole batch's may quote what another client sent."""
-    if not isinstance(error, StepError):
-        return str(error)
-    name = request_id.get()
-    where = f": look for request_id {name} there" if name else ""
-    return f"The engine failed in work for several requests. The server's log says where{where}."
+    for kind, told in _OF_SEVERAL.items():
+        if isinstance(error, kind):
+            return f"{told} The server's log says where."
+    return str(error)
 
 
 def _log_where(what: str, error: BaseException) -> None:

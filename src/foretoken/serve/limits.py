@@ -124,7 +124,7 @@ async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
     except json.JSONDecodeError as error:
         found = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
         raise RequestValidationError([found]) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise HTTPException(400, "There was an error parsing the body") from None
     try:
         return kind.model_validate(said)

@@ -13,7 +13,13 @@ import torch
 from foretoken import LLM, SamplingParams
 from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.audit import engine
-from foretoken.lab.audit.engine import EngineAudit, accepted, classify, draft_reference
+from foretoken.lab.audit.engine import (
+    EngineAudit,
+    accepted,
+    block_rounds,
+    classify,
+    draft_reference,
+)
 from foretoken.lab.audit.reference import Reference, Text, filtered, ranks
 from foretoken.lab.audit.verdict import Finding, audit
 from foretoken.lab.laws import mutants
@@ -223,6 +229,28 @@ def test_drafts_count_where_one_was_decided_about() -> None:
     seen, chance = accepted([Text([], [], records)], [p_RV])
     assert seen.tolist() == [1, 0, 0, 1, 1, 0]
     assert chance.tolist() == [0.9, 0.4, 0.0, 1.0, 0.25, 0.25]
+
+
+@pytest.mark.parametrize("real", [True, False])
+def test_no_draft_counts_from_a_placeholder_on(pair: LLM, reference: Reference, real: bool) -> None:
+    """A drafter whose q the engine alone knows, and one without: neither has a q there."""
+
+    def record(origin: str, round_: int, height: float | None = None, *dropped: Any) -> Any:
+        made = {"origin": origin, "round": round_, "rule": "block", "threshold": height}
+        index = None if origin in ("bonus", "resampled") else 0
+        q = 0.5 if real and height is not None else None
+        return SimpleNamespace(**made, draft_index=index, q=q, token_id=5, dropped=dropped)
+
+    hole, behind = record("rejected", 0), record("unread", 0, 0.5)
+    first = record("resampled", 0, None, hole, behind)
+    second = [record("accepted", 1, 0.75), record("resampled", 1, None, hole, behind)]
+    trace = [first, *second]
+    assert [(a, b, len(drafts)) for a, b, drafts in block_rounds(trace)] == [(1, 2, 1)]
+    audited = EngineAudit(pair, SamplingParams(rejection_sample_method="block"), reference)
+    audited._texts = [Text([3, 4], [5, 5, 5], trace)]
+    seen, chance = audited._rounds()
+    assert [*seen.nonzero()[0]] == [*chance.nonzero()[0]] == [2]
+    assert not real or chance[2] == 0.75
 
 
 def test_what_cannot_be_audited_is_refused(pair: LLM, reference: Reference) -> None:

@@ -41,7 +41,7 @@ from foretoken.lab.bench.load import (
 from foretoken.lab.bench.offline import Engines
 from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.bench.report import results, tables
-from foretoken.lab.bench.run import Bench
+from foretoken.lab.bench.run import Bench, Measured
 from foretoken.lab.desk import Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file
 from foretoken.outputs import SpeculationMetrics
@@ -311,6 +311,20 @@ def test_tables_and_figures_show_what_was_measured(bench: Bench) -> None:
     assert not addresses  # it loads nothing
 
 
+def test_a_batch_that_never_decoded_whole_is_told(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = next(k for k in bench.measured if k[0].concurrency == 3 and k[1].plain)
+    for together in (2, 3):
+        run = by_hand()
+        run.steps, run.concurrency = [step(4, n, requests=n) for n in (1, together, together)], 3
+        monkeypatch.setitem(bench.measured, key, Measured([figures(run, None, {})]))
+        found = results(bench, "foretoken bench")
+        assert found is not None
+        note = "concurrency 3, plain: in a run no more than 2 of 3 requests ever decoded together"
+        assert any(line.startswith(note) for line in found.notes) == (together < 3)
+
+
 def test_a_table_on_a_terminal() -> None:
     made = Table(["", "ms", "tokens/s"], [["a", "1.25", "7"], ["longer", "10.00", ""]])
     assert as_text(made) == "           ms  tokens/s\na        1.25         7\nlonger  10.00\n"
@@ -336,6 +350,35 @@ def test_what_the_engine_refuses_is_counted_and_what_it_fails_at_is_raised(
             with pytest.raises((StepError, ProcessingError)):
                 await drive(system, case, Load(1), [(0.0, Asked([1], 3, 0))], Run())
             assert engine.on_step is None
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("load", [Load(2), Load(0, 1000.0)])
+def test_an_engine_that_dies_tells_its_own_error_and_leaves_no_task(
+    target: Path, monkeypatch: pytest.MonkeyPatch, load: Load
+) -> None:
+    options = {"model": str(target), "speculative_config": None, "num_blocks": 64, "threads": 1}
+    system = Engines(options, SamplingParams(), 40.0)
+    case = engine_cases({}, 0.0, None, compare=True)[0][0]
+    watch = system.watch
+
+    def fail() -> None:
+        raise ArithmeticError("a step failed")
+
+    def watch_late(steps: list[Step] | None) -> None:
+        if steps is None:
+            system._engine._worker._thread.join(10)  # by now the engine is gone
+        watch(steps)
+
+    async def work() -> None:
+        async with system.opened([case]):
+            monkeypatch.setattr(system, "watch", watch_late)
+            monkeypatch.setattr(system._engine.engine, "step", fail)
+            asked = [(0.0, Asked([1, 2, i], 3, i)) for i in range(4)]
+            with pytest.raises(StepError, match="a step failed"):
+                await drive(system, case, load, asked, Run())
+            assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(work())
 

@@ -16,7 +16,13 @@ from foretoken import LLM, SamplingParams
 from foretoken.cli import app as cli
 from foretoken.errors import CapacityError, ConfigError
 from foretoken.lab.plan.acceptance import Acceptance
-from foretoken.lab.plan.calibrate import Calibration, PromptStep, of_pairs, rising
+from foretoken.lab.plan.calibrate import (
+    Calibration,
+    PromptStep,
+    of_pairs,
+    rising,
+    without_pairs,
+)
 from foretoken.lab.plan.drive import Drive
 from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.options import PlanOptions
@@ -199,6 +205,28 @@ def test_pairs_of_tokens_are_told_from_tokens() -> None:
     assert of_pairs(steps[:3]) == 0.0
 
 
+@pytest.mark.parametrize("lengths", [(240,) * 5, (240, 240, 300, 300, 350)])
+def test_of_prompts_of_about_one_length_all_time_is_their_tokens(lengths: tuple[int, ...]) -> None:
+    steps = [
+        PromptStep(n * m, n * m**2 / 2, 0.01 + 2e-4 * n * m, 3)
+        for n, m in zip((1, 2, 4, 8, 16), lengths, strict=True)
+    ]
+    assert of_pairs(steps) == 0.0
+
+
+def test_steps_of_as_many_tokens_are_averaged() -> None:
+    steps = [
+        PromptStep(480, 2 * 240**2 / 2, 0.03, 1),
+        PromptStep(480, 10 * 48**2 / 2, 0.05, 3),
+        PromptStep(4, 8, 0.002, 2),
+    ]
+    pair = 1e-8
+    first, second = 0.03 - pair * 2 * 240**2 / 2, 0.05 - pair * 10 * 48**2 / 2
+    found = without_pairs(steps, pair)
+    assert [*found] == [4, 480]
+    assert found[480] == pytest.approx((first + 3 * second) / 4)
+
+
 def test_an_estimate_reads_shapes_alone_and_ignores_no_option() -> None:
     args = [SHAPES / "llama-3.1-8b", "--bandwidth", 4300, "--tflops", 790, "--batch-size", 2]
     args += ["--no-speculation", "--requests", 2, "--json"]
@@ -228,6 +256,38 @@ def test_a_calibration_measures_every_cost(target: Path, draft: Path) -> None:
     assert len(profile.acceptance) == 3
     assert profile.memory
     assert profile.block_bytes
+
+
+@pytest.mark.parametrize("budget", [48, 128])
+def test_batches_whose_prompts_exceed_a_step_are_timed_all_the_same(
+    target: Path, draft: Path, budget: int
+) -> None:
+    """16 prompts of 48 tokens would be computed one after another, while the first ones decode."""
+    speculation = {
+        "model": str(draft), "num_speculative_tokens": 2, "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rate": 1.0,
+    }  # fmt: skip
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": budget}
+    with LLM(target, speculation, **sizes, enable_prefix_caching=False) as llm:
+        calibration = Calibration(llm.engine, (16,), SamplingParams(), 1)
+        profile = calibration.run()
+    settled = {
+        case.drafts: len(found.steps)
+        for case, found in calibration._found.items()
+        if case.batch == 16 and case.output > 1
+    }
+    assert [*settled] == [0, 1, 2]
+    assert min(settled.values()) >= 4
+    assert profile.prompts is not None
+    assert budget in profile.prompts.tokens  # all prompts at once
+
+
+def test_a_cache_that_holds_no_such_batch_is_told(target: Path) -> None:
+    sizes = {"max_num_seqs": 16, "num_blocks": 20, "block_size": 16}
+    with LLM(target, **sizes, enable_prefix_caching=False) as llm:
+        calibration = Calibration(llm.engine, (16,), SamplingParams(), 1)
+        with pytest.raises(ConfigError, match="enough for 16 requests of 68 tokens at a time"):
+            calibration.run()
 
 
 def plan(*args: Any) -> Result:

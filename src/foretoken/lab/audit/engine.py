@@ -3,9 +3,8 @@
 Every token has a known distribution, so there is no second sample: its rank in that distribution is
 uniform if the engine is lossless (`reference.ranks`), whatever the text before it. With a draft
 model at hand, so is q: how many drafts `standard` or `block` accepts, and what replaces a rejected
-one. At
-temperature 0 each token must be the likeliest, but for ties of arithmetic; `coupled` must repeat
-itself without drafts; and every sampling parameter must act as it says.
+one. At temperature 0 each token must be the likeliest, but for ties of arithmetic; `coupled` must
+repeat itself without drafts; and every sampling parameter must act as it says.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -358,12 +357,13 @@ def is_decided(record: Any) -> bool:
 
 
 def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
-    """Index of the first and of the last token of each round of `block`, and all its drafts."""
+    """Index of the first and of the last token of each round of `block`, and its drafts up to the
+    first that is none: a placeholder, say."""
     for _, numbered in groupby(enumerate(trace), key=lambda item: item[1].round):
         members = list(numbered)
         last, ending = members[-1]
         drafts = [record for _, record in members if record.draft_index is not None]
-        drafts += ending.dropped
+        drafts = list(takewhile(lambda x: x.threshold is not None, [*drafts, *ending.dropped]))
         if drafts and ending.rule == "block":
             yield members[0][0], last, drafts
 

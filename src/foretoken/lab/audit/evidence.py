@@ -66,7 +66,7 @@ class Model(NamedTuple):
 
 @dataclass
 class Source:
-    """What was drawn from one model."""
+    """What was drawn from one model: tokens of an engine, first rounds of a toy."""
 
     model: Model
     counts: Any
@@ -123,14 +123,14 @@ class Source:
 
     @property
     def acceptance(self) -> tuple[float, float, float]:
-        """Drafts accepted per round, how far that mean reaches (Hoeffding, Azuma), the optimum."""
+        """Drafts accepted per draw, how far that mean reaches (Hoeffding, Azuma), the optimum."""
         draws = max(self.draws, 1)
         reach = math.sqrt(math.log(2 / (1 - CONFIDENCE)) / (2 * draws))
         return self.accepted / draws, self.model.rounds * reach, self.best / draws
 
     @property
     def usual(self) -> float:
-        """Drafts per round that the model's `usual_rule` accepts."""
+        """Drafts per draw that the model's `usual_rule` accepts."""
         return self.model.usual_accepted or self.best / max(self.draws, 1)
 
 
@@ -255,7 +255,7 @@ class Evidence:
     def name(self) -> str | None:
         """The bug with at least `SURE` of the evidence, `UNKNOWN` among them; None: none has it.
 
-        What nobody knows is called after the drafts that it accepts, where those tell more of it.
+        An unknown bug is named `TOO_MUCH` if the bets on acceptance weigh more.
         """
         best, share = max(self.shares.items(), key=lambda item: item[1])
         if share < SURE:

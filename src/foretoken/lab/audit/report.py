@@ -17,7 +17,8 @@ MEANING = [
     "The evidence is an average of e-values: above 1/alpha it refutes, however often it is read.",
     f"TV bounds of all sources of a subject hold together with {CONFIDENCE:.0%} confidence.",
     "The G-test's p-value is that of the draws there are; it does not correct for stopping.",
-    "accepted: drafts per round, beside what `standard` and the best lossless rule accept.",
+    "accepted: drafts per draw, which is a token of an engine and a first round of a toy, beside "
+    "what `standard` and the best lossless rule accept.",
 ]
 
 

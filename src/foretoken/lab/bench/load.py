@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 from foretoken.engine.trace import StepTrace
+from foretoken.errors import UsageError
 from foretoken.lab.bench.cases import Case, Load
 from foretoken.lab.bench.floor import Floor
 from foretoken.outputs import SpeculationMetrics
@@ -201,10 +202,11 @@ async def drive(
         await asyncio.gather(*tasks)
     finally:
         run.seconds = time.perf_counter() - start
-        client.watch(None)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        with suppress(UsageError):  # an engine that failed is closed, and its own error is told
+            client.watch(None)
     after = await client.counts()
     if before is not None and after is not None:
         run.speculation = difference(before, after)

@@ -132,6 +132,12 @@ def _remarks(bench: Bench, found: Sequence[Row]) -> list[str]:
     if bench.options.repeats < _LEAST_REPEATS:
         remarks.append(f"Fewer than {_LEAST_REPEATS} repeats: the spread says little.")
     for row in found:
+        together, asked = _number(row, "requests_per_step", "min"), row.labels["concurrency"]
+        if isinstance(asked, int) and 0 < together < asked:
+            remarks.append(
+                f"{row.case}: in a run no more than {together:g} of {asked} requests ever decoded "
+                "together; the figures of its steps are of those steps."
+            )
         lag, ttft = _number(row, "send_lag_ms"), _number(row, "ttft_ms")
         offered, sent = (_number(row, f"{k}_requests_per_second") for k in ("offered", "sent"))
         if lag > _LATE * ttft or sent < (1 - _LATE) * offered:

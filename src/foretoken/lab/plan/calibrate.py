@@ -30,11 +30,13 @@ _STEPS = 20  # of a run, about
 # Behind a prompt a few steps of few rows take up to twice as long: caches and clock rate recover.
 # What a request loses so does not grow with its length.
 _SETTLING = 4
-_SHORT = 48  # tokens of a prompt
+_LEAST_STEPS = 4  # that have settled, of a case
+_SHORT = 48  # tokens of a prompt; fewer where a step cannot compute those of a whole batch
 _LONG = 512  # of one by which the cost of a context is told, if the model takes as many
 _PROMPTS = (4, 32, 240)  # tokens; the longest in several at a time, too
 _SEVERAL = (2, 4, 8)
 _DRAFTS = (1, 2, 4, 8, 16, 32)
+_APART = 1.5  # times the shortest prompt: a longest that tells pairs of tokens from tokens
 _STALL = 3.0  # times the median: longer steps count as so long
 
 
@@ -118,8 +120,11 @@ class Calibration:
             remedy = "Raise it, or `max_model_len`."
             raise ConfigError("num_blocks", blocks, "enough to time long contexts", remedy)
 
-    def _decode(self, batch: int, drafts: int, length: int = _SHORT) -> Case:
-        return Case(batch, drafts, length, int(_STEPS * (1 + drafts / 2)))
+    def _decode(self, batch: int, drafts: int, length: int | None = None) -> Case:
+        """All prompts fit into one step: else who is done first decodes, and may end, before the
+        last one is computed."""
+        short = min(_SHORT, self._engine.config.max_num_batched_tokens // batch)
+        return Case(batch, drafts, length or short, int(_STEPS * (1 + drafts / 2)))
 
     def _decodes(self) -> Iterator[Case]:
         for batch, drafts in product(self._sizes, self._drafts):
@@ -149,6 +154,9 @@ class Calibration:
 
         Args:
             report: gets how many runs are done, and what runs next.
+
+        Raises:
+            ConfigError: the cache does not hold a whole batch for long enough to time its steps.
         """
         for done in range(self.num_runs):
             repeat, at = divmod(done, len(self._cases))
@@ -180,8 +188,17 @@ class Calibration:
                 context += 1 + accepted / requests
 
     def _step(self, case: Case) -> tuple[float, float, float]:
-        """Means of its steps: seconds, those that drafted, context."""
-        seconds, drafting, context = (_mean(x) for x in zip(*self._found[case].steps, strict=True))
+        """Means of its steps: seconds, those that drafted, context.
+
+        Raises:
+            ConfigError: too few, since the cache does not hold all of its requests.
+        """
+        steps = self._found[case].steps
+        if len(steps) < _LEAST_STEPS:
+            blocks, tokens = self._engine.scheduler.pool.num_blocks, case.length + case.output
+            bound = f"enough for {case.batch} requests of {tokens} tokens at a time"
+            raise ConfigError("num_blocks", blocks, bound, "Raise it, or lower `batch_size`.")
+        seconds, drafting, context = (_mean(x) for x in zip(*steps, strict=True))
         return seconds, drafting, context
 
     def _profile(self) -> Profile:
@@ -252,9 +269,8 @@ class Calibration:
             if seconds
         ]
         pair = of_pairs(steps)
-        flat = {step.tokens: max(step.seconds - pair * step.pairs, 0.0) for step in steps}
-        sizes = sorted(flat)
-        return PromptCosts(sizes, rising([flat[size] for size in sizes]), pair)
+        flat = without_pairs(steps, pair)
+        return PromptCosts([*flat], rising([*flat.values()]), pair)
 
     def _acceptance(self) -> tuple[float, ...] | None:
         """Chances of the drafts that the engine made; None without any, or under `synthetic`."""
@@ -270,15 +286,31 @@ def of_pairs(steps: Sequence[PromptStep]) -> float:
 
     Long steps grow by their tokens and by these: the nearest such plane, by relative errors. One
     long prompt against those of other lengths would be as wrong as the one time that it was timed.
+    Of prompts of one length the two grow together.
     """
     long = [step for step in steps if step.tokens >= _PROMPTS[-1]]
-    if len(long) < 4:
+    lengths = [step.pairs / step.tokens for step in long]  # halves of them
+    if len(long) < 4 or max(lengths) < _APART * min(lengths):
         return 0.0
     rows = np.array([(1.0, step.tokens, step.pairs) for step in long])
     seconds = np.array([step.seconds for step in long])
     weight = np.sqrt([step.times for step in long]) / seconds
     found = np.linalg.lstsq(rows * weight[:, None], seconds * weight, rcond=None)[0]
     return max(float(found[2]), 0.0)
+
+
+def without_pairs(steps: Sequence[PromptStep], pair: float) -> dict[int, float]:
+    """Seconds by tokens, which rise, without `pair` seconds for each pair.
+
+    Steps of as many tokens in prompts of other lengths are averaged, each as often as it was timed.
+    """
+    found = defaultdict[int, list[tuple[float, int]]](list)
+    for step in steps:
+        found[step.tokens].append((max(step.seconds - pair * step.pairs, 0.0), step.times))
+    return {
+        tokens: sum(seconds * times for seconds, times in of) / sum(times for _, times in of)
+        for tokens, of in sorted(found.items())
+    }
 
 
 def _mean(seconds: Sequence[float]) -> float:

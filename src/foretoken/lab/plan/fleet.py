@@ -1,8 +1,9 @@
 """Many engines at once: the scheduler's policy on arrays, for capacities and fleets. No torch.
 
-Charter: first come, first served, prompts beside decoding, as `Scheduler` has it. Left out are
-preemption (a request gets its slot when the cache holds it whole), and what a budget leaves over
-goes to the oldest prompt alone. `tests/lab/test_plan.py` holds it against the simulation.
+Charter: first come, first served, prompts beside decoding, as `Scheduler` has it. Left out is
+preemption: a request gets its slot when the cache holds it whole. Prompts are of one length, so
+that the oldest also end soonest, and are computed one after another. `tests/lab/test_plan.py`
+holds it against the simulation.
 
 Shapes: E engines, each with N requests; A requests under way; T sizes of batches.
 """

@@ -158,21 +158,21 @@ def test_no_news_is_lost_between_a_look_and_the_wait(
     monkeypatch.setattr(RequestDelta, "merge", staticmethod(lambda several: several[-1]))
     last = 400
 
-    async def read_all() -> None:
+    async def read_all() -> int:
         mailbox: Any = Mailbox(asyncio.get_running_loop(), deltas=deltas)
         thread = threading.Thread(
             target=lambda: [mailbox.show(None, news) for news in range(1, last + 1)]
         )
         thread.start()
-        while await mailbox.read() < last:
+        while (read := await mailbox.read()) < last:
             pass
         thread.join()
+        return int(read)
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        for _ in range(300):
-            run(read_all())
+        assert all(run(read_all()) == last for _ in range(300))
     finally:
         sys.setswitchinterval(interval)
 

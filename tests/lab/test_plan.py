@@ -28,9 +28,9 @@ from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.outlook import Outlook
 from foretoken.lab.plan.predict import Planner, figures
-from foretoken.lab.plan.profile import EngineLimits, smooth
+from foretoken.lab.plan.profile import EngineLimits, PromptCosts, smooth
 from foretoken.lab.plan.report import charts, sentences, tables
-from foretoken.lab.plan.simulate import Ask, Simulation, Step
+from foretoken.lab.plan.simulate import Ask, Simulation, Step, StepClock
 from foretoken.lab.results import read
 from tests.lab.profiles import PROFILE, SHAPES, changed
 
@@ -196,13 +196,38 @@ def test_disturbed_costs_rise_at_their_means() -> None:
 
 
 def test_pairs_of_tokens_are_told_from_tokens() -> None:
-    sizes = ((16, 48), (1, 240), (2, 240), (8, 240), (1, 512), (4, 512), (1, 4))
+    """Beside a least time of a step, which most steps take on a GPU."""
+    sizes = ((16, 48), (1, 240), (2, 240), (8, 512), (32, 256), (8, 1000), (1, 512), (1, 4))
     steps = [
-        PromptStep(n * m, n * m**2 / 2, 0.01 + 2e-4 * n * m + 3e-7 * n * m**2 / 2, 1)
+        PromptStep(n * m, n * m**2 / 2, max(0.011, 2e-5 * n * m) + 1.5e-9 * n * m**2 / 2, 1)
         for n, m in sizes
     ]
-    assert of_pairs(steps) == pytest.approx(3e-7)
-    assert of_pairs(steps[:3]) == 0.0
+    assert of_pairs(steps) == pytest.approx(1.5e-9)
+
+
+def test_a_step_with_a_prompt_takes_no_less_than_without_a_graph() -> None:
+    """8 requests decode in 5 ms by a graph; with a prompt the step takes what prompts take."""
+    prompts = PromptCosts((4, 480, 960), (9e-3, 12e-3, 24e-3))
+    assert prompts.beside(5e-3, 8, 0, 0) == 5e-3
+    assert prompts.beside(5e-3, 8, 232, 0) == pytest.approx(prompts.of_tokens(240))
+    assert prompts.beside(11e-3, 8, 232, 0) == pytest.approx(
+        11e-3 + prompts.of_tokens(240) - prompts.of_tokens(8)
+    )
+    assert PROFILE.prompts is not None
+    assert PROFILE.prompts.beside(4e-3, 1, 64, 640) > PROFILE.prompts.beside(4e-3, 1, 64, 0)
+
+
+def test_a_gpu_ends_the_step_that_was_launched_for_a_request_that_is_over() -> None:
+    """All is accepted, so that one request ends in a step behind which another was launched."""
+    served = {}
+    for lockstep in (False, True):
+        profile = changed(runs_ahead=True, lockstep=lockstep)
+        simulation = Simulation(profile, (1.0,) * 4, 4, concurrency=1)
+        served[lockstep] = simulation.run([Ask(0.0, 16, 11)] * 2)
+    first, second = zip(served[False], served[True], strict=True)
+    assert first[0] == first[1]
+    more = (second[1].first - second[1].arrival) - (second[0].first - second[0].arrival)
+    assert more == pytest.approx(StepClock(profile).decoding([4], 27), abs=2e-3)
 
 
 @pytest.mark.parametrize("lengths", [(240,) * 5, (240, 240, 300, 300, 350)])

@@ -134,8 +134,8 @@ class _Run:
             if (prompts := fleet.profile.prompts) is not None:
                 pairs_A = chunk_A * (fleet.input_len - self._prompt_A + chunk_A / 2)
                 tokens_E = self._sum(chunk_A)
-                more_E = prompts.added(rows_E, tokens_E, self._sum(pairs_A))
-                seconds_E += np.where(tokens_E > 0, more_E, 0.0)
+                pairs_E = self._sum(pairs_A)
+                seconds_E = prompts.beside(seconds_E, rows_E, tokens_E, pairs_E)
         seen_A = self._fresh_A & (asked_A > 0)
         if seen_A.any():
             seconds_E += fleet.profile.missed * fleet.input_len * self._sum(seen_A)

@@ -127,8 +127,10 @@ class Simulation:
         done: Sequence[Share] = plan.shares
         if self.profile.runs_ahead:
             done, self._unread = self._unread, done
-        # Of what was launched ahead, requests that had all their tokens by then do not run.
-        self._commit([s for s in done if s.request.status is not Status.FINISHED])
+        # Of what was launched ahead, requests that had all their tokens by then do not run: on a
+        # host; a GPU, which drafts in lockstep, has begun, and takes as long as with them.
+        live = [s for s in done if s.request.status is not Status.FINISHED]
+        self._commit(live, done if self.profile.lockstep else live)
 
     def _add(self, ask: Ask) -> None:
         limits = self.profile.limits
@@ -147,8 +149,8 @@ class Simulation:
         group.samples.append(request)
         self.scheduler.add(request)
 
-    def _commit(self, shares: Sequence[Share]) -> None:
-        seconds = self._clock.seconds(shares)
+    def _commit(self, shares: Sequence[Share], computed: Sequence[Share]) -> None:
+        seconds = self._clock.seconds(computed)
         self.now += seconds
         uniforms = self._chance.random(len(shares)).tolist()
         drawn = {s.slot: self._draw(s, u) for s, u in zip(shares, uniforms, strict=True)}
@@ -218,7 +220,7 @@ class StepClock:
         if parts and prompts is not None:
             pairs = sum(count * (start + count / 2) for start, count in parts)
             rows, tokens = len(asked) + sum(asked), sum(count for _, count in parts)
-            seconds += float(prompts.added(rows, tokens, pairs))
+            seconds = float(prompts.beside(seconds, rows, tokens, pairs))
         for share in decoding:
             if share.max_drafts:
                 missed = max(share.start - self._known.get(share.slot, 0), 0)

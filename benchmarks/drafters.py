@@ -77,9 +77,15 @@ KINDS = (
     ),
     Kind(
         "hybrid",
+        {"drafters": [{"method": "suffix"}, {"method": BASE}]},
+        "what `suffix` and `draft_model` need",
+        "some of the text repeats",
+    ),
+    Kind(
+        "hybrid_eagle3",
         {"drafters": [{"method": "suffix"}, {"method": "eagle3"}]},
-        "what its drafters need",
-        "some of the text repeats, and the neural drafter is dear",
+        "what `suffix` and `eagle3` need",
+        "some of the text repeats, and the head is much better than a draft model",
     ),
 )
 

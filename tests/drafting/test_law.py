@@ -214,7 +214,6 @@ def drafter(name: str, chain: Chain, backend: Backend = BACKEND, **options: Any)
         for slot, request in slots.requests.items() if members else ():
             number = slot % len(built.names) if name == "each" else len(members)
             slots.requests[slot] = request._replace(drafter=number, params=seeded[slot // 4 % 2])
-            slots.drafter_S[slot] = number
         return driven(built, slots, 0 if texts else model.bos)
 
     return make

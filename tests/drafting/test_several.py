@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foretoken import LLM, SamplingParams
 from foretoken.config import SpeculativeConfig
-from foretoken.drafting.choice import Choice, Kind
+from foretoken.drafting.choice import Choice, Found
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.drafting.several import _keepers
 from foretoken.errors import ConfigError, RequestError
@@ -142,14 +142,19 @@ def slot_request(**params: Any) -> SlotRequest:
     return SlotRequest(1, SamplingParams(**params), Rule.STANDARD, [1], 99)
 
 
-def taught(choice: Choice, accepted: int, rounds: int = 30) -> Choice:
-    """Rounds of slot 1 in which so many of four drafts that were looked up were accepted."""
+FREE = slot_request()
+FOUR, MODEL = Found(0, [5, 6, 7, 8], 4.0), (1, 4)
+
+
+def teach(choice: Choice, accepted: int, rounds: int = 60) -> None:
+    """Rounds of slot 1 in which so many of four drafts that were looked up were accepted, and,
+    in others, two of a model's."""
     for _ in range(rounds):
-        choice.offer(1, Kind(0, 4))
-        choice.learn(1, outcome(*range(accepted + 1), num_accepted=accepted))
-        choice.offer(1, Kind(1, 4, asked=4))
-        choice.learn(1, outcome(1, 2, 3, num_accepted=2))
-    return choice
+        taken = choice.takes(1, FREE, FOUR, MODEL)
+        if not taken:
+            choice.leave_to_model(1, FREE, *MODEL)
+        tokens = [*FOUR.token_ids[:accepted], 9]
+        choice.learn(1, outcome(*tokens, num_accepted=accepted if taken else 2))
 
 
 def timed() -> Choice:
@@ -160,38 +165,38 @@ def timed() -> Choice:
 
 
 def test_hybrid_weighs_what_past_rounds_accepted_by_what_they_cost() -> None:
-    free, fixed = slot_request(seed=None), slot_request(seed=3)
-    found, model = (0, 4.0), (1, 4)
+    fixed = slot_request(seed=3)
     for accepted, taken in ((0, False), (1, True), (4, True)):  # (1 + a) / 1 or (1 + 2) / 2
-        choice = taught(timed(), accepted)
-        assert choice.takes(free, 1, found, model) == taken
-        assert choice.takes(free, 2, found, model) == taken, "of others, before it has any"
-        assert choice.takes(fixed, 1, found, model), "whatever was measured"
-    assert not choice.takes(fixed, 1, (0, 3.0), model)
-    assert choice.takes(slot_request(seed=3, temperature=0.0), 1, (0, 3.6), model)
+        choice = timed()
+        teach(choice, accepted)
+        assert choice.takes(2, FREE, FOUR, MODEL) == taken, "of others, before it has any"
+        assert choice.takes(2, fixed, FOUR, MODEL), "whatever was measured"
+        greedy = slot_request(seed=3, temperature=0.0)
+        assert choice.takes(2, greedy, FOUR, MODEL), "what those that draw have shown says nothing"
+    assert not choice.takes(2, fixed, FOUR._replace(expected=3.0), MODEL)
     choice.forget(1)
+    choice.forget(2)
     assert not choice.held_slots()
 
 
 def test_a_model_is_judged_by_places_like_this_one() -> None:
     """Where four drafts are promised it had none accepted; elsewhere that says nothing."""
     choice = timed()
-    for _ in range(30):
-        choice.offer(1, Kind(0, 4), [9, 9, 9, 9])
-        choice.offer_model(1, 1, 4)
-        choice.learn(1, outcome(7, num_accepted=0))
-    free = slot_request()
-    assert choice.takes(free, 1, (0, 4.0), (1, 4)), "either fails, and this one is cheaper"
-    assert not choice.takes(free, 1, (0, 0.4), (1, 4))
+    for _ in range(60):
+        choice.takes(1, FREE, FOUR, MODEL)
+        choice.leave_to_model(1, FREE, *MODEL)
+        choice.learn(1, outcome(9, num_accepted=0))
+    assert choice.takes(1, FREE, FOUR, MODEL), "either fails, and this one is cheaper"
+    assert not choice.takes(1, FREE, FOUR._replace(expected=0.4), MODEL)
 
 
 def test_drafts_that_were_passed_over_teach_what_they_would_have_been() -> None:
-    choice, found, model = taught(timed(), 0), (0, 4.0), (1, 4)
-    assert not choice.takes(slot_request(), 1, found, model)
-    for _ in range(60):
-        choice.offer(1, Kind(0, 4), [5, 6, 7, 8])
-        choice.learn(1, outcome(5, 6, 7, 8, num_accepted=3))
-    assert choice.takes(slot_request(), 1, found, model)
+    choice = timed()
+    teach(choice, 0)
+    assert not choice.takes(1, FREE, FOUR, MODEL)
+    choice.forget(1)
+    teach(choice, 4)
+    assert choice.takes(1, FREE, FOUR, MODEL)
 
 
 def test_memory_is_that_of_all_with_one_cache_of_q(target: Path, draft: Path) -> None:
@@ -323,7 +328,7 @@ def test_a_choice_that_has_seen_the_sampled_token_is_rejected(
     """The same path without foresight is `hybrid` in `test_law.py`."""
     target, draft = random_chain(laws.VOCABULARY, seed=3)
     seen: set[int] = set()
-    monkeypatch.setattr(Choice, "takes", lambda _, request, slot, *__: slot in seen)
+    monkeypatch.setattr(Choice, "takes", lambda _, slot, *__: slot in seen)
     make = seeing(target, laws.drafter("hybrid", draft), laws.drafter("suffix", draft), seen)
     setting = Setting(1.0)
     backend, trials = laws.one_later(laws.BACKEND), laws.QUICK

@@ -79,31 +79,32 @@ class Suffix(Drafter):
             self._finished.clear()
         self._own = SuffixIndexes(list(slots.token_SL))
         self._first_S = [0] * slots.num_slots  # where the tokens begin that the request put out
-        self._num_shared_S = torch.zeros(slots.num_slots, dtype=torch.int64)
+        self._num_shared: dict[int, int] = {}  # of slots that are looked up
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
-        slot_B = rows.slot_B.numpy()
-        for slot in slot_B[self._own.size_N[slot_B] == 0].tolist():
-            self._enter(slot)
-        num_shared_B = self._num_shared_S[rows.slot_B]
+        num_shared = [self._entered(slot) for slot in rows.slot_B.tolist()]
+        num_shared_B = torch.from_numpy(np.array(num_shared, dtype=np.int64))
         token_BK, num_B, expected_B = propose(
             self._own, self._shared, num_shared_B, rows, self._limits
         )
         no_q_B = q_flags(len(num_B), num_B.device, real=False)
         return DraftBlock(token_BK, num_B, None, no_q_B, expected_B=expected_B)
 
-    def _enter(self, slot: int) -> None:
-        """See a request for the first time, one that was preempted again."""
-        slots, request = self.slots, self.slots.requests[slot]
-        self._first_S[slot] = max(slots.prompt_S[slot], slots.length_S[slot] - 1)
-        may_learn = not request.shows_drafts or request.params.seed is None
-        number = len(self._shared.size_N) if may_learn else self._num_fixed
-        self._num_shared_S[slot] = number
+    def _entered(self, slot: int) -> int:
+        """How many indexes of others a request looks at; of one that is new, or preempted again,
+        remember where the tokens begin that it puts out."""
+        if (number := self._num_shared.get(slot)) is None:
+            slots, request = self.slots, self.slots.requests[slot]
+            self._first_S[slot] = max(slots.prompt_S[slot], slots.length_S[slot] - 1)
+            may_learn = not request.shows_drafts or request.params.seed is None
+            number = len(self._shared.size_N) if may_learn else self._num_fixed
+            self._num_shared[slot] = number
+        return number
 
     def release(self, slot: int) -> None:
         """Keep what the request put out since it was first seen, and forget it."""
-        if self._own.size_N[slot]:
+        if self._num_shared.pop(slot, None) is not None:
             self._own.resize(slot, 0)
             if self._max_finished:
                 text = self.slots.token_SL[slot, self._first_S[slot] : self.slots.length_S[slot]]
@@ -111,8 +112,7 @@ class Suffix(Drafter):
 
     def held_slots(self) -> Iterable[int]:
         """Slots whose tokens are indexed."""
-        held: list[int] = np.flatnonzero(self._own.size_N).tolist()
-        return held
+        return self._num_shared
 
     def _learn(self, text: Array) -> None:
         """Index a text, in place of the oldest ones where there are too many, or too long ones."""

@@ -65,6 +65,7 @@ class DeviceSlotTable(SlotParameters):
             computed_S=numbers(0),
             limit_S=numbers(1),
         )
+        self.drafter_S = numbers(0)
         self._admitted: dict[int, SlotRequest] = {}
         self._blocks: list[tuple[int, int, Sequence[int]]] = []
         self._inputs: dict[int, Tensor] = {}  # of captured steps, by bucket

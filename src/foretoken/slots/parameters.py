@@ -71,7 +71,6 @@ class SlotParameters:
     Attributes:
         histories: of slots whose requests edit logits.
         requests: as they were admitted, of slots in use.
-        drafter_S: int64, the number of each slot's drafter.
         draft_faults: by slot, what drafting for one request alone has raised in this step.
     """
 
@@ -85,7 +84,6 @@ class SlotParameters:
             rule_S=torch.zeros(num_slots, dtype=torch.int64, device=device),
             values_fit=True,  # `SamplingParams` saw to it
         )
-        self.drafter_S = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._drafters = frozenset[int]()
         self.device = device
         self.histories: dict[int, SlotHistory] = {}

@@ -72,7 +72,6 @@ class SlotTable(SlotParameters):
         """Write a request's state into its slot; its blocks come with `write_blocks`."""
         for column, number in zip(self._params.columns, numbers_of(request), strict=True):
             column[slot] = number
-        self.drafter_S[slot] = request.drafter
         known = [*request.prompt_ids, *request.output_ids]
         self.token_SL[slot, : len(known)] = known
         self.token_SL[slot, len(known) :] = NO_TOKEN

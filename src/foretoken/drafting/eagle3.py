@@ -113,9 +113,10 @@ class Eagle3(Autoregressive):
         head = self._round_head
         if head is None:
             return self._draft_by_passes(rows, cache)
-        masked_B = torch.tensor([self.has_grammar(slot) for slot in rows.slot_B.tolist()])
-        if not masked_B.any():
+        masked = [self.has_grammar(slot) for slot in rows.slot_B.tolist()]
+        if not any(masked):
             return self._draft_at_once(head, rows, cache)
+        masked_B = torch.tensor(masked)
         token_BK = rows.slot_B.new_full((len(masked_B), rows.most), -1)
         for index_B in (masked_B.nonzero()[:, 0], (~masked_B).nonzero()[:, 0]):
             if len(index_B):

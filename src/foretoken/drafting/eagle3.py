@@ -104,8 +104,9 @@ class Eagle3(Autoregressive):
             return no_drafts(size, device)
         cache = self.cache if rows.warm else None
         token_BK = self._draft(rows, cache)
-        # At T=0 and under COUPLED, where nothing of q is read, too.
-        real_q_B = q_flags(size, device, real=False) if cache is None else rows.num_B > 0
+        # At T=0 and under COUPLED nothing of q is read. On the host the comparison takes 25 us.
+        alike = cache is None or (self._round_head is not None and all(rows.num_B.tolist()))
+        real_q_B = q_flags(size, device, real=cache is not None) if alike else rows.num_B > 0
         return DraftBlock(token_BK, rows.num_B, cache, real_q_B)
 
     def _draft(self, rows: DraftRows, cache: DraftCache | None) -> Tensor:

@@ -74,7 +74,7 @@ class FusedHead(NativeModel):
             self._handle,
             native_batch(slot_B, slot_B, kv.batch, kv.keys),
             struct((), *outcome, token_SL.shape[1]),
-            self._features(aux, int(kv.batch.query_start_B1[-1])),
+            self._features(aux, kv.batch.query_start_B1.tolist()[-1]),
             *self._addresses(kv),
         )
 

@@ -2,7 +2,9 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -24,13 +26,27 @@ inline void relax() {
 #endif
 }
 
-constexpr int kSpins = 4000;  // about 50 us: the gap between the loops of one forward pass, and more
+using Clock = std::chrono::steady_clock;
 
-struct Pool {
+// Longer than the gap between the loops of a pass.
+constexpr std::chrono::microseconds kSpin(50);
+// Longer than the gap between the passes of a decode step: to wake a thread takes some 50 us, and the
+// first loop of a pass as long as on one core. Meanwhile whoever wants the core gets it.
+constexpr std::chrono::microseconds kPatience(600);
+
+// Part of a job's tiles, the same part in every job of as many: where weights are read again and again,
+// those of a share stay in the cache of the thread that begins with it.
+struct alignas(64) Share {
   // High half: number of the job; low half: tiles not yet taken. Taking one is a compare-and-swap,
   // so a tile belongs to the job whose number was read with it.
   std::atomic<uint64_t> ticket{0};
-  std::atomic<int64_t> unfinished{0};
+};
+constexpr int kMostShares = 16;  // each thread looks at all of them once a job
+
+struct Pool {
+  Share shares[kMostShares];
+  std::atomic<uint64_t> job{0};  // whose tickets are all there
+  std::atomic<int64_t> unfinished{0}, count{0};
   std::atomic<Tile> tile{nullptr};
   std::atomic<void*> context{nullptr};
   std::atomic<int> sleeping{0};
@@ -40,11 +56,12 @@ struct Pool {
   std::vector<std::thread> workers;
   pid_t process = getpid();
   const int size;  // threads wanted, the calling one included
+  const int64_t parts = std::min(size, kMostShares);
 
   explicit Pool(int threads) : size(threads) {
     workers.reserve(threads);  // what may throw beside the system comes before the first thread
     try {
-      for (int i = 1; i < threads; i++) workers.emplace_back([this] { work(); });
+      for (int i = 1; i < threads; i++) workers.emplace_back([this, i] { work(i); });
     } catch (const std::system_error&) {
       // The system gives no more threads: those that there are share the work.
     }
@@ -59,54 +76,73 @@ struct Pool {
     for (auto& worker : workers) worker.join();
   }
 
-  bool take_one() {
+  // Run a tile of a share, if there is one left.
+  bool take_one(int64_t part) {
+    std::atomic<uint64_t>& ticket = shares[part].ticket;
     uint64_t seen = ticket.load(std::memory_order_acquire);
-    while (static_cast<uint32_t>(seen)) {
+    while (const int64_t left = static_cast<uint32_t>(seen)) {
       if (ticket.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) {
         try {
-          tile.load(std::memory_order_relaxed)(context.load(std::memory_order_relaxed),
-                                               static_cast<uint32_t>(seen) - 1);
+          const int64_t end = (part + 1) * count.load(std::memory_order_relaxed) / parts;
+          tile.load(std::memory_order_relaxed)(context.load(std::memory_order_relaxed), end - left);
         } catch (...) {  // the only thing that tiles do that may throw is to allocate
           failed = true;
         }
-        unfinished.fetch_sub(1, std::memory_order_release);
         return true;
       }
     }
     return false;
   }
 
-  void work() {
-    int idle = 0;
+  // Run what is left of the job, a thread's own share first.
+  void take(int64_t thread) {
+    int64_t done = 0;
+    for (int64_t i = 0; i < parts; i++)
+      while (take_one((thread + i) % parts)) done++;
+    if (done) unfinished.fetch_sub(done, std::memory_order_release);
+  }
+
+  void work(int64_t thread) {
+    uint64_t last = 0;
+    auto since = Clock::now();
     while (!stop.load(std::memory_order_relaxed)) {
-      if (take_one()) {
-        idle = 0;
-      } else if (++idle < kSpins) {
+      if (const uint64_t next = job.load(std::memory_order_acquire); next != last) {
+        take(thread);
+        last = next;
+        since = Clock::now();
+      } else if (const auto idle = Clock::now() - since; idle < kSpin) {
         relax();
+      } else if (idle < kPatience) {
+        std::this_thread::yield();
       } else {
         std::unique_lock<std::mutex> lock(sleep);
         sleeping.fetch_add(1);
-        wake.wait(lock, [this] { return stop || static_cast<uint32_t>(ticket.load()); });
+        wake.wait(lock, [&] { return stop || job.load() != last; });
         sleeping.fetch_sub(1);
-        idle = 0;
+        since = Clock::now();
       }
     }
   }
 
-  void run(int64_t count, Tile new_tile, void* new_context) {
+  void run(int64_t new_count, Tile new_tile, void* new_context) {
     tile.store(new_tile, std::memory_order_relaxed);
     context.store(new_context, std::memory_order_relaxed);
-    unfinished.store(count, std::memory_order_relaxed);
-    uint64_t job = (ticket.load(std::memory_order_relaxed) >> 32) + 1;
-    ticket.store(job << 32 | static_cast<uint64_t>(count));
+    count.store(new_count, std::memory_order_relaxed);
+    unfinished.store(new_count, std::memory_order_relaxed);
+    const uint64_t next = job.load(std::memory_order_relaxed) + 1;
+    for (int64_t i = 0; i < parts; i++) {
+      const uint64_t tiles = (i + 1) * new_count / parts - i * new_count / parts;
+      shares[i].ticket.store(next << 32 | tiles, std::memory_order_release);
+    }
+    job.store(next);
     if (sleeping.load()) {
       { std::lock_guard<std::mutex> lock(sleep); }
       wake.notify_all();
     }
-    while (take_one()) {
-    }
-    for (int spins = 0; unfinished.load(std::memory_order_acquire); spins++) {
-      if (spins < kSpins) {
+    take(0);
+    const auto since = Clock::now();
+    while (unfinished.load(std::memory_order_acquire)) {
+      if (Clock::now() - since < kSpin) {
         relax();
       } else {
         std::this_thread::yield();  // a worker that holds a tile may be waiting for this core

@@ -106,6 +106,37 @@ def test_a_loop_that_is_busy_is_called_once(engine: AsyncEngine) -> None:
     run(main())
 
 
+def test_readers_are_woken_as_the_next_pass_begins(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the end of a step, where they would wait for the interpreter; of the last they are."""
+    step, stepping, woken = engine.engine.step, False, []
+
+    def noted() -> Any:
+        nonlocal stepping
+        stepping = True
+        try:
+            return step()
+        finally:
+            stepping = False
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        real = loop.call_soon_threadsafe
+
+        def counted(*call: Any, **options: Any) -> Any:
+            woken.append(stepping)
+            return real(*call, **options)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
+        assert [d async for d in engine.generate("abc", LONG, deltas=True)][-1].finished
+
+    monkeypatch.setattr(engine.engine, "step", noted)
+    run(main())
+    assert len(woken) > 1
+    assert all(woken[:-1])
+
+
 def test_calls_as_vllms_users_write_them(
     engine: AsyncEngine, expected: dict[str, list[int]]
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from foretoken import AsyncEngine, SamplingParams
+from foretoken.ops.passes import pass_begins
 
 PARAMS = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -90,6 +91,7 @@ class Gate:
 
     def __call__(self) -> Any:
         self.asked += 1
+        pass_begins()  # readers learn of the step before, as they do when one takes long
         assert self.allowed.acquire(timeout=PATIENCE)
         self.count += 1
         return self.step()

@@ -2,8 +2,9 @@
 
 Charter: the border between event loops and the engine's thread. Commands cross to the thread by a
 queue under one condition, on which the thread sleeps when there is nothing to do; news cross back
-by `call_soon_threadsafe`. Only the thread touches the engine, and its tokenizer, whose fast kind
-does not bear two callers at once; so long prompts do not hold up an event loop either.
+by `call_soon_threadsafe`, on a host when the next pass begins (see `ops/passes.py`). Only the
+thread touches the engine, and its tokenizer, whose fast kind does not bear two callers at once; so
+long prompts do not hold up an event loop either.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from foretoken.engine.boundary import build_output, prepare, submit, take_delta
@@ -24,6 +26,7 @@ from foretoken.engine.request import RequestGroup
 from foretoken.engine.turns import HomeProcess
 from foretoken.errors import ForetokenError, RequestError, StepError, UsageError
 from foretoken.models.chat import ChatPrompt
+from foretoken.ops.passes import before_passes
 from foretoken.outputs import RequestDelta, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
 
@@ -65,24 +68,24 @@ class Mailbox:
         self._error: ForetokenError | None = None
         self._reader: asyncio.Future[None] | None = None  # the loop's own
 
-    def show(self, engine: Engine, group: RequestGroup) -> bool:
-        """From the engine's thread: put in what a request has; False if the loop is gone."""
+    def put(self, engine: Engine, group: RequestGroup) -> bool:
+        """From the engine's thread: put in what a request has; True: the reader must be told."""
         news = take_delta(engine, group) if self._deltas else build_output(engine, group)
         if news is None:
-            return True
+            return False
         with self._lock:
-            is_signalled = bool(self._unread)
+            is_told = bool(self._unread)
             if self._deltas:
                 self._unread.append(news)
             else:  # never empty in between: the reader looks without the lock
                 self._unread = [news]
-        return is_signalled or self._signal()
+        return not is_told
 
     def fail(self, error: ForetokenError) -> None:
         """From the engine's thread: there will be no more news; what is unread is read first."""
         with self._lock:
             self._error = error
-        self._signal()
+        self.tell()
 
     async def read(self) -> Any:
         """On the loop: wait for news, a `RequestOutput` or a `RequestDelta`; raises an error."""
@@ -95,7 +98,7 @@ class Mailbox:
             return unread[0] if len(unread) == 1 else RequestDelta.merge(unread)
         raise self._error or StepError("an empty mailbox was read")
 
-    def _signal(self) -> bool:
+    def tell(self) -> bool:
         """Wake the reader, once per reading so that calls do not pile up; False: no loop."""
         try:
             self._loop.call_soon_threadsafe(self._wake)
@@ -128,6 +131,7 @@ class Worker:
         self._is_closing = False
         self._failure: BaseException | None = None
         self._groups: dict[Mailbox, RequestGroup] = {}
+        self._untold: list[Mailbox] = []
         self._thread = threading.Thread(target=self._run, name="foretoken-engine", daemon=True)
         self._thread.start()
 
@@ -230,12 +234,14 @@ class Worker:
         self._wake.notify()
 
     def _run(self) -> None:
+        before_passes(self._tell)
         try:
             while self._obey():
                 if self._engine.has_work:
                     self._step()
             for mailbox in [*self._groups]:
                 self._abort(mailbox)
+            self._tell()
         except BaseException as error:  # whatever ends this thread, readers must learn of it
             with self._wake:
                 self._failure = error
@@ -255,16 +261,21 @@ class Worker:
                 self._wake.wait()
             commands, self._commands = self._commands, deque()
             is_over = self._is_closing
+        if commands:
+            self._tell()  # a prompt may take long to encode
         for command in commands:
             command()
         return not is_over
 
     def _step(self) -> None:
         changed = {*self._engine.step()}
+        self._tell()  # where there was nothing to compute
         self.metrics = self._engine.metrics.copy()
         for mailbox, group in [*self._groups.items()]:
             if group in changed or group.finished:  # in a step that failed, before it ever ran
                 self._show(mailbox, group)
+        if not (self._engine.has_work and self._engine.runner.slots.on_host):
+            self._tell()  # no pass comes, or one that another device computes
 
     def _add(
         self, mailbox: Mailbox, name: str, prompt: Prompt | ChatPrompt, params: SamplingParams
@@ -291,6 +302,7 @@ class Worker:
         if group is not None:
             self._engine.abort(group)
             self._show(mailbox, group)
+            self._tell()
 
     def _abandon(self, mailbox: Mailbox) -> None:
         group = self._groups.pop(mailbox, None)
@@ -298,11 +310,19 @@ class Worker:
             self._engine.abort(group)
 
     def _show(self, mailbox: Mailbox, group: RequestGroup) -> None:
-        is_readable = mailbox.show(self._engine, group)
+        if mailbox.put(self._engine, group):
+            self._untold.append(mailbox)
         if group.finished:
             del self._groups[mailbox]
-        elif not is_readable:
-            self._abandon(mailbox)
+
+    def _tell(self) -> None:
+        """Wake those who have news; where the loop is gone, the request ends, as no step runs."""
+        untold, self._untold = self._untold, []
+        gone = [mailbox for mailbox in untold if not mailbox.tell()]
+        if gone:
+            with self._wake:
+                for mailbox in gone:
+                    self._post(partial(self._abandon, mailbox))
 
 
 def _closed() -> UsageError:

@@ -15,6 +15,7 @@ from foretoken.cache.kv_pool import KVPool, LayerShape
 from foretoken.errors import IntegrityError, UnsupportedModelError
 from foretoken.models.attention import AttentionPass, attention_context
 from foretoken.ops import Backend, Decoder, ForwardOutput
+from foretoken.ops.passes import pass_begins
 from foretoken.ops.steps import ForwardBatch
 
 
@@ -95,6 +96,7 @@ class CausalLM:
         rows = batch.logit_row_N
         if self.fused is not None:
             return self.fused.forward(batch.token_T, rows, kv.of(batch.attention), self.aux_layers)
+        pass_begins()
         run = AttentionPass(batch, kv, self.backend)
         with torch.inference_mode(), attention_context(run):
             output = self.module(

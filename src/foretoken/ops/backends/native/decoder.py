@@ -38,6 +38,7 @@ from foretoken.ops.decoder import (
     check_common_block,
 )
 from foretoken.ops.pass_checks import check_attention_batch, check_draft_round
+from foretoken.ops.passes import pass_begins
 from foretoken.ops.types import AttentionBatch
 
 FETCHES = ("no hint", "cached")
@@ -167,10 +168,10 @@ class FusedDecoder(NativeModel):
         logits_NV = torch.empty(len(logit_row_N), self._vocab_size)
         if self._aux_for != (aux_layers, len(token_T)):
             self._allocate_aux(aux_layers, len(token_T))
-        self._library.foretoken_decoder_forward(
-            self._handle, native_batch(token_T, logit_row_N, kv.batch, kv.keys[0]),
-            *self._addresses(kv), logits_NV.data_ptr(), self._aux_fields,
-        )  # fmt: skip
+        batch = native_batch(token_T, logit_row_N, kv.batch, kv.keys[0])
+        addresses = *self._addresses(kv), logits_NV.data_ptr(), self._aux_fields
+        pass_begins()
+        self._library.foretoken_decoder_forward(self._handle, batch, *addresses)
         return ForwardOutput(logits_NV, self._aux)
 
     def _allocate_aux(self, layers: Sequence[int], tokens: int) -> None:
@@ -188,6 +189,7 @@ class FusedDecoder(NativeModel):
         nums = check_draft_round(drafting, batch.length_B, room, self._vocab_size)
         token_BK, native = native_round(drafting, max(nums))
         first = native_batch(token_T, batch.query_start_B1[1:] - 1, batch, kv.keys[0])
+        pass_begins()
         self._library.foretoken_decoder_draft(self._handle, first, *self._addresses(kv), native)
         return token_BK
 

@@ -24,6 +24,7 @@ from foretoken.ops.backends.native.decoder import (
 )
 from foretoken.ops.decoder import DraftRound, HeadModel, LayerKV, UnfitError
 from foretoken.ops.pass_checks import check_aux, check_block_table, check_draft_round, check_hidden
+from foretoken.ops.passes import pass_begins
 
 
 class FusedHead(NativeModel):
@@ -102,6 +103,7 @@ class FusedHead(NativeModel):
         token_BK, native = native_round(drafting, max(nums), hidden_SC)
         tensors = (None, None, None, length_B, block_SL)
         known = struct(tensors, len(nums), columns, block_size, 0, 0)
+        pass_begins()
         self._library.foretoken_decoder_draft(self._handle, known, *self._addresses(kv), native)
         return token_BK
 

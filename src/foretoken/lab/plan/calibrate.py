@@ -114,7 +114,8 @@ class Calibration:
         if self._sizes[-1] > config.max_num_seqs:
             bound = f"at least {self._sizes[-1]}, the largest batch"
             raise ConfigError("max_num_seqs", config.max_num_seqs, bound)
-        least = max(_PROMPTS[-1], _SHORT + self._decode(1, self._drafts[-1]).output) + 1
+        output = self._decode(1, self._drafts[-1]).output
+        least = max(_PROMPTS[-1] + _AFTER, _SHORT + output + 1)
         if limits.max_model_len < least:
             bound = f"at least {least}, to time steps"
             raise ConfigError("max_model_len", limits.max_model_len, bound)
@@ -148,7 +149,9 @@ class Calibration:
         counts = [(1, n) for n in _PROMPTS]
         counts += [(b, longest) for b in _SEVERAL if b <= config.max_num_seqs]
         # All that a step computes, in short prompts and in long ones: beyond it would be a guess.
-        counts += self._whole(longest), self._whole(self._engine.limits.max_model_len - _AFTER)
+        half = config.max_num_batched_tokens // (2 * config.max_num_seqs)
+        for length in (max(longest, half + 1), self._engine.limits.max_model_len - _AFTER):
+            counts.append(self._whole(length))
         for batch, length in dict.fromkeys(counts):
             if 0 < batch * length <= config.max_num_batched_tokens:
                 yield Case(batch, 0, length, _AFTER)
@@ -302,10 +305,10 @@ def of_pairs(steps: Sequence[PromptStep]) -> float:
     one takes, on a line over how many these are. Smaller steps take what a step takes at the least,
     whatever their tokens: with them the same line was 37 times too steep on a GPU.
     """
-    most = max(step.tokens for step in steps)
+    most = max((step.tokens for step in steps), default=0)
     large = [step for step in steps if step.tokens >= most / 2]
     lengths = [step.pairs / step.tokens for step in large]  # halves of them
-    if max(lengths) < _APART * min(lengths):
+    if not lengths or max(lengths) < _APART * min(lengths):
         return 0.0
     weights = np.sqrt([step.times for step in large])
     slope = np.polyfit(lengths, [step.seconds / step.tokens for step in large], 1, w=weights)[0]

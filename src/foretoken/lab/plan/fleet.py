@@ -58,7 +58,10 @@ class Fleet:
         if self.slots < 1:
             bound = f"at most {limits.num_blocks * limits.block_size} tokens of cache"
             raise ConfigError("input_len + output_len", self.input_len + self.output_len, bound)
-        drafts = len(self.joint_K)
+        drafts, profile = len(self.joint_K), self.profile
+        # Whether a step that was launched for who is over by then is computed to its end; without
+        # drafts nobody is over unforeseen.
+        self.outlives = profile.runs_ahead and profile.lockstep and drafts > 0
         sizes = range(self.slots + 1)
         self.seconds_T = np.array([clock.decoding([drafts] * b, 0) for b in sizes])
         more = np.array([clock.decoding([drafts] * b, b) for b in sizes])
@@ -81,6 +84,10 @@ class _Run:
         self._now_E = np.zeros(self._engines)
         self._taken_E = np.zeros(self._engines, dtype=np.int64)  # requests that got a slot
         self._active_E = np.zeros(self._engines, dtype=np.int64)
+        # Where steps are launched ahead: until when those that came take part in the coming step,
+        # and how many ended in the last one, for whom it was launched, too.
+        self._seen_E = np.zeros(self._engines)
+        self._ended_E = np.zeros(self._engines, dtype=np.int64)
         self._comes_E = arrival_EN[:, 0].copy()  # the next that gets one
         self._engine_A = self._request_A = np.zeros(0, dtype=np.int64)
         self._prompt_A = self._left_A = self._engine_A  # tokens to compute, and to make
@@ -97,8 +104,10 @@ class _Run:
         """Give free slots to requests that have come; False when all are served."""
         idle_E = (self._active_E == 0) & np.isfinite(self._comes_E)
         self._now_E = np.where(idle_E, np.maximum(self._now_E, self._comes_E), self._now_E)
+        self._seen_E = np.where(idle_E, self._now_E, self._seen_E)
         while True:
-            ready_E = (self._comes_E <= self._now_E) & (self._active_E < self._fleet.slots)
+            has_room_E = self._active_E + self._ended_E < self._fleet.slots
+            ready_E = (self._comes_E <= self._seen_E) & has_room_E
             e = np.flatnonzero(ready_E)
             if not len(e):
                 return bool(len(self._engine_A))
@@ -124,12 +133,13 @@ class _Run:
         fleet, drafts = self._fleet, len(self._fleet.joint_K)
         decodes_A = self._prompt_A == 0
         asked_A = np.clip(self._left_A - 1, 0, drafts) * decodes_A
-        count_E = self._sum(decodes_A).astype(np.int64)
+        over_E = self._ended_E * fleet.outlives
+        count_E = self._sum(decodes_A).astype(np.int64) + over_E
         context_A = (fleet.input_len + fleet.output_len - self._left_A) * decodes_A
         seconds_E = fleet.seconds_T[count_E] + fleet.context_T[count_E] * self._sum(context_A)
         chunk_A = np.zeros_like(asked_A)
         if not decodes_A.all():
-            rows_E = count_E + self._sum(asked_A)
+            rows_E = count_E + self._sum(asked_A) + drafts * over_E
             chunk_A = self._chunks(rows_E)
             if (prompts := fleet.profile.prompts) is not None:
                 pairs_A = chunk_A * (fleet.input_len - self._prompt_A + chunk_A / 2)
@@ -140,6 +150,8 @@ class _Run:
         if seen_A.any():
             seconds_E += fleet.profile.missed * fleet.input_len * self._sum(seen_A)
             self._fresh_A &= ~seen_A
+        ahead = fleet.profile.runs_ahead
+        self._seen_E = self._now_E if ahead else self._now_E + seconds_E
         self._now_E = self._now_E + seconds_E
         self._advance(decodes_A, asked_A, chunk_A)
 
@@ -159,8 +171,9 @@ class _Run:
         return chunk_A
 
     def _advance(self, decodes_A: Array, asked_A: Array, chunk_A: Array) -> None:
+        fleet = self._fleet
         u_A, accepted_A = self._chance.random(len(asked_A)), np.zeros_like(asked_A)
-        for k, rate in enumerate(self._fleet.joint_K):
+        for k, rate in enumerate(fleet.joint_K):
             accepted_A += (u_A < rate) & (k < asked_A)
         self._prompt_A = self._prompt_A - chunk_A
         first_A = (chunk_A > 0) & (self._prompt_A == 0)
@@ -169,7 +182,13 @@ class _Run:
         for what_A, times_EN in ((first_A, self._times.first_EN), (ends_A, self._times.end_EN)):
             e = self._engine_A[what_A]
             times_EN[e, self._request_A[what_A]] = self._now_E[e]
+        self._ended_E = np.zeros_like(self._active_E)
         if ends_A.any():
-            self._active_E -= self._sum(ends_A).astype(np.int64)
+            ended_E = self._sum(ends_A).astype(np.int64)
+            self._active_E -= ended_E
+            if fleet.profile.runs_ahead:
+                self._ended_E = np.where(self._active_E > 0, ended_E, 0)
+                alone_E = (ended_E - self._ended_E) * fleet.outlives
+                self._now_E += fleet.seconds_T[alone_E]
             for name in ("_engine_A", "_request_A", "_prompt_A", "_left_A", "_fresh_A"):
                 setattr(self, name, getattr(self, name)[~ends_A])

@@ -109,7 +109,8 @@ class Simulation:
         most = self.concurrency or len(waiting)
         while waiting or self.scheduler.has_work:
             under_way = len(self.scheduler.running) + len(self.scheduler.waiting)
-            if not under_way:
+            if not under_way and waiting[-1].arrival > self.now:
+                self.step()  # what was launched ahead ends while nobody waits
                 self.now = max(self.now, waiting[-1].arrival)
             while waiting and under_way < most and waiting[-1].arrival <= self.now:
                 self._add(waiting.pop())
@@ -129,8 +130,10 @@ class Simulation:
             done, self._unread = self._unread, done
         # Of what was launched ahead, requests that had all their tokens by then do not run: on a
         # host; a GPU, which drafts in lockstep, has begun, and takes as long as with them.
-        live = [s for s in done if s.request.status is not Status.FINISHED]
-        self._commit(live, done if self.profile.lockstep else live)
+        live, over = list[Share](), list[Share]()
+        for share in done:
+            (over if share.request.status is Status.FINISHED else live).append(share)
+        self._commit(live, over if self.profile.lockstep else ())
 
     def _add(self, ask: Ask) -> None:
         limits = self.profile.limits
@@ -149,8 +152,8 @@ class Simulation:
         group.samples.append(request)
         self.scheduler.add(request)
 
-    def _commit(self, shares: Sequence[Share], computed: Sequence[Share]) -> None:
-        seconds = self._clock.seconds(computed)
+    def _commit(self, shares: Sequence[Share], over: Sequence[Share]) -> None:
+        seconds = self._clock.seconds(shares, over)
         self.now += seconds
         uniforms = self._chance.random(len(shares)).tolist()
         drawn = {s.slot: self._draw(s, u) for s, u in zip(shares, uniforms, strict=True)}
@@ -210,12 +213,13 @@ class StepClock:
         self._known: dict[int, int] = {}  # tokens of a slot that its drafter has seen
         self._index_K = np.arange(profile.most_drafts)
 
-    def seconds(self, shares: Sequence[Share]) -> float:
-        """Of a step of these shares; 0 of none."""
+    def seconds(self, shares: Sequence[Share], over: Sequence[Share] = ()) -> float:
+        """Of a step of these shares, and of `over`, whose requests have ended; 0 of none."""
         prompts = self._profile.prompts
         decoding = [share for share in shares if _decodes(share)]
-        asked = [share.max_drafts for share in decoding]
-        seconds = self.decoding(asked, sum(share.start + 1 for share in decoding))
+        asked = [share.max_drafts for share in (*decoding, *over)]
+        context = sum(share.start + 1 for share in (*decoding, *over))
+        seconds = self.decoding(asked, context)
         parts = [(s.start, s.num_tokens) for s in shares if not _decodes(s)]
         if parts and prompts is not None:
             pairs = sum(count * (start + count / 2) for start, count in parts)

@@ -30,12 +30,12 @@ using Clock = std::chrono::steady_clock;
 
 // Longer than the gap between the loops of a pass.
 constexpr std::chrono::microseconds kSpin(50);
-// Longer than the gap between the passes of a decode step: to wake a thread takes some 50 us, and the
-// first loop of a pass as long as on one core. Meanwhile whoever wants the core gets it.
+// Longer than the gap between the passes of a decode step: to wake a thread takes some 50 us, and
+// the first loop of a pass as long as on one core. Meanwhile whoever wants the core gets it.
 constexpr std::chrono::microseconds kPatience(600);
 
-// Part of a job's tiles, the same part in every job of as many: where weights are read again and again,
-// those of a share stay in the cache of the thread that begins with it.
+// Part of a job's tiles, the same part in every job of as many: where weights are read again and
+// again, those of a share stay in the cache of the thread that begins with it.
 struct alignas(64) Share {
   // High half: number of the job; low half: tiles not yet taken. Taking one is a compare-and-swap,
   // so a tile belongs to the job whose number was read with it.

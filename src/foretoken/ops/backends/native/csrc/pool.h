@@ -1,8 +1,9 @@
 // Threads that share the tiles of one loop. Each begins with a part that is its own in every loop, and
 // then helps the others: weights that it read in the last pass may still be in its cache (a speculative
 // step of the embedded pair takes 4 to 8 % less on two cores than with one queue). Tiles are taken one
-// by one, so a thread that the system has put aside delays nobody by more than the tile it holds. (An OpenMP team waits for its slowest
-// member at every loop: on a busy 2-core machine a decode step went from 7 to 77 ms.)
+// by one, so a thread that the system has put aside holds up no more than the one it computes, and the
+// count of those it has done. (An OpenMP team waits for its slowest member at every loop: on a busy
+// 2-core machine a decode step went from 7 to 77 ms.)
 #pragma once
 
 #include <cstdint>

@@ -230,7 +230,7 @@ def test_a_gpu_ends_the_step_that_was_launched_for_a_request_that_is_over() -> N
     (first, without), (other, behind) = served[False], served[True]
     assert first == other
     wait = (behind.first - behind.arrival) - (without.first - without.arrival)
-    # It was launched when five tokens were to come, one of them under way: for three drafts at most.
+    # Launched when five tokens were to come, one of them under way: for three drafts at most.
     assert wait == pytest.approx(StepClock(profile).decoding([3], 208), abs=1e-5)
     assert behind.end - behind.first == pytest.approx(without.end - without.first)
     late = Simulation(profile, (1.0,) * 4, 4).run([Ask(0.0, 200, 11), Ask(9.0, 200, 11)])

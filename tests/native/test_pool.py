@@ -54,7 +54,7 @@ workers = [threading.Thread(target=work) for _ in range(3)]
 for worker in workers:
     worker.start()
 while time.monotonic() < end:
-    for count in (1, 2, 3):
+    for count in (1, 2, 3, 20):
         library.set_num_threads(count)
         time.sleep(0.001)
 for worker in workers:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from benchmarks.common import (
@@ -29,10 +30,12 @@ from foretoken.lab.workloads import heldout
 
 TEMPERATURES = (0.0, 0.8)
 BATCHES = (1, 16)
+METHODS = ("plain", "draft model", "eagle3")
 HOST_GOAL = 0.10
 PARTS = {
     "target pass": "forward",
     "drafting": "draft",
+    "drafter over the target's rows": "observe",
     "sampling and verification": "verify",
     "scheduling": "schedule",
     "commit": "commit",
@@ -88,7 +91,7 @@ class DecodeSteps:
             return 1000 * seconds / len(self.traces)
 
         parts = {
-            part: ms(sum(trace.seconds[phase] for trace in self.traces))
+            part: ms(sum(trace.seconds.get(phase, 0.0) for trace in self.traces))
             for part, phase in PARTS.items()
         }
         step = ms(sum(trace.total for trace in self.traces))
@@ -102,8 +105,9 @@ class DecodeSteps:
         return parts, {name: value / step for name, value in shares.items()}
 
 
-def measure(llm: LLM, batch: int, k: int, temperature: float, options: Any, timer: Any) -> Row:
+def measure(llm: LLM, method: str, batch: int, temperature: float, options: Any, timer: Any) -> Row:
     """Milliseconds per decode step of each part, over the repeats."""
+    k = options.k if method != "plain" else 0
     parts: dict[str, list[float]] = defaultdict(list)
     shares: dict[str, list[float]] = defaultdict(list)
     steps = requests = tokens = 0
@@ -138,15 +142,14 @@ def measure(llm: LLM, batch: int, k: int, temperature: float, options: Any, time
     values |= {name: Spread.of(v, "of the step") for name, v in shares.items()}
     values["requests_per_step"] = requests / steps
     values["tokens_per_step"] = tokens / steps
-    name = f"batch {batch}, " + (f"draft model, K={k}" if k else "plain")
-    labels = {"batch": batch, "k": k, "temperature": temperature}
+    name = f"batch {batch}, " + (f"{method}, K={k}" if k else "plain")
+    labels = {"batch": batch, "k": k, "temperature": temperature, "method": method}
     return Row(f"{name}, T={temperature:g}", labels, values)
 
 
 def main() -> None:
     options = parse(__doc__, prompts=16, max_tokens=64, repeats=5, k=5, cores=2)
     use_cores(options.cores)
-    speculation = {"method": "draft_model", "num_speculative_tokens": options.k}
     timer = QuietTimer()
     rows = []
     size = {
@@ -155,13 +158,16 @@ def main() -> None:
         "threads": options.cores,
         "enable_prefix_caching": False,  # prompts are repeated: every repeat computes its own
     }
-    with LLM(TARGET, speculation, **size) as drafted, LLM(TARGET, None, **size) as plain:
-        for llm in (drafted, plain):
+    with ExitStack() as stack:
+        llms = {}
+        for method in METHODS:
+            drafts = {"method": method.replace(" ", "_"), "num_speculative_tokens": options.k}
+            llm = LLM(TARGET, None if method == "plain" else drafts, **size)
+            llms[method] = stack.enter_context(llm)
             llm.generate(heldout(1)[0].prompt)  # warms up
-        cases = [(b, k, t) for b in BATCHES for k in (0, options.k) for t in TEMPERATURES]
-        for batch, k, temperature in progress(cases, "profile"):
-            llm = drafted if k else plain
-            rows.append(measure(llm, batch, k, temperature, options, timer))
+        cases = list(product(BATCHES, METHODS, TEMPERATURES))
+        for batch, method, temperature in progress(cases, "profile"):
+            rows.append(measure(llms[method], method, batch, temperature, options, timer))
     for row in rows:
         shown = {k: round(getattr(v, "median", v), 2) for k, v in row.values.items()}
         print(row.case, shown)
@@ -188,8 +194,8 @@ def main() -> None:
             "host_overhead: all of a step but the target's pass and drafting, over the step: "
             "scheduling, logit edits, batch, sampling, verification, commit; in older files also "
             "drafting beside its passes. The goal is about scheduling_and_sampling alone.",
-            "the rest: admitting, logit edits, the batch, what slots and drafter learn of the "
-            "outcome. commit includes reading the step's result.",
+            "the rest: admitting, logit edits, the batch, what slots learn of the outcome; in older "
+            "files the drafter over the target's rows, too. commit includes reading the step's result.",
             "outside the step: encoding prompts, decoding texts and the rest of the call, per "
             "decode step; it is in neither the step nor its host overhead.",
             timer.note(),

@@ -194,8 +194,9 @@ def main() -> None:
             "host_overhead: all of a step but the target's pass and drafting, over the step: "
             "scheduling, logit edits, batch, sampling, verification, commit; in older files also "
             "drafting beside its passes. The goal is about scheduling_and_sampling alone.",
-            "the rest: admitting, logit edits, the batch, what slots learn of the outcome; in older "
-            "files the drafter over the target's rows, too. commit includes reading the step's result.",
+            "the rest: admitting, logit edits, the batch, what slots learn of the outcome; in "
+            "older files the drafter over the target's rows, too. commit includes reading the step's "
+            "result.",
             "outside the step: encoding prompts, decoding texts and the rest of the call, per "
             "decode step; it is in neither the step nor its host overhead.",
             timer.note(),

@@ -195,8 +195,8 @@ def main() -> None:
             "scheduling, logit edits, batch, sampling, verification, commit; in older files also "
             "drafting beside its passes. The goal is about scheduling_and_sampling alone.",
             "the rest: admitting, logit edits, the batch, what slots learn of the outcome; in "
-            "older files the drafter over the target's rows, too. commit includes reading the step's "
-            "result.",
+            "older files the drafter over the target's rows, too. commit includes reading the "
+            "step's result.",
             "outside the step: encoding prompts, decoding texts and the rest of the call, per "
             "decode step; it is in neither the step nor its host overhead.",
             timer.note(),

@@ -42,6 +42,12 @@ def other_kernel(x, WIDTH: tl.constexpr):
     tl.store(x + tl.arange(0, WIDTH), 1.0)
 
 
+@triton.jit(do_not_specialize=["size"])
+def fill_kernel(x, size, WIDTH: tl.constexpr):
+    i = tl.arange(0, WIDTH)
+    tl.store(x + i, size, mask=i < size)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[Any, ...]]:
     """What compiled kernels are called with: number of the kernel, grid, arguments."""
@@ -67,7 +73,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[tuple[Any, ...
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(compiled, "_kernels", {})
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    for kernel in (scale_kernel, other_kernel):
+    for kernel in (scale_kernel, other_kernel, fill_kernel):
         kernel.device_caches.clear()
     return made
 
@@ -111,6 +117,18 @@ def test_other_arguments_have_kernels_of_their_own(calls: list[Any]) -> None:
     assert numbers[: len(others)] == numbers[len(others) :] == list(range(1, len(others) + 1))
 
 
+def test_a_size_that_is_not_compiled_in_shares_its_kernel(calls: list[Any]) -> None:
+    x = torch.zeros(8)
+    for size in (1, 5, 16, 2**40):
+        compiled.launch(fill_kernel, (1,), x, size, WIDTH=8)
+    assert [(number, given[1]) for number, _, given in calls] == [
+        (1, 1),
+        (1, 5),
+        (1, 16),
+        (2, 2**40),
+    ]
+
+
 def test_a_shared_argument_is_packed_once(calls: list[Any]) -> None:
     x, y = torch.zeros(8), torch.zeros(8)
     for one, other in ((x, None), (x, y), (x.half(), None)):
@@ -148,7 +166,7 @@ def test_what_is_noted_is_compiled_and_not_launched(
         assert calls == []
         cached = [len(kernel.device_caches[0][0]) for kernel in (scale_kernel, other_kernel)]
         assert cached == [1, 1]
-        for kernel in (scale_kernel, other_kernel):
+        for kernel in (scale_kernel, other_kernel, fill_kernel):
             kernel.device_caches.clear()
     assert missing == ([] if processes == 1 else [(2, 2)]), "not those on disk"
     scale(x, y)

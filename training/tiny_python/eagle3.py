@@ -56,6 +56,8 @@ class HeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     intermediate: int = 640
+    heads: int = 4
+    kv_heads: int = 2
     aux_layers: tuple[int, ...] = (2, 10, 17)
     muon_share: float = 0.0
     trial_steps: int = 120
@@ -101,6 +103,10 @@ def build_trainer(
         norm_output=config.norm_output,
     )
     described["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [*config.aux_layers]
+    described |= {
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+    }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     weights = module.get_input_embeddings().weight, module.get_output_embeddings().weight
@@ -116,12 +122,19 @@ def build_trainer(
 
 @torch.no_grad()
 def begin_from(trainer: Trainer, config: HeadConfig, folder: Path) -> None:
-    """Take over a head, which may be narrower and read fewer states: what is new adds nothing."""
+    """Take over a head, which may be narrower, have fewer heads of attention and read fewer states:
+    what is new adds nothing. Of a wider one the units with the largest weights remain."""
     stored = load_file(folder / "model.safetensors", device=config.device)
+    names = [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    gate, up, down = (stored[name].float() for name in names)
+    sizes_I = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)
+    kept_I = sizes_I.topk(min(config.intermediate, len(sizes_I))).indices.sort().values
+    for name, dim in zip(names, (0, 0, 1), strict=True):
+        stored[name] = stored[name].index_select(dim, kept_I)
     width, known = trainer.target.embedding.shape[1], read_eagle3_config(folder).aux_layers
     for name, weight in trainer.weights.items():
         given = stored[name.replace("layers.0.", "midlayer.")].to(weight)
-        if name.endswith(("fc.weight", "down_proj.weight")):
+        if name.endswith(("fc.weight", "o_proj.weight", "down_proj.weight")):
             weight.zero_()
         if name == "fc.weight":
             places = [config.aux_layers.index(layer) for layer in known or ()]
@@ -260,6 +273,8 @@ def main() -> None:
         "sample_rows",
         "held_rows",
         "intermediate",
+        "heads",
+        "kv_heads",
         "trial_steps",
         "seed",
     ):

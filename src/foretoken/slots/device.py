@@ -88,31 +88,34 @@ class DeviceSlotTable(SlotParameters):
         """A step's requests as tensors, and what the host has added since the last one."""
         self._flush()
         self._shape = shape
-        size = len(step.slot_B) if shape is None else shape.size
-        staging = Staging((3, size), torch.int64, self.device)
-        host, numbers = staging.host, staging.host.numpy()
         count = len(step.slot_B)
+        size = count if shape is None else shape.size
+        staging = Staging((3, _even(size)), torch.int64, self.device)
+        host, numbers = staging.host, staging.host.numpy()
         numbers[0, :count], numbers[1, :count] = step.slot_B, step.num_tokens_B
         numbers[2, :count] = step.max_drafts_B
         numbers[0, count:], numbers[1, count:], numbers[2, count:] = self.spare, 1, 0
         if shape is None:
-            slot_B, num_tokens_B, max_drafts_B = host.to(self.device, non_blocking=True).unbind()
+            sent = host.to(self.device, non_blocking=True)
             most = max(step.max_drafts_B)
             asked = (self.requests.get(slot) for slot in step.slot_B)
             warm = any(request is None or request.params.temperature > 0 for request in asked)
         else:  # a captured step reads its numbers where it read them when it was captured
             if size not in self._inputs:
                 self._inputs[size] = torch.empty_like(host, device=self.device)
-            self._inputs[size].copy_(host, non_blocking=True)
-            slot_B, num_tokens_B, max_drafts_B = self._inputs[size].unbind()
+            sent = self._inputs[size].copy_(host, non_blocking=True)
             most, warm = shape.most_drafts, shape.warm
         staging.give_back()
+        slot_B, num_tokens_B, max_drafts_B = sent[:, :size].unbind()
         if all(step.decides_B):
             return StepRows(
                 step, slot_B, num_tokens_B, slot_B, max_drafts_B, None, most, warm, shape
             )
-        both = np.array([step.slot_B, step.max_drafts_B])[:, list(step.decides_B)]
-        slot_D, max_drafts_D = self._sent(np.ascontiguousarray(both))
+        numbers = np.array([step.slot_B, step.max_drafts_B])[:, list(step.decides_B)]
+        deciding = numbers.shape[1]
+        both = np.zeros((2, _even(deciding)), dtype=np.int64)
+        both[:, :deciding] = numbers
+        slot_D, max_drafts_D = self._sent(both)[:, :deciding].unbind()
         of_B = self._sent(np.array(step.of_B, dtype=np.int64))
         return StepRows(step, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most, warm)
 
@@ -182,6 +185,11 @@ class DeviceSlotTable(SlotParameters):
 
     def _sent(self, array: Array) -> Tensor:
         return to_device(array, self.device)
+
+
+def _even(size: int) -> int:
+    """Rows of so many int64 lie at multiples of 16 bytes: kernels are compiled anew for others."""
+    return size + size % 2
 
 
 def _tokens(rows: StepRows, num_D: Tensor) -> StepTokens:

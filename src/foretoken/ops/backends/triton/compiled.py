@@ -131,14 +131,15 @@ def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
     """A function that packs arguments nested as these are, and raises an error at others.
 
     It returns them with tensors replaced by their addresses, and what a kernel is compiled for:
-    constants, dtypes, which integers are 1, multiples of 16 or beyond 32 bits, and addresses modulo
-    16 unless all are 0. Written out, since a loop over 40 arguments takes 3 times as long.
+    constants, dtypes, which integers are 1, multiples of 16 or beyond 32 bits (of those in
+    `do_not_specialize` only this), and which addresses are multiples of 16 unless all are. Written
+    out, since a loop over 40 arguments takes 3 times as long.
     """
-    number = len(given)
-    if kernel is not None:
-        number = next((p.num for p in kernel.params if p.is_constexpr), number)
+    params = [] if kernel is None else kernel.params
+    number = next((p.num for p in params if p.is_constexpr), len(given))
     names: dict[type, list[str]] = {kind: [] for kind in (Tensor, Shared, int, NoneType, object)}
     tensors, shared, integers, nones, others = names.values()
+    sizes = list[str]()  # integers that a kernel is compiled for all of
 
     def pattern(value: Any) -> str:
         if isinstance(value, tuple):
@@ -148,9 +149,15 @@ def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
         return names[kind][-1]
 
     constants = [f"constant{i}" for i in range(len(given) - number)]
-    arguments = "".join(f"{name}, " for name in (*map(pattern, given[:number]), *constants))
+    runtime = [*map(pattern, given[:number])]
+    for param, name in zip(params, runtime, strict=False):
+        if param.do_not_specialize and name in integers:
+            integers.remove(name)
+            sizes.append(name)
+    arguments = "".join(f"{name}, " for name in (*runtime, *constants))
     kinds = constants + [f"{name}.kind" for name in shared] + [f"{name}.dtype" for name in tensors]
     kinds += [f"{name} == 1, not {name} % 16, {name} >> 31" for name in integers]
+    kinds += [f"{name} >> 31" for name in sizes]
     kinds += [f"{name}.__class__" for name in others]
     lines = [f"({arguments}) = given", f"kinds = ({''.join(f'{kind}, ' for kind in kinds)})"]
     if nones:
@@ -158,7 +165,7 @@ def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
     lines += [f"{name} = {name}.data_ptr()" for name in tensors]
     lines += [f"{name} = {name}.packed" for name in shared]
     if tensors:
-        odd = ", ".join(f"{name} % 16" for name in tensors)
+        odd = ", ".join(f"not {name} % 16" for name in tensors)
         lines.append(f"if ({' | '.join(tensors)}) % 16: kinds += ({odd},)")
     scope: dict[str, Any] = {}
     body = "\n    ".join([*lines, f"return ({arguments}), kinds"])

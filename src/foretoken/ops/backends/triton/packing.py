@@ -39,7 +39,7 @@ class Table(NamedTuple):
 class RoundPlan(NamedTuple):
     """A round of drafting: the numbers of `DraftRows`, then those of `Round`.
 
-    place_3KB: position, length, index; its rows are `stride` apart
+    place_3KB: position, length, index
     """
 
     slot_B: Tensor
@@ -48,14 +48,12 @@ class RoundPlan(NamedTuple):
     kept_B: Tensor
     index_B1: Tensor
     place_3KB: Tensor
-    stride: int
-    most: int
     known: int
     max_len: int
 
 
 class Out(NamedTuple):
-    """The tensors of `ForwardBatch`, and their sizes."""
+    """The tensors of `ForwardBatch`."""
 
     token_T: Tensor
     position_T: Tensor
@@ -63,32 +61,31 @@ class Out(NamedTuple):
     start_B1: Tensor
     length_B: Tensor
     block_BL: Tensor
-    B: int
-    T: int
-    N: int
     block_size: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "T", "N", "most", "stride"])
 def pack_kernel(
-    table: Table, step: StepTokens, plan: RoundPlan, out: Out, KP: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    table: Table, step: StepTokens, plan: RoundPlan, out: Out, B, T, N, most, stride,
+    KP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs: (request, SPAN columns of the block table). The first of each do all the rest.
 
     step, plan: one of them is None.
+    T, N: sizes of `token_T` and `row_N`.
+    most, stride: of a plan, K and the distance of rows of `place_3KB`.
     """
     wait_for_writes(OVERLAP)
     table, out = table, out  # see `records.py`
     if plan is not None:
         plan = plan
     b, part = tl.program_id(0), tl.program_id(1)
-    span = _span(table, step, plan, b, b < out.B)
+    span = _span(table, step, plan, b, b < B)
     length = span.start + span.count
     drafts, passes, trash = span.count * 0, 0, span.slot * 0
     if plan is not None:
         room = tl.maximum(plan.max_len + 1 - tl.load(plan.position_B + b), 0)
-        drafts, passes = tl.minimum(tl.load(plan.num_B + b), room), plan.most
+        drafts, passes = tl.minimum(tl.load(plan.num_B + b), room), most
         trash = tl.load(table.block_SL + table.spare * table.L)
     owned = tl.cdiv(length + drafts, out.block_size)
     reached = tl.minimum(tl.cdiv(length + passes, out.block_size), table.L)
@@ -101,21 +98,21 @@ def pack_kernel(
     if plan is not None:
         i, last = tl.arange(0, KP), tl.minimum(plan.max_len, table.L * out.block_size)
         end = tl.minimum(length + i, last)
-        place, size = plan.place_3KB + i * plan.stride + b, plan.most * plan.stride
-        tl.store(place, end - 1, mask=i < plan.most)
-        tl.store(place + size, end, mask=i < plan.most)
-        tl.store(place + 2 * size, i, mask=i < plan.most)
+        place, size = plan.place_3KB + i * stride + b, most * stride
+        tl.store(place, end - 1, mask=i < most)
+        tl.store(place + size, end, mask=i < most)
+        tl.store(place + 2 * size, i, mask=i < most)
         tl.store(plan.kept_B + b, drafts)
         tl.store(plan.index_B1 + b, b)
-        if b == out.B - 1:
-            tl.store(plan.index_B1 + out.B, out.B)
+        if b == B - 1:
+            tl.store(plan.index_B1 + B, B)
     first_token, first_row = span.count * 0, span.want * 0
     for begin in range(0, b, AT_ONCE):
         others = begin + tl.arange(0, AT_ONCE)
         before = _span(table, step, plan, others, others < b)
         first_token += tl.sum(before.count, 0)
         first_row += tl.sum(before.want, 0)
-    _store_packed(table, out, b, span, first_token, first_row)
+    _store_packed(table, out, b, span, first_token, first_row, B, T, N)
 
 
 @triton.jit
@@ -151,7 +148,7 @@ def _going_on(table: Table, slot_B, i, live):
 
 
 @triton.jit
-def _store_packed(table: Table, out: Out, b, span, first_token, first_row):
+def _store_packed(table: Table, out: Out, b, span, first_token, first_row, B, T, N):
     """Write the tokens and rows of request b; behind the last request's also padding."""
     j, its_tokens = tl.arange(0, SPAN), table.token_SL + span.slot * table.W + span.start
     for begin in range(0, span.count, SPAN):
@@ -163,12 +160,12 @@ def _store_packed(table: Table, out: Out, b, span, first_token, first_row):
     tl.store(out.row_N + first_row + j, end_token - span.want + j, mask=j < span.want)
     tl.store(out.start_B1 + b, first_token)
     tl.store(out.length_B + b, span.start + span.count)
-    if b == out.B - 1:
-        tl.store(out.start_B1 + out.B, end_token)
+    if b == B - 1:
+        tl.store(out.start_B1 + B, end_token)
         token = tl.load(table.token_SL + span.slot * 0 + table.spare * table.W)
-        for begin in range(end_token, out.T, SPAN):
+        for begin in range(end_token, T, SPAN):
             i = begin + j
-            tl.store(out.token_T + i, token, mask=i < out.T)
-            tl.store(out.position_T + i, 0, mask=i < out.T)
-        for begin in range(end_row, out.N, SPAN):
-            tl.store(out.row_N + begin + j, 0, mask=begin + j < out.N)
+            tl.store(out.token_T + i, token, mask=i < T)
+            tl.store(out.position_T + i, 0, mask=i < T)
+        for begin in range(end_row, N, SPAN):
+            tl.store(out.row_N + begin + j, 0, mask=begin + j < N)

@@ -1,6 +1,7 @@
 """Bookkeeping of a step over its slots, a kernel or two each; see `foretoken.ops.steps.Steps`.
 
-Sizes of batches are no constants, so that a kernel is compiled once for nearly all of them.
+Sizes of batches are no constants, and nothing is compiled in of whether one is 1 or a multiple of
+16, so that a kernel is compiled once for all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from foretoken.ops.types import AttentionBatch, Verdict
 TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def count_kernel(table: Table, slot_B, most_B, num_B, position_B, B, OVERLAP: tl.constexpr):
     """A program counts for AT_ONCE requests."""
     wait_for_writes(OVERLAP)
@@ -36,7 +37,7 @@ def count_kernel(table: Table, slot_B, most_B, num_B, position_B, B, OVERLAP: tl
     tl.store(position_B + b, length, mask=b < B)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def put_kernel(
     table: Table, slot_B, position_B, num_B, token_BK, K, last_id, KP: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -51,7 +52,7 @@ def put_kernel(
     tl.store(its_drafts + i, tl.minimum(tl.maximum(token, 0), last_id), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "K"])
 def advance_kernel(
     table: Table, step: StepTokens, verdict: Verdict, packet, B, K, KP: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -85,7 +86,7 @@ def advance_kernel(
     tl.store(table.computed_S + slot, computed + num_tokens + accepted, mask=goes_on)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B", "T"])
 def shift_kernel(
     table: Table, slot_B, start_B1, length_B, token_T, row_B, B, T, OVERLAP: tl.constexpr
 ):  # fmt: skip
@@ -106,7 +107,7 @@ def shift_kernel(
         tl.store(token_T + t, tl.maximum(token, 0), mask=t < stop)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def join_kernel(drafts, num_B, token_BK, B, K: tl.constexpr, OVERLAP: tl.constexpr):
     """A program joins the drafts of AT_ONCE requests. drafts: K of [B]."""
     wait_for_writes(OVERLAP)
@@ -146,7 +147,7 @@ def search_kernel(
     tl.store(rank_BP + b * parts + part, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["K"])
 def found_kernel(
     table: Table, slot_B, num_B, position_B, rank_BP, parts, token_BK, kept_B, K,
     KP: tl.constexpr, PP: tl.constexpr, OVERLAP: tl.constexpr,
@@ -209,9 +210,7 @@ def begin_round(
     # Rows at multiples of 16 bytes: kernels are compiled anew for other addresses.
     place_3KB = _empty(like, 3, rows.most, requests + requests % 2)
     kept_B, index_B1 = _empty(like, requests), _empty(like, requests + 1)
-    plan = RoundPlan(
-        *rows[:3], kept_B, index_B1, place_3KB, place_3KB.shape[2], rows.most, known, max_len
-    )
+    plan = RoundPlan(*rows[:3], kept_B, index_B1, place_3KB, known, max_len)
     sizes = PackSizes(known * requests, requests, known)
     first = _pack(state, requests, (None, plan), sizes, block_size)
     return Round(kept_B, first, index_B1, *place_3KB[:, :, :requests])
@@ -261,11 +260,12 @@ def _pack(
     out = Out(
         _empty(like, sizes.tokens), _empty(like, sizes.tokens), _empty(like, sizes.rows),
         _empty(like, requests + 1), _empty(like, requests), _empty(like, requests, columns),
-        requests, sizes.tokens, sizes.rows, block_size,
+        block_size,
     )  # fmt: skip
-    width = triton.next_power_of_2(plan.most) if plan else 1
-    grid = (requests, -(-columns // SPAN.value))
-    _launch(pack_kernel, grid, like.device, _table(state), step, plan, out, width)
+    _, most, stride = plan.place_3KB.shape if plan else (3, 1, 0)
+    grid, numbers = (requests, -(-columns // SPAN.value)), (sizes.tokens, sizes.rows, most, stride)
+    given = (_table(state), step, plan, out, requests, *numbers, triton.next_power_of_2(most))
+    _launch(pack_kernel, grid, like.device, *given)
     where = (out.start_B1, out.length_B, out.block_BL, block_size)
     attention = AttentionBatch(*where, most_queries=sizes.queries, values_fit=True)
     return ForwardBatch(out.token_T, out.position_T, out.row_N, attention)

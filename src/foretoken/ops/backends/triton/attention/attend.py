@@ -198,7 +198,7 @@ def write_new(
     number = _query_heads(qkv_TW, key_cache, value_cache)
     shape = _shape(number, key_cache, value_cache, AttentionOptions(1.0))
     tokens, requests = qkv_TW.shape[0], batch.length_B.shape[0]
-    block, at_once = (4 if tokens <= 256 else 16), min(128, triton.next_power_of_2(requests))
+    block, at_once = (4 if tokens <= 256 else 16), 16 if requests <= 16 else 128
     launch(
         write_new_kernel, (triton.cdiv(tokens, block), shape.kv_heads),
         records.Rows(qkv_TW, qkv_TW.stride(0), shape.size), heads,

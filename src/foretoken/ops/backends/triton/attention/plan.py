@@ -98,7 +98,7 @@ def _share(
     return _Share(first, count, length, early, late, tl.cdiv(count * G, MANY_ROWS), count <= FEW)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def plan_kernel(
     query_start_B1, length_B, work: Work, B, G: tl.constexpr, WINDOW: tl.constexpr,
     SIZE: tl.constexpr, COUNT: tl.constexpr, STEP: tl.constexpr,

@@ -10,7 +10,7 @@ from foretoken.ops.backends.triton.attention.rows import load_angles, load_heads
 from foretoken.ops.backends.triton.rows import let_next_start, wait_for_writes
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def write_new_kernel(
     rows: Rows, heads: HeadInputs, cache: Cache, query_start_B1, length_B, B,
     H: tl.constexpr, H_KV: tl.constexpr, D: tl.constexpr, D_V: tl.constexpr,

@@ -24,7 +24,7 @@ from foretoken.engine.request import Share
 from foretoken.ops import Backend
 
 _OPENMP_THREADS = torch.get_num_threads()  # before we set it
-_STEPS = 5  # whose median stands for a count
+_STEPS = 3  # whose median stands for a count
 _PAUSE, _LONGEST_PAUSE = 64, 4096  # steps between trials of the slower count
 _CLEARLY = 0.95  # of the other's time: enough to change
 _HOPELESS = 2.0  # times the other's: a trial ends at the first such step
@@ -89,10 +89,9 @@ class StepThreads:
             tokens = sum(share.num_tokens + share.max_drafts for share in shares)
             decodes, choice = all(share.num_tokens == 1 for share in shares), self._prompts
             if decodes:
-                size, crowded = _rounded(tokens), self._prompts is not None
-                if size not in self._choices:
-                    self._choices[size] = _Choice(self.most, crowded)
-                choice = self._choices[size]
+                counts = (1, self.most) if self._prompts else (self.most, 1)
+                size = _rounded(tokens)
+                choice = self._choices.get(size) or self._choices.setdefault(size, _Choice(*counts))
         if choice is None:
             self._use(self.most)
             yield
@@ -105,7 +104,7 @@ class StepThreads:
         if decodes and not choice.crowded:
             self._prompts = None
         elif self._prompts is None:
-            self._prompts = _Choice(self.most, crowded=True, collapsed=True)
+            self._prompts = _Choice(1, self.most, collapsed=True)
 
     def _use(self, count: int) -> None:
         self._backend.set_num_threads(count)
@@ -115,28 +114,29 @@ class StepThreads:
 
 
 class _Choice:
-    """Which is faster for steps of one kind, one thread or several, by the latest times per token.
+    """Which of two counts is faster for steps of one kind, by the latest times per token.
 
-    First come some steps with one, then with several: what threads keep in the caches of their
-    cores is gone after a step with another count. The slower count is tried again after 64 steps,
-    and after twice as many each time that it stays the slower, or later if a step with it takes
-    very long; a count whose steps have become slower than the other's last were is left at once.
+    Both are tried in turns at first. The slower one is tried again after 64 steps, and after twice
+    as many each time that it stays the slower, or later if a step with it takes very long; a count
+    whose steps have become slower than the other's last were is left at once.
 
     Attributes:
         crowded: one thread is taken because steps with all took many times as long.
     """
 
-    def __init__(self, most: int, crowded: bool, collapsed: bool = False) -> None:
-        self._taken, self._other, self.crowded = 1, most, crowded
-        self._seconds: dict[int, deque[float]] = {n: deque(maxlen=_STEPS) for n in (1, most)}
-        if collapsed:  # steps with `most` do: as if that had been tried
-            self._seconds[most].extend([math.inf] * _STEPS)
+    def __init__(self, first: int, second: int, collapsed: bool = False) -> None:
+        self._taken, self._other = first, second
+        self._seconds: dict[int, deque[float]] = {n: deque(maxlen=_STEPS) for n in (first, second)}
+        if collapsed:  # steps with `second` do: as if that had been tried
+            self._seconds[second].extend([math.inf] * _STEPS)
         self._wait = self._pause = _PAUSE
+        self.crowded = first == 1
 
     def next(self) -> int:
         """The count for the coming step."""
-        enough = len(self._seconds[self._taken]) == _STEPS
-        return self._other if enough and len(self._seconds[self._other]) < _STEPS else self._taken
+        if len(self._seconds[self._other]) < min(_STEPS, len(self._seconds[self._taken])):
+            return self._other
+        return self._taken
 
     def observe(self, count: int, seconds: float) -> None:
         """Learn from a step, by its seconds per token; settle once there are enough of both."""

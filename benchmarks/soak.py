@@ -40,7 +40,7 @@ from foretoken.models import load_tokenizer, resolve_checkpoint
 NUM_DISTINCT, LEAST_DISTINCT = 300, 100
 MOST_PROCESSES = 12
 CHECK_EVERY = 50  # steps between two checks of every block and slot
-PAUSES = [0, 20, 40, 100]  # steps between two waves; in the longest all end, size after size
+PAUSES = [0, 20, 40, 100]  # steps between two waves; in the longest many end, size after size
 ABORTED = 0.001  # of those there are, in a step
 MOST_PARTED = 100  # samples that are looked into; more would be a bug, and take long
 TO_START = 60  # seconds, at most, until a process serves requests alone

@@ -20,10 +20,11 @@ from foretoken import LLM, SamplingParams
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError
+from foretoken.ops import get_backend
 from foretoken.ops.steps import DraftRows
 from foretoken.outputs import RequestOutput
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult, StepRows
+from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
 from tests.engine.test_traced_tokens import check_equal as check_traces
 from tests.models.heads import head_of
 
@@ -270,6 +271,29 @@ def test_as_many_rows_as_tokens_need_not_be_all_tokens_in_order(
         return llm.generate(prompts, asked)
 
     check_equal(serve(False), serve(True))
+
+
+def test_numbers_of_a_step_lie_where_no_kernel_is_compiled_anew() -> None:
+    """At multiples of 16 bytes, and of a captured step where they lay when it was captured."""
+    steps = get_backend("torch").steps
+    sizes: dict[str, Any] = {"max_tokens": 8, "max_drafts": 2, "blocks": 2, "trash_block": 0}
+    table = DeviceSlotTable(6, torch.device("cpu"), steps, **sizes)
+    for size in (1, 2, 3, 5):
+        for deciding in {size, size - 1} - {0}:
+            decides = [True] * deciding + [False] * (size - deciding)
+            numbers = list(range(size)), [1] * size, [i % 3 for i in range(size)], decides
+            none = [[-1] * size] * 2
+            step = StepInput(*numbers, *none, [False] * size)
+            shape = StepShape(size + 2, 2, False, frozenset(), False) if all(decides) else None
+            for captured in {None, shape}:
+                rows, again = table.begin(step, captured), table.begin(step, captured)
+                sent = rows.slot_B, rows.num_tokens_B, rows.slot_D, rows.max_drafts_D
+                assert [part.data_ptr() % 16 for part in sent] == [0] * 4
+                count = size if captured is None else captured.size
+                assert rows.num_tokens_B.tolist() == [1] * count
+                assert rows.max_drafts_D.tolist()[:deciding] == numbers[2][:deciding]
+                same = rows.max_drafts_D.data_ptr() == again.max_drafts_D.data_ptr()
+                assert captured is None or same
 
 
 def test_tokens_of_a_request_that_lost_its_slot_are_not_the_next_ones(

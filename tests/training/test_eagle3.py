@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from foretoken.errors import ConfigError
 from foretoken.models.eagle3_config import read_eagle3_config
 from training.tiny_python import eagle3
 from training.tiny_python.corpus import SourceFile, write_split
@@ -76,8 +77,14 @@ def test_a_run_goes_on_from_a_narrower_head_by_the_best_optimizer(
     for name, start, others in (
         ("same", head, {"intermediate": 32, "aux_layers": (2, 0, 1)}),
         ("wide", head, {"intermediate": 48, "aux_layers": (0, 1, 2)}),
+        ("more", head, {"intermediate": 32, "aux_layers": (2, 0, 1), "heads": 8, "kv_heads": 4}),
         ("fresh", None, {"intermediate": 32, "aux_layers": (2, 0, 1)}),
     ):
         started[name] = run(name, start, **others).trainer(10).evaluate(narrow.held_NL, 4, 0.8)
     assert started["wide"] == pytest.approx(started["same"], abs=1e-6), "what is new adds nothing"
+    assert started["more"] == pytest.approx(started["same"], abs=1e-6), "nor more attention"
     assert started["fresh"] != pytest.approx(started["same"], abs=1e-4)
+    for i, (heads, kv_heads) in enumerate(((8, 2), (4, 4), (2, 1))):
+        bad = run(f"bad{i}", head, aux_layers=(2, 0, 1), heads=heads, kv_heads=kv_heads)
+        with pytest.raises(ConfigError, match="heads, kv_heads"):
+            bad.trainer(10)

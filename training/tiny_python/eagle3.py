@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
+from foretoken.errors import ConfigError
 from foretoken.lab.train_eagle3.export import describe_head, save_weights, write_card
 from foretoken.lab.train_eagle3.texts import Batches, cut
 from foretoken.lab.train_eagle3.trainer import Recipe, Target, Trainer
@@ -122,8 +123,18 @@ def build_trainer(
 
 @torch.no_grad()
 def begin_from(trainer: Trainer, config: HeadConfig, folder: Path) -> None:
-    """Take over a head, which may be narrower, have fewer heads of attention and read fewer states:
-    what is new adds nothing. Of a wider one the units with the largest weights remain."""
+    """Take over a head, which may be narrower, have fewer heads of attention and read fewer states.
+
+    What is new adds nothing. Of a wider one the units with the largest weights remain.
+
+    Raises:
+        ConfigError: heads of attention would be lost, or share other heads of keys and values.
+    """
+    start = read_eagle3_config(folder).layer
+    had = start.num_attention_heads, start.num_key_value_heads
+    if config.heads < had[0] or config.heads * had[1] != config.kv_heads * had[0]:
+        bound = f"a multiple of {had[0]} and {had[1]}, those of the head in `{folder}`"
+        raise ConfigError("heads, kv_heads", (config.heads, config.kv_heads), bound)
     stored = load_file(folder / "model.safetensors", device=config.device)
     names = [f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
     gate, up, down = (stored[name].float() for name in names)
@@ -182,7 +193,7 @@ class Run:
         self.batches = Batches(own_NL, real_NL, config.rows, config.real_share, config.seed)
 
     def trainer(self, steps: int) -> Trainer:
-        """Of a head that is in `head`: a fresh one, or a wider one than at the start."""
+        """Of a head that is in `head`: a fresh one, or one that begins as the one at the start."""
         config = self.config
         sample_BT = self.held_NL[: config.rows].long()
         trainer = build_trainer(config, self.module, sample_BT, steps, self.out / "head")

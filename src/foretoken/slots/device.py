@@ -111,10 +111,10 @@ class DeviceSlotTable(SlotParameters):
             return StepRows(
                 step, slot_B, num_tokens_B, slot_B, max_drafts_B, None, most, warm, shape
             )
-        numbers = np.array([step.slot_B, step.max_drafts_B])[:, list(step.decides_B)]
-        deciding = numbers.shape[1]
+        chosen = np.array([step.slot_B, step.max_drafts_B])[:, list(step.decides_B)]
+        deciding = chosen.shape[1]
         both = np.zeros((2, _even(deciding)), dtype=np.int64)
-        both[:, :deciding] = numbers
+        both[:, :deciding] = chosen
         slot_D, max_drafts_D = self._sent(both)[:, :deciding].unbind()
         of_B = self._sent(np.array(step.of_B, dtype=np.int64))
         return StepRows(step, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most, warm)
@@ -188,7 +188,8 @@ class DeviceSlotTable(SlotParameters):
 
 
 def _even(size: int) -> int:
-    """Rows of so many int64 lie at multiples of 16 bytes: kernels are compiled anew for others."""
+    """`size`, or one more: then rows of int64 lie at multiples of 16 bytes; for others kernels are
+    compiled anew."""
     return size + size % 2
 
 

@@ -79,7 +79,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
 
     Args:
         given: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
-            them; constants may follow.
+            them; constants may follow. None is a bool, nor now an integer and now a float.
         named: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted
@@ -132,14 +132,14 @@ def _packer(given: tuple[Any, ...], kernel: Any) -> _Packer:
 
     It returns them with tensors replaced by their addresses, and what a kernel is compiled for:
     constants, dtypes, which integers are 1, multiples of 16 or beyond 32 bits (of those in
-    `do_not_specialize` only this), and which addresses are multiples of 16 unless all are. Written
-    out, since a loop over 40 arguments takes 3 times as long.
+    `do_not_specialize` only the last), and, unless all addresses are multiples of 16, which are.
+    Written out, since a loop over 40 arguments takes 3 times as long.
     """
     params = [] if kernel is None else kernel.params
     number = next((p.num for p in params if p.is_constexpr), len(given))
     names: dict[type, list[str]] = {kind: [] for kind in (Tensor, Shared, int, NoneType, object)}
     tensors, shared, integers, nones, others = names.values()
-    sizes = list[str]()  # integers that a kernel is compiled for all of
+    sizes = list[str]()  # integers whose values are not compiled in
 
     def pattern(value: Any) -> str:
         if isinstance(value, tuple):

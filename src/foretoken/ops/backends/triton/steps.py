@@ -1,7 +1,7 @@
 """Bookkeeping of a step over its slots, a kernel or two each; see `foretoken.ops.steps.Steps`.
 
-Sizes of batches are no constants, and nothing is compiled in of whether one is 1 or a multiple of
-16, so that a kernel is compiled once for all of them.
+Sizes of batches are arguments, and whether one is 1 or a multiple of 16 is not compiled in, so that
+a kernel is compiled once for all of them. Of K its power of 2 is.
 """
 
 from __future__ import annotations

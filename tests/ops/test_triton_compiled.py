@@ -22,6 +22,11 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from foretoken.ops.steps import PackSizes, StepTokens
+from foretoken.ops.types import Verdict
+from foretoken.slots.device import DeviceSlotTable
+from foretoken.slots.step import StepInput
+
 compiled = importlib.import_module("foretoken.ops.backends.triton.compiled")
 
 
@@ -225,3 +230,36 @@ def test_a_kernel_that_does_not_compile_is_an_error_there(calls: list[Any]) -> N
     with pytest.raises(triton.CompilationError):
         compiled.compile_ahead(run, 2)
     assert calls == []
+
+
+def test_steps_of_all_sizes_share_their_kernels(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches are noted, as ahead of compiling: one request, odd numbers and multiples of 16."""
+    steps = importlib.import_module("foretoken.ops.backends.triton.steps")
+    sizes: dict[str, Any] = {"max_tokens": 99, "max_drafts": 4, "blocks": 9, "trash_block": 0}
+    table = DeviceSlotTable(33, torch.device("cpu"), steps, **sizes)
+    noted: dict[Any, Any] = {}
+    monkeypatch.setattr(compiled._thread, "noted", noted)
+
+    def run(size: int, most: int) -> None:
+        ones, none = [1] * size, [-1] * size
+        numbers = [0] * size, ones, [most] * size, [True] * size
+        rows = table.begin(StepInput(*numbers, none, none, [False] * size))
+        asked = table.asked(rows)
+        packed = PackSizes(size * (most + 1), size * (most + 1), most + 1)
+        batch = table.pack(rows, asked.num_B, packed, 16)
+        steps.shift(table.state, rows.slot_B, batch.attention, packed.tokens)
+        token_BK1, finite_B = asked.num_B.new_zeros(size, most + 1), asked.num_B > 0
+        tokens = StepTokens(rows.slot_B, rows.num_tokens_B, rows.of_B, asked.num_B)
+        steps.advance(table.state, tokens, Verdict(token_BK1, asked.num_B, finite_B))
+        steps.begin_round(table.state, asked, 2, 99, 16)
+        drafts = steps.join_drafts([asked.num_B] * most, asked.num_B)
+        steps.write_drafts(table.state, asked, asked.num_B, drafts, 99)
+
+    run(3, 4)
+    first = len(noted)
+    assert first == 7  # `pack_kernel` twice: of a step, and of a round of drafting
+    for size in (1, 2, 5, 7, 16, 17, 32, 33):
+        run(size, 4)
+    assert len(noted) == first

@@ -79,7 +79,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **named: Any) -> Non
 
     Args:
         given: runtime arguments, all by position: tensors, numbers, None, tensor maps, tuples of
-            them; constants may follow. None is a bool, nor now an integer and now a float.
+            them; constants may follow. No bools; what is an integer once is one always.
         named: other constants, and options such as `num_warps`.
     """
     if not isinstance(kernel, JITFunction):  # interpreted

@@ -93,7 +93,9 @@ def test_profile_counts_decode_steps_and_leaves_no_trace(llm: LLM) -> None:
         assert ms.pop("outside the step") > 0
         assert sum(ms.values()) == pytest.approx(whole)
         assert 0 < shares["scheduling_and_sampling"] < shares["host_overhead"] < 1
-    assert drafting.split()[0]["drafting"] > 10 * decoding.split()[0]["drafting"]
+    # Of the fastest steps: on a busy machine any single one may be interrupted in any phase.
+    fastest = [min(t.seconds.get("draft", 0.0) for t in w.traces) for w in (drafting, decoding)]
+    assert fastest[0] > 10 * fastest[1]
     steps = len(drafting.traces)
     llm.generate("def f(x):\n    return ", params)
     assert len(drafting.traces) == steps

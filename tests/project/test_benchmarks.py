@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from benchmarks import near_ties, soak_serve
+from benchmarks.auto import Speeds, ratios_to_best, rows_of
 from benchmarks.curves import fit
 from benchmarks.near_ties import PAIR, Parted, nudged_pairs, unexplained
 from benchmarks.opponents import torch_threads
@@ -225,3 +226,13 @@ def test_what_a_soak_captures_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> N
     for seconds in (10, 20, 40, 45, 60, 80):
         memory.look(seconds)
     assert (memory.on_host, memory.on_gpu, memory.steady) == (1 + 1, 0.5 + 1, 5 + 20)
+
+
+def test_the_best_k_of_a_turn_is_chosen_in_the_turns_between() -> None:
+    # K=1 had luck in even turns, K=2 in odd ones: each is compared in the turns where it had none.
+    speeds: Speeds = {0: [1.0] * 5, 1: [8, 2, 8, 2, 2], 2: [4, 5, 4, 5, 5], "auto": [4.0] * 5}
+    assert ratios_to_best(speeds) == [4 / 4, 4 / 2, 4 / 4, 4 / 2, 4 / 5]
+    row = rows_of(speeds, 1, "T=0")[-1]
+    assert row.labels["best_k"] == 2
+    assert row.values["ratio_to_plain"] == Spread.of([4.0] * 5, "ratio")
+    assert row.values["ratio_to_best"] == Spread.of([1.0, 2.0, 1.0, 2.0, 0.8], "ratio")

@@ -1,7 +1,7 @@
 """Tokens per second with K fixed at 0 to 8, and with K = `auto`, in batches of several sizes.
 
-All cases of a batch size and a temperature take turns within each repeat, on the same prompts; the
-next repeat has others. Fixed K and `auto` have an engine each.
+All cases of a batch size and a temperature take turns on the same prompts; the next turn has
+others. Fixed K and `auto` have an engine each.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ TEMPERATURES = (0.0, 0.8)
 MOST = 8
 CASES: list[int | str] = [*range(MOST + 1), "auto"]
 TOKENS = {1: 128, 4: 128, 16: 64, 64: 32}
+SCOUTS = 6  # turns of all cases
+TURNS = {1: 8, 4: 4, 16: 2, 64: 1}  # of the fastest, times `--repeats`
 Speeds = dict[int | str, list[float]]
 
 
@@ -44,23 +46,37 @@ def tokens_per_second(llm: LLM, prompts: list[str], params: SamplingParams) -> f
 
 
 def measure(fixed: LLM, auto: LLM, batch: int, temperature: float, repeats: int) -> Speeds:
-    """Every case in turn, the first turn left out; each turn begins with another case."""
+    """All cases for a few turns; plain decoding, the fastest three and `auto` for many more.
+
+    Sampled texts differ from case to case, and with them how many drafts are accepted: a turn's
+    ratios spread by a fifth and more at batch 1.
+    """
+    some = turns(fixed, auto, batch, temperature, range(SCOUTS), CASES)
+    ranked = sorted((k for k in some if k not in (0, "auto")), key=lambda k: -median(some[k]))
+    many = range(SCOUTS, SCOUTS + TURNS[batch] * repeats)
+    return some | turns(fixed, auto, batch, temperature, many, [0, *ranked[:3], "auto"])
+
+
+def turns(
+    fixed: LLM, auto: LLM, batch: int, temperature: float, numbers: range, cases: list[int | str]
+) -> Speeds:
+    """These cases in turns, behind one that is left out; each turn begins with another case."""
     texts = [item.prompt for item in heldout()]
-    speeds: Speeds = {case: [] for case in CASES}
-    for repeat in range(repeats + 1):
-        prompts = [texts[(repeat * batch + i) % len(texts)] for i in range(batch)]
+    speeds: Speeds = {case: [] for case in cases}
+    for turn in (numbers.start, *numbers):
+        prompts = [texts[(turn * batch + i) % len(texts)] for i in range(batch)]
         for llm, k in ((fixed, MOST), (auto, "auto")):  # prompts are in both caches, drafts' too
             llm.generate(prompts, _params(temperature, 8, k), use_tqdm=False)
-        for i in range(len(CASES)):
-            case = CASES[(i + repeat) % len(CASES)]
+        for i in range(len(cases)):
+            case = cases[(i + turn) % len(cases)]
             llm = auto if case == "auto" else fixed
-            # The processor's caches hold the weights of the engine that ran last, nine times in ten
-            # the fixed one's.
+            # The processor's caches hold the weights of the engine that ran last, mostly the fixed
+            # one's.
             llm.generate(prompts, _params(temperature, 8, case), use_tqdm=False)
-            speed = tokens_per_second(llm, prompts, _params(temperature, TOKENS[batch], case))
-            if repeat:
-                speeds[case].append(speed)
-    return speeds
+            speeds[case].append(
+                tokens_per_second(llm, prompts, _params(temperature, TOKENS[batch], case))
+            )
+    return {case: found[1:] for case, found in speeds.items()}
 
 
 def median_interval(found: list[float]) -> tuple[float, float]:
@@ -72,9 +88,11 @@ def median_interval(found: list[float]) -> tuple[float, float]:
     return ordered[rank], ordered[-1 - rank]
 
 
-def best_fixed(speeds: Speeds, turns: slice) -> int | str:
-    """The K that is fastest in these turns."""
-    return max((k for k in speeds if k != "auto"), key=lambda k: median(speeds[k][turns]))
+def best_fixed(speeds: Speeds, part: slice) -> int | str:
+    """The K that is fastest in these turns, of those that took as many as `auto`."""
+    count = len(speeds["auto"])
+    compared = [k for k in speeds if k != "auto" and len(speeds[k]) == count]
+    return max(compared, key=lambda k: median(speeds[k][part]))
 
 
 def ratios_to_best(speeds: Speeds) -> list[float]:
@@ -142,7 +160,9 @@ def main() -> None:
     notes = [
         "One process, an engine with K=8, whose requests name their K, and one with K = `auto` of "
         "at most 8. Whole calls are timed, their prompts were computed before; the first turn is "
-        "left out. Ratios are taken turn by turn; the best K is the one of the turns between.",
+        f"left out. {SCOUTS} turns of all K, and as many as are said of plain decoding, the best "
+        "three and `auto`, whose ratios are taken turn by turn; the best K is the one of every "
+        "other turn, compared in those between.",
     ]
     print(f"costs at start:\n{auto.engine.scheduler.control.costs.table.shown()}")
     for batch in options.batches:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import near_ties, soak_serve
+from benchmarks import auto, near_ties, soak_serve
 from benchmarks.auto import Speeds, ratios_to_best, rows_of
 from benchmarks.curves import fit
 from benchmarks.near_ties import PAIR, Parted, nudged_pairs, unexplained
@@ -236,3 +236,26 @@ def test_the_best_k_of_a_turn_is_chosen_in_the_turns_between() -> None:
     assert row.labels["best_k"] == 2
     assert row.values["ratio_to_plain"] == Spread.of([4.0] * 5, "ratio")
     assert row.values["ratio_to_best"] == Spread.of([1.0, 2.0, 1.0, 2.0, 0.8], "ratio")
+
+
+def test_many_turns_are_for_the_fastest_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def turns(*given: Any) -> Speeds:
+        numbers, cases = given[4:]
+        asked.append((numbers, cases))
+        return {k: [9.0 if k == "auto" else 10 - abs(4.1 - k)] * len(numbers) for k in cases}
+
+    monkeypatch.setattr(auto, "turns", turns)
+    speeds = auto.measure(None, None, 4, 0.0, 5)  # type: ignore[arg-type]
+    many = auto.TURNS[4] * 5
+    assert asked == [
+        (range(auto.SCOUTS), auto.CASES),
+        (range(auto.SCOUTS, auto.SCOUTS + many), [0, 4, 5, 3, "auto"]),
+    ]
+    assert list(speeds) == auto.CASES
+    counts = {k: len(found) for k, found in speeds.items()}
+    assert counts == dict.fromkeys(auto.CASES, auto.SCOUTS) | dict.fromkeys(
+        [0, 3, 4, 5, "auto"], many
+    )
+    assert rows_of(speeds, 4, "T=0")[-1].labels["best_k"] == 4

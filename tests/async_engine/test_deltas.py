@@ -161,7 +161,7 @@ def test_no_news_is_lost_between_a_look_and_the_wait(
     async def read_all() -> int:
         mailbox: Any = Mailbox(asyncio.get_running_loop(), deltas=deltas)
         thread = threading.Thread(
-            target=lambda: [mailbox.put(None, i) and mailbox.tell() for i in range(1, last + 1)]
+            target=lambda: [mailbox.put(None, i) and worker.tell([mailbox]) for i in range(1, last + 1)]
         )
         thread.start()
         while (read := await mailbox.read()) < last:
@@ -175,6 +175,40 @@ def test_no_news_is_lost_between_a_look_and_the_wait(
         assert all(run(read_all()) == last for _ in range(300))
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_readers_of_a_step_are_woken_by_one_call_of_their_loop(engine: AsyncEngine) -> None:
+    async def main() -> None:
+        gate, loop = Gate(engine), asyncio.get_running_loop()
+        streams = [engine.generate(prompt, PARAMS, deltas=True) for prompt in ("abc", "de", "f")]
+
+        def ask() -> list[asyncio.Future[RequestDelta]]:
+            return [asyncio.ensure_future(anext(stream)) for stream in streams]
+
+        firsts, num_steps = ask(), 0
+        while not all(first.done() for first in firsts):
+            num_steps += 1
+            gate.open(1)
+            while gate.asked <= num_steps:  # it has told of a step when it comes for the next
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
+        calls: list[Sequence[Mailbox]] = []
+        call = loop.call_soon_threadsafe
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                loop, "call_soon_threadsafe", lambda wake, its: (calls.append(its), call(wake, its))
+            )
+            seconds = ask()
+            await asyncio.sleep(0)  # they wait
+            gate.open(1)
+            await asyncio.wait_for(asyncio.gather(*seconds), 20)
+        assert [len(mailboxes) for mailboxes in calls] == [3]
+        gate.close()
+        for stream in streams:
+            await stream.aclose()
+        await idle(engine)
+
+    run(main())
 
 
 def test_a_reader_who_keeps_up_gets_one_delta_per_step(engine: AsyncEngine) -> None:

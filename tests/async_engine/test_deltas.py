@@ -161,7 +161,9 @@ def test_no_news_is_lost_between_a_look_and_the_wait(
     async def read_all() -> int:
         mailbox: Any = Mailbox(asyncio.get_running_loop(), deltas=deltas)
         thread = threading.Thread(
-            target=lambda: [mailbox.put(None, i) and worker.tell([mailbox]) for i in range(1, last + 1)]
+            target=lambda: [
+                mailbox.put(None, i) and worker.tell([mailbox]) for i in range(1, last + 1)
+            ]
         )
         thread.start()
         while (read := await mailbox.read()) < last:

@@ -16,13 +16,14 @@ import pytest
 from foretoken import SamplingParams
 from foretoken.config import SpeculativeConfig
 from foretoken.engine.trace import StepTrace
-from foretoken.engine.worker import Mailbox
+from foretoken.engine.worker import Mailbox, tell
 from foretoken.errors import ProcessingError, StepError
 from foretoken.lab.bench.cases import Load, engine_cases
 from foretoken.lab.bench.chart import charts
 from foretoken.lab.bench.figures import (
     LATENCIES,
     UNITS,
+    device_seconds,
     figures,
     outcomes,
     percentiles,
@@ -149,6 +150,15 @@ def test_figures_of_a_run_worked_out_by_hand() -> None:
     )
 
 
+def test_a_head_that_follows_plain_decoding_is_drafting_and_no_host_gap() -> None:
+    """Of a step of 8B behind 32 768 tokens with K = 0 it is 0.2 ms, which nothing else explains."""
+    seconds = {"gap": 0.1, "draft": 0.2, "forward": 5.0, "verify": 0.3, "observe": 0.4}
+    trace = StepTrace(seconds)
+    assert device_seconds(trace) == {"draft": 0.4, "target": 5.0, "verify": 0.3}
+    trace.num_drafts = 2
+    assert device_seconds(trace)["draft"] == pytest.approx(0.6)
+
+
 def test_what_a_run_cannot_tell_is_left_out() -> None:
     run = Run([Record(0.0, [0.1], 0.1, 0, 1)], 0.2, [step(9, 0)], SpeculationMetrics())
     found = figures(run, None, {})
@@ -219,7 +229,7 @@ def bench(target: Path, draft: Path) -> Bench:
     def put_alone(self: Mailbox, *news: Any) -> bool:
         """No step runs ahead of who reads it: each brings a piece, however busy the machine is."""
         if put(self, *news):
-            self.tell()
+            tell([self])
         until(lambda: not self._unread)
         return False
 
@@ -250,7 +260,8 @@ def test_the_figures_of_a_run_add_up(bench: Bench) -> None:
             assert run["floor_ms"] == pytest.approx(1000 * run["read_gb"] / 40)
             assert ("acceptance_rate" in run) == (not case.plain)
             if case.plain:
-                assert (run["tokens_per_step"], run["draft_ms"]) == (1, 0)
+                assert run["tokens_per_step"] == 1
+                assert run["draft_ms"] < run["step_ms"] / 20  # the draft model computes nothing
             else:
                 assert run["draft_ms"] > 0
                 assert 1 <= run["tokens_per_step"] <= 4

@@ -78,8 +78,8 @@ def device_seconds(trace: StepTrace) -> dict[str, float]:
         part: sum(trace.seconds.get(phase, 0.0) for phase in phases)
         for part, phases in PARTS.items()
     }
-    if not trace.num_drafts:
-        seconds["draft"] = 0.0  # finding that there is nothing to draft is the host's work
+    if not trace.num_drafts:  # finding that there is nothing to draft is the host's work
+        seconds["draft"] = trace.seconds.get("observe", 0.0)
     return seconds
 
 

@@ -253,6 +253,17 @@ def test_what_bits_depend_on_is_the_same_for_up_to_16_rows(dtype: torch.dtype, s
 
 
 @needs_triton
+@pytest.mark.parametrize("rows", [20, 32, 64])
+def test_a_step_reads_keys_once_for_up_to_64_rows_of_a_request(rows: int) -> None:
+    """In two tiles, eight requests with 16 384 tokens and K = 4 took a fifth longer."""
+    configs = importlib.import_module("foretoken.ops.backends.triton.attention.configs")
+    for requests in (1, 2, 5, 6, 16, 17, 64, 256):
+        found = configs.decoding(requests * rows // 4, requests, 8, rows, 128, torch.bfloat16)
+        assert found.rows >= rows
+        assert found.size % (found.groups * found.keys) == 0
+
+
+@needs_triton
 @runs
 @pytest.mark.parametrize("most", [0, 17])
 def test_too_many_new_tokens_are_refused(most: int) -> None:

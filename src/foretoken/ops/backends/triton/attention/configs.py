@@ -56,10 +56,12 @@ class Prefilling(NamedTuple):
 
 # Heads of up to 128. Warps that share all keys read each of them once whatever the rows: at 32k
 # tokens one row takes 45.7 us a layer and five 43.2, with keys of their own 50.0 and 59.5; at 1150
-# tokens one row takes 11.7 and 10.4, and 32 requests of five rows 49.8 and 69.2 (8B shape). The two
-# differ in what no bit depends on.
+# tokens one row takes 11.7 and 10.4, and 32 requests of five rows 50.4 and 69.2 (8B shape). The
+# first two differ in what no bit depends on.
 _ONE_REQUEST = Decoding(256, 33, 1, 32, 64, 1, 4, 2, 255, 1, 32, 2, ahead=64)
 _REQUESTS = _ONE_REQUEST._replace(stages=3, programs=3, registers=168, ahead=0)
+_MEDIUM = Decoding(576, 16, 1, 32, 64, 1, 3, 3, 168, 8, 8, 4)
+_MANY = Decoding(2048, 4, 1, 64, 64, 1, 3, 2, 255, 8, 8, 4)
 
 
 def decoding(
@@ -69,9 +71,7 @@ def decoding(
     few = _ONE_REQUEST if requests == 1 else _REQUESTS
     # One long context gives two programs for each multiprocessor a piece: 33 of 8 K/V heads.
     few = few._replace(count=min(128, max(16, few.count * 8 // kv_heads)))
-    many = _REQUESTS._replace(size=576, count=16, merged_heads=8, merged_pieces=8, merged_warps=4)
-    if requests > 16:
-        many = many._replace(size=2048, count=4)
+    many = _MANY if requests > 16 else _MEDIUM
     shared = few if tokens <= SAME_BITS else many
     cut, merging = shared[:2], shared[9:]
     if dtype == torch.float32:  # products without tensor cores: operands pass through registers
@@ -80,11 +80,13 @@ def decoding(
     if size > 128:
         rows, sets = (16, 1) if tile_rows <= 16 else (32, 2)
         return Decoding(*cut, 4, 16, rows, sets, 2, 1, 255, *merging)
-    if tokens > SAME_BITS and tile_rows <= 16:  # 64 x 1 rows: 81.7 us a layer, shared 90.3
+    if tokens > SAME_BITS and tile_rows <= 16:  # 64 x 1 rows: 81.7 us a layer, shared 83.8
         return Decoding(*cut, 2, 16, 16, 1, 3, 4, 255, *merging)
-    # 4 x 5 rows at 1150 tokens: 16.0 us a layer, in longer pieces 20.4; 8 x 5 rows: 22.1 and 24.0,
-    # but at 16k tokens 172.5 and 151.9.
-    return few if requests <= 5 else shared
+    if tokens > SAME_BITS and 2 < requests <= 8:
+        # 8 x 5 rows at 1024 tokens: a pass takes 4.88 ms, as _MEDIUM 5.15. At 16k tokens a layer
+        # takes 172 us in 33 pieces of a request, and 152 in 16.
+        return few._replace(count=few.count // 2)
+    return few if requests <= 2 else shared
 
 
 def prefilling(size: int, dtype: torch.dtype) -> Prefilling:

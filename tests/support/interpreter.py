@@ -54,6 +54,8 @@ def quicken() -> None:
         if visible not in patched:
             patched.add(visible)
             patch(fn)
+            # Triton 3.6 asks NumPy for the `int` of one row, which NumPy 2.4 and later refuse.
+            core.tensor.__index__ = lambda self: int(self.handle.data.squeeze())
         return interpreter._LangPatchScope()  # restores nothing
 
     of_scalar, of_pointer = functools.cache(interpreter._get_np_dtype), np.dtype(np.uint64)

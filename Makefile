@@ -20,7 +20,7 @@ NATIVE := $(VENV)/.foretoken-native
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
 
-.PHONY: demo serve audit test check format law soak trial bench tables clean help
+.PHONY: demo serve audit test test-avx2 check format law soak trial bench tables clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -30,7 +30,8 @@ help:
 	@echo "make test    lint, types and tests (the command that must pass before a commit)"
 	@echo "make check   lint and types only;  make format  mends what can be mended"
 	@echo "make law     the full statistical matrix;  make soak  long runs"
-	@echo "make trial   rough use: threads, signals, forks, a busy machine; six minutes"
+	@echo "make trial   the long tests, and rough use: threads, signals, forks, a busy machine"
+	@echo "make test-avx2  the same tests on the kernels of machines without AVX-512"
 	@echo "make bench   all measurements, into benchmarks/results;  make tables  from those files"
 	@echo "make clean   removes .venv and caches"
 
@@ -77,6 +78,12 @@ check: $(DEV)
 test: check $(NATIVE)
 	@$(PYTEST) $(ARGS)
 
+# What a machine without AVX-512 computes, by the native kernels and by PyTorch.
+test-avx2: export FORETOKEN_NATIVE_VARIANT = x86-64-v3
+test-avx2: export ATEN_CPU_CAPABILITY = avx2
+test-avx2: export ONEDNN_MAX_CPU_ISA = AVX2
+test-avx2: test
+
 format: $(DEV)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
@@ -91,7 +98,8 @@ soak: $(DEV) $(NATIVE)
 	@$(BIN)/python -m benchmarks.soak_serve --minutes 30
 	@$(BIN)/python -m benchmarks.hostile
 
-trial: $(CORE) $(NATIVE)
+trial: $(DEV) $(NATIVE)
+	@$(PYTEST) -m trial $(ARGS)
 	@$(BIN)/python -m benchmarks.trial
 
 bench: $(CORE) $(NATIVE)

@@ -33,8 +33,9 @@ interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in Triton's inter
 
 @pytest.mark.skipif(INTERPRETED, reason="this is the process it would start")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_in_the_interpreter() -> None:
-    interpret_tests(__file__)
+@pytest.mark.parametrize("few", ["draft_model", pytest.param("", marks=pytest.mark.trial)])
+def test_in_the_interpreter(few: str) -> None:
+    interpret_tests(__file__, few)
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Cases of the GPU's decoder, in a process of its own whose kernels are interpreted.
 
-    TRITON_INTERPRET=1 python -m tests.models.interpreted_decoder
+    TRITON_INTERPRET=1 python -m tests.models.interpreted_decoder [name ...]
 
-prints one JSON object: case -> None, or what went wrong. Products of one row run in `gemv.py`, of
+runs the cases of these names, or all, and prints one JSON object: case -> None, or what went wrong. Products of one row run in `gemv.py`, of
 more through the kernels beside cuBLAS: Triton's interpreter has no Gluon.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import tempfile
 import traceback
 import warnings
@@ -164,11 +165,11 @@ CASES: dict[str, Callable[[Path], None]] = {
 def main() -> None:
     warnings.simplefilter("ignore")
     failures: dict[str, str | None] = {}
-    for name, case in CASES.items():
+    for name in sys.argv[1:] or CASES:
         failures[name] = None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                case(Path(folder))
+                CASES[name](Path(folder))
             except Exception:  # the other cases go on
                 failures[name] = traceback.format_exc(limit=-3)
     print(json.dumps(failures))

@@ -1,14 +1,15 @@
 """Cases of the GPU's EAGLE-3 head, in a process of its own whose kernels are interpreted.
 
-    TRITON_INTERPRET=1 python -m tests.models.interpreted_head
+    TRITON_INTERPRET=1 python -m tests.models.interpreted_head [name ...]
 
-prints one JSON object: case -> None, or what went wrong.
+runs the cases of these names, or all, and prints one JSON object: case -> None, or what went wrong.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -177,11 +178,11 @@ CASES: dict[str, Callable[[Path], None]] = {
 
 def main() -> None:
     failures: dict[str, str | None] = {}
-    for name, case in CASES.items():
+    for name in sys.argv[1:] or CASES:
         failures[name] = None
         with tempfile.TemporaryDirectory() as folder:
             try:
-                case(Path(folder) / "head")
+                CASES[name](Path(folder) / "head")
             except Exception:  # the other cases go on
                 failures[name] = traceback.format_exc(limit=-4)
     print(json.dumps(failures))

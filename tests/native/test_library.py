@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from foretoken.errors import ConfigError
 from foretoken.models import load_model
 from foretoken.ops import (
     DRAFT,
@@ -47,6 +48,8 @@ Machine = Callable[[str, set[str], tuple[str, ...]], tuple[str | None, str]]
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """What `missing` and `load` decide on a machine of these features and libraries."""
 
+    monkeypatch.delenv(library.VARIANT, raising=False)
+
     def variant(name: str, features: set[str], built: tuple[str, ...]) -> tuple[str | None, str]:
         info = tmp_path / "cpuinfo"
         info.write_text(f"processor\t: 0\nflags\t\t: fpu {' '.join(features)}\nflags\t\t: x\n")
@@ -67,6 +70,18 @@ def test_the_most_capable_variant_is_chosen(machine: Machine) -> None:
     assert machine("x86_64", both, (V3, V4)) == (V4, "")
     assert machine("x86_64", library._NEEDS[V3], ()) == (V3, "")
     assert machine("x86_64", library._NEEDS[V3] | {"avx512f"}, ()) == (V3, "")
+
+
+def test_the_environment_names_the_variant(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = library._NEEDS[V3] | library._NEEDS[V4]
+    monkeypatch.setenv(library.VARIANT, V3)
+    assert machine("x86_64", both, (V3, V4)) == (V3, "")
+    monkeypatch.setenv(library.VARIANT, V4)
+    assert machine("x86_64", both, (V3, V4)) == (V4, "")
+    with pytest.raises(ConfigError, match=f"`{library.VARIANT}` is '{V4}': must be one of {V3}\\."):
+        machine("x86_64", library._NEEDS[V3], (V3, V4))
 
 
 def test_other_architectures_need_no_features(

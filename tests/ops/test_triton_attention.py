@@ -46,6 +46,7 @@ STEPS = {
     "verify": [(126, 5), (0, 5), (62, 3), (300, 1)],
     "more than 16 rows": [(380, 6), (0, 1), (127, 8), (60, 7)],
 }
+TRIED = "triton and (mixed and (gqa or plain or all) or argument or long)"
 CUTS = {
     "usual": {},
     "few pieces": {"size": 64, "count": 2},
@@ -140,8 +141,10 @@ def attend_new(step: Step, options: AttentionOptions = PLAIN) -> Tensor:
 @pytest.mark.parametrize(
     ("file", "few"),
     [
-        (Path(__file__).name, "triton"),
-        ("test_attention.py", "triton and (mixed and (gqa or plain or all) or argument or long)"),
+        (Path(__file__).name, "new_tokens_are_written and all and (verify or more) or plan_covers"),
+        ("test_attention.py", "triton and mixed and gqa and all"),
+        pytest.param(Path(__file__).name, "triton", marks=pytest.mark.trial),
+        pytest.param("test_attention.py", TRIED, marks=pytest.mark.trial),
     ],
 )
 def test_in_the_interpreter(file: str, few: str) -> None:

@@ -16,10 +16,11 @@ KERNELS = """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="there is no Triton here")
-def test_every_kernel_has_types() -> None:
+@pytest.mark.parametrize("how", ["few", pytest.param("all", marks=pytest.mark.trial)])
+def test_every_kernel_has_types(how: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.ops.typed_kernels"],
+        [sys.executable, "-W", "ignore", "-m", "tests.ops.typed_kernels", how],
         capture_output=True,
         text=True,
         check=False,

@@ -1,5 +1,9 @@
 """Every Triton kernel turned into Triton's IR without a GPU: run as a program of its own.
 
+    python -m tests.ops.typed_kernels [few]
+
+few: every kernel, but not with every set of types and constants.
+
 The interpreter runs kernels as Python, where a name may change its type from line to line; the
 compiler refuses that. Only the first stage runs, the one that types.
 """
@@ -7,6 +11,7 @@ compiler refuses that. Only the first stage runs, the one that types.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 import torch
@@ -166,7 +171,7 @@ def every_attention(package: Any, dtype: torch.dtype, new: int, full: bool) -> N
     package.attention(query_THD, cache, cache, batch, options)
 
 
-def main() -> None:
+def main(few: bool) -> None:
     driver.set_active(NoDriver())
     run = JITFunction.run
     JITFunction.run = lambda self, *a, grid, warmup, **k: run(self, *a, grid=grid, warmup=True, **k)
@@ -175,20 +180,21 @@ def main() -> None:
     launch = importlib.import_module("foretoken.ops.backends.triton.launch")
     launch.check_device = lambda logits: None  # type: ignore[attr-defined]
     launch.overlaps = lambda device: True  # type: ignore[attr-defined]
-    every_op(ops, torch.float32, frozenset([Rule.STANDARD]), fp64=False, full=False)
     every_op(ops, torch.float16, frozenset(Rule), fp64=True, full=True)
-    every_op(ops, torch.float16, frozenset(Rule) - {Rule.BLOCK}, True, True, only="verify")
     every_op(ops, torch.float32, frozenset(Rule), False, False, only="verify")
-    every_op(ops, torch.float32, frozenset(Rule), False, True, width=1)
-    for requests, most in ((1, 1), (5, 4)):
+    if not few:
+        every_op(ops, torch.float32, frozenset([Rule.STANDARD]), fp64=False, full=False)
+        every_op(ops, torch.float16, frozenset(Rule) - {Rule.BLOCK}, True, True, only="verify")
+        every_op(ops, torch.float32, frozenset(Rule), False, True, width=1)
+    for requests, most in ((5, 4), (1, 1))[: 1 if few else 2]:
         every_step(ops.steps, requests, most)
     package = importlib.import_module("foretoken.ops.backends.triton.attention")
     package.attend.check_device = lambda *query: None
-    for new, full in ((1, False), (5, True), (16, True), (40, True)):
-        for dtype in (torch.bfloat16, torch.float32):
+    for new, full in ((5, True), (40, True), (1, False), (16, True))[: 2 if few else 4]:
+        for dtype in (torch.bfloat16, torch.float32)[: 1 if few else 2]:
             every_attention(package, dtype, new, full)
     print(" ".join(sorted({*typed.values()})))
 
 
 if __name__ == "__main__":
-    main()
+    main("few" in sys.argv)

@@ -3,9 +3,9 @@
 Triton decides when it is imported whether its kernels are compiled or interpreted, so that the
 interpreter needs a process that starts with TRITON_INTERPRET=1:
 
-    TRITON_INTERPRET=1 python -m tests.support.interpreted [part of a name]
+    TRITON_INTERPRET=1 python -m tests.support.interpreted [name ...]
 
-prints one JSON object: case -> {"decisions", "near_ties", "seconds", "failure"}.
+runs the cases of these names, or all, and prints one JSON object: case -> {"decisions", "near_ties", "seconds", "failure"}.
 """
 
 from __future__ import annotations
@@ -164,11 +164,11 @@ def _outcome(run: Callable[[], tuple[int, int]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    part = sys.argv[1] if len(sys.argv) > 1 else ""
+    names = sys.argv[1:] or [*CASES, CHOICES]
     warnings.simplefilter("ignore")  # numpy's, about infinities that the kernels mask
     backend = get_backend("triton")
-    outcomes = {name: compare(name, backend) for name in CASES if part in name}
-    if part in CHOICES:
+    outcomes = {name: compare(name, backend) for name in names if name != CHOICES}
+    if CHOICES in names:
         choices = importlib.import_module("tests.support.argmax64")  # needs Triton
         outcomes[CHOICES] = _outcome(lambda: (choices.compare_choices(64, CPU)[0], 0))
     print(json.dumps(outcomes))

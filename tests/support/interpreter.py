@@ -14,11 +14,13 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -32,6 +34,21 @@ def interpret(*command: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def few_each_time(names: Iterable[str], few: Iterable[str]) -> list[Any]:
+    """Parameters of a test: `few` run at every commit, the others in `make trial`."""
+    return [pytest.param(name, marks=[] if name in few else pytest.mark.trial) for name in names]
+
+
+def chosen(request: pytest.FixtureRequest) -> list[str]:
+    """Every `name` for which this session runs a test of the requesting file."""
+    found = {}
+    for item in request.session.items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path == request.path and "name" in parameters:
+            found[parameters["name"]] = None
+    return list(found)
 
 
 def interpret_tests(file: str, which: str = "") -> None:

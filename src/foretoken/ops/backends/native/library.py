@@ -16,7 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from foretoken.config import check_choice, from_environment
 from foretoken.ops.backends.native import build
+
+VARIANT = "FORETOKEN_NATIVE_VARIANT"
+"""This variable of the environment names the one library that may be loaded. Processors with the same
+library compute the same bits; tests run the AVX2 library on processors that have AVX-512."""
 
 _REMEDY = "run `python -m foretoken.ops.backends.native.build` (needs g++)"
 _CPUINFO = Path("/proc/cpuinfo")
@@ -28,7 +33,11 @@ _NEEDS = {
 
 @cache
 def _variant() -> tuple[str | None, str]:
-    """The most capable variant that this processor runs and that was built, or None and why."""
+    """The most capable variant that this processor runs and that was built, or None and why.
+
+    Raises:
+        ConfigError: the environment names a variant that this processor cannot run.
+    """
     variants = build.VARIANTS.get(platform.machine())
     if variants is None:
         return None, f"there are none for `{platform.machine()}`"
@@ -36,6 +45,10 @@ def _variant() -> tuple[str | None, str]:
     fitting = [v for v in variants if _NEEDS.get(v, set()) <= features]
     if not fitting:
         return None, "this processor is older than x86-64-v3 (AVX2)"
+    asked = from_environment(VARIANT)
+    if asked is not None:
+        check_choice(VARIANT, asked, tuple(fitting), "Unset it to use the most capable one.")
+        fitting = [asked]
     built = [v for v in fitting if build.library_path(v).exists()]
     if not built:
         return None, f"they were not built: {_REMEDY}"

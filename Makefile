@@ -20,7 +20,7 @@ NATIVE := $(VENV)/.foretoken-native
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
 
-.PHONY: demo serve audit test test-avx2 check format law soak trial bench tables clean help
+.PHONY: demo serve audit test test-avx2 test-trial check format law soak trial bench tables clean help
 .DEFAULT_GOAL := help
 
 help:
@@ -98,8 +98,10 @@ soak: $(DEV) $(NATIVE)
 	@$(BIN)/python -m benchmarks.soak_serve --minutes 30
 	@$(BIN)/python -m benchmarks.hostile
 
-trial: $(DEV) $(NATIVE)
+test-trial: $(DEV) $(NATIVE)
 	@$(PYTEST) -m trial $(ARGS)
+
+trial: test-trial
 	@$(BIN)/python -m benchmarks.trial
 
 bench: $(CORE) $(NATIVE)

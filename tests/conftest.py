@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,11 +49,17 @@ LONGEST = (
 )  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first."""
+    """The longest files first; what `trial.txt` names is marked."""
     files = Path(__file__).parent
     place = {files / name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path, len(place)))
+    lines = (files / "trial.txt").read_text(encoding="utf-8").splitlines()
+    rare = re.compile("|".join(line for line in lines if line and not line.startswith("#")))
+    for item in items:
+        if rare.fullmatch(item.nodeid.removeprefix("tests/")):
+            item.add_marker("trial")
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,9 @@ FEW = ("qwen3", "padding")
 
 @pytest.fixture(scope="module")
 def failures(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    found: dict[str, str | None] = json.loads(interpret(interpreted_decoder.__name__, *chosen(request)))
+    found: dict[str, str | None] = json.loads(
+        interpret(interpreted_decoder.__name__, *chosen(request))
+    )
     return found
 
 

@@ -24,7 +24,9 @@ FEW = ("some of it", "lacks")
 
 @pytest.fixture(scope="module")
 def failures(request: pytest.FixtureRequest) -> dict[str, str | None]:
-    found: dict[str, str | None] = json.loads(interpret(interpreted_head.__name__, *chosen(request)))
+    found: dict[str, str | None] = json.loads(
+        interpret(interpreted_head.__name__, *chosen(request))
+    )
     return found
 
 

@@ -2,8 +2,9 @@
 
     TRITON_INTERPRET=1 python -m tests.models.interpreted_decoder [name ...]
 
-runs the cases of these names, or all, and prints one JSON object: case -> None, or what went wrong. Products of one row run in `gemv.py`, of
-more through the kernels beside cuBLAS: Triton's interpreter has no Gluon.
+runs the cases of these names, or all, and prints one JSON object: case -> None, or what went wrong.
+Products of one row run in `gemv.py`, of more through the kernels beside cuBLAS: Triton's interpreter
+has no Gluon.
 """
 
 from __future__ import annotations

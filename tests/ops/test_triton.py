@@ -1,7 +1,8 @@
 """The kernels for GPUs give the oracle's tokens and counts, in Triton's interpreter and on a GPU.
 
 The interpreter takes a fraction of a second per launch: few small batches, all in one process, and
-most of them in `make trial` alone. What is compared is in `tests/support/oracle.py`, the batches are in `tests/support/interpreted.py`.
+most of them in `make trial` alone. What is compared is in `tests/support/oracle.py`, the batches are
+in `tests/support/interpreted.py`.
 """
 
 from __future__ import annotations

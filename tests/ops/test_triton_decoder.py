@@ -17,7 +17,6 @@ from tests.models import interpreted_decoder
 from tests.models.interpreted_decoder import CASES
 from tests.support.interpreter import chosen, few_each_time, interpret
 
-
 FEW = ("qwen3", "padding")
 
 

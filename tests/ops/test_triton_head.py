@@ -18,7 +18,6 @@ from tests.models import interpreted_head
 from tests.models.interpreted_head import CASES
 from tests.support.interpreter import chosen, few_each_time, interpret, interpret_tests
 
-
 FEW = ("some of it", "lacks")
 
 

@@ -20,8 +20,8 @@ from foretoken.config import check_choice, from_environment
 from foretoken.ops.backends.native import build
 
 VARIANT = "FORETOKEN_NATIVE_VARIANT"
-"""This variable of the environment names the one library that may be loaded. Processors with the same
-library compute the same bits; tests run the AVX2 library on processors that have AVX-512."""
+"""This variable of the environment names the one library that may be loaded. Processors with the
+same library compute the same bits; tests run the AVX2 library where there is AVX-512, too."""
 
 _REMEDY = "run `python -m foretoken.ops.backends.native.build` (needs g++)"
 _CPUINFO = Path("/proc/cpuinfo")

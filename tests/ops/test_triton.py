@@ -1,7 +1,7 @@
 """The kernels for GPUs give the oracle's tokens and counts, in Triton's interpreter and on a GPU.
 
 The interpreter takes a fraction of a second per launch: few small batches, all in one process, and
-most of them in `make trial` alone. What is compared is in `tests/support/oracle.py`, the batches are
+most of them in `make trial`. What is compared is in `tests/support/oracle.py`, the batches are
 in `tests/support/interpreted.py`.
 """
 

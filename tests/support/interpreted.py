@@ -5,7 +5,8 @@ interpreter needs a process that starts with TRITON_INTERPRET=1:
 
     TRITON_INTERPRET=1 python -m tests.support.interpreted [name ...]
 
-runs the cases of these names, or all, and prints one JSON object: case -> {"decisions", "near_ties", "seconds", "failure"}.
+runs the cases of these names, or all, and prints one JSON object:
+case -> {"decisions", "near_ties", "seconds", "failure"}.
 """
 
 from __future__ import annotations

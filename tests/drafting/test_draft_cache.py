@@ -47,6 +47,9 @@ class Case(NamedTuple):
     name: str
     on_host: bool
 
+    def __str__(self) -> str:
+        return f"{self.name} on a {'host' if self.on_host else 'device'}"
+
     @property
     def members(self) -> tuple[str, ...]:
         return SEVERAL.get(self.name, (self.name,))
@@ -72,11 +75,12 @@ def build(target: Path, draft: Path, case: Case, **options: Any) -> LLM:
     if case.name in SEVERAL:
         spec = {"drafters": entries, "method": "hybrid" if case.name == "hybrid" else "draft_model"}
     sizes = {"num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 20}
+    sizes |= {"block_size": SIZE, "max_model_len": 96}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("foretoken.engine.build.is_on_host", lambda device: case.on_host)
         return LLM(
             str(target), {**spec, "num_speculative_tokens": K}, threads=1,
-            backend="auto" if case.on_host else "torch", block_size=SIZE, **{"max_model_len": 96, **sizes, **options},
+            backend="auto" if case.on_host else "torch", **{**sizes, **options},
         )  # fmt: skip
 
 
@@ -150,7 +154,7 @@ class Workload:
             num_speculative_tokens=rng.choice([None, None, None, 0]),
         )
         self.num_added += 1
-        self.live.append(self.llm.engine.add(str(self.num_added), prompt or [1], params))
+        self.live.append(self.llm.engine.add(str(self.num_added), prompt, params))
 
     def step(self, number: int) -> None:
         rng, engine = self.rng, self.llm.engine
@@ -208,13 +212,13 @@ class Workload:
         return rows
 
 
-def play(target: Path, draft: Path, case: Case, *, steps: int = 64, **options: Any) -> Workload:
+def play(target: Path, draft: Path, case: Case, **options: Any) -> Workload:
     llm = build(target, draft, case, **options)
     fresh = build(
         target, draft, case, num_blocks=198, max_num_batched_tokens=128, max_model_len=128
     )
     work = Workload(llm, fresh, case, seed=4)
-    for number in range(steps):
+    for number in range(64):
         work.step(number)
     return work
 
@@ -223,7 +227,7 @@ def check_warm(work: Workload, cold: LLM) -> None:
     """Seeded requests that go on from what finished ones left."""
     for i, text in enumerate(work.texts[-3:]):
         asked = work.params(temperature=0.9, seed=i, max_tokens=9)
-        mine, theirs = (llm.generate([text + [5]], asked)[0] for llm in (work.llm, cold))
+        mine, theirs = (llm.generate([[*text, 5]], asked)[0] for llm in (work.llm, cold))
         assert mine.outputs[0].token_ids == theirs.outputs[0].token_ids
         assert mine.metrics.drafted_per_position == theirs.metrics.drafted_per_position
         assert mine.metrics.accepted_per_position == theirs.metrics.accepted_per_position
@@ -233,6 +237,7 @@ def check_warm(work: Workload, cold: LLM) -> None:
 @pytest.mark.parametrize(
     ("case", "always_right"),
     [*((case, True) for case in CASES), *((case, False) for case in WITH_KV)],
+    ids=str,
 )
 def test_what_counts_as_complete_was_computed(
     target: Path, draft: Path, case: Case, always_right: bool

@@ -104,7 +104,8 @@ class LockstepDraftModel(Autoregressive):
 
         Such steps are not captured, and have no padding. The slots hold the outcome already, so
         `pack` is given them as they were. A request that has just reached its limit takes part: it
-        may be a prompt of which one token was asked for.
+        may be a prompt of which one token was asked for. One that had reached it before computes
+        its last tokens again.
         """
         state, num_tokens_B = self.slots.state, rows.num_tokens_B
         end_B = state.computed_S[rows.slot_B]

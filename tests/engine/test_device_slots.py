@@ -199,60 +199,6 @@ def test_mutants_of_the_device_slots_are_noticed(
         check_equal(serve(target, draft, "draft_model", on_host=False), expected)
 
 
-def kept_for(llm: LLM, tokens: list[int]) -> list[torch.Tensor]:
-    """K/V of the draft model in the blocks that others find for a text."""
-    drafter: Any = llm.engine.runner.drafter
-    drafter = drafter.members[1] if drafter.names else drafter
-    pool = llm.engine.scheduler.pool
-    blocks = [block for block, _ in pool.match(tokens, len(tokens) // pool.block_size)]
-    return [kept[blocks].flatten(0, 1) for kept in (*drafter.kv.keys, *drafter.kv.values)]
-
-
-@pytest.mark.parametrize(
-    "beside", ["alone", "beside a prompt", "beside another", "by ngram", "by ngram beside another"]
-)
-def test_the_drafts_half_of_blocks_that_others_find_is_complete(
-    target: Path, monkeypatch: pytest.MonkeyPatch, beside: str
-) -> None:
-    monkeypatch.setattr("foretoken.engine.build.is_on_host", lambda device: False)
-
-    def build() -> LLM:
-        spec: dict[str, Any] = {"method": "draft_model", "model": str(target)}
-        if "ngram" in beside:
-            both = [{"method": "ngram", "prompt_lookup_min": 1}, spec]
-            spec = {"drafters": both, "method": "ngram"}
-        spec["num_speculative_tokens"] = 2
-        return LLM(
-            str(target), spec, backend="torch", threads=1, num_blocks=80, block_size=4,
-            max_num_seqs=4, max_num_batched_tokens=16, async_scheduling=False,
-        )  # fmt: skip
-
-    def serve(llm: LLM, prompt: list[int], **given: Any) -> list[int]:
-        params = SamplingParams(temperature=0.0, ignore_eos=True, **given)
-        group, step, filler = llm.engine.add("a", prompt, params), 0, 10 + 7 * prompt[0]
-        while not group.finished:
-            if beside == "beside a prompt" or (beside == "beside another" and step == 0):
-                most = SamplingParams(max_tokens=16, ignore_eos=True, num_speculative_tokens=0)
-                llm.engine.add(f"{step}", [filler + step % 7] * 9, most)
-            if beside == "by ngram beside another" and step == 0:
-                most = SamplingParams(max_tokens=16, ignore_eos=True, drafter="draft_model")
-                llm.engine.add(f"{step}", [filler + step % 7] * 9, most)
-            llm.engine.step()
-            step += 1
-        while llm.engine.has_work:
-            llm.engine.step()
-        return group.samples[0].token_ids
-
-    num_checked, llm, other = 0, build(), build()
-    for count in range(2, 10):  # texts that share no block
-        text = serve(llm, [count, 3, 8, 1, 1], max_tokens=count)
-        serve(other, [*text, 1, 1, 1, 1], max_tokens=1, num_speculative_tokens=0)
-        for mine, theirs in zip(kept_for(llm, text), kept_for(other, text), strict=True):
-            torch.testing.assert_close(mine, theirs[: len(mine)], rtol=1e-4, atol=1e-4)
-            num_checked += len(mine)
-    assert num_checked > 0
-
-
 @pytest.mark.parametrize("backend", ["torch", "native"])
 def test_as_many_rows_as_tokens_need_not_be_all_tokens_in_order(
     target: Path, backend: str, monkeypatch: pytest.MonkeyPatch

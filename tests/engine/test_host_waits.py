@@ -39,6 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "those of prompts": {"prompt_logprobs": 1},
     "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": 0.1},
     "bans and biases": {"bad_words": [" re", "x"], "logit_bias": {60: 2.0}, "min_tokens": 8},
+    "no drafts": {"num_speculative_tokens": 0},
     "a wait": A_WAIT,  # which is made: noticed, or nothing is shown
 }
 

@@ -76,8 +76,11 @@ class Drafter(ABC):
         then shared only among requests that agree in the token behind its last one.
     prediction_readers: names of drafters in it that draft from `SamplingParams.prediction`.
     measured: of several, the number of the one whose time is measured at start for K = `auto`.
-    num_behind: how many tokens the drafter's half of the cache may be behind the target's: a block
-        is found by others once the target has computed so many tokens past its end.
+    num_behind: of the tokens that the target has computed for a request, how many of the last may
+        be missing in the drafter's half of the cache after a step, whatever the step was: rounds,
+        steps without drafts or with others', prompts beside them, a request that ends. A block is
+        found by others once the target has computed so many tokens past its end. 0 also if the
+        drafter itself remembers which blocks are complete.
     """
 
     options: ClassVar[frozenset[str]] = frozenset()

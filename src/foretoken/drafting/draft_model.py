@@ -43,7 +43,11 @@ BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
 
 class DraftModel(Autoregressive):
-    """A draft model over slots on a host."""
+    """A draft model over slots on a host.
+
+    Attributes:
+        complete: by block, its mark.
+    """
 
     slots: SlotTable
 
@@ -56,7 +60,7 @@ class DraftModel(Autoregressive):
         """See `Autoregressive`; and how far the cache reaches, by slot and by block."""
         super().allocate(slots, num_blocks)
         self._num_computed_S = [0] * slots.num_slots
-        self._complete = bytearray(num_blocks)
+        self.complete = bytearray(num_blocks)
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
@@ -160,7 +164,7 @@ class DraftModel(Autoregressive):
         if self.model.multiplies_masked_keys:
             self.kv.clear(block_ids)
         for block in block_ids:
-            self._complete[block] = False
+            self.complete[block] = False
 
     def release(self, slot: int) -> None:
         """Forget the request in this slot."""
@@ -180,7 +184,7 @@ class DraftModel(Autoregressive):
             return
         size, last = self.block_size, self.slots.length_S[slot] - 1
         for block in self.slots.block_SL[slot, : last // size].tolist():
-            if not self._complete[block]:
+            if not self.complete[block]:
                 break
             self._num_computed_S[slot] += size
 
@@ -189,7 +193,7 @@ class DraftModel(Autoregressive):
         size, first = self.block_size, self._num_computed_S[slot]
         self._num_computed_S[slot] = num_computed
         for block in self.slots.block_SL[slot, first // size : num_computed // size]:
-            self._complete[block] = True
+            self.complete[block] = True
 
     def _missing(self, slot: int) -> SlotSpan:
         """All known tokens that the cache lacks, and the logits of the last one."""

@@ -1,19 +1,25 @@
-"""A small language model drafts on a device that nobody waits for.
+"""A small language model drafts on an asynchronous device.
 
 The same drafts as `draft_model.py`'s, by other bookkeeping: on a device the host does not know how
 far the draft model's cache reaches, and need not. It is kept in step with the target's: whatever
-the target computes beside a round of drafting (prompts, steps without drafts), the draft model
-computes in the same step, over the same packed tokens. Then at most one known token but the last is
-missing when a round begins, the last draft of a round that was accepted whole, and every round
-computes the last two known tokens. What this costs: a draft pass in steps that draft nothing.
+the target computes outside a round of drafting (prompts, steps without drafts), the draft model
+computes in the same step. What this costs: a draft pass in steps that draft nothing.
+
+After a step, the draft model's cache holds every token that the target's holds, except possibly
+the last of them: the last draft of a round that was accepted whole was drawn, not computed. The
+next step computes it, whatever that step is:
+- a round of drafting begins with the last two known tokens;
+- a step without drafts computes, of each request that decodes, the token before its last one, too:
+  one token more in the pass that there is anyway.
 
 A request that wants no more drafts takes part in the passes that are left, behind its drafts. What
 that leaves in its own blocks is what a rejected draft leaves: computed again before it counts.
 Where these blocks end, the round's table leads to one that belongs to nobody.
 
 A block can be found by others once the target has computed two tokens past its end (`num_behind`):
-only then is the draft's half of it complete. Two, because a request that ends in a step without
-drafts may leave behind the last draft of its last round and the one token that this step computed.
+only then is the draft's half of it complete. Two, because a request that reaches its limit in a
+step of decoding alone takes no part in the draft pass of that step: the token that the step
+computed is missing, and the last draft of the round before it may be.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ from foretoken.drafting.autoregressive import Autoregressive
 from foretoken.drafting.base import DrafterSetup, q_flags
 from foretoken.drafting.draft_model import load_draft
 from foretoken.ops import DRAFT, DraftBlock, Noise, Rows
-from foretoken.ops.steps import DraftRows, ForwardBatch
+from foretoken.ops.steps import DraftRows, ForwardBatch, PackSizes, StepTokens
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult, StepRows
 
@@ -73,19 +79,48 @@ class LockstepDraftModel(Autoregressive):
     def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
         """Compute what the target computed, drafts of other drafters too.
 
-        In a step of decoding alone, one known token more: the last draft of the round before it,
-        which no round has computed if all of that one was accepted.
+        In a step without drafts, also the token before the last one of each request that decodes:
+        no pass has computed it if it was the last draft of a round that was accepted whole.
         """
-        if _decodes(rows) and not rows.most_drafts:
-            state, max_len = self.slots.state, self.model.max_model_len
-            behind_B = (state.length_S[rows.slot_D] - 1).clamp(min=1)  # the last has no block yet
-            known = DraftRows(rows.slot_D, torch.zeros_like(behind_B), behind_B, most=1)
-            plan = self.slots.steps.begin_round(state, known, _FIRST, max_len, self.block_size)
-            self.network.forward(plan.first, self.kv)
-            return
+        if not rows.most_drafts:
+            if _decodes(rows):
+                batch = self._last_two(rows)
+            elif 1 in rows.step.num_tokens_B:
+                batch = self._with_prompts(rows)
         position_T = batch.position_T.clamp(max=self.model.max_model_len - 1)
         none_N = batch.logit_row_N[:0]
         self.network.forward(batch._replace(position_T=position_T, logit_row_N=none_N), self.kv)
+
+    def _last_two(self, rows: StepRows) -> ForwardBatch:
+        """Of a step of decoding alone: the last two tokens that the target has computed."""
+        state, max_len = self.slots.state, self.model.max_model_len
+        end_B = (state.length_S[rows.slot_D] - 1).clamp(min=1)  # the last has no block yet
+        known = DraftRows(rows.slot_D, torch.zeros_like(end_B), end_B, most=1)
+        return self.slots.steps.begin_round(state, known, _FIRST, max_len, self.block_size).first
+
+    def _with_prompts(self, rows: StepRows) -> ForwardBatch:
+        """Of a step that also computes prompts: what the target computed, and one token before
+        that of each request that decodes; of a chunk of a prompt nothing before it is missing.
+
+        Such steps are not captured, and have no padding. The slots hold the outcome already, so
+        `pack` is given them as they were. A request that has just reached its limit takes part: it
+        may be a prompt of which one token was asked for. One that had reached it before computes
+        its last tokens again.
+        """
+        state, num_tokens_B = self.slots.state, rows.num_tokens_B
+        end_B = state.computed_S[rows.slot_B]
+        start_B = (end_B - num_tokens_B - (num_tokens_B == 1).long()).clamp(min=0)
+        before = state._replace(
+            computed_S=state.computed_S.index_copy(0, rows.slot_B, start_B),
+            limit_S=state.length_S + 1,
+        )
+        count_B, counts = end_B - start_B, rows.step.num_tokens_B
+        tokens = StepTokens(rows.slot_B, count_B, None, torch.zeros_like(count_B))
+        most = sum(counts) + counts.count(1)
+        if self.slots.device.type == "cpu":  # where the truth costs nothing, and ops insist on it
+            most = int(count_B.sum())
+        sizes = PackSizes(most, len(counts), max(*counts, _FIRST))
+        return self.slots.steps.pack(before, tokens, sizes, self.block_size)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero the K/V of blocks that change hands if the model multiplies masked keys."""

@@ -36,7 +36,7 @@ from foretoken.serve.running import News
 from tests.project.source import ROOT
 from tests.serve.running import post
 
-OPTIONS = ServeOptions(allow_synthetic=True, trust_request_chat_template=True)
+OPTIONS = ServeOptions(allow_priority=True, allow_synthetic=True, trust_request_chat_template=True)
 HERMES = MessageFormat(FORMATS["hermes"])
 SERVED = Served(
     ("tiny",), "tiny", 2048, 5, SamplingParams(), ("prediction",), "draft_model", OPTIONS, HERMES

@@ -28,8 +28,8 @@ class ServeOptions:
             same.
         allowed_hosts: names by which clients may call a server of the loopback that wants no key,
             as their `Host` has them, without a port, besides `localhost` and the loopback's
-            addresses; `*` is any. Others are refused: see docs/server.md. Elsewhere `Host` is not
-            looked at.
+            addresses; `*` is any. Others are refused: see docs/server.md. With a key, or another
+            `host`, any is answered, and this is to be left out.
         served_model_name: names by which requests may call the model, and answers by the first of
             them; by default the one that `model` has.
         allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no

@@ -49,7 +49,7 @@ class ServeOptions:
             waits to be sent; then its connection is closed.
         drain_timeout: seconds for what is being answered once SIGTERM or Ctrl-C came; what is not
             complete by then ends as at `request_timeout`, its `stop_reason` `shutdown`. The process
-            ends up to 6 s later: Kubernetes, by default, kills it 30 s after SIGTERM.
+            ends up to 7 s later: Kubernetes, by default, kills it 30 s after SIGTERM.
         max_body_bytes: longest body of a request.
         max_header_bytes: longest head of a request: its path and its headers.
         max_json_depth: deepest nesting of lists and objects in a body.

@@ -89,7 +89,7 @@ class Attack(NamedTuple):
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
     """A request as it goes over the wire."""
-    lines = [f"POST {path} HTTP/1.1", "Host: x", *(headers or (JSON,))]
+    lines = [f"POST {path} HTTP/1.1", "Host: localhost", *(headers or (JSON,))]
     return "\r\n".join([*lines, f"Content-Length: {len(body)}\r\n\r\n"]).encode() + body
 
 
@@ -130,7 +130,10 @@ def attacks() -> list[Attack]:
         Attack("a path that climbs", (b"GET /v1/models/..%2f..%2fetc/passwd HTTP/1.1\r\n\r\n",)),
         Attack("an unknown method", (b"BREW /v1/completions HTTP/1.1\r\n\r\n",)),
         Attack("two requests at once", (whole * 2,)),
-        Attack("an upgrade", (b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",)),
+        Attack(
+            "an upgrade",
+            (b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",),
+        ),
         Attack("keys beyond number", (post(path, keys(300_000)),)),
         Attack("items beyond number", (post(path, b'{"prompt":[' + b"null," * 900_000 + b"0]}"),)),
     ]

@@ -95,7 +95,7 @@ def body(prompt: str, tokens: int) -> bytes:
     asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
              "stream": True}  # fmt: skip
     text = json.dumps(asked).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
 
 

@@ -112,7 +112,7 @@ def test_models_and_drafters_reach_backends_through_their_contract() -> None:
     assert not bad, "\n".join(bad)
 
 
-SERVERS = {"fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client"}
+SERVERS = {"fastapi", "starlette", "pydantic", "uvicorn", "httptools", "prometheus_client"}
 
 
 def test_libraries_of_the_server_are_imported_in_it_alone() -> None:

@@ -117,8 +117,8 @@ def test_what_is_imported_is_a_declared_dependency(extra: str) -> None:
                 imported.add((node.module or "").split(".")[0])
     foreign = imported - set(sys.stdlib_module_names) - {"foretoken", "triton"}
     assert ({"fastapi", "uvicorn"} if extra else {"torch", "huggingface_hub"}) <= foreign
-    # fastapi brings those that it is made of.
-    brought = {"starlette", "pydantic", "pydantic_core"} if extra else set()
+    # fastapi brings those that it is made of, uvicorn[standard] its parser.
+    brought = {"starlette", "pydantic", "pydantic_core", "httptools"} if extra else set()
     # The core asks for llguidance when a request has a grammar.
     declared = {*dependencies(), *(dependencies("serve") if extra else ["llguidance"])}
     imported_as = {"yaml": "pyyaml"}

@@ -18,13 +18,13 @@ from foretoken import AsyncEngine
 from foretoken.ops.passes import pass_begins
 from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
-from foretoken.serve.server import bind, serve
+from foretoken.serve.server import bind, leave, serve
 from tests.project.source import ROOT
 from tests.serve.running import fail_later
 from tests.support.asynchronous import PATIENCE, until
 
-TIME_IS_UP = signal.SIGUSR1
-"""At this signal `drain_timeout` is over, for a server that drains."""
+TIME_IS_UP, LAST_CALL = signal.SIGUSR1, signal.SIGUSR2
+"""Signals at which `drain_timeout` is over, or what follows it, too, for a server that drains."""
 
 
 class Child(NamedTuple):
@@ -94,8 +94,10 @@ def main() -> None:
     engine.engine.step = later  # type: ignore[method-assign]
     served = build_app(engine, options)
     life = served.state.context.lifetime
-    signal.signal(TIME_IS_UP, lambda *_: setattr(life, "_end", time.monotonic()))
+    for number, late in ((TIME_IS_UP, 0), (LAST_CALL, 60)):
+        signal.signal(number, lambda *_, late=late: setattr(life, "_end", time.monotonic() - late))
     serve(served, bind(options), options, partial(print, flush=True))
+    leave(0)
 
 
 if __name__ == "__main__":

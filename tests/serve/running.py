@@ -80,7 +80,7 @@ def connect(server: Running) -> socket.socket:
 def request(body: dict[str, Any]) -> bytes:
     """A request for a completion, as it goes over the wire."""
     text = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import httpx
@@ -36,7 +36,7 @@ from foretoken.serve.running import News
 from tests.project.source import ROOT
 from tests.serve.running import post
 
-OPTIONS = ServeOptions(allow_synthetic=True, trust_request_chat_template=True)
+OPTIONS = ServeOptions(allow_priority=True, allow_synthetic=True, trust_request_chat_template=True)
 HERMES = MessageFormat(FORMATS["hermes"])
 SERVED = Served(
     ("tiny",), "tiny", 2048, 5, SamplingParams(), ("prediction",), "draft_model", OPTIONS, HERMES
@@ -215,6 +215,8 @@ def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> No
             "Invalid type",
         ),
         ({"logprobs": 21}, "logprobs", "[0, 20]"),
+        ({"priority": -1}, "priority", "See --allow-priority."),
+        ({"priority": 1}, "priority", "0, or left out"),
         ({"speculative": {"rule": "synthetic"}}, "speculative.rule", "does not allow"),
         ({"speculative": {"rule": "x"}}, "speculative.rule", "one of standard, block, coupled."),
         ({"prompt": ""}, "prompt", "`prompt` is ''"),
@@ -334,6 +336,17 @@ def test_what_is_asked_of_speculation_shows_in_the_answers_of_every_api(
         assert none["metrics"] == {"speculative_decoding": None}
         few = post(http, f"/v1/{path}", **body, speculative={"num_speculative_tokens": 2})
         assert few["metrics"]["speculative_decoding"]["num_spec_tokens"] == 2
+
+
+def test_only_a_server_that_allows_it_lets_clients_pass_others() -> None:
+    strict = replace(SERVED, options=ServeOptions())
+    for kind, reader, least in BODIES:
+        for priority in (0, None):
+            assert reader(kind(**least, priority=priority), strict).params.priority == 0
+        assert reader(kind(**least, priority=-3), SERVED).params.priority == -3
+        with pytest.raises(RequestError, match="--allow-priority") as caught:
+            reader(kind(**least, priority=-3), strict)
+        assert caught.value.field == "priority"
 
 
 def test_prompts_of_all_samples_have_their_logprobs() -> None:

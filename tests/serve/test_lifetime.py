@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import signal
 import socket
@@ -23,7 +24,7 @@ import pytest
 from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
 from tests.project.source import ROOT
-from tests.serve.child import TIME_IS_UP, Child, child
+from tests.serve.child import LAST_CALL, TIME_IS_UP, Child, child
 from tests.serve.running import (
     PATH,
     PROMPT,
@@ -146,7 +147,7 @@ def test_a_client_that_leaves_costs_no_further_step(target: Path, when: str) -> 
 
 
 AHEAD = [
-    b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n",
     request({"prompt": "a", "user": "y" * 300_000}),
 ]
 
@@ -312,6 +313,64 @@ def test_a_server_that_ends_lets_answers_be_completed(target: Path) -> None:
             thread.join()
         assert [text for _, text in found if '"finish_reason":"length"' not in text] == []
         assert not any("shutdown" in text for _, text in found)
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_server_is_gone_when_its_time_is_over_whoever_still_wants_something(
+    target: Path,
+) -> None:
+    """One has a stream of 12 s, which is cut; another has not sent all of its request."""
+    with child(target, step_seconds=0.05, drain_timeout=1) as server:
+        threads, found = long_streams(server, 1, 240)
+        with closing(connect(Running(str(server.http.base_url), None))) as slow:
+            slow.sendall(request(LONG)[:-5])
+            begin = time.monotonic()
+            assert server.end() == 0
+            assert time.monotonic() - begin < 5  # 1.4 on a machine that is not busy, 6.4 once
+            assert slow.recv(65536).startswith(b"HTTP/1.1 503 ")
+        threads[0].join()
+        assert '"stop_reason":"shutdown"' in found[0][1]
+        assert found[0][1].endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_step_that_does_not_end_does_not_keep_a_server(target: Path) -> None:
+    with child(target, step_seconds=PATIENCE, drain_timeout=3600) as server:
+        with ThreadPoolExecutor(1) as pool:
+            asked = post_later(pool, str(server.http.base_url), **LONG)
+            until(lambda: is_open(server))
+            server.process.send_signal(signal.SIGTERM)
+            until(lambda: server.http.get("/health/ready").status_code == 503)
+            assert server.end(LAST_CALL, seconds=30) == 0
+            assert asked.result().status_code == 503
+        assert server.said.endswith("Ended: 1 requests were cut off.\n")
+
+
+def is_open(server: Child) -> bool:
+    """Whether the engine has begun a step for a request."""
+    return "num_requests_waiting{model_name" in metrics(server) and " 1.0" in metrics(server)
+
+
+def test_a_server_that_is_idle_is_gone_at_once() -> None:
+    """After its last line it computes nothing: an interpreter that ends took 1.2 s of CPU time."""
+    words = [sys.executable, "-m", "foretoken", "serve", "tiny-python", "--port", "0"]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            url = next(line for line in process.stderr if "http" in line).split()[-1]
+            answer = httpx.post(url + PATH, json={"prompt": "a", "max_tokens": 3}, timeout=PATIENCE)
+            assert answer.status_code == 200
+            begin = time.monotonic()
+            process.terminate()
+            assert any("Ended: all is answered." in line for line in process.stderr)
+            stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="ascii")
+            before = int(stat.rpartition(")")[2].split()[11]) / os.sysconf("SC_CLK_TCK")
+            _, code, usage = os.wait4(process.pid, 0)
+            assert code == 0
+            assert usage.ru_utime - before < 0.4
+            assert time.monotonic() - begin < 10  # 0.5 on a busy machine
+        finally:
+            process.kill()
 
 
 @pytest.mark.usefixtures("forked")

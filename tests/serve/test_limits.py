@@ -258,7 +258,7 @@ def test_the_queue_of_a_server_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("foretoken.async_engine.AsyncEngine", engine)
     for asked, bound in (({}, 1024), ({"max_num_waiting": 5}, 5)):
         with pytest.raises(ConfigError):
-            start({"model": "tiny-python", **asked}, ServeOptions(), lambda line: None)
+            start({"model": "tiny-python", **asked}, ServeOptions(port=0), lambda line: None)
         assert given["max_num_waiting"] == bound
 
 

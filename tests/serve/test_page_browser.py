@@ -281,3 +281,4 @@ def test_a_key_is_asked_for(opened: Open, target: Any) -> None:
         run(page, max_tokens="5")
         assert not page.locator("#error").is_visible()
         assert "nothing to compare" in page.locator("#verdict").inner_text()
+        page.close()  # which asks for the server's state now and then

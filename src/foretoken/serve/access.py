@@ -1,13 +1,20 @@
-"""Who may call: a key that clients send, compared in constant time."""
+"""Who may call: a key that clients send, compared in constant time, or else a name of this machine.
+
+A page of any site can have its own name resolve to 127.0.0.1, and then calls a server here as its
+own origin (DNS rebinding). The `Host` that its browser sends is still the site's: it is refused.
+"""
 
 from __future__ import annotations
 
 import hmac
+import re
+from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from foretoken.serve.errors import Refusal
+from foretoken.serve.options import ServeOptions
 
 PAGE = {
     "/": "index.html",
@@ -22,23 +29,62 @@ OPEN = frozenset(
 the API hold nothing of this server's."""
 
 
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+?)\.?(?::\d*)?")
+
+
 class KeyCheck:
     """Answers 401 to who does not send the key."""
 
     def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._expected = app, f"Bearer {key}".encode()
-        self._key = key.encode()
+        self._app, self._key = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what has the key, or needs none."""
         if scope["type"] == "http" and scope["path"] not in OPEN:
             headers = Headers(scope=scope)
-            sent = headers.get("authorization", "").encode("latin-1")
-            anthropic = headers.get("x-api-key", "").encode("latin-1")
-            has_key = hmac.compare_digest(sent, self._expected)
-            if not (has_key | hmac.compare_digest(anthropic, self._key)):
+            scheme, _, sent = headers.get("authorization", "").partition(" ")
+            bearer = sent.strip(" ") if scheme.lower() == "bearer" else ""  # RFC 9110, 11.1
+            has_key = False
+            for given in (bearer, headers.get("x-api-key", "")):
+                has_key |= hmac.compare_digest(given.encode("latin-1"), self._key)
+            if not has_key:
                 told = "`Authorization` must be `Bearer` and the key, or `x-api-key` the key."
                 refused = Refusal(401, told, "invalid_request_error", code="invalid_api_key")
                 await refused.response(scope["path"])(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class HostCheck:
+    """Answers 421 to who calls this machine by a name that is not its own."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+        self._app, self._allowed = app, {name.lower() for name in options.allowed_hosts}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on what names this machine. HTTP/1.0, which no browser speaks, may name none."""
+        host = Headers(scope=scope).get("host") if scope["type"] == "http" else None
+        if host is not None and not self._is_allowed(host):
+            allowed = ", ".join(["localhost, 127.0.0.1, [::1]", *sorted(self._allowed)])
+            told = (
+                f"`Host` is {host[:200]!r}. It must be one of {allowed}: without a key this "
+                "server answers by these names alone, so that no web page can reach it by its "
+                "own. Start it with --allowed-hosts, or with --api-key."
+            )
+            refused = Refusal(421, told, "invalid_request_error", "Host", "host_not_allowed")
+            await refused.response(scope["path"])(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_allowed(self, host: str) -> bool:
+        if "*" in self._allowed:
+            return True
+        if not (found := _HOST.fullmatch(host.strip().lower())):
+            return False
+        name = found[1].strip("[]")
+        if name in self._allowed or name.rpartition(".")[2] == "localhost":  # RFC 6761, 6.3
+            return True
+        try:
+            return ip_address(name).is_loopback
+        except ValueError:
+            return False

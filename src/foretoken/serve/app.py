@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from foretoken import __version__
 from foretoken.async_engine import AsyncEngine
 from foretoken.serve import errors
-from foretoken.serve.access import KeyCheck
+from foretoken.serve.access import HostCheck, KeyCheck
 from foretoken.serve.context import Context
 from foretoken.serve.lifetime import Lifetime
 from foretoken.serve.limits import BodyLimits
@@ -59,5 +59,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
+    if options.checks_host:
+        app.add_middleware(HostCheck, options=options)
     app.add_middleware(RequestLog)
     return app

@@ -11,7 +11,7 @@ from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
 
 
 def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Load the model and serve it until a signal ends that.
+    """Load the model and serve it until a signal ends that, and the process with it.
 
     Raises:
         ConfigError: an option, an address that is taken, or a package of the extra `serve` is
@@ -22,7 +22,7 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
     try:
         from foretoken.serve.app import build_app
         from foretoken.serve.logs import set_up
-        from foretoken.serve.server import bind, serve
+        from foretoken.serve.server import bind, leave, serve
     except ModuleNotFoundError as error:
         missing, remedy = f"foretoken[serve]: {error.name}", "Run: pip install 'foretoken[serve]'"
         raise ConfigError(missing, None, "installed to serve", remedy) from None
@@ -32,3 +32,4 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
     with bind(options) as bound:  # which takes no time: a model may take minutes
         say(f"Loading {engine['model']}")
         serve(build_app(AsyncEngine(**engine), options), bound, options, say)
+    leave(0)

@@ -43,10 +43,15 @@ _ANTHROPIC = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
+    421: "invalid_request_error",
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-_RETRY_AFTER = {"Retry-After": "1"}
+_HEADERS = {
+    401: {"WWW-Authenticate": "Bearer"},
+    429: {"Retry-After": "1"},
+    503: {"Retry-After": "1"},
+}
 request_id = ContextVar("request_id", default="")
 """The name of the request that this task serves; see `logs.py`."""
 
@@ -74,11 +79,10 @@ class Refusal(NamedTuple):
 
     def response(self, path: str = "") -> Response:
         """The same as an answer, in the shape that clients of this path read."""
-        headers = _RETRY_AFTER if self.status in (429, 503) else None
         body = self.anthropic if path.startswith("/v1/messages") else self.body
         # ASCII: what is quoted may be no Unicode.
         text = json.dumps(body, separators=(",", ":"))
-        return Response(text, self.status, headers, "application/json")
+        return Response(text, self.status, _HEADERS.get(self.status), "application/json")
 
 
 def documented(body: dict[str, Any]) -> dict[int | str, dict[str, Any]]:

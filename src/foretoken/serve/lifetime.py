@@ -18,7 +18,7 @@ from foretoken.serve.errors import UnavailableError
 from foretoken.serve.options import ServeOptions
 
 _GRACE = 5.0
-"""Seconds in which what was cut off must reach its client."""
+"""Seconds in which what was cut off must reach its client, and be read by it."""
 _TOLD = {
     "queue": "No token was made within `queue_timeout`: the server is too busy.",
     "timeout": "No token was made within `request_timeout`: the server is too busy.",
@@ -47,6 +47,11 @@ class Lifetime:
     def drain(self) -> None:
         """Take no more, and let what is under way end in time. Safe in a signal handler."""
         self._end = self._end or time.monotonic() + self.options.drain_timeout
+
+    def seconds_left(self) -> float:
+        """How long a client may still take to read the end of its answer."""
+        left = _GRACE if self._end is None else self._end + _GRACE - time.monotonic()
+        return min(max(left, 1.0), _GRACE)
 
     def is_over(self) -> bool:
         """Whether all has been answered, or has had its time; to be asked again and again."""

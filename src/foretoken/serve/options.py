@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -11,6 +12,7 @@ from foretoken.errors import ConfigError
 
 MAX_NUM_WAITING = 1024
 """Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
+_HOST_NAME = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:]+:[0-9A-Fa-f:.]*", re.ASCII)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -24,6 +26,10 @@ class ServeOptions:
         api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing. On a command
             line others of this machine can read it: FORETOKEN_API_KEY in the environment does the
             same.
+        allowed_hosts: names by which clients may call a server of the loopback that wants no key,
+            as their `Host` has them, without a port, besides `localhost` and the loopback's
+            addresses; `*` is any. Others are refused: see docs/server.md. With a key, or another
+            `host`, any is answered, and this is to be left out.
         served_model_name: names by which requests may call the model, and answers by the first of
             them; by default the one that `model` has.
         allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no
@@ -31,6 +37,8 @@ class ServeOptions:
         chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.
         trust_request_chat_template: let a request bring a `chat_template`. It is a program, run in
             the engine's thread: Jinja's sandbox keeps it from files, and not from taking long.
+        allow_priority: let requests set their `priority`. Whoever sends the lowest is served first,
+            and can have all others wait.
         allowed_origins: web pages of other origins that a browser lets call this server; `*` is
             any. By default none.
         queue_timeout: seconds in which a request must get its first token; then it is refused
@@ -40,7 +48,8 @@ class ServeOptions:
         io_timeout: seconds in which a client must send a request, head and body, or read what
             waits to be sent; then its connection is closed.
         drain_timeout: seconds for what is being answered once SIGTERM or Ctrl-C came; what is not
-            complete by then ends as at `request_timeout`, its `stop_reason` `shutdown`.
+            complete by then ends as at `request_timeout`, its `stop_reason` `shutdown`. The process
+            ends up to 7 s later: Kubernetes, by default, kills it 30 s after SIGTERM.
         max_body_bytes: longest body of a request.
         max_header_bytes: longest head of a request: its path and its headers.
         max_json_depth: deepest nesting of lists and objects in a body.
@@ -62,15 +71,17 @@ class ServeOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
+    allowed_hosts: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
     allow_synthetic: bool = False
     chat_template: str | None = None
     trust_request_chat_template: bool = False
+    allow_priority: bool = False
     allowed_origins: tuple[str, ...] = ()
     queue_timeout: float = 60.0
     request_timeout: float = 600.0
     io_timeout: float = 30.0
-    drain_timeout: float = 30.0
+    drain_timeout: float = 20.0
     max_body_bytes: int = 8 * 2**20
     max_header_bytes: int = 32 * 2**10
     max_json_depth: int = 64
@@ -102,15 +113,29 @@ class ServeOptions:
             raise ConfigError("log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
         if "" in self.served_model_name:
             raise ConfigError("served_model_name", "", "not empty")
+        for name in self.allowed_hosts:
+            if not _HOST_NAME.fullmatch(name):
+                raise ConfigError("allowed_hosts", name, "a name without scheme, port and path")
+        if self.allowed_hosts and not self.checks_host:
+            bound = "left out with a key, or with another `host` than the loopback's"
+            raise ConfigError("allowed_hosts", self.allowed_hosts, bound, "Any `Host` is answered.")
 
     @property
     def is_exposed(self) -> bool:
         """Whether others than this machine can call, and need no key to do so."""
+        return self.api_key is None and not self._is_loopback
+
+    @property
+    def checks_host(self) -> bool:
+        """Whether `Host` must be known: nothing else keeps web pages out."""
+        return self.api_key is None and self._is_loopback
+
+    @property
+    def _is_loopback(self) -> bool:
         try:
-            is_own = ip_address(self.host).is_loopback
+            return ip_address(self.host).is_loopback
         except ValueError:
-            is_own = self.host == "localhost"
-        return self.api_key is None and not is_own
+            return self.host == "localhost"
 
     def check_engine(self, config: EngineConfig) -> None:
         """Raise `ConfigError` for an engine whose texts would be meaningless unnoticed."""

@@ -253,6 +253,9 @@ def chat_options(body: ChatBody | TokenizeBody, served: Served) -> ChatOptions:
 def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Asked:
     """The part that all APIs share."""
     served.check_name(body.model)
+    if body.priority and not served.options.allow_priority:
+        bound = "0, or left out: this server serves requests in the order in which they come"
+        raise RequestError("priority", body.priority, bound, "See --allow-priority.")
     structure, written = read_structure(body)
     written |= _SPECULATIVE
     if isinstance(body, ChatBody):

@@ -24,7 +24,8 @@ WHAT = {bug.key: bug.what for bug in BUGS} | {
     "replay_differs": "`coupled` gives other tokens without drafts",
     "parameter_ignored": "a sampling parameter does not act as it should",
     "temperature_ignored": "temperature is ignored",
-    "nucleus_leaks": "tokens outside of top_p come: it is ignored, or drafts are tested without it",
+    "nucleus_ignored": "top_p is ignored",
+    "nucleus_leaks": "some tokens come from outside of top_p: drafts are tested without it",
 }
 
 Report = Callable[[int], None]

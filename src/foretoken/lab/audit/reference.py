@@ -9,15 +9,14 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.errors import RequestError
-from foretoken.models.checkpoint import quiet_transformers
+from foretoken.models.loader import load_plain
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.sampling.params import SamplingParams
 
@@ -40,16 +39,14 @@ class Text(NamedTuple):
 
 
 class Reference:
-    """Probabilities of a checkpoint, float32 on the CPU unless told otherwise."""
+    """Probabilities of a checkpoint, float32 on the CPU.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: for what an engine refuses to load, see `load_plain`.
+    """
 
     def __init__(self, model: str, revision: str | None = None) -> None:
-        from transformers import AutoModelForCausalLM
-
-        folder = resolve_checkpoint(model, revision=revision)
-        with quiet_transformers():
-            self.module: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+        self.module: Any = load_plain(resolve_checkpoint(model, revision=revision))
         ends = self.module.generation_config.eos_token_id
         self.stop_ids = [*ends] if isinstance(ends, list) else [ends]
         self.vocabulary: int = self.module.config.get_text_config().vocab_size

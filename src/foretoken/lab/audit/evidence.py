@@ -84,10 +84,10 @@ class Source:
         """Total variation between what was drawn and what should be."""
         if self.draws == 0:
             return 1.0
-        return float(np.abs(self.counts - self._expected).sum() / 2 / self.draws)
+        return float(np.abs(self.counts - self.expected).sum() / 2 / self.draws)
 
     @property
-    def _expected(self) -> Any:
+    def expected(self) -> Any:
         """Counts that a lossless subject has on average, in groups of the size that was seen."""
         grouped = self.counts.reshape(self.model.given, -1)
         return (grouped.sum(axis=1, keepdims=True) * self.model.null.reshape(grouped.shape)).ravel()
@@ -249,7 +249,9 @@ class Evidence:
         hot[each + 1, cells] = 1
         known = source.counts + hot.cumsum(axis=0)[:-1]
         seen, size = known[each, cells], len(null) // source.model.given
-        before = known.reshape(len(cells), source.model.given, size).sum(axis=2)[each, cells // size]
+        before = known.reshape(len(cells), source.model.given, size).sum(axis=2)[
+            each, cells // size
+        ]
         prior = np.array(CONCENTRATIONS)[:, None]
         return np.log((prior * null[cells] + seen) / (prior + before) / null[cells])
 

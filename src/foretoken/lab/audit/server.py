@@ -196,7 +196,9 @@ class ServerAudit:
                     noise = random.standard_normal((NOISES, len(tokens))) * self.noise
                     noisy = p[0, tokens] * np.exp(noise / params.temperature)
                     noisy /= noisy.sum(axis=1, keepdims=True)
-                    for token, chance in zip(tokens, np.vstack([p[:, tokens], noisy]).T, strict=True):
+                    for token, chance in zip(
+                        tokens, np.vstack([p[:, tokens], noisy]).T, strict=True
+                    ):
                         longer[i][(*path, int(token))] = live[i][path] * chance
             live = {i: paths for i, paths in longer.items() if 0 < len(paths) <= MOST}
         return [self._law(self.prompts[i], live.get(i, {})) for i in numbers]
@@ -266,7 +268,10 @@ class ServerAudit:
                 said = Text(ids, tokens)
                 wrong, _ = classify([said], self.reference.logits([said]), params, 2**-23)
                 gaps.append(self._first_gap(ids, text) or 0.0 if wrong else 0.0)
-        ties, bugs = sum(0 < gap <= self.reach for gap in gaps), sum(gap > self.reach for gap in gaps)
+        ties, bugs = (
+            sum(0 < gap <= self.reach for gap in gaps),
+            sum(gap > self.reach for gap in gaps),
+        )
         equal = len(gaps) - ties - bugs
         line = (
             f"Temperature 0: {equal} of {len(gaps)} texts are the target's, {ties} part at a "

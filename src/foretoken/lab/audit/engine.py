@@ -1,10 +1,11 @@
 """A live engine against probabilities that are computed beside it, token by token.
 
 Every token has a known distribution, so there is no second sample: its rank in that distribution is
-uniform if the engine is lossless (`reference.ranks`), whatever the text before it. The rank of a
-token that is known to end a round is not: it may have replaced a draft. With a draft model at hand, so is q: how many drafts `standard` or `block` accepts, and what replaces a rejected
-one. At temperature 0 each token must be the likeliest, but for ties of arithmetic; `coupled` must
-repeat itself without drafts; and every sampling parameter must act as it says.
+uniform if the engine is lossless (`reference.ranks`), whatever the text before it (but not of a
+token that is known to end a round: it may have replaced a draft). With a draft model at hand, so is
+q: how many drafts `standard` or `block` accepts, and what replaces a rejected one. At temperature 0
+each token must be the likeliest, but for ties of arithmetic; `coupled` must repeat itself without
+drafts; and every sampling parameter must act as it says.
 """
 
 from __future__ import annotations
@@ -128,11 +129,13 @@ class EngineAudit:
         sampled = self.params.temperature > 0
         bugs = {} if self.drafted is None else {"residual_is_p": FLAT, "shared_noise": FLAT}
         rounds, rule = self._drafts_of_an_outcome()
+        given = np.full(CELLS, 1 / SIDE)
         models = [
             Model("tokens", FLAT, bugs, rounds, together=LENGTH, usual_rule=rule),
             Model("neighbours", FLAT, {}, together=LENGTH // 2),
             Model("requests", FLAT, {}, together=LENGTH),
-            Model("uniforms", np.full(CELLS, 1 / SIDE), {}, together=LENGTH, given=SIDE),
+            Model("uniforms after ranks", given, {}, together=LENGTH, given=SIDE),
+            Model("uniforms in turn", given, {}, together=LENGTH, given=SIDE),
             Model("two or three outcomes", FLAT, {}, together=LENGTH),
         ]
         drawn = models if sampled else []
@@ -146,8 +149,8 @@ class EngineAudit:
             return (pairs(self._ranks[:, ::2], self._ranks[:, 1::2]),)
         if number == 2:
             return (pairs(self._ranks[::2], self._ranks[1::2]),)
-        if number == 3:
-            return (self._uniforms(),)
+        if number in (3, 4):
+            return (self._uniforms()[number - 3],)
         return (cells(self.ranked(replace(self.params, **FEW), BATCH)[1]),)
 
     def _drafts_of_an_outcome(self) -> tuple[int, str]:
@@ -220,20 +223,26 @@ class EngineAudit:
         ratios = {"residual_is_p": np.array(plain), "shared_noise": np.array(shared)}
         return np.array(seen), np.array(chance), ratios
 
-    def _uniforms(self) -> Any:
-        """The uniform of each round's first draft, given the rank of the token before it.
+    def _uniforms(self) -> tuple[Any, Any]:
+        """The uniform of each round's first draft, given the rank of the token before it, and given
+        the uniform that decided last in the round before.
 
         Of the first one alone: whether `block` looks at a further one depends on that very number.
-        Ranks are not uniform there: a token that ends a round may be a replacement.
+        Neither ranks nor uniforms are uniform where a round is known to have ended.
         """
-        before, u = [], []
-        for text, row in zip(self._texts, self._ranks.tolist(), strict=True):
-            for i, record in enumerate(text.trace[1:], 1):
-                for draft in (record, *record.dropped):
-                    if draft.draft_index == 0 and draft.u is not None:
-                        before.append(row[i - 1])
-                        u.append(draft.u)
-        return pairs(torch.tensor(before), torch.tensor(u))
+        after_ranks, in_turn = [], []
+        for text, ranks_L in zip(self._texts, self._ranks.tolist(), strict=True):
+            spent = None
+            for i, record in enumerate(text.trace):
+                looked_at = [x for x in (record, *record.dropped[:1]) if x.u is not None]
+                for draft in looked_at:
+                    if draft.draft_index == 0 and i > 0:
+                        after_ranks.append((ranks_L[i - 1], draft.u))
+                        in_turn += [(spent, draft.u)] if spent is not None else []
+                spent = looked_at[-1].u if looked_at else spent
+        found = (torch.tensor(pairs_).reshape(-1, 2) for pairs_ in (after_ranks, in_turn))
+        first, second = (pairs(found_N2[:, 0], found_N2[:, 1]) for found_N2 in found)
+        return first, second
 
     # What needs no draws --------------------------------------------------------------------------
 

@@ -112,7 +112,7 @@ class Source:
         shape = self.model.given, -1
         rows = zip(self.counts.reshape(shape), self.model.null.reshape(shape), strict=True)
         tests = [g_test(counts.tolist(), null.tolist()) for counts, null in rows]
-        degrees = sum(test.degrees for test in tests)
+        degrees = sum(max(test.degrees, 0) for test in tests)
         return upper_tail(sum(t.statistic for t in tests), degrees) if degrees else 1.0
 
     @property
@@ -248,12 +248,10 @@ class Evidence:
         hot = np.zeros((len(cells) + 1, len(null)))
         hot[each + 1, cells] = 1
         known = source.counts + hot.cumsum(axis=0)[:-1]
-        seen, size = known[each, cells], len(null) // source.model.given
-        before = known.reshape(len(cells), source.model.given, size).sum(axis=2)[
-            each, cells // size
-        ]
+        given, size = source.model.given, len(null) // source.model.given
+        before = known.reshape(len(cells), given, size).sum(axis=2)[each, cells // size]
         prior = np.array(CONCENTRATIONS)[:, None]
-        return np.log((prior * null[cells] + seen) / (prior + before) / null[cells])
+        return np.log((prior * null[cells] + known[each, cells]) / (prior + before) / null[cells])
 
     def _allowed(self) -> Any:
         """Logs of all e-values against the best distribution within each model's `delta`."""

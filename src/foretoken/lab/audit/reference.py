@@ -42,7 +42,7 @@ class Reference:
     """Probabilities of a checkpoint, float32 on the CPU.
 
     Raises:
-        CheckpointError, UnsupportedModelError: for what an engine refuses to load, see `load_plain`.
+        CheckpointError, UnsupportedModelError: see `load_plain`.
     """
 
     def __init__(self, model: str, revision: str | None = None) -> None:

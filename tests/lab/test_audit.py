@@ -21,7 +21,7 @@ from foretoken.lab.audit.subjects import bind, models, of_backend, of_callable
 from foretoken.lab.audit.toys import TOYS
 from foretoken.lab.audit.verdict import EXACT, audit, enumerated
 from foretoken.lab.laws.acceptance import accepted_moments
-from foretoken.lab.laws.mutants import RESIDUALS, hide_token, residual, shared_stream
+from foretoken.lab.laws.mutants import RESIDUALS, hide_token, replaced, residual, shared_stream
 from foretoken.ops import Rule, get_backend
 
 CPU = torch.device("cpu")
@@ -257,6 +257,50 @@ def test_a_distance_that_is_allowed_for_refutes_nothing_but_more_does() -> None:
     assert not refuted(0.05)
 
 
+def test_what_cannot_be_is_not_allowed_for() -> None:
+    """A twentieth of all is where one in a thousand may be; the distance would allow it."""
+    null, rng = np.append(np.full(4, 0.24975), 0.001), np.random.default_rng(0)
+    known = Model("m", null, {}, delta=0.06, closed=True)
+    for share, refuted in ((0.001, False), (0.05, True)):
+        for model, alarms in ((known, refuted), (known._replace(closed=False), False)):
+            evidence = Evidence([model])
+            evidence.add(0, rng.choice(5, p=[*np.full(4, (1 - share) / 4), share], size=1000))
+            assert (evidence.refuted_at is not None) == alarms
+
+
+def given_groups(dependence: float, runs: int, draws: int) -> tuple[int, float]:
+    """Alarms at alpha = 0.05, and the mean e-value, of uniforms in groups of any frequency."""
+    model, rng = Model("m", np.full(16, 0.25), {}, given=4), np.random.default_rng(3)
+    alarms, total = 0, 0.0
+    for _ in range(runs):
+        group = rng.choice(4, p=[0.7, 0.2, 0.07, 0.03], size=draws)
+        fourth = np.where(rng.random(draws) < dependence, group, rng.integers(4, size=draws))
+        evidence = Evidence([model], 0.05)
+        evidence.add(0, 4 * group + fourth)
+        alarms += evidence.refuted_at is not None
+        total += 10 ** evidence.path[-1][1]
+    return alarms, total / runs
+
+
+def test_outcomes_given_their_group() -> None:
+    alarms, mean = given_groups(0.0, runs=300, draws=100)
+    assert alarms <= 25
+    assert mean < 1.3  # of 1 at most, in expectation
+    assert given_groups(0.2, runs=20, draws=1500)[0] == 20
+    source = Source(Model("m", np.full(4, 0.5), {}, given=2), np.array([450.0, 450, 50, 50]), 1000)
+    assert (source.distance, source.p_value) == (0.0, 1.0)
+
+
+def test_tokens_of_a_text_are_read_together() -> None:
+    """The first of two sources that share their texts refutes nothing before the other is told."""
+    fair, drawn = Model("m", np.full(2, 0.5), {}, together=2), np.zeros(100, dtype=int)
+    evidence = Evidence([fair, fair])
+    evidence.add(0, drawn)
+    assert (evidence.refuted_at, evidence.path) == (None, [])
+    evidence.add(1, drawn[:0])
+    assert evidence.refuted_at == 100
+
+
 # Backends -----------------------------------------------------------------------------------------
 
 
@@ -265,6 +309,14 @@ def test_operators_pass() -> None:
         found = audit(of_backend("x", get_backend("native"), CPU, rule)._replace(exact=None), 6000)
         assert not found.refuted
         assert "no difference in 6,000 draws" in found.verdict
+
+
+def test_a_tail_that_never_comes_is_refuted() -> None:
+    backend = replaced(
+        get_backend("native"), sample=lambda rows, noise: rows.logits_NV.argmax(dim=1)
+    )
+    broken, (line,) = of_backend("x", backend, CPU, Rule.STANDARD).exact()
+    assert broken == ["float32_tail"], line
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +14,9 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
-from foretoken.errors import ConfigError, RequestError
+from foretoken.config import LOSSLESS_METHODS
+from foretoken.drafting.registry import DRAFTERS
+from foretoken.errors import ConfigError, ForetokenError, RequestError
 from foretoken.lab.audit import engine
 from foretoken.lab.audit.engine import (
     EngineAudit,
@@ -25,6 +30,9 @@ from foretoken.lab.audit.verdict import Finding, audit
 from foretoken.lab.laws import mutants
 from foretoken.lab.laws.mutants import RESIDUALS, dropped_q, residual, shared_stream
 from foretoken.ops import Rule, get_backend, rules
+from tests.models import families
+from tests.models.heads import head_of
+from tests.support.checkpoints import save_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +163,188 @@ def test_requests_that_share_their_noise_are_refuted(
     worst = min(found.evidence.sources, key=lambda source: source.p_value)
     assert found.refuted
     assert worst.model.name == "requests"
+
+
+# What is right ------------------------------------------------------------------------------------
+
+GREEDY = {"draft_sample_method": "greedy"}
+NULLS: dict[str, dict[str, Any]] = {
+    **{name: {"method": name} for name in DRAFTERS},
+    "greedy draft_model": {"method": "draft_model", **GREEDY},
+    "greedy eagle3": {"method": "eagle3", **GREEDY},
+    "hybrid": {"drafters": [{"method": "suffix"}, {"method": "draft_model"}]},
+}
+FEW_NULLS = (
+    ("draft_model", "standard", 1.0),
+    ("greedy draft_model", "standard", 1.0),
+    ("eagle3", "block", 1.0),
+    ("hybrid", "standard", 0.5),
+)
+
+
+@pytest.fixture
+def null(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Finding]:
+    """Audits a tiny engine as it is; 3 000 draws a second."""
+    monkeypatch.setattr(engine, "BATCH", 64)
+    own = {"draft_model": draft, "draft_text": draft, "eagle3": head_of(target)}
+
+    def with_model(given: dict[str, Any]) -> dict[str, Any]:
+        model = own.get(given["method"])
+        return given if model is None else {**given, "model": str(model)}
+
+    def found(name: str, rule: str, temperature: float, draws: int) -> Finding:
+        given = dict(NULLS[name])
+        if "drafters" in given:
+            given["drafters"] = [*map(with_model, given["drafters"])]
+        else:
+            given = with_model(given)
+        reference = Reference(str(target))
+        with LLM(str(target), {**given, "num_speculative_tokens": 3}, max_num_seqs=64) as llm:
+            params = SamplingParams(temperature=temperature, rejection_sample_method=rule)
+            if name == "prediction":
+                params.prediction = "abc" * 20
+            if name == "forced":
+                params.allowed_token_ids = range(200)
+            audited = EngineAudit(llm, params, reference, 0, draft_reference(llm, reference))
+            return audit(audited.subject("x"), draws)
+
+    return found
+
+
+def check_right(found: Finding) -> None:
+    """No p-value of a source that is valid falls below 1e-5 by chance, nor is more accepted."""
+    assert not found.refuted, (found.verdict, found.exact)
+    for source in found.evidence.sources:
+        assert source.p_value > 1e-5, (source.model.name, source.counts)
+    tokens = found.evidence.sources[0]
+    mean, reach, most = tokens.acceptance
+    assert abs(mean - most) <= reach
+
+
+@pytest.mark.parametrize(("drafter", "rule", "temperature"), FEW_NULLS)
+def test_right_engines_pass(
+    null: Any, monkeypatch: Any, drafter: str, rule: str, temperature: float
+) -> None:
+    monkeypatch.setattr(EngineAudit, "checks", lambda asked: ([], []))
+    check_right(null(drafter, rule, temperature, 14_000))
+
+
+@pytest.mark.law
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("rule", LOSSLESS_METHODS)
+@pytest.mark.parametrize("drafter", NULLS)
+def test_every_right_engine_passes(null: Any, drafter: str, rule: str, temperature: float) -> None:
+    found = null(drafter, rule, temperature, 40_000)
+    if temperature == 0:
+        assert not found.refuted, (found.verdict, found.exact)
+    else:
+        check_right(found)
+
+
+def test_a_uniform_that_is_used_again_in_the_next_round_is_refuted(
+    asked: EngineAudit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the trace tells it, the one that rejects a draft also decides the next round's first."""
+    texts = asked.texts
+
+    def reused(params: SamplingParams, count: int) -> list[Text]:
+        return [
+            text._replace(trace=with_uniforms_again(text.trace)) for text in texts(params, count)
+        ]
+
+    def with_uniforms_again(trace: Any) -> list[Any]:
+        records, spent = [], None
+        for record in trace:
+            looked_at = [record, *record.dropped]
+            if spent is not None and looked_at[0].draft_index != 0:
+                looked_at = [record, *(replace(x, u=spent) for x in record.dropped[:1])]
+            elif spent is not None and record.u is not None:
+                looked_at[0] = replace(record, u=spent)
+            records.append(replace(looked_at[0], dropped=tuple(looked_at[1:])))
+            spent = record.dropped[0].u if record.dropped else None
+        return records
+
+    monkeypatch.setattr(asked, "texts", reused)
+    found = audit(asked.subject("x")._replace(exact=None), 6000)
+    assert found.refuted
+    worst = min(found.evidence.sources, key=lambda source: source.p_value)
+    assert worst.model.name == "uniforms in turn"
+
+
+class Outside(EngineAudit):
+    """Texts of some token outside of the top 2, the others inside."""
+
+    outside = 0
+
+    def texts(self, params: SamplingParams, count: int, first: int | None = None) -> list[Text]:
+        tokens = [2] * self.outside + [0] * (16 - self.outside)
+        self.outside = 0
+        return [Text([0], tokens)]
+
+
+@pytest.mark.parametrize(
+    ("alpha", "outside", "refuted"), [(1e-3, 2, False), (1e-3, 3, True), (0.1, 2, True)]
+)
+def test_parameters_share_alpha(
+    pair: LLM, reference: Reference, monkeypatch: Any, alpha: float, outside: int, refuted: bool
+) -> None:
+    """A token that cannot be weighs log(99) = 4.6, and it takes log(18/alpha): 9.8, or 5.2."""
+    kept = {"top_k": {"top_k": 2}}
+    monkeypatch.setattr(engine, "PARAMETERS", kept | {str(i): {} for i in range(8)})
+    monkeypatch.setattr(engine, "MOST_WAVES", 1)
+    row = torch.tensor([0.0, -20.0, -21.0])  # the top 2 are nearly all there is
+    table: Any = SimpleNamespace(
+        vocabulary=3, logits=lambda texts: [row.expand(len(t.output), -1) for t in texts]
+    )
+    audited = Outside(pair, SamplingParams(), table, alpha=alpha)
+    audited.outside = outside
+    bug, line = audited._parameters()
+    assert bug == ("parameter_ignored" if refuted else None), line
+
+
+# Its reference ------------------------------------------------------------------------------------
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def with_code(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": {"AutoModelForCausalLM": "own.Own"}, "architectures": ["Own"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def not_finite(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = {name: w * torch.nan for name, w in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (pickled, "Convert them to safetensors"),
+        (with_code, "brings its own code"),
+        (not_finite, "not finite"),
+    ],
+)
+def test_a_reference_is_loaded_under_guard(tmp_path: Path, broken: Any, said: str) -> None:
+    broken(save_checkpoint(tmp_path))
+    with pytest.raises(ForetokenError, match=said):
+        Reference(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["bert", "bloom", "llama4_text", "mamba"])
+def test_a_reference_is_what_an_engine_could_run(tmp_path: Path, family: str) -> None:
+    overrides, _ = families.REFUSED[family]
+    families.save_model(tmp_path, family, overrides)
+    with pytest.raises(ForetokenError, match="not causal" if family == "bert" else family):
+        Reference(str(tmp_path))
+
+
+# Parameters, ties, drafts -------------------------------------------------------------------------
 
 
 def test_a_parameter_that_is_ignored_is_named(asked: EngineAudit, monkeypatch: Any) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from foretoken.lab.chi_square import ChiSquare, goodness_of_fit, upper_tail
+from foretoken.lab.chi_square import ChiSquare, goodness_of_fit, poisson, upper_tail
 
 
 @pytest.mark.parametrize(
@@ -53,3 +55,10 @@ def test_rare_cells_of_a_fit_are_pooled(
 
 def test_what_cannot_occur_and_did_has_no_chance() -> None:
     assert goodness_of_fit([60, 40, 1], [0.6, 0.4, 0.0]) == ChiSquare(float("inf"), 2, 0.0)
+
+
+@pytest.mark.parametrize("count", [0, 3, 7, 12, 25])
+def test_a_poisson_count(count: int) -> None:
+    chance = [math.exp(-12) * 12**k / math.factorial(k) for k in range(60)]
+    expected = min(1.0, 2 * min(sum(chance[: count + 1]), sum(chance[count:])))
+    assert poisson(count, 12.0) == pytest.approx(expected, rel=1e-6)

@@ -29,6 +29,13 @@ def upper_tail(statistic: float, degrees: int) -> float:
     return float(torch.special.gammaincc(shape, x))
 
 
+def poisson(count: int, mean: float) -> float:
+    """Two-sided p-value of a count: twice P(X <= count), or P(X >= count), whichever is less."""
+    at_most = upper_tail(2 * mean, 2 * count + 2)
+    at_least = 1 - upper_tail(2 * mean, 2 * count) if count else 1.0
+    return min(1.0, 2 * min(at_most, at_least))
+
+
 def goodness_of_fit(counts: Sequence[int], probabilities: Sequence[float]) -> ChiSquare:
     """Pearson's test of counts against known probabilities; cells expected below 5 are pooled.
 

@@ -341,6 +341,24 @@ def eager_logits(module: Any, device: torch.device) -> Tensor:
     return logits.float()
 
 
+def check_causal(module: Any, expected: Tensor) -> None:
+    """Refuse a module in which later tokens change the logits of earlier ones.
+
+    Args:
+        expected: its `eager_logits`; the sequences are run once more without their ends.
+    """
+    half = _LENGTH // 2
+    ids = torch.tensor(_check_tokens(module.config.get_text_config().vocab_size))[:, :half]
+    with torch.inference_mode():
+        logits = module(input_ids=ids.to(expected.device), use_cache=False).logits
+    error = float((logits.float() - expected[:, :half]).abs().max() / expected.abs().max())
+    if not error <= TOLERANCE[logits.dtype]:
+        raise UnsupportedModelError(
+            f"`{module.config.model_type}` is not causal: later tokens move the logits of earlier "
+            f"ones by {error:.1e} of the largest."
+        )
+
+
 def _check_tokens(vocab_size: int) -> list[list[int]]:
     return [_random_tokens(vocab_size, _LENGTH, seed) for seed in (1, 2, 3)]
 

@@ -89,6 +89,29 @@ def load_model(
         return _checked(module, backend, limit, view, positions=max_model_len or limit)
 
 
+def load_plain(path_or_name: str | Path) -> Any:
+    """A checkpoint's own module in float32 on the CPU, under its own eager attention.
+
+    None of our code runs in it, and all that `load_model` refuses before a pass is refused here,
+    too: weights that are no safetensors, the checkpoint's own code, families that we cannot run,
+    numbers that are not finite.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: as `load_model`.
+    """
+    folder, device = resolve_checkpoint(path_or_name), torch.device("cpu")
+    with quiet_transformers():
+        check_generation_config(folder)
+        config, model_class = _config_and_class(folder, read_config(folder))
+        check_weights(folder, plain=not guards.check_quantisation(config))
+        register_attention()
+        module = _weighted_module(model_class, config, folder, torch.float32, device)
+        expected = guards.eager_logits(module, device)
+        module.set_attn_implementation("eager")
+        guards.check_causal(module, expected)
+    return module
+
+
 def _checked(
     module: Any, backend: Backend, max_model_len: int, view: TargetView, *, positions: int
 ) -> CausalLM:

@@ -65,7 +65,7 @@ class Plan:
         backend = choose_backend(self.engine.get("backend", "auto"), device)
         for rule in RULES:
             name = f"{backend.name}, {rule.name.lower()}"
-            yield of_backend(name, backend, device, rule, self.options.seed)
+            yield of_backend(name, backend, device, rule, self.options.seed, alpha=self.alpha)
 
     def _engine(self) -> Iterator[Subject]:
         from foretoken.llm import LLM
@@ -73,7 +73,7 @@ class Plan:
         with LLM(**self.engine) as llm:
             reference = Reference(llm.config.model, llm.config.revision)
             drafted = draft_reference(llm, reference)
-            audit = EngineAudit(llm, self.params, reference, self.options.seed, drafted)
+            audit = EngineAudit(llm, self.params, reference, self.options.seed, drafted, self.alpha)
             speculation = llm.config.speculative_config
             drafter = speculation.method if speculation else "no drafter"
             yield audit.subject(f"{Path(llm.config.model).name}, {drafter}")
@@ -120,7 +120,7 @@ class Command:
         return 2 if any(f.verdict.startswith(INCONCLUSIVE) for f in self.findings) else 0
 
     def _audit(self, subject: Subject, plan: Plan) -> None:
-        finding = Finding(subject, Evidence(subject.models, plan.alpha))
+        finding = Finding(subject, Evidence(subject.models, plan.alpha * subject.drawn))
         draws = plan.options.draws or subject.budget
         self.findings.append(finding)
         try:
@@ -152,7 +152,7 @@ class Command:
             self._say(finding)
         made = {"Evidence": table(self.findings)}
         self._desk.show(made, [])
-        self._desk.write(found, options.output, made, charts(self.findings, plan.alpha))
+        self._desk.write(found, options.output, made, charts(self.findings))
 
 
 def expected(name: str) -> str | None:

@@ -1,10 +1,11 @@
 """A live engine against probabilities that are computed beside it, token by token.
 
 Every token has a known distribution, so there is no second sample: its rank in that distribution is
-uniform if the engine is lossless (`reference.ranks`), whatever the text before it. With a draft
-model at hand, so is q: how many drafts `standard` or `block` accepts, and what replaces a rejected
-one. At temperature 0 each token must be the likeliest, but for ties of arithmetic; `coupled` must
-repeat itself without drafts; and every sampling parameter must act as it says.
+uniform if the engine is lossless (`reference.ranks`), whatever the text before it (but not of a
+token that is known to end a round: it may have replaced a draft). With a draft model at hand, so is
+q: how many drafts `standard` or `block` accepts, and what replaces a rejected one. At temperature 0
+each token must be the likeliest, but for ties of arithmetic; `coupled` must repeat itself without
+drafts; and every sampling parameter must act as it says.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.drafting.draft_model import BUILT_IN_DRAFTS
 from foretoken.errors import ConfigError
-from foretoken.lab.audit.evidence import Model
+from foretoken.lab.audit.evidence import ALPHA, Model
 from foretoken.lab.audit.gallery import after_the_same_race, block_keeps, residual
 from foretoken.lab.audit.reference import Reference, Text, check_known, edited, filtered, ranks
 from foretoken.lab.audit.subjects import Checks, Subject
@@ -47,14 +48,15 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "logit_bias": {"logit_bias": {}},  # of the likeliest tokens
     "allowed_token_ids": {"allowed_token_ids": ()},  # half of all
 }
-ACTS = math.log(1000)  # likelihood of the tokens with the parameter, over that without
-MOST_WAVES = 8  # of 256 tokens each in which that must show
+MOST_WAVES = 8  # of 256 tokens each in which a parameter must show
+MIXED = 0.01  # no token is less likely, as a part of what it is otherwise: see `_gain`
+DRAWN = 0.5  # part of alpha that the draws have; the parameters share the rest
 DRAWS = 12_000  # half a minute for the embedded pair on two cores
 EDITS = {
     "logit_bias": None, "allowed_token_ids": None, "repetition_penalty": 1.0,
     "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
-LEAST = 1e-6  # replacements count as no rarer: arithmetics differ there
+ODDS = 0.01  # a replacement is no rarer than this part of what it is with noise that is shared
 TINY = 1e-30
 
 
@@ -65,6 +67,7 @@ class EngineAudit:
         llm: with whatever model, drafter and rule.
         params: temperature, filters, edits, rule, K; length, stopping and seed are set here.
         reference: of the same checkpoint; drafted: of the draft model's, see `draft_reference`.
+        alpha: the probability at most that a lossless engine is refuted, by draws or parameters.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class EngineAudit:
         reference: Reference,
         seed: int = 0,
         drafted: Reference | None = None,
+        alpha: float = ALPHA,
     ) -> None:
         check_lossless(llm, params)
         check_known(params)
@@ -81,7 +85,7 @@ class EngineAudit:
         unedited = all(getattr(params, name) == value for name, value in EDITS.items())
         self.drafted = drafted if unedited else None  # edits of q are the engine's own affair
         self.params = replace(params, max_tokens=LENGTH, ignore_eos=True, trace=True, logprobs=None)
-        self.seed, self._asked = seed, 0
+        self.seed, self.alpha, self._asked = seed, alpha, 0
         self.generator = torch.Generator().manual_seed(seed)
         tokenizer: Any = llm.tokenizer
         if tokenizer is None:
@@ -121,19 +125,21 @@ class EngineAudit:
         return texts, torch.stack(found)
 
     def subject(self, name: str) -> Subject:
-        """Ranks of tokens, those of few outcomes, neighbours, and uniforms after ranks."""
+        """Ranks of tokens, those of few outcomes, neighbours, and uniforms given ranks."""
         sampled = self.params.temperature > 0
         bugs = {} if self.drafted is None else {"residual_is_p": FLAT, "shared_noise": FLAT}
         rounds, rule = self._drafts_of_an_outcome()
+        given = np.full(CELLS, 1 / SIDE)
         models = [
             Model("tokens", FLAT, bugs, rounds, together=LENGTH, usual_rule=rule),
             Model("neighbours", FLAT, {}, together=LENGTH // 2),
             Model("requests", FLAT, {}, together=LENGTH),
-            Model("uniforms", FLAT, {}, together=LENGTH),
+            Model("uniforms after ranks", given, {}, together=LENGTH, given=SIDE),
+            Model("uniforms in turn", given, {}, together=LENGTH, given=SIDE),
             Model("two or three outcomes", FLAT, {}, together=LENGTH),
         ]
         drawn = models if sampled else []
-        return Subject(name, drawn, self._draw, self.checks, BATCH, DRAWS)
+        return Subject(name, drawn, self._draw, self.checks, BATCH, DRAWS, drawn=DRAWN)
 
     def _draw(self, number: int, trials: int, wave: int) -> tuple[Any, ...]:
         if number == 0:
@@ -143,8 +149,8 @@ class EngineAudit:
             return (pairs(self._ranks[:, ::2], self._ranks[:, 1::2]),)
         if number == 2:
             return (pairs(self._ranks[::2], self._ranks[1::2]),)
-        if number == 3:
-            return (self._uniforms(),)
+        if number in (3, 4):
+            return (self._uniforms()[number - 3],)
         return (cells(self.ranked(replace(self.params, **FEW), BATCH)[1]),)
 
     def _drafts_of_an_outcome(self) -> tuple[int, str]:
@@ -180,12 +186,14 @@ class EngineAudit:
             ids = [draft.token_id for draft in drafts]
             rows = np.maximum(q_RV[first:].numpy(), TINY)  # its own arithmetic may drop a draft
             if drafts[0].q is None:
-                rows = np.eye(rows.shape[1])[ids]
+                rows = one_hot(ids, rows.shape[1])
             chance[number, last] = block_keeps(p_RV[first:].numpy(), rows, ids)
         return seen.flatten(), chance.flatten()
 
     def _decided(self) -> tuple[Any, ...]:
         """Accepted drafts and `standard`'s chance of them, and likelihood ratios of two bugs.
+
+        A draft without a q of its own was not drawn: its q is one-hot.
 
         `residual_is_p`: a token comes with min(p, q), or with p in place of another draft; without
         the bug with p, whatever the rule. `shared_noise` is about replacements alone, where the
@@ -198,37 +206,43 @@ class EngineAudit:
         seen, chance, plain, shared = [], [], [], []
         q = self.drafted.probabilities(self._texts, self.params)
         for text, p_RV, q_RV in zip(self._texts, self._p, q, strict=True):
-            overlap_R = torch.minimum(p_RV, q_RV).sum(dim=1).tolist()
-            for p_V, q_V, overlap, record in zip(
-                p_RV.numpy(), q_RV.numpy(), overlap_R, text.trace, strict=True
-            ):
-                taken, decided = record.origin == "accepted", is_decided(record)
-                token = record.token_id
+            for p_V, q_V, record in zip(p_RV.numpy(), q_RV.numpy(), text.trace, strict=True):
+                draft, taken, token = decided(record), record.origin == "accepted", record.token_id
+                if draft is not None and draft.q is None:
+                    q_V = one_hot([draft.token_id], len(q_V))[0]
+                overlap = np.minimum(p_V, q_V).sum()
                 seen.append(int(taken))
-                chance.append(overlap if decided else float(taken))
+                chance.append(float(taken) if draft is None else overlap)
                 wrong = min(p_V[token], q_V[token]) + (1 - overlap) * p_V[token]
-                plain.append(wrong / p_V[token] if decided and p_V[token] > 0 else 1.0)
+                plain.append(wrong / p_V[token] if draft is not None and p_V[token] > 0 else 1.0)
                 shared.append(1.0)
-                if decided and not taken and record.dropped[0].q is not None:
-                    rest_V = residual(p_V, q_V)
-                    own = max(rest_V[token] / rest_V.sum(), LEAST)
-                    shared[-1] = after_the_same_race(p_V, q_V)[token] / own
+                if draft is not None and not taken and draft.q is not None:
+                    rest_V, raced = residual(p_V, q_V), after_the_same_race(p_V, q_V)[token]
+                    own = rest_V[token] / rest_V.sum()
+                    shared[-1] = raced / max((1 - ODDS) * own + ODDS * raced, TINY)
         ratios = {"residual_is_p": np.array(plain), "shared_noise": np.array(shared)}
         return np.array(seen), np.array(chance), ratios
 
-    def _uniforms(self) -> Any:
-        """The uniform of each round's first draft, with the rank of the token before it.
+    def _uniforms(self) -> tuple[Any, Any]:
+        """The uniform of each round's first draft, given the rank of the token before it, and given
+        the uniform that decided last in the round before.
 
         Of the first one alone: whether `block` looks at a further one depends on that very number.
+        Neither ranks nor uniforms are uniform where a round is known to have ended.
         """
-        before, u = [], []
-        for text, row in zip(self._texts, self._ranks.tolist(), strict=True):
-            for i, record in enumerate(text.trace[1:], 1):
-                for draft in (record, *record.dropped):
-                    if draft.draft_index == 0 and draft.u is not None:
-                        before.append(row[i - 1])
-                        u.append(draft.u)
-        return pairs(torch.tensor(before), torch.tensor(u))
+        after_ranks, in_turn = [], []
+        for text, ranks_L in zip(self._texts, self._ranks.tolist(), strict=True):
+            spent = None
+            for i, record in enumerate(text.trace):
+                looked_at = [x for x in (record, *record.dropped[:1]) if x.u is not None]
+                for draft in looked_at:
+                    if draft.draft_index == 0 and i > 0:
+                        after_ranks.append((ranks_L[i - 1], draft.u))
+                        in_turn += [(spent, draft.u)] if spent is not None else []
+                spent = looked_at[-1].u if looked_at else spent
+        found = (torch.tensor(pairs_).reshape(-1, 2) for pairs_ in (after_ranks, in_turn))
+        first, second = (pairs(found_N2[:, 0], found_N2[:, 1]) for found_N2 in found)
+        return first, second
 
     # What needs no draws --------------------------------------------------------------------------
 
@@ -262,17 +276,22 @@ class EngineAudit:
         return ("replay_differs" if apart > BATCH // 8 else None), line
 
     def _parameters(self) -> tuple[str | None, str]:
-        """Each probed beside the audited ones; refuted only if tokens tell that it is ignored."""
+        """Each probed beside the audited ones; refuted only if tokens tell that it is ignored.
+
+        If one of n acts, exp(-gain) is a supermartingale of mean 1: it is above n/alpha *ever* with
+        probability alpha/n at most.
+        """
+        acts_at = math.log(len(PARAMETERS) / ((1 - DRAWN) * self.alpha))
         found: dict[str, list[str]] = {"act": [], "ARE IGNORED": [], "cannot tell here": []}
         params = replace(self.params, temperature=self.params.temperature or 1.0)
         for name, change in PARAMETERS.items():
             other, gain = replace(params, **self._value(name, change)), 0.0
             for _ in range(MOST_WAVES):
                 gain += self._gain(self.texts(other, BATCH // 2), other, params)
-                if abs(gain) > ACTS:
+                if abs(gain) > acts_at:
                     break
             acts, ignored, open_ = found.values()
-            (acts if gain > ACTS else ignored if gain < -ACTS else open_).append(name)
+            (acts if gain > acts_at else ignored if gain < -acts_at else open_).append(name)
         said = "; ".join(f"{', '.join(names)} {told}" for told, names in found.items() if names)
         bug = "parameter_ignored" if found["ARE IGNORED"] else None
         return bug, f"Sampling parameters: {said}."
@@ -290,16 +309,20 @@ class EngineAudit:
     ) -> float:
         """Log-likelihood of all tokens under `params`, less that under `without`.
 
-        Each token is 1e-12 likely at least, so that rounding at an edge refutes nothing.
+        Each is mixed with `MIXED` of the other, so that no token at the edge of a filter, which
+        rounding may move, weighs more than log(1/MIXED). For probabilities f and g the ratio
+        ((1 - m) g + m f) / ((1 - m) f + m g) is concave in g/f and 1 where that is 1: under f its
+        mean is no more than 1, by Jensen.
         """
         gain = 0.0
         for text, raw in zip(texts, self.reference.logits(texts), strict=True):
             index_R1 = torch.tensor(text.output)[:, None]
-            first, second = (
-                filtered(edited(raw.double(), text, each), each).gather(1, index_R1)
+            f, g = (
+                filtered(edited(raw.double(), text, each), each).gather(1, index_R1).clamp(min=TINY)
                 for each in (params, without)
             )
-            gain += float((first.clamp(min=1e-12).log() - second.clamp(min=1e-12).log()).sum())
+            mixed = torch.log((1 - MIXED) * f + MIXED * g) - torch.log((1 - MIXED) * g + MIXED * f)
+            gain += float(mixed.sum())
         return gain
 
 
@@ -351,9 +374,19 @@ def pairs(first: torch.Tensor, second: torch.Tensor) -> Any:
     return (quarter[0] * SIDE + quarter[1]).numpy()
 
 
-def is_decided(record: Any) -> bool:
-    """Whether `standard` has accepted or replaced a draft here."""
-    return record.rule == "standard" and record.origin in ("accepted", "resampled")
+def decided(record: Any) -> Any | None:
+    """The draft that `standard` has accepted here, or replaced; None: there is none."""
+    if record.rule != "standard" or record.origin not in ("accepted", "resampled"):
+        return None
+    draft = record if record.origin == "accepted" else next(iter(record.dropped), None)
+    return draft if draft is not None and draft.threshold is not None else None
+
+
+def one_hot(ids: Sequence[int], vocabulary: int) -> Any:
+    """Rows of drafts that were not drawn."""
+    rows = np.zeros((len(ids), vocabulary))
+    rows[np.arange(len(ids)), ids] = 1
+    return rows
 
 
 def block_rounds(trace: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
@@ -378,22 +411,20 @@ def accepted(texts: Sequence[Text], p: Sequence[torch.Tensor]) -> tuple[Any, Any
     seen, chance = [], []
     for text, p_RV in zip(texts, p, strict=True):
         for p_V, record in zip(p_RV, text.trace, strict=True):
-            taken = record.origin == "accepted"
-            draft = record if taken else next(iter(record.dropped), None)
+            draft, taken = decided(record), record.origin == "accepted"
             seen.append(int(taken))
-            if draft is None or not is_decided(record) or draft.threshold is None:
+            if draft is None:
                 chance.append(float(taken))
             else:
-                one_hot = draft.q is None
-                chance.append(float(p_V[draft.token_id]) if one_hot else draft.threshold)
+                chance.append(float(p_V[draft.token_id]) if draft.q is None else draft.threshold)
     return np.array(seen), np.array(chance)
 
 
 def draft_reference(llm: LLM, reference: Reference) -> Reference | None:
     """The draft model at hand; None: there is none, or its tokens are others than the target's."""
     speculation = llm.config.speculative_config
-    if speculation is None or speculation.method != "draft_model":
+    drafter = speculation and speculation.members.get(str(speculation.method))
+    if drafter is None or drafter.method != "draft_model":
         return None
-    name = speculation.model or BUILT_IN_DRAFTS[llm.config.model]
-    found = Reference(name, speculation.revision)
+    found = Reference(drafter.model or BUILT_IN_DRAFTS[llm.config.model], drafter.revision)
     return found if found.vocabulary == reference.vocabulary else None

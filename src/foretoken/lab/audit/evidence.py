@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from foretoken.lab.chi_square import g_test
+from foretoken.lab.chi_square import g_test, upper_tail
 
 ALPHA = 1e-3
 CONFIDENCE = 0.99  # of bounds
@@ -51,6 +51,9 @@ class Model(NamedTuple):
         usual_accepted: what `usual_rule` accepts; 0: what is given with each outcome.
         together: outcomes that may depend on each other: tokens of one text.
         delta: total variation by which arithmetic alone may move the subject from `null`.
+        closed: the last cell is for what cannot be: `delta` adds nothing to its probability.
+        given: groups of as many cells each, one after another. What is tested is an outcome's cell
+            given its group, `null` is P(cell | group), and groups may be as frequent as they like.
     """
 
     name: str
@@ -62,6 +65,8 @@ class Model(NamedTuple):
     together: int = 1
     delta: float = 0.0
     usual_rule: str = "standard"
+    closed: bool = False
+    given: int = 1
 
 
 @dataclass
@@ -79,7 +84,13 @@ class Source:
         """Total variation between what was drawn and what should be."""
         if self.draws == 0:
             return 1.0
-        return float(np.abs(self.counts / self.draws - self.model.null).sum() / 2)
+        return float(np.abs(self.counts - self.expected).sum() / 2 / self.draws)
+
+    @property
+    def expected(self) -> Any:
+        """Counts that a lossless subject has on average, in groups of the size that was seen."""
+        grouped = self.counts.reshape(self.model.given, -1)
+        return (grouped.sum(axis=1, keepdims=True) * self.model.null.reshape(grouped.shape)).ravel()
 
     def distance_bound(self, sources: int) -> float:
         """Of the subject's true total variation: all bounds hold with `CONFIDENCE` together.
@@ -96,20 +107,29 @@ class Source:
 
     @property
     def p_value(self) -> float:
-        """Of the G-test, which is valid for a number of draws fixed beforehand."""
-        return g_test(self.counts.tolist(), self.model.null.tolist()).p_value
+        """Of the G-test, which is valid for a number of draws fixed beforehand; of groups, their
+        sum."""
+        shape = self.model.given, -1
+        rows = zip(self.counts.reshape(shape), self.model.null.reshape(shape), strict=True)
+        tests = [g_test(counts.tolist(), null.tolist()) for counts, null in rows]
+        degrees = sum(max(test.degrees, 0) for test in tests)
+        return upper_tail(sum(t.statistic for t in tests), degrees) if degrees else 1.0
 
     @property
     def allowance(self) -> float:
         """By how much the log-likelihood of `counts` is higher than under `null`, within `delta`.
 
         The best distribution there raises the cells with the most draws for their probability to
-        one common ratio, and lowers those with the fewest to another, by `delta` each.
+        one common ratio, and lowers those with the fewest to another, by `delta` each. If it is
+        `closed`, the last cell stays where it is, however many draws it has.
         """
         delta, null = self.model.delta, np.maximum(self.model.null, LEAST)
         if delta == 0 or self.draws == 0:
             return 0.0
         share = self.counts / self.draws
+        if self.model.closed and share[-1] > null[-1]:
+            share[:-1] *= (1 - null[-1]) / max(1 - share[-1], LEAST)
+            share[-1] = null[-1]
         if np.abs(share - null).sum() / 2 <= delta:
             best = share
         else:
@@ -181,6 +201,10 @@ class Evidence:
     ) -> None:
         """Consume outcomes of model `number`.
 
+        Tokens of one text are outcomes of several models at once, and which of them a round began
+        with tells of their neighbours: that each factor has mean 1 holds from one wave of texts to
+        the next. The evidence of such models is read when all of them have had their outcomes.
+
         Args:
             accepted: drafts that each accepted in its first round.
             chance: how many a lossless rule accepts there at most, on average, if that is not the
@@ -194,38 +218,40 @@ class Evidence:
             steps[self._bugs.index(bug)] += np.log(OWN * ratio + 1 - OWN)
         first = len(self._bugs) + number * len(CONCENTRATIONS)
         steps[first : first + len(CONCENTRATIONS)] = self._mixtures(source, cells)
-        if len(cells) == 0:
-            return
         if accepted is not None and model.rounds:
             most = np.full(len(cells), model.most_accepted) if chance is None else chance
             gain = (accepted - most) / model.rounds
             source.best += float(most.sum())
             steps[-len(STAKES) :] = np.log1p(np.array(STAKES)[:, None] * gain)
             source.accepted += int(accepted.sum())
-        logs = self._logs[:, None] + steps.cumsum(axis=1)
-        self._logs = logs[:, -1]
+        logs = np.column_stack([self._logs, steps]).cumsum(axis=1)  # before, and after each
+        self._logs, after = logs[:, -1], np.arange(len(cells) + 1) + self.draws
         source.counts += np.bincount(cells, minlength=len(model.null))
         source.draws += len(cells)
+        self.draws += len(cells)
+        if any(model.together > 1 for model in self.models):
+            if number < len(self.models) - 1:
+                return
+            logs, after = logs[:, -1:], after[-1:]
         if any(model.delta for model in self.models):
-            logs = self._allowed()[:, None]
+            logs, after = self._allowed()[:, None], after[-1:]
         total = _log_sum(logs + self._prior[:, None])
         above = np.flatnonzero(total >= -math.log(self.alpha))
         if self.refuted_at is None and len(above):
-            first = int(above[0]) + 1 if logs.shape[1] == len(cells) else len(cells)
-            self.refuted_at = self.draws + first
-        self.draws += len(cells)
+            self.refuted_at = int(after[above[0]])
         self.highest = max(self.highest, float(total.max()))
         self.path.append((self.draws, float(total[-1]) / math.log(10)))
 
     def _mixtures(self, source: Source, cells: Any) -> Any:
         """Predictive probability of each outcome after all before it, over its true one; logs."""
-        null = np.maximum(source.model.null, LEAST)
+        null, each = np.maximum(source.model.null, LEAST), np.arange(len(cells))
         hot = np.zeros((len(cells) + 1, len(null)))
-        hot[np.arange(1, len(cells) + 1), cells] = 1
-        seen = (source.counts + hot.cumsum(axis=0)[:-1])[np.arange(len(cells)), cells]
-        before = source.draws + np.arange(len(cells))
+        hot[each + 1, cells] = 1
+        known = source.counts + hot.cumsum(axis=0)[:-1]
+        given, size = source.model.given, len(null) // source.model.given
+        before = known.reshape(len(cells), given, size).sum(axis=2)[each, cells // size]
         prior = np.array(CONCENTRATIONS)[:, None]
-        return np.log((prior * null[cells] + seen) / (prior + before) / null[cells])
+        return np.log((prior * null[cells] + known[each, cells]) / (prior + before) / null[cells])
 
     def _allowed(self) -> Any:
         """Logs of all e-values against the best distribution within each model's `delta`."""

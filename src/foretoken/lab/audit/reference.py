@@ -9,20 +9,20 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.errors import RequestError
-from foretoken.models.checkpoint import quiet_transformers
+from foretoken.models.loader import load_plain
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.sampling.params import SamplingParams
 
 Ids = Sequence[int]
 _BATCH = 16
+_LIKELY = 32  # tokens of a row that may be drawn
 # On cores that others use, a server under audit among them, two OpenMP threads spent 22 s of CPU on
 # what one does in 1.5 s: 15M parameters give each too little between two barriers.
 _SMALL = 100_000_000
@@ -39,16 +39,14 @@ class Text(NamedTuple):
 
 
 class Reference:
-    """Probabilities of a checkpoint, float32 on the CPU unless told otherwise."""
+    """Probabilities of a checkpoint, float32 on the CPU.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `load_plain`.
+    """
 
     def __init__(self, model: str, revision: str | None = None) -> None:
-        from transformers import AutoModelForCausalLM
-
-        folder = resolve_checkpoint(model, revision=revision)
-        with quiet_transformers():
-            self.module: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
+        self.module: Any = load_plain(resolve_checkpoint(model, revision=revision))
         ends = self.module.generation_config.eos_token_id
         self.stop_ids = [*ends] if isinstance(ends, list) else [ends]
         self.vocabulary: int = self.module.config.get_text_config().vocab_size
@@ -70,17 +68,28 @@ class Reference:
                 rows.append(each[first : first + len(text.output)].float())
         return rows
 
-    @contextmanager
-    def rounded(self, dtype: torch.dtype, weights_alone: bool) -> Iterator[None]:
-        """Compute in `dtype` for a while, or with weights rounded to it: what arithmetic moves."""
-        exact = self.module
-        self.module = copy.deepcopy(exact).to(dtype)
-        if weights_alone:
-            self.module = self.module.float()
+    def rounding(self, prompts: Sequence[list[int]]) -> float:
+        """By how much bfloat16 moves the logits of likely tokens: a standard deviation.
+
+        Weights, and what each module puts out, are rounded to nearest; all else is computed as
+        ever, in float32. So each machine says the same, whatever its own bfloat16 is like.
+        """
+        texts = [Text(ids, [0]) for ids in prompts]
+        exact, plain = self.module, self.logits(texts)
+        self.module = copy.deepcopy(exact)
+        for parameter in self.module.parameters():
+            parameter.data = _bfloat16(parameter.data)
+        for module in self.module.modules():
+            module.register_forward_hook(lambda module, inputs, output: _bfloat16(output))
         try:
-            yield
+            rounded = self.logits(texts)
         finally:
             self.module = exact
+        moved = []
+        for row_1V, other_1V in zip(plain, rounded, strict=True):
+            likely = row_1V[0].topk(min(_LIKELY, self.vocabulary)).indices
+            moved.append((other_1V - row_1V)[0, likely].var(correction=0))
+        return float(torch.stack(moved).mean().sqrt())
 
     def probabilities(self, texts: Sequence[Text], params: SamplingParams) -> list[Tensor]:
         """p of each text's rows, after edits, temperature and filters: float64 [R, V]."""
@@ -89,6 +98,13 @@ class Reference:
             filtered(edited(logits.double(), text, params), params)
             for text, logits in zip(texts, self.logits(texts), strict=True)
         ]
+
+
+def _bfloat16(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_bfloat16, value))
+    is_rounded = isinstance(value, Tensor) and value.is_floating_point()
+    return value.bfloat16().float() if is_rounded else value
 
 
 def check_known(params: SamplingParams) -> None:

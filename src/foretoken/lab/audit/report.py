@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from foretoken.lab.audit.evidence import CONFIDENCE
 from foretoken.lab.audit.verdict import Finding
 from foretoken.lab.desk import Table
@@ -14,7 +16,8 @@ from foretoken.lab.results import Label, Results, Row, Value, collect
 
 HEADER = ["", "source", "draws", "TV bound", "G-test p", "accepted", "standard", "best"]
 MEANING = [
-    "The evidence is an average of e-values: above 1/alpha it refutes, however often it is read.",
+    "The evidence is an average of e-values: above 1/alpha it refutes, however often it is read. "
+    "Checks and several subjects share alpha.",
     f"TV bounds of all sources of a subject hold together with {CONFIDENCE:.0%} confidence.",
     "The G-test's p-value is that of the draws there are; it does not correct for stopping.",
     "accepted: drafts per draw, which is a token of an engine and a first round of a toy, beside "
@@ -83,17 +86,17 @@ def results(
     return collect(name, command, shapes, [row(f) for f in findings], [*said, *MEANING, *cut])
 
 
-def charts(findings: Sequence[Finding], alpha: float) -> list[str]:
+def charts(findings: Sequence[Finding]) -> list[str]:
     """Of each subject that was drawn from."""
-    return [chart for finding in findings for chart in _charts(finding, alpha)]
+    return [chart for finding in findings for chart in _charts(finding)]
 
 
-def _charts(finding: Finding, alpha: float) -> list[str]:
+def _charts(finding: Finding) -> list[str]:
     """The path of the evidence up to a refutation or the end, and outcomes against the target."""
     evidence, name = finding.evidence, finding.subject.name
     if evidence.draws == 0:
         return []
-    refuted = -math.log10(alpha)
+    refuted = -math.log10(evidence.alpha)
     path = [(0, 0.0), *((n, max(log, 0.0)) for n, log in evidence.path)]
     lines = [
         Series("evidence (0 where it is below 1)", [(n, log, log, log) for n, log in path]),
@@ -102,11 +105,10 @@ def _charts(finding: Finding, alpha: float) -> list[str]:
     title = f"{name}: evidence against losslessness"
     drawn = [line_chart(title, "draws", "log10 of the e-value", lines)]
     for source in evidence.sources:
+        shares = np.stack([source.counts, source.expected], axis=1) / max(source.draws, 1)
         bars = [
-            Bar(str(cell), "", {"drawn": float(count) / max(source.draws, 1)}, float(chance))
-            for cell, (count, chance) in enumerate(
-                zip(source.counts, source.model.null, strict=True)
-            )
+            Bar(str(cell), "", {"drawn": drawn_share}, target)
+            for cell, (drawn_share, target) in enumerate(shares.tolist())
         ]
         title = f"{name}, {source.model.name}: drawn, and the target (line)"
         drawn.append(bar_chart(title, "share", bars))

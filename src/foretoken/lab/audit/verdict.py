@@ -9,7 +9,7 @@ import numpy as np
 
 from foretoken.errors import RequestError
 from foretoken.lab.audit.enumeration import NotEnumerableError
-from foretoken.lab.audit.evidence import CONFIDENCE, TOO_MUCH, UNKNOWN, Evidence
+from foretoken.lab.audit.evidence import ALPHA, CONFIDENCE, TOO_MUCH, UNKNOWN, Evidence
 from foretoken.lab.audit.gallery import BUGS
 from foretoken.lab.audit.subjects import Bound, StoppedError, Subject
 from foretoken.lab.audit.toys import TOYS, Round, Toy
@@ -24,7 +24,8 @@ WHAT = {bug.key: bug.what for bug in BUGS} | {
     "replay_differs": "`coupled` gives other tokens without drafts",
     "parameter_ignored": "a sampling parameter does not act as it should",
     "temperature_ignored": "temperature is ignored",
-    "nucleus_leaks": "tokens outside of top_p come: it is ignored, or drafts are tested without it",
+    "nucleus_ignored": "top_p is ignored",
+    "nucleus_leaks": "some tokens come from outside of top_p: drafts are tested without it",
 }
 
 Report = Callable[[int], None]
@@ -116,7 +117,7 @@ def audit(
         draws: outcomes in all; None: the subject's own budget.
         finding: filled as it goes, so that what interrupts it leaves what there is.
     """
-    found = finding or Finding(subject, Evidence(subject.models))
+    found = finding or Finding(subject, Evidence(subject.models, ALPHA * subject.drawn))
     budget = subject.budget if draws is None else draws
     report(0)
     if isinstance(subject.exact, Bound):

@@ -176,16 +176,21 @@ def near_uniform(
     ]
 
 
-def tail(
-    draw: Draw, device: torch.device, vocabulary: int, draws: int, case: str = "tail"
-) -> list[Finding]:
-    """Tokens 18 to 20.5 logits below the head are drawn at their rate; FP32 noise reaches them."""
+def tail_counts(draw: Draw, device: torch.device, vocabulary: int, draws: int) -> tuple[int, float]:
+    """Tokens drawn 18 to 20.5 logits below the head, and how many should be: a Poisson count."""
     logits_V = torch.linspace(-18.0, -20.5, vocabulary, device=device)
     head = vocabulary // 2
     logits_V[head] = 0.0
     seen = draws - int(_draw_counts(draw, logits_V, draws)[head])
     next_V = logits_V.double().softmax(0)
-    expected = float(draws * (next_V.sum() - next_V[head]))
+    return seen, float(draws * (next_V.sum() - next_V[head]))
+
+
+def tail(
+    draw: Draw, device: torch.device, vocabulary: int, draws: int, case: str = "tail"
+) -> list[Finding]:
+    """Tokens of a far tail are drawn at their rate; FP32 noise reaches them."""
+    seen, expected = tail_counts(draw, device, vocabulary, draws)
     case = f"{case}-V{vocabulary}"
     return [
         Finding(f"{case}-expected", "draws", expected, 10.0, math.inf, draws),

@@ -19,7 +19,7 @@ from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.audit.enumeration import NotEnumerableError
 from foretoken.lab.audit.evidence import Model
 from foretoken.lab.audit.gallery import BUGS
-from foretoken.lab.audit.toys import TOYS, Prefix, Round, Toy
+from foretoken.lab.audit.toys import TOYS, Prefix, Round, Toy, up_to
 from foretoken.lab.laws.acceptance import ends_of_u
 from foretoken.lab.laws.chain import Setting
 from foretoken.lab.laws.drawing import sampler, tail
@@ -27,6 +27,7 @@ from foretoken.lab.laws.emission import Propose, TableDrafter, emit
 from foretoken.ops import Backend, Rule
 
 TAIL_DRAWS = 2**21
+UNFILTERED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 Verifier = Callable[..., Sequence[int]]
 """verify(p, q, drafts, rng) -> the tokens emitted: accepted drafts, then one more.
@@ -53,6 +54,7 @@ class Subject(NamedTuple):
         batch: outcomes of a model that are drawn together.
         budget: outcomes in all, unless another number is asked for.
         notes: what to say beside the evidence when all is done.
+        of_tokens: how many tokens its models tell apart, as part of a sentence; "": all.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Subject(NamedTuple):
     batch: int = 1000
     budget: int = 60_000
     notes: Callable[[], list[str]] = list
+    of_tokens: str = ""
 
 
 class StoppedError(Exception):
@@ -94,7 +97,7 @@ class Bound(NamedTuple):
         if self.takes_uniforms:
             more["uniforms"] = rng.random(len(given.drafts) + 1) if uniforms is None else uniforms
         if self.takes_params:
-            more["params"] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **toy.filters}
+            more["params"] = {**UNFILTERED, **toy.filters}
         p = given.unfiltered if self.takes_params else given.p
         known = (p.copy(), given.q.copy(), list(given.drafts), *[rng] * self.takes_rng)
         try:
@@ -202,7 +205,7 @@ def of_callable(name: str, verify: Bound, seed: int = 0) -> Subject:
             cells[n] = toy.cell(tokens)
         return cells, accepted
 
-    return Subject(name, models(), draw, verify)
+    return Subject(name, models(), draw, verify, of_tokens=up_to(TOYS))
 
 
 def of_backend(
@@ -236,4 +239,5 @@ def of_backend(
         worst = ", ".join(broken) or "both ends are right"
         return broken, [f"u at both ends, and a tail in {TAIL_DRAWS:,} draws of 1,024: {worst}."]
 
-    return Subject(name, models(), draw, ends if rule is Rule.STANDARD else None, batch=4000)
+    exact = ends if rule is Rule.STANDARD else None
+    return Subject(name, models(), draw, exact, batch=4000, of_tokens=up_to(TOYS))

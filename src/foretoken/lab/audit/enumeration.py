@@ -20,6 +20,7 @@ import torch
 MOST_RUNS = 200_000
 TWICE = 500
 MOST_STEPS = 4096  # integers that `int(u * n)` tells apart
+SLIVER = 1e-14  # no branch is narrower: a cumulative sum in float64 may end at 1 - 1e-16
 REMEDY = (
     "For an enumeration draw every random number from `rng`, and use it only in comparisons such "
     "as `rng.random() < p[i][x] / q[i][x]`, or draw by `rng.choice(V, p=...)`"
@@ -41,9 +42,9 @@ class Interval:
 
     def below(self, threshold: Any) -> bool:
         """Whether the number is below it: both, by a fork, if the threshold lies inside."""
-        if not threshold > self.low:
+        if not threshold - self.low > SLIVER:
             return False
-        if threshold >= self.high:
+        if not self.high - threshold > SLIVER:
             return True
         share = (threshold - self.low) / (self.high - self.low)
         if self.run.fork((share, 1 - share)) == 0:

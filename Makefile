@@ -30,7 +30,7 @@ help:
 	@echo "make test    lint, types and tests (the command that must pass before a commit)"
 	@echo "make check   lint and types only;  make format  mends what can be mended"
 	@echo "make law     the full statistical matrix;  make soak  long runs"
-	@echo "make trial   rough use: threads, signals, forks, a busy machine; six minutes"
+	@echo "make trial   rough use: threads, signals, forks, a busy machine; all commands of docs/"
 	@echo "make bench   all measurements, into benchmarks/results;  make tables  from those files"
 	@echo "make clean   removes .venv and caches"
 

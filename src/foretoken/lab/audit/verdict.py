@@ -182,7 +182,9 @@ def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
     wrong = ", ".join(str(size) for size, error in sorted(errors.items()) if error > EXACT)
     state = f"DIFFERS from p by {worst:.3g} with {wrong}" if wrong else f"equals p to {worst:.1g}"
     sizes = ", ".join(map(str, sorted(errors)))
-    line = f"Enumerated with {sizes} tokens, every draft and every uniform: each probability {state}"
+    line = (
+        f"Enumerated with {sizes} tokens, every draft and every uniform: each probability {state}"
+    )
     return worst, same_as(laws) if wrong else None, [f"{line} (rounding explains {EXACT:g})."]
 
 

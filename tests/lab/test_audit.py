@@ -69,32 +69,33 @@ def test_random_numbers_of_ones_own_cannot_be_enumerated() -> None:
         enumerate_runs(lambda rng: int(bool(rng.random())))
 
 
-QUARTER = torch.tensor(0.25, dtype=torch.float64)
 CDF = np.array([0.25, 0.5, 1.0])
+TENSOR = torch.from_numpy(CDF)
+EVEN = dict.fromkeys(itertools.product((0, 1), repeat=2), 0.25)
 
 
 @pytest.mark.parametrize(
     ("drawn", "law"),
     [
         (lambda rng: str(rng.choice(["a", "b"], p=[0.25, 0.75])), {"a": 0.25, "b": 0.75}),
-        (lambda rng: tuple(rng.choice(2, 2).tolist()), dict.fromkeys(itertools.product((0, 1), (0, 1)), 0.25)),
+        (lambda rng: tuple(rng.choice(2, 2).tolist()), EVEN),
         (lambda rng: int(rng.multinomial(1, [0.25, 0.75]).argmax()), {0: 0.25, 1: 0.75}),
         (lambda rng: int(rng.integers(1, 3)), {1: 0.5, 2: 0.5}),
         (lambda rng: int(rng.binomial(1, 0.25)), {0: 0.75, 1: 0.25}),
         (lambda rng: int(rng.random() * 4), dict.fromkeys(range(4), 0.25)),
-        (lambda rng: tuple(u > 0.5 for u in rng.random(2)), dict.fromkeys(itertools.product((False, True), repeat=2), 0.25)),
+        (lambda rng: tuple(int(u > 0.5) for u in rng.random(2)), EVEN),
         (lambda rng: int((CDF[:2] <= rng.random()).sum()), {0: 0.25, 1: 0.25, 2: 0.5}),
         (lambda rng: int(np.searchsorted(CDF, rng.random())), {0: 0.25, 1: 0.25, 2: 0.5}),
-        (lambda rng: int((torch.from_numpy(CDF) > rng.random()).int().argmax()), {0: 0.25, 1: 0.25, 2: 0.5}),
+        (lambda rng: int((TENSOR[:3] > rng.random()).int().argmax()), {0: 0.25, 1: 0.25, 2: 0.5}),
         (lambda rng: bool((rng.random(2) < CDF[:2]).all()), {True: 0.125, False: 0.875}),
         *[
             (below, {True: 0.25, False: 0.75})
             for below in (
                 lambda rng: bool(np.float64(0.25) > rng.random()),
                 lambda rng: bool(np.float32(0.25) >= rng.random()),
-                lambda rng: bool(QUARTER > rng.random()),
+                lambda rng: bool(TENSOR[0] > rng.random()),
                 lambda rng: bool(rng.random() * np.float64(0.5) < np.float64(0.125)),
-                lambda rng: bool(QUARTER * rng.random() < QUARTER / 4),
+                lambda rng: bool(TENSOR[0] * rng.random() < TENSOR[0] / 4),
                 lambda rng: bool(rng.random() / 2 + 1 <= 1.125),
                 lambda rng: bool(-rng.random() > -0.25),
                 lambda rng: bool(1 - rng.random() < 0.25),

@@ -235,9 +235,10 @@ def _array(draw: Callable[[], Any], size: Any, dtype: Any) -> Any:
     """One of `draw`, or an array of that shape."""
     if size is None:
         return draw()
-    made = np.empty(size, dtype)
-    made.flat = [draw() for _ in range(made.size)]
-    return made
+    shape = np.empty(size, bool).shape
+    made = np.empty(math.prod(shape), dtype)
+    made[:] = [draw() for _ in made]
+    return made.reshape(shape)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

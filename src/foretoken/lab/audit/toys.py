@@ -131,10 +131,11 @@ class Toy:
         for length in range(self.length):
             for prefix in [given for given in mass if len(given) == length]:
                 weight = mass.pop(prefix)
-                if once and prefix:
-                    runs = {((x,),): p[self.context(prefix), x] for x in range(self.vocabulary)}
-                else:
-                    runs = self._runs(begin, prefix, whole and not once)
+                runs = (
+                    {((x,),): p[self.context(prefix), x] for x in range(self.vocabulary)}
+                    if once and prefix
+                    else self._runs(begin, prefix, whole and not once)
+                )
                 for rounds, chance in runs.items():
                     if not prefix:
                         accepted[len(rounds[0]) - 1] += chance

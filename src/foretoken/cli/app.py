@@ -248,7 +248,7 @@ def audit(
         params = SamplingParams(**fields_given(SamplingParams, options))
         parts = asked.parts(options["model"], options["backend"])
         ways = {"speculative_config": speculative_config, "suffix_corpus": suffix_corpus}
-        every = {**options, **ways}
+        every = options | ways
         taken = TAKEN_BY_AUDIT.get(parts, every.keys()) | {"seed"}  # an audit's own
         _refuse_others(every, taken, f"left out: of no use to {parts[0]}")
         given = {"model": _EMBEDDED, **{k: v for k, v in options.items() if v is not None}}
@@ -357,7 +357,7 @@ def _desk(note: Note, as_json: bool = False, secret: str | None = None) -> Itera
 def _refuse_others(options: dict[str, Any], taken: Set[str], bound: str) -> None:
     """`ConfigError` for an option of an engine or its requests that would be ignored."""
     known = {f.name: f.default for cls in (EngineConfig, SamplingParams) for f in fields(cls)}
-    for name, default in {**known, "suffix_corpus": None}.items():
+    for name, default in (known | {"suffix_corpus": None}).items():
         value = options.get(name)
         if name not in taken and value not in (None, default, [], ()):
             raise ConfigError(name, value, bound)

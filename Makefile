@@ -30,7 +30,7 @@ help:
 	@echo "make test    lint, types and tests (the command that must pass before a commit)"
 	@echo "make check   lint and types only;  make format  mends what can be mended"
 	@echo "make law     the full statistical matrix;  make soak  long runs"
-	@echo "make trial   the long tests, and rough use: threads, signals, forks, a busy machine"
+	@echo "make trial   the long tests; threads, signals, forks, a busy machine; all commands of docs/"
 	@echo "make test-avx2  the same tests on the kernels of machines without AVX-512"
 	@echo "make bench   all measurements, into benchmarks/results;  make tables  from those files"
 	@echo "make clean   removes .venv and caches"

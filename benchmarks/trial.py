@@ -1,5 +1,5 @@
-"""Rough use, on every CPU backend: threads, signals, a busy machine, forks. Exits with 1 if any of
-it goes wrong.
+"""Rough use, on every CPU backend: threads, signals, a busy machine, forks; then every command that
+the documents show. Exits with 1 if any of it goes wrong.
 
 Each case runs in processes of its own (`benchmarks/trial_child.py`), so that one which crashes or
 hangs is a failure of its row and not of the run. What is timed is recorded, and judged only where
@@ -9,6 +9,7 @@ that make less than a third of the tokens of one thread.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -18,10 +19,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+from benchmarks import documented
 from benchmarks.common import DRAFT, ROOT, TARGET, parse, progress, record
 from foretoken.lab.results import Row, Spread, Value
 
@@ -176,6 +178,14 @@ def neighbour(backend: str, seconds: float, repeats: int) -> tuple[Row, Failures
     return _row("busy neighbour", backend, values, failures), failures
 
 
+def documents() -> tuple[Row, Failures]:
+    """What README.md and docs/ tell users to type (`benchmarks/documented.py`)."""
+    start = time.perf_counter()
+    count, failures = documented.run_all()
+    values: dict[str, Value] = {"commands": count, "minutes": (time.perf_counter() - start) / 60}
+    return _row("documents", "auto", values, failures), failures
+
+
 def collapse(default: list[float], one: list[float]) -> Failures:
     """What is wrong with these tokens per second of default threads and of one."""
     ours, least = statistics.median(default), statistics.median(one) / COLLAPSE
@@ -202,26 +212,30 @@ def _row(case: str, backend: str, values: dict[str, Any], failures: Failures) ->
     return Row(f"{case}, {backend}", {"backend": backend}, values | {"failures": len(failures)})
 
 
+def cases(backend: str, options: argparse.Namespace) -> list[Callable[[], tuple[Row, Failures]]]:
+    """Those of one backend."""
+    return [
+        lambda: threads(backend, options.seconds),
+        lambda: signals(backend, options.signals),
+        lambda: loops(backend, options.loops),
+        lambda: forks(backend, options.forks),
+        lambda: neighbour(backend, options.neighbour_seconds, options.repeats),
+    ]
+
+
 def main() -> int:
     options = parse(
         __doc__, seconds=60, signals=60, loops=6, forks=10, neighbour_seconds=3, repeats=3
     )
     rows, failures = [], []
-    for backend in BACKENDS:
-        for run in (
-            lambda name=backend: threads(name, options.seconds),
-            lambda name=backend: signals(name, options.signals),
-            lambda name=backend: loops(name, options.loops),
-            lambda name=backend: forks(name, options.forks),
-            lambda name=backend: neighbour(name, options.neighbour_seconds, options.repeats),
-        ):
-            row, told = run()
-            rows.append(row)
-            failures += [f"{row.case}: {what}" for what in told]
-            shown = {k: round(getattr(v, "median", v), 1) for k, v in row.values.items()}
-            print(f"{row.case:28}{'FAILED' if told else 'passed'}  {shown}", flush=True)
-            for what in told[:10]:
-                print(f"  {what}", flush=True)
+    for run in (*(case for name in BACKENDS for case in cases(name, options)), documents):
+        row, told = run()
+        rows.append(row)
+        failures += [f"{row.case}: {what}" for what in told]
+        shown = {k: round(getattr(v, "median", v), 1) for k, v in row.values.items()}
+        print(f"{row.case:28}{'FAILED' if told else 'passed'}  {shown}", flush=True)
+        for what in told[:10]:
+            print(f"  {what}", flush=True)
     record(
         "trial",
         options,
@@ -241,6 +255,7 @@ def main() -> int:
             "with on_interrupt=return; to_end: until the partial outputs are checked.",
             "loop of calls: one Ctrl-C or SIGTERM ends the process by that signal.",
             "fork: every call in the child raises UsageError, and the child ends by itself.",
+            "documents: every command of README.md and docs/ that needs no GPU and is no long run.",
             f"busy neighbour: fails where default threads make less than 1/{COLLAPSE:g} of the "
             "tokens of one thread; other differences are recorded and not judged.",
             *(f"FAILED: {failure}" for failure in failures[:20]),

@@ -65,7 +65,7 @@ def test_the_documented_verifier_passes_and_the_files_are_whole(documented: Path
     (row,) = data["rows"]
     assert (row["labels"]["refuted"], row["values"]["draws"]) == (False, 1500)
     page = (documented / "x.html").read_text(encoding="utf-8")
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 5
     assert not re.findall(r"<script|<link|<img|src=|@import|url\(", page)
     assert set(re.findall(r"https?://[^\s\"<]+", page)) == {"http://www.w3.org/2000/svg"}
 
@@ -121,6 +121,7 @@ def test_a_gallery_that_is_not_refuted_exits_with_1(monkeypatch: pytest.MonkeyPa
         (["--callable", "x:y", "--temperature", "0.2"], "`temperature`"),
         (["--gallery", "--model", "tiny-python"], "`model`"),
         (["--backend", "native", "--speculative-config", "{}"], "`speculative_config`"),
+        (["--backend", "native", "--suffix-corpus", "x"], "`suffix_corpus` is 'x'"),
         (["--url", "x"], "`url` is 'x': must be a URL such as http://"),
         (["--url", "http://127.0.0.1:9/v1"], "no connection to 127.0.0.1:9"),
     ],

@@ -4,6 +4,7 @@ test; and an audit that could not refute would fail here."""
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -54,26 +55,70 @@ def test_random_numbers_of_ones_own_cannot_be_enumerated() -> None:
     own = np.random.default_rng(0)
     for verify in (
         lambda p, q, drafts, rng: [*drafts, int(own.integers(2))],
-        lambda p, q, drafts, rng: [*drafts, int(np.log(rng.random()) < 0)],
-        lambda p, q, drafts, rng: [*drafts, rng.integers(2)],
-        lambda p, q, drafts, rng: [*drafts, int(rng.uniform(0, 2) < 1)],
+        lambda p, q, drafts, rng: [*drafts, int(torch.rand(()) < 0.5)],
+        lambda p, q, drafts, rng: [*drafts, int(float(rng.random()) < 0.5)],
+        lambda p, q, drafts, rng: [*drafts, int(torch.tensor(rng.random()) < 0.5)],
+        lambda p, q, drafts, rng: [*drafts, int(rng.random() < rng.random())],
+        lambda p, q, drafts, rng: [*drafts, int(rng.gumbel(size=2).argmax())],
     ):
-        error, (line,) = enumerated(bind(verify))
+        error, _, (line,) = enumerated(bind(verify))
         assert error is None
-        assert line.startswith("Not enumerated: ")
+        assert line.startswith("Not enumerated: it ")
+        assert "draw every random number from `rng`" in line
     with pytest.raises(NotEnumerableError, match="whether a uniform is zero"):
         enumerate_runs(lambda rng: int(bool(rng.random())))
 
 
-def test_generators_may_be_used_as_numpys() -> None:
-    assert enumerate_runs(lambda rng: rng.choice(["a", "b"], p=[0.25, 0.75])) == {
-        "a": 0.25,
-        "b": 0.75,
-    }
-    law = enumerate_runs(lambda rng: int((np.array([0.25, 0.5]) <= rng.random()).sum()))
-    assert law == {0: 0.25, 1: 0.25, 2: 0.5}
-    law = enumerate_runs(lambda rng: tuple(u > 0.5 for u in rng.random(2)))
-    assert law == dict.fromkeys(itertools.product((False, True), repeat=2), 0.25)
+CDF = np.array([0.25, 0.5, 1.0])
+TENSOR = torch.from_numpy(CDF)
+EVEN = dict.fromkeys(itertools.product((0, 1), repeat=2), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "law"),
+    [
+        (lambda rng: str(rng.choice(["a", "b"], p=[0.25, 0.75])), {"a": 0.25, "b": 0.75}),
+        (lambda rng: tuple(rng.choice(2, 2).tolist()), EVEN),
+        (lambda rng: int(rng.multinomial(1, [0.25, 0.75]).argmax()), {0: 0.25, 1: 0.75}),
+        (lambda rng: int(rng.integers(1, 3)), {1: 0.5, 2: 0.5}),
+        (lambda rng: int(rng.binomial(1, 0.25)), {0: 0.75, 1: 0.25}),
+        (lambda rng: int(rng.random() * 4), dict.fromkeys(range(4), 0.25)),
+        (lambda rng: tuple(int(u > 0.5) for u in rng.random(2)), EVEN),
+        (lambda rng: int((CDF[:2] <= rng.random()).sum()), {0: 0.25, 1: 0.25, 2: 0.5}),
+        (lambda rng: int(np.searchsorted(CDF, rng.random())), {0: 0.25, 1: 0.25, 2: 0.5}),
+        (lambda rng: int((TENSOR[:3] > rng.random()).int().argmax()), {0: 0.25, 1: 0.25, 2: 0.5}),
+        (lambda rng: bool((rng.random(2) < CDF[:2]).all()), {True: 0.125, False: 0.875}),
+        *[
+            (below, {True: 0.25, False: 0.75})
+            for below in (
+                lambda rng: bool(np.float64(0.25) > rng.random()),
+                lambda rng: bool(np.float32(0.25) >= rng.random()),
+                lambda rng: bool(TENSOR[0] > rng.random()),
+                lambda rng: bool(rng.random() * np.float64(0.5) < np.float64(0.125)),
+                lambda rng: bool(TENSOR[0] * rng.random() < TENSOR[0] / 4),
+                lambda rng: bool(rng.random() / 2 + 1 <= 1.125),
+                lambda rng: bool(-rng.random() > -0.25),
+                lambda rng: bool(1 - rng.random() < 0.25),
+                lambda rng: bool(rng.uniform(-1, 1) < -0.5),
+                lambda rng: bool(np.log(rng.random()) < np.log(0.25)),
+                lambda rng: bool(rng.exponential(2.0) < -2 * np.log(0.75)),
+                lambda rng: bool(~(rng.random() >= np.float64(0.25))),
+                lambda rng: bool(np.less(max(rng.random(), 1e-9), 0.25)),
+            )
+        ],
+    ],
+)  # fmt: skip
+def test_generators_and_their_numbers_may_be_used_as_numpys(
+    drawn: Callable[[Any], Any], law: dict[Any, float]
+) -> None:
+    assert enumerate_runs(drawn) == pytest.approx(law, rel=1e-9)
+    assert drawn(np.random.default_rng(0)) in law
+
+
+def test_what_is_no_number_is_neither_below_nor_above() -> None:
+    nan = float("nan")
+    compared = enumerate_runs(lambda rng: ((u := rng.random()) < nan, u > nan, u <= nan))
+    assert compared == {(False, False, False): 1}
 
 
 def test_acceptance_is_that_of_the_laws() -> None:
@@ -108,11 +153,41 @@ def test_shared_noise_is_what_a_race_does() -> None:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.key)
 def test_every_bug_is_refuted_and_named(bug: gallery.Bug) -> None:
-    found = audit(of_callable(bug.key, bind(bug.verify)))
+    """By its enumerated distribution, and by draws alone, as of what cannot be enumerated."""
+    subject = of_callable(bug.key, bind(bug.verify))
+    found = audit(subject)
     assert found.refuted
     assert found.bug == bug.key
+    assert found.same_as == (None if bug.by_uniforms else bug.key)
     assert bug.what in found.verdict
     assert (found.error or 0.0) <= EXACT or not bug.by_uniforms
+    if not bug.by_uniforms:
+        assert audit(subject._replace(exact=None)).bug == bug.key
+
+
+def test_no_bug_is_another() -> None:
+    for first, second in itertools.combinations(models()[0].bugs, 2):
+        apart = max(np.abs(m.bugs[first] - m.bugs[second]).sum() / 2 for m in models())
+        assert apart > 0.01, (first, second)
+
+
+def of_the_best(p: Any, count: int) -> Any:
+    kept = np.where(p >= np.sort(p)[..., -min(count, p.shape[-1]), None], p, 0)
+    return kept / kept.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize(("count", "seen_with"), [(4, 16), (50, 64)])
+def test_top_k_that_is_wired_in_is_seen_with_more_tokens(count: int, seen_with: int) -> None:
+    def verify(p: Any, q: Any, drafts: list[int], rng: Any) -> list[int]:
+        return gallery.standard(of_the_best(p, count), q, drafts, rng)
+
+    found = audit(of_callable("x", bind(verify)), 4000)
+    assert found.bug == "unknown"
+    assert f"Enumerated with 2, 4, 16{', 64' * (count > 16)} tokens" in found.exact[0]
+    assert re.search(rf"DIFFERS from p by 0\.\d+ with {seen_with} ", found.exact[0])
+    drawn = audit(of_callable("x", bind(verify))._replace(exact=None), 4000)
+    assert drawn.refuted == (count < 16)
+    assert ("of up to 16 tokens" in drawn.verdict) == (count > 16)
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
@@ -121,6 +196,8 @@ def test_what_is_right_passes(rule: str) -> None:
     assert not found.refuted
     assert found.error is not None
     assert found.error <= EXACT
+    assert "every probability equals p by enumeration of up to 64 tokens; " in found.verdict
+    assert "over 16 outcomes of up to 16 tokens" in found.verdict
     slow = rule == "dropped_q"
     assert ("lossless, accepts less than it could" in found.verdict) == slow
 
@@ -141,8 +218,9 @@ def test_an_unknown_bug_is_refuted_without_a_name() -> None:
         tokens = gallery.standard(p, q, drafts, rng)
         return [*tokens[:-1], (tokens[-1] + (rng.random() < 0.2)) % len(p[0])]
 
-    found = audit(of_callable("x", bind(verify)))
-    assert found.bug == "unknown"
+    for subject in (given := of_callable("x", bind(verify)), given._replace(exact=None)):
+        found = audit(subject)
+        assert found.bug == "unknown"
     assert "no bug of the gallery explains" in found.verdict
 
 
@@ -173,29 +251,100 @@ def test_what_is_no_token_is_an_error(returned: Any, said: str) -> None:
         audit(of_callable("x", bind(lambda p, q, drafts, rng: returned)), 10)
 
 
-def test_verifiers_may_be_written_in_many_ways() -> None:
-    """Without rng, in float32, by tensors, as a class; one that raises is an error that says so."""
+def scaled(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
+    """No division, scalars of numpy, tokens by `searchsorted`."""
+    for i, x in enumerate(drafts):
+        u = rng.random()
+        if not u * q[i][x] < p[i][x]:
+            rest = np.clip(p[i] - q[i], 0, None)
+            return [*drafts[:i], np.searchsorted(np.cumsum(rest), rest.sum() * rng.random())]
+    return [*drafts, np.searchsorted(np.cumsum(p[-1]), rng.random(), side="right")]
 
-    def with_uniforms(p: Any, q: Any, drafts: list[int], *, uniforms: Any) -> list[int]:
-        return gallery.standard(p, q, drafts, None, uniforms)
 
-    def in_float32(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
-        return gallery.standard(p.astype(np.float32), q.astype(np.float32), drafts, rng)
+def capped(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
+    """The probability on the left, in single precision, tokens by `multinomial`."""
+    p, q = p.astype(np.float32), q.astype(np.float32)
+    for i, x in enumerate(drafts):
+        c = np.minimum(np.float32(1), p[i, x] / q[i, x])
+        if c > rng.random():
+            continue
+        rest = np.maximum(p[i] - q[i], 0).astype(np.float64)
+        return [*drafts[:i], rng.multinomial(1, rest / rest.sum()).argmax()]
+    return [*drafts, (np.cumsum(p[-1]) <= rng.random()).sum().clip(max=p.shape[1] - 1)]
 
-    def by_tensors(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
-        u = torch.tensor(rng.random(len(drafts) + 1))
-        return torch.tensor(gallery.standard(p, q, drafts, None, u.tolist()))
 
-    class Counting:
-        def __call__(self, p: Any, q: Any, drafts: list[int], rng: Any) -> list[int]:
-            return gallery.standard(p, q, drafts, rng)
+def at_once(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
+    """All drafts of the round in one comparison of arrays, in logarithms."""
+    rows = np.arange(len(drafts))
+    logs = np.log(np.maximum(p[rows, drafts], 1e-300)) - np.log(q[rows, drafts])
+    kept = int(np.cumprod(np.log(rng.random(len(drafts))) <= logs).sum())
+    rest = np.maximum(p[kept] - q[kept], 0) if kept < len(drafts) else p[kept]
+    return [*drafts[:kept], rng.choice(len(rest), p=rest / rest.sum())]
 
-    for verify in (with_uniforms, in_float32, by_tensors, Counting):
-        found = audit(of_callable("x", bind(verify)), 600)
-        assert not found.refuted, found.verdict
-        assert (found.error is None) == (verify is by_tensors)
-        assert (found.error or 0.0) > 1e-9 or verify is not in_float32
 
+def by_tensors(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
+    """Everything of torch but the random numbers."""
+    p, q = torch.from_numpy(p), torch.from_numpy(q)
+    for i, x in enumerate(drafts):
+        if (p[i, x] / q[i, x]).clamp(max=1.0) <= rng.random():
+            rest = (p[i] - q[i]).clamp(min=0)
+            above = (rest / rest.sum()).cumsum(0) > rng.random()
+            return torch.tensor([*drafts[:i], int(above.int().argmax())])
+    return torch.tensor([*drafts, (p[-1].cumsum(0) > rng.random()).int().argmax()])
+
+
+def with_uniforms(p: Any, q: Any, drafts: list[int], *, uniforms: Any) -> Any:
+    """No generator; numbers that are compared element by element."""
+    ratios = np.array([p[i][x] / q[i][x] for i, x in enumerate(drafts)])
+    kept = next((i for i, taken in enumerate(uniforms[:-1] < ratios) if not taken), len(drafts))
+    rest = np.maximum(p[kept] - q[kept], 0) if kept < len(drafts) else p[kept]
+    return [*drafts[:kept], gallery.pick(rest, uniforms[-1])]
+
+
+class Counting:
+    """An object for each sample."""
+
+    def __call__(self, p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
+        return scaled(p, q, drafts, rng)
+
+
+WRITTEN = (scaled, capped, at_once, by_tensors, with_uniforms, Counting)
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero")
+@pytest.mark.parametrize("verify", WRITTEN, ids=lambda verify: verify.__name__)
+def test_verifiers_may_be_written_in_many_ways(verify: Any) -> None:
+    found = audit(of_callable("x", bind(verify)), 400)
+    assert not found.refuted, found.verdict
+    assert found.error is not None, found.exact
+    assert (found.error > 1e-9) == (verify is capped)
+
+
+@pytest.mark.parametrize(
+    ("convert", "said"),
+    [
+        (lambda rng, n: [float(rng.random()) for _ in range(n)], "into a plain float, as `float("),
+        (lambda rng, n: rng.random(n).astype(np.float32), "into a plain float, as `float("),
+        (lambda rng, n: torch.tensor(rng.random(n)), "where its random numbers are intervals (can"),
+        (lambda rng, n: rng.beta(1, 1, n), "it calls `rng.beta`"),
+        (lambda rng, n: torch.rand(n, dtype=torch.float64), "from elsewhere than `rng`"),
+    ],
+)
+def test_what_cannot_be_enumerated_is_sampled_and_told_what_to_change(
+    convert: Any, said: str
+) -> None:
+    def verify(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
+        u = [float(x) for x in convert(rng, len(drafts) + 1)]
+        return gallery.standard(p, q, drafts, None, u)
+
+    found = audit(of_callable("x", bind(verify)), 400)
+    assert (found.error, found.refuted) == (None, False)
+    assert found.verdict.startswith("not refuted: no difference in 400 draws")
+    assert said in found.exact[0]
+    assert found.exact[0].endswith("or draw by `rng.choice(V, p=...)`.")
+
+
+def test_a_verifier_that_raises_is_an_error_that_says_so() -> None:
     def raises(p: Any, q: Any, drafts: list[int]) -> list[int]:
         raise KeyError("oops")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import trial, trial_child
+from benchmarks import documented, trial, trial_child
 from benchmarks.trial import Child, collapse
 from benchmarks.trial_child import SHORT
 from foretoken.engine.turns import Turns
@@ -92,3 +93,12 @@ def test_what_ends_badly_is_told(code: str, said: str, monkeypatch: pytest.Monke
     with Child("threads", "torch") as child:
         child.report(failures)
     assert said in failures[0]
+
+
+def test_a_command_of_the_documents_runs_and_may_fail(tmp_path: Path) -> None:
+    right = documented.Documented("x.md", "foretoken --version")
+    wrong = documented.Documented("x.md", "foretoken bench --no-such-option")
+    refused = documented.Documented("x.md", wrong.line, ("Error: ...",))
+    assert documented.run(right, tmp_path) == documented.run(refused, tmp_path) == []
+    (told,) = documented.run(wrong, tmp_path)
+    assert told.startswith("foretoken bench --no-such-option (x.md): exit code 2: ")

@@ -247,9 +247,10 @@ def audit(
         asked = AuditOptions(**fields_given(AuditOptions, options))
         params = SamplingParams(**fields_given(SamplingParams, options))
         parts = asked.parts(options["model"], options["backend"])
-        taken = TAKEN_BY_AUDIT.get(parts, frozenset(options)) | {"seed"}  # an audit's own
         ways = {"speculative_config": speculative_config, "suffix_corpus": suffix_corpus}
-        _refuse_others({**options, **ways}, taken, f"left out: of no use to {parts[0]}")
+        every = options | ways
+        taken = TAKEN_BY_AUDIT.get(parts, every.keys()) | {"seed"}  # an audit's own
+        _refuse_others(every, taken, f"left out: of no use to {parts[0]}")
         given = {"model": _EMBEDDED, **{k: v for k, v in options.items() if v is not None}}
         engine = _engine_options(given, speculative_config, False, suffix_corpus)
         note("nothing was audited.")
@@ -355,11 +356,11 @@ def _desk(note: Note, as_json: bool = False, secret: str | None = None) -> Itera
 
 def _refuse_others(options: dict[str, Any], taken: Set[str], bound: str) -> None:
     """`ConfigError` for an option of an engine or its requests that would be ignored."""
-    for cls in (EngineConfig, SamplingParams):
-        for field in fields(cls):
-            value = options.get(field.name)
-            if field.name not in taken and value not in (None, field.default, [], ()):
-                raise ConfigError(field.name, value, bound)
+    known = {f.name: f.default for cls in (EngineConfig, SamplingParams) for f in fields(cls)}
+    for name, default in (known | {"suffix_corpus": None}).items():
+        value = options.get(name)
+        if name not in taken and value not in (None, default, [], ()):
+            raise ConfigError(name, value, bound)
 
 
 def _one_model(first: str | None, second: str | None, embedded: bool = True) -> str | None:

@@ -3,17 +3,28 @@
 The function is run again and again with a generator whose numbers are not numbers: a `Uniform`
 knows the interval that it lies in, and each comparison with a threshold inside it forks the run in
 two, weighted by where the threshold lies. What comes out is what the function does for *all*
-uniforms, with no grid and no sample. Thresholds may be floats, or `Fraction`s for an exact result.
+uniforms, with no grid and no sample. Thresholds may be floats, or `Fraction`s for an exact result,
+numbers of numpy and tensors of torch. A uniform may be scaled, shifted and given to `np.log` before
+it is compared; arrays of uniforms are numpy's, of dtype object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 MOST_RUNS = 200_000
+TWICE = 500
+MOST_STEPS = 4096  # integers that `int(u * n)` tells apart
+SLIVER = 1e-14  # no branch is narrower: a cumulative sum in float64 may end at 1 - 1e-16
+REMEDY = (
+    "For an enumeration draw every random number from `rng`, and use it only in comparisons such "
+    "as `rng.random() < p[i][x] / q[i][x]`, or draw by `rng.choice(V, p=...)`"
+)
 _T = TypeVar("_T", bound=Hashable)
 
 
@@ -21,21 +32,19 @@ class NotEnumerableError(Exception):
     """The function does with its random numbers what no interval can answer: sample it instead."""
 
 
-class Uniform:
-    """A number in [0, 1) of which no more is known than what comparisons have said."""
+class Interval:
+    """Where in [0, 1) the number of one draw lies, as far as comparisons have said."""
 
-    __array_ufunc__ = None  # numpy leaves comparisons with it to us
     __slots__ = ("high", "low", "run")
 
     def __init__(self, run: SymbolicRandom) -> None:
         self.run, self.low, self.high = run, 0, 1
 
-    def _below(self, threshold: Any) -> Any:
-        if isinstance(threshold, np.ndarray):
-            return np.array([self._below(x) for x in threshold.flat]).reshape(threshold.shape)
-        if not threshold > self.low:
+    def below(self, threshold: Any) -> bool:
+        """Whether the number is below it: both, by a fork, if the threshold lies inside."""
+        if not threshold - self.low > SLIVER:
             return False
-        if threshold >= self.high:
+        if not self.high - threshold > SLIVER:
             return True
         share = (threshold - self.low) / (self.high - self.low)
         if self.run.fork((share, 1 - share)) == 0:
@@ -44,20 +53,118 @@ class Uniform:
         self.low = threshold
         return False
 
-    __lt__ = __le__ = _below  # a single number has no weight
 
-    def __gt__(self, threshold: Any) -> Any:
-        below = self._below(threshold)
-        return ~below if isinstance(below, np.ndarray) else not below
+class Uniform:
+    """A strictly monotone function of a number in [0, 1) of which only an interval is known.
 
-    __ge__ = __gt__
+    Args:
+        inverse: from a value of the function to the number; None: the number itself.
+        rises: whether the function does.
+    """
+
+    __slots__ = ("interval", "inverse", "rises")
+
+    def __init__(
+        self,
+        interval: Interval,
+        inverse: Callable[[Any], Any] | None = None,
+        rises: bool = True,
+    ) -> None:
+        self.interval, self.inverse, self.rises = interval, inverse, rises
+
+    def _is(self, above: bool, threshold: Any) -> bool:
+        if threshold is self:  # `np.searchsorted` asks that
+            return False
+        if isinstance(threshold, Uniform):
+            raise NotEnumerableError("it compares or combines two random numbers")
+        if threshold != threshold:  # nan
+            return False
+        at = threshold if self.inverse is None else self.inverse(threshold)
+        return self.interval.below(at) == (self.rises != above)
+
+    def _compare(self, above: bool, other: Any) -> Any:
+        """In the type that comparing a float with `other` has: `~(u < x)` differs by it."""
+        if isinstance(other, torch.Tensor):
+            truths = [self._is(above, x) for x in other.flatten().tolist()]
+            return torch.tensor(truths, dtype=torch.bool).reshape(other.shape)
+        if isinstance(other, np.ndarray):
+            return NotImplemented  # numpy compares each element
+        if isinstance(other, np.generic):
+            return np.bool_(self._is(above, other.item()))
+        return self._is(above, other)
+
+    def __lt__(self, other: Any) -> Any:
+        return self._compare(False, other)
+
+    def __gt__(self, other: Any) -> Any:
+        return self._compare(True, other)
+
+    def __le__(self, other: Any) -> Any:  # as `<`, since a single number has no weight
+        return True if other is self else self._compare(False, other)
+
+    def __ge__(self, other: Any) -> Any:
+        return True if other is self else self._compare(True, other)
+
+    def _with(self, other: Any, change: Callable[[Any], Any]) -> Any:
+        if isinstance(other, torch.Tensor) and other.ndim:
+            made = np.array([change(x) for x in other.flatten().tolist()], dtype=object)
+            return made.reshape(other.shape)
+        if isinstance(other, np.ndarray):
+            return NotImplemented
+        if isinstance(other, Uniform):
+            raise NotEnumerableError("it compares or combines two random numbers")
+        return change(other.item() if isinstance(other, (np.generic, torch.Tensor)) else other)
+
+    def _then(self, inverse: Callable[[Any], Any], rises: bool = True) -> Uniform:
+        before = self.inverse
+        both = inverse if before is None else lambda value: before(inverse(value))
+        return Uniform(self.interval, both, self.rises == rises)
+
+    def __add__(self, other: Any) -> Any:
+        return self._with(other, lambda b: self._then(lambda value: value - b))
+
+    def __sub__(self, other: Any) -> Any:
+        return self._with(other, lambda b: self._then(lambda value: value + b))
+
+    def __rsub__(self, other: Any) -> Any:
+        return self._with(other, lambda b: self._then(lambda value: b - value, False))
+
+    def __mul__(self, other: Any) -> Any:
+        return self._with(
+            other, lambda a: self._then(lambda value: value / a, a > 0) if a != 0 else 0 * a
+        )
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._with(other, lambda a: self._then(lambda value: value * a, a > 0))
+
+    def __neg__(self) -> Uniform:
+        return self._then(lambda value: -value, False)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def log(self) -> Uniform:
+        """What `np.log` gives."""
+        return self._then(lambda value: math.exp(min(value, 700.0)))
+
+    def __int__(self) -> int:
+        if self < 0:
+            raise NotEnumerableError("it rounds a negative random number to an integer")
+        for whole in range(MOST_STEPS):
+            if self < whole + 1:
+                return whole
+        raise NotEnumerableError(f"it makes integers above {MOST_STEPS} of a random number")
+
+    __floor__ = __trunc__ = floor = __int__
+
+    def __float__(self) -> float:
+        raise NotEnumerableError("it turns a random number into a plain float, as `float(u)` does")
 
     def __bool__(self) -> bool:
         raise NotEnumerableError("it asks whether a uniform is zero")
 
 
 class SymbolicRandom:
-    """One run's generator: `random`, `uniform` and `choice` as numpy's, each draw a fork."""
+    """One run's generator, with what verifiers use of numpy's; each draw is a fork."""
 
     def __init__(self, taken: list[int]) -> None:
         self.taken, self.weight, self.others = taken, 1, list[list[int]]()
@@ -65,42 +172,88 @@ class SymbolicRandom:
 
     def fork(self, weights: Sequence[Any]) -> int:
         """The branch that this run takes; the others that have weight are left for later."""
-        live = [k for k, weight in enumerate(weights) if weight > 0]
         if self._at == len(self.taken):
+            live = [k for k, weight in enumerate(weights) if weight > 0]
             self.others += [[*self.taken, k] for k in live[1:]]
             self.taken = [*self.taken, live[0]]
         branch = self.taken[self._at]
-        if branch not in live:
-            raise NotEnumerableError("the same numbers led it elsewhere: it has others of its own")
+        if branch >= len(weights) or not weights[branch] > 0:
+            raise NotEnumerableError("it draws random numbers from elsewhere than `rng`")
         self._at += 1
         self.weight = self.weight * weights[branch]
         return branch
 
-    def random(self, size: int | None = None) -> Any:
-        """One uniform, or a list of them."""
-        return Uniform(self) if size is None else [Uniform(self) for _ in range(size)]
+    def random(self, size: Any = None, dtype: Any = np.float64) -> Any:
+        """One uniform, or an array of them; of all dtypes a real number."""
+        return _array(lambda: Uniform(Interval(self)), size, object)
 
-    def uniform(self, low: float = 0.0, high: float = 1.0, size: int | None = None) -> Any:
-        """As `random`: of [0, 1) alone."""
-        if (low, high) != (0, 1):
-            raise NotEnumerableError(f"it draws from [{low}, {high})")
-        return self.random(size)
+    def uniform(self, low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
+        """A random number of [low, high), or an array of them."""
+        if (low, high) == (0, 1):
+            return self.random(size)
+        return self.random(size) * (high - low) + low
 
-    def choice(self, a: Any, size: None = None, replace: bool = True, p: Any = None) -> Any:
-        """One of `a`, or of range(a), with probabilities `p`."""
-        options = range(int(a)) if np.ndim(a) == 0 else a
+    def exponential(self, scale: float = 1.0, size: Any = None) -> Any:
+        """A time, or an array of them; to compare two of them is beyond intervals."""
+        return _array(lambda: -(1 - self.random()).log() * scale, size, object)
+
+    def integers(
+        self, low: int, high: int | None = None, size: Any = None, *, endpoint: bool = False
+    ) -> Any:
+        """One of low .., or of range(low), or an array of them."""
+        first, last = (0, low) if high is None else (low, high)
+        count = int(last) - int(first) + endpoint
+        return _array(lambda: np.int64(first + self.fork([1 / count] * count)), size, np.int64)
+
+    def choice(self, a: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
+        """One of `a`, or of range(a), with probabilities `p`; with replacement, an array."""
+        if size is not None and not replace:
+            raise NotEnumerableError("it draws several without replacement by `rng.choice`")
+        options = np.arange(a) if np.ndim(a) == 0 else np.asarray(a)
+        given = [1] * len(options) if p is None else list(np.asarray(p).tolist())
+        weights = [weight / sum(given) for weight in given]
+        return _array(lambda: options[self.fork(weights)], size, options.dtype)
+
+    def multinomial(self, n: int, pvals: Any, size: Any = None) -> Any:
+        """How often each of `pvals` came in `n` draws."""
         if size is not None:
-            raise NotEnumerableError("it draws several at once by `choice`")
-        return options[self.fork([1 / len(options)] * len(options) if p is None else list(p))]
+            raise NotEnumerableError("it gives `rng.multinomial` a size")
+        drawn = self.choice(len(pvals), n, p=pvals)
+        return np.bincount(drawn, minlength=len(pvals))
+
+    def binomial(self, n: int, p: float) -> Any:
+        """How many of `n` draws were below `p`."""
+        return sum(self.fork((p, 1 - p)) == 0 for _ in range(n))
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and numpy look up by themselves
+            raise AttributeError(name)
         raise NotEnumerableError(f"it calls `rng.{name}`")
+
+
+def _array(draw: Callable[[], Any], size: Any, dtype: Any) -> Any:
+    """One of `draw`, or an array of that shape."""
+    if size is None:
+        return draw()
+    shape = np.empty(size, bool).shape
+    made = np.empty(math.prod(shape), dtype)
+    made[:] = [draw() for _ in made]
+    return made.reshape(shape)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """An exception and those that it was raised from."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
 
 
 def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
     """P(outcome) of `function(rng)`; `NotEnumerableError` if that cannot be told.
 
-    Every run is made twice: a function with random numbers of its own differs sooner or later.
+    The first runs are made twice, and every run begins as another one did: a function with random
+    numbers of its own differs sooner or later.
     """
     law: dict[_T, Any] = {}
     todo, runs = [list[int]()], 0
@@ -109,15 +262,20 @@ def enumerate_runs(function: Callable[[Any], _T]) -> dict[_T, Any]:
         first, again = SymbolicRandom(taken), SymbolicRandom(taken)
         try:
             outcome = function(first)
-            same = function(again) == outcome and again.taken == first.taken
+            same = runs > TWICE or (function(again) == outcome and again.taken == first.taken)
         except NotEnumerableError:
             raise
         except Exception as error:  # arithmetic, or a library's own conversion
-            said = f"given intervals for its uniforms it ends in {type(error).__name__}: {error}"
+            known = next((e for e in _causes(error) if isinstance(e, NotEnumerableError)), None)
+            if known is not None:
+                raise known from error
+            first_line = str([*_causes(error)][-1]).partition("\n")[0]
+            said = f"it fails where its random numbers are intervals ({first_line})"
             raise NotEnumerableError(said) from error
-        if not same or runs > MOST_RUNS:
-            what = "has random numbers of its own" if not same else f"takes {runs} runs and more"
-            raise NotEnumerableError(f"it {what}")
+        if not same:
+            raise NotEnumerableError("it draws random numbers from elsewhere than `rng`")
+        if runs > MOST_RUNS:
+            raise NotEnumerableError(f"it takes {runs} runs and more")
         law[outcome] = law.get(outcome, 0) + first.weight
         todo += first.others
     return law

@@ -50,6 +50,7 @@ class Ways(NamedTuple):
         deal: K + 1 uniforms to those of the tests and those of the draws.
         below: compares a test's uniform with its chance.
         drops: whether the round ends before a draft, given q and the draft.
+        bonus: what the token after the last draft comes from, given p there and the last q.
     """
 
     chance: Callable[[Any, Any, int], Any] = lambda p, q, x: p[x] / q[x]
@@ -57,6 +58,7 @@ class Ways(NamedTuple):
     deal: Callable[[Any], tuple[Any, Any]] = own_each
     below: Callable[[Any, Any], Any] = operator.lt
     drops: Callable[[Any, int], bool] = lambda q, x: False
+    bonus: Callable[[Any, Any], Any] = lambda p, q: p
 
 
 RIGHT = Ways()
@@ -71,7 +73,8 @@ def standard(
     for i, x in enumerate(drafts[:kept]):
         if not ways.below(tests[i], ways.chance(p[i], q[i], x)):
             return [*drafts[:i], pick(ways.rest(p[i], q[i], x), draws[i])]
-    return [*drafts[:kept], pick(ways.rest(p[kept], 0 * p[kept], -1), draws[-1])]
+    last = ways.bonus(p[kept], q[-1]) if kept == len(drafts) else p[kept]
+    return [*drafts[:kept], pick(ways.rest(last, 0 * last, -1), draws[-1])]
 
 
 def heights(p: Any, q: Any, drafts: Tokens, flaw: str = "") -> tuple[list[Any], list[Any]]:
@@ -141,17 +144,33 @@ def after_the_same_race(p: Any, q: Any, x: int = -1) -> Any:
     return chance
 
 
-def nucleus_after_test(
-    p: Any, q: Any, drafts: Tokens, rng: Any, params: Mapping[str, Any], uniforms: Any = None
+def sampled_from(p: Any, params: Mapping[str, Any]) -> Any:
+    """Rows of p after temperature and top-k, those of the toys' filters that these bugs get wrong;
+    ties at the k-th token stay."""
+    heated = p ** (1 / params["temperature"])
+    if params["top_k"]:
+        heated = heated * (heated >= np.sort(heated)[..., -params["top_k"], None])
+    return heated / heated.sum(axis=-1, keepdims=True)
+
+
+def filtered_after_test(
+    p: Any,
+    q: Any,
+    drafts: Tokens,
+    rng: Any,
+    params: Mapping[str, Any],
+    uniforms: Any = None,
+    *,
+    late: Mapping[str, Any],
 ) -> Tokens:
-    """Drafts are tested against p before its filters, the residual has them."""
-
-    def rest(row: Any, q: Any, x: int) -> Any:
-        least = sorted(row)[-params["top_k"]] if params.get("top_k") else 0
-        kept = row * (row >= least)  # ties at the k-th stay
-        return residual(kept / sum(kept), q)
-
-    return standard(p, q, drafts, rng, uniforms, ways=Ways(rest=rest))
+    """Drafts are tested against p without the `late` filters, the other tokens have all."""
+    tested = sampled_from(p, {**params, **late})
+    known = iter(tested)
+    ways = Ways(
+        chance=lambda row, q, x: next(known)[x] / q[x],
+        rest=lambda row, q, x: residual(row, q),
+    )
+    return standard(sampled_from(p, params), q, drafts, rng, uniforms, ways=ways)
 
 
 def of_24_bits(u: Any) -> tuple[Any, Any]:
@@ -253,12 +272,22 @@ BUGS = (
     Bug(
         "nucleus_after_test",
         "drafts are tested before top-k and top-p are applied",
-        nucleus_after_test,
+        partial(filtered_after_test, late={"top_k": 0}),
+    ),
+    Bug(
+        "temperature_after_test",
+        "drafts are tested before temperature is applied",
+        partial(filtered_after_test, late={"temperature": 1.0}),
     ),
     Bug(
         "residual_is_p",
         "a rejected draft is replaced by a token of p, not of the residual",
         partial(standard, ways=Ways(rest=_plain)),
+    ),
+    Bug(
+        "bonus_from_draft",
+        "the token after the last draft is drawn from q, not from p",
+        partial(standard, ways=Ways(bonus=lambda p, q: q)),
     ),
     Bug(  # no bug, but a lossy rule
         "lossy_threshold",

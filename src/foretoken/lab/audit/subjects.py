@@ -19,7 +19,7 @@ from foretoken.errors import ConfigError, RequestError
 from foretoken.lab.audit.enumeration import NotEnumerableError
 from foretoken.lab.audit.evidence import ALPHA, Model
 from foretoken.lab.audit.gallery import BUGS
-from foretoken.lab.audit.toys import TOYS, Prefix, Round, Toy
+from foretoken.lab.audit.toys import TOYS, Prefix, Round, Toy, up_to
 from foretoken.lab.chi_square import poisson
 from foretoken.lab.laws.acceptance import ends_of_u
 from foretoken.lab.laws.chain import Setting
@@ -28,6 +28,7 @@ from foretoken.lab.laws.emission import Propose, TableDrafter, emit
 from foretoken.ops import Backend, Rule
 
 TAIL_DRAWS = 2**21
+UNFILTERED = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 Verifier = Callable[..., Sequence[int]]
 """verify(p, q, drafts, rng) -> the tokens emitted: accepted drafts, then one more.
@@ -55,6 +56,7 @@ class Subject(NamedTuple):
         budget: outcomes in all, unless another number is asked for.
         notes: what to say beside the evidence when all is done.
         drawn: part of alpha that the draws have, where checks without draws have the rest.
+        of_tokens: how many tokens its models tell apart, as part of a sentence; "": all.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Subject(NamedTuple):
     budget: int = 60_000
     notes: Callable[[], list[str]] = list
     drawn: float = 1.0
+    of_tokens: str = ""
 
 
 class StoppedError(Exception):
@@ -97,7 +100,7 @@ class Bound(NamedTuple):
         if self.takes_uniforms:
             more["uniforms"] = rng.random(len(given.drafts) + 1) if uniforms is None else uniforms
         if self.takes_params:
-            more["params"] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **toy.filters}
+            more["params"] = {**UNFILTERED, **toy.filters}
         p = given.unfiltered if self.takes_params else given.p
         known = (p.copy(), given.q.copy(), list(given.drafts), *[rng] * self.takes_rng)
         try:
@@ -205,7 +208,7 @@ def of_callable(name: str, verify: Bound, seed: int = 0) -> Subject:
             cells[n] = toy.cell(tokens)
         return cells, accepted
 
-    return Subject(name, models(), draw, verify)
+    return Subject(name, models(), draw, verify, of_tokens=up_to(TOYS))
 
 
 def of_backend(
@@ -241,6 +244,7 @@ def of_backend(
         worst = ", ".join(broken) or "both ends are right"
         return broken, [f"u at both ends, and a tail in {TAIL_DRAWS:,} draws of 1,024: {worst}."]
 
+    of_tokens = up_to(TOYS)
     if rule is Rule.STANDARD:
-        return Subject(name, models(), draw, ends, batch=4000, drawn=0.5)
-    return Subject(name, models(), draw, batch=4000)
+        return Subject(name, models(), draw, ends, batch=4000, drawn=0.5, of_tokens=of_tokens)
+    return Subject(name, models(), draw, batch=4000, of_tokens=of_tokens)

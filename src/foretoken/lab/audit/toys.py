@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -53,6 +53,7 @@ class Toy:
         length: tokens of an outcome; `num_drafts` of every round.
         spread: standard deviation of the logits.
         filters: of target and draft, as `Setting` names them.
+        drafted: so many tokens the draft knows, the first ones; 0: all.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Toy:
     seed: int
     spread: float = 1.0
     filters: dict[str, Any] = field(default_factory=dict)
+    drafted: int = 0
 
     @property
     def cells(self) -> int:
@@ -74,6 +76,7 @@ class Toy:
         generator = torch.Generator().manual_seed(self.seed)
         shape = (2, (self.vocabulary + 1) ** 2, self.vocabulary)
         target, draft = torch.randn(shape, generator=generator) * self.spread
+        draft[:, self.drafted or self.vocabulary :] = -math.inf
         return Chain(target), Chain(draft)
 
     @cached_property
@@ -112,20 +115,28 @@ class Toy:
             number = number * self.vocabulary + token
         return number
 
-    def law_of(self, begin: Callable[[], Any], whole: bool = False) -> Law:
+    def law_of(self, begin: Callable[[], Any], whole: bool = False, once: bool = False) -> Law:
         """By enumeration of every draft and every branch; the sums of less than 10 000 products of
         floats are right to 1e-11. Raises `NotEnumerableError`.
 
         Args:
             begin: gives the verifier of a sample, as `subjects.Bound` does.
             whole: it remembers its rounds, so that each run is of a sample and not of a round.
+            once: the target itself goes on after the first round, which tells whether that round
+                is lossless at a fraction of the runs.
         """
+        p = self.tables[0]
         mass: dict[Prefix, float] = {(): 1.0}
         outcome, accepted = np.zeros(self.cells), np.zeros(self.num_drafts + 1)
         for length in range(self.length):
             for prefix in [given for given in mass if len(given) == length]:
                 weight = mass.pop(prefix)
-                for rounds, chance in self._runs(begin, prefix, whole).items():
+                runs = (
+                    {((x,),): p[self.context(prefix), x] for x in range(self.vocabulary)}
+                    if once and prefix
+                    else self._runs(begin, prefix, whole and not once)
+                )
+                for rounds, chance in runs.items():
                     if not prefix:
                         accepted[len(rounds[0]) - 1] += chance
                     tokens = sum(rounds, prefix)
@@ -174,4 +185,13 @@ TOYS = (
     Toy("pairs", 4, 2, 2, seed=3),
     Toy("binary", 2, 4, 3, seed=1),
     Toy("filtered", 4, 2, 2, seed=2, spread=0.7, filters={"top_k": 3}),
+    Toy("heated", 16, 1, 1, seed=4, spread=0.7, filters={"temperature": 0.6}),
 )
+# Enumerated alone, and one round of them: some verifiers are right for few tokens only. Few drafts
+# keep that at 2,000 runs.
+WIDE = (Toy("wide", 64, 2, 1, seed=5, drafted=16), Toy("wide pairs", 16, 3, 2, seed=6, drafted=4))
+
+
+def up_to(toys: Sequence[Toy]) -> str:
+    """The size of the largest, as part of a sentence."""
+    return f" of up to {max(toy.vocabulary for toy in toys)} tokens"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from foretoken.errors import RequestError
-from foretoken.lab.audit.enumeration import NotEnumerableError
+from foretoken.lab.audit.enumeration import REMEDY, NotEnumerableError
 from foretoken.lab.audit.evidence import ALPHA, CONFIDENCE, TOO_MUCH, UNKNOWN, Evidence
 from foretoken.lab.audit.gallery import BUGS
-from foretoken.lab.audit.subjects import Bound, StoppedError, Subject
-from foretoken.lab.audit.toys import TOYS, Round, Toy
+from foretoken.lab.audit.subjects import Bound, StoppedError, Subject, models
+from foretoken.lab.audit.toys import TOYS, WIDE, Round, Toy, up_to
 
 EXACT = 1e-6  # what rounding may add up to in an enumerated probability: 1e-7 in float32
+SAME = 0.25  # of its distance from p: a bug of the gallery is named if it comes as near
 INCONCLUSIVE = "inconclusive"
 DRAWS_TO_NAME = 4  # after a refutation, so many times its draws at most are spent on the name
 WHAT = {bug.key: bug.what for bug in BUGS} | {
@@ -23,7 +25,7 @@ WHAT = {bug.key: bug.what for bug in BUGS} | {
     "greedy_differs": "at temperature 0 tokens are not the target's likeliest",
     "replay_differs": "`coupled` gives other tokens without drafts",
     "parameter_ignored": "a sampling parameter does not act as it should",
-    "temperature_ignored": "temperature is ignored",
+    "temperature_ignored": "temperature is ignored, or drafts are tested without it",
     "nucleus_ignored": "top_p is ignored",
     "nucleus_leaks": "some tokens come from outside of top_p: drafts are tested without it",
 }
@@ -38,6 +40,7 @@ class Finding:
 
     Attributes:
         error: the largest error of an enumerated probability; None: it could not be enumerated.
+        same_as: the bug of the gallery that has the enumerated distribution; None: none has.
         exact: what enumeration and injected uniforms had to say, one line each.
         broken: bugs that injected uniforms showed.
         notes: of the subject, beside the evidence.
@@ -48,6 +51,7 @@ class Finding:
     subject: Subject
     evidence: Evidence
     error: float | None = None
+    same_as: str | None = None
     exact: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -55,19 +59,24 @@ class Finding:
     stopped: str | None = None
 
     @property
+    def enumerated_wrong(self) -> bool:
+        """Whether its enumerated distribution is not the target's."""
+        return self.error is not None and self.error > EXACT
+
+    @property
     def refuted(self) -> bool:
         """Whether something shows that it is not lossless."""
-        wrong = self.error is not None and self.error > EXACT
-        return wrong or bool(self.broken) or self.evidence.refuted_at is not None
+        return self.enumerated_wrong or bool(self.broken) or self.evidence.refuted_at is not None
 
     @property
     def bug(self) -> str | None:
         """The name of what is wrong, `UNKNOWN` if there is none; None: nothing is."""
         if not self.refuted:
             return None
-        if self.broken:
-            return self.broken[0]
-        return self.evidence.name or UNKNOWN
+        if self.enumerated_wrong:
+            too_much = self.evidence.name == TOO_MUCH
+            return self.same_as or (TOO_MUCH if too_much else UNKNOWN)
+        return self.broken[0] if self.broken else self.evidence.name or UNKNOWN
 
     @property
     def verdict(self) -> str:
@@ -75,9 +84,10 @@ class Finding:
         seen = self.evidence
         cut = "" if self.complete else " INTERRUPTED: partial."
         if self.refuted:
-            how = "by enumeration" if not self.broken else "without a draw"
-            if self.broken and isinstance(self.subject.exact, Bound):
-                how = "by injected uniforms"
+            by_uniforms = isinstance(self.subject.exact, Bound)
+            how = "by injected uniforms" if by_uniforms else "without a draw"
+            if self.enumerated_wrong:
+                how = "by enumeration"
             if seen.refuted_at is not None:
                 how = f"after {seen.refuted_at:,} draws (e-value 10^{seen.log10_e:.1f})"
             return f"REFUTED {how}: {WHAT[self.bug or UNKNOWN]}.{cut}"
@@ -93,7 +103,7 @@ class Finding:
         cells = max(len(source.counts) for source in seen.sources)
         line = (
             f"no difference in {seen.draws:,} draws: TV <= {bound:.3f} with {CONFIDENCE:.0%} "
-            f"confidence over {cells} outcomes.{cut}"
+            f"confidence over {cells} outcomes{self.subject.of_tokens}.{cut}"
         )
         state = "lossless" if self.error is not None else "not refuted"
         if (less := seen.accepts_less) is not None:
@@ -101,8 +111,8 @@ class Finding:
                 f", accepts less than it could ({less.acceptance[0]:.2f} where "
                 f"`{less.model.usual_rule}` accepts {less.usual:.2f})"
             )
-        exact = "every probability equals p by enumeration; " * (self.error is not None)
-        return f"{state}: {exact}{line}"
+        exact = f"every probability equals p by enumeration{up_to(TOYS + WIDE)}; "
+        return f"{state}: {exact * (self.error is not None)}{line}"
 
 
 def audit(
@@ -121,7 +131,7 @@ def audit(
     budget = subject.budget if draws is None else draws
     report(0)
     if isinstance(subject.exact, Bound):
-        found.error, lines = enumerated(subject.exact)
+        found.error, found.same_as, lines = enumerated(subject.exact)
         found.broken, more = injected(subject.exact)
         found.exact += [*lines, *more]
     try:
@@ -149,23 +159,47 @@ def _draw_until_sure(found: Finding, most: int, report: Report) -> None:
             report(evidence.draws)
         wave += 1
         if evidence.refuted_at is not None:
-            if evidence.name is not None:
+            if evidence.name is not None or found.same_as is not None:
                 break
             most = min(budget, DRAWS_TO_NAME * max(evidence.draws, evidence.refuted_at))
 
 
-def enumerated(verify: Bound) -> tuple[float | None, list[str]]:
-    """The largest error of any outcome's probability on any toy, and a line about it."""
-    worst = 0.0
+def enumerated(verify: Bound) -> tuple[float | None, str | None, list[str]]:
+    """The largest error of any outcome's probability on any toy, the bug of the gallery that has
+    the same distribution, and a line about both. Wide toys are left out once it is wrong."""
+    laws, errors = [], dict[int, float]()
     try:
-        for toy in TOYS:
-            law = toy.law_of(verify.begin, verify.remembers)
-            worst = max(worst, float(np.abs(law.outcome - toy.null).max()))
+        for toy in (*TOYS, *WIDE):
+            wide = toy in WIDE
+            if wide and max(errors.values()) > EXACT:
+                continue
+            law = toy.law_of(verify.begin, verify.remembers, once=wide)
+            laws += [] if wide else [law.outcome]
+            error = float(np.abs(law.outcome - toy.null).max())
+            errors[toy.vocabulary] = max(errors.get(toy.vocabulary, 0.0), error)
     except NotEnumerableError as error:
-        return None, [f"Not enumerated: {error}."]
-    state = f"equals p to {worst:.1g}" if worst <= EXACT else f"DIFFERS from p by {worst:.3g}"
-    line = f"Enumerated, every draft and every uniform: each outcome's probability {state}"
-    return worst, [f"{line} (rounding explains {EXACT:g})."]
+        return None, None, [f"Not enumerated: {error}. {REMEDY}."]
+    worst = max(errors.values())
+    wrong = ", ".join(str(size) for size, error in sorted(errors.items()) if error > EXACT)
+    state = f"DIFFERS from p by {worst:.3g} with {wrong}" if wrong else f"equals p to {worst:.1g}"
+    sizes = ", ".join(map(str, sorted(errors)))
+    line = (
+        f"Enumerated with {sizes} tokens, every draft and every uniform: each probability {state}"
+    )
+    return worst, same_as(laws) if wrong else None, [f"{line} (rounding explains {EXACT:g})."]
+
+
+def same_as(laws: Sequence[Any]) -> str | None:
+    """The bug of the gallery that has these distributions of outcomes on `TOYS`, or nearly."""
+    known = models()
+    away = {bug: _farthest(laws, [model.bugs[bug] for model in known]) for bug in known[0].bugs}
+    bug = min(away, key=away.__getitem__)
+    return bug if away[bug] < SAME * _farthest(laws, [model.null for model in known]) else None
+
+
+def _farthest(laws: Sequence[Any], others: Sequence[Any]) -> float:
+    """The largest total variation between a distribution and its counterpart."""
+    return max(float(np.abs(a - b).sum() / 2) for a, b in zip(laws, others, strict=True))
 
 
 def injected(verify: Bound) -> tuple[list[str], list[str]]:

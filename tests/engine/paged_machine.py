@@ -23,7 +23,8 @@ from foretoken.cache.block_pool import BlockPool
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import Drafter, one_hot_block
 from foretoken.engine.engine import Engine
-from foretoken.engine.request import Request, RequestGroup, Status
+from foretoken.engine.pace import Pace
+from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.scheduler import Plan, Scheduler
@@ -196,8 +197,14 @@ class WatchedScheduler(Scheduler):
             s.num_tokens + s.max_drafts for s in plan.shares if s.request not in left
         )
         computed = {s.request: s.num_tokens for s in plan.shares if s.request in left}
-        assert sum(computed.values()) == min(sum(left.values()), max(room, 0)), "room was left"
-        if left and room > 0:
+        all_of_it = min(sum(left.values()), max(room, 0))
+        decodes = [s for s in plan.shares if s.request not in left]
+        if self.pace is not None and decodes and computed:
+            self.check_pace(self.pace, decodes, [s for s in plan.shares if s.request in left])
+            assert 0 < sum(computed.values()) <= all_of_it
+        else:
+            assert sum(computed.values()) == all_of_it, "room was left"
+        if left and room > 0 and not (self.pace and decodes):
             oldest = next(iter(left))
             assert computed[oldest] >= min(left[oldest], room / 4), "the oldest prompt waits"
         stayed = set(self.running) - set(plan.admitted)  # one that gives way may come back at once
@@ -217,6 +224,15 @@ class WatchedScheduler(Scheduler):
             assert request.num_computed % self.pool.block_size == 0
         self.num_preempted += sum(r.num_preemptions - n for r, n in preempted.items())
         return plan
+
+    def check_pace(self, pace: Pace, decodes: list[Share], prompts: list[Share]) -> None:
+        """A step with prompts takes no longer than it may, or computes one token of them."""
+        asked, context = [s.max_drafts for s in decodes], sum(s.start + 1 for s in decodes)
+        room, tokens = pace.room(asked, context), sum(s.num_tokens for s in prompts)
+        pairs = sum(s.num_tokens * (s.start + s.num_tokens / 2) for s in prompts)
+        seconds = pace.prompts.beside(room.decoding, room.rows, tokens, pairs)
+        assert seconds <= room.most + 1e-9 or tokens == 1
+        assert room.most <= max(pace.max_seconds, 3 * room.decoding)
 
 
 @dataclass(frozen=True)

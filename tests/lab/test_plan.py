@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from benchmarks.plan_tables import PUBLISHED, published_outlook
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app as cli
+from foretoken.engine.pace import PromptCosts
 from foretoken.errors import CapacityError, ConfigError
 from foretoken.lab.plan.acceptance import Acceptance
 from foretoken.lab.plan.calibrate import (
@@ -28,7 +29,7 @@ from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.outlook import Outlook
 from foretoken.lab.plan.predict import Planner, figures
-from foretoken.lab.plan.profile import EngineLimits, PromptCosts, smooth
+from foretoken.lab.plan.profile import EngineLimits, smooth
 from foretoken.lab.plan.report import charts, sentences, tables
 from foretoken.lab.plan.simulate import Ask, Simulation, Step, StepClock
 from foretoken.lab.results import read

@@ -22,8 +22,9 @@ import torch
 from foretoken.cache.block_pool import BlockPool
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import Drafter, one_hot_block
+from foretoken.drafting.control import StepTable
 from foretoken.engine.engine import Engine
-from foretoken.engine.pace import Pace
+from foretoken.engine.pace import Pace, PromptCosts
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
@@ -47,6 +48,15 @@ from tests.engine.naive import (
 from tests.support.steps import OneLate
 
 CPU = torch.device("cpu")
+
+
+def given_pace(max_seconds: float) -> Pace:
+    """A decode step takes 4 ms for one request and 1 more for each other; a row of a prompt takes
+    1 ms, and 20 us for each token before it."""
+    drafts = np.arange(MOST_DRAFTS + 1)
+    rest_JK1 = 1e-3 * (np.array([[4], [11]]) + drafts)
+    table = StepTable(np.array([1, 8]), rest_JK1, 0 * rest_JK1, np.full(len(drafts), 1e-5))
+    return Pace(table, PromptCosts((1, 101), (4e-3, 104e-3), 20e-6), max_seconds, lockstep=False)
 
 
 class Cells:

@@ -7,21 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from foretoken.cache.block_pool import BlockPool
-from foretoken.drafting.control import StepTable
-from foretoken.engine.pace import Pace, PromptCosts
+from foretoken.engine.pace import Pace
 from foretoken.engine.request import Request, RequestGroup
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import IntegrityError
 from foretoken.sampling.params import SamplingParams
 from tests.engine.naive import MOST_DRAFTS
-from tests.engine.paged_machine import PagedMachine
+from tests.engine.paged_machine import PagedMachine, given_pace
 
 PREFIX = [0, 0, 1, 0, 2, 0, 1, 1, 2, 0, 0, 1] * 5
 OTHERS: list[dict[str, Any]] = [
@@ -38,15 +36,6 @@ def machine(num_blocks: int = 100, seqs: int = 4, budget: int = 64, **options: A
     return PagedMachine(num_blocks, max_num_seqs=seqs, max_num_batched_tokens=budget, **options)
 
 
-def pace(max_seconds: float) -> Pace:
-    """A decode step takes 4 ms for one request and 1 more for each other; a row of a prompt takes
-    1 ms, and 20 us for each token before it."""
-    drafts = np.arange(MOST_DRAFTS + 1)
-    rest_JK1 = 1e-3 * (np.array([[4], [11]]) + drafts)
-    table = StepTable(np.array([1, 8]), rest_JK1, 0 * rest_JK1, np.full(len(drafts), 1e-5))
-    return Pace(table, PromptCosts((1, 101), (4e-3, 104e-3), 20e-6), max_seconds, lockstep=False)
-
-
 class EngineMachine(RuleBasedStateMachine):
     """Arrivals, steps and aborts in any order, around a cache that notices every wrong cell."""
 
@@ -56,7 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(30, 60),
         caching=st.booleans(),
         late=st.booleans(),
-        pace=st.sampled_from([None, pace(0.01), pace(0.03)]),
+        pace=st.sampled_from([None, given_pace(0.01), given_pace(0.03)]),
     )
     def start(
         self, blocks: int, seqs: int, budget: int, caching: bool, late: bool, pace: Pace | None
@@ -246,7 +235,7 @@ def run_beside(pace: Pace | None) -> tuple[list[int], list[int]]:
 
 
 def test_next_to_a_decode_step_a_prompt_comes_in_chunks_that_fit_the_time() -> None:
-    beside, alone = run_beside(pace(0.05))
+    beside, alone = run_beside(given_pace(0.05))
     assert run_beside(None) == ([255, 45], [256, 44])
     assert alone == [256, 44]
     # 4 ms are the decode step's, 46 are left: n + 0.02 n (before + n / 2) <= 46.
@@ -256,7 +245,7 @@ def test_next_to_a_decode_step_a_prompt_comes_in_chunks_that_fit_the_time() -> N
 
 
 def test_prompts_get_half_of_a_step_whatever_decoding_takes() -> None:
-    beside, _ = run_beside(pace(0.001))
+    beside, _ = run_beside(given_pace(0.001))
     # A decode step and one token of a prompt take 5 ms or more: the step takes 10, or twice that.
     assert beside[0] == 5
     assert min(beside[:-1]) >= 1
@@ -264,7 +253,7 @@ def test_prompts_get_half_of_a_step_whatever_decoding_takes() -> None:
 
 def test_the_first_of_prompts_goes_on_where_there_is_time_for_no_token() -> None:
     """20 us a pair behind 1 900 tokens: 38 ms a token, of which a step of 10 ms has no time."""
-    room = pace(0.01).room([0], 10)
+    room = given_pace(0.01).room([0], 10)
     assert room.take(1900, 50, 0.25) == 1
     assert room.take(0, 50, 0.25) == room.take(0, 50, 1.0) == 0
 

@@ -44,11 +44,11 @@ class EngineConfig:
         max_num_seqs: most requests running at once; each owns one permanent slot.
         max_num_batched_tokens: most tokens in one forward pass; longer prompts are prefilled in
             chunks.
-        max_step_seconds: about the longest step in which some requests decode while prompts of
-            others are computed, in smaller chunks then: 0.001 to 1e6 seconds, by costs that are
-            measured at start. Prompts get at least half of such a step, so that it may take twice
-            what its decoding takes alone. None: no bound. Where no request decodes, chunks are as
-            large as `max_num_batched_tokens` allows.
+        max_step_seconds: seconds, 0.001 to 1e6, that a step may take in which prompts are computed
+            while other requests decode: prompts come in chunks that fit, by costs measured at
+            start. They get half of a step at least, so that it may take twice what decoding takes
+            alone. None: no bound, but in `foretoken serve` on a CPU 0.15. Where no request decodes,
+            chunks are as large as `max_num_batched_tokens` allows.
         max_num_waiting: refuse a request while so many wait; None takes any number.
         enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same
             tokens.

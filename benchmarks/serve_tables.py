@@ -43,6 +43,16 @@ def server_costs(folder: Path) -> str:
     return markdown(header, rows) + told + where(results)
 
 
+def server_stalls(folder: Path) -> str:
+    """Gaps of running streams next to a long prompt, and when that has its first token."""
+    results = read(folder / "stalls.json")
+    names = ("usual_gap", "longest_gap", "longest_gap_behind", "first_token", "first_token_alone")
+    header = ["seconds", "usual gap", "longest until its first token", "longest behind it"]
+    header += ["its first token", "without streams"]
+    rows = [[row.case, *(spread(row, name, 3) for name in names)] for row in results.rows]
+    return markdown(header, rows) + where(results)
+
+
 def server_bears(folder: Path) -> str:
     """One line for each thing that must not go wrong."""
     serve, life = read(folder / "serve.json"), read(folder / "serve_life.json")

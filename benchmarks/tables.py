@@ -19,7 +19,7 @@ from benchmarks.lab_tables import audit_gallery, audit_verdicts, bought
 from benchmarks.markup import markdown, number, percent, spread, where
 from benchmarks.ops_tables import FILES, ops_figures, ops_lines, ops_times
 from benchmarks.plan_tables import embedded_plan, plan, plan_beside_bench, published
-from benchmarks.serve_tables import server_bears, server_clients, server_costs
+from benchmarks.serve_tables import server_bears, server_clients, server_costs, server_stalls
 from benchmarks.speed_tables import speed, summary
 from foretoken.lab.bench import report
 from foretoken.lab.bench.chart import charts
@@ -330,6 +330,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "laws": laws,
     "server_costs": server_costs,
     "server_bears": server_bears,
+    "server_stalls": server_stalls,
     "server_clients": server_clients,
     **{name: partial(ops_times, name) for name in FILES},
 }

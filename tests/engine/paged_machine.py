@@ -22,8 +22,10 @@ import torch
 from foretoken.cache.block_pool import BlockPool
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.drafting.base import Drafter, one_hot_block
+from foretoken.drafting.control import StepTable
 from foretoken.engine.engine import Engine
-from foretoken.engine.request import Request, RequestGroup, Status
+from foretoken.engine.pace import Pace, PromptCosts
+from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.scheduler import Plan, Scheduler
@@ -46,6 +48,15 @@ from tests.engine.naive import (
 from tests.support.steps import OneLate
 
 CPU = torch.device("cpu")
+
+
+def given_pace(max_seconds: float) -> Pace:
+    """A decode step takes 4 ms for one request and 1 more for each other; a row of a prompt takes
+    1 ms, and 20 us for each token before it."""
+    drafts = np.arange(MOST_DRAFTS + 1)
+    rest_JK1 = 1e-3 * (np.array([[4], [11]]) + drafts)
+    table = StepTable(np.array([1, 8]), rest_JK1, 0 * rest_JK1, np.full(len(drafts), 1e-5))
+    return Pace(table, PromptCosts((1, 101), (4e-3, 104e-3), 20e-6), max_seconds, lockstep=False)
 
 
 class Cells:
@@ -196,8 +207,14 @@ class WatchedScheduler(Scheduler):
             s.num_tokens + s.max_drafts for s in plan.shares if s.request not in left
         )
         computed = {s.request: s.num_tokens for s in plan.shares if s.request in left}
-        assert sum(computed.values()) == min(sum(left.values()), max(room, 0)), "room was left"
-        if left and room > 0:
+        all_of_it = min(sum(left.values()), max(room, 0))
+        decodes = [s for s in plan.shares if s.request not in left]
+        if self.pace is not None and decodes and computed:
+            self.check_pace(self.pace, decodes, [s for s in plan.shares if s.request in left])
+            assert 0 < sum(computed.values()) <= all_of_it
+        else:
+            assert sum(computed.values()) == all_of_it, "room was left"
+        if left and room > 0 and not (self.pace and decodes):
             oldest = next(iter(left))
             assert computed[oldest] >= min(left[oldest], room / 4), "the oldest prompt waits"
         stayed = set(self.running) - set(plan.admitted)  # one that gives way may come back at once
@@ -217,6 +234,14 @@ class WatchedScheduler(Scheduler):
             assert request.num_computed % self.pool.block_size == 0
         self.num_preempted += sum(r.num_preemptions - n for r, n in preempted.items())
         return plan
+
+    def check_pace(self, pace: Pace, decodes: list[Share], prompts: list[Share]) -> None:
+        """A step with prompts takes no longer than it may, or computes one token of them."""
+        asked, context = [s.max_drafts for s in decodes], sum(s.start + 1 for s in decodes)
+        room, tokens = pace.room(asked, context), sum(s.num_tokens for s in prompts)
+        pairs = sum(s.num_tokens * (s.start + s.num_tokens / 2) for s in prompts)
+        seconds = pace.prompts.beside(room.decoding, room.rows, tokens, pairs)
+        assert seconds <= room.most + 1e-9 or tokens == 1
 
 
 @dataclass(frozen=True)

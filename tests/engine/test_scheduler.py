@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from foretoken.cache.block_pool import BlockPool
+from foretoken.engine.pace import Pace
 from foretoken.engine.request import Request, RequestGroup
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import IntegrityError
 from foretoken.sampling.params import SamplingParams
 from tests.engine.naive import MOST_DRAFTS
-from tests.engine.paged_machine import PagedMachine
+from tests.engine.paged_machine import PagedMachine, given_pace
 
 PREFIX = [0, 0, 1, 0, 2, 0, 1, 1, 2, 0, 0, 1] * 5
 OTHERS: list[dict[str, Any]] = [
@@ -44,9 +45,14 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(30, 60),
         caching=st.booleans(),
         late=st.booleans(),
+        pace=st.sampled_from([None, given_pace(0.01), given_pace(0.03)]),
     )
-    def start(self, blocks: int, seqs: int, budget: int, caching: bool, late: bool) -> None:
-        self.machine = machine(blocks, seqs, budget, enable_prefix_caching=caching, late=late)
+    def start(
+        self, blocks: int, seqs: int, budget: int, caching: bool, late: bool, pace: Pace | None
+    ) -> None:
+        self.machine = machine(
+            blocks, seqs, budget, enable_prefix_caching=caching, late=late, pace=pace
+        )
         self.groups: list[RequestGroup] = []
 
     @rule(
@@ -210,6 +216,46 @@ def test_a_long_prefill_stalls_neither_decoding_nor_a_short_prompt_behind_it() -
     }
     assert shares["short"].decides == (short == 5)
     fair.run()
+
+
+def run_beside(pace: Pace | None) -> tuple[list[int], list[int]]:
+    """Chunks of a prompt of 300 tokens next to a request that decodes, then of another alone."""
+    fair = machine(200, budget=256, seqs=2, pace=pace, enable_prefix_caching=False)
+    sizes = list[list[int]]()
+    for output in (60, None):
+        if output:
+            fair.add("decoding", [1] * 4, output, num_speculative_tokens=0)
+            fair.step()
+        sizes.append([])
+        group = fair.add("long", [0] * 300, 1)
+        while not group.finished:
+            sizes[-1] += [s.num_tokens for s in fair.step().shares if s.request in group.samples]
+        fair.run()
+    return sizes[0], sizes[1]
+
+
+def test_next_to_a_decode_step_a_prompt_comes_in_chunks_that_fit_the_time() -> None:
+    beside, alone = run_beside(given_pace(0.05))
+    assert run_beside(None) == ([255, 45], [256, 44])
+    assert alone == [256, 44]
+    # 4 ms are the decode step's, 46 are left: n + 0.02 n (before + n / 2) <= 46.
+    assert beside[:3] == [34, 23, 19]
+    assert beside == sorted(beside[:-1], reverse=True) + beside[-1:], "pairs make later ones dearer"
+    assert sum(beside) == 300
+
+
+def test_prompts_get_half_of_a_step_whatever_decoding_takes() -> None:
+    beside, _ = run_beside(given_pace(0.001))
+    # A decode step and one token of a prompt take 5 ms or more: the step takes 10, or twice that.
+    assert beside[0] == 5
+    assert min(beside[:-1]) >= 1
+
+
+def test_the_first_of_prompts_goes_on_where_there_is_time_for_no_token() -> None:
+    """20 us a pair behind 1 900 tokens: 38 ms a token, of which a step of 10 ms has no time."""
+    room = given_pace(0.01).room([0], 10)
+    assert room.take(1900, 50, 0.25) == 1
+    assert room.take(0, 50, 0.25) == room.take(0, 50, 1.0) == 0
 
 
 def test_prompts_that_come_together_end_one_after_another() -> None:

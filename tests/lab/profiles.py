@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from foretoken.lab.plan.profile import EngineLimits, Profile, PromptCosts
+from foretoken.engine.pace import PromptCosts
+from foretoken.lab.plan.profile import EngineLimits, Profile
 from tests.project.source import ROOT
 
 SHAPES = ROOT / "benchmarks" / "shapes"

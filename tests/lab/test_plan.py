@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner, Result
 from benchmarks.plan_tables import PUBLISHED, published_outlook
 from foretoken import LLM, SamplingParams
 from foretoken.cli import app as cli
+from foretoken.engine.pace import PromptCosts
 from foretoken.errors import CapacityError, ConfigError
 from foretoken.lab.plan.acceptance import Acceptance
 from foretoken.lab.plan.calibrate import (
@@ -28,11 +30,13 @@ from foretoken.lab.plan.fleet import Fleet
 from foretoken.lab.plan.options import PlanOptions
 from foretoken.lab.plan.outlook import Outlook
 from foretoken.lab.plan.predict import Planner, figures
-from foretoken.lab.plan.profile import EngineLimits, PromptCosts, smooth
+from foretoken.lab.plan.profile import EngineLimits, smooth
 from foretoken.lab.plan.report import charts, sentences, tables
 from foretoken.lab.plan.simulate import Ask, Simulation, Step, StepClock
 from foretoken.lab.results import read
 from tests.lab.profiles import PROFILE, SHAPES, changed
+
+DEAR = PromptCosts((1, 64, 512), (4e-3, 16e-3, 100e-3), 1e-6)  # steps of prompts
 
 pytestmark = pytest.mark.usefixtures("known_memory")
 
@@ -68,6 +72,30 @@ def test_the_simulation_takes_the_steps_of_the_engine(
             ideal = sum(ask.input_len for ask in asks)
             preempted += sum(s.num_tokens - s.num_decoding - s.num_drafts for s in steps) - ideal
     assert preempted > 0  # some prompts were computed twice
+
+
+def test_chunks_next_to_decode_steps_are_those_of_the_engine(target: Path) -> None:
+    """Given the same costs, by which a prompt takes several steps that one would have room for."""
+    with LLM(
+        target, max_num_seqs=4, max_num_batched_tokens=64, num_blocks=200, block_size=16,
+        enable_prefix_caching=False,
+    ) as llm:  # fmt: skip
+        limits = EngineLimits(4, 64, llm.engine.limits.max_model_len, 16, 200, 0.01)
+        asks = [Ask(0.0, 20 + 30 * (i % 3), 9 + i) for i in range(8)]
+        counts = dict[float | None, int]()
+        for bound in (None, 0.01):
+            profile = changed(limits=replace(limits, max_step_seconds=bound), prompts=DEAR)
+            steps = list[Step]()
+            simulation = Simulation(profile, (), 0, 3, on_step=steps.append)
+            simulation.run(asks)
+            llm.engine.scheduler.pace = simulation.scheduler.pace
+            drive = Drive(llm.engine, SamplingParams(), 3)
+            drive.run(asks)
+            assert [step[1:] for step in steps] == [one.step[1:] for one in drive.timed]
+            both = [s for s in steps if 0 < s.num_decoding < s.num_requests]
+            counts[bound] = len(both)
+        assert max(step.seconds for step in both) <= 0.011  # or twice a decode step of three
+        assert counts[0.01] > counts[None] > 0
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -148,10 +176,16 @@ def test_drafts_may_pay_again_beyond_a_batch_at_which_they_do_not() -> None:
     assert Outlook(again, Acceptance((0.0,) * 4)).last_that_pays(100) == 0
 
 
+@pytest.mark.parametrize("bound", [None, 0.01])
 @pytest.mark.parametrize("on_gpu", [False, True])
 @pytest.mark.parametrize("joint", [(1.0, 1.0, 0.0, 0.0), (0.8, 0.6, 0.4, 0.3), ()])
-def test_fleets_agree_with_the_scheduler(joint: tuple[float, ...], on_gpu: bool) -> None:
-    profile = changed(runs_ahead=on_gpu, lockstep=on_gpu)
+def test_fleets_agree_with_the_scheduler(
+    joint: tuple[float, ...], on_gpu: bool, bound: float | None
+) -> None:
+    limits, prompts = replace(PROFILE.limits, max_step_seconds=bound), PROFILE.prompts
+    profile = changed(
+        runs_ahead=on_gpu, lockstep=on_gpu, limits=limits, prompts=DEAR if bound else prompts
+    )
     fleet = Fleet(profile, joint, 40, 48)
     gaps = np.random.default_rng(3).exponential(size=(2, 70)) / [[2.0], [8.0]]
     times = fleet.run(np.cumsum(gaps, axis=1), seed=3)

@@ -41,6 +41,7 @@ TORCH_FREE = [
     "foretoken.cache.prefix_index",
     "foretoken.drafting.control",
     "foretoken.engine.control",
+    "foretoken.engine.pace",
     "foretoken.engine.request",
     "foretoken.engine.scheduler",
     "foretoken.lab.plan.simulate",

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from foretoken import AsyncEngine
 from foretoken.errors import ConfigError, ProcessingError, StepError
@@ -260,6 +261,26 @@ def test_the_queue_of_a_server_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(ConfigError):
             start({"model": "tiny-python", **asked}, ServeOptions(port=0), lambda line: None)
         assert given["max_num_waiting"] == bound
+
+
+@pytest.mark.parametrize(
+    ("asked", "bound"),
+    [({}, 0.15), ({"max_step_seconds": 2.0}, 2.0), ({"device": "cuda"}, None)],
+)
+def test_steps_of_a_server_on_a_cpu_have_a_longest_time(
+    asked: dict[str, Any], bound: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def engine(**options: Any) -> Any:
+        given.update(options)
+        raise ConfigError("model", "x", "no more than looked at")
+
+    monkeypatch.setattr("foretoken.async_engine.AsyncEngine", engine)
+    monkeypatch.setattr("foretoken.engine.devices.choose_device", torch.device)
+    with pytest.raises(ConfigError):
+        start({"model": "tiny-python", "device": "cpu", **asked}, ServeOptions(), lambda line: None)
+    assert given.get("max_step_seconds") == bound
 
 
 def test_the_limits_documented_are_the_options() -> None:

@@ -44,6 +44,11 @@ class EngineConfig:
         max_num_seqs: most requests running at once; each owns one permanent slot.
         max_num_batched_tokens: most tokens in one forward pass; longer prompts are prefilled in
             chunks.
+        max_step_seconds: seconds, 0.001 to 1e6, that a step may take in which prompts are computed
+            while other requests decode: prompts come in chunks that fit, by costs measured at
+            start. They get half of a step at least, so that it may take twice what decoding takes
+            alone. None: no bound, but in `foretoken serve` on a CPU 0.15. Where no request decodes,
+            chunks are as large as `max_num_batched_tokens` allows.
         max_num_waiting: refuse a request while so many wait; None takes any number.
         enable_prefix_caching: reuse the cache blocks of earlier requests that begin with the same
             tokens.
@@ -89,6 +94,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    max_step_seconds: float | None = None
     max_num_waiting: int | None = None
     enable_prefix_caching: bool = True
     block_size: int | None = None
@@ -126,6 +132,8 @@ class EngineConfig:
             check_int("max_model_len", self.max_model_len, 2)
         check_int("max_num_seqs", self.max_num_seqs, 1)
         check_int("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        if self.max_step_seconds is not None:
+            check_number("max_step_seconds", self.max_step_seconds, 0.001, 1e6)
         if self.max_num_waiting is not None:
             check_int("max_num_waiting", self.max_num_waiting, 1, remedy="None takes any number.")
         if self.block_size is not None:

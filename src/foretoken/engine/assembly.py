@@ -14,7 +14,7 @@ from typing import Any
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import BLOCK_SIZES, EngineConfig
 from foretoken.drafting.base import Drafter
-from foretoken.drafting.control import draft_widths
+from foretoken.drafting.control import StepTable, draft_widths
 from foretoken.engine.control import DraftControl
 from foretoken.engine.gauge import Gauge, measure_steps
 from foretoken.engine.graphs import Graphs
@@ -28,9 +28,10 @@ from foretoken.engine.memory_plan import (
     fitting_plan,
     graph_sizes,
 )
+from foretoken.engine.pace import Pace, PromptCosts
 from foretoken.engine.runner import Runner
 from foretoken.engine.sampler import Sampler
-from foretoken.engine.step_costs import BLOCK_TOKENS, measure
+from foretoken.engine.step_costs import BLOCK_TOKENS, measure, measure_prompts
 from foretoken.models import CausalLM
 from foretoken.ops import Rule
 from foretoken.sampling.synthetic import joint_rates, rates_of
@@ -136,29 +137,49 @@ class Assembly:
             graphs = Graphs(graph_sizes(count), draft_widths(config.num_drafts, adapts=self.adapts))
         return Runner(model, kv, sampler, drafter, graphs)
 
-    def served(self, num_blocks: int) -> tuple[Runner, DraftControl | None]:
-        """The engine's runner, and who chooses K where that is `auto`, from what steps take here.
+    def served(self, num_blocks: int) -> tuple[Runner, DraftControl | None, Pace | None]:
+        """The engine's runner; who chooses K where that is `auto`, and who keeps steps within
+        `max_step_seconds`, both from what steps take here.
 
         On a host they are measured with slots and blocks of their own, so that the drafter forgets
         them; on a device in the runner's own, since that is where graphs are kept.
         """
-        table, config = None, self.config
-        sizes = config.max_num_seqs, config.num_drafts
+        measured = None
+        if self.on_host and self._needs_costs:
+            own_blocks = min(num_blocks, BLOCK_TOKENS // self.block_size)
+            measured = self._measure(self.runner(own_blocks, measuring=True))
+        runner, control, pace = self.runner(num_blocks), None, None
+        if self._needs_costs:
+            table, prompts = measured or self._measure(runner)
+            config, bound = self.config, self.config.max_step_seconds
+            if self.adapts:
+                _log.info("Measured for K = `auto`:\n%s", table.shown())
+                control = DraftControl(table, config.max_num_seqs, config.num_drafts, self._widths)
+                runner.slots.register("acceptance", control)
+            if prompts is not None and bound is not None:
+                _log.info("Measured for `max_step_seconds`: %s", prompts.shown())
+                pace = Pace(table, prompts, bound, lockstep=not self.on_host)
+        return runner, control, pace
+
+    @property
+    def _needs_costs(self) -> bool:
+        return self.adapts or self.config.max_step_seconds is not None
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Numbers of drafts that a captured step may have."""
+        return () if self.on_host else draft_widths(self.config.num_drafts, adapts=self.adapts)
+
+    def _measure(self, runner: Runner) -> tuple[StepTable, PromptCosts | None]:
+        """What steps take in this runner; those of prompts where steps have a longest time."""
+        config, bound, prompts = self.config, self.config.max_step_seconds, None
         method = config.speculative_config and config.speculative_config.rejection_sample_method
         rule = Rule[(method or "standard").upper()]
-        widths = () if self.on_host else draft_widths(config.num_drafts, adapts=self.adapts)
-        if self.adapts and self.on_host:
-            own_blocks = min(num_blocks, BLOCK_TOKENS // self.block_size)
-            table = measure(self.runner(own_blocks, measuring=True), *sizes, widths, rule)
-        runner = self.runner(num_blocks)
-        if self.adapts and not self.on_host:
-            table = measure(runner, *sizes, widths, rule)
-        if table is None:
-            return runner, None
-        _log.info("Measured for K = `auto`:\n%s", table.shown())
-        control = DraftControl(table, *sizes, widths)
-        runner.slots.register("acceptance", control)
-        return runner, control
+        sizes = config.max_num_seqs, config.num_drafts
+        table = measure(runner, *sizes, self._widths, rule, adapts=self.adapts)
+        if bound is not None:
+            prompts = measure_prompts(runner, rule, bound, config.max_num_batched_tokens)
+        return table, prompts
 
     def _costs(self) -> Costs:
         """What follows from shapes."""

@@ -96,7 +96,7 @@ def _build(config: EngineConfig) -> Engine:
     plan = assembly.plan(gauge, weights)
     _log.info("Memory:\n%s", plan.table())
     model.max_model_len = plan.max_model_len
-    runner, control = assembly.served(plan.num_blocks)
+    runner, control, pace = assembly.served(plan.num_blocks)
     runner.planned = plan
     lookahead = int(drafter is not None and drafter.reads_next_token)
     scheduler = Scheduler(
@@ -106,6 +106,7 @@ def _build(config: EngineConfig) -> Engine:
         enable_prefix_caching=config.enable_prefix_caching,
         num_behind=drafter.num_behind if drafter else 0,
         control=control,
+        pace=pace,
     )
     eos_ids, defaults = _eos_ids(model, tokenizer), _default_params(config, model)
     return Engine(config, runner, scheduler, tokenizer, eos_ids, defaults, threads)

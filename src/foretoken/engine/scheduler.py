@@ -15,12 +15,15 @@ prefix index gets blocks of committed tokens only.
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from operator import attrgetter
 
 from foretoken.cache.block_pool import BlockPool
 from foretoken.cache.prefix_index import ROOT
 from foretoken.engine.control import DraftControl
+from foretoken.engine.pace import Pace
 from foretoken.engine.request import Request, Share, Status
 from foretoken.errors import IntegrityError
 
@@ -62,14 +65,23 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         num_behind: int = 0,
         control: DraftControl | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        """num_behind: see `Drafter`; control: chooses K where that is `auto`."""
+        """A scheduler without requests.
+
+        Args:
+            num_behind: see `Drafter`.
+            control: chooses K where that is `auto`.
+            pace: how much of a prompt a step computes next to requests that decode; None: as much
+                as `max_num_batched_tokens` allows, as always where no request decodes.
+        """
         self.pool = pool
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
         self.num_behind = num_behind
         self.control = control
+        self.pace = pace
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._num_arrived = 0
@@ -204,22 +216,10 @@ class Scheduler:
             serials.append(pool.enter(before, tokens, request.block_ids[i]))
 
     def _share(self) -> None:
-        """Decode steps whole; of the rest a quarter to the oldest prompts, and all that is left to
-        those that end soonest, priority by priority.
-
-        So a short prompt does not wait for a long one, nor a long one for ever, and of prompts that
-        came together the first has its token when it is computed, not when all of them are.
-        """
+        """Decode steps whole, and of prompts what there is room for."""
         missing = {r: count for r in self.running if (count := r.num_prefill)}
         drafts = {r: r.max_drafts for r in self.running if r not in missing and r.most_remaining}
-        room = max(self.max_num_batched_tokens - len(drafts) - sum(drafts.values()), 0)
-        soonest = sorted(missing, key=lambda r: (r.params.priority, missing[r]))
-        chunks = dict.fromkeys(missing, 0)
-        for order, part in ((missing, -(-room // 4)), (soonest, room)):
-            for request in order:
-                chunk = min(missing[request] - chunks[request], part, room)
-                chunks[request] += chunk
-                part, room = part - chunk, room - chunk
+        chunks = self._chunks(missing, drafts) if missing else {}
         shares = self._plan.shares
         for request in self.running:
             slot, start, times = request.slot, request.num_scheduled, request.num_preemptions
@@ -228,6 +228,31 @@ class Scheduler:
             elif chunk := chunks.get(request, 0):
                 ends_prompt = chunk == missing[request] and not request.num_output
                 shares.append(Share(request, slot, start, chunk, 0, ends_prompt, times))
+
+    def _chunks(
+        self, missing: Mapping[Request, int], drafts: Mapping[Request, int]
+    ) -> dict[Request, int]:
+        """Of what decode steps leave, a quarter to the oldest prompts, and all that is left then to
+        those that end soonest, priority by priority.
+
+        So a short prompt does not wait for a long one, nor a long one for ever, and of prompts that
+        came together the first has its token when it is computed, not when all of them are.
+        """
+        most = max(self.max_num_batched_tokens - len(drafts) - sum(drafts.values()), 0)
+        room = None
+        if self.pace is not None and drafts:
+            room = self.pace.room([*drafts.values()], sum(r.num_scheduled + 1 for r in drafts))
+        soonest = sorted(missing, key=lambda r: (r.params.priority, missing[r]))
+        chunks, left = dict.fromkeys(missing, 0), most
+        for order, part in ((missing, 0.25), (soonest, 1.0)):
+            kept = most - ceil(part * most)  # for the second round
+            for request in order:
+                chunk = min(missing[request] - chunks[request], left - kept)
+                if chunk and room is not None:
+                    chunk = room.take(request.num_scheduled + chunks[request], chunk, part)
+                chunks[request] += chunk
+                left -= chunk
+        return chunks
 
     def preempt(self, request: Request) -> None:
         """Send a running request back to its place in the queue; its tokens stay known."""

@@ -1,8 +1,9 @@
 """What steps of decoding take here, measured at start by a few of them, for nobody.
 
-Charter: only for K = `auto`. The steps go through the real runner: on a host over slots of their
-own, before the engine's are made; on a device in the engine's, through the graphs that it will
-replay. What is measured is refined by the engine's own steps (`StepCosts`).
+Charter: only for K = `auto` and for `max_step_seconds`. The steps go through the real runner: on a
+host over slots of their own, before the engine's are made; on a device in the engine's, through the
+graphs that it will replay. For K what is measured is refined by the engine's own steps
+(`StepCosts`); for chunks of prompts it is not (`Pace`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from foretoken.drafting.control import Array, StepTable
+from foretoken.engine.pace import PromptCosts
 from foretoken.engine.runner import Runner
 from foretoken.engine.trace import StepTrace, read_events
 from foretoken.ops import Rule
@@ -34,11 +36,22 @@ _MIDDLE = 16  # requests of which a long context is measured
 BLOCK_TOKENS = _MIDDLE * (_LONG + 64)  # of a cache for steps of nobody
 _BEHIND = 256  # tokens that steps of one admission may add
 _EVERY_K = 4  # requests, up to which all K are measured, and not powers of two alone
+_ROUGHLY = 0.3  # of the time, where K does not depend on what is measured
+_CHUNKS = (1, *(2**i for i in range(4, 16)))  # tokens of a prompt
+_ENOUGH = 0.5  # of `max_step_seconds`: no larger chunk is timed
+_CHUNK_ROUNDS = 3
+_LONG_PROMPT = 1024  # tokens before a chunk
 _PARAMS = SamplingParams(temperature=1.0)
 
 
 def measure(
-    runner: Runner, num_slots: int, num_drafts: int, widths: Sequence[int], rule: Rule
+    runner: Runner,
+    num_slots: int,
+    num_drafts: int,
+    widths: Sequence[int],
+    rule: Rule,
+    *,
+    adapts: bool = True,
 ) -> StepTable:
     """Time steps of few and many requests, with few and many drafts.
 
@@ -46,19 +59,21 @@ def measure(
         num_slots, num_drafts: most requests, most drafts of each.
         widths: numbers of drafts that a captured step may have; () where nothing is captured.
         rule: what decides; steps that are captured for it here are those that will be served.
+        adapts: K will be chosen by this; else none and all of the drafts are timed, for less time.
     """
-    limit = SECONDS[runner.slots.device.type]
+    limit = SECONDS[runner.slots.device.type] * (1.0 if adapts else _ROUGHLY)
     steps = _Steps(runner, num_drafts, rule)
     sizes = [*(4**i for i in range(16) if 4**i < num_slots), num_slots]
     if widths:
         steps.compile_ahead(sizes, widths)
         sizes.insert(1, sizes.pop())  # these two always: others lie between, should time run out
-    coarse = sorted({0, num_drafts, *(k for k in (1, 2, 4, 8, 16, 32) if k < num_drafts)})
+    some = (1, 2, 4, 8, 16, 32) if adapts else ()
+    coarse = sorted({0, num_drafts, *(k for k in some if k < num_drafts)})
     found, missed, end = dict[int, Array](), 0.0, time.perf_counter() + limit
     for place, batch in enumerate(sizes):
         if time.perf_counter() > end and place > bool(widths):
             break
-        every = widths or (range(num_drafts + 1) if batch <= _EVERY_K else coarse)
+        every = widths or (range(num_drafts + 1) if batch <= _EVERY_K and adapts else coarse)
         found_2K, missed = steps.table(batch, list(every), _SHARE * limit)
         found[batch] = np.stack([np.interp(range(num_drafts + 1), every, x) for x in found_2K])
     few = sorted(widths or {0, num_drafts})
@@ -69,6 +84,39 @@ def measure(
     rest_JK1, draft_JK1 = np.stack([found[batch] for batch in batches.tolist()], axis=1)
     rest_JK1 = _undisturbed(batches, rest_JK1)
     return StepTable(batches, rest_JK1, draft_JK1, context_K1, missed)
+
+
+def measure_prompts(runner: Runner, rule: Rule, max_seconds: float, most: int) -> PromptCosts:
+    """Time chunks of a prompt, larger ones until one takes half of the time, and one further on.
+
+    Args:
+        rule: as in `measure`.
+        max_seconds: that a step may take.
+        most: tokens of a step.
+    """
+    steps = _Steps(runner, 0, rule)
+    sizes = [size for size in _CHUNKS if size <= min(steps.most_chunk, most)]
+    steps.chunk(0, sizes[0])  # whatever is done once
+    first = list[float]()
+    for size in sizes:
+        first.append(steps.chunk(0, size))
+        if len(first) > 1 and first[-1] > _ENOUGH * max_seconds:
+            break
+    sizes = sizes[: len(first)]
+    start = min(_LONG_PROMPT, steps.most_chunk - (count := sizes[len(sizes) // 2]))
+    rounds = [[*first, steps.chunk(start, count)]]
+    rounds += [
+        [*(steps.chunk(0, size) for size in sizes), steps.chunk(start, count)]
+        for _ in range(_CHUNK_ROUNDS - 1)
+    ]
+    steps.clear()
+    *quickest, later = np.min(rounds, axis=0).tolist()
+    quickest = np.minimum.accumulate(quickest[::-1])[::-1]  # what is larger is no quicker
+    pair = max(later - quickest[sizes.index(count)], 0.0) / (count * start) if start else 0.0
+    own = np.maximum.accumulate(quickest - pair * np.square(sizes) / 2)
+    if len(sizes) == 1:  # no prompt here is longer
+        sizes, own = [*sizes, 2 * sizes[0]], np.append(own, 2 * own)
+    return PromptCosts(sizes, own.tolist(), float(pair))
 
 
 def _undisturbed(batches: Array, rest_JK1: Array) -> Array:
@@ -147,6 +195,21 @@ class _Steps:
             self._run(1)
         return sum(self._run(count))
 
+    @property
+    def most_chunk(self) -> int:
+        """Tokens of the longest chunk, which ends before the last token that there is room for."""
+        return max(self._most - 1, 1)
+
+    def chunk(self, start: int, count: int) -> float:
+        """Seconds of a step that computes so many tokens of a prompt, behind `start` others."""
+        self._new_cache()
+        end = start + count
+        self._slots.admit(0, self._request(0, end + 1, start))
+        self._write_blocks(0, 0, end)
+        self._batch = 1
+        none = [NONE]
+        return sum(self._time(StepInput([0], [count], [0], [False], none, none, [False])))
+
     def clear(self) -> None:
         """Leave nothing behind."""
         for slot in range(self._batch):
@@ -162,27 +225,42 @@ class _Steps:
         Each has blocks of its own, as far as there are so many: shared ones would stay in a
         processor's cache.
         """
+        self._new_cache()
+        self._length = length = max(min(length, self._most // 2), 2)
+        stride = -(-2 * length // self._runner.kv.block_size)
+        for slot in range(batch):
+            self._slots.admit(slot, self._request(slot, length, length - 1))
+            self._write_blocks(slot, slot * stride, length + _BEHIND)
+        self._batch = batch
+
+    def _new_cache(self) -> None:
         self.clear()
         if not self._on_device:
             self._runner.clear(range(self._num_blocks))  # whose contents the drafter has seen
-        self._length = length = max(min(length, self._most // 2), 2)
+
+    def _request(self, key: int, length: int, computed: int) -> SlotRequest:
+        """One of `length` tokens, of which so many are computed."""
         drafter = self._runner.drafter.measured if self._runner.drafter else 0
-        request = SlotRequest(
-            0, _PARAMS, self._rule, [0] * length, limit=self._most, num_computed=length - 1,
+        return SlotRequest(
+            key, _PARAMS, self._rule, [0] * length, limit=self._most, num_computed=computed,
             drafter=drafter,
         )  # fmt: skip
-        stride, reach = (
-            -(-n // self._runner.kv.block_size) for n in (2 * length, length + _BEHIND)
-        )
-        for slot in range(batch):
-            self._slots.admit(slot, request._replace(key=slot))
-            columns = range(slot * stride, slot * stride + min(reach, self._columns))
-            self._slots.write_blocks([(slot, 0, [i % self._num_blocks for i in columns])])
-        self._batch = batch
+
+    def _write_blocks(self, slot: int, first: int, num_tokens: int) -> None:
+        """Give a slot the blocks of so many tokens, from this one on, as far as it has columns."""
+        count = min(-(-num_tokens // self._runner.kv.block_size), self._columns)
+        blocks = [i % self._num_blocks for i in range(first, first + count)]
+        self._slots.write_blocks([(slot, 0, blocks)])
 
     def _run(self, count: int) -> tuple[float, float]:
         """Seconds of a step with so many drafts of each: of all but drafting, and of drafting."""
-        clock, step = self._runner.clock, _step(self._batch, count)
+        taken = self._time(_step(self._batch, count))
+        self._length += count + 1
+        return taken
+
+    def _time(self, step: StepInput) -> tuple[float, float]:
+        """Seconds of a step: of all but drafting, and of drafting."""
+        clock = self._runner.clock
         clock.start(trace := StepTrace())
         result = self._runner.run(step)
         events = clock.take_events()
@@ -192,7 +270,6 @@ class _Steps:
         clock.mark("read")
         clock.stop()
         read_events(trace, events)
-        self._length += count + 1
         trace.seconds.pop("gap", None)  # in which a GPU waited for this
         drafting = trace.seconds.pop("draft", 0.0)
         return sum(trace.seconds.values()), drafting

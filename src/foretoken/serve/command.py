@@ -7,7 +7,7 @@ from typing import Any
 
 from foretoken.config import EngineConfig
 from foretoken.errors import ConfigError
-from foretoken.serve.options import MAX_NUM_WAITING, ServeOptions
+from foretoken.serve.options import MAX_NUM_WAITING, MAX_STEP_SECONDS, ServeOptions
 
 
 def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str], None]) -> None:
@@ -18,7 +18,8 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
             missing.
     """
     engine = {"max_num_waiting": MAX_NUM_WAITING, **engine}
-    options.check_engine(EngineConfig.parse(**engine))
+    config = EngineConfig.parse(**engine)
+    options.check_engine(config)
     try:
         from foretoken.serve.app import build_app
         from foretoken.serve.logs import set_up
@@ -27,7 +28,10 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
         missing, remedy = f"foretoken[serve]: {error.name}", "Run: pip install 'foretoken[serve]'"
         raise ConfigError(missing, None, "installed to serve", remedy) from None
     from foretoken.async_engine import AsyncEngine
+    from foretoken.engine.devices import choose_device
 
+    if choose_device(config.device).type == "cpu":
+        engine = {"max_step_seconds": MAX_STEP_SECONDS, **engine}
     set_up(options.log_level)
     with bind(options) as bound:  # which takes no time: a model may take minutes
         say(f"Loading {engine['model']}")

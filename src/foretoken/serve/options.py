@@ -13,6 +13,8 @@ from foretoken.errors import ConfigError
 MAX_NUM_WAITING = 1024
 """Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
 _HOST_NAME = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:]+:[0-9A-Fa-f:.]*", re.ASCII)
+MAX_STEP_SECONDS = 0.15
+"""`max_step_seconds` on a CPU where it is left out: how long streams wait for others' prompts."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

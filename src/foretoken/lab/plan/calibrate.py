@@ -19,9 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from foretoken.engine.engine import Engine
+from foretoken.engine.pace import PromptCosts
 from foretoken.errors import ConfigError
 from foretoken.lab.plan.drive import Clock, Drive, Timed
-from foretoken.lab.plan.profile import EngineLimits, Profile, PromptCosts
+from foretoken.lab.plan.profile import EngineLimits, Profile
 from foretoken.lab.plan.simulate import Ask
 from foretoken.lab.results import commit, hardware
 from foretoken.sampling.params import SamplingParams
@@ -250,7 +251,7 @@ class Calibration:
             prompts=self._prompts(),
             limits=EngineLimits(
                 config.max_num_seqs, config.max_num_batched_tokens, engine.limits.max_model_len,
-                pool.block_size, pool.num_blocks,
+                pool.block_size, pool.num_blocks, config.max_step_seconds,
             ),
             runs_ahead=engine.runs_ahead,
             lockstep=not on_host,

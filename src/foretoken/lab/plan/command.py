@@ -22,7 +22,7 @@ from foretoken.sampling.params import SamplingParams
 
 _ESTIMATED = {
     *("model", "speculative_config", "dtype", "local_files_only", "max_model_len", "max_num_seqs"),
-    *("max_num_batched_tokens", "block_size", "num_blocks", "kv_cache_gib"),
+    *("max_num_batched_tokens", "max_step_seconds", "block_size", "num_blocks", "kv_cache_gib"),
 }
 _FILES = {"acceptance_file", "output"}
 _PARAMS = SamplingParams(temperature=0.0)

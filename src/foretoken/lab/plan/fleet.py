@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from foretoken.drafting.control import Array
+from foretoken.engine.pace import Room
 from foretoken.errors import ConfigError
 from foretoken.lab.plan.profile import Profile
 from foretoken.lab.plan.simulate import StepClock
@@ -140,7 +141,7 @@ class _Run:
         chunk_A = np.zeros_like(asked_A)
         if not decodes_A.all():
             rows_E = count_E + self._sum(asked_A) + drafts * over_E
-            chunk_A = self._chunks(rows_E)
+            chunk_A = self._chunks(rows_E, seconds_E)
             if (prompts := fleet.profile.prompts) is not None:
                 pairs_A = chunk_A * (fleet.input_len - self._prompt_A + chunk_A / 2)
                 tokens_E = self._sum(chunk_A)
@@ -155,19 +156,29 @@ class _Run:
         self._now_E = self._now_E + seconds_E
         self._advance(decodes_A, asked_A, chunk_A)
 
-    def _chunks(self, rows_E: Array) -> Array:
+    def _chunks(self, rows_E: Array, decoding_E: Array) -> Array:
         """Tokens of prompts in this step, as `Scheduler` shares them: prompts are of one length, so
         that the oldest end soonest."""
-        most = self._fleet.profile.limits.max_num_batched_tokens
+        limits, prompts = self._fleet.profile.limits, self._fleet.profile.prompts
         needs = np.flatnonzero(self._prompt_A)
         needs = needs[np.argsort(self._engine_A[needs], kind="stable")]
         engine, prompt = self._engine_A[needs], self._prompt_A[needs]
-        room_E = np.maximum(most - rows_E, 0).astype(np.int64)
-        until = np.cumsum(prompt)
+        room_E = np.maximum(limits.max_num_batched_tokens - rows_E, 0).astype(np.int64)
         _, first, of = np.unique(engine, return_index=True, return_inverse=True)
-        before = until - prompt - (until - prompt)[first][of]  # tokens of older prompts
+
+        def of_older(what: Array) -> Array:
+            until = np.cumsum(what)
+            return np.asarray(until - what - (until - what)[first][of])
+
+        tokens, start = of_older(prompt), self._fleet.input_len - prompt
+        chunk = np.clip(room_E[engine] - tokens, 0, prompt)
+        if limits.max_step_seconds is not None and prompts is not None:
+            room = Room.beside(prompts, limits.max_step_seconds, decoding_E[engine], rows_E[engine])
+            room.tokens, room.pairs = tokens, of_older(prompt * (start + prompt / 2))
+            fitting = np.maximum(room.fitting(start, chunk), np.minimum(chunk, tokens == 0))
+            chunk = np.where(rows_E[engine] > 0, fitting, chunk)
         chunk_A = np.zeros_like(self._prompt_A)
-        chunk_A[needs] = np.clip(room_E[engine] - before, 0, prompt)
+        chunk_A[needs] = chunk
         return chunk_A
 
     def _advance(self, decodes_A: Array, asked_A: Array, chunk_A: Array) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from foretoken.config import check_choice, check_int, check_number
 from foretoken.drafting.control import Array, StepTable, draft_widths
+from foretoken.engine.pace import PromptCosts
 from foretoken.errors import ConfigError, check_known_keys
 
 SCHEMA = 1
@@ -31,39 +32,7 @@ class EngineLimits:
     max_model_len: int
     block_size: int
     num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class PromptCosts:
-    """Steps that compute nothing but prompts.
-
-    Attributes:
-        tokens, seconds: of such steps, tokens rising, two of them at least.
-        pair: seconds for a token and each one before it in its prompt, left out of the others.
-    """
-
-    tokens: Sequence[int]
-    seconds: Sequence[float]
-    pair: float = 0.0
-
-    def of_tokens(self, tokens: Any) -> Any:
-        """Seconds of a step of so many, on lines through those measured; 0 of none."""
-        x, y = np.asarray(self.tokens, dtype=float), np.asarray(self.seconds, dtype=float)
-        beyond = np.maximum(tokens - x[-1], 0) * (y[-1] - y[-2]) / (x[-1] - x[-2])
-        return np.where(tokens > 0, np.interp(tokens, x, y) + beyond, 0.0)
-
-    def beside(self, decoding: Any, rows: Any, tokens: Any, pairs: Any) -> Any:
-        """Seconds of a step that decodes `rows`, which alone takes `decoding`, and computes tokens
-        of prompts.
-
-        What it reads anyway, the weights above all, costs nothing more: so prompts add the
-        difference of two steps of prompts. But where only steps without prompts are replayed as
-        graphs (a GPU), one with a prompt takes no less than as many tokens of prompts do: 12 ms
-        instead of 5 beside eight requests of an 8B shape.
-        """
-        alone = self.of_tokens(rows + tokens)
-        whole = np.maximum(decoding + alone - self.of_tokens(rows), alone)
-        return np.where(tokens > 0, whole + self.pair * pairs, decoding)
+    max_step_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -126,8 +95,11 @@ class Profile:
             P = len(self.prompts.tokens)
             _check_seconds("profile.prompts.seconds", self.prompts.seconds, P)
             _check_seconds("profile.prompts.pair", self.prompts.pair)
-        for limit in fields(EngineLimits):
-            check_int(f"profile.limits.{limit.name}", getattr(self.limits, limit.name), 1)
+        for name, value in asdict(self.limits).items():
+            if name != "max_step_seconds":
+                check_int(f"profile.limits.{name}", value, 1)
+            elif value is not None:
+                check_number(f"profile.limits.{name}", value, 0.001, 1e6)
         if self.acceptance is not None:
             before = 1.0
             for i, rate in enumerate(self.acceptance):

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.config import BLOCK_SIZES, EngineConfig, check_int
+from foretoken.engine.pace import PromptCosts
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.lab.plan.profile import EngineLimits, Profile, PromptCosts
+from foretoken.lab.plan.profile import EngineLimits, Profile
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -111,6 +112,10 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
     if config.kv_cache_gib is not None and config.num_blocks is None:
         blocks = int(config.kv_cache_gib * 2**30 / (block * kept))
         check_int("blocks of `kv_cache_gib`", blocks, 1, remedy="Raise it.")
+    limits = EngineLimits(
+        config.max_num_seqs, config.max_num_batched_tokens, limit, block, blocks,
+        config.max_step_seconds,
+    )  # fmt: skip
     return Profile(
         model=config.model,
         method=str(speculation.method) if speculation else "plain",
@@ -122,9 +127,7 @@ def estimate(config: EngineConfig, bandwidth: float, flops: float, length: int) 
         context=[size * (target.kept + k * draft.kept) / bandwidth for k in drafts],
         missed=2 * draft.weights / flops,
         prompts=PromptCosts(_CHUNKS, [seconds(target, n) for n in _CHUNKS]),
-        limits=EngineLimits(
-            config.max_num_seqs, config.max_num_batched_tokens, limit, block, blocks
-        ),
+        limits=limits,
         runs_ahead=True,
         lockstep=True,
         block_bytes=block * kept,

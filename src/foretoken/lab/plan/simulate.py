@@ -14,8 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from foretoken.cache.block_pool import BlockPool
-from foretoken.drafting.control import Curve, StepCosts
 from foretoken.engine.control import DraftControl
+from foretoken.engine.pace import DecodeCosts, Pace
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.scheduler import Scheduler
 from foretoken.errors import CapacityError
@@ -93,6 +93,7 @@ class Simulation:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=False,
             control=control,
+            pace=_pace(profile),
         )
         self._control, self._clock = control, StepClock(profile)
         self._chance = np.random.default_rng(self.seed)
@@ -199,6 +200,14 @@ class Simulation:
                 self._control.release(slot)
 
 
+def _pace(profile: Profile) -> Pace | None:
+    """That of the engine; None: it has none, or the profile knows no prompts."""
+    bound, prompts = profile.limits.max_step_seconds, profile.prompts
+    if bound is None or prompts is None:
+        return None
+    return Pace(profile.table, prompts, bound, lockstep=profile.lockstep)
+
+
 def _decodes(share: Share) -> bool:
     """Whether it computes one known token, and decides."""
     return share.decides and share.num_tokens == 1
@@ -208,10 +217,9 @@ class StepClock:
     """How long steps take, by a profile."""
 
     def __init__(self, profile: Profile) -> None:
-        self._profile, self._costs = profile, StepCosts(profile.table)
-        self._curves: dict[int, Curve] = {}
+        self._profile = profile
+        self.decoding = DecodeCosts(profile.table, lockstep=profile.lockstep).seconds
         self._known: dict[int, int] = {}  # tokens of a slot that its drafter has seen
-        self._index_K = np.arange(profile.most_drafts)
 
     def seconds(self, shares: Sequence[Share], over: Sequence[Share] = ()) -> float:
         """Of a step of these shares, and of `over`, whose requests have ended; 0 of none."""
@@ -231,18 +239,6 @@ class StepClock:
                 seconds += self._profile.missed * missed
                 self._known[share.slot] = share.start + 1 + share.max_drafts
         return seconds
-
-    def decoding(self, asked: Sequence[int], context: int) -> float:
-        """Of a step that verifies so many drafts of each request, `context` tokens in all."""
-        batch, most = len(asked), max(asked, default=0)
-        if not batch:
-            return 0.0
-        if batch not in self._curves:
-            self._curves[batch] = self._costs.curve(batch)
-        curve, lockstep = self._curves[batch], self._profile.lockstep
-        counts = [most] * batch if lockstep else asked
-        live_K = (np.array(counts)[:, None] > self._index_K).sum(axis=0)
-        return float(curve.seconds(sum(counts) / batch, curve.drafting(live_K), context))
 
     def release(self, slot: int) -> None:
         """Its request ended, or gave way."""

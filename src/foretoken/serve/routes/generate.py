@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
@@ -24,6 +23,7 @@ from foretoken.serve.errors import Refusal, documented, written_as
 from foretoken.serve.lifetime import Flight
 from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import Record
+from foretoken.serve.pieces import WholeAnswer, dumps, paced
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.completions import CompletionBody
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
@@ -72,7 +72,7 @@ def router(context: Context) -> APIRouter:
         asked = read_messages(body, served)
         check_size(asked, served)
         ids = await context.engine.encode_chat(asked.messages or (), **asked.template)
-        return _json({"input_tokens": len(ids)})
+        return WholeAnswer([dumps({"input_tokens": len(ids)})])
 
     return routes
 
@@ -92,8 +92,8 @@ async def answer(
     news = run(context.engine, asked, Flight(context.lifetime, uuid.uuid4().hex))
     try:
         if not asked.stream:
-            events = await while_connected(request.receive, whole(news, reader, record))
-            return _json(writer.body(events, reader.usage))
+            work = whole(news, reader, writer, record)
+            return WholeAnswer(await while_connected(request.receive, work))
         first = await while_connected(request.receive, _first(news))
     except BaseException as error:
         await news.aclose()
@@ -104,23 +104,19 @@ async def answer(
 
 
 async def whole(
-    news: AsyncGenerator[News, None], reader: EventReader, record: Record
-) -> list[Event]:
-    """All events of an answer."""
-    events: list[Event] = []
+    news: AsyncGenerator[News, None], reader: EventReader, writer: AnswerWriter, record: Record
+) -> list[bytes]:
+    """An answer that is complete, in parts."""
+    choices: defaultdict[int, list[Event]] = defaultdict(list)
     async with aclosing(news):
         async for item in news:
             record.observe(item)
-            events += reader.read(item)
-    return events
+            for event in reader.read(item):
+                choices[event.choice].append(event)
+    return [part async for part in paced(writer.body(choices, reader.usage))]
 
 
 async def _first(news: AsyncGenerator[News, None]) -> News:
     async for item in news:
         return item
     raise StepError("a request ended before it began")
-
-
-def _json(body: dict[str, Any]) -> Response:
-    text = json.dumps(body, separators=(",", ":"), allow_nan=False)
-    return Response(text, media_type="application/json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,4 +32,9 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
     set_up(options.log_level)
     with bind(options) as bound:  # which takes no time: a model may take minutes
         say(f"Loading {engine['model']}")
-        serve(build_app(AsyncEngine(**engine), options), bound, options, say)
+        app = build_app(AsyncEngine(**engine), options)
+        # A full collection looks at all that PyTorch and Transformers have loaded, for 0.2 s in
+        # which nothing else runs, whenever many objects are made, as in long answers.
+        gc.collect()
+        gc.freeze()
+        serve(app, bound, options, say)

@@ -50,6 +50,10 @@ class ServeOptions:
         max_prompt_chars: most characters of a prompt or conversation, so that no engine's thread
             is kept encoding what cannot fit; None: 64 for each token of the context.
         max_samples: most samples of one request, prompts times `n`.
+        max_answer_logprobs: most log-probabilities in one answer: for each prompt its tokens times
+            `prompt_logprobs` + 1, with `echo` for each sample; for each sample the tokens that it
+            may have times `logprobs` + 1, of which a `max_tokens` that is left out takes what is
+            left; a token's trace counts as K + 1.
         log_level: what is written to standard error, as lines of JSON: `info` has one for each
             request, `debug` also for probes, and what failed, which may quote a request;
             `warning`, `error`.
@@ -77,6 +81,7 @@ class ServeOptions:
     max_json_values: int | None = None
     max_prompt_chars: int | None = None
     max_samples: int = 128
+    max_answer_logprobs: int = 2**18
     log_level: str = "info"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

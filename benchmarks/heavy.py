@@ -47,7 +47,7 @@ class Heavy(NamedTuple):
     @property
     def text(self) -> bytes:
         """Its body."""
-        return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
+        return self.body if isinstance(self.body, bytes) else _encoded(self.body)
 
     @property
     def of_twin(self) -> bytes | None:
@@ -55,7 +55,11 @@ class Heavy(NamedTuple):
         if isinstance(self.body, bytes) or (self.twin is None and not self.without):
             return None
         kept = {key: value for key, value in self.body.items() if key not in self.without}
-        return json.dumps(kept | (self.twin or {})).encode()
+        return _encoded(kept | (self.twin or {}))
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False).encode()
 
 
 def heavy() -> Iterator[Heavy]:
@@ -85,12 +89,12 @@ def heavy() -> Iterator[Heavy]:
                 {**chat, "n": 64, "logprobs": True, "top_logprobs": 20, "max_tokens": 195, **out},
                 without=("logprobs", "top_logprobs"))  # fmt: skip
     yield Heavy("trace, 64 samples", COMPLETIONS,
-                {"prompt": "a = a = a =", "n": 64, "max_tokens": 800, **out,
+                {"prompt": "a = a = a =", "n": 64, "max_tokens": 400, **out,
                  "speculative": {"trace": True}}, without=("speculative",))  # fmt: skip
     yield Heavy("text alone, 128 samples", COMPLETIONS,
-                {"prompt": "a", "n": 128, "max_tokens": 400, **out}, {"stream": True})  # fmt: skip
+                {"prompt": "a", "n": 128, "max_tokens": 150, **out}, {"stream": True})  # fmt: skip
     yield from bodies()
-    unlike = odd(MOST_CHARS - 8)
+    unlike = odd(MOST_CHARS - 100)
     yield Heavy("a text to tokenize", "/tokenize", {"prompt": unlike})
     yield Heavy("ids to detokenize", "/detokenize", {"tokens": ids(MOST_VALUES - 100)})
     yield Heavy("a prompt that is too long", COMPLETIONS, {"prompt": unlike, "max_tokens": 1})
@@ -173,7 +177,9 @@ def read_stream(server: Served, probe: Probe) -> None:
     """Streams one after the other; what counts is the time between chunks of one of them."""
     while not probe.is_over:
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=300)
-        connection.request("POST", COMPLETIONS, json.dumps(LIVELY), {"Content-Type": "application/json"})
+        connection.request(
+            "POST", COMPLETIONS, json.dumps(LIVELY), {"Content-Type": "application/json"}
+        )
         answer = connection.getresponse()
         probe.begin()
         while answer.readline() and not probe.is_over:
@@ -207,11 +213,12 @@ def ask(server: Served, path: str, body: bytes) -> tuple[int, int]:
 def measure(server: Served, what: Heavy) -> Row:
     """What others waited for while it was answered, and while its twin was."""
     with probing(server) as (health, stream):
-        usual = stream.take()
-        if what.of_twin is not None:
-            usual = 0.0
+        health.take(), stream.take()
+        if what.of_twin is None:
+            time.sleep(1)
+        else:
             ask(server, what.path, what.of_twin)
-            usual = stream.take()
+        usual_health, usual = health.take(), stream.take()
         time.sleep(0.5)
         health.take(), stream.take()
         before, start = server.resident_mib(), time.perf_counter()
@@ -222,6 +229,7 @@ def measure(server: Served, what: Heavy) -> Row:
             "seconds": seconds,
             "mib_answered": size / 2**20,
             "seconds_health": health.take(),
+            "seconds_health_of_twin": usual_health,
             "seconds_gap": (gap := stream.take()),
             "seconds_gap_of_twin": usual,
             "seconds_gap_beyond": max(gap - usual, 0.0),
@@ -244,7 +252,10 @@ def main() -> int:
                 rows.append(measure(server, what))
                 told = {name: round(value, 3) for name, value in rows[-1].values.items()}
                 print(what.name, told, flush=True)
-        values = {name: max(row.values[name] for row in rows) for name in ("seconds_health", "seconds_gap_beyond")}
+        values = {
+            name: max(row.values[name] for row in rows)
+            for name in ("seconds_health", "seconds_gap_beyond")
+        }
         values |= {"held_afterwards": server.num_held(), "exit_code": float(server.end())}
     rows.append(worst := Row("the worst of all", {}, values))
     notes = [

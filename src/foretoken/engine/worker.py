@@ -346,7 +346,7 @@ class Worker:
         if self._open.get(submission.request_id) is not mailbox:
             return
         try:
-            group = self._groups[mailbox] = submit(self._engine, submission)
+            self._groups[mailbox] = submit(self._engine, submission)
         except ForetokenError as error:
             mailbox.fail(error)
             return

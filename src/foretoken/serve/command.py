@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
     try:
         from foretoken.serve.app import build_app
         from foretoken.serve.logs import set_up
-        from foretoken.serve.server import bind, serve
+        from foretoken.serve.server import bind, collect_when_idle, serve
     except ModuleNotFoundError as error:
         missing, remedy = f"foretoken[serve]: {error.name}", "Run: pip install 'foretoken[serve]'"
         raise ConfigError(missing, None, "installed to serve", remedy) from None
@@ -33,8 +32,5 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
     with bind(options) as bound:  # which takes no time: a model may take minutes
         say(f"Loading {engine['model']}")
         app = build_app(AsyncEngine(**engine), options)
-        # A full collection looks at all that PyTorch and Transformers have loaded, for 0.2 s in
-        # which nothing else runs, whenever many objects are made, as in long answers.
-        gc.collect()
-        gc.freeze()
+        collect_when_idle()
         serve(app, bound, options, say)

@@ -45,7 +45,7 @@ class ServeOptions:
         max_header_bytes: longest head of a request: its path and its headers.
         max_json_depth: deepest nesting of lists and objects in a body.
         max_json_values: most commas and opening brackets in a body, those in texts included, since
-            every stream waits while a body is read (0.2 s for 2**17 of the slowest kind); None:
+            nothing else runs while JSON is decoded (0.05 s for 2**17 of the slowest kind); None:
             2**17, or two for each token of the context where that is more.
         max_prompt_chars: most characters of a prompt or conversation, so that no engine's thread
             is kept encoding what cannot fit; None: 64 for each token of the context.

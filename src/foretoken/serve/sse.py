@@ -10,7 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
 from typing import Any, Protocol, TypeVar, cast
 
@@ -34,7 +42,7 @@ Choices = Mapping[int, Sequence[Event]]
 
 
 class AnswerWriter(Protocol):
-    """How an API writes one answer: in pieces, each of which is made quickly, and in their order."""
+    """How an API writes one answer: in pieces, in order, each of which is made quickly."""
 
     def body(self, choices: Choices, usage: Usage) -> Iterable[bytes]:
         """The whole answer."""

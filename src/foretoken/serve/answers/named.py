@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from foretoken.outputs import TokenTrace
 from foretoken.serve.answers.events import Event
 from foretoken.serve.answers.logprobs import traced
 from foretoken.serve.answers.usage import Usage
-from foretoken.outputs import TokenTrace
 from foretoken.serve.parsers.parts import ToolCall
 from foretoken.serve.pieces import Rows, pieces
 

@@ -221,14 +221,15 @@ class AsyncEngine:
         def work(engine: Engine) -> list[int]:
             return encode(engine.tokenizer, prompt, add_special_tokens=add_special_tokens)[1]
 
-        return await asyncio.wrap_future(self._worker.call(work))
+        return await asyncio.wrap_future(self._worker.encode(work, prompt))
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **template: Unpack[ChatOptions]
     ) -> list[int]:
         """Token ids of a conversation, as `chat` would have them; raises `RequestError`, too."""
         prompt = self._chat_prompt(messages, template)
-        return await asyncio.wrap_future(self._worker.call(lambda engine: prompt.encode()[1]))
+        future = self._worker.encode(lambda engine: prompt.encode()[1], prompt)
+        return await asyncio.wrap_future(future)
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, special ones left out.
@@ -241,7 +242,7 @@ class AsyncEngine:
             check_token_ids("tokens", token_ids, engine.limits.vocab_size)
             return decode(engine.tokenizer, token_ids)
 
-        return await asyncio.wrap_future(self._worker.call(work))
+        return await asyncio.wrap_future(self._worker.encode(work, token_ids))
 
     async def abort(self, request_id: str) -> bool:
         """End a request where it is; its iterator ends with what there is, marked `abort`.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from foretoken import AsyncEngine, RequestError, StepError, UsageError
-from tests.support.asynchronous import LONG, PATIENCE, Gate, idle, last, run
+from tests.support.asynchronous import LONG, PARAMS, PATIENCE, Gate, entered, idle, last, run
 
 
 def test_tokens_and_texts_are_those_of_generate(engine: AsyncEngine) -> None:
@@ -26,6 +28,67 @@ def test_tokens_and_texts_are_those_of_generate(engine: AsyncEngine) -> None:
         await last(engine, "x")  # what one call raises is nobody else's
 
     run(main())
+
+
+def test_who_decodes_does_not_wait_while_a_long_prompt_is_encoded(
+    engine: AsyncEngine, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, go = engine.engine.tokenizer, threading.Event()
+    encode = tokenizer.encode  # type: ignore[union-attr]
+
+    def slow(text: str, **options: Any) -> Any:
+        if len(text) < 5000:
+            return encode(text, **options)
+        assert go.wait(PATIENCE)
+        return [5, 6]
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+
+    async def main() -> None:
+        long, more = "a" * 5000, "b" * 5000
+        asked = [asyncio.ensure_future(last(engine, long, request_id=n)) for n in "xyz"]
+        tokens = asyncio.ensure_future(engine.encode(more))
+        await entered(engine, 3)
+        assert (await last(engine, "abc")).outputs[0].token_ids == expected["abc"]
+        assert await engine.abort("x")
+        asked[1].cancel()
+        await asyncio.sleep(0)
+        go.set()
+        assert (await asked[0]).outputs[0].finish_reason == "abort"
+        assert len((await asked[2]).outputs[0].token_ids) == PARAMS.max_tokens
+        assert await tokens == [5, 6]
+        await idle(engine)
+
+    run(main())
+
+
+def test_steps_come_between_prompts_that_take_long_together(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer, step, steps, seen = engine.engine.tokenizer, engine.engine.step, [0], []
+    encode = tokenizer.encode  # type: ignore[union-attr]
+
+    def counted() -> Any:
+        steps[0] += 1
+        return step()
+
+    def slow(text: str, **options: Any) -> Any:
+        if text.startswith("slow"):
+            seen.append(steps[0])
+            time.sleep(0.03)
+        return encode(text, **options)
+
+    engine.engine.step = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(tokenizer, "encode", slow)
+
+    async def main() -> None:
+        async with aclosing(engine.generate("abc", LONG)) as stream:
+            await anext(stream)
+            few = {"max_tokens": 1}
+            await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(5)))
+
+    run(main())
+    assert len(set(seen)) == 5
 
 
 def test_how_busy_it_is(engine: AsyncEngine) -> None:

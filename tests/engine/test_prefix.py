@@ -129,6 +129,17 @@ def test_a_prompt_whose_logprobs_are_wanted_has_them_all(target: Path) -> None:
     assert tokens(first) == tokens(second)
 
 
+@pytest.mark.parametrize("size", [16, 64])
+def test_rows_of_a_prompt_are_computed_once_for_all_samples(
+    target: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    llm = build(target, max_num_batched_tokens=size)
+    counts = count_target_tokens(llm, monkeypatch)
+    [output] = llm.generate([TEXT], params(prompt_logprobs=20, n=8, max_tokens=1))
+    assert len(output.prompt_logprobs or ()) == len(TEXT)
+    assert sum(counts) <= len(TEXT) + 7 * 4, "the others compute their last block"
+
+
 def test_blocks_of_a_request_with_non_finite_logits_are_not_reused(
     target: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

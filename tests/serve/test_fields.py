@@ -349,16 +349,21 @@ def test_only_a_server_that_allows_it_lets_clients_pass_others() -> None:
         assert caught.value.field == "priority"
 
 
-def test_prompts_of_all_samples_have_their_logprobs() -> None:
+def test_the_first_sample_of_a_prompt_has_its_logprobs_whenever_they_come() -> None:
     asked = read(CompletionBody, n=3, prompt_logprobs=0)
     rows: Any = [None, {5: Logprob(-1.0, 1, "x")}]
     samples = [CompletionDelta(index=i, token_ids=[7], text="y") for i in range(3)]
-    first = RequestDelta("1", samples[:2], prompt="ax", prompt_token_ids=[4, 5],
-                         prompt_logprobs=rows)  # fmt: skip
-    reader, form = EventReader(asked), CompletionForm(asked)
-    events = [*reader.read(News(0, first)), *reader.read(News(0, RequestDelta("1", samples[1:])))]
-    by_choice = [[event for event in events if event.choice == i] for i in range(3)]
-    assert all("prompt_logprobs" in form.whole(some) for some in by_choice)
+    for at in range(3):
+        deltas = [RequestDelta("1", samples[1:], prompt="ax", prompt_token_ids=[4, 5])]
+        deltas += [RequestDelta("1", samples[:2]), RequestDelta("1", samples)]
+        deltas[at] = replace(deltas[at], prompt_logprobs=rows)
+        reader, form = EventReader(asked), CompletionForm(asked)
+        events = [event for delta in deltas for event in reader.read(News(0, delta))]
+        by_choice = [[event for event in events if event.choice == i] for i in range(3)]
+        told = [form.whole(some).get("prompt_logprobs") for some in by_choice]
+        assert [rows and [*rows] for rows in told] == [
+            [None, {"5": {"logprob": -1.0, "rank": 1, "decoded_token": "x"}}], None, None,
+        ]  # fmt: skip
 
 
 def test_every_type_that_is_wrong_is_told_in_our_words() -> None:

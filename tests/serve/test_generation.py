@@ -143,6 +143,20 @@ def test_prompts_as_token_ids(http: httpx.Client, llm: LLM) -> None:
     assert [c["text"] for c in both] == [whole.text] * 2
 
 
+def test_rows_of_a_prompt_are_told_once(http: httpx.Client) -> None:
+    said = {"messages": [{"role": "user", "content": "for i in range("}]}
+    for path, body in (
+        ("completions", {"prompt": [PROMPT, "import os"]}),
+        ("chat/completions", said),
+    ):
+        asked = {**body, "prompt_logprobs": 3, "max_tokens": 2, "seed": 1}
+        alone, *others = post(http, f"/v1/{path}", **asked)["choices"]
+        several = post(http, f"/v1/{path}", n=3, **asked)["choices"]
+        rows = [choice.get("prompt_logprobs") for choice in several]
+        wanted = [choice["prompt_logprobs"] for choice in (alone, *others)]
+        assert rows == [told for one in wanted for told in (one, None, None)]
+
+
 @pytest.mark.parametrize("as_ids", [False, True])
 def test_echo_begins_with_the_prompt(http: httpx.Client, llm: LLM, as_ids: bool) -> None:
     prompt: Any = post(http, "/tokenize", prompt=PROMPT)["tokens"] if as_ids else PROMPT

@@ -36,6 +36,7 @@ def small(target: Path) -> Iterator[Running]:
         max_json_values=1000,
         max_prompt_chars=300,
         max_samples=4,
+        max_answer_logprobs=600,
         trust_request_chat_template=True,
         allowed_origins=("http://a.example",),
         api_key="k3y",
@@ -91,6 +92,40 @@ def test_conversations_and_texts_to_encode_are_bounded_too(client: httpx.Client)
 def test_a_body_of_unknown_length_is_bounded(client: httpx.Client) -> None:
     answer = client.post(PATH, content=iter([b"x" * 4000, b"x" * 4000]))
     assert answer.status_code == 413
+
+
+@pytest.mark.parametrize(
+    ("asked", "fits", "more"),
+    [
+        ({"logprobs": 2, "n": 2, "max_tokens": 100}, {}, {"max_tokens": 101}),
+        ({"prompt_logprobs": 9, "n": 4}, {"prompt": "a" * 60}, {"prompt": "a" * 61}),
+        ({"logprobs": 5, "n": 4, "echo": True}, {"prompt": "a" * 24}, {"prompt": "a" * 25}),
+        ({"prompt": ["a", "b"], "logprobs": 9}, {"max_tokens": 30}, {"max_tokens": 31}),
+        ({"speculative": {"trace": True}, "n": 4}, {"max_tokens": 150}, {"max_tokens": 151}),
+        ({"prompt": [5] * 300, "logprobs": 1, "max_tokens": None}, None, {}),  # of the context
+    ],
+)
+def test_logprobs_of_one_answer_are_bounded(
+    client: httpx.Client, asked: dict[str, Any], fits: dict[str, Any] | None, more: dict[str, Any]
+) -> None:
+    body = {"prompt": "a", "max_tokens": 1, "ignore_eos": True, **asked}
+    if fits is not None:
+        assert client.post(PATH, json={**body, **fits}).status_code == 200
+    answer = client.post(PATH, json={**body, **more})
+    assert answer.status_code == 400
+    told = "at most 600 in one answer (--max-answer-logprobs)" if fits is not None else "context"
+    assert told in answer.json()["error"]["message"]
+    names = ("logprobs", "prompt_logprobs", "speculative.trace", "prompt")
+    assert answer.json()["error"]["param"] in names
+
+
+def test_an_answer_of_any_length_ends_where_its_logprobs_do(client: httpx.Client) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "chat_template": "{{ messages }}"}
+    body = {**asked, "ignore_eos": True, "logprobs": True, "top_logprobs": 9}
+    for n in (1, 2):
+        answer = client.post("/v1/chat/completions", json={**body, "n": n}).json()
+        assert [len(c["logprobs"]["content"]) for c in answer["choices"]] == [60 // n] * n
+        assert answer["choices"][0]["finish_reason"] == "length"
 
 
 @pytest.mark.parametrize("name", ["prediction", "bad_words", "stop"])
@@ -171,10 +206,14 @@ def test_depth_is_that_of_lists_and_objects_and_not_of_texts() -> None:
     import json
 
     for depth in range(30):
-        assert json_depth(json.dumps(made(depth)).encode(), 100) == depth
-    assert json_depth(b"[" * 10_000_000, 64) == 65
-    assert json_depth(b'"' * 1_000_001 + b"[", 64) == 0, "it is within a text"
-    assert json_depth(b'"' * 1_000_000 + b"[", 64) == 1
+        assert json_depth(json.dumps(made(depth)).encode()) == depth
+    assert json_depth(b"[" * 10_000_000) == 10_000_000
+    assert json_depth(b'"' * 1_000_001 + b"[") == 0, "it is within a text"
+    assert json_depth(b'"' * 1_000_000 + b"[") == 1
+    assert json_depth(rb'["\\", ["\"[", "\\\"["]]') == 2
+    begun = time.process_time()  # for the fewest bytes a text has two
+    assert json_depth(b"[" * 90 + b'""' * 4 * 2**20) == 90
+    assert time.process_time() - begun < 1, "it took seconds"
 
 
 def test_a_template_comes_from_a_request_only_where_that_is_allowed(

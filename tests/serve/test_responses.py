@@ -145,7 +145,8 @@ def test_all_of_an_answer_in_one_delta_has_the_same_events() -> None:
     usage = Usage(Asked(SamplingParams()))
     parts = (Reasoning("r"), ToolCall(0, "c", "f", "{}"), Content("x"), Content("y"))
     sample = CompletionDelta(0, [1], "", "stop")
-    text = (writer.write([Event(0, parts, sample)], usage) + writer.last(usage)).decode()
+    pieces = [*writer.write([Event(0, parts, sample)], usage), *writer.last(usage)]
+    text = b"".join(pieces).decode()
     data = [json.loads(event.split("\ndata: ")[1]) for event in text.split("\n\n")[:-1]]
     assert [event["sequence_number"] for event in data] == [*range(len(data))]
     assert [e["response"]["output"] for e in data[:2]] == [[], []]
@@ -166,11 +167,13 @@ def test_an_answer_that_the_server_cut_says_so() -> None:
     for text, why in (("", "shutdown"), ("so", "timeout")):
         parts = (Content(text),) if text else ()
         event = Event(0, parts, CompletionDelta(0, [], text, "length", why))
-        answer = ResponsesWriter(asked, body, "tiny").body([event], Usage(asked))
+        choices, usage = {0: [event]}, Usage(asked)
+        written = ResponsesWriter(asked, body, "tiny").body(choices, usage)
+        answer = json.loads(b"".join(written))
         assert answer["incomplete_details"] == {"reason": "max_output_tokens", "cut_by": why}
         assert len(answer["output"]) == len(parts)
-        message = MessagesWriter(asked, "tiny").body([event], Usage(asked))
+        message = json.loads(b"".join(MessagesWriter(asked, "tiny").body(choices, usage)))
         assert (message["stop_reason"], message["cut_by"]) == ("max_tokens", why)
         writer = MessagesWriter(asked, "tiny")
-        streamed = writer.write([event], Usage(asked)) + writer.last(Usage(asked))
-        assert f'"cut_by":"{why}"'.encode() in streamed
+        streamed = [*writer.write([event], usage), *writer.last(usage)]
+        assert f'"cut_by":"{why}"'.encode() in b"".join(streamed)

@@ -125,6 +125,11 @@ def _check_grammar(params: SamplingParams, limits: Limits) -> None:
 
 def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: int) -> None:
     """Raise `RequestError` for one that the model does not have."""
+    token_ids = list(token_ids)
+    if not set(map(type, token_ids)) - {int} and (
+        not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
+    ):  # quick: lists may be long
+        return
     for token in token_ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
             raise RequestError(name, token, f"made of token ids in [0, {vocab_size})")

@@ -51,11 +51,20 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
         raise RequestError(name, value, "a list of token ids")
     items = tuple(value)
-    if any(type(item) is not int or item < 0 for item in items):  # quick: lists may be long
+    if set(map(type, items)) - {int} or min(items, default=0) < 0:  # quick: lists may be long
         items = tuple(map(plain, items))
         for item in items:
             _integer(name, item, 0, "a list of token ids >= 0")
     return items
+
+
+def _is_plain_bias(bias: dict[Any, Any]) -> bool:
+    """Whether nothing is wrong with it or to be converted; quick: it may be the vocabulary's."""
+    if set(map(type, bias)) - {int} or set(map(type, bias.values())) - {int, float}:
+        return False
+    values = bias.values()
+    is_within = all(map((100.0).__ge__, map(abs, values)))  # which NaN is not
+    return is_within and min(bias, default=0) >= 0
 
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
@@ -235,10 +244,12 @@ class SamplingParams:
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError("logit_bias", self.logit_bias, "a map of token id to value")
-            bias = {plain(token): plain(value) for token, value in self.logit_bias.items()}
-            for token, value in bias.items():
-                _integer("logit_bias", token, 0, "keyed by token ids >= 0")
-                _number(f"logit_bias[{token}]", value, -100.0, 100.0, "in [-100, 100]")
+            bias = dict(self.logit_bias)
+            if not _is_plain_bias(bias):
+                bias = {plain(token): plain(value) for token, value in bias.items()}
+                for token, value in bias.items():
+                    _integer("logit_bias", token, 0, "keyed by token ids >= 0")
+                    _number(f"logit_bias[{token}]", value, -100.0, 100.0, "in [-100, 100]")
             self.logit_bias = bias
 
     @classmethod

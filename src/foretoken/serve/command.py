@@ -23,7 +23,7 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
     try:
         from foretoken.serve.app import build_app
         from foretoken.serve.logs import set_up
-        from foretoken.serve.server import bind, leave, serve
+        from foretoken.serve.server import bind, collect_when_idle, leave, serve
     except ModuleNotFoundError as error:
         missing, remedy = f"foretoken[serve]: {error.name}", "Run: pip install 'foretoken[serve]'"
         raise ConfigError(missing, None, "installed to serve", remedy) from None
@@ -35,5 +35,7 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
     set_up(options.log_level)
     with bind(options) as bound:  # which takes no time: a model may take minutes
         say(f"Loading {engine['model']}")
-        serve(build_app(AsyncEngine(**engine), options), bound, options, say)
+        app = build_app(AsyncEngine(**engine), options)
+        collect_when_idle()
+        serve(app, bound, options, say)
     leave(0)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Coroutine
 from inspect import signature
 from typing import Any, get_type_hints
 
+import numpy as np
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
@@ -24,10 +24,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.errors import Refusal, refusal
 from foretoken.serve.options import ServeOptions
+from foretoken.serve.pieces import aside
 
 _BODILESS = ("GET", "HEAD", "OPTIONS")
-# Texts, an unfinished one included, so that brackets in them do not count; then brackets.
-_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{]|[\]}]', re.DOTALL)
+_QUOTE = 2
+_KINDS = np.zeros(256, np.int8)  # of bytes: how many levels deeper it is behind them, or quotes
+_KINDS[[*b"[{"]], _KINDS[[*b"]}"]], _KINDS[ord('"')] = 1, -1, _QUOTE
 
 
 class BodyLimits:
@@ -78,6 +80,10 @@ class BodyLimits:
             told = f"The body must have at most {most} bytes."
             return Refusal(413, told, "invalid_request_error", code="body_too_large")
         body = parts[0] if len(parts) == 1 else b"".join(parts)
+        return await aside(size, self._check, body) or body
+
+    def _check(self, body: bytes) -> Refusal | None:
+        """Why what is in a body would take too long to read, if it would."""
         if not json.detect_encoding(body).startswith("utf-8"):  # its brackets would not be seen
             told = "The body must be UTF-8."
             return Refusal(400, told, "invalid_request_error", code="body_not_utf8")
@@ -86,10 +92,10 @@ class BodyLimits:
             told = f"The body must have at most {most} commas and opening brackets."
             return Refusal(400, told, "invalid_request_error", code="body_too_large")
         deepest = self._options.max_json_depth
-        if num_brackets > deepest and json_depth(body, deepest) > deepest:
+        if num_brackets > deepest and json_depth(body) > deepest:
             told = f"Lists and objects must not be nested more than {deepest} deep."
             return Refusal(400, told, "invalid_request_error", code="body_too_deep")
-        return body
+        return None
 
 
 class JsonRoute(APIRoute):
@@ -125,9 +131,13 @@ class JsonRoute(APIRoute):
 
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
     """The body as this model; `RequestValidationError` as FastAPI raises it."""
-    said: Any = await request.body()
+    said = await request.body()
+    return await aside(len(said), _parse, said, kind, is_json=_is_json(request))
+
+
+def _parse(said: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
     try:
-        if said and _is_json(request):
+        if said and is_json:
             # Python reads NaN and 1e999 as well, and answers could not say them.
             said = json.loads(said, parse_constant=_finite, parse_float=_finite)
     except json.JSONDecodeError as error:
@@ -155,18 +165,18 @@ def _finite(text: str) -> float:
     return value
 
 
-def json_depth(text: bytes, enough: int) -> int:
-    """How deep lists and objects are nested, counted until it is more than `enough`."""
-    depth = deepest = 0
-    for found in _TOKEN.finditer(text):
-        first = text[found.start()]
-        if first != 0x22:
-            depth += 1 if first in b"[{" else -1
-            if depth > deepest:
-                deepest = depth
-                if deepest > enough:
-                    break
-    return deepest
+def json_depth(text: bytes) -> int:
+    """How deep lists and objects are nested; brackets within texts do not count.
+
+    Of what is no JSON it is the depth up to the first wrong character, or more.
+    """
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # the quotes that are left are ends
+    kinds = _KINDS[np.frombuffer(plain, np.uint8)]
+    kinds = kinds[kinds != 0]
+    is_quote = kinds == _QUOTE
+    is_within = np.cumsum(is_quote, dtype=np.uint8) % 2 == 1  # which wraps at an even number
+    kinds[is_quote | is_within] = 0
+    return int(np.cumsum(kinds, dtype=np.int32).max(initial=0))
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

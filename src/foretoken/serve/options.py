@@ -56,11 +56,15 @@ class ServeOptions:
         max_header_bytes: longest head of a request: its path and its headers.
         max_json_depth: deepest nesting of lists and objects in a body.
         max_json_values: most commas and opening brackets in a body, those in texts included, since
-            every stream waits while a body is read (0.2 s for 2**17 of the slowest kind); None:
+            nothing else runs while JSON is decoded (0.05 s for 2**17 of the slowest kind); None:
             2**17, or two for each token of the context where that is more.
         max_prompt_chars: most characters of a prompt or conversation, so that no engine's thread
             is kept encoding what cannot fit; None: 64 for each token of the context.
         max_samples: most samples of one request, prompts times `n`.
+        max_answer_logprobs: most log-probabilities in one answer: for each prompt its tokens times
+            `prompt_logprobs` + 1, with `echo` for each sample; for each sample the tokens that it
+            may have times `logprobs` + 1, of which a `max_tokens` that is left out takes what is
+            left; a token's trace counts as K + 1.
         log_level: what is written to standard error, as lines of JSON: `info` has one for each
             request, `debug` also for probes, and what failed, which may quote a request;
             `warning`, `error`.
@@ -90,6 +94,7 @@ class ServeOptions:
     max_json_values: int | None = None
     max_prompt_chars: int | None = None
     max_samples: int = 128
+    max_answer_logprobs: int = 2**18
     log_level: str = "info"
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"

@@ -224,7 +224,8 @@ def _size(value: Any) -> int:
     if isinstance(value, Mapping):
         return sum(_size(key) + _size(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):
-        return sum(map(_size, value))
+        is_ids = set(map(type, value)) == {int}  # quick: lists may be long
+        return len(value) if is_ids else sum(map(_size, value))
     return len(value) if isinstance(value, str) else 1
 
 

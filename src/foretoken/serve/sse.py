@@ -2,7 +2,7 @@
 
 Charter: the stream of one answer, from its first delta to its end, and what writes it in OpenAI's
 choices: one chunk for each that has something new. What stays equal in chunks is written once; a
-step's chunks are one write.
+step's chunks are one write, unless making them takes long.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing, suppress
-from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
-from pydantic_core import to_json
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
@@ -23,6 +29,7 @@ from starlette.types import Message, Receive, Scope, Send
 from foretoken.serve.answers.events import Event, EventReader, Form
 from foretoken.serve.answers.usage import Usage
 from foretoken.serve.errors import Refusal, refusal
+from foretoken.serve.pieces import dumps, paced, pieces
 from foretoken.serve.requests import Asked
 from foretoken.serve.running import News
 
@@ -30,19 +37,23 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
+Choices = Mapping[int, Sequence[Event]]
+"""All events of an answer, by choice."""
+
+
 class AnswerWriter(Protocol):
-    """How an API writes one answer."""
+    """How an API writes one answer: in pieces, in order, each of which is made quickly."""
 
-    def body(self, events: Sequence[Event], usage: Usage) -> dict[str, Any]:
-        """The answer in one piece, from all its events."""
+    def body(self, choices: Choices, usage: Usage) -> Iterable[bytes]:
+        """The whole answer."""
 
-    def write(self, events: Sequence[Event], usage: Usage) -> bytes:
-        """What is new; b"" if a client would learn nothing."""
+    def write(self, events: Sequence[Event], usage: Usage) -> Iterable[bytes]:
+        """What is new; nothing if a client would learn nothing."""
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: Usage) -> Iterable[bytes]:
         """What closes the stream."""
 
-    def failed(self, refused: Refusal) -> bytes:
+    def failed(self, refused: Refusal) -> Iterable[bytes]:
         """An error that ends the stream."""
 
 
@@ -61,38 +72,39 @@ class ChunkWriter:
             "created": int(time.time()),
             "model": model,
         }
-        self._head = b"data: " + _dumps(self._fields)[:-1] + b',"choices":['
+        self._head = b"data: " + dumps(self._fields)[:-1] + b',"choices":['
 
-    def body(self, events: Sequence[Event], usage: Usage) -> dict[str, Any]:
+    def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
         """The choices by index, and what they cost."""
-        by_choice: dict[int, list[Event]] = {}
-        for event in events:
-            by_choice.setdefault(event.choice, []).append(event)
-        choices = [self._form.whole(by_choice[index]) for index in sorted(by_choice)]
-        return {**self._fields, "choices": choices, **_counts(usage)}
+        between = self._head.removeprefix(b"data: ")
+        for index in sorted(choices):
+            yield between
+            yield from pieces(self._form.whole(choices[index]))
+            between = b","
+        yield b"]," + dumps(_counts(usage))[1:]
 
-    def write(self, events: Sequence[Event], usage: Usage) -> bytes:
+    def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
         """Chunks of what is new."""
-        chunks = [c for event in events for c in self._form.chunks(event)]
-        if not chunks:
-            return b""
         tail = b"]}\n\n"
         if self._asked.continuous_usage:
-            tail = b'],"usage":' + _dumps(usage.body()) + b"}\n\n"
+            tail = b'],"usage":' + dumps(usage.body()) + b"}\n\n"
         elif self._asked.include_usage:
             tail = b'],"usage":null}\n\n'
-        head = self._head
-        return b"".join([head + _dumps(choice) + tail for choice in chunks])
+        for event in events:
+            for choice in self._form.chunks(event):
+                yield self._head
+                yield from pieces(choice)
+                yield tail
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: Usage) -> Iterator[bytes]:
         """The chunk of usage, where it was asked for, and the end."""
-        if not self._asked.include_usage:
-            return DONE
-        return self._head + b"]," + _dumps(_counts(usage))[1:] + b"\n\n" + DONE
+        if self._asked.include_usage:
+            yield self._head + b"]," + dumps(_counts(usage))[1:] + b"\n\n"
+        yield DONE
 
-    def failed(self, refused: Refusal) -> bytes:
+    def failed(self, refused: Refusal) -> Iterator[bytes]:
         """The error's body, and the end."""
-        return b"data: " + _dumps(refused.body) + b"\n\n" + DONE
+        yield b"data: " + dumps(refused.body) + b"\n\n" + DONE
 
 
 def _counts(usage: Usage) -> dict[str, Any]:
@@ -134,14 +146,18 @@ class EventStream(StreamingResponse):
         try:
             while item is not None:
                 self._observe(item)
-                if chunks := self._writer.write(self._reader.read(item), self._reader.usage):
-                    await send({**body, "body": chunks})
+                chunks = self._writer.write(self._reader.read(item), self._reader.usage)
+                async for part in paced(chunks):
+                    if part:
+                        await send({**body, "body": part})
                 item = await anext(self._rest, None)
         except Exception as error:  # the status has been sent: the client reads it here
             last = self._writer.failed(refusal(error))
         else:
             last = self._writer.last(self._reader.usage)
-        await send({**body, "body": last, "more_body": False})
+        async for part in paced(last):
+            await send({**body, "body": part})
+        await send({**body, "more_body": False})
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -175,6 +191,3 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-_dumps = partial(to_json, inf_nan_mode="null")

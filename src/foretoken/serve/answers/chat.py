@@ -7,8 +7,9 @@ from typing import Any
 
 from foretoken.outputs import Logprob
 from foretoken.serve.answers.events import Event
-from foretoken.serve.answers.logprobs import common_fields, likeliest, number, text
+from foretoken.serve.answers.logprobs import Row, common_fields, likeliest, number, text
 from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall, call_fields
+from foretoken.serve.pieces import Rows
 from foretoken.serve.requests import Asked
 
 _HALF = "�"
@@ -73,12 +74,12 @@ class ChatForm:
     def _logprobs(self, events: Sequence[Event]) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
-        content = []
-        for event in events:
-            for row in event.sample.logprobs or ():
-                top = [_entry(entry) for entry in likeliest(row, self._num_top)]
-                content.append({**_entry(next(iter(row.values()))), "top_logprobs": top})
-        return {"content": content, "refusal": None}
+        rows = (row for event in events for row in event.sample.logprobs or ())
+        return {"content": Rows(map(self._token, rows)), "refusal": None}
+
+    def _token(self, row: Row) -> dict[str, Any]:
+        top = [_entry(entry) for entry in likeliest(row, self._num_top or 0)]
+        return {**_entry(next(iter(row.values()))), "top_logprobs": top}
 
 
 def _deltas(part: Part) -> list[dict[str, Any]]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
+from foretoken.outputs import Logprob
 from foretoken.serve.answers.events import Event
 from foretoken.serve.answers.logprobs import Row, common_fields, likeliest, number, text
 from foretoken.serve.parsers.parts import Content
+from foretoken.serve.pieces import Rows
 from foretoken.serve.requests import Asked
 
 
@@ -51,28 +53,33 @@ class CompletionForm:
     def _logprobs(self, events: Sequence[Event]) -> dict[str, Any] | None:
         if self._num_top is None:
             return None
-        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+        first: list[str] = []
+        rows: list[Row] = []
         for event in events:
             if event.echo and event.echo.logprobs:
-                _, *rows = event.echo.logprobs
-                self._add(rows, found)
+                echoed = [row for row in event.echo.logprobs if row is not None]
                 # The first token has no row: its text is what the others leave of the prompt's.
-                others = sum(map(len, found["tokens"]))
-                first = event.echo.text[: max(0, len(event.echo.text) - others)]
-                for name, value in (("tokens", first), ("token_logprobs", None)):
-                    found[name].insert(0, value)
-                found["top_logprobs"].insert(0, None)
-            self._add(event.sample.logprobs or (), found)
-        sizes = map(len, found["tokens"])
-        index = events[0].choice
-        *offsets, self._offsets[index] = accumulate(sizes, initial=self._offsets.get(index, 0))
-        return found | {"text_offset": offsets}
+                others = sum(len(text(_own(row))) for row in echoed)
+                first = [event.echo.text[: max(0, len(event.echo.text) - others)]]
+                rows += echoed
+            rows += event.sample.logprobs or ()
+        tokens = first + [text(_own(row)) for row in rows]
+        none, index = [None] * len(first), events[0].choice
+        begin = self._offsets.get(index, 0)
+        *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=begin)
+        return {
+            "tokens": tokens,
+            "token_logprobs": none + [number(_own(row)) for row in rows],
+            "top_logprobs": Rows(chain(none, map(self._top, rows))),
+            "text_offset": offsets,
+        }
 
-    def _add(self, rows: Sequence[Row | None], found: dict[str, Any]) -> None:
-        """Add tokens, and with each of them the likeliest in its place by text."""
-        for row in rows:
-            entries = [*(row or {}).values()]
-            shown = [*likeliest(row or {}, self._num_top or 0), entries[0]]
-            found["tokens"].append(text(entries[0]))
-            found["token_logprobs"].append(number(entries[0]))
-            found["top_logprobs"].append({text(entry): number(entry) for entry in shown})
+    def _top(self, row: Row) -> dict[str, float]:
+        """The likeliest in a token's place by text, and the token itself."""
+        shown = [*likeliest(row, self._num_top or 0), _own(row)]
+        return {text(entry): number(entry) for entry in shown}
+
+
+def _own(row: Row) -> Logprob:
+    """Of a row, the entry of the token itself."""
+    return next(iter(row.values()))

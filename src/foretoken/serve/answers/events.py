@@ -33,7 +33,7 @@ class Event(NamedTuple):
         parts: what the new tokens say; may be empty.
         sample: the tokens, what is known of each, and why it ended, if it has.
         echo: the prompt, in the first event of a choice whose request asked for it.
-        prompt_logprobs: as the engine gave them, in the first event of each choice.
+        prompt_logprobs: as the engine gave them, in one event of the prompt's first choice.
     """
 
     choice: int
@@ -65,6 +65,7 @@ class EventReader:
         self._asked = asked
         self._parsers: dict[int, Parser] = {}
         self._prompts: dict[int, RequestDelta] = {}
+        self._rows: dict[int, Any] = {}  # of prompts, until the first choice has told them
 
     def read(self, news: News) -> list[Event]:
         """The events of a delta, one for each choice that has something new."""
@@ -72,6 +73,8 @@ class EventReader:
         self.usage.count(delta)
         if delta.prompt_token_ids is not None:
             self._prompts[number] = delta
+        if delta.prompt_logprobs is not None:
+            self._rows[number] = delta.prompt_logprobs
         for sample in delta.outputs:
             index = number * self._asked.params.n + sample.index
             parser = self._parsers.get(index)
@@ -79,7 +82,8 @@ class EventReader:
             if parser is None:
                 parser = self._parsers[index] = self._new_parser(number)
                 echo = self._echo(number) if self._asked.echo else None
-                rows = self._prompts[number].prompt_logprobs
+            if sample.index == 0:
+                rows = self._rows.pop(number, None)
             for piece in split_tokens(sample) if self._asked.split_tokens else (sample,):
                 events.append(Event(index, parser.feed(piece), piece, echo, rows))
                 echo = rows = None

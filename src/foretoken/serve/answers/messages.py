@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -15,6 +15,7 @@ from foretoken.serve.answers.named import NamedEvents, named_event
 from foretoken.serve.answers.usage import Usage
 from foretoken.serve.errors import Refusal
 from foretoken.serve.parsers.parts import Content, Part, ToolCall
+from foretoken.serve.pieces import pieces
 from foretoken.serve.requests import Asked
 
 _ENDS = {"length": "max_tokens", "stop": "end_turn"}
@@ -37,14 +38,14 @@ class MessagesWriter(NamedEvents):
             "usage": {"input_tokens": 0, "output_tokens": 0},
         }
 
-    def body(self, events: Sequence[Event], usage: Usage) -> dict[str, Any]:
-        """The answer in one piece."""
-        for event in events:
+    def body(self, choices: Mapping[int, Sequence[Event]], usage: Usage) -> Iterator[bytes]:
+        """The whole answer."""
+        for event in choices[0]:
             self._take(event)
         self._end(usage)
-        return self._message | self._extras(usage)
+        yield from pieces(self._message | self._extras(usage))
 
-    def write(self, events: Sequence[Event], usage: Usage) -> bytes:
+    def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
         """Events of what is new."""
         if not self._has_begun:
             self._has_begun = True
@@ -54,7 +55,7 @@ class MessagesWriter(NamedEvents):
             self._take(event)
         return self._written()
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: Usage) -> Iterator[bytes]:
         """What closes the answer."""
         self._end(usage)
         names = {"stop_reason", "stop_sequence", "cut_by"} & self._message.keys()
@@ -64,7 +65,7 @@ class MessagesWriter(NamedEvents):
         self._tell("message_stop")
         return self._written()
 
-    def failed(self, refused: Refusal) -> bytes:
+    def failed(self, refused: Refusal) -> Iterator[bytes]:
         """An error after the beginning."""
         return named_event("error", refused.anthropic)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from foretoken.serve.answers.events import Event
@@ -12,6 +12,7 @@ from foretoken.serve.answers.named import NamedEvents
 from foretoken.serve.answers.usage import Usage
 from foretoken.serve.errors import Refusal
 from foretoken.serve.parsers.parts import Content, Part, ToolCall
+from foretoken.serve.pieces import pieces
 from foretoken.serve.protocol.common import Fields
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked
@@ -52,14 +53,15 @@ class ResponsesWriter(NamedEvents):
             "usage": None,
         }
 
-    def body(self, events: Sequence[Event], usage: Usage) -> dict[str, Any]:
-        """The answer in one piece."""
-        for event in events:
+    def body(self, choices: Mapping[int, Sequence[Event]], usage: Usage) -> Iterator[bytes]:
+        """The whole answer."""
+        for event in choices[0]:
             self._take(event)
+        self._events = []  # which a stream would tell
         self._end(usage)
-        return self._response
+        yield from pieces(self._response)
 
-    def write(self, events: Sequence[Event], usage: Usage) -> bytes:
+    def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
         """Events of what is new."""
         if not self._number:
             for name in ("created", "in_progress"):
@@ -68,13 +70,13 @@ class ResponsesWriter(NamedEvents):
             self._take(event)
         return self._written()
 
-    def last(self, usage: Usage) -> bytes:
+    def last(self, usage: Usage) -> Iterator[bytes]:
         """What closes the answer."""
         self._end(usage)
         self._tell(f"response.{self._response['status']}", response=self._response)
         return self._written()
 
-    def failed(self, refused: Refusal) -> bytes:
+    def failed(self, refused: Refusal) -> Iterator[bytes]:
         """An error after the beginning."""
         told = {"code": refused.code, "message": refused.message, "param": refused.param}
         self._tell("error", **told)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import uuid
-from collections.abc import AsyncGenerator
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.requests import ClientDisconnect
@@ -24,13 +24,16 @@ from foretoken.serve.errors import Refusal, documented, written_as
 from foretoken.serve.lifetime import Flight
 from foretoken.serve.limits import JsonRoute
 from foretoken.serve.metrics import Record
+from foretoken.serve.pieces import WholeAnswer, aside, dumps, paced
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.completions import CompletionBody
 from foretoken.serve.protocol.messages import CountBody, MessagesBody
 from foretoken.serve.protocol.responses import ResponsesBody
-from foretoken.serve.requests import Asked, check_size, read_chat, read_completion
+from foretoken.serve.requests import Asked, Served, check_size, read_chat, read_completion
 from foretoken.serve.running import News, run
 from foretoken.serve.sse import AnswerWriter, ChunkWriter, EventStream, while_connected
+
+Body = TypeVar("Body")
 
 
 def router(context: Context) -> APIRouter:
@@ -38,24 +41,28 @@ def router(context: Context) -> APIRouter:
     routes = APIRouter(prefix="/v1", tags=["generation"], route_class=JsonRoute)
     served, model = context.served, context.served.names[0]
 
+    async def read(work: Callable[[Body, Served], Asked], body: Body, request: Request) -> Asked:
+        """What a body asks for; of a long one others do not wait for that."""
+        return await aside(len(await request.body()), _checked, work, body, served)
+
     @routes.post("/completions", response_model=None)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Complete prompts."""
-        asked = read_completion(body, served)
+        asked = await read(read_completion, body, request)
         writer = ChunkWriter(asked, CompletionForm(asked), model)
         return await answer(context, request, asked, writer)
 
     @routes.post("/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> Response:
         """Answer a conversation."""
-        asked = read_chat(body, served)
+        asked = await read(read_chat, body, request)
         writer = ChunkWriter(asked, ChatForm(asked), model)
         return await answer(context, request, asked, writer)
 
     @routes.post("/responses", response_model=None)
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """Answer an input, of which nothing is kept."""
-        asked = read_responses(body, served)
+        asked = await read(read_responses, body, request)
         return await answer(context, request, asked, ResponsesWriter(asked, body, model))
 
     in_theirs = documented(Refusal(400, "", "").anthropic)
@@ -63,18 +70,24 @@ def router(context: Context) -> APIRouter:
     @routes.post("/messages", response_model=None, responses=in_theirs)
     async def messages(body: MessagesBody, request: Request) -> Response:
         """Answer a conversation as Anthropic's API does."""
-        asked = read_messages(body, served)
+        asked = await read(read_messages, body, request)
         return await answer(context, request, asked, MessagesWriter(asked, model))
 
     @routes.post("/messages/count_tokens", response_model=None, responses=in_theirs)
-    async def count(body: CountBody) -> Response:
+    async def count(body: CountBody, request: Request) -> Response:
         """How many tokens a conversation has, as its answer would count them."""
-        asked = read_messages(body, served)
-        check_size(asked, served)
+        asked = await read(read_messages, body, request)
         ids = await context.engine.encode_chat(asked.messages or (), **asked.template)
-        return _json({"input_tokens": len(ids)})
+        return WholeAnswer([dumps({"input_tokens": len(ids)})])
 
     return routes
+
+
+def _checked(read: Callable[[Body, Served], Asked], body: Body, served: Served) -> Asked:
+    asked = read(body, served)
+    with written_as(asked.written):
+        check_size(asked, served)
+    return asked
 
 
 async def answer(
@@ -87,13 +100,12 @@ async def answer(
     """
     record, reader = Record(context.counts), EventReader(asked)
     request.state.usage = reader.usage  # for the log
-    with written_as(asked.written):
-        check_size(asked, context.served)
-    news = run(context.engine, asked, Flight(context.lifetime, uuid.uuid4().hex))
+    flight = Flight(context.lifetime, uuid.uuid4().hex)
+    news = run(context.engine, asked, flight, context.served.options.max_answer_logprobs)
     try:
         if not asked.stream:
-            events = await while_connected(request.receive, whole(news, reader, record))
-            return _json(writer.body(events, reader.usage))
+            work = whole(news, reader, writer, record)
+            return WholeAnswer(await while_connected(request.receive, work))
         first = await while_connected(request.receive, _first(news))
     except BaseException as error:
         await news.aclose()
@@ -104,23 +116,19 @@ async def answer(
 
 
 async def whole(
-    news: AsyncGenerator[News, None], reader: EventReader, record: Record
-) -> list[Event]:
-    """All events of an answer."""
-    events: list[Event] = []
+    news: AsyncGenerator[News, None], reader: EventReader, writer: AnswerWriter, record: Record
+) -> list[bytes]:
+    """An answer that is complete, in parts."""
+    choices: defaultdict[int, list[Event]] = defaultdict(list)
     async with aclosing(news):
         async for item in news:
             record.observe(item)
-            events += reader.read(item)
-    return events
+            for event in reader.read(item):
+                choices[event.choice].append(event)
+    return [part async for part in paced(writer.body(choices, reader.usage))]
 
 
 async def _first(news: AsyncGenerator[News, None]) -> News:
     async for item in news:
         return item
     raise StepError("a request ended before it began")
-
-
-def _json(body: dict[str, Any]) -> Response:
-    text = json.dumps(body, separators=(",", ":"), allow_nan=False)
-    return Response(text, media_type="application/json")

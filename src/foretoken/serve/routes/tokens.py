@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fastapi import APIRouter
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 
 from foretoken.errors import RequestError
 from foretoken.serve.context import Context
 from foretoken.serve.limits import JsonRoute
+from foretoken.serve.pieces import WholeAnswer, dumps
 from foretoken.serve.protocol.common import TemplateFields
 from foretoken.serve.protocol.tokens import DetokenizeBody, TokenizeBody
 from foretoken.serve.requests import chat_options, check_text
@@ -18,20 +19,20 @@ def router(context: Context) -> APIRouter:
     routes = APIRouter(tags=["tokens"], route_class=JsonRoute)
 
     @routes.post("/tokenize", response_model=None)
-    async def tokenize(body: TokenizeBody) -> JSONResponse:
+    async def tokenize(body: TokenizeBody) -> Response:
         """Token ids of a text or a conversation."""
         context.served.check_name(body.model)
         ids = await _encode(context, body)
         most = context.served.max_model_len
         found = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": None}
-        return JSONResponse(found)
+        return WholeAnswer([dumps(found)])
 
     @routes.post("/detokenize", response_model=None)
-    async def detokenize(body: DetokenizeBody) -> JSONResponse:
+    async def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids."""
         context.served.check_name(body.model)
         check_text("tokens", body.tokens, context.served)
-        return JSONResponse({"prompt": await context.engine.decode(body.tokens)})
+        return WholeAnswer([dumps({"prompt": await context.engine.decode(body.tokens)})])
 
     return routes
 

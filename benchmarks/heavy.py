@@ -31,6 +31,7 @@ OPTIONS = (
     "--chat-template", TEMPLATE,
     "--max-num-batched-tokens", str(STEP),
     "--max-num-seqs", str(SLOTS),
+    "--allow-priority",
     "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}',
 )  # fmt: skip
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"

@@ -53,7 +53,7 @@ PARSED = {
     "python -m": "measures for minutes or hours, some of them on a GPU",
 }
 SERVER = "http://127.0.0.1:8000"
-PATIENCE = 900.0  # seconds for a command, on a busy machine
+PATIENCE = 1800.0  # seconds for a command, on a busy machine
 
 
 class Documented(NamedTuple):

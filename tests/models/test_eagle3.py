@@ -318,3 +318,24 @@ def test_weights_that_do_not_fit(
     change_weights(folder, **changes)
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize("backend", host_backends())
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["fc.weight", "layers.0.mlp.up_proj.weight", "embed_tokens"])
+def test_weights_that_are_not_finite(tmp_path: Path, backend: str, value: float, name: str) -> None:
+    sizes = {**SIZES, "layout": "speculators", "target_hidden_size": HIDDEN}
+    folder = save_head(tmp_path, **sizes, drafted=23)
+    change_weights(folder, **{name: lambda w: torch.full_like(w, value).where(w == w.max(), w)})
+    with pytest.raises(CheckpointError, match=rf"`{name}.*` in .* is not finite in torch.float32"):
+        load(folder, backend)
+
+
+@pytest.mark.parametrize("backend", host_backends())
+def test_a_head_that_computes_no_numbers(tmp_path: Path, backend: str) -> None:
+    """Its weights are finite; their products are beyond float32."""
+    folder = save_head(tmp_path, **SIZES)
+    change_weights(folder, gate_proj=lambda w: w.abs() * 1e30, up_proj=lambda w: w * 1e30)
+    head = load(folder, backend)
+    with pytest.raises(UnsupportedModelError, match=r"head gives .* not finite in torch.float32"):
+        fuse(head, positions=LENGTH, most_rows=3)

@@ -15,6 +15,7 @@ from foretoken.errors import CheckpointError
 from foretoken.models.checkpoint import check_weights, reading
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_config import Eagle3Config
+from foretoken.models.guards import check_finite
 from foretoken.models.leftovers import check_fit
 from foretoken.ops import Backend
 from foretoken.ops.decoder import HeadExtras, HeadWeights
@@ -63,7 +64,7 @@ def load_eagle3(
             spread evenly over the target's, and `config.json` is all that the folder must have.
 
     Raises:
-        CheckpointError: the weights cannot be read, or are not those of `config.json`.
+        CheckpointError: the weights cannot be read, are not those of `config.json`, or not finite.
     """
     shapes, optional = tensor_shapes(config), _optional_shapes(config)
     if embedding.shape[1] != config.hidden_size:
@@ -84,6 +85,7 @@ def load_eagle3(
         stored = _random_weights(shapes, dummy_seed, embedding)
         target_ids = torch.arange(drafted) * known // drafted
     tensors = {name: w.to(embedding.device, embedding.dtype) for name, w in stored.items()}
+    check_finite(folder, tensors.items())
     own = tensors.pop(_EMBEDDING, embedding)
     if torch.equal(own, embedding):  # a copy of the target's
         own = embedding

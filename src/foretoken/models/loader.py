@@ -86,21 +86,30 @@ def load_model(
             module = _weighted_module(model_class, config, folder, torch_dtype, device)
         else:
             module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed)
-        return _checked(module, backend, limit, view, positions=max_model_len or limit)
+        stored = folder if dummy_seed is None else None
+        return _checked(module, backend, limit, view, max_model_len or limit, stored)
 
 
 def _checked(
-    module: Any, backend: Backend, max_model_len: int, view: TargetView, *, positions: int
+    module: Any,
+    backend: Backend,
+    max_model_len: int,
+    view: TargetView,
+    positions: int,
+    folder: Path | None,
 ) -> CausalLM:
     """The module made fast as far as it can be, after the self-check.
 
     Args:
         positions: those of a draft may be longer than its own: past them it computes for nobody.
+        folder: where the weights are from; None: they are random.
     """
     device = module.get_input_embeddings().weight.device
     with observe_linears(module) as linears:
         calls, _ = guards.probe(module, device)
     _drop_towers(module, {id(linear) for linear, _ in linears})
+    if folder is not None:
+        guards.check_finite(folder, module.named_parameters())
     expected = guards.eager_logits(module, device)
     model = CausalLM(
         module, backend=backend, layer_shapes=[call.shape for call in calls],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -35,14 +35,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def reserving(doing: str, remedy: str = "") -> Iterator[None]:
+def reserving(doing: str, remedy: str | Callable[[], str] = "") -> Iterator[None]:
     """What runs out of memory inside says so by an `EngineMemoryError`."""
     try:
         yield
     except Exception as error:
         if isinstance(error, ForetokenError) or not is_out_of_memory(error):
             raise
-        raise memory_error(doing, error, remedy) from error
+        said = remedy if isinstance(remedy, str) else remedy()
+        raise memory_error(doing, error, said) from error
 
 
 def memory_error(doing: str, cause: BaseException, remedy: str = "") -> EngineMemoryError:

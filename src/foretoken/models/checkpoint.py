@@ -48,6 +48,26 @@ def reading(what: str | Path) -> Iterator[None]:
         raise CheckpointError(f"`{what}` cannot be read: {reason}") from error
 
 
+def has_file(path: Path) -> bool:
+    """Whether a file is there, by itself or by a link.
+
+    Raises:
+        CheckpointError: a link to nothing, as the hub's cache has it of a download that was cut
+            off, which would pass for a file that the checkpoint never had; or no ordinary file.
+    """
+    with reading(path):
+        if path.is_file():
+            return True
+        if path.exists():
+            raise CheckpointError(f"`{path}` is not a file.")
+        if path.is_symlink():
+            raise CheckpointError(
+                f"`{path}` is a link to `{path.readlink()}`, which is not there: a part of the "
+                "checkpoint is missing. Download it again."
+            )
+    return False
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Silence Transformers inside, and leave the user's own settings as they were."""
@@ -112,9 +132,8 @@ def check_generation_config(folder: Path) -> None:
     from transformers import GenerationConfig
 
     path = folder / "generation_config.json"
-    with reading(path):
-        if not path.exists():
-            return
+    if not has_file(path):
+        return
     content = read_json(path)
     ends = content.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -139,10 +158,10 @@ def first_line(error: BaseException) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; `CheckpointError` naming the file if there is none."""
+    if not has_file(path):
+        raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
     try:
         with reading(path):
-            if not path.exists():
-                raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
             content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise CheckpointError(
@@ -156,9 +175,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_no_adapter(folder: Path) -> None:
     """Raise `UnsupportedModelError` for a LoRA adapter: Transformers might apply it in silence."""
     path = folder / "adapter_config.json"
-    with reading(path):
-        if not path.exists():
-            return
+    if not has_file(path):
+        return
     stated = read_json(path)
     kind, base = stated.get("peft_type", "of no type"), stated.get("base_model_name_or_path")
     raise UnsupportedModelError(
@@ -184,13 +202,13 @@ def check_weights(folder: Path, *, plain: bool = True) -> list[Path]:
         CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
         UnsupportedModelError: weights in a type that only means something with its scales.
     """
-    index_path = folder / "model.safetensors.index.json"
+    whole, index_path = folder / "model.safetensors", folder / "model.safetensors.index.json"
     with reading(folder):
         files = sorted(path.name for path in folder.iterdir() if path.is_file())
-    if "model.safetensors" in files:
-        _check_dtypes(folder / "model.safetensors", plain)
-        return [folder / "model.safetensors"]
-    if index_path.name not in files:
+    if whole.name in files:
+        _check_dtypes(whole, plain)
+        return [whole]
+    if index_path.name not in files and not has_file(whole) and not has_file(index_path):
         pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         if pickled:
             raise CheckpointError(
@@ -204,8 +222,9 @@ def check_weights(folder: Path, *, plain: bool = True) -> list[Path]:
     shards: dict[str, set[str]] = {}
     for tensor, shard in weight_map.items():
         shards.setdefault(str(shard), set()).add(tensor)
-    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-    if missing:
+    with reading(index_path):
+        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing and not has_file(folder / missing[0]):
         raise CheckpointError(
             f"`{folder}` lacks {len(missing)} of {len(shards)} weight files: `{missing[0]}` is "
             "named in the index but is not there. Download the model again."

@@ -35,6 +35,7 @@ TOKENIZER_FILES = (
 )
 
 _WEIGHT_DTYPES = ("F32", "F16", "BF16", "F64")
+_MAX_CONFIG_BYTES = 2**24  # the largest known have 1 MB; the names of 10**7 layers have 180
 _MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 
 
@@ -157,11 +158,17 @@ def first_line(error: BaseException) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; `CheckpointError` naming the file if there is none."""
+    """The JSON object in a file; `CheckpointError` naming the file if there is none.
+
+    A `config.json` has at most 16 MiB.
+    """
     if not has_file(path):
         raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
     try:
         with reading(path):
+            size = path.stat().st_size
+            if path.name == "config.json" and size > _MAX_CONFIG_BYTES:
+                raise CheckpointError(f"`{path}` has {size} bytes: at most {_MAX_CONFIG_BYTES}.")
             content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise CheckpointError(
@@ -186,7 +193,7 @@ def check_no_adapter(folder: Path) -> None:
     )
 
 
-def check_weights(folder: Path, *, plain: bool = True) -> list[Path]:
+def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, Any]]:
     """Check that the folder's safetensors files are all there, whole, and hold plain numbers.
 
     Reads headers only (0.3 ms for the embedded model), so that a truncated download is reported
@@ -196,7 +203,7 @@ def check_weights(folder: Path, *, plain: bool = True) -> list[Path]:
         plain: False takes weights of any type, for who knows what they mean.
 
     Returns:
-        These files.
+        The header of each.
 
     Raises:
         CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
@@ -206,8 +213,7 @@ def check_weights(folder: Path, *, plain: bool = True) -> list[Path]:
     with reading(folder):
         files = sorted(path.name for path in folder.iterdir() if path.is_file())
     if whole.name in files:
-        _check_dtypes(whole, plain)
-        return [whole]
+        return {whole: _header(whole, plain)}
     if index_path.name not in files and not has_file(whole) and not has_file(index_path):
         pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         if pickled:
@@ -229,27 +235,34 @@ def check_weights(folder: Path, *, plain: bool = True) -> list[Path]:
             f"`{folder}` lacks {len(missing)} of {len(shards)} weight files: `{missing[0]}` is "
             "named in the index but is not there. Download the model again."
         )
-    for shard, wanted in shards.items():
-        absent = sorted(wanted - _check_dtypes(folder / shard, plain).keys())
+    headers = {folder / shard: _header(folder / shard, plain) for shard in shards}
+    for path, wanted in zip(headers, shards.values(), strict=True):
+        absent = sorted(wanted - headers[path].keys())
         if absent:
-            raise CheckpointError(f"`{folder / shard}` lacks the tensor `{absent[0]}`.")
-    return [folder / shard for shard in shards]
+            raise CheckpointError(f"`{path}` lacks the tensor `{absent[0]}`.")
+    return headers
 
 
-def _check_dtypes(path: Path, plain: bool) -> dict[str, Any]:
-    """The header of a safetensors file; if `plain`, its weights are floating-point numbers.
+def _header(path: Path, plain: bool) -> dict[str, Any]:
+    """The header of a safetensors file, of plain numbers if `plain`."""
+    header = _read_header(path)
+    if plain:
+        check_plain(path, header)
+    return header
+
+
+def check_plain(path: Path, header: dict[str, Any]) -> None:
+    """Raise `UnsupportedModelError` unless the weights in a file are floating-point numbers.
 
     Others would be read as if their scale were 1. Integers that are no weights are left alone.
     """
-    header = _read_header(path)
     for name, entry in header.items():
-        if plain and name.endswith(".weight") and entry.get("dtype") not in _WEIGHT_DTYPES:
+        if name.endswith(".weight") and entry.get("dtype") not in _WEIGHT_DTYPES:
             raise UnsupportedModelError(
                 f"`{path}` stores `{name}` as {entry.get('dtype')}, and `config.json` has no "
                 "`quantization_config` that says what it means. Use a checkpoint in bfloat16, "
                 "float16 or float32."
             )
-    return header
 
 
 def _read_header(path: Path) -> dict[str, Any]:

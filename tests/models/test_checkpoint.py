@@ -157,7 +157,7 @@ BROKEN: dict[Callable[[Path], None], str] = {
     _bad_end: r"generation_config.json` gives `eos_token_id` as \[1, '2'\]: it must be a token id",
     _empty_end: r"generation_config.json` gives `eos_token_id` as '': it must be a token id",
     _bad_generation_value: "generation_config.json` is not a valid generation configuration",
-    _more_layers: "missing tensors, for example `model.layers.2",
+    _more_layers: "`num_hidden_layers` as 3: the weights have 2 layers",
 }
 
 

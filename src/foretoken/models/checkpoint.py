@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.models.sizes import check_sizes
 
 TOKENIZER_JSON = (
     "tokenizer.json",
@@ -109,10 +110,12 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
         values: what to read in place of the whole `config.json`, a part of it.
 
     Raises:
-        CheckpointError: a value in `config.json` is not what its `model_type` takes.
+        CheckpointError: a value in `config.json` is not what its `model_type` takes, or a size
+            that this machine cannot hold.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    check_sizes(folder, read_json(folder / "config.json") if values is None else values, None)
     try:
         if values is not None:
             return CONFIG_MAPPING[model_type].from_dict(values)

@@ -49,6 +49,7 @@ _LOSSLESS: dict[str, tuple[Any, ...]] = {
     "verifier_accept_k": (None, 1),
     "accept_tolerance": (None, 0),
 }
+_MAX_HEAD_DIM = 2**16  # whose frequencies are computed before the weights are looked at
 # Of these types the frequencies are constants; others look at the longest request of a batch.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -118,6 +119,8 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     model_type = values["model_type"]
     with quiet_transformers():
         layer = parse_config(folder, model_type, {**values, "num_hidden_layers": 1})
+    _size(path, {"head_dim": layer.head_dim}, "head_dim", most=_MAX_HEAD_DIM)
+    _size(path, told, "intermediate_size")
     frequency_R, rotary_scale = _rotary(path, layer)
     draft_vocab_size = _size(path, told, "draft_vocab_size", layer.vocab_size)
     if draft_vocab_size > layer.vocab_size:
@@ -221,10 +224,13 @@ def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
-def _size(path: Path, told: dict[str, Any], name: str, default: int | None = None) -> int:
+def _size(
+    path: Path, told: dict[str, Any], name: str, default: int | None = None, most: int | None = None
+) -> int:
     value = default if told.get(name) is None else told[name]
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"`{path}` gives `{name}` as {value!r}: must be an integer >= 1.")
+    if type(value) is not int or value < 1 or (most is not None and value > most):
+        bound = ">= 1" if most is None else f"in 1..{most}"
+        raise CheckpointError(f"`{path}` gives `{name}` as {value!r}: must be an integer {bound}.")
     return value
 
 

@@ -1,7 +1,7 @@
 """Whether the sizes in `config.json` can be those of the weights, or of this machine.
 
 Belongs here: what is checked before a module is built, because an absurd size would be looped over
-or allocated first. Does not: each tensor's name and shape (`leftovers.py`).
+or allocated first. Does not: each tensor's name and shape (`leftovers.py`). Loads no torch.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.config.machine import machine_bytes
 from foretoken.errors import CheckpointError, EngineMemoryError
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 
@@ -29,11 +30,12 @@ _OPTIONAL = frozenset(
     """intermediate_size moe_intermediate_size n_inner ffn_dim num_experts num_local_experts
     n_routed_experts""".split()
 )  # 0 where a model has none
+_POSITIONS = frozenset({"max_position_embeddings", "n_positions", "max_seq_len", "seq_length"})
 _OF_TEXT = ("text_config", "transformer_layer_config")
 # What a default may be that changes nothing: a size of experts, of layers that read pictures.
 _HARMLESS = 2**20
 _HARMLESS_LAYERS = 2**12
-_MODULE_BYTES = 2**15  # memory of a layer's modules without weights: Llama's take 45 KB
+_MODULE_BYTES = 30_000  # memory of a layer's modules without weights: GPT-2's; Qwen3's take 35 KB
 _MAX_SIZE = 2**31 - 1
 
 
@@ -74,9 +76,13 @@ def check_sizes(folder: Path, values: Mapping[str, Any], stored: Stored | None) 
     memory = machine_bytes() or 2**40
     for name, value, is_text in _sizes(values):
         given = f"`{folder / 'config.json'}` gives `{name}` as {value}"
-        if value < 0 or (value == 0 and is_text and name not in _OPTIONAL):
-            raise CheckpointError(f"{given}: must be at least {int(name not in _OPTIONAL)}.")
-        if name not in _LAYERS:
+        least = int(name in _LAYERS or name in _SIZES)
+        if value < 0 or (value < least and is_text):
+            raise CheckpointError(f"{given}: must be at least {least}.")
+        if name in _POSITIONS:  # of RoPE: no weights depend on it
+            most = 2**63 - 1
+            why = f"at most {most}"
+        elif name not in _LAYERS:
             most = max(stored.numbers, _HARMLESS) if stored else _MAX_SIZE
             why = (
                 f"the weights hold {stored.numbers} numbers in all" if stored else f"at most {most}"
@@ -96,7 +102,7 @@ def _sizes(values: Mapping[str, Any], is_text: bool = True) -> Iterator[tuple[st
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _sizes(value, is_text and name in _OF_TEXT)
-        elif type(value) is int and (name in _LAYERS or name in _SIZES or name in _OPTIONAL):
+        elif type(value) is int and name in _LAYERS | _SIZES | _OPTIONAL | _POSITIONS:
             yield name, value, is_text
 
 
@@ -105,6 +111,8 @@ def parameter_shapes(model_class: Any, config: Any) -> dict[str, Shape] | None:
 
     None if it cannot be built: the loader meets the same failure and says what it is.
     """
+    import torch
+
     try:
         with torch.device("meta"):
             module = model_class._from_config(copy.deepcopy(config), attn_implementation="eager")
@@ -139,6 +147,8 @@ def check_room(
     device: torch.device,
 ) -> None:
     """Raise `EngineMemoryError` for random weights that the device can never hold."""
+    import torch
+
     room = machine_bytes()
     if device.type != "cpu":
         room = torch.cuda.get_device_properties(device).total_memory

@@ -25,6 +25,7 @@ from foretoken.models.checkpoint import (
     reading,
 )
 from foretoken.models.locate import resolve_checkpoint
+from foretoken.models.sizes import check_sizes
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 _MAKES_ONE = (
@@ -77,6 +78,8 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
     folder = resolve_checkpoint(path_or_name)
     if not (_find(folder, _MAKES_ONE[:1]) or _find(folder, _MAKES_ONE)):
         return None
+    if has_file(folder / "config.json"):  # Transformers may read it for the tokenizer, too
+        check_sizes(folder, read_json(folder / "config.json"), None)
     _find(folder, _WITH_ANY)  # Transformers does not miss what a link to nothing stands for
     from transformers import AutoTokenizer
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from foretoken import LLM, SamplingParams
+from foretoken.config.machine import machine_bytes
 from foretoken.engine import assembly, build, memory
 from foretoken.engine.engine import Engine
 from foretoken.errors import (
@@ -376,4 +377,4 @@ def test_what_counts_as_out_of_memory() -> None:
     assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not memory.is_out_of_memory(RuntimeError("shapes differ"))
     assert not memory.is_out_of_memory(ValueError("out of memory"))
-    assert (memory.machine_bytes() or 0) > 2**20
+    assert (machine_bytes() or 0) > 2**20

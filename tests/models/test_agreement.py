@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from foretoken.cache.kv_pool import KVPool
-from foretoken.models import load_model, packing
+from foretoken.models import CausalLM, TargetView, load_model, packing
 from tests.models import families
 from tests.models.batches import Span, build_batch
-from tests.models.walk import walk
+from tests.models.walk import new_pool, walk
 
 BLOCK = 4
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ LENGTH = 22
 
 def check_family(folder: Path, family: str, overrides: dict[str, Any]) -> None:
     families.save_model(folder, family, overrides)
-    model = load_model(folder, device="cpu", backend="torch")
+    model = load_model(folder, device="cpu", backend="torch", view=TargetView((0, 1)))
     plain = families.plain_model(folder)
     rng = random.Random(1)
     texts = [[rng.randrange(families.VOCABULARY) for _ in range(LENGTH)] for _ in range(4)]
@@ -32,6 +32,17 @@ def check_family(folder: Path, family: str, overrides: dict[str, Any]) -> None:
             assert rows
             for position, row in rows.items():
                 torch.testing.assert_close(row, text[position], atol=2e-5, rtol=1e-4)
+    check_hidden_states(model, plain, texts[0])
+
+
+def check_hidden_states(model: CausalLM, plain: Any, text: list[int]) -> None:
+    """What drafters read: [T, hidden] of each layer."""
+    batch = build_batch([Span([*range(1, LENGTH // BLOCK + 2)], 0, text, 0)], BLOCK, CPU)
+    found = model.forward(batch, new_pool(model, LENGTH // BLOCK + 2, BLOCK)).aux
+    with torch.inference_mode():
+        states = plain(torch.tensor([text]), output_hidden_states=True).hidden_states
+    for layer, state in zip((0, 1), found, strict=True):
+        torch.testing.assert_close(state, states[layer][0], atol=2e-5, rtol=1e-4)
 
 
 @pytest.fixture(autouse=True)

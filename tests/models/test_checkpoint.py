@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from foretoken import LLM, SamplingParams
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, UnsupportedModelError
 from foretoken.models import CausalLM, load_model, load_tokenizer, resolve_checkpoint
 from tests.models import families
+from tests.support.checkpoints import save_checkpoint, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +157,7 @@ BROKEN: dict[Callable[[Path], None], str] = {
     _bad_end: r"generation_config.json` gives `eos_token_id` as \[1, '2'\]: it must be a token id",
     _empty_end: r"generation_config.json` gives `eos_token_id` as '': it must be a token id",
     _bad_generation_value: "generation_config.json` is not a valid generation configuration",
-    _more_layers: "missing tensors, for example `model.layers.2",
+    _more_layers: "`num_hidden_layers` as 3: the weights have 2 layers",
 }
 
 
@@ -182,6 +185,77 @@ def test_shard_without_its_tensor(sharded: Path, tmp_path: Path) -> None:
     first, second, *_ = sorted(folder.glob("*.safetensors"))
     shutil.copy(first, second)
     with pytest.raises(CheckpointError, match=f"{second.name}` lacks the tensor"):
+        load(folder)
+
+
+def dangling(path: Path) -> Path:
+    """As the hub's cache has a file that was not downloaded."""
+    path.unlink(missing_ok=True)
+    path.symlink_to("../../blobs/0123")
+    return path
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "shard"])
+def test_weights_that_are_links_to_nothing(
+    whole: Path, sharded: Path, tmp_path: Path, name: str
+) -> None:
+    folder = Path(shutil.copytree(whole if name in os.listdir(whole) else sharded, tmp_path / "m"))
+    path = sorted(folder.glob("*.safetensors"))[1] if name == "shard" else folder / name
+    message = f"{path.name}` is a link to `../../blobs/0123`, which is not there: .* Download it"
+    dangling(path)
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "adapter_config.json"])
+def test_settings_that_are_links_to_nothing(whole: Path, tmp_path: Path, name: str) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "model"))
+    dangling(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name}` is a link to .* is not there"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+)
+def test_a_tokenizer_that_is_a_link_to_nothing(tmp_path: Path, name: str) -> None:
+    save_tokenizer(tmp_path)
+    dangling(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name}` is a link to .* is not there"):
+        load_tokenizer(tmp_path)
+
+
+def test_what_is_not_read_may_be_anything(tmp_path: Path) -> None:
+    """Links to nothing and to themselves, folders and pipes, by names of weights and the like."""
+    save_checkpoint(tmp_path)
+    for name in ("other.safetensors", "model.safetensors.index.json", "vocab.json", "merges.txt"):
+        dangling(tmp_path / name)
+    (tmp_path / "loop.safetensors").symlink_to("loop.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (output,) = LLM(str(tmp_path), num_blocks=64).generate("a", SamplingParams(max_tokens=2))
+    assert output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_what_is_read_must_be_a_file(whole: Path, tmp_path: Path, name: str) -> None:
+    """To read a pipe would wait for its writer."""
+    for make in (os.mkfifo, os.mkdir):
+        folder = Path(shutil.copytree(whole, tmp_path / make.__name__))
+        (folder / name).unlink()
+        make(folder / name)
+        with pytest.raises(CheckpointError, match=f"{name}` is not a file"):
+            load(folder)
+
+
+@pytest.mark.parametrize("shard", ["", "..", "x" * 300, "\0", 7, None, "config.json/x"])
+def test_an_index_of_files_that_cannot_be(sharded: Path, tmp_path: Path, shard: object) -> None:
+    folder = Path(shutil.copytree(sharded, tmp_path / "model"))
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], shard)
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 1|cannot be read|is not a file"):
         load(folder)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from foretoken.models.eagle3_checkpoint import lacks_head, load_eagle3
 from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_config
 from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import get_backend
+from tests.models import families
 from tests.models.batches import Span, build_batch
 from tests.models.heads import SWITCHES, NaiveHead, NaiveRows
 from tests.support.cases import host_backends
@@ -86,23 +88,71 @@ def test_packed_rows_are_those_of_the_equations(
         assert (want_TV == -torch.inf).any() == ("drafted" in SWITCHES[switches])
 
 
-def test_scaled_rotary_angles_are_those_of_transformers(tmp_path: Path) -> None:
+ROPE: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0},
+}  # fmt: skip
+POSITIONS = torch.tensor([0, 1, 77, 250])
+
+
+@pytest.mark.parametrize("name", ["rope_type", "type"])
+@pytest.mark.parametrize("kind", ROPE)
+def test_rotary_angles_are_those_of_transformers(tmp_path: Path, kind: str, name: str) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-    scaling = {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
+    told = {"rope_scaling": {name: kind, **ROPE[kind]}, "max_position_embeddings": 256}
+    head = load(save_head(tmp_path, **SIZES, **told))
+    rotary: Any = LlamaRotaryEmbedding(LlamaConfig(head_dim=16, **told))
+    cos, sin = rotary(torch.zeros(1), POSITIONS[None])
+    x_THD = torch.randn(4, 2, 16)
+    want, _ = apply_rotary_pos_emb(x_THD, x_THD, cos[0], sin[0])
+    torch.testing.assert_close(head._rotate(x_THD, POSITIONS), want)
+
+
+@pytest.mark.parametrize("kind", ["default", "mrope"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_rotary_angles_in_sections_are_those_of_transformers(
+    tmp_path: Path, family: str, kind: str
+) -> None:
+    """In a text; of a token in a picture, whose places differ, they are others."""
+    scaling = {"rope_type": kind, "mrope_section": [2, 3, 3]}
+    head = load(save_head(tmp_path, **SIZES, rope_scaling=dict(scaling)))
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    [name] = [n for n in dir(modeling) if n.endswith("RotaryEmbedding") and "Vision" not in n]
+    overrides = {
+        "hidden_size": 64, "head_dim": 16,
+        "rope_parameters": {**scaling, "rope_type": "default", "rope_theta": 1e4},
     }  # fmt: skip
-    for told in (scaling, {"rope_type": "yarn", "factor": 4.0}, {"type": "linear", "factor": 2.0}):
-        sizes = {"hidden": HIDDEN, "vocabulary": VOCABULARY, "max_position_embeddings": 256}
-        head = load(save_head(tmp_path, rope_scaling=told, **sizes))
-        plain = LlamaConfig(head_dim=16, max_position_embeddings=256, rope_scaling=told)
-        position_T = torch.tensor([0, 1, 77, 250])
-        cos, sin = LlamaRotaryEmbedding(plain)(torch.zeros(1), position_T[None])
-        x_THD = torch.randn(4, 2, 16)
-        want, _ = apply_rotary_pos_emb(x_THD, x_THD, cos[0], sin[0])
-        torch.testing.assert_close(head._rotate(x_THD, position_T), want)
+    rotary = getattr(modeling, name)(families.make_config(family, overrides).get_text_config())
+    x_THD = torch.randn(4, 2, 16)
+
+    def turned(places: Tensor) -> Tensor:
+        cos, sin = rotary(torch.zeros(1), places[:, None])
+        turned: Tensor = modeling.apply_rotary_pos_emb(x_THD, x_THD, cos[0], sin[0])[0]
+        return turned
+
+    found = head._rotate(x_THD, POSITIONS)
+    torch.testing.assert_close(found, turned(POSITIONS.expand(3, -1)))
+    assert not torch.allclose(found, turned(torch.stack([POSITIONS, POSITIONS, POSITIONS + 1])))
+
+
+def test_other_kinds_of_rotary_angles_are_refused(tmp_path: Path) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    others = {"axial", "su", "xdrope", None, *ROPE_INIT_FUNCTIONS} - {*ROPE}
+    assert others >= {"dynamic", "longrope", "proportional"}
+    factors = {"factor": 2.0, "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}
+    for kind in others:
+        told = {"rope_type": kind, **factors, "original_max_position_embeddings": 64}
+        folder = save_head(tmp_path, **SIZES, rope_scaling=told)
+        with pytest.raises(UnsupportedModelError, match=f"RoPE of type `{kind}`; heads have"):
+            read_eagle3_config(folder)
 
 
 def test_hidden_states_unless_named() -> None:
@@ -258,7 +308,10 @@ def lossy(**settings: Any) -> dict[str, Any]:
         ({"layer_types": ["chunked_attention"]}, "of type `chunked_attention`"),
         ({"fc_norm": True, "norm_before_fc": True}, "both `fc_norm` and `norm_before_fc`"),
         ({"quantization_config": {"quant_method": "fp8"}}, "sets `quantization_config`"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "RoPE of type `dynamic`"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "RoPE by type of layer .`full_attention`.; a head has one layer",
+        ),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "sets `use_aux_hidden_state` to False"),
         (lossy(verifier_accept_k=5), "sets `verifier_accept_k` to 5, which is lossy"),
         (lossy(accept_tolerance=0.1), r"sets `accept_tolerance` to 0\.1, which is lossy"),
@@ -287,6 +340,12 @@ def test_heads_that_would_draft_wrongly_are_refused_by_name(
         ({"norm_output": "yes"}, "`norm_output` as 'yes': must be true or false"),
         ({"layer_types": ["sliding_attention"]}, "`sliding_window` as None"),
         ({"speculators_model_type": "eagle3"}, "does not say `norm_before_residual`"),
+        ({"rope_theta": None}, "no RoPE of {'rope_theta': None"),
+        ({"rope_theta": -1}, "the angles of RoPE of .* are not finite"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "angles .* are not finite"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "no RoPE of .*'factor': 'x'"),
+        ({"partial_rotary_factor": 2}, r"turn 32 numbers .* an even number in 2\.\.16"),
+        ({"partial_rotary_factor": 0}, "turn 0 numbers of each head"),
     ],
 )
 def test_configurations_that_cannot_be(
@@ -318,3 +377,24 @@ def test_weights_that_do_not_fit(
     change_weights(folder, **changes)
     with pytest.raises(CheckpointError, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize("backend", host_backends())
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["fc.weight", "layers.0.mlp.up_proj.weight", "embed_tokens"])
+def test_weights_that_are_not_finite(tmp_path: Path, backend: str, value: float, name: str) -> None:
+    sizes = {**SIZES, "layout": "speculators", "target_hidden_size": HIDDEN}
+    folder = save_head(tmp_path, **sizes, drafted=23)
+    change_weights(folder, **{name: lambda w: torch.full_like(w, value).where(w == w.max(), w)})
+    with pytest.raises(CheckpointError, match=rf"`{name}.*` in .* is not finite in torch.float32"):
+        load(folder, backend)
+
+
+@pytest.mark.parametrize("backend", host_backends())
+def test_a_head_that_computes_no_numbers(tmp_path: Path, backend: str) -> None:
+    """Its weights are finite; their products are beyond float32."""
+    folder = save_head(tmp_path, **SIZES)
+    change_weights(folder, gate_proj=lambda w: w.abs() * 1e30, up_proj=lambda w: w * 1e30)
+    head = load(folder, backend)
+    with pytest.raises(UnsupportedModelError, match=r"head gives .* not finite in torch.float32"):
+        fuse(head, positions=LENGTH, most_rows=3)

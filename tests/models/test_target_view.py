@@ -112,3 +112,20 @@ def test_a_family_that_keeps_its_hidden_states_is_refused(
     folder = families.save_model(tmp_path, "llama", HEADS)
     with pytest.raises(UnsupportedModelError, match="`llama` gives 0 hidden states for 3 layers"):
         load_model(folder, device="cpu", backend="torch", view=TargetView((1,)))
+
+
+def test_hidden_states_that_are_not_one_vector_of_each_token(tmp_path: Path) -> None:
+    """Gemma 3n stacks several versions of a hidden state; OPT may project its embedding."""
+    small = {"head_dim": 8, "laurel_rank": 4, "hidden_size_per_layer_input": 8}
+    gemma3n = {
+        **small, "vocab_size_per_layer_input": families.VOCABULARY, "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0, 0.0], "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }  # fmt: skip
+    opt = {"ffn_dim": 48, "word_embed_proj_dim": 16}
+    for family, overrides, shape in (("gemma3n_text", gemma3n, "4, 1"), ("opt", opt, "1")):
+        folder = families.save_model(tmp_path / family, family, overrides)
+        load_model(folder, device="cpu", backend="torch")
+        message = rf"`{family}` gives hidden states of shape \[{shape}, \d+, 32\] for \d+ tokens"
+        with pytest.raises(UnsupportedModelError, match=message):
+            load_model(folder, device="cpu", backend="torch", view=TargetView((1,)))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,14 @@ from foretoken.engine.assembly import Assembly
 from foretoken.engine.devices import choose_backend, choose_device
 from foretoken.engine.engine import Engine
 from foretoken.engine.faults import broken_engine, is_device_failure
-from foretoken.engine.gauge import Gauge, gauge_of
+from foretoken.engine.gauge import gauge_of
 from foretoken.engine.memory import reserving
 from foretoken.engine.memory_plan import shown
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.errors import CheckpointError, ConfigError, ForetokenError, RequestError
 from foretoken.models import CausalLM, TargetView, folder_of, load_model, load_tokenizer
+from foretoken.models.checkpoint import check_weights
 from foretoken.sampling.params import SamplingParams
 
 _log = logging.getLogger(__name__)
@@ -70,7 +73,8 @@ def _build(config: EngineConfig) -> Engine:
     backend = choose_backend(config.backend, device, deterministic=config.deterministic)
     gauge = gauge_of(device)
     folder = folder_of(config, config.model, config.revision)
-    with reserving("the weights were loaded", _smaller_weights(folder, gauge)):
+    free = gauge.budget(1).free if gauge else None
+    with reserving("the weights were loaded", partial(_smaller_weights, folder, free)):
         model = load_model(
             folder, device=device, dtype=config.dtype, backend=backend,
             dummy_seed=config.seed if config.load_format == "dummy" else None,
@@ -119,14 +123,18 @@ def _completed(config: EngineConfig, device: torch.device) -> EngineConfig:
     return replace(config, block_size=block_size, kv_cache_gib=gib)
 
 
-def _smaller_weights(folder: Path, gauge: Gauge | None) -> str:
-    """What to do if the weights do not fit, which no option makes smaller."""
+def _smaller_weights(folder: Path, free: int | None) -> str:
+    """What to do if the weights do not fit, which no option makes smaller.
+
+    Args:
+        free: bytes that the GPU had free at the start, if there is one.
+    """
     remedy = "Take a smaller checkpoint or `dtype`."
-    stored = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    if stored:
+    with suppress(CheckpointError, OSError):  # random weights have no files
+        stored = sum(file.stat().st_size for file in check_weights(folder, plain=False))
         remedy = f"The checkpoint's files hold {shown(stored)}. {remedy}"
-    if gauge is not None:
-        remedy += f" {shown(gauge.budget(1).free)} of the GPU were free at the start."
+    if free is not None:
+        remedy += f" {shown(free)} of the GPU were free at the start."
     return remedy
 
 

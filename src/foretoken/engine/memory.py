@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from foretoken.config.machine import machine_bytes
 from foretoken.errors import EngineMemoryError, ForetokenError
 
 REMEDY = (
@@ -25,7 +24,6 @@ _SAID = (  # how PyTorch, its libraries and the C++ library say it, all as Runti
     "bad_alloc",
     "size calculation overflowed",
 )
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -35,14 +33,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def reserving(doing: str, remedy: str = "") -> Iterator[None]:
+def reserving(doing: str, remedy: str | Callable[[], str] = "") -> Iterator[None]:
     """What runs out of memory inside says so by an `EngineMemoryError`."""
     try:
         yield
     except Exception as error:
         if isinstance(error, ForetokenError) or not is_out_of_memory(error):
             raise
-        raise memory_error(doing, error, remedy) from error
+        said = remedy if isinstance(remedy, str) else remedy()
+        raise memory_error(doing, error, said) from error
 
 
 def memory_error(doing: str, cause: BaseException, remedy: str = "") -> EngineMemoryError:
@@ -65,14 +64,3 @@ def check_fits(num_bytes: int) -> None:
             f"The cache asked for takes {num_bytes / 2**30:.3g} GiB, and this machine has "
             f"{limit / 2**30:.3g} GiB of memory. {REMEDY}"
         )
-
-
-def machine_bytes() -> int | None:
-    """Memory of the machine or of the container, whichever is less; None where unknown."""
-    limits = []
-    with suppress(AttributeError, OSError, ValueError):  # not a POSIX system
-        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for path in _CGROUP_LIMITS:
-        with suppress(OSError, ValueError):  # no such control group, or "max"
-            limits.append(int(Path(path).read_text(encoding="ascii")))
-    return min((limit for limit in limits if limit > 0), default=None)

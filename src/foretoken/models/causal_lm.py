@@ -107,9 +107,10 @@ class CausalLM:
                 logits_to_keep=0 if len(rows) == len(batch.token_T) else rows,
                 **({"output_hidden_states": True} if self.aux_layers else {}),
             )
-        return ForwardOutput(output.logits.squeeze(0), self._aux(output))
+        return ForwardOutput(output.logits.squeeze(0), self._aux(output, len(batch.token_T)))
 
-    def _aux(self, output: Any) -> tuple[Tensor, ...]:
+    def _aux(self, output: Any, tokens: int) -> tuple[Tensor, ...]:
+        """The hidden states asked for, each [tokens, hidden]; the self-check meets what is not."""
         if not self.aux_layers:
             return ()
         states = getattr(output, "hidden_states", None) or ()
@@ -118,4 +119,13 @@ class CausalLM:
                 f"`{self.config.model_type}` gives {len(states)} hidden states for "
                 f"{len(self.layer_shapes)} layers: a drafter that reads them cannot draft for it."
             )
+        width = self.embedding.shape[1]
+        for i in self.aux_layers:
+            if states[i].shape != (1, tokens, width):
+                raise UnsupportedModelError(
+                    f"`{self.config.model_type}` gives hidden states of shape "
+                    f"{[*states[i].shape]} for {tokens} tokens. A drafter that reads one vector "
+                    f"of {width} numbers, as in its embedding, for each token cannot draft for it: "
+                    "take another `method`."
+                )
         return tuple(states[i].squeeze(0) for i in self.aux_layers)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.errors import CheckpointError, UnsupportedModelError
+from foretoken.models.sizes import check_sizes
 
 TOKENIZER_JSON = (
     "tokenizer.json",
@@ -35,6 +36,7 @@ TOKENIZER_FILES = (
 )
 
 _WEIGHT_DTYPES = ("F32", "F16", "BF16", "F64")
+_MAX_CONFIG_BYTES = 2**24  # the largest known have 1 MB; the names of 10**7 layers have 180
 _MAX_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 
 
@@ -46,6 +48,26 @@ def reading(what: str | Path) -> Iterator[None]:
     except (OSError, RuntimeError, UnicodeDecodeError) as error:  # Runtime: `~nobody` has no home
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"`{what}` cannot be read: {reason}") from error
+
+
+def has_file(path: Path) -> bool:
+    """Whether a file is there, by itself or by a link.
+
+    Raises:
+        CheckpointError: a link to nothing, as the hub's cache has it of a download that was cut
+            off, which would pass for a file that the checkpoint never had; or no ordinary file.
+    """
+    with reading(path):
+        if path.is_file():
+            return True
+        if path.exists():
+            raise CheckpointError(f"`{path}` is not a file.")
+        if path.is_symlink():
+            raise CheckpointError(
+                f"`{path}` is a link to `{path.readlink()}`, which is not there: a part of the "
+                "checkpoint is missing. Download it again."
+            )
+    return False
 
 
 @contextmanager
@@ -88,10 +110,12 @@ def parse_config(folder: Path, model_type: str, values: dict[str, Any] | None = 
         values: what to read in place of the whole `config.json`, a part of it.
 
     Raises:
-        CheckpointError: a value in `config.json` is not what its `model_type` takes.
+        CheckpointError: a value in `config.json` is not what its `model_type` takes, or a size
+            that this machine cannot hold.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    check_sizes(folder, read_json(folder / "config.json") if values is None else values, None)
     try:
         if values is not None:
             return CONFIG_MAPPING[model_type].from_dict(values)
@@ -112,9 +136,8 @@ def check_generation_config(folder: Path) -> None:
     from transformers import GenerationConfig
 
     path = folder / "generation_config.json"
-    with reading(path):
-        if not path.exists():
-            return
+    if not has_file(path):
+        return
     content = read_json(path)
     ends = content.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
@@ -138,11 +161,17 @@ def first_line(error: BaseException) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; `CheckpointError` naming the file if there is none."""
+    """The JSON object in a file; `CheckpointError` naming the file if there is none.
+
+    A `config.json` has at most 16 MiB.
+    """
+    if not has_file(path):
+        raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
     try:
         with reading(path):
-            if not path.exists():
-                raise CheckpointError(f"`{path}` is missing: is `{path.parent}` a model folder?")
+            size = path.stat().st_size
+            if path.name == "config.json" and size > _MAX_CONFIG_BYTES:
+                raise CheckpointError(f"`{path}` has {size} bytes: at most {_MAX_CONFIG_BYTES}.")
             content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise CheckpointError(
@@ -156,9 +185,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_no_adapter(folder: Path) -> None:
     """Raise `UnsupportedModelError` for a LoRA adapter: Transformers might apply it in silence."""
     path = folder / "adapter_config.json"
-    with reading(path):
-        if not path.exists():
-            return
+    if not has_file(path):
+        return
     stated = read_json(path)
     kind, base = stated.get("peft_type", "of no type"), stated.get("base_model_name_or_path")
     raise UnsupportedModelError(
@@ -168,7 +196,7 @@ def check_no_adapter(folder: Path) -> None:
     )
 
 
-def check_weights(folder: Path, *, plain: bool = True) -> list[Path]:
+def check_weights(folder: Path, *, plain: bool = True) -> dict[Path, dict[str, Any]]:
     """Check that the folder's safetensors files are all there, whole, and hold plain numbers.
 
     Reads headers only (0.3 ms for the embedded model), so that a truncated download is reported
@@ -178,19 +206,18 @@ def check_weights(folder: Path, *, plain: bool = True) -> list[Path]:
         plain: False takes weights of any type, for who knows what they mean.
 
     Returns:
-        These files.
+        The header of each.
 
     Raises:
         CheckpointError: no safetensors, a missing shard, a corrupt or truncated file.
         UnsupportedModelError: weights in a type that only means something with its scales.
     """
-    index_path = folder / "model.safetensors.index.json"
+    whole, index_path = folder / "model.safetensors", folder / "model.safetensors.index.json"
     with reading(folder):
         files = sorted(path.name for path in folder.iterdir() if path.is_file())
-    if "model.safetensors" in files:
-        _check_dtypes(folder / "model.safetensors", plain)
-        return [folder / "model.safetensors"]
-    if index_path.name not in files:
+    if whole.name in files:
+        return {whole: _header(whole, plain)}
+    if index_path.name not in files and not has_file(whole) and not has_file(index_path):
         pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
         if pickled:
             raise CheckpointError(
@@ -204,33 +231,41 @@ def check_weights(folder: Path, *, plain: bool = True) -> list[Path]:
     shards: dict[str, set[str]] = {}
     for tensor, shard in weight_map.items():
         shards.setdefault(str(shard), set()).add(tensor)
-    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
-    if missing:
+    with reading(index_path):
+        missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    if missing and not has_file(folder / missing[0]):
         raise CheckpointError(
             f"`{folder}` lacks {len(missing)} of {len(shards)} weight files: `{missing[0]}` is "
             "named in the index but is not there. Download the model again."
         )
-    for shard, wanted in shards.items():
-        absent = sorted(wanted - _check_dtypes(folder / shard, plain).keys())
+    headers = {folder / shard: _header(folder / shard, plain) for shard in shards}
+    for path, wanted in zip(headers, shards.values(), strict=True):
+        absent = sorted(wanted - headers[path].keys())
         if absent:
-            raise CheckpointError(f"`{folder / shard}` lacks the tensor `{absent[0]}`.")
-    return [folder / shard for shard in shards]
+            raise CheckpointError(f"`{path}` lacks the tensor `{absent[0]}`.")
+    return headers
 
 
-def _check_dtypes(path: Path, plain: bool) -> dict[str, Any]:
-    """The header of a safetensors file; if `plain`, its weights are floating-point numbers.
+def _header(path: Path, plain: bool) -> dict[str, Any]:
+    """The header of a safetensors file, of plain numbers if `plain`."""
+    header = _read_header(path)
+    if plain:
+        check_plain(path, header)
+    return header
+
+
+def check_plain(path: Path, header: dict[str, Any]) -> None:
+    """Raise `UnsupportedModelError` unless the weights in a file are floating-point numbers.
 
     Others would be read as if their scale were 1. Integers that are no weights are left alone.
     """
-    header = _read_header(path)
     for name, entry in header.items():
-        if plain and name.endswith(".weight") and entry.get("dtype") not in _WEIGHT_DTYPES:
+        if name.endswith(".weight") and entry.get("dtype") not in _WEIGHT_DTYPES:
             raise UnsupportedModelError(
                 f"`{path}` stores `{name}` as {entry.get('dtype')}, and `config.json` has no "
                 "`quantization_config` that says what it means. Use a checkpoint in bfloat16, "
                 "float16 or float32."
             )
-    return header
 
 
 def _read_header(path: Path) -> dict[str, Any]:

@@ -17,7 +17,6 @@ the numbers of a head that are turned.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 
 import torch
 import torch.nn.functional as F
@@ -53,8 +52,6 @@ class Eagle3Head:
         embedding: Tensor,
         backend: Backend,
     ) -> None:
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
         layer = config.layer
         self.config, self.weights, self.extras = config, weights, extras
         self.target_ids = target_ids
@@ -65,13 +62,8 @@ class Eagle3Head:
         _, kv_heads, head_dim = self._sizes
         self.layer_shapes: list[LayerShape] = [(kv_heads, head_dim, head_dim)]
         self._attention = AttentionOptions(head_dim**-0.5, config.sliding_window)
-        # Transformers leaves a part of each head unturned for some types of RoPE only.
-        turned, rope = copy(layer), dict(layer.rope_parameters)
-        turned.head_dim = int(head_dim * (rope.pop("partial_rotary_factor", None) or 1))
-        turned.rope_parameters = rope
-        rotary = LlamaRotaryEmbedding(turned)
-        self._frequency_R = rotary.inv_freq.to(self.device, torch.float32)
-        self._rotary_scale = float(rotary.attention_scaling)
+        self._frequency_R = config.frequency_R.to(self.device)
+        self._rotary_scale = config.rotary_scale
 
     def features(self, aux: Sequence[Tensor]) -> Tensor:
         """[T, C] of the target's hidden states [T, target_hidden_size], in the order of layers."""

@@ -15,7 +15,9 @@ from foretoken.errors import CheckpointError
 from foretoken.models.checkpoint import check_weights, reading
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.eagle3_config import Eagle3Config
+from foretoken.models.guards import check_finite
 from foretoken.models.leftovers import check_fit
+from foretoken.models.sizes import check_room, check_sizes, stored_sizes
 from foretoken.ops import Backend
 from foretoken.ops.decoder import HeadExtras, HeadWeights
 
@@ -63,14 +65,15 @@ def load_eagle3(
             spread evenly over the target's, and `config.json` is all that the folder must have.
 
     Raises:
-        CheckpointError: the weights cannot be read, or are not those of `config.json`.
+        CheckpointError: the weights cannot be read, are not those of `config.json`, or not finite.
+        EngineMemoryError: random weights of its sizes are beyond the device.
     """
     shapes, optional = tensor_shapes(config), _optional_shapes(config)
     if embedding.shape[1] != config.hidden_size:
         shapes[_EMBEDDING] = optional[_EMBEDDING]
     drafted, known = config.draft_vocab_size, config.vocab_size
     if dummy_seed is None:
-        stored = _read_weights(folder)
+        stored = _read_weights(folder, config)
         target_ids = _target_ids(folder, stored.pop(_MAP, None), config)
         if head is not None:
             stored.setdefault(OUTPUT_LAYER, head)
@@ -81,9 +84,11 @@ def load_eagle3(
             )
         _check_names(folder, stored, shapes, optional)
     else:
+        check_room(folder, config.layer, shapes, embedding.dtype, embedding.device)
         stored = _random_weights(shapes, dummy_seed, embedding)
         target_ids = torch.arange(drafted) * known // drafted
     tensors = {name: w.to(embedding.device, embedding.dtype) for name, w in stored.items()}
+    check_finite(folder, tensors.items())
     own = tensors.pop(_EMBEDDING, embedding)
     if torch.equal(own, embedding):  # a copy of the target's
         own = embedding
@@ -184,12 +189,13 @@ def _our_name(name: str) -> str:
     return name
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
+def _read_weights(folder: Path, config: Eagle3Config) -> dict[str, Tensor]:
     """By our names."""
     from safetensors.torch import load_file
 
-    tensors: dict[str, Tensor] = {}
-    for path in check_weights(folder):
+    tensors, headers = dict[str, Tensor](), check_weights(folder)
+    check_sizes(folder, config.layer.to_dict(), stored_sizes(headers.values()))
+    for path in headers:
         with reading(path):
             stored = load_file(path)
         tensors |= {_our_name(name): tensor for name, tensor in stored.items()}

@@ -6,12 +6,15 @@ Belongs here: both formats of it, its switches, and which of them are refused. D
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from foretoken.errors import CheckpointError, UnsupportedModelError
-from foretoken.models.checkpoint import parse_config, quiet_transformers, read_json
+from foretoken.models.checkpoint import first_line, parse_config, quiet_transformers, read_json
 
 # In EAGLE's own format as EAGLE and SpecForge, vLLM and NeMo write it; then `speculators`.
 _ARCHITECTURES = (
@@ -46,6 +49,7 @@ _LOSSLESS: dict[str, tuple[Any, ...]] = {
     "verifier_accept_k": (None, 1),
     "accept_tolerance": (None, 0),
 }
+_MAX_HEAD_DIM = 2**16  # whose frequencies are computed before the weights are looked at
 # Of these types the frequencies are constants; others look at the longest request of a batch.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -60,6 +64,8 @@ class Eagle3Config:
     aux_layers: the target's hidden states that it reads, numbered as in `ForwardOutput.aux`; None
         leaves the choice to `default_aux_layers`
     layer: Transformers' configuration of the layer
+    frequency_R: float32, by which the first 2R numbers of each head are turned, per position
+    rotary_scale: factor of their cosines and sines
     sliding_window: as in `AttentionOptions`
     norm_before_residual: the residual starts at the normed feature, not at the feature
     norm_output: what a row puts out is normed for the next row, too, not for its logits alone
@@ -74,6 +80,8 @@ class Eagle3Config:
     draft_vocab_size: int
     aux_layers: tuple[int, ...] | None
     layer: Any
+    frequency_R: Tensor
+    rotary_scale: float
     sliding_window: int | None
     norm_before_residual: bool
     norm_output: bool
@@ -111,10 +119,9 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
     model_type = values["model_type"]
     with quiet_transformers():
         layer = parse_config(folder, model_type, {**values, "num_hidden_layers": 1})
-    kind = layer.rope_parameters["rope_type"]
-    if kind not in ROPE_TYPES:
-        known = ", ".join(f"`{name}`" for name in ROPE_TYPES)
-        raise UnsupportedModelError(f"`{path}` asks for RoPE of type `{kind}`; heads have {known}.")
+    _size(path, {"head_dim": layer.head_dim}, "head_dim", most=_MAX_HEAD_DIM)
+    _size(path, told, "intermediate_size")
+    frequency_R, rotary_scale = _rotary(path, layer)
     draft_vocab_size = _size(path, told, "draft_vocab_size", layer.vocab_size)
     if draft_vocab_size > layer.vocab_size:
         raise CheckpointError(
@@ -128,6 +135,8 @@ def read_eagle3_config(folder: Path) -> Eagle3Config:
         draft_vocab_size=draft_vocab_size,
         aux_layers=_aux_layers(path, raw, eagle),
         layer=layer,
+        frequency_R=frequency_R,
+        rotary_scale=rotary_scale,
         sliding_window=_sliding_window(path, told, layer),
         norm_before_residual=_flag(path, told, "norm_before_residual"),
         norm_output=_flag(path, told, "norm_output"),
@@ -170,15 +179,58 @@ def _check_supported(path: Path, raw: dict[str, Any], told: dict[str, Any]) -> N
         )
 
 
+def _rotary(path: Path, layer: Any) -> tuple[Tensor, float]:
+    """`frequency_R` and `rotary_scale` as Transformers' Llama has them.
+
+    `mrope` turns parts of a head by time, height and width, which are all a token's position in a
+    text: it is `default` then, however the parts are laid out.
+    """
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    rope = dict(layer.rope_parameters)
+    types = [name for name, value in rope.items() if isinstance(value, dict)]
+    if types:
+        raise UnsupportedModelError(
+            f"`{path}` gives RoPE by type of layer (`{types[0]}`); a head has one layer: give its "
+            "parameters alone."
+        )
+    kind = rope["rope_type"]
+    if kind == "mrope":
+        rope["rope_type"] = kind = "default"
+    if kind not in ROPE_TYPES:
+        known = ", ".join(f"`{name}`" for name in (*ROPE_TYPES, "mrope"))
+        raise UnsupportedModelError(f"`{path}` asks for RoPE of type `{kind}`; heads have {known}.")
+    # Transformers leaves a part of each head unturned for some types of RoPE only.
+    turned, part = copy(layer), rope.pop("partial_rotary_factor", None)
+    turned.rope_parameters = rope
+    try:
+        count = turned.head_dim = int(layer.head_dim * (1.0 if part is None else float(part)))
+        rotary = LlamaRotaryEmbedding(turned) if count > 0 else None  # 0 would be its default
+    except Exception as error:
+        raise CheckpointError(f"`{path}`: no RoPE of {rope}: {first_line(error)}") from error
+    if rotary is None or count % 2 or count > layer.head_dim:
+        raise CheckpointError(
+            f"`{path}` has RoPE turn {count} numbers of each head: `head_dim` {layer.head_dim} "
+            f"times `partial_rotary_factor` {part} must be an even number in 2..{layer.head_dim}."
+        )
+    frequency_R, scale = rotary.inv_freq.float(), float(rotary.attention_scaling)
+    if not bool((frequency_R * scale).isfinite().all()):
+        raise CheckpointError(f"`{path}`: the angles of RoPE of {rope} are not finite.")
+    return frequency_R, scale
+
+
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
     """The hidden states that heads read unless they say otherwise, by the target's layers."""
     return 2, num_layers // 2, num_layers - 3
 
 
-def _size(path: Path, told: dict[str, Any], name: str, default: int | None = None) -> int:
+def _size(
+    path: Path, told: dict[str, Any], name: str, default: int | None = None, most: int | None = None
+) -> int:
     value = default if told.get(name) is None else told[name]
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"`{path}` gives `{name}` as {value!r}: must be an integer >= 1.")
+    if type(value) is not int or value < 1 or (most is not None and value > most):
+        bound = ">= 1" if most is None else f"in 1..{most}"
+        raise CheckpointError(f"`{path}` gives `{name}` as {value!r}: must be an integer {bound}.")
     return value
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
+from foretoken.errors import UnsupportedModelError
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.models.guards import TOLERANCE
 from foretoken.ops import AttentionBatch, UnfitError
@@ -34,16 +35,26 @@ def fuse(head: Eagle3Head, positions: int, most_rows: int) -> None:
     Args:
         positions: longest context, in tokens.
         most_rows: requests that draft at once.
+
+    Raises:
+        UnsupportedModelError: its operators give NaN or infinity.
     """
     try:
         fused = head.backend.draft_head(head.model(max(positions, _LONGEST)), most_rows)
     except UnfitError as reason:
         _log.info("The EAGLE-3 head runs operator by operator: %s", reason)
-        return
+        fused = None
+    tried = (None,) if fused is None else (None, fused)
+    head.backend.compile_ahead(lambda: [_outputs(head, one) for one in tried])
+    expected, *others = (_outputs(head, one) for one in tried)
+    if not all(bool((output < torch.inf).all()) for output in expected):  # -inf: never drafted
+        raise UnsupportedModelError(
+            f"The EAGLE-3 head gives numbers that are not finite in {head.dtype}: its weights are "
+            "damaged, or too large for this dtype (float16 ends at 65504). Try another `dtype`."
+        )
     if fused is None:
         return
-    head.backend.compile_ahead(lambda: (_outputs(head, None), _outputs(head, fused)))
-    error = _difference(_outputs(head, None), _outputs(head, fused))
+    error = _difference(expected, *others)
     if not error <= (tolerance := TOLERANCE[head.dtype]):  # NaN too
         head.fused = None
         _log.warning(

@@ -19,6 +19,7 @@ from foretoken.models.attention import ATTENTION_NAME, register_attention
 from foretoken.models.causal_lm import CausalLM, TargetView
 from foretoken.models.checkpoint import (
     check_generation_config,
+    check_plain,
     check_weights,
     first_line,
     parse_config,
@@ -28,6 +29,14 @@ from foretoken.models.checkpoint import (
 from foretoken.models.leftovers import check_fit, check_leftovers
 from foretoken.models.locate import resolve_checkpoint
 from foretoken.models.packing import can_pack, observe_linears, pack_linears
+from foretoken.models.sizes import (
+    Stored,
+    check_numbers,
+    check_room,
+    check_sizes,
+    parameter_shapes,
+    stored_sizes,
+)
 from foretoken.ops import AttentionCall, Backend, Decoder, UnfitError, get_backend
 
 _log = logging.getLogger(__name__)
@@ -71,22 +80,22 @@ def load_model(
     raw = read_config(folder)
     with quiet_transformers():
         check_generation_config(folder)
-        config, model_class = _config_and_class(folder, raw)
-        is_quantised = guards.check_quantisation(config)
-        if dummy_seed is None:
-            check_weights(folder, plain=not is_quantised)
-        elif is_quantised:
-            bound = "`auto` for quantised weights: random ones would be of another kind"
-            raise ConfigError("load_format", "dummy", bound)
+        config, model_class, stored = _config_and_class(
+            folder, raw, is_dummy=dummy_seed is not None
+        )
         torch_dtype = _choose_dtype(dtype, config, device)
         limit = _choose_max_len(max_model_len, config, shorten)
         register_attention()
         _check_layers(view.aux_layers, config)
-        if dummy_seed is None:
+        shapes = parameter_shapes(model_class, config)
+        if stored is not None:
+            check_numbers(folder, config.get_text_config(), shapes, stored)
             module = _weighted_module(model_class, config, folder, torch_dtype, device)
         else:
-            module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed)
-        return _checked(module, backend, limit, view, positions=max_model_len or limit)
+            check_room(folder, config.get_text_config(), shapes, torch_dtype, device)
+            module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed or 0)
+        source = folder if stored is not None else None
+        return _checked(module, backend, limit, view, max_model_len or limit, source)
 
 
 def load_plain(path_or_name: str | Path) -> Any:
@@ -113,17 +122,25 @@ def load_plain(path_or_name: str | Path) -> Any:
 
 
 def _checked(
-    module: Any, backend: Backend, max_model_len: int, view: TargetView, *, positions: int
+    module: Any,
+    backend: Backend,
+    max_model_len: int,
+    view: TargetView,
+    positions: int,
+    folder: Path | None,
 ) -> CausalLM:
     """The module made fast as far as it can be, after the self-check.
 
     Args:
         positions: those of a draft may be longer than its own: past them it computes for nobody.
+        folder: where the weights are from; None: they are random.
     """
     device = module.get_input_embeddings().weight.device
     with observe_linears(module) as linears:
         calls, _ = guards.probe(module, device)
     _drop_towers(module, {id(linear) for linear, _ in linears})
+    if folder is not None:
+        guards.check_finite(folder, module.named_parameters())
     expected = guards.eager_logits(module, device)
     model = CausalLM(
         module, backend=backend, layer_shapes=[call.shape for call in calls],
@@ -169,14 +186,20 @@ def _fused(
         return None
 
 
-def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
-    """The configuration and the class for it, after the guards that need no weights."""
+def _config_and_class(
+    folder: Path, raw: dict[str, Any], *, is_dummy: bool
+) -> tuple[Any, Any, Stored | None]:
+    """The configuration, the class for it and the sizes of the weights, if there are any, after
+    the guards that do not run the model."""
     from transformers.models.auto import modeling_auto as auto
 
     model_type = raw["model_type"]
     text_class = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     class_names = [text_class, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)]
     name = guards.check_config(raw, [name for name in class_names if name])
+    headers = {} if is_dummy else check_weights(folder, plain=False)
+    stored = None if is_dummy else stored_sizes(headers.values())
+    check_sizes(folder, raw, stored)
     config = parse_config(folder, model_type)
     if name == text_class:
         model_class = auto.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -184,7 +207,13 @@ def _config_and_class(folder: Path, raw: dict[str, Any]) -> tuple[Any, Any]:
         model_class = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)]
         guards.check_multimodal(config)
     guards.check_class(model_class, config)
-    return config, model_class
+    if not guards.check_quantisation(config):
+        for path, header in headers.items():
+            check_plain(path, header)
+    elif is_dummy:
+        bound = "`auto` for quantised weights: random ones would be of another kind"
+        raise ConfigError("load_format", "dummy", bound)
+    return config, model_class, stored
 
 
 def _weighted_module(

@@ -17,6 +17,7 @@ from foretoken.models.checkpoint import (
     TOKENIZER_JSON,
     TOKENIZER_TEXT,
     first_line,
+    has_file,
     parse_config,
     quiet_transformers,
     read_config,
@@ -24,6 +25,7 @@ from foretoken.models.checkpoint import (
     reading,
 )
 from foretoken.models.locate import resolve_checkpoint
+from foretoken.models.sizes import check_sizes
 
 _TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 _MAKES_ONE = (
@@ -33,7 +35,12 @@ _MAKES_ONE = (
     "vocab.txt",
     *TOKENIZER_FOREIGN,
 )
-
+_WITH_ANY = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+)
 
 _CONTEXT = 8  # tokens before a text that are encoded with it
 
@@ -69,8 +76,11 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
             file, or the files that a tokenizer would need.
     """
     folder = resolve_checkpoint(path_or_name)
-    if not _find(folder, _MAKES_ONE):
+    if not (_find(folder, _MAKES_ONE[:1]) or _find(folder, _MAKES_ONE)):
         return None
+    if has_file(folder / "config.json"):  # Transformers may read it for the tokenizer, too
+        check_sizes(folder, read_json(folder / "config.json"), None)
+    _find(folder, _WITH_ANY)  # Transformers does not miss what a link to nothing stands for
     from transformers import AutoTokenizer
 
     try:
@@ -89,17 +99,18 @@ def load_tokenizer(path_or_name: str | Path) -> Any:
 
 
 def _find(folder: Path, patterns: tuple[str, ...]) -> list[str]:
-    """Names of the folder's files that match, in the order of the patterns."""
+    """Names of the folder's files that match, in the order of the patterns; see `has_file`."""
     with reading(folder):  # `glob` would take a folder that may not be read for an empty one
-        names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    return [name for pattern in patterns for name in fnmatch.filter(names, pattern)]
+        names = sorted(path.name for path in folder.iterdir())
+    found = (name for pattern in patterns for name in fnmatch.filter(names, pattern))
+    return [name for name in found if has_file(folder / name)]
 
 
 def _blame_config(folder: Path) -> None:
     """Raise if `config.json` is at fault: Transformers reads it for the tokenizer, too."""
     from transformers import CONFIG_MAPPING
 
-    if (folder / "config.json").exists():
+    if has_file(folder / "config.json"):
         model_type = read_config(folder)["model_type"]
         if model_type in CONFIG_MAPPING:
             parse_config(folder, model_type)

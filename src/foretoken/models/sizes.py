@@ -1,0 +1,175 @@
+"""Whether the sizes in `config.json` can be those of the weights, or of this machine.
+
+Belongs here: what is checked before a module is built, because an absurd size would be looped over
+or allocated first. Does not: each tensor's name and shape (`leftovers.py`). Loads no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from foretoken.config.machine import machine_bytes
+from foretoken.errors import CheckpointError, EngineMemoryError
+
+if TYPE_CHECKING:
+    import torch
+
+Shape = tuple[int, ...]
+
+_LAYERS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "depth"})
+_SIZES = frozenset(
+    """hidden_size n_embd d_model vocab_size num_attention_heads n_head n_heads num_heads
+    num_key_value_heads head_dim""".split()
+)
+_OPTIONAL = frozenset(
+    """intermediate_size moe_intermediate_size n_inner ffn_dim num_experts num_local_experts
+    n_routed_experts""".split()
+)  # 0 where a model has none
+_POSITIONS = frozenset({"max_position_embeddings", "n_positions", "max_seq_len", "seq_length"})
+_OF_TEXT = ("text_config", "transformer_layer_config")
+# What a default may be that changes nothing: a size of experts, of layers that read pictures.
+_HARMLESS = 2**20
+_HARMLESS_LAYERS = 2**12
+_MODULE_BYTES = 30_000  # memory of a layer's modules without weights: GPT-2's; Qwen3's take 35 KB
+_MAX_SIZE = 2**31 - 1
+
+
+class Stored(NamedTuple):
+    """What safetensors headers say: numbers in all, layers by their names, shapes by name."""
+
+    numbers: int
+    layers: int
+    shapes: dict[str, Shape]
+
+
+def stored_sizes(headers: Iterable[Mapping[str, Any]]) -> Stored:
+    """The sizes of a checkpoint by its headers; a quantised number has 1 bit or more."""
+    numbers, layers, shapes = 0, 0, dict[str, Shape]()
+    for header in headers:
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            shapes[name] = tuple(entry["shape"])
+            first, last = entry["data_offsets"]
+            is_plain = re.fullmatch("B?F(16|32|64)", entry["dtype"])
+            numbers += math.prod(shapes[name]) if is_plain else 8 * (last - first)
+            if number := re.search(r"(?:^|\.)(\d+)\.", name):
+                layers = max(layers, int(number[1]) + 1)
+    return Stored(numbers, layers or len(shapes), shapes)
+
+
+def check_sizes(folder: Path, values: Mapping[str, Any], stored: Stored | None) -> None:
+    """Check the sizes that a configuration gives, before Transformers reads it.
+
+    Args:
+        values: `config.json` of `folder`.
+        stored: of its weights; None: random ones.
+
+    Raises:
+        CheckpointError: a size is below 1, or more than the weights or this machine can hold.
+    """
+    memory = machine_bytes() or 2**40
+    for name, value, is_text in _sizes(values):
+        given = f"`{folder / 'config.json'}` gives `{name}` as {value}"
+        least = int(name in _LAYERS or name in _SIZES)
+        if value < 0 or (value < least and is_text):
+            raise CheckpointError(f"{given}: must be at least {least}.")
+        if name in _POSITIONS:  # of RoPE: no weights depend on it
+            most = 2**63 - 1
+            why = f"at most {most}"
+        elif name not in _LAYERS:
+            most = max(stored.numbers, _HARMLESS) if stored else _MAX_SIZE
+            why = (
+                f"the weights hold {stored.numbers} numbers in all" if stored else f"at most {most}"
+            )
+        elif stored is None:
+            most = memory // _MODULE_BYTES
+            why = f"at most {most} layers fit the {memory / 2**30:.3g} GiB of this machine's memory"
+        else:
+            most = stored.layers if is_text else max(stored.layers, _HARMLESS_LAYERS)
+            why = f"the weights have {stored.layers} layers"
+        if value > most:
+            raise CheckpointError(f"{given}: {why}.")
+
+
+def _sizes(values: Mapping[str, Any], is_text: bool = True) -> Iterator[tuple[str, int, bool]]:
+    """Every size: its name, itself, and whether it is of the model of text."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _sizes(value, is_text and name in _OF_TEXT)
+        elif type(value) is int and name in _LAYERS | _SIZES | _OPTIONAL | _POSITIONS:
+            yield name, value, is_text
+
+
+def parameter_shapes(model_class: Any, config: Any) -> dict[str, Shape] | None:
+    """The shapes of a model's parameters, each once, without memory for them.
+
+    None if it cannot be built: the loader meets the same failure and says what it is.
+    """
+    import torch
+
+    try:
+        with torch.device("meta"):
+            module = model_class._from_config(copy.deepcopy(config), attn_implementation="eager")
+    except Exception:
+        return None
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def check_numbers(
+    folder: Path, config: Any, shapes: Mapping[str, Shape] | None, stored: Stored
+) -> None:
+    """Raise `CheckpointError` for a model of far more numbers than the weights hold.
+
+    A few that do not fit are found by name when they are loaded: they are allocated first.
+    """
+    needed = sum(map(math.prod, shapes.values())) if shapes else 0
+    if shapes and needed > max(2 * stored.numbers, _HARMLESS):  # twice: an untied output layer
+        name = max(shapes, key=lambda name: math.prod(shapes[name]))
+        found = f", and is {[*stored.shapes[name]]} there" if name in stored.shapes else ""
+        raise CheckpointError(
+            f"`{folder / 'config.json'}` {_cause(config, shapes[name], stored)}makes a model of "
+            f"{needed} numbers, and the weights hold {stored.numbers}: `{name}` would be "
+            f"{[*shapes[name]]}{found}."
+        )
+
+
+def check_room(
+    folder: Path,
+    config: Any,
+    shapes: Mapping[str, Shape] | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raise `EngineMemoryError` for random weights that the device can never hold."""
+    import torch
+
+    room = machine_bytes()
+    if device.type != "cpu":
+        room = torch.cuda.get_device_properties(device).total_memory
+    needed = dtype.itemsize * sum(map(math.prod, shapes.values())) if shapes else 0
+    if shapes and room is not None and needed > room:
+        name = max(shapes, key=lambda name: math.prod(shapes[name]))
+        raise EngineMemoryError(
+            f"`{folder / 'config.json'}` {_cause(config, shapes[name], None)}makes random weights "
+            f"of {needed / 2**30:.3g} GiB, and `{device.type}` has {room / 2**30:.3g} GiB of memory"
+            f": `{name}` would be {[*shapes[name]]}."
+        )
+
+
+def _cause(config: Any, shape: Shape, stored: Stored | None) -> str:
+    """The field that makes a tensor so large: the largest that divides a size not stored."""
+    known = {size for shape in stored.shapes.values() for size in shape} if stored else set[int]()
+    sizes = [size for size in shape if size not in known]
+    fields = [
+        (value, name)
+        for name, value in config.to_dict().items()
+        if type(value) is int and value > 1 and value not in known
+        if any(size and size % value == 0 for size in sizes)
+    ]
+    return "gives `{1}` as {0}, which ".format(*max(fields)) if fields else ""

@@ -11,6 +11,7 @@ from foretoken.config import AUTO, LOSSLESS_METHODS
 from foretoken.errors import CapacityError, IntegrityError, RequestError
 from foretoken.sampling.params import SamplingParams
 
+BadWords = tuple[tuple[int, ...], ...]
 FIXED = 4
 """Drafts of requests whose text depends on their number, where others' K is `auto`; or all there
 are, if those are fewer."""
@@ -188,9 +189,7 @@ def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingPar
     return params
 
 
-def bad_word_ids(
-    words: Iterable[str], tokenizer: Any | None, vocab_size: int
-) -> tuple[tuple[int, ...], ...]:
+def bad_word_ids(words: Iterable[str], tokenizer: Any | None, vocab_size: int) -> BadWords:
     """Token sequences of the bad words, each as it starts a text and as it follows a space.
 
     A sequence with an id that the model does not have can never be drawn and is left out.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from foretoken.engine.admission import check_request, check_token_ids
+from foretoken.engine.admission import BadWords, check_request, check_token_ids
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import encode, encode_prediction, shown_parts
 from foretoken.engine.request import Given, Request, RequestGroup
@@ -35,6 +35,7 @@ class Submission(NamedTuple):
     prompt_ids: list[int]
     params: SamplingParams
     prompt: str | None
+    bad_words: BadWords
 
 
 def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams) -> Submission:
@@ -42,7 +43,7 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
 
     Raises:
         RequestError, CapacityError: it cannot be served as asked.
-        ProcessingError: the tokenizer raised.
+        ProcessingError: the tokenizer raised, perhaps on bad words.
         EngineBrokenError: the device failed; nothing is served any more.
     """
     engine.check_works()
@@ -51,13 +52,15 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
         if params.prediction is not None:  # which is encoded behind the text of the prompt
             check_token_ids("prompt", ids, engine.limits.vocab_size)
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
+        bad_words = engine.encode_bad_words(params) if engine.tokenizer is not None else ()
     grammar = engine.grammars.compiled(params.structured_outputs)
     if prediction is not params.prediction or grammar is not params.structured_outputs:
         params = replace(params, prediction=prediction, structured_outputs=grammar)
     limits = engine.limits
     if params is engine.default_params and len(ids) + params.token_limit > limits.max_model_len:
         params = replace(params, max_tokens=None)  # nobody asked for as many as do not fit
-    return Submission(request_id, ids, check_request(ids, params, limits, text), text)
+    params = check_request(ids, params, limits, text)
+    return Submission(request_id, ids, params, text, bad_words)
 
 
 def submit(engine: Engine, submission: Submission) -> RequestGroup:
@@ -65,10 +68,8 @@ def submit(engine: Engine, submission: Submission) -> RequestGroup:
 
     Raises:
         OverloadedError: too many wait.
-        ProcessingError: the tokenizer raised, on bad words.
     """
-    with _encoding(submission.request_id):
-        return engine.add(*submission)
+    return engine.add(*submission)
 
 
 def build_output(engine: Engine, group: RequestGroup) -> RequestOutput:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.config import EngineConfig
-from foretoken.engine.admission import Limits, bad_word_ids, check_request, drafts_of
+from foretoken.engine.admission import BadWords, Limits, bad_word_ids, check_request, drafts_of
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.devices import use_device
 from foretoken.engine.faults import (
@@ -97,7 +97,7 @@ class Engine:
         self._broken_by: BaseException | None = None
         self._slots = runner.slots
         self._num_added = 0
-        self._bad_words: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {(): ()}
+        self._bad_words: dict[tuple[str, ...], BadWords] = {(): ()}
         speculation = config.speculative_config
         self._rule = speculation.rejection_sample_method if speculation else "standard"
         self.limits = Limits(
@@ -204,8 +204,12 @@ class Engine:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         prompt: str | None = None,
+        bad_words: BadWords | None = None,
     ) -> RequestGroup:
         """Queue a prompt; the prediction is token ids by now, `structured_outputs` compiled.
+
+        Args:
+            bad_words: `encode_bad_words` of the parameters' own; None: they are encoded here.
 
         Raises:
             RequestError: the prompt or its parameters are out of bounds.
@@ -222,10 +226,8 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids or ())
         if params.grammar or not params.ignore_eos:  # behind the end of a grammar nothing may stand
             stop_ids |= self.eos_ids
-        words = tuple(params.bad_words or ())
-        if words not in self._bad_words:  # prompts of one call come one after the other
-            ids = bad_word_ids(words, self.tokenizer, self.limits.vocab_size)
-            self._bad_words = {(): (), words: ids}
+        if bad_words is None:
+            bad_words = self.encode_bad_words(params)
         if params.prompt_logprobs is not None:
             group.prompt_logprobs = [None]
         rule = params.rejection_sample_method or self._rule
@@ -237,7 +239,7 @@ class Engine:
             rule = "standard"  # plain decoding, with the target's distribution
         for j in range(params.n):
             request = Request(
-                group, j, mix(seed, j), list(prompt_ids), stop_ids, self._bad_words[words], rule,
+                group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words, rule,
                 most_drafts, self.limits.number_of(params.drafter),
                 waits_for_tokens=edits_on_host, adapts=adapts,
             )  # fmt: skip
@@ -245,6 +247,14 @@ class Engine:
             group.samples.append(request)
         self._num_added = admission
         return group
+
+    def encode_bad_words(self, params: SamplingParams) -> BadWords:
+        """`bad_words` as token ids; those of the last call are kept. For any thread."""
+        words, known = tuple(params.bad_words or ()), self._bad_words
+        if words not in known:  # prompts of one call come one after the other
+            ids = bad_word_ids(words, self.tokenizer, self.limits.vocab_size)
+            self._bad_words = known = {(): (), words: ids}
+        return known[words]
 
     def check_works(self) -> None:
         """Raise `EngineBrokenError` once the device has failed."""

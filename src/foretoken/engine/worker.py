@@ -185,7 +185,7 @@ class Worker:
                 raise RequestError("request_id", name, "a text that names no other open request")
             self._open[name] = mailbox
             add = partial(self._add, mailbox, name, prompt, params)
-            if takes_long(prompt) or takes_long(params.prediction):
+            if any(map(takes_long, (prompt, params.prediction, params.bad_words))):
                 self._encoder.submit(add)
             else:
                 self._post(add)
@@ -401,6 +401,8 @@ def takes_long(prompt: Any) -> bool:
     """Whether what is given takes as long to encode, or to read, as a step may."""
     if isinstance(prompt, Mapping):
         return any(map(takes_long, prompt.values()))
+    if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], str):
+        return sum(map(len, prompt)) > _LONG
     return isinstance(prompt, ChatPrompt) or (isinstance(prompt, Sized) and len(prompt) > _LONG)
 
 

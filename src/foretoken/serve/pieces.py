@@ -22,7 +22,8 @@ SLICE = 0.002
 in a step, and waits for what is left of a slice each time; the rests are its own."""
 LONG_BODY = 2**15
 """Bytes: a body of so many takes a millisecond or two, a thread 0.1 ms."""
-T, P = TypeVar("T"), ParamSpec("P")
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Rows:

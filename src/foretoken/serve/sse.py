@@ -16,7 +16,6 @@ from collections.abc import (
     Coroutine,
     Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from contextlib import aclosing, suppress
@@ -37,8 +36,8 @@ T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 
 
-Choices = Mapping[int, Sequence[Event]]
-"""All events of an answer, by choice."""
+Choices = dict[int, list[Event]]
+"""All events of an answer, by choice. It is emptied: what is freed at once would hold up others."""
 
 
 class AnswerWriter(Protocol):
@@ -79,7 +78,7 @@ class ChunkWriter:
         between = self._head.removeprefix(b"data: ")
         for index in sorted(choices):
             yield between
-            yield from pieces(self._form.whole(choices[index]))
+            yield from pieces(self._form.whole(choices.pop(index)))
             between = b","
         yield b"]," + dumps(_counts(usage))[1:]
 

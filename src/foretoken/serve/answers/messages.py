@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic_core import from_json
@@ -38,7 +38,7 @@ class MessagesWriter(NamedEvents):
             "usage": {"input_tokens": 0, "output_tokens": 0},
         }
 
-    def body(self, choices: Mapping[int, Sequence[Event]], usage: Usage) -> Iterator[bytes]:
+    def body(self, choices: dict[int, list[Event]], usage: Usage) -> Iterator[bytes]:
         """The whole answer."""
         for event in choices[0]:
             self._take(event)

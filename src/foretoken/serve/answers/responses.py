@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from foretoken.serve.answers.events import Event
@@ -53,7 +53,7 @@ class ResponsesWriter(NamedEvents):
             "usage": None,
         }
 
-    def body(self, choices: Mapping[int, Sequence[Event]], usage: Usage) -> Iterator[bytes]:
+    def body(self, choices: dict[int, list[Event]], usage: Usage) -> Iterator[bytes]:
         """The whole answer."""
         for event in choices[0]:
             self._take(event)

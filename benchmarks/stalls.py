@@ -48,8 +48,8 @@ async def stream(http: httpx.AsyncClient, prompt: list[int], count: int) -> list
 
 
 def gaps(times: list[float], start: float, end: float) -> list[float]:
-    """Between chunks of a stream, those that reach into this time."""
-    return [b - a for a, b in pairwise(times[1:]) if b > start and a < end]
+    """Between chunks of a stream, those with their middle in this time."""
+    return [b - a for a, b in pairwise(times[1:]) if start <= (a + b) / 2 < end]
 
 
 async def once(url: str, ids: list[int], turn: int) -> Times:

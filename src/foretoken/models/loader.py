@@ -111,9 +111,12 @@ def load_plain(path_or_name: str | Path) -> Any:
     folder, device = resolve_checkpoint(path_or_name), torch.device("cpu")
     with quiet_transformers():
         check_generation_config(folder)
-        config, model_class = _config_and_class(folder, read_config(folder))
-        check_weights(folder, plain=not guards.check_quantisation(config))
+        raw = read_config(folder)
+        config, model_class, stored = _config_and_class(folder, raw, is_dummy=False)
         register_attention()
+        if stored is not None:
+            shapes = parameter_shapes(model_class, config)
+            check_numbers(folder, config.get_text_config(), shapes, stored)
         module = _weighted_module(model_class, config, folder, torch.float32, device)
         expected = guards.eager_logits(module, device)
         module.set_attn_implementation("eager")

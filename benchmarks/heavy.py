@@ -27,8 +27,9 @@ from foretoken.lab.results import Row
 
 MAX_HEALTH, MAX_GAP = 0.2, 0.3  # seconds; the second beyond those of the twin
 STEP, SLOTS = 192, 32  # tokens, samples
+SPECULATION = '{"method": "ngram", "num_speculative_tokens": 4}'
 OPTIONS = ("--chat-template", TEMPLATE, "--max-num-batched-tokens", str(STEP),
-           "--max-num-seqs", str(SLOTS), "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}')  # fmt: skip
+           "--max-num-seqs", str(SLOTS), "--speculative-config", SPECULATION)  # fmt: skip
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LIVELY = {"prompt": "def f(", "max_tokens": 1900, "ignore_eos": True, "stream": True,
           "priority": -1}  # fmt: skip

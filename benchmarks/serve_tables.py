@@ -60,6 +60,7 @@ def server_bears(folder: Path) -> str:
     for name, told in (("soak_serve", _soak), ("hostile", _hostile)):
         (row,) = read(folder / f"{name}.json").rows
         rows.append([*told(row), f"`{name}`"])
+    rows.append([*_heavy(read(folder / "heavy.json")), "`heavy`"])
     return markdown(["what", "what came of it", "results file"], rows)
 
 
@@ -121,3 +122,13 @@ def _hostile(row: Row) -> list[str]:
         f"{number(row, 'resident_mib_grown_at_last', 0)}"
     )
     return [f"{number(row, 'requests', 0)} hostile requests, by hand and from `schemathesis`", told]
+
+
+def _heavy(results: Results) -> list[str]:
+    *asked, worst = results.rows
+    told = (
+        f"`/health` answers within {number(worst, 'seconds_health', 2)} s; between chunks of a "
+        f"stream at most {number(worst, 'seconds_gap_beyond', 2)} s more than the same steps alone "
+        f"take; {number(worst, 'resident_mib_grown', 0)} MiB more memory"
+    )
+    return [f"{len(asked)} of the heaviest requests that are admitted", told]

@@ -65,6 +65,7 @@ class ChunkWriter:
 
     def __init__(self, asked: Asked, form: Form, model: str) -> None:
         self._asked, self._form = asked, form
+        self._is_long = asked.num_top is not None or asked.params.trace  # else there are no `Rows`
         self._fields = {
             "id": form.id_prefix + uuid.uuid4().hex,
             "object": form.chunk_object if asked.stream else form.body_object,
@@ -92,7 +93,7 @@ class ChunkWriter:
         for event in events:
             for choice in self._form.chunks(event):
                 yield self._head
-                yield from pieces(choice)
+                yield from pieces(choice) if self._is_long else (dumps(choice),)
                 yield tail
 
     def last(self, usage: Usage) -> Iterator[bytes]:

@@ -102,9 +102,9 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Shares of the next step, in order of arrival; admits waiting requests that fit.
 
-        A decoding request always gets its token and all its drafts, and prefill what room is left:
-        a long prefill cannot stall the others, and no draft is ever dropped for what else is in
-        the batch, which would make sampled tokens depend on it.
+        A decoding request always gets its token and all its drafts: none is ever dropped for what
+        else is in the batch, which would make sampled tokens depend on it. Prompts get what is left
+        of `max_num_batched_tokens`, and with a pace no more than there is time for.
         """
         for request in self.running:
             self._enter_blocks(request)

@@ -18,7 +18,7 @@ from foretoken.lab.audit import gallery
 from foretoken.lab.audit.enumeration import NotEnumerableError, enumerate_runs
 from foretoken.lab.audit.evidence import Evidence, Model, Source
 from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
-from foretoken.lab.audit.subjects import bind, models, of_backend, of_callable
+from foretoken.lab.audit.subjects import Subject, bind, models, of_backend, of_callable
 from foretoken.lab.audit.toys import TOYS
 from foretoken.lab.audit.verdict import EXACT, audit, enumerated
 from foretoken.lab.laws.acceptance import accepted_moments
@@ -438,6 +438,14 @@ def test_outcomes_given_their_group() -> None:
     assert given_groups(0.2, runs=20, draws=1500)[0] == 20
     source = Source(Model("m", np.full(4, 0.5), {}, given=2), np.array([450.0, 450, 50, 50]), 1000)
     assert (source.distance, source.p_value) == (0.0, 1.0)
+
+
+def test_a_subject_that_draws_nothing_has_a_verdict() -> None:
+    """An engine at temperature 0, which has checks alone."""
+    subject = Subject("x", [], lambda *given: (), lambda: ([], ["All is equal."]))
+    assert audit(subject).verdict.startswith("not refuted: all is as it should be")
+    wrong = subject._replace(exact=lambda: (["greedy_differs"], []))
+    assert audit(wrong).bug == "greedy_differs"
 
 
 def test_tokens_of_a_text_are_read_together() -> None:

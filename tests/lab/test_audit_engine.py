@@ -234,7 +234,7 @@ def test_right_engines_pass(
 @pytest.mark.parametrize("rule", LOSSLESS_METHODS)
 @pytest.mark.parametrize("drafter", NULLS)
 def test_every_right_engine_passes(null: Any, drafter: str, rule: str, temperature: float) -> None:
-    found = null(drafter, rule, temperature, 40_000)
+    found = null(drafter, rule, temperature, 20_000)
     if temperature == 0:
         assert not found.refuted, (found.verdict, found.exact)
     else:

@@ -176,7 +176,7 @@ class Evidence:
         self._ratios = [self._ratios_of(model) for model in self.models]
         groups = [(bug, WEIGHTS["bugs"] / len(self._bugs)) for bug in self._bugs]
         num = len(self.models) * len(CONCENTRATIONS)
-        groups += [(UNKNOWN, WEIGHTS[UNKNOWN] / num)] * num
+        groups += [(UNKNOWN, WEIGHTS[UNKNOWN] / max(num, 1))] * num
         groups += [(TOO_MUCH, WEIGHTS[TOO_MUCH] / len(STAKES))] * len(STAKES)
         self._names = [name for name, _ in groups]
         weights = np.array([weight for _, weight in groups])

@@ -230,12 +230,8 @@ class EngineAudit:
         Of the first one alone: whether `block` looks at a further one depends on that very number.
         Neither ranks nor uniforms are uniform where a round is known to have ended.
         """
-<<<<<<< HEAD
-        after_ranks, in_turn = list[tuple[float, float]](), list[tuple[float, float]]()
-=======
         after_ranks: list[tuple[float, float]] = []
         in_turn: list[tuple[float, float]] = []
->>>>>>> w-auditstat
         for text, ranks_L in zip(self._texts, self._ranks.tolist(), strict=True):
             spent = None
             for i, record in enumerate(text.trace):

@@ -1,4 +1,4 @@
-"""Memory: what the machine has, and what to say when it does not suffice. No torch."""
+"""Memory: what does not fit, and what to say then. No torch."""
 
 from __future__ import annotations
 

@@ -91,6 +91,38 @@ def test_steps_come_between_prompts_that_take_long_together(
     assert len(set(seen)) == 5
 
 
+def test_a_burst_of_short_prompts_does_not_keep_the_first_one_waiting(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs when they come: the first one runs before the last one is encoded."""
+    tokenizer, step, steps, seen = engine.engine.tokenizer, engine.engine.step, [0], []
+    encode = tokenizer.encode  # type: ignore[union-attr]
+
+    def counted() -> Any:
+        steps[0] += 1
+        return step()
+
+    def slow(text: str, **options: Any) -> Any:
+        seen.append(steps[0])
+        time.sleep(0.01)
+        return encode(text, **options)
+
+    async def main() -> None:
+        few = {"max_tokens": 2}
+        await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(20)))
+
+    engine.engine.step = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    run(main())
+    assert seen[-1] > 2
+
+
+def test_the_collector_may_end_an_engine_in_the_thread_that_encodes(engine: AsyncEngine) -> None:
+    worker = engine._worker
+    worker.encode(lambda of: worker.stop(), ["x" * 5000]).result(timeout=60)
+    worker.stop()
+
+
 def test_how_busy_it_is(engine: AsyncEngine) -> None:
     async def main() -> None:
         gate = Gate(engine)

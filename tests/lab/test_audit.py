@@ -273,6 +273,16 @@ def capped(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
     return [*drafts, (np.cumsum(p[-1]) <= rng.random()).sum().clip(max=p.shape[1] - 1)]
 
 
+def by_ratio(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
+    """p = 0 where the filters leave a draft out: a ratio without end, which rejects it."""
+    for i, x in enumerate(drafts):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if not rng.random() * q[i][x] / p[i][x] <= 1:
+                rest = np.maximum(p[i] - q[i], 0)
+                return [*drafts[:i], rng.choice(len(rest), p=rest / rest.sum())]
+    return [*drafts, rng.choice(len(p[-1]), p=p[-1])]
+
+
 def at_once(p: Any, q: Any, drafts: list[int], rng: Any) -> Any:
     """All drafts of the round in one comparison of arrays, in logarithms."""
     rows = np.arange(len(drafts))
@@ -308,7 +318,7 @@ class Counting:
         return scaled(p, q, drafts, rng)
 
 
-WRITTEN = (scaled, capped, at_once, by_tensors, with_uniforms, Counting)
+WRITTEN = (scaled, capped, by_ratio, at_once, by_tensors, with_uniforms, Counting)
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")

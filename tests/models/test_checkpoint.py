@@ -135,7 +135,28 @@ def _list_for_quantization(folder: Path) -> None:
     edit_config(folder, quantization_config=["awq"])
 
 
+def _no_dtype(folder: Path) -> None:
+    _with_entry(folder, {"shape": [1], "data_offsets": [0, 4]})
+
+
+def _no_shape(folder: Path) -> None:
+    _with_entry(folder, {"dtype": "F32", "shape": None, "data_offsets": [0, 4]})
+
+
+def _three_offsets(folder: Path) -> None:
+    _with_entry(folder, {"dtype": "F32", "shape": [1], "data_offsets": [0, 4, 8]})
+
+
+def _with_entry(folder: Path, entry: dict[str, Any]) -> None:
+    header = json.dumps({"w": entry}).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(4)
+    (folder / "model.safetensors").write_bytes(content)
+
+
 BROKEN: dict[Callable[[Path], None], str] = {
+    _no_dtype: "corrupt header",
+    _no_shape: "corrupt header",
+    _three_offsets: "corrupt header",
     _truncate: r"model.safetensors` is truncated: expected \d+ bytes, found \d+",
     _truncate_in_header: r"truncated: expected more than \d+ bytes, found 50",
     _append: r"corrupt: expected \d+ bytes, found \d+",

@@ -79,8 +79,8 @@ class Room:
 
     @classmethod
     def beside(cls, costs: PromptCosts, max_seconds: float, decoding: Any, rows: Any) -> Room:
-        """Of `max_seconds`, or of twice what the step takes with one token of a prompt where that
-        is more: prompts get half of the time at least."""
+        """The limit is `max_seconds`, or twice the cost of this step with one token of a prompt if
+        that is longer: prompts get at least half of a step."""
         least = costs.beside(decoding, rows, 1, 0.0)
         return cls(costs, decoding, rows, np.maximum(max_seconds, 2 * least))
 
@@ -100,7 +100,7 @@ class Room:
         return low
 
     def take(self, start: int, wanted: int, part: float) -> int:
-        """The same, and it is in the step: one token at least if it is the first."""
+        """Like `fitting`, and adds the chunk to the step: its first chunk has one token at least."""
         count = max(int(self.fitting(start, wanted, part)), int(not self.tokens))
         self.tokens += count
         self.pairs += count * (start + count / 2)

@@ -1,4 +1,4 @@
-"""What steps of decoding take here, measured at start by a few of them, for nobody.
+"""What decode steps take here, measured at start with requests made up for it.
 
 Charter: only for K = `auto` and for `max_step_seconds`. The steps go through the real runner: on a
 host over slots of their own, before the engine's are made; on a device in the engine's, through the

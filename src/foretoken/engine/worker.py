@@ -34,6 +34,7 @@ from foretoken.sampling.params import SamplingParams
 _Answer = TypeVar("_Answer")
 _LONG = 2**12
 """Characters or ids, from which on a prompt is encoded aside: 4 ms; a thread costs 0.1 ms."""
+_ENCODER = "foretoken-encoder"
 _COMMANDS = 0.02
 """Seconds after which a step comes before further commands."""
 
@@ -152,7 +153,7 @@ class Worker:
         self._groups: dict[Mailbox, RequestGroup] = {}
         self._untold: list[Mailbox] = []
         self._aborted: set[Mailbox] = set()  # before they had a group
-        self._encoder = ThreadPoolExecutor(1, "foretoken-encoder")
+        self._encoder = ThreadPoolExecutor(1, _ENCODER)
         if engine.tokenizer is not None:
             # A fast tokenizer takes several callers, once it has no truncation to be rid of.
             with suppress(Exception):
@@ -252,7 +253,9 @@ class Worker:
         """Wait until the thread has ended what runs, and itself."""
         self.ask_to_stop()
         # The collector runs in any thread; a fork's bookkeeping of threads is not relied upon.
-        if threading.current_thread() is not self._thread and not self.home.is_left:
+        here = threading.current_thread()
+        is_ours = here is self._thread or here.name.startswith(_ENCODER)
+        if not is_ours and not self.home.is_left:
             self._thread.join()
 
     @contextmanager
@@ -305,7 +308,7 @@ class Worker:
         if has_commands:
             self._tell()  # a prompt may take long to encode
         until = perf_counter() + _COMMANDS
-        while self._commands and (perf_counter() < until or not self._engine.scheduler.running):
+        while self._commands and (perf_counter() < until or not self._engine.has_work):
             self._commands.popleft()()
         return not is_over
 

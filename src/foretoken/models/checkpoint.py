@@ -286,8 +286,12 @@ def _read_header(path: Path) -> dict[str, Any]:
         )
     try:
         header: dict[str, Any] = json.loads(text)
-        ends = (int(v["data_offsets"][1]) for k, v in header.items() if k != "__metadata__")
-        expected = 8 + length + max(ends, default=0)
+        expected = 8 + length
+        for entry in (v for k, v in header.items() if k != "__metadata__"):
+            first, last = map(int, entry["data_offsets"])
+            if not isinstance(entry["dtype"], str) or min(first, *map(int, entry["shape"])) < 0:
+                raise ValueError(entry)
+            expected = max(expected, 8 + length + last)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"`{path}` has a corrupt header. Download it again.") from error
     if size != expected:

@@ -76,25 +76,18 @@ def load_model(
     """
     view, device = view or TargetView(), torch.device(device)
     backend = get_backend(backend) if isinstance(backend, str) else backend
-    folder = resolve_checkpoint(path_or_name)
-    raw = read_config(folder)
+    folder, is_dummy = resolve_checkpoint(path_or_name), dummy_seed is not None
     with quiet_transformers():
-        check_generation_config(folder)
-        config, model_class, stored = _config_and_class(
-            folder, raw, is_dummy=dummy_seed is not None
-        )
+        config, model_class, shapes = _description(folder, is_dummy=is_dummy)
         torch_dtype = _choose_dtype(dtype, config, device)
         limit = _choose_max_len(max_model_len, config, shorten)
-        register_attention()
         _check_layers(view.aux_layers, config)
-        shapes = parameter_shapes(model_class, config)
-        if stored is not None:
-            check_numbers(folder, config.get_text_config(), shapes, stored)
+        if not is_dummy:
             module = _weighted_module(model_class, config, folder, torch_dtype, device)
         else:
             check_room(folder, config.get_text_config(), shapes, torch_dtype, device)
             module = _dummy_module(model_class, config, torch_dtype, device, dummy_seed or 0)
-        source = folder if stored is not None else None
+        source = None if is_dummy else folder
         return _checked(module, backend, limit, view, max_model_len or limit, source)
 
 
@@ -110,14 +103,9 @@ def load_plain(path_or_name: str | Path) -> Any:
     """
     folder, device = resolve_checkpoint(path_or_name), torch.device("cpu")
     with quiet_transformers():
-        check_generation_config(folder)
-        raw = read_config(folder)
-        config, model_class, stored = _config_and_class(folder, raw, is_dummy=False)
-        register_attention()
-        if stored is not None:
-            shapes = parameter_shapes(model_class, config)
-            check_numbers(folder, config.get_text_config(), shapes, stored)
+        config, model_class, _ = _description(folder, is_dummy=False)
         module = _weighted_module(model_class, config, folder, torch.float32, device)
+        guards.check_finite(folder, module.named_parameters())
         expected = guards.eager_logits(module, device)
         module.set_attn_implementation("eager")
         guards.check_causal(module, expected)
@@ -187,6 +175,20 @@ def _fused(
     except UnfitError as reason:
         _log.info("`%s` runs through its Transformers module: %s", module.config.model_type, reason)
         return None
+
+
+def _description(
+    folder: Path, *, is_dummy: bool
+) -> tuple[Any, Any, dict[str, tuple[int, ...]] | None]:
+    """The configuration, the class for it and the shapes of its parameters, which agree with the
+    weights, if there are any."""
+    check_generation_config(folder)
+    config, model_class, stored = _config_and_class(folder, read_config(folder), is_dummy=is_dummy)
+    register_attention()
+    shapes = parameter_shapes(model_class, config)
+    if stored is not None:
+        check_numbers(folder, config.get_text_config(), shapes, stored)
+    return config, model_class, shapes
 
 
 def _config_and_class(

@@ -32,7 +32,7 @@ _OPTIONAL = frozenset(
 )  # 0 where a model has none
 _POSITIONS = frozenset({"max_position_embeddings", "n_positions", "max_seq_len", "seq_length"})
 _OF_TEXT = ("text_config", "transformer_layer_config")
-# What a default may be that changes nothing: a size of experts, of layers that read pictures.
+# Defaults up to these are harmless: of experts or vision layers that the text model does not have.
 _HARMLESS = 2**20
 _HARMLESS_LAYERS = 2**12
 _MODULE_BYTES = 30_000  # memory of a layer's modules without weights: GPT-2's; Qwen3's take 35 KB
@@ -49,7 +49,7 @@ class Stored(NamedTuple):
 
 def stored_sizes(headers: Iterable[Mapping[str, Any]]) -> Stored:
     """The sizes of a checkpoint by its headers; a quantised number has 1 bit or more."""
-    numbers, layers, shapes = 0, 0, dict[str, Shape]()
+    numbers, layers, shapes = 0, set[str](), dict[str, Shape]()
     for header in headers:
         for name, entry in header.items():
             if name == "__metadata__":
@@ -59,8 +59,8 @@ def stored_sizes(headers: Iterable[Mapping[str, Any]]) -> Stored:
             is_plain = re.fullmatch("B?F(16|32|64)", entry["dtype"])
             numbers += math.prod(shapes[name]) if is_plain else 8 * (last - first)
             if number := re.search(r"(?:^|\.)(\d+)\.", name):
-                layers = max(layers, int(number[1]) + 1)
-    return Stored(numbers, layers or len(shapes), shapes)
+                layers.add(number[1])
+    return Stored(numbers, len(layers) or len(shapes), shapes)
 
 
 def check_sizes(folder: Path, values: Mapping[str, Any], stored: Stored | None) -> None:

@@ -4,7 +4,7 @@ Charter: what HTTP's parser must know, before there is a request that an applica
 A client that sends slowly, or does not read, holds its connection for `io_timeout` at most. One
 that closes its sending half is taken to have left, since a client that has gone looks the same.
 Requests are not pipelined: while one is answered, what its client sends ahead is read and dropped,
-so that its leaving is seen, and the connection closes behind the answer (RFC 9112, 9.3.2: such
+so that its leaving is seen, and the connection closes after the answer (RFC 9112, 9.3.2: such
 clients ask again on another one). An offer to leave HTTP/1.1 (`Upgrade`) is ignored, as RFC 9110,
 7.8, allows: the parser would skip the body of such a request, and read it as the next request.
 """

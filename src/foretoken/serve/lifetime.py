@@ -18,7 +18,7 @@ from foretoken.serve.errors import UnavailableError
 from foretoken.serve.options import ServeOptions
 
 _GRACE = 5.0
-"""Seconds in which what was cut off must reach its client, and be read by it."""
+"""Seconds that a client has to receive and read an answer that was cut off."""
 _TOLD = {
     "queue": "No token was made within `queue_timeout`: the server is too busy.",
     "timeout": "No token was made within `request_timeout`: the server is too busy.",

@@ -1,7 +1,7 @@
-"""JSON in pieces, made and sent such that nothing else waits long.
+"""JSON in pieces, made and sent without blocking the event loop.
 
 Charter: what takes time on the event loop in proportion to an answer or a body. An answer is made
-piece by piece, and after some milliseconds the loop is others' for as long; a long body is read in
+piece by piece, and after some milliseconds of work the loop rests for as long; a long body is read in
 a thread, where Python lets others have the interpreter.
 """
 

@@ -161,8 +161,9 @@ def leave(code: int) -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # who should read it has left
-            stream.flush()
+        with suppress(OSError, ValueError):  # who should read it has left, or it is closed
+            if stream is not None:
+                stream.flush()
     os._exit(code)
 
 

@@ -37,7 +37,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 Choices = dict[int, list[Event]]
-"""All events of an answer, by choice. It is emptied: what is freed at once would hold up others."""
+"""All events of an answer, by choice. Emptied as it is written: freeing it at once would stall the loop."""
 
 
 class AnswerWriter(Protocol):

@@ -130,12 +130,20 @@ class Uniform:
         return self._with(other, lambda b: self._then(lambda value: b - value, False))
 
     def __mul__(self, other: Any) -> Any:
-        return self._with(
-            other, lambda a: self._then(lambda value: value / a, a > 0) if a != 0 else 0 * a
-        )
+        def by(a: float) -> Any:
+            if a == 0 or math.isnan(a):
+                return 0 * a
+            return self._then(lambda value: value / a, a > 0)
+
+        return self._with(other, by)
 
     def __truediv__(self, other: Any) -> Any:
-        return self._with(other, lambda a: self._then(lambda value: value * a, a > 0))
+        def by(a: float) -> Any:
+            if a == 0:  # as NumPy has it; a draft that the filters exclude has p = 0
+                return math.inf if self > 0 else -math.inf
+            return a if math.isnan(a) else self._then(lambda value: value * a, a > 0)
+
+        return self._with(other, by)
 
     def __neg__(self) -> Uniform:
         return self._then(lambda value: -value, False)

@@ -100,7 +100,7 @@ class Room:
         return low
 
     def take(self, start: int, wanted: int, part: float) -> int:
-        """Like `fitting`, and adds the chunk to the step: its first chunk has one token at least."""
+        """Like `fitting`, and adds the chunk to the step; the first has one token at least."""
         count = max(int(self.fitting(start, wanted, part)), int(not self.tokens))
         self.tokens += count
         self.pairs += count * (start + count / 2)

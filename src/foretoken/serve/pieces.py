@@ -1,8 +1,8 @@
 """JSON in pieces, made and sent without blocking the event loop.
 
 Charter: what takes time on the event loop in proportion to an answer or a body. An answer is made
-piece by piece, and after some milliseconds of work the loop rests for as long; a long body is read in
-a thread, where Python lets others have the interpreter.
+piece by piece, and after some milliseconds of work the loop rests for as long; a long body is read
+in a thread, where Python lets others have the interpreter.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ DONE = b"data: [DONE]\n\n"
 
 
 Choices = dict[int, list[Event]]
-"""All events of an answer, by choice. Emptied as it is written: freeing it at once would stall the loop."""
+"""All events of an answer, by choice. It is emptied as it is written: to free it at once would
+stall the loop."""
 
 
 class AnswerWriter(Protocol):

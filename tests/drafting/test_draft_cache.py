@@ -294,3 +294,29 @@ def test_a_drafter_that_leaves_something_out_is_noticed(
     monkeypatch.setitem(names, case.name, f"{__name__}:{mutant.__name__}")
     with pytest.raises(AssertionError):
         play(target, target, case, async_scheduling=False)
+
+
+@pytest.mark.parametrize("asked", [None, 0])
+def test_a_prompt_in_chunks_is_one_for_the_draft_model_too(
+    target: Path, draft: Path, asked: int | None
+) -> None:
+    """No step computes more of it than the target did; nothing for a request without drafts."""
+    spec = {"model": str(draft), "num_speculative_tokens": 2}
+    llm = LLM(str(target), spec, max_num_seqs=2, max_num_batched_tokens=16, max_model_len=96)
+    engine, drafter = llm.engine, llm.engine.runner.drafter
+    assert isinstance(drafter, DraftModel)
+    step, forward, sizes = engine.step, drafter.model.forward, list[int]()
+
+    def counted(batch: ForwardBatch, *rest: Any) -> Any:
+        sizes[-1] += len(batch.token_T)
+        return forward(batch, *rest)
+
+    def begun() -> Any:
+        sizes.append(0)
+        return step()
+
+    engine.step, drafter.model.forward = begun, counted  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=4, num_speculative_tokens=asked, ignore_eos=True)
+    llm.generate([[*range(5, 65)]], params)
+    assert sizes[:3] == ([16] * 3 if asked is None else [0] * 3)
+    assert max(sizes[3:]) <= 16

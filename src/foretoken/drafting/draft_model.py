@@ -1,8 +1,9 @@
 """A small language model drafts for a large one; see `vocabulary.py` if its tokens are others.
 
 Its K/V cache is addressed by the target's block ids, so accepting, rejecting and freeing need no
-bookkeeping here beyond one number per slot: how many leading tokens its cache holds. After steps
-in which it was not asked (K = 0), the next proposal first catches up on what it missed.
+bookkeeping here beyond one number per slot: how many leading tokens its cache holds. A prompt that
+the target computes in chunks it follows chunk by chunk. After steps in which it was not asked
+(K = 0), the next proposal first catches up on what it missed.
 
 The target's blocks are shared between requests that begin with the same tokens, and the draft's
 half of such a block may or may not be there: whoever filled the target's half may never have been
@@ -36,7 +37,7 @@ from foretoken.models import CausalLM, folder_of, load_model, load_tokenizer
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, RoundDecoder, Rows, Rule
 from foretoken.ops.steps import DraftRows, ForwardBatch, SlotSpan
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult, StepRows
+from foretoken.slots.step import StepInput, StepResult, StepRows
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
@@ -158,6 +159,28 @@ class DraftModel(Autoregressive):
             if outcome.num_drafts:
                 kept = min(outcome.num_accepted, outcome.num_drafts - 1)
                 self._advance(slot, self._num_computed_S[slot] + kept)
+        if not all(rows.step.decides_B):
+            self._follow_prompts(rows.step)
+
+    def _follow_prompts(self, step: StepInput) -> None:
+        """Compute the chunks that the target has computed of prompts that go on.
+
+        Otherwise the first round after a long prompt computes all of it, in one step that other
+        requests wait for.
+        """
+        spans = []
+        for slot, size, ends in zip(step.slot_B, step.num_tokens_B, step.decides_B, strict=True):
+            if ends or self.slots.requests[slot].params.num_speculative_tokens == 0:
+                continue
+            self._skip_complete(slot)
+            start = self._num_computed_S[slot]
+            end = min(self.slots.computed_S[slot], self.model.max_model_len)
+            if end > start:
+                spans.append(SlotSpan(slot, start, min(end - start, size), 0))
+        if spans:
+            self.network.forward(self._gather(spans), self.kv)
+        for span in spans:
+            self._advance(span.slot, span.start + span.num_tokens)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Remove these blocks' marks; zero their K/V if the model multiplies masked keys."""

@@ -42,11 +42,12 @@ def few_each_time(names: Iterable[str], few: Iterable[str]) -> list[Any]:
 
 
 def chosen(request: pytest.FixtureRequest) -> list[str]:
-    """Every `name` for which this session runs a test of the requesting file."""
+    """Every `name` for which this session runs a test that asks for the requesting fixture."""
     found = {}
     for item in request.session.items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if item.path == request.path and "name" in parameters:
+        asks = request.fixturename in getattr(item, "fixturenames", ())
+        if item.path == request.path and asks and "name" in parameters:
             found[parameters["name"]] = None
     return list(found)
 

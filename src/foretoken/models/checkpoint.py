@@ -289,7 +289,7 @@ def _read_header(path: Path) -> dict[str, Any]:
         expected = 8 + length
         for entry in (v for k, v in header.items() if k != "__metadata__"):
             first, last = map(int, entry["data_offsets"])
-            if not isinstance(entry["dtype"], str) or min(first, *map(int, entry["shape"])) < 0:
+            if not isinstance(entry["dtype"], str) or min([first, *map(int, entry["shape"])]) < 0:
                 raise ValueError(entry)
             expected = max(expected, 8 + length + last)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

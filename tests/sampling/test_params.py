@@ -169,3 +169,8 @@ def test_structured_outputs_are_copied_as_texts() -> None:
     deep = '{"items":' * 100_000 + "{}" + "}" * 100_000
     with pytest.raises(RequestError, match=r"nested less deep|at most"):
         SamplingParams(structured_outputs={"json": deep})
+
+
+def test_ids_that_are_named_twice_are_kept_once() -> None:
+    params = SamplingParams(allowed_token_ids=[7, 5, 7] * 9, stop_token_ids=[3, 3, 2])
+    assert (params.allowed_token_ids, params.stop_token_ids) == ((7, 5), (3, 2))

@@ -223,7 +223,8 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         self.stop = _strings("stop", self.stop)
-        self.stop_token_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        stops = _token_ids("stop_token_ids", self.stop_token_ids)
+        self.stop_token_ids = tuple(dict.fromkeys(stops))
         if isinstance(self.bad_words, str):
             raise RequestError("bad_words", self.bad_words, "a list of non-empty strings")
         self.bad_words = _strings("bad_words", self.bad_words)
@@ -231,7 +232,8 @@ class SamplingParams:
             allowed = _token_ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise RequestError("allowed_token_ids", [], "a non-empty list, or None")
-            self.allowed_token_ids = allowed
+            # Each sample reads them at its start: 0.4 s for 64 of 2**17 times the same id.
+            self.allowed_token_ids = tuple(dict.fromkeys(allowed))
         if self.structured_outputs is not None and self.grammar is None:
             self.structured_outputs = read_structured_outputs(self.structured_outputs)
         if isinstance(self.prediction, str):

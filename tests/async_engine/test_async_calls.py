@@ -62,10 +62,9 @@ def test_who_decodes_does_not_wait_while_a_long_prompt_is_encoded(
     run(main())
 
 
-def test_steps_come_between_prompts_that_take_long_together(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tokenizer, step, steps, seen = engine.engine.tokenizer, engine.engine.step, [0], []
+def watch(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[int]:
+    """How many steps were taken before each text that begins with "slow", which takes so long."""
+    tokenizer, step, steps, seen = engine.engine.tokenizer, engine.engine.step, [0], list[int]()
     encode = tokenizer.encode  # type: ignore[union-attr]
 
     def counted() -> Any:
@@ -75,11 +74,18 @@ def test_steps_come_between_prompts_that_take_long_together(
     def slow(text: str, **options: Any) -> Any:
         if text.startswith("slow"):
             seen.append(steps[0])
-            time.sleep(0.03)
+            time.sleep(seconds)
         return encode(text, **options)
 
     engine.engine.step = counted  # type: ignore[method-assign]
     monkeypatch.setattr(tokenizer, "encode", slow)
+    return seen
+
+
+def test_steps_come_between_prompts_that_take_long_together(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = watch(engine, monkeypatch, 0.03)
 
     async def main() -> None:
         async with aclosing(engine.generate("abc", LONG)) as stream:
@@ -95,24 +101,12 @@ def test_a_burst_of_short_prompts_does_not_keep_the_first_one_waiting(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing runs when they come: the first one runs before the last one is encoded."""
-    tokenizer, step, steps, seen = engine.engine.tokenizer, engine.engine.step, [0], []
-    encode = tokenizer.encode  # type: ignore[union-attr]
-
-    def counted() -> Any:
-        steps[0] += 1
-        return step()
-
-    def slow(text: str, **options: Any) -> Any:
-        seen.append(steps[0])
-        time.sleep(0.01)
-        return encode(text, **options)
+    seen = watch(engine, monkeypatch, 0.01)
 
     async def main() -> None:
         few = {"max_tokens": 2}
         await asyncio.gather(*(last(engine, f"slow {i}", few) for i in range(20)))
 
-    engine.engine.step = counted  # type: ignore[method-assign]
-    monkeypatch.setattr(tokenizer, "encode", slow)
     run(main())
     assert seen[-1] > 2
 

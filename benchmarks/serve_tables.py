@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from benchmarks.markup import markdown, number, percent, spread, where
-from foretoken.lab.results import Results, Row, read
+from foretoken.lab.results import Label, Results, Row, read
 
 
 def server_costs(folder: Path) -> str:
@@ -65,20 +65,28 @@ def server_bears(folder: Path) -> str:
 
 
 def server_clients(folder: Path) -> str:
-    """Which clients read it, and the load generator's figures beside those of `/metrics`."""
-    rows = []
+    """How many checks of each client pass, and which; the load generators' figures."""
+    rows: dict[tuple[Label, Label], list[Row]] = {}
     for row in read(folder / "clients.json").rows:
-        told = ", ".join(f"{name} {value}" for name, value in row.values.items())
-        if "total_spec_decode_steps" in row.values:
-            told = (
-                f"acceptance length {number(row, 'spec_decode_token_weighted_acceptance_length')}, "
-                f"{number(row, 'spec_decode_overall_draft_acceptance_rate', 1)} % of drafts; "
-                f"{number(row, 'total_spec_decode_steps', 0)} verifications and "
-                f"{number(row, 'total_accepted_draft_tokens', 0)} accepted drafts, at `/metrics` "
-                "the same"
-            )
-        rows.append([f"{row.case} ({row.labels['version']})", told])
-    return markdown(["client (version)", "read"], rows)
+        rows.setdefault((row.labels["client"], row.labels["version"]), []).append(row)
+    told = []
+    for (client, version), checks in rows.items():
+        passed = [row for row in checks if row.values["passes"]]
+        names = "; ".join(_check(row) for row in checks)
+        told.append([f"{client} {version}", f"{len(passed)} of {len(checks)}", names])
+    return markdown(["client", "pass", "checks"], told)
+
+
+def _check(row: Row) -> str:
+    name = str(row.labels["check"])
+    if not row.values["passes"]:
+        return f"**{name} fails**"
+    if "total_spec_decode_steps" not in row.values:
+        return name
+    return (
+        f"{name} (acceptance length {number(row, 'spec_decode_token_weighted_acceptance_length')} "
+        f"of {number(row, 'total_spec_decode_steps', 0)} verifications, at `/metrics` the same)"
+    )
 
 
 def _crowd(serve: Results) -> list[list[str]]:

@@ -1,0 +1,1 @@
+"""Public clients, unmodified, against `foretoken serve`: one module each, and their matrix."""

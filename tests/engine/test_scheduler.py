@@ -103,7 +103,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngine = EngineMachine.TestCase
-TestEngine.settings = settings(max_examples=100, stateful_step_count=30)
+TestEngine.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -134,9 +134,10 @@ def _hostile(row: Row) -> list[str]:
 
 def _heavy(results: Results) -> list[str]:
     *asked, worst = results.rows
+    grown = max(row.values["resident_mib_grown"] for row in asked)
     told = (
         f"`/health` answers within {number(worst, 'seconds_health', 2)} s; between chunks of a "
         f"stream at most {number(worst, 'seconds_gap_beyond', 2)} s more than the same steps alone "
-        f"take; {number(worst, 'resident_mib_grown', 0)} MiB more memory"
+        f"take; at most {grown:.0f} MiB more memory after one"
     )
     return [f"{len(asked)} of the heaviest requests that are admitted", told]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from dataclasses import fields, replace
@@ -384,14 +385,30 @@ def test_every_type_that_is_wrong_is_told_in_our_words() -> None:
     assert found <= _BOUNDS.keys()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'"x"', b"\xff"])
-def test_a_body_that_is_none(http: httpx.Client, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "a JSON object"),
+        (b"{", "JSON: Expecting property name enclosed in double quotes, at character"),
+        (b"[1]", "a JSON object"),
+        (b'"x"', "a JSON object"),
+        (b'{"prompt": "\xff"}', r"JSON in UTF-8, not b'\xff'"),
+        (b'{"seed": 1e400}', "JSON with finite numbers, not 1e400"),
+        (b'{"seed": %b}' % (b"1" * 5000), "JSON: Exceeds the limit (4300 digits)"),
+    ],
+)
+def test_a_body_that_is_none(http: httpx.Client, content: bytes, reason: str) -> None:
     headers = {"Content-Type": "application/json"}
     answer = http.post("/v1/completions", content=content, headers=headers)
     assert answer.status_code == 400
-    told = answer.json()["error"]["message"]
-    assert "body" in told
-    assert ("at character" in told) == (content == b"{")
+    assert answer.json()["error"]["message"].startswith(f"The body must be {reason}")
+
+
+def test_a_body_that_is_compressed(http: httpx.Client) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    answer = http.post("/v1/completions", content=gzip.compress(b"{}"), headers=headers)
+    assert answer.status_code == 415
+    assert "without `Content-Encoding: gzip`" in answer.json()["error"]["message"]
 
 
 def test_a_name_that_is_not_served(http: httpx.Client) -> None:

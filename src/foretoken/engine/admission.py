@@ -180,7 +180,7 @@ def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingPar
         params = replace(params, max_tokens=max(1, min(room, cache - num_prompt)))
     if params.token_limit > room:
         bound = f"at most {room} after this prompt of {num_prompt} tokens (context {context})"
-        remedy = "Lower it or shorten the prompt; left out, it is all that fits."
+        remedy = "Lower it, or shorten the prompt."
         raise CapacityError("max_tokens", params.max_tokens, bound, remedy)
     if num_prompt + params.token_limit > cache:
         bound = f"such that prompt ({num_prompt}) and output fit the cache of {cache} tokens"

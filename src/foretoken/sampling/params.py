@@ -185,7 +185,7 @@ class SamplingParams:
                 "temperature", self.temperature, "0 or >= 1e-5", "Use 0 for greedy decoding."
             )
         _number("top_p", self.top_p, math.ulp(0.0), 1.0, "in (0, 1]")
-        _integer("top_k", self.top_k, -1, "an integer >= 1, or 0 (off)")
+        _integer("top_k", self.top_k, -1, "an integer >= 1, or 0 or -1 (off)")
         _number("min_p", self.min_p, 0.0, 1.0, "in [0, 1]")
         if self.max_tokens is not None:
             _integer("max_tokens", self.max_tokens, 1, "an integer >= 1")

@@ -131,6 +131,9 @@ class JsonRoute(APIRoute):
 
 async def _read_body(request: Request, kind: type[BaseModel]) -> BaseModel:
     """The body as this model; `RequestValidationError` as FastAPI raises it."""
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if coding != "identity":
+        raise HTTPException(415, f"Send the body as it is, without `Content-Encoding: {coding}`.")
     said = await request.body()
     return await aside(len(said), _parse, said, kind, is_json=_is_json(request))
 
@@ -143,8 +146,10 @@ def _parse(said: Any, kind: type[BaseModel], *, is_json: bool) -> BaseModel:
     except json.JSONDecodeError as error:
         found = {"type": "json_invalid", "loc": ("body", error.pos), "ctx": {"error": error.msg}}
         raise RequestValidationError([found]) from None
-    except (ValueError, RecursionError):
-        raise HTTPException(400, "There was an error parsing the body") from None
+    except UnicodeDecodeError as error:
+        raise _unreadable(f"JSON in UTF-8, not {said[error.start : error.end]!r}") from None
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(f"JSON: {error}") from None
     try:
         return kind.model_validate(said)
     except ValidationError as error:
@@ -161,8 +166,13 @@ def _is_json(request: Request) -> bool:
 
 def _finite(text: str) -> float:
     if not math.isfinite(value := float(text)):
-        raise HTTPException(400, f"The body must be JSON with finite numbers, not {text[:20]}.")
+        raise _unreadable(f"JSON with finite numbers, not {text[:20]}")
     return value
+
+
+def _unreadable(bound: str) -> RequestValidationError:
+    """The error of a body that must be something else."""
+    return RequestValidationError([{"type": "value_error", "loc": (), "ctx": {"error": bound}}])
 
 
 def json_depth(text: bytes) -> int:

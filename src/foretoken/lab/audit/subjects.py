@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import operator
 import sys
+import traceback
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -83,6 +84,11 @@ class Bound(NamedTuple):
     takes_params: bool = False
 
     @property
+    def name(self) -> str:
+        """The function's own, for errors."""
+        return str(getattr(self.verify, "__name__", self.verify))
+
+    @property
     def remembers(self) -> bool:
         """Whether its rounds may depend on those before."""
         return isinstance(self.verify, type)
@@ -108,20 +114,23 @@ class Bound(NamedTuple):
         except NotEnumerableError:
             raise
         except Exception as error:
-            num = len(given.drafts)
-            said = f"With {num} drafts of {toy.vocabulary} tokens it raised {error!r}."
+            file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
+            said = (
+                f"With {len(given.drafts)} drafts of {toy.vocabulary} tokens it raised {error!r} "
+                f"in {Path(file).name}, line {line}."
+            )
             bound = "a function (p, q, drafts, rng) that returns token ids"
-            raise RequestError("callable", self.verify, bound, said) from error
+            raise RequestError("callable", self.name, bound, said) from error
         try:
             tokens = tuple(operator.index(token) for token in out)
         except TypeError:
-            raise RequestError("verify()", out, "a sequence of token ids") from None
+            raise RequestError(f"{self.name}()", out, "a sequence of token ids") from None
         num = len(tokens) - 1
         if not 0 <= num <= len(given.drafts) or list(tokens[:num]) != list(given.drafts[:num]):
-            bound = f"1 to {len(given.drafts) + 1} tokens, the first of {given.drafts} but the last"
-            raise RequestError("verify()", tokens, bound)
+            bound = f"none, some or all of the drafts {given.drafts}, in order, and one token more"
+            raise RequestError(f"{self.name}()", tokens, bound)
         if not 0 <= tokens[-1] < toy.vocabulary:
-            raise RequestError("verify()", tokens, f"ids in [0, {toy.vocabulary - 1}]")
+            raise RequestError(f"{self.name}()", tokens, f"ids in [0, {toy.vocabulary - 1}]")
         return tokens
 
 

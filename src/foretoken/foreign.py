@@ -262,7 +262,8 @@ ENGINE_OPTIONS = {
     **_all(
         "allowed_media_domains enable_mm_embeds interleave_mm_strings media_io_kwargs "
         "mm_processor_cache_gb mm_processor_cache_type mm_encoder_only mm_encoder_tp_mode "
-        "mm_encoder_attn_backend skip_mm_profiling video_pruning_rate disable_mm_preprocessor_cache",
+        "mm_encoder_attn_backend skip_mm_profiling video_pruning_rate "
+        "disable_mm_preprocessor_cache",
         Foreign((None, False, {}), _NO_MEDIA.instead),
     ),
     **_all(
@@ -372,7 +373,7 @@ def without_foreign(
     """
     for name in [name for name in given if name in table]:
         harmless, instead, note = table[name]
-        if not any(_is_same(given[name], value) for value in harmless):
+        if given[name] is not None and not any(_is_same(given[name], v) for v in harmless):
             shown = " or ".join(repr(value) for value in harmless if value is not None)
             bound = f"left out, or {shown}" if shown else "left out"
             raise error(where + name, given[name], bound, instead)

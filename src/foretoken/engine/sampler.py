@@ -22,7 +22,6 @@ from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult
 from foretoken.slots.table import SlotTable
 
-
 Decode = Callable[[int], str | None]
 """A token's text, or None where there is none."""
 

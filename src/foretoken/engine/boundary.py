@@ -56,9 +56,11 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
         bad_words = engine.encode_bad_words(params) if engine.tokenizer is not None else ()
     grammar, salt = engine.grammars.compiled(params.structured_outputs), salt_of(prompt, params)
-    resolved = {"prediction": prediction, "structured_outputs": grammar, "cache_salt": salt}
-    if any(value is not getattr(params, name) for name, value in resolved.items()):
-        params = replace(params, **resolved)
+    is_same = prediction is params.prediction and grammar is params.structured_outputs
+    if not is_same or salt is not params.cache_salt:
+        params = replace(
+            params, prediction=prediction, structured_outputs=grammar, cache_salt=salt
+        )
     limits = engine.limits
     if is_default and len(ids) + params.token_limit > limits.max_model_len:
         params = replace(params, max_tokens=None)  # nobody asked for as many as do not fit

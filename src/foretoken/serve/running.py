@@ -79,10 +79,8 @@ async def _shown(engine: AsyncEngine, prompt: Any, asked: Asked, is_counted: boo
         return prompt
     ids, text = prompt, None
     if is_text:
-        ids, text = (
-            await engine.encode(prompt, add_special_tokens=adds_special is not False),
-            prompt,
-        )
+        ids = await engine.encode(prompt, add_special_tokens=adds_special is not False)
+        text = prompt
     kept = last_tokens(ids, params, engine.engine.limits)
     if asked.echo and (not is_text or len(kept) < len(ids)):
         text = await engine.decode(kept)

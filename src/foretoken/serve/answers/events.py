@@ -87,9 +87,8 @@ class EventReader:
             if parser is None:
                 parser = self._parsers[index] = self._new_parser(number)
                 echo = self._echo(number) if self._asked.echo else None
-                ids = (
-                    self._prompts[number].prompt_token_ids if self._asked.return_token_ids else None
-                )
+                shows_ids = self._asked.return_token_ids
+                ids = self._prompts[number].prompt_token_ids if shows_ids else None
             if sample.index == 0:
                 rows = self._rows.pop(number, None)
             for piece in split_tokens(sample) if self._asked.split_tokens else (sample,):

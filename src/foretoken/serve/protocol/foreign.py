@@ -8,7 +8,7 @@ from __future__ import annotations
 from foretoken.foreign import SAMPLING_FIELDS, Foreign
 
 _OFF = (False,)
-_EMPTY = ({},)
+_EMPTY: tuple[dict[str, object], ...] = ({},)
 _EITHER = Foreign((True, False), "Leave it out.")
 _TEXT_ALONE = "This server reads and writes text alone."
 _NO_PLUGIN = "No plugin reads it here."

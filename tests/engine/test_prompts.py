@@ -184,12 +184,10 @@ def test_defaults_that_are_out_of_bounds(tmp_path: Path) -> None:
     [
         ({"tensor_parallel_size": 2}, "one process"),
         ({"tensor_parallel_size": True}, "one process"),
-        ({"gpu_memory_utilization": 0.5}, "`memory_fraction`"),
+        ({"gpu_memory_utilization": 1.5}, "`memory_fraction`"),
         ({"quantization": "awq"}, "as they are stored"),
-        ({"trust_remote_code": True}, "never run"),
         ({"task": "embed"}, "generates text"),
         ({"num_gpu_blocks_override": 10}, "`num_blocks`"),
-        ({"disable_log_stats": False}, "LLM.metrics"),
         ({"tensor_parallel_sizes": 1}, "engine option.tensor_parallel_sizes"),
         ({"dtype": torch.int8}, "one of auto, float32"),
         ({"speculative_config": {"method": "ngram", "disable_by_batch_size": 4}}, "`auto`"),

@@ -58,9 +58,7 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
     grammar, salt = engine.grammars.compiled(params.structured_outputs), salt_of(prompt, params)
     is_same = prediction is params.prediction and grammar is params.structured_outputs
     if not is_same or salt is not params.cache_salt:
-        params = replace(
-            params, prediction=prediction, structured_outputs=grammar, cache_salt=salt
-        )
+        params = replace(params, prediction=prediction, structured_outputs=grammar, cache_salt=salt)
     limits = engine.limits
     if is_default and len(ids) + params.token_limit > limits.max_model_len:
         params = replace(params, max_tokens=None)  # nobody asked for as many as do not fit

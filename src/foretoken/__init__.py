@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from foretoken.config import SpeculativeConfig as SpeculativeConfig
     from foretoken.engine.prompts import TextPrompt as TextPrompt
     from foretoken.engine.prompts import TokensPrompt as TokensPrompt
+    from foretoken.errors import AbsentError as AbsentError
     from foretoken.errors import CapacityError as CapacityError
     from foretoken.errors import CheckpointError as CheckpointError
     from foretoken.errors import ConfigError as ConfigError
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from foretoken.outputs import RequestDelta as RequestDelta
     from foretoken.outputs import RequestOutput as RequestOutput
     from foretoken.sampling.params import SamplingParams as SamplingParams
+    from foretoken.sampling.params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -48,12 +50,12 @@ _NAMES = {
     "config": "EngineConfig SpeculativeConfig",
     "engine.prompts": "TextPrompt TokensPrompt",
     "errors": (
-        "CapacityError CheckpointError ConfigError EngineBrokenError EngineMemoryError "
-        "ForetokenError IntegrityError NonFiniteLogitsError OverloadedError ProcessingError "
-        "RequestError StepError UnsupportedModelError UsageError"
+        "AbsentError CapacityError CheckpointError ConfigError EngineBrokenError "
+        "EngineMemoryError ForetokenError IntegrityError NonFiniteLogitsError OverloadedError "
+        "ProcessingError RequestError StepError UnsupportedModelError UsageError"
     ),
     "outputs": "CompletionDelta CompletionOutput Logprob RequestDelta RequestOutput",
-    "sampling.params": "SamplingParams",
+    "sampling.params": "SamplingParams StructuredOutputsParams",
 }
 _PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
 if not TYPE_CHECKING:  # type checkers go by the imports above
@@ -65,8 +67,12 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
-        raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
     from importlib import import_module
 
+    if name not in _PLACES:
+        if not name.startswith("_"):
+            foreign = import_module("foretoken.foreign")
+            if name in foreign.NAMES:  # of vLLM's: what it is here is said where it is used
+                return foreign.absent_name(name)
+        raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
     return getattr(import_module(f"foretoken.{_PLACES[name]}"), name)

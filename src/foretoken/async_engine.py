@@ -10,7 +10,7 @@ import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, NoReturn, Self, Unpack, overload
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.admission import check_token_ids
@@ -18,6 +18,7 @@ from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options, decode, encode
 from foretoken.engine.worker import EngineStatus, Mailbox, Worker
+from foretoken.foreign import absent_attribute
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
 from foretoken.outputs import RequestDelta, RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams
@@ -251,6 +252,14 @@ class AsyncEngine:
             Whether a request of this name is open; one that just ends may still end by itself.
         """
         return self._worker.abort(request_id)
+
+    async def reset_prefix_cache(self) -> bool:
+        """As `LLM.reset_prefix_cache`, between two steps."""
+        await asyncio.wrap_future(self._worker.call(lambda engine: engine.scheduler.pool.reset()))
+        return True
+
+    def __getattr__(self, name: str) -> NoReturn:
+        absent_attribute(self, name)
 
     async def close(self) -> None:
         """End what runs and release models and caches; the thread has ended when it returns.

@@ -9,7 +9,7 @@ Messages follow one form: the field in backticks, the value, the bound, the reme
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -86,23 +86,28 @@ class UsageError(ForetokenError, RuntimeError):
     """A call after `close()`, in a forked child, or from a signal handler within another call."""
 
 
+class AbsentError(UsageError, AttributeError):
+    """A name of vLLM's that Foretoken lacks was used: the message says what to write instead."""
+
+
 class IntegrityError(ForetokenError):
     """The engine's own bookkeeping contradicts itself. This is a bug in Foretoken."""
 
 
 def check_known_keys(
     where: str,
-    given: Iterable[str],
+    given: Mapping[str, Any],
     known: Iterable[str],
     error: type[ConfigError] | type[RequestError] = ConfigError,
 ) -> None:
     """Raise `error` for the first key of `given` that is not in `known`.
 
-    It names the nearest valid key, so that a typing slip is mended at a glance.
+    It names the nearest valid key, so that a typing slip is mended at a glance, and all of them.
     """
     known = sorted(known)
-    for key in given:
+    for key, value in given.items():
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            remedy = f"Did you mean `{near[0]}`?" if near else ""
-            raise error(f"{where}.{key}", key, f"one of {', '.join(known)}", remedy)
+            remedy = f"Did you mean `{near[0]}`? " if near else ""
+            bound = "left out: there is no such name"
+            raise error(f"{where}.{key}", value, bound, f"{remedy}Known are {', '.join(known)}.")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, NoReturn, Self, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.boundary import Submission, build_output, not_begun, prepare, submit, unserved
@@ -29,6 +29,7 @@ from foretoken.engine.prompts import (
 from foretoken.engine.request import RequestGroup
 from foretoken.engine.turns import Turns
 from foretoken.errors import ForetokenError, RequestError, UsageError
+from foretoken.foreign import absent_attribute
 from foretoken.interrupts import Interrupt, OnInterrupt
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate, chat_prompts
 from foretoken.outputs import RequestOutput, SpeculationMetrics
@@ -87,9 +88,18 @@ class LLM:
         """`tokenizer`, by the name that vLLM's users type."""
         return self.tokenizer
 
+    def __getattr__(self, name: str) -> NoReturn:
+        absent_attribute(self, name)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` means (a copy): the checkpoint's own defaults over ours."""
         return replace(self._params.defaults)
+
+    def reset_prefix_cache(self) -> bool:
+        """Have no later request reuse what earlier ones computed; True: it has happened."""
+        with self._turns:
+            self.engine.scheduler.pool.reset()
+        return True
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
@@ -106,7 +116,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt] | None = None,
         sampling_params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
         *,

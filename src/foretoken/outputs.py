@@ -304,6 +304,11 @@ class RequestOutput:
         return all(o.finish_reason for o in self.outputs)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """That of `metrics`, by the name that vLLM's users type."""
+        return self.metrics.num_cached_tokens
+
+    @property
     def synthetic_acceptance(self) -> bool:
         """Whether the text is meaningless by design: see `CompletionOutput`."""
         return any(o.synthetic_acceptance for o in self.outputs)

@@ -14,15 +14,16 @@ from foretoken.cache.prefix_index import ROOT, PrefixIndex
 from foretoken.errors import IntegrityError
 
 SIZE = 2
+SALTS = st.sampled_from([None, None, "a", "b"])
 TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=11)
 
 
 @dataclass(eq=False)
 class Cached:
-    """A block that can be found: behind `before`, by `tokens`, the last ones of which may be those
-    behind what it holds."""
+    """A block that can be found: behind `before`, a salt if it is the first of its request, by
+    `tokens`, the last ones of which may be those behind what it holds."""
 
-    before: Cached | None
+    before: Cached | str | None
     tokens: list[int]
     block: int
 
@@ -32,6 +33,7 @@ class Owner:
     """What one request holds; the first blocks are filled, and known to the index."""
 
     tokens: list[int]
+    salt: str | None
     blocks: list[int]
     chain: list[Cached] = field(default_factory=list)
     serials: list[int] = field(default_factory=list)
@@ -48,38 +50,39 @@ class PoolMachine(RuleBasedStateMachine):
         self.entries: list[Cached] = []
         self.empty = list(range(num_blocks - 1, -1, -1))
         self.unheld: list[Cached] = []  # least recently used first
-        self.content: dict[int, list[int]] = {}  # block -> all tokens that its K/V depend on
+        # By block: the salt of who filled it, and all tokens that its K/V depend on.
+        self.content: dict[int, tuple[str | None, list[int]]] = {}
 
     def held(self, block: int) -> bool:
         return any(block in owner.blocks for owner in self.owners)
 
-    def find(self, before: Cached | None, tokens: list[int]) -> Cached | None:
+    def find(self, before: Cached | str | None, tokens: list[int]) -> Cached | None:
         return next((e for e in self.entries if (e.before, e.tokens) == (before, tokens)), None)
 
-    def match(self, tokens: list[int], most: int) -> list[Cached]:
+    def match(self, tokens: list[int], most: int, salt: str | None) -> list[Cached]:
         chain: list[Cached] = []
         for i in range(most):
-            before = chain[-1] if chain else None
+            before = chain[-1] if chain else salt
             entry = self.find(before, tokens[i * SIZE : (i + 1) * SIZE + self.lookahead])
             if entry is None:
                 break
             chain.append(entry)
         return chain
 
-    @rule(tokens=TEXTS)
-    def come(self, tokens: list[int]) -> None:
-        chain = self.match(tokens, len(tokens) // SIZE)
-        found = self.pool.match(tokens, len(tokens) // SIZE)
+    @rule(tokens=TEXTS, salt=SALTS)
+    def come(self, tokens: list[int], salt: str | None) -> None:
+        chain = self.match(tokens, len(tokens) // SIZE, salt)
+        found = self.pool.match(tokens, len(tokens) // SIZE, salt or ROOT)
         assert [block for block, _ in found] == [entry.block for entry in chain]
         for i, (block, _) in enumerate(found):
             end = (i + 1) * SIZE + self.lookahead
-            assert self.content[block] == tokens[:end], "another text's K/V"
+            assert self.content[block] == (salt, tokens[:end]), "another text's K/V"
         missing = self.pool.blocks_for(len(tokens)) - len(found)
         shared = [block for block, _ in found]
         room = self.pool.num_free - self.pool.num_unheld(shared)
         assert room == len(self.empty) + sum(e not in chain for e in self.unheld)
         self.pool.take(shared)
-        owner = Owner(tokens, shared, chain, [serial for _, serial in found])
+        owner = Owner(tokens, salt, shared, chain, [serial for _, serial in found])
         self.unheld = [entry for entry in self.unheld if entry not in chain]
         self.owners.append(owner)
         if missing > room:
@@ -107,13 +110,13 @@ class PoolMachine(RuleBasedStateMachine):
         for i in range(len(owner.chain), min(len(owner.chain) + count, most)):
             end = (i + 1) * SIZE + self.lookahead
             own, block = owner.tokens[i * SIZE : end], owner.blocks[i]
-            before = owner.chain[-1] if owner.chain else None
-            serial = owner.serials[-1] if owner.serials else ROOT
+            before = owner.chain[-1] if owner.chain else owner.salt
+            serial = owner.serials[-1] if owner.serials else owner.salt or ROOT
             entry = self.find(before, own)
             if entry is None:
                 entry = Cached(before, own, block)
                 self.entries.append(entry)
-                self.content[block] = owner.tokens[:end]
+                self.content[block] = owner.salt, owner.tokens[:end]
             owner.chain.append(entry)
             owner.serials.append(self.pool.enter(serial, own, block))
 
@@ -136,6 +139,13 @@ class PoolMachine(RuleBasedStateMachine):
                 self.unheld.append(by_block[block])
             else:
                 self.empty.append(block)
+
+    @rule(really=st.sampled_from([True, False, False, False]))
+    def reset(self, really: bool) -> None:
+        if really:
+            self.pool.reset()
+            self.empty += [entry.block for entry in reversed(self.unheld)]
+            self.entries, self.unheld, self.content = [], [], {}
 
     @invariant()
     def agrees(self) -> None:

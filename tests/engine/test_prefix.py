@@ -12,7 +12,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.cache.batch import gather_batch
 from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
-from foretoken.errors import NonFiniteLogitsError
+from foretoken.errors import NonFiniteLogitsError, RequestError
 from foretoken.ops import DraftBlock, ForwardOutput
 from foretoken.ops.steps import DraftRows
 
@@ -86,6 +86,65 @@ def test_a_shared_prompt_is_computed_once_and_changes_no_token(
         assert counts[0] == len(prompt) - cached
         assert expected.metrics.num_cached_tokens == 0
         llm.engine.check_integrity()
+
+
+SPECULATIONS: dict[str, Any] = {
+    "plain": None,
+    "draft_model": {"method": "draft_model", "num_speculative_tokens": 3},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("kind", SPECULATIONS)
+def test_prefixes_are_shared_within_a_salt_alone(kind: str) -> None:
+    llm = LLM("tiny-python", SPECULATIONS[kind], threads=1)
+    prompt, asked = (
+        "def area(width, height):\n    return width * height\n" * 3,
+        params(max_tokens=4),
+    )
+    (plain,) = llm.generate(prompt, asked)
+    found = []
+    for salt in (None, "a", "a", "b", "a", None):
+        (output,) = llm.generate({"prompt": prompt, "cache_salt": salt}, asked)
+        assert tokens(output) == tokens(plain)
+        found.append(output.num_cached_tokens)
+    most = found[0]
+    assert most >= 16
+    assert found == [most, 0, most, 0, most, most]
+    assert llm.generate(prompt, params(max_tokens=4, cache_salt="b"))[0].num_cached_tokens == most
+    assert llm.generate(prompt, params(max_tokens=4, cache_salt="c"))[0].num_cached_tokens == 0
+    llm.engine.check_integrity()
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt, params(max_tokens=4, cache_salt="b"))[0].num_cached_tokens == 0
+    with pytest.raises(RequestError, match="`cache_salt` is 'b': must be that of the sampling"):
+        llm.generate({"prompt": prompt, "cache_salt": "b"}, params(cache_salt="a"))
+    with pytest.raises(RequestError, match="1 to 1024"):
+        llm.generate({"prompt": prompt, "cache_salt": ""}, asked)
+
+
+def test_a_salt_is_kept_when_a_request_is_preempted(target: Path) -> None:
+    """In a pool too small for both, each computes its tokens again, and finds its own alone."""
+    llm = build(target, num_blocks=26)
+    asked = [
+        params(max_tokens=30, seed=seed, cache_salt=salt) for seed, salt in ((5, "a"), (6, "b"))
+    ]
+    outputs = llm.generate([TEXT[:40], TEXT[:40]], asked)
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    fresh = build(target, enable_prefix_caching=False)
+    plain = [params(max_tokens=30, seed=seed) for seed in (5, 6)]
+    assert list(map(tokens, outputs)) == list(map(tokens, fresh.generate([TEXT[:40]] * 2, plain)))
+    llm.engine.check_integrity()
+
+
+def test_a_reset_leaves_running_requests_what_they_hold(target: Path) -> None:
+    llm, fresh = build(target), build(target, enable_prefix_caching=False)
+    stream = llm.stream(TEXT, params())  # type: ignore[arg-type]
+    for _, output in zip(range(4), stream, strict=False):
+        assert not output.finished
+    assert llm.reset_prefix_cache()
+    assert llm.generate([TEXT], params(max_tokens=1))[0].num_cached_tokens == 0
+    assert tokens([*stream][-1]) == tokens(fresh.generate([TEXT], params())[0])
+    llm.engine.check_integrity()
 
 
 def test_a_conversation_goes_on_where_it_was(target: Path) -> None:

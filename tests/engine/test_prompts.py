@@ -184,12 +184,10 @@ def test_defaults_that_are_out_of_bounds(tmp_path: Path) -> None:
     [
         ({"tensor_parallel_size": 2}, "one process"),
         ({"tensor_parallel_size": True}, "one process"),
-        ({"gpu_memory_utilization": 0.5}, "`memory_fraction`"),
+        ({"gpu_memory_utilization": 1.5}, "`memory_fraction`"),
         ({"quantization": "awq"}, "as they are stored"),
-        ({"trust_remote_code": True}, "never run"),
         ({"task": "embed"}, "generates text"),
         ({"num_gpu_blocks_override": 10}, "`num_blocks`"),
-        ({"disable_log_stats": False}, "LLM.metrics"),
         ({"tensor_parallel_sizes": 1}, "engine option.tensor_parallel_sizes"),
         ({"dtype": torch.int8}, "one of auto, float32"),
         ({"speculative_config": {"method": "ngram", "disable_by_batch_size": 4}}, "`auto`"),
@@ -198,6 +196,41 @@ def test_defaults_that_are_out_of_bounds(tmp_path: Path) -> None:
 def test_engine_options_that_cannot_be_honoured(target: Path, options: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(str(target), **options)
+
+
+def test_a_prompt_is_cut_to_what_leaves_room(llm: LLM) -> None:
+    most = llm.engine.limits.max_model_len
+    long = [i % 200 + 1 for i in range(most + 40)]
+    for max_tokens, given, kept in ((9, -1, most - 9), (None, -1, most - 1), (2, 7, 7),
+                                    (most + 5, -1, 1)):  # fmt: skip
+        asked = SamplingParams(max_tokens=max_tokens, truncate_prompt_tokens=given, temperature=0)
+        if kept == 1:
+            with pytest.raises(CapacityError, match="max_tokens"):
+                llm.generate(long, asked)
+            continue
+        (output,) = llm.generate(long, asked)
+        assert output.prompt_token_ids == long[-kept:]
+    with pytest.raises(CapacityError):
+        llm.generate(long, SamplingParams(max_tokens=2))
+
+
+def test_without_text_nothing_is_decoded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = SamplingParams(temperature=0, max_tokens=6, logprobs=2, prompt_logprobs=1, trace=True)
+    (told,) = llm.generate("abc", asked)
+    asked.detokenize = False
+    with monkeypatch.context() as patched:
+        decode = "foretoken.engine.detokenizer.Detokenizer._decode"
+        patched.setattr(decode, lambda *given: pytest.fail("a text was made"))
+        (silent,) = llm.generate("abc", asked)
+        *_, last = llm.stream("abc", asked)
+    for output in (silent, last):
+        (sample,), (expected,) = output.outputs, told.outputs
+        assert (sample.text, sample.token_ids) == ("", expected.token_ids)
+        rows = [*(sample.logprobs or ()), *(output.prompt_logprobs or ())[1:]]
+        texts = [entry.decoded_token for row in rows for entry in (row or {}).values()]
+        texts += [record.decoded_token for record in sample.trace or ()]
+        assert set(texts) == {None}
+    assert {record.decoded_token for record in told.outputs[0].trace or ()} != {None}
 
 
 @pytest.mark.parametrize(

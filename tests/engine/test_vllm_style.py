@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import foretoken
+from foretoken import LLM, AbsentError, ConfigError, EngineConfig, RequestError, SamplingParams
+from foretoken.foreign import ENGINE_OPTIONS, METHODS, NAMES, SPECULATIVE_FIELDS, Foreign
 from tests.support.checkpoints import save_checkpoint
 
 TEMPLATE = (
@@ -136,6 +142,121 @@ assert "<assistant>Dallas\\n<tool>85 degrees\\n<assistant>" in outputs[0].prompt
 """,
 }
 
+EMBEDDED = {
+    "basic": """
+from vllm import LLM, SamplingParams
+
+prompts = ["def fibonacci(n):", "import os", "class Queue:", "# The next line"]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+llm = LLM(model=MODEL)
+for output in llm.generate(prompts, sampling_params):
+    print(f"Prompt: {output.prompt!r}, Output: {output.outputs[0].text!r}")
+    assert output.outputs[0].text and output.outputs[0].finish_reason in ("length", "stop")
+""",
+    "a batch of parameters": """
+from vllm import LLM, SamplingParams
+
+llm = LLM(
+    model=MODEL, max_num_seqs=None, gpu_memory_utilization=0.5, trust_remote_code=True,
+    disable_log_stats=False, max_num_batched_tokens=None, enable_prefix_caching=None, dtype="auto",
+)
+base = SamplingParams.from_optional(temperature=0.0, max_tokens=6, top_k=None, seed=None)
+longer = base.clone()
+longer.max_tokens = 12
+one, two = llm.generate(["def area(a, b):"] * 2, [base, longer], use_tqdm=False)
+assert two.outputs[0].token_ids[:6] == one.outputs[0].token_ids
+assert base.max_tokens == 6 and len(two.outputs[0].token_ids) == 12
+""",
+    "prefix caching": """
+from vllm import LLM, SamplingParams
+
+prefix = "def area(width, height):\\n    # the area of a rectangle is a product\\n    return " * 2
+prompts = [prefix + "width", prefix + "height", prefix + "a * b"]
+sampling_params = SamplingParams(temperature=0.0, max_tokens=4)
+regular = LLM(model=MODEL, enable_prefix_caching=False)
+expected = [output.outputs[0].text for output in regular.generate(prompts, sampling_params)]
+llm = LLM(model=MODEL, enable_prefix_caching=True)
+llm.generate(prompts[0], sampling_params)
+outputs = llm.generate(prompts, sampling_params)
+assert [output.outputs[0].text for output in outputs] == expected
+assert all(output.num_cached_tokens >= 32 for output in outputs)
+(salted,) = llm.generate({"prompt": prompts[0], "cache_salt": "tenant"}, sampling_params)
+assert salted.num_cached_tokens == 0 and salted.outputs[0].text == expected[0]
+assert llm.reset_prefix_cache()
+assert llm.generate(prompts[0], sampling_params)[0].num_cached_tokens == 0
+""",
+    "structured outputs": """
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
+
+llm = LLM(model=MODEL, max_model_len=256)
+
+
+def answer(prompt, **structure):
+    sampling_params = SamplingParams(
+        structured_outputs=StructuredOutputsParams(**structure), max_tokens=60, temperature=0.0
+    )
+    return llm.generate(prompt, sampling_params=sampling_params)[0].outputs[0].text
+
+
+assert answer("# Is it so?", choice=["Yes", "No"]) in ("Yes", "No")
+assert len(answer("# A year:", regex="[0-9]{4}")) == 4
+schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+          "additionalProperties": False}
+assert answer("# JSON:", json=schema).startswith("{")
+""",
+    "speculative decoding": """
+from vllm import LLM, SamplingParams
+
+prompts = ["def area(width, height):\\n    return width * height\\n\\n\\ndef area2(width, height):"]
+sampling_params = SamplingParams(temperature=0.0, max_tokens=16)
+expected = LLM(model=MODEL).generate(prompts, sampling_params)[0].outputs[0].token_ids
+for speculative_config in (
+    {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+    {"method": "draft_model", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 1},
+    {"method": "suffix", "num_speculative_tokens": 4},
+):
+    llm = LLM(model=MODEL, tensor_parallel_size=1, speculative_config=speculative_config)
+    (output,) = llm.generate(prompts, sampling_params)
+    assert output.outputs[0].token_ids == expected
+    assert output.metrics.num_drafts > 0
+    llm.close()
+for method in ("mtp", "deepseek_mtp", "eagle", "medusa", "dflash"):
+    try:
+        LLM(model=MODEL, speculative_config={"method": method, "num_speculative_tokens": 2})
+    except ValueError as error:
+        assert "not served. Take `draft_model`, `eagle3`" in str(error)
+        assert "Did you mean" not in str(error)
+    else:
+        assert False, method
+""",
+    "log-probabilities and seeds": """
+from vllm import LLM, SamplingParams
+
+llm = LLM(model=MODEL, seed=0, max_logprobs=20)
+params = SamplingParams(temperature=1.0, seed=7, max_tokens=5, logprobs=3, prompt_logprobs=1)
+first, second = llm.generate(["x = [1, 2, "] * 2, params)
+assert first.outputs[0].token_ids == second.outputs[0].token_ids
+assert all(3 <= len(step) <= 4 for step in first.outputs[0].logprobs)
+assert first.prompt_logprobs[0] is None
+(some,) = llm.generate("x = [1, 2, ", SamplingParams(n=3, seed=-1, max_tokens=5))
+assert len(some.outputs) == 3
+""",
+    "token ids alone": """
+from vllm import LLM, SamplingParams, TokensPrompt
+
+llm = LLM(model=MODEL)
+ids = llm.get_tokenizer().encode("def area(width, height):")
+params = SamplingParams(temperature=0.0, max_tokens=8, detokenize=False, logprobs=1)
+(output,) = llm.generate(TokensPrompt(prompt_token_ids=ids), params)
+(sample,) = output.outputs
+assert sample.text == "" and len(sample.token_ids) == 8
+assert all(entry.decoded_token is None for step in sample.logprobs for entry in step.values())
+params = SamplingParams(temperature=0.0, max_tokens=8, truncate_prompt_tokens=4)
+assert llm.generate("def area(width, height):", params)[0].prompt_token_ids == ids[-4:]
+""",
+}
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -144,8 +265,105 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def run(script: str, model: str) -> None:
+    changed = re.sub("^from vllm[.a-z_]* import", "from foretoken import", script, flags=re.M)
+    assert "vllm" not in changed
+    exec(compile(changed, "script", "exec"), {"MODEL": model})
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(str(model))
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_with_its_import_changed(name: str, model: Path) -> None:
-    script = SCRIPTS[name].replace("from vllm import", "from foretoken import")
-    assert script != SCRIPTS[name]
-    exec(compile(script, name, "exec"), {"MODEL": str(model)})
+    run(SCRIPTS[name], str(model))
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_a_script_runs_on_the_embedded_model(name: str) -> None:
+    run(EMBEDDED[name], "tiny-python")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_class_that_is_absent_says_what_to_write_when_it_is_used(name: str) -> None:
+    given: dict[str, Any] = {}
+    exec(f"from foretoken import {name}", given)
+    absent, told = given[name], re.escape(NAMES[name])
+    assert not isinstance(1, absent)
+    assert absent | None  # as annotations have it
+    for use in (lambda: absent("model", tensor_parallel_size=1), lambda: absent.from_engine_args):
+        with pytest.raises(AbsentError, match=rf"Foretoken has no `{name}.*{told}"):
+            use()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_that_is_absent_says_what_to_write(name: str, llm: LLM) -> None:
+    assert not hasattr(llm, name)
+    with pytest.raises(AbsentError, match=f"`LLM` has no attribute `{name}`") as caught:
+        getattr(llm, name)
+    assert METHODS[name] in str(caught.value)
+
+
+def test_what_else_is_absent_is_absent_as_in_any_module(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Nowhere'"):
+        foretoken.Nowhere  # noqa: B018
+    with pytest.raises(AbsentError, match=r"`LLM` has no attribute `nowhere`\.$"):
+        llm.nowhere()
+    with pytest.raises(RequestError, match=r"as the prompt: \{'prompt_token_ids': ids\}"):
+        llm.generate(prompt_token_ids=[[1, 2]])
+    with pytest.raises(RequestError, match="given by their names"):
+        SamplingParams(0.8, 0.95)
+
+
+@pytest.mark.parametrize(("name", "foreign"), ENGINE_OPTIONS.items())
+def test_an_engine_option_is_taken_where_it_changes_nothing(name: str, foreign: Foreign) -> None:
+    plain = EngineConfig.parse(model="x")
+    for value in (None, *foreign.harmless):
+        assert EngineConfig.parse(model="x", **{name: value}) == plain
+    with pytest.raises(ConfigError, match=re.escape(f"`{name}` is ['?']: must be left out")) as got:
+        EngineConfig.parse(model="x", **{name: ["?"]})
+    assert got.value.remedy == foreign.instead
+
+
+@pytest.mark.parametrize(("name", "foreign"), SPECULATIVE_FIELDS.items())
+def test_a_speculative_option_is_named_as_one(name: str, foreign: Foreign) -> None:
+    for value in (None, *foreign.harmless):
+        assert EngineConfig.parse(model="x", speculative_config={"method": "ngram", name: value})
+    for given in ({"method": "ngram", name: ["?"]}, {"drafters": [{"method": "ngram", name: 5.5}]}):
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.parse(model="x", speculative_config=given)
+        assert caught.value.field.endswith(f".{name}")
+        assert caught.value.field.startswith("speculative_config.")
+        assert caught.value.remedy == foreign.instead
+
+
+def test_what_is_unknown_is_named_with_its_value() -> None:
+    with pytest.raises(ConfigError, match=r"`speculative_config.window` is 6: must be left out: "):
+        EngineConfig.parse(model="x", speculative_config={"method": "ngram", "window": 6})
+    with pytest.raises(RequestError, match=r"`sampling_params.top_q` is 0.5: .* `top_p`\? Known"):
+        SamplingParams.parse({"top_q": 0.5})
+
+
+def test_the_share_of_a_gpus_memory_has_two_names() -> None:
+    assert EngineConfig.parse(model="x", gpu_memory_utilization=0.5).memory_fraction == 0.5
+    both = {"gpu_memory_utilization": 0.5, "memory_fraction": 0.5}
+    assert EngineConfig.parse(model="x", **both).memory_fraction == 0.5
+    with pytest.raises(ConfigError, match="left out beside `memory_fraction`"):
+        EngineConfig.parse(model="x", **{**both, "memory_fraction": 0.6})
+    with pytest.raises(ConfigError, match=r"`gpu_memory_utilization` is 1.5: .* \[0.01, 1\]"):
+        EngineConfig.parse(model="x", gpu_memory_utilization=1.5)
+
+
+def test_none_is_the_default_of_every_option() -> None:
+    for field in fields(EngineConfig):
+        if field.name != "model":
+            assert EngineConfig.parse(model="x", **{field.name: None}) == EngineConfig(model="x")
+
+
+def test_code_of_a_checkpoint_is_not_run_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    EngineConfig.parse(model="x", trust_remote_code=False)
+    assert caplog.messages == []
+    EngineConfig.parse(model="x", trust_remote_code=True)
+    assert "code from a checkpoint is never run" in caplog.text

@@ -15,11 +15,11 @@ import foretoken
 from tests.project.source import ROOT, modules
 
 PUBLIC = (
-    "LLM AsyncEngine CapacityError CheckpointError CompletionDelta CompletionOutput ConfigError "
-    "EngineBrokenError EngineConfig EngineMemoryError ForetokenError IntegrityError Logprob "
-    "NonFiniteLogitsError OverloadedError ProcessingError RequestDelta RequestError RequestOutput "
-    "SamplingParams SpeculativeConfig StepError TextPrompt TokensPrompt UnsupportedModelError "
-    "UsageError __version__"
+    "LLM AbsentError AsyncEngine CapacityError CheckpointError CompletionDelta CompletionOutput "
+    "ConfigError EngineBrokenError EngineConfig EngineMemoryError ForetokenError IntegrityError "
+    "Logprob NonFiniteLogitsError OverloadedError ProcessingError RequestDelta RequestError "
+    "RequestOutput SamplingParams SpeculativeConfig StepError StructuredOutputsParams TextPrompt "
+    "TokensPrompt UnsupportedModelError UsageError __version__"
 ).split()
 OPS = (
     "BACKENDS DRAFT RESIDUAL TARGET AttentionBatch AttentionCall AttentionOptions Backend Decoder "
@@ -29,6 +29,7 @@ OPS = (
 LLM_METHODS = {
     "get_tokenizer": "",
     "get_default_sampling_params": "",
+    "reset_prefix_cache": "",
     "generate": "prompts sampling_params use_tqdm on_error on_interrupt others",
     "chat": "messages sampling_params use_tqdm on_error on_interrupt template",
     "stream": "prompt sampling_params on_interrupt",

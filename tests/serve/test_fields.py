@@ -10,10 +10,19 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic.types import message_count_tokens_params as count_params
+from anthropic.types import message_create_params as message_params
+from anthropic.types.beta import message_create_params as beta_message_params
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import ChatCompletionStreamOptionsParam
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
+from openai.types.shared_params import Reasoning
 from pydantic import ValidationError
 
 from foretoken import SamplingParams
 from foretoken.errors import RequestError
+from foretoken.foreign import Foreign
 from foretoken.outputs import CompletionDelta, Logprob, RequestDelta
 from foretoken.serve.answers.completions import CompletionForm
 from foretoken.serve.answers.events import EventReader
@@ -22,6 +31,7 @@ from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.protocol.chat import ChatBody
 from foretoken.serve.protocol.common import (
+    CacheOptions,
     Fields,
     SamplingFields,
     Speculative,
@@ -30,7 +40,8 @@ from foretoken.serve.protocol.common import (
 )
 from foretoken.serve.protocol.completions import CompletionBody
 from foretoken.serve.protocol.faults import _BOUNDS, field_error
-from foretoken.serve.protocol.messages import MessagesBody
+from foretoken.serve.protocol.messages import CountBody, MessagesBody
+from foretoken.serve.protocol.responses import Reasoning as ReasoningOptions
 from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import Asked, Served, read_chat, read_completion
 from foretoken.serve.running import News
@@ -63,11 +74,15 @@ HONOURED: dict[str, Any] = {
     "chat_template_kwargs": {"opening": "x"},
     "speculative": {"enabled": False}, "tool_choice": "required", "parallel_tool_calls": False,
     "input": "b", "instructions": "x", "max_output_tokens": 7, "system": "x",
-    "text": {"format": {"type": "json_object"}}, "stop_sequences": ["x"],
+    "text": {"format": {"type": "json_object"}}, "stop_sequences": ["x"], "detokenize": False,
+    "truncate_prompt_tokens": 3, "cache_salt": "x", "request_id": "x", "add_special_tokens": False,
+    "return_token_ids": True, "return_tokens_as_token_ids": True, "reasoning_effort": "low",
+    "include_reasoning": False, "reasoning": {"effort": "low"}, "thinking": {"type": "disabled"},
+    "output_config": {"effort": "low"},
 }  # fmt: skip
 # What turns something off that is off: a value that is allowed, and one that is not.
-OFF = {"store": (False, True), "background": (False, True), "truncation": ("disabled", "auto"),
-       "include": (["reasoning.encrypted_content"], ["x"])}  # fmt: skip
+OFF = {"include": (["reasoning.encrypted_content"], ["message.output_text.logprobs"]),
+       "prompt_cache_options": ({"mode": "explicit"}, {"prewarm": True})}  # fmt: skip
 # What a name has to have beside it, or it is refused.
 BESIDE: dict[str, dict[str, Any]] = {
     "top_logprobs": {"logprobs": True},
@@ -94,6 +109,29 @@ BODIES: list[tuple[type[Fields], Any, dict[str, Any]]] = [
     ),
 ]
 NAMES = [(body, name) for body, _, _ in BODIES for name in body.model_fields]
+FOREIGN = [(body, name) for body, _, _ in BODIES for name in body.foreign]
+VLLM_SAMPLING = (
+    "use_beam_search top_k min_p repetition_penalty watermarking length_penalty stop_token_ids "
+    "include_stop_str_in_output ignore_eos min_tokens skip_special_tokens truncation_side "
+    "spaces_between_special_tokens truncate_prompt_tokens allowed_token_ids bad_words seed "
+    "structured_outputs priority request_id session_id cache_salt kv_transfer_params "
+    "ec_transfer_params vllm_xargs repetition_detection stream_interval thinking_token_budget "
+    "routed_experts_prompt_start logprob_token_ids return_token_offsets return_mm_kwargs "
+    "max_repetition_pattern_size min_repetition_pattern_size repetition_min_count logits_processors"
+)
+VLLM: dict[type[Fields], str] = {
+    CompletionBody: "echo prompt_embeds add_special_tokens response_format prompt_logprobs best_of "
+    "return_tokens_as_token_ids return_token_ids guided_json guided_regex guided_choice suffix "
+    "guided_grammar structural_tag guided_decoding_backend guided_whitespace_pattern",
+    ChatBody: "echo add_special_tokens add_generation_prompt continue_final_message documents "
+    "chat_template chat_template_kwargs mm_processor_kwargs media_io_kwargs return_token_ids "
+    "return_tokens_as_token_ids return_prompt_text reasoning_effort include_reasoning "
+    "prompt_logprobs guided_json guided_regex guided_choice guided_grammar structural_tag "
+    "guided_decoding_backend guided_whitespace_pattern parallel_tool_calls best_of",
+    ResponsesBody: "mm_processor_kwargs enable_response_messages previous_input_messages "
+    "previous_response include max_tool_calls logit_bias stop top_logprobs",
+    MessagesBody: "top_k chat_template_kwargs kv_transfer_params thinking output_config",
+}
 
 
 def read(kind: type[Fields], **given: Any) -> Asked:
@@ -103,17 +141,13 @@ def read(kind: type[Fields], **given: Any) -> Asked:
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 def test_a_field_changes_something_or_is_inert_or_refused(kind: type[Fields], name: str) -> None:
-    if kind is ResponsesBody and name in OFF:
+    if name in OFF:
         allowed, other = OFF[name]
         assert read(kind, **{name: allowed}) == read(kind)
         with pytest.raises(ValueError, match=name):
             read(kind, **{name: other})
     elif name in described(kind, "inert"):
         assert read(kind, **{name: "x"}) == read(kind)
-    elif name in described(kind, "refused"):
-        assert read(kind, **{name: None}) == read(kind)
-        with pytest.raises(ValueError, match=name):
-            read(kind, **{name: "x"})
     elif name == "model":
         assert read(kind, model="tiny") == read(kind)
         with pytest.raises(RequestError, match="`model` is 'x'"):
@@ -128,6 +162,52 @@ def test_a_field_changes_something_or_is_inert_or_refused(kind: type[Fields], na
         value = True if (kind, name) == (ChatBody, "logprobs") else value
         value = {"type": "any"} if (kind, name) == (MessagesBody, "tool_choice") else value
         assert read(kind, **{**beside, name: value}) != read(kind, **beside)
+
+
+@pytest.mark.parametrize(("kind", "name"), FOREIGN)
+def test_a_field_is_taken_where_it_changes_nothing_and_refused_elsewhere(
+    kind: type[Fields], name: str
+) -> None:
+    assert name not in kind.model_fields
+    harmless, instead, _ = kind.foreign[name]
+    for value in (None, *harmless):
+        assert read(kind, **{name: value}) == read(kind)
+    with pytest.raises(ValidationError) as caught:
+        read(kind, **{name: ["?"]})
+    error = field_error(kind, caught.value.errors())
+    assert (error.field, error.value, error.remedy) == (name, ["?"], instead)
+
+
+@pytest.mark.parametrize(("kind", "name"), NAMES)
+def test_null_is_left_out(kind: type[Fields], name: str) -> None:
+    if not kind.model_fields[name].is_required():
+        assert read(kind, **{name: None}) == read(kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"),
+    [
+        (ChatBody, chat_params.CompletionCreateParamsBase),
+        (CompletionBody, completion_params.CompletionCreateParamsBase),
+        (ResponsesBody, response_params.ResponseCreateParamsBase),
+        (MessagesBody, message_params.MessageCreateParamsBase),
+        (MessagesBody, beta_message_params.MessageCreateParamsBase),
+        (CountBody, count_params.MessageCountTokensParams),
+        (StreamOptions, ChatCompletionStreamOptionsParam),
+        (ReasoningOptions, Reasoning),
+        (CacheOptions, response_params.PromptCacheOptions),
+    ],
+)
+def test_every_key_of_a_public_schema_is_known(kind: type[Fields], theirs: Any) -> None:
+    known = kind.model_fields.keys() | kind.foreign.keys()
+    assert theirs.__annotations__.keys() - known <= {"betas"}  # which travels as a header
+
+
+@pytest.mark.parametrize(("kind", "names"), VLLM.items())
+def test_every_key_of_vllms_is_known(kind: type[Fields], names: str) -> None:
+    both = "" if kind is MessagesBody else VLLM_SAMPLING
+    known = kind.model_fields.keys() | kind.foreign.keys()
+    assert {*names.split(), *both.split()} - known == set()
 
 
 @pytest.mark.parametrize("name", Speculative.model_fields)
@@ -152,16 +232,26 @@ def test_every_parameter_of_ours_can_be_asked_for() -> None:
 def test_the_documented_lists_are_those_of_the_code() -> None:
     text = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
     bodies = (CompletionBody, ChatBody)
-    marked = {mark: {name for body in bodies for name in described(body, mark)}
-              for mark in ("inert", "refused")}  # fmt: skip
-    marked["inert"].add("stream_options.include_obfuscation")
-    for mark, title in (("inert", "Inert"), ("refused", "Refused")):
-        section = text.split(f"### {title} fields")[1].split("\n#")[0]
-        assert set(re.findall(r"^- `([\w.]+)`", section, re.MULTILINE)) == marked[mark]
+    inert = {name for body in bodies for name in described(body, "inert")}
+    inert.add("stream_options.include_obfuscation")
+    section = text.split("### Inert fields")[1].split("\n#")[0]
+    assert set(re.findall(r"^- `([\w.]+)`", section, re.MULTILINE)) == inert
+    foreign = CompletionBody.foreign | ChatBody.foreign
+    section = text.split("### Fields taken at some values\n")[1].split("\n#")[0]
+    table = [line for line in section.splitlines() if line.startswith("| `")]
+    assert table == [
+        f"| `{name}` | {taken(one)} | {one.instead} |" for name, one in foreign.items()
+    ]
     honoured = {name for body in bodies for name in body.model_fields}
     honoured |= {f"speculative.{name}" for name in Speculative.model_fields}
     honoured |= {f"stream_options.{name}" for name in StreamOptions.model_fields}
-    assert rows(text, "Parameters") == honoured - marked["inert"] - marked["refused"]
+    assert rows(text, "Parameters") == honoured - inert
+
+
+def taken(foreign: Foreign) -> str:
+    """The values at which a field is taken, as JSON has them."""
+    values = dict.fromkeys(json.dumps(value) for value in foreign.harmless if value is not None)
+    return ", ".join(f"`{value}`" for value in values) or "null alone"
 
 
 def rows(text: str, title: str) -> set[str]:
@@ -176,12 +266,15 @@ def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> No
     text, title = (ROOT / "docs" / "server.md").read_text(encoding="utf-8"), kind.__name__[:-4]
     section = text.split(f"### {title}\n")[1].split("\n#")[0]
     own = {*kind.model_fields} - {*SamplingFields.model_fields}
-    for mark in ("inert", "refused"):
-        listed = section.split(f"- {mark}:")[1].split("\n- ")[0]
-        known = {*kind.model_fields} & set(re.findall(r"`(\w+)`", listed))
-        assert known == set(described(kind, mark))
-        own -= known
-    assert rows(text, title) == own
+    listed = section.split("- inert:")[1].split("\n- ")[0]
+    inert = own & set(re.findall(r"`(\w+)`", listed))
+    assert inert == set(described(kind, "inert"))
+    assert rows(text, title) == own - inert
+    listed = section.split("- taken at some values:")[1].split("\n\n")[0].replace("\n ", "")
+    of_all = SamplingFields.foreign.keys()
+    for name, foreign in kind.foreign.items():
+        values = taken(foreign).replace("`", "")
+        assert (f"`{name}` ({values})" in listed) == (name not in of_all)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +290,7 @@ def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> No
         ({"prompt": []}, "prompt", "at least one"),
         ({"prompt": ["a", ""]}, "prompt", "at least one token"),
         ({"prompt": [5000]}, "prompt", "[0, 4096)"),
-        ({"stream_options": {}}, "stream_options", "without `stream`"),
+        ({"store": 1, "best_of": 2}, "best_of", "left out, or 1. Ask for `n` samples"),
         ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "streamed"),
         *(
             ({"logit_bias": {key: 1}}, "logit_bias", "token ids in decimal")
@@ -236,7 +329,13 @@ def test_the_lists_of_other_apis_are_those_of_the_code(kind: type[Fields]) -> No
             "reads `prediction`",
         ),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "beside `guided_regex`"),
-        ({"suffix": "x"}, "suffix", "not implemented"),
+        ({"suffix": "x"}, "suffix", "left out, or ''. Write the prompt"),
+        ({"logprobs": -1}, "logprobs", "whole vocabulary"),
+        ({"cache_salt": ""}, "cache_salt", "1 to 1024"),
+        ({"request_id": "a b"}, "request_id", "matches"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1"),
+        ({"detokenize": False, "stop": "x"}, "stop", "`stop_token_ids`"),
+        ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options.prewarm", "`max_tok"),
         ({"max_tokens": 4000}, "max_tokens", "context"),
         ({"stream": True, "max_tokens": 4000}, "max_tokens", "context"),
     ],

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from foretoken.cache.prefix_index import ROOT, Entry, PrefixIndex
+from foretoken.cache.prefix_index import ROOT, Before, Entry, PrefixIndex
 from foretoken.errors import IntegrityError
 
 
@@ -80,16 +80,20 @@ class BlockPool:
         start = column * self.block_size
         return token_ids[start : start + self.block_size + self.lookahead]
 
-    def match(self, token_ids: Sequence[int], num_blocks: int) -> list[Entry]:
-        """The cached blocks that hold the first tokens: as many as follow, at most `num_blocks`."""
+    def match(self, token_ids: Sequence[int], num_blocks: int, root: Before = ROOT) -> list[Entry]:
+        """The cached blocks that hold the first tokens: as many as follow, at most `num_blocks`.
+
+        Args:
+            root: what stands before the first of them: `ROOT`, or a salt.
+        """
         found: list[Entry] = []
-        serial = ROOT
+        before = root
         for column in range(num_blocks):
-            entry = self._index.find(serial, self.key(token_ids, column))
+            entry = self._index.find(before, self.key(token_ids, column))
             if entry is None:
                 break
             found.append(entry)
-            serial = entry[1]
+            before = entry[1]
         return found
 
     def take(self, blocks: Iterable[int]) -> None:
@@ -100,11 +104,11 @@ class BlockPool:
             self._refs[block] += 1
             self._cached.pop(block, None)
 
-    def enter(self, before: int, tokens: Sequence[int], block: int) -> int:
+    def enter(self, before: Before, tokens: Sequence[int], block: int) -> int:
         """Make a full, computed block one that can be found; returns its content's serial.
 
         Args:
-            before: the serial of the request's block before it, or `ROOT`.
+            before: the serial of the request's block before it, or its root.
             tokens: its `key`: the `block_size` tokens whose K/V it holds, and those behind.
         """
         if len(tokens) != self.block_size + self.lookahead or not self._refs[block]:
@@ -116,6 +120,12 @@ class BlockPool:
         for block in blocks:
             if block in self._index:
                 self._index.remove(block)
+
+    def reset(self) -> None:
+        """Have no block be found any more; blocks that are held stay with who holds them."""
+        self.forget(range(self.num_blocks))
+        self._empty += reversed(self._cached)
+        self._cached.clear()
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
         """Raise `IntegrityError` unless every block is held as counted, cached or empty.

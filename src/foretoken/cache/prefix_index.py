@@ -11,14 +11,18 @@ from collections.abc import Sequence
 from foretoken.errors import IntegrityError
 
 ROOT = 0
-"""The serial before a request's first block."""
+"""What stands before a request's first block: a serial that no block has."""
+
+Before = int | str
+"""What stands before a block: the serial of the block before it, `ROOT`, or in the place of `ROOT`
+a salt, so that what was cached under one salt is found under that one alone."""
 
 Entry = tuple[int, int]
 """A cached block: (block id, serial)."""
 
 
 class PrefixIndex:
-    """Maps (serial of the block before, the block's own tokens) to a cached block.
+    """Maps (what stands before, the block's own tokens) to a cached block.
 
     Every entry gets a serial of its own, which is never used again: a serial stands for all tokens
     up to the end of its block. When an entry is removed, those that name it as the block before
@@ -26,18 +30,18 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, tuple[int, ...]], Entry] = {}
-        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._entries: dict[tuple[Before, tuple[int, ...]], Entry] = {}
+        self._keys: dict[int, tuple[Before, tuple[int, ...]]] = {}
         self._last_serial = ROOT
 
     def __contains__(self, block: int) -> bool:
         return block in self._keys
 
-    def find(self, before: int, tokens: Sequence[int]) -> Entry | None:
-        """The block of these tokens behind the one with serial `before`, if it is cached."""
+    def find(self, before: Before, tokens: Sequence[int]) -> Entry | None:
+        """The block of these tokens behind what stands `before`, if it is cached."""
         return self._entries.get((before, tuple(tokens)))
 
-    def add(self, before: int, tokens: Sequence[int], block: int) -> int:
+    def add(self, before: Before, tokens: Sequence[int], block: int) -> int:
         """Enter a block; returns the serial of its content, which another block may have already.
 
         Then the other block stays the one to be found, and this one is not entered.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from foretoken.config.checks import (
@@ -13,10 +13,11 @@ from foretoken.config.checks import (
     check_number,
     check_revision,
     make_plain,
+    plain,
 )
 from foretoken.config.speculative import SpeculativeConfig
 from foretoken.errors import ConfigError, check_known_keys
-from foretoken.foreign import ENGINE_OPTIONS, without_foreign
+from foretoken.foreign import ENGINE_OPTIONS, RENAMED, without_foreign
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
@@ -168,5 +169,17 @@ class EngineConfig:
     def parse(cls, **options: Any) -> EngineConfig:
         """Build from what a user typed; unknown names are errors with the nearest valid one."""
         options = without_foreign(options, ENGINE_OPTIONS, ConfigError)
-        check_known_keys("engine option", options, [f.name for f in fields(cls)])
-        return cls(**options)
+        for theirs, ours in RENAMED.items():
+            if (value := plain(options.pop(theirs, None))) is None:
+                continue
+            check_number(theirs, value, 0.01, 1, f"It is `{ours}` here.")
+            if options.setdefault(ours, value) != value:
+                bound = f"left out beside `{ours}`, which is its name here"
+                raise ConfigError(theirs, value, bound)
+        defaults = {f.name: f.default for f in fields(cls)}
+        check_known_keys("engine option", options, defaults)
+        # None stands for the default of an option that has another one.
+        given = {
+            k: v for k, v in options.items() if v is not None or defaults[k] in (None, MISSING)
+        }
+        return cls(**given)

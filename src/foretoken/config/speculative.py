@@ -27,6 +27,7 @@ MAX_SPECULATIVE_TOKENS = 64
 AUTO = "auto"
 _MOST_UNDER_AUTO = 8
 HYBRID = "hybrid"
+_WHERE = "speculative_config."
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,7 @@ class SpeculativeConfig:
 
     def _member(self, entry: Mapping[str, Any]) -> Self:
         """The options of one of `drafters`, with those that all share."""
-        entry = without_foreign(entry, SPECULATIVE_FIELDS, ConfigError)
+        entry = without_foreign(entry, SPECULATIVE_FIELDS, ConfigError, _WHERE)
         own = ("method", "name", *self._drafter_options())
         shared = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in own}
         del shared["drafters"]
@@ -255,7 +256,7 @@ class SpeculativeConfig:
                 raise ConfigError("speculative_config", given, "a JSON object", remedy) from error
         if not isinstance(given, Mapping):
             raise ConfigError("speculative_config", given, "a JSON object or a dict")
-        given = without_foreign(given, SPECULATIVE_FIELDS, ConfigError)
+        given = without_foreign(given, SPECULATIVE_FIELDS, ConfigError, _WHERE)
         check_known_keys("speculative_config", given, [f.name for f in fields(cls)])
         return cls(**given)
 

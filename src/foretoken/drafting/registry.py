@@ -9,6 +9,7 @@ from typing import cast
 from foretoken.config import HYBRID, SpeculativeConfig, check_choice, of_drafter
 from foretoken.drafting.base import Drafter
 from foretoken.errors import ConfigError
+from foretoken.foreign import SPECULATIVE_METHODS
 
 DRAFTERS = {
     "draft_model": "foretoken.drafting.draft_model:DraftModel",
@@ -52,6 +53,10 @@ def find_drafter(speculation: SpeculativeConfig, *, on_host: bool = True) -> typ
         remedy = (
             'It needs `drafters`, for example [{"method": "ngram"}, {"method": "draft_model"}].'
         )
+    told = SPECULATIVE_METHODS.get("mtp" if method.endswith("_mtp") else method)
+    if told is not None:  # not what the nearest name would be
+        bound = f"one of {', '.join(named)}"
+        raise ConfigError("speculative_config.method", method, bound, told)
     check_choice("speculative_config.method", method, tuple(named), remedy)
     found = _imported(named[method])
     for field in fields(speculation):

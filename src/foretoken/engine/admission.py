@@ -189,6 +189,17 @@ def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingPar
     return params
 
 
+def last_tokens(prompt_ids: list[int], params: SamplingParams, limits: Limits) -> list[int]:
+    """The end of a prompt that `truncate_prompt_tokens` keeps."""
+    most = params.truncate_prompt_tokens
+    if most is None:
+        return prompt_ids
+    if most == -1:
+        room = min(limits.max_model_len, limits.cache_tokens)
+        most = max(room - (params.max_tokens or 1), 1)
+    return prompt_ids[-most:]
+
+
 def bad_word_ids(words: Iterable[str], tokenizer: Any | None, vocab_size: int) -> BadWords:
     """Token sequences of the bad words, each as it starts a text and as it follows a space.
 

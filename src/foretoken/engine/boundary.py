@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from foretoken.engine.admission import BadWords, check_request, check_token_ids
+from foretoken.engine.admission import BadWords, check_request, check_token_ids, last_tokens
 from foretoken.engine.engine import Engine
-from foretoken.engine.prompts import encode, encode_prediction, shown_parts
+from foretoken.engine.prompts import encode, encode_prediction, salt_of, shown_parts
 from foretoken.engine.request import Given, Request, RequestGroup
 from foretoken.errors import ForetokenError, ProcessingError
 from foretoken.outputs import (
@@ -47,17 +47,20 @@ def prepare(engine: Engine, request_id: str, prompt: Any, params: SamplingParams
         EngineBrokenError: the device failed; nothing is served any more.
     """
     engine.check_works()
+    is_default = params is engine.default_params
     with _encoding(request_id):
         text, ids = encode(engine.tokenizer, prompt)
+        ids = last_tokens(ids, params, engine.limits)
         if params.prediction is not None:  # which is encoded behind the text of the prompt
             check_token_ids("prompt", ids, engine.limits.vocab_size)
         prediction = encode_prediction(engine.tokenizer, ids, params.prediction)
         bad_words = engine.encode_bad_words(params) if engine.tokenizer is not None else ()
-    grammar = engine.grammars.compiled(params.structured_outputs)
-    if prediction is not params.prediction or grammar is not params.structured_outputs:
-        params = replace(params, prediction=prediction, structured_outputs=grammar)
+    grammar, salt = engine.grammars.compiled(params.structured_outputs), salt_of(prompt, params)
+    is_same = prediction is params.prediction and grammar is params.structured_outputs
+    if not is_same or salt is not params.cache_salt:
+        params = replace(params, prediction=prediction, structured_outputs=grammar, cache_salt=salt)
     limits = engine.limits
-    if params is engine.default_params and len(ids) + params.token_limit > limits.max_model_len:
+    if is_default and len(ids) + params.token_limit > limits.max_model_len:
         params = replace(params, max_tokens=None)  # nobody asked for as many as do not fit
     params = check_request(ids, params, limits, text)
     return Submission(request_id, ids, params, text, bad_words)

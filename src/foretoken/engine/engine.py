@@ -39,6 +39,7 @@ from foretoken.engine.pending import PendingResult
 from foretoken.engine.request import Request, RequestGroup, Share, Status
 from foretoken.engine.rounds import Round, ended_at, trace_round
 from foretoken.engine.runner import Runner
+from foretoken.engine.sampler import Decode, no_text
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.step import slot_request, step_input
 from foretoken.engine.threads import StepThreads
@@ -327,7 +328,8 @@ class Engine:
         self._slots.admit(request.slot, slot_request(request))
         if request.index == 0 and not request.num_preemptions:
             request.group.metrics.num_cached_tokens = request.num_computed
-        if self.tokenizer is not None and request.detokenizer is None:
+        makes_text = self.tokenizer is not None and request.params.detokenize
+        if makes_text and request.detokenizer is None:
             request.detokenizer = Detokenizer(
                 self.tokenizer,
                 request.group.prompt_ids,
@@ -342,7 +344,8 @@ class Engine:
         if outcome.prompt_logprobs is not None and group.prompt_logprobs is not None:
             following = group.prompt_ids[share.start + 1 :][: share.num_tokens]
             most = request.params.prompt_logprobs or 0
-            rows = self.runner.sampler.describe(outcome.prompt_logprobs, following, most)
+            decode = self._decode_of(request)
+            rows = self.runner.sampler.describe(outcome.prompt_logprobs, following, most, decode)
             done = len(group.prompt_logprobs) - 1  # past `start` after a preemption
             group.prompt_logprobs += rows[done - share.start :]
         if share.num_preemptions == request.num_preemptions:  # else K/V and slot are another's
@@ -367,12 +370,12 @@ class Engine:
 
     def _take_tokens(self, request: Request, outcome: Outcome, drafter: str) -> None:
         """Append tokens until one ends the request; what follows it is dropped."""
-        sampler, tokens = self.runner.sampler, outcome.token_ids
+        sampler, tokens, decode = self.runner.sampler, outcome.token_ids, self._decode_of(request)
         logprobs, trace = [], []
         if outcome.logprobs is not None and request.params.logprobs is not None:
-            logprobs = sampler.describe(outcome.logprobs, tokens, request.params.logprobs)
+            logprobs = sampler.describe(outcome.logprobs, tokens, request.params.logprobs, decode)
         if outcome.evidence is not None:
-            about = Round(drafter or None, sampler.synthetic_rates, sampler.decode)
+            about = Round(drafter or None, sampler.synthetic_rates, decode)
             trace = trace_round(request, outcome, outcome.evidence, about)
         for i, (token, origin) in enumerate(zip(tokens, outcome.origins, strict=False)):
             request.origins.append(origin)
@@ -383,6 +386,10 @@ class Engine:
                     request.trace[-1] = ended_at(trace, i)
                 self._finish(request, reason)
                 break
+
+    def _decode_of(self, request: Request) -> Decode:
+        """What makes a text of each of its tokens, if that was asked for."""
+        return self.runner.sampler.decode if request.params.detokenize else no_text
 
     def _finish(self, request: Request, reason: str) -> None:
         """Give back what a request holds, whatever raises on the way; its text is final."""

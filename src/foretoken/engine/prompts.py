@@ -16,15 +16,16 @@ from foretoken.errors import RequestError, check_known_keys
 from foretoken.foreign import CALL_OPTIONS, PROMPT_KEYS, without_foreign
 from foretoken.models.chat import ChatPrompt
 from foretoken.models.tokenizer import encode_after
-from foretoken.sampling.params import SamplingParams, check_text
+from foretoken.sampling.params import SamplingParams, check_salt, check_text
 
 _log = logging.getLogger(__name__)
 
 
-class TextPrompt(TypedDict):
-    """A prompt as a text."""
+class TextPrompt(TypedDict, total=False):
+    """A prompt as a text; its `cache_salt` is that of `SamplingParams`."""
 
-    prompt: str
+    prompt: Required[str]
+    cache_salt: str | None
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -32,6 +33,7 @@ class TokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: Required[Sequence[int]]
     prompt: str | None
+    cache_salt: str | None
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -142,6 +144,22 @@ def encode(
     return None, [plain(token) for token in ids]
 
 
+def salt_of(prompt: Any, params: SamplingParams) -> str | None:
+    """The `cache_salt` of a prompt: its own, or that of its parameters.
+
+    Raises:
+        RequestError: it has two, or one that is none.
+    """
+    own = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    if own is None:
+        return params.cache_salt
+    check_salt(own)
+    if params.cache_salt not in (None, own):
+        bound = "that of the sampling parameters, or given in one place alone"
+        raise RequestError("cache_salt", own, bound)
+    return str(own)
+
+
 def decode(tokenizer: Any | None, token_ids: Sequence[int]) -> str:
     """The text of tokens, special ones left out; `RequestError` where there is no tokenizer."""
     if tokenizer is None:
@@ -186,7 +204,8 @@ def shown_parts(prompt: Any) -> tuple[str | None, list[int]]:
 
 def _encode_dict(tokenizer: Any | None, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
     prompt = without_foreign(prompt, PROMPT_KEYS, RequestError)
-    check_known_keys("prompt", prompt, ("prompt", "prompt_token_ids"), RequestError)
+    known = ("prompt", "prompt_token_ids", "cache_salt")
+    check_known_keys("prompt", prompt, known, RequestError)
     text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if ids is None:
         if not isinstance(text, str):

@@ -22,6 +22,13 @@ from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult
 from foretoken.slots.table import SlotTable
 
+Decode = Callable[[int], str | None]
+"""A token's text, or None where there is none."""
+
+
+def no_text(token: int) -> None:
+    """No token has a text here."""
+
 
 class Sampler:
     """Applies every request's parameters to its rows and verifies its drafts.
@@ -43,7 +50,7 @@ class Sampler:
         self.backend = backend
         self.slots = slots
         self.fp64_noise = fp64_noise
-        self.decode: Callable[[int], str | None] = decode or (lambda token: None)
+        self.decode: Decode = decode or no_text
         self.synthetic_rates = synthetic_rates
         rate_K = torch.tensor(synthetic_rates, dtype=torch.float64, device=slots.device)
         self.synthetic_rate_K = rate_K if synthetic_rates else None
@@ -78,13 +85,14 @@ class Sampler:
         )  # fmt: skip
 
     def describe(
-        self, found: Logprobs, token_ids: Sequence[int], num_top: int
+        self, found: Logprobs, token_ids: Sequence[int], num_top: int, decode: Decode
     ) -> list[dict[int, Logprob]]:
         """Rows for users: token id -> Logprob, the given token first, then the likeliest by rank.
 
         Args:
             found: a row for each of the tokens.
             num_top: how many of the likeliest were asked for here; there may be more.
+            decode: a token's text.
         """
         rows = zip(
             token_ids, found.logprob_N.tolist(), found.rank_N.tolist(),
@@ -93,8 +101,8 @@ class Sampler:
         )  # fmt: skip
         described = []
         for token, logprob, rank, top_ids, top_logprobs in rows:
-            row = {token: Logprob(logprob, rank, self.decode(token))}
+            row = {token: Logprob(logprob, rank, decode(token))}
             for k, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True)):
-                row.setdefault(top_id, Logprob(value, k + 1, self.decode(top_id)))
+                row.setdefault(top_id, Logprob(value, k + 1, decode(top_id)))
             described.append(row)
         return described

@@ -21,7 +21,7 @@ from math import ceil
 from operator import attrgetter
 
 from foretoken.cache.block_pool import BlockPool
-from foretoken.cache.prefix_index import ROOT
+from foretoken.cache.prefix_index import ROOT, Before
 from foretoken.engine.control import DraftControl
 from foretoken.engine.pace import Pace
 from foretoken.engine.request import Request, Share, Status
@@ -186,7 +186,8 @@ class Scheduler:
             # One token at least is left to prefill: the request goes on from its logits, or from
             # the step in which it is computed.
             known = len(request.token_ids) - (request.num_output > 0)
-            cached = self.pool.match(request.token_ids, (known - 1) // self.pool.block_size)
+            most = (known - 1) // self.pool.block_size
+            cached = self.pool.match(request.token_ids, most, _root(request))
         missing = self.pool.blocks_for(len(request.token_ids)) - len(cached)
         unheld = self.pool.num_unheld(block for block, _ in cached)
         if missing + unheld + len(self.running) > self.pool.num_free:
@@ -212,7 +213,8 @@ class Scheduler:
         known = len(request.token_ids) - pool.lookahead
         num_full = min(request.num_computed - self.num_behind, known) // pool.block_size
         for i in range(len(serials), num_full):
-            before, tokens = serials[-1] if serials else ROOT, pool.key(request.token_ids, i)
+            before = serials[-1] if serials else _root(request)
+            tokens = pool.key(request.token_ids, i)
             serials.append(pool.enter(before, tokens, request.block_ids[i]))
 
     def _share(self) -> None:
@@ -284,6 +286,11 @@ class Scheduler:
                 raise IntegrityError(f"requests that are {status.value} are out of order")
             for request in queue:
                 _check_request(request, status)
+
+
+def _root(request: Request) -> Before:
+    """What stands before its first block in the prefix index."""
+    return request.params.cache_salt or ROOT
 
 
 def _check_request(request: Request, status: Status) -> None:

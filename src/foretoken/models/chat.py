@@ -17,6 +17,10 @@ from foretoken.sampling.params import check_text
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 _EMPTY_FIELDS = ("refusal", "audio", "annotations", "function_call")  # of clients; None in a text
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_ARGUMENTS = (  # of `apply_chat_template`, which takes variables of the template beside them
+    "conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors",
+    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
+)  # fmt: skip
 _FORMS = ("auto", "string", "openai")
 # A template that walks over a message's content takes lists of parts, others take a text.
 _WALKS_OVER_CONTENT = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content\b|\[['"]content['"]\])""")
@@ -32,14 +36,17 @@ class ChatOptions(TypedDict, total=False):
         add_generation_prompt: end the prompt with what opens the assistant's answer (the default).
         continue_final_message: leave the last message open, for the answer to continue it; only
             with add_generation_prompt=False.
+        add_special_tokens: add those that the tokenizer begins a text with; False by default:
+            templates write them.
         tools: descriptions of functions, as JSON schemas, for templates that show them.
-        chat_template_kwargs: values of further variables of the template.
+        chat_template_kwargs: values of further variables of the template, which may ignore them.
     """
 
     chat_template: str | None
     chat_template_content_format: Literal["auto", "string", "openai"]
     add_generation_prompt: bool
     continue_final_message: bool
+    add_special_tokens: bool
     tools: Sequence[Mapping[str, Any]] | None
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -67,7 +74,8 @@ class ChatTemplate:
             "add_generation_prompt": options.get("add_generation_prompt", True),
             "continue_final_message": options.get("continue_final_message", False),
         }
-        for name, value in flags.items():
+        self._adds_special = options.get("add_special_tokens", False)
+        for name, value in {**flags, "add_special_tokens": self._adds_special}.items():
             if not isinstance(value, bool):
                 raise RequestError(name, value, "true or false")
         if all(flags.values()):
@@ -88,7 +96,8 @@ class ChatTemplate:
     def render(self, messages: Any) -> tuple[str, list[int]]:
         """The text of a conversation and its token ids.
 
-        The template writes the special tokens, the first one included, so encoding adds none.
+        The template writes the special tokens, the first one included, so encoding adds none unless
+        `add_special_tokens` has it.
 
         Raises:
             RequestError: `messages` is not a conversation, or the template refuses it.
@@ -111,22 +120,22 @@ class ChatTemplate:
             bound = f"what the chat template takes; it says: {first_line(error)}"
             raise RequestError("messages", messages, bound) from error
         check_text("messages", text)
-        return text, list(self._tokenizer.encode(text, add_special_tokens=False))
+        return text, list(self._tokenizer.encode(text, add_special_tokens=self._adds_special))
 
     def _check_variables(self, tools: Any, variables: Any) -> dict[str, Any]:
-        """The template's further variables; one that it does not use would be lost in silence."""
+        """The template's further variables; tools that it does not show would be lost."""
         if tools is not None and not _is_list(tools):
             raise RequestError("tools", tools, "a list of JSON schemas of functions")
         if variables is not None and not isinstance(variables, Mapping):
             raise RequestError("chat_template_kwargs", variables, "a dict of template variables")
         given = {} if tools is None else {"tools": list(tools)}
         for name, value in (variables or {}).items():
-            if name in CHAT_OPTIONS:
+            if name in CHAT_OPTIONS or name in _ARGUMENTS:
                 bound = "given as an argument of its own"
                 raise RequestError(f"chat_template_kwargs.{name}", value, bound)
             given[str(name)] = value
-        for name, value in given.items():
-            self._check_used(name, name, value, "Pass a `chat_template` that does.")
+        if tools is not None:
+            self._check_used("tools", "tools", tools, "Pass a `chat_template` that does.")
         return given
 
     def _check_used(self, name: str, where: str, value: Any, remedy: str) -> None:

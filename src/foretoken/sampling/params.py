@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from foretoken.config import AUTO, REJECTION_SAMPLE_METHODS, plain
@@ -16,6 +16,7 @@ from foretoken.sampling.structured import read_structured_outputs
 
 MAX_LOGPROBS = 20
 MAX_SAMPLES = 128
+MAX_SALT = 1024
 
 
 def check_text(name: str, text: str) -> None:
@@ -76,18 +77,56 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     return tuple(items)
 
 
+def check_salt(salt: Any) -> None:
+    """Raise `RequestError` unless it is None or a text that may be a `cache_salt`."""
+    if salt is not None:
+        if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT:
+            raise RequestError("cache_salt", salt, f"a text of 1 to {MAX_SALT} characters")
+        check_text("cache_salt", salt)
+
+
 def _names_checked(cls: type[SamplingParams]) -> type[SamplingParams]:
     """Have a name that it does not have refused by an error of ours, not by `TypeError`."""
     initialise = cls.__init__
 
     @functools.wraps(initialise)
-    def checked(self: SamplingParams, **given: Any) -> None:
+    def checked(self: SamplingParams, *unnamed: Any, **given: Any) -> None:
+        if unnamed:
+            remedy = "Write SamplingParams(temperature=0.8), and so on."
+            raise RequestError("sampling_params", unnamed, "given by their names", remedy)
         given = without_foreign(given, SAMPLING_FIELDS, RequestError)
         check_known_keys("sampling_params", given, [f.name for f in fields(cls)], RequestError)
         initialise(self, **given)
 
     cls.__init__ = checked  # type: ignore[method-assign]
     return cls
+
+
+@dataclass(slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What a text must be, as an object: `SamplingParams.structured_outputs` takes it as a map.
+
+    Attributes:
+        json, regex, choice, grammar, json_object: as in that map; one of them is given.
+        disable_any_whitespace, disable_additional_properties, whitespace_pattern, structural_tag:
+            vLLM's, honoured or refused as they are in that map.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What is not left at its default."""
+        pairs = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return {name: value for name, value in pairs if value is not None and value is not False}
 
 
 @_names_checked
@@ -106,12 +145,15 @@ class SamplingParams:
         min_tokens: end-of-text and `stop_token_ids` cannot be drawn before this many tokens.
         n: independent samples of the same prompt, 1..128.
         seed: fixes the request's noise, and so its tokens, whatever else is in the batch, as far
-            as the engine's `dtype` says; None: from the engine's seed and the admission number.
+            as the engine's `dtype` says; None, or -1: from the engine's seed and the admission
+            number.
         stop: strings that end the output.
         stop_token_ids: ids that end the output; the last of `token_ids` is then that token.
         include_stop_str_in_output: keep in `text` the string or token that ended it; by default
             it is cut off.
         skip_special_tokens: leave special tokens out of `text`.
+        detokenize: make `text`, and the texts of tokens in log-probabilities and traces. False:
+            `text` is empty and those are None; then there are no `stop` strings.
         ignore_eos: do not stop at the model's end-of-text token.
         logprobs: log-probabilities of the drawn token and of this many likeliest, 0..20, from the
             model's raw logits; None is off.
@@ -136,6 +178,10 @@ class SamplingParams:
             `coupled`, or `synthetic` if the engine is configured with it; None: the engine's.
         prediction: a text that the output may be like, or its token ids, for the drafter
             `prediction` to draft from; it changes how fast tokens come, and not what is likely.
+        truncate_prompt_tokens: keep this many of the prompt's last tokens, >= 1; -1: as many as
+            leave room for `max_tokens`; None keeps all.
+        cache_salt: a text of 1 to 1024 characters: blocks of the prefix cache are shared only among
+            requests that have the same. It changes no token.
         priority: requests with lower ones have slots and blocks first, and keep them; of equal ones
             those that came first. It changes when a text comes, and not the text.
         trace: tell how each token came about: which draft it was, p, q and the random number that
@@ -154,6 +200,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] | list[int] | None = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -163,11 +210,13 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     bad_words: tuple[str, ...] | list[str] | None = ()
     allowed_token_ids: tuple[int, ...] | list[int] | None = None
-    structured_outputs: Mapping[str, Any] | Grammar | None = None
+    structured_outputs: Mapping[str, Any] | StructuredOutputsParams | Grammar | None = None
     num_speculative_tokens: int | str | None = None
     drafter: str | None = None
     rejection_sample_method: str | None = None
     prediction: str | Sequence[int] | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
     priority: int = 0
     trace: bool = False
 
@@ -196,17 +245,23 @@ class SamplingParams:
             )
         bound, remedy = f"an integer in [1, {MAX_SAMPLES}]", "Send the prompt again for more."
         _integer("n", self.n, 1, bound, remedy, high=MAX_SAMPLES)
+        if self.seed == -1:
+            self.seed = None
         if self.seed is not None:
-            bound = "an integer in [0, 2**64)"
+            bound = "an integer in [0, 2**64), or -1"
             _integer("seed", self.seed, 0, bound, "None: the engine's.", high=2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
-                bound = f"an integer in [0, {MAX_LOGPROBS}]"
-                _integer(name, value, 0, bound, high=MAX_LOGPROBS)
+                bound, remedy = f"an integer in [0, {MAX_LOGPROBS}]", ""
+                if value == -1:
+                    remedy = "The whole vocabulary would be 10^5 entries for each token."
+                _integer(name, value, 0, bound, remedy, high=MAX_LOGPROBS)
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
         _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
-        for name in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "trace"):
+        if (most := self.truncate_prompt_tokens) is not None and most != -1:
+            _integer("truncate_prompt_tokens", most, 1, "an integer >= 1, or -1")
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "true or false")
         bound = "an integer in [-2**63, 2**63)"
@@ -223,6 +278,10 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         self.stop = _strings("stop", self.stop)
+        if self.stop and not self.detokenize:
+            remedy = "Use `stop_token_ids`, or have the text made."
+            raise RequestError("stop", self.stop, "left out beside detokenize=False", remedy)
+        check_salt(self.cache_salt)
         stops = _token_ids("stop_token_ids", self.stop_token_ids)
         self.stop_token_ids = tuple(dict.fromkeys(stops))
         if isinstance(self.bad_words, str):
@@ -234,6 +293,8 @@ class SamplingParams:
                 raise RequestError("allowed_token_ids", [], "a non-empty list, or None")
             # Each sample reads them at its start: 0.4 s for 64 of 2**17 times the same id.
             self.allowed_token_ids = tuple(dict.fromkeys(allowed))
+        if isinstance(self.structured_outputs, StructuredOutputsParams):
+            self.structured_outputs = self.structured_outputs.given
         if self.structured_outputs is not None and self.grammar is None:
             self.structured_outputs = read_structured_outputs(self.structured_outputs)
         if isinstance(self.prediction, str):
@@ -258,6 +319,15 @@ class SamplingParams:
     def parse(cls, given: Mapping[str, Any]) -> SamplingParams:
         """Build from a dict of fields."""
         return cls(**{str(name): value for name, value in given.items()})
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> SamplingParams:
+        """Build from fields of which None means the default, by the name that vLLM's users type."""
+        return cls(**{name: value for name, value in given.items() if value is not None})
+
+    def clone(self) -> SamplingParams:
+        """A checked copy, by the name that vLLM's users type."""
+        return replace(self)
 
     @property
     def grammar(self) -> Grammar | None:
@@ -290,6 +360,9 @@ class SamplingParams:
         )
 
 
+_FLAGS = (
+    "include_stop_str_in_output", "skip_special_tokens", "detokenize", "ignore_eos", "trace",
+)  # fmt: skip
 _NAMES = tuple(f.name for f in fields(SamplingParams))
 _PLAIN = {type(None), bool, int, float, str, tuple}
 """Nearly all values, which are what `plain` makes of them."""

@@ -10,7 +10,15 @@ from typing import Any
 from foretoken.errors import RequestError
 from foretoken.serve.errors import written_as
 from foretoken.serve.parsers.parts import call_fields
-from foretoken.serve.protocol.chat import ChatBody, Function, NamedFunction, NamedTool, Tool
+from foretoken.serve.protocol.chat import (
+    AllowedNames,
+    AllowedTools,
+    ChatBody,
+    Function,
+    NamedFunction,
+    NamedTool,
+    Tool,
+)
 from foretoken.serve.protocol.common import JsonSchema, ResponseFormat, SamplingFields
 from foretoken.serve.protocol.items import read_item
 from foretoken.serve.protocol.messages import (
@@ -23,6 +31,7 @@ from foretoken.serve.protocol.messages import (
 )
 from foretoken.serve.protocol.responses import (
     ITEMS,
+    AllowedFunctions,
     CallItem,
     CallOutputItem,
     InputText,
@@ -39,6 +48,7 @@ _IN_RESPONSES = {
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
     "tool_choice.function.name": "tool_choice.name",
+    "tool_choice.allowed_tools": "tool_choice.tools",
 }
 _IN_MESSAGES = {"stop": "stop_sequences", "tool_choice.function.name": "tool_choice.name"}
 
@@ -46,8 +56,11 @@ _IN_MESSAGES = {"stop": "stop_sequences", "tool_choice.function.name": "tool_cho
 def read_responses(body: ResponsesBody, served: Served) -> Asked:
     """What `/v1/responses` is asked for; raises `RequestError`."""
     choice: Any = body.tool_choice
-    if choice is not None and not isinstance(choice, str):
-        choice = NamedTool(type="function", function=NamedFunction(name=choice.name))
+    if isinstance(choice, AllowedFunctions):
+        names = AllowedNames(mode=choice.mode, tools=[*map(_named, choice.tools)])
+        choice = AllowedTools(type="allowed_tools", allowed_tools=names)
+    elif choice is not None and not isinstance(choice, str):
+        choice = _named(choice)
     tools = [_tool(tool.name, tool.description, tool.parameters) for tool in body.tools or ()]
     chat = ChatBody(
         **_shared(body),
@@ -57,6 +70,9 @@ def read_responses(body: ResponsesBody, served: Served) -> Asked:
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        stop=body.stop,
+        structured_outputs=body.structured_outputs,
         response_format=_format(body.text.format) if body.text and body.text.format else None,
     )
     return _read(chat, served, _IN_RESPONSES)
@@ -77,9 +93,22 @@ def read_messages(body: CountBody, served: Served) -> Asked:
         tools=[_tool(t.name, t.description, t.input_schema) for t in body.tools or ()] or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        chat_template_kwargs=body.chat_template_kwargs,
+        **_reasoning(body),
     )
     return _read(chat, served, _IN_MESSAGES)
+
+
+def _reasoning(body: CountBody) -> dict[str, Any]:
+    """What a chat says of reasoning."""
+    thinking, variables = body.thinking, body.chat_template_kwargs
+    is_off = thinking is not None and thinking.type == "disabled"
+    if is_off:
+        variables = {"enable_thinking": False, **(variables or {})}
+    return {
+        "chat_template_kwargs": variables,
+        "reasoning_effort": body.output_config.effort if body.output_config else None,
+        "include_reasoning": not (is_off or (thinking and thinking.display == "omitted")),
+    }
 
 
 def _read(chat: ChatBody, served: Served, names: Mapping[str, str]) -> Asked:
@@ -96,6 +125,10 @@ def _shared(body: SamplingFields) -> dict[str, Any]:
 def _tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> Tool:
     function = Function(name=name, description=description, parameters=parameters)
     return Tool(type="function", function=function)
+
+
+def _named(given: Any) -> NamedTool:
+    return NamedTool(type="function", function=NamedFunction(name=given.name))
 
 
 def _format(given: TextFormat) -> ResponseFormat:
@@ -145,7 +178,7 @@ def _choice(given: MessageToolChoice | None) -> tuple[Any, bool | None]:
         raise RequestError("tool_choice.name", given.name, bound)
     choice: Any = {"any": "required"}.get(given.type, given.type)
     if given.name is not None:
-        choice = NamedTool(type="function", function=NamedFunction(name=given.name))
+        choice = _named(given)
     alone = given.disable_parallel_tool_use
     return choice, None if alone is None else not alone
 

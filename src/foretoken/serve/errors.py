@@ -180,7 +180,8 @@ def install(app: FastAPI) -> None:
 def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:
     """A body that is not of the schema: of several fields the first."""
     first = errors[0]
-    if first["type"] != "json_invalid" and len(first["loc"]) > 1:
+    is_named = len(first["loc"]) > 1 or isinstance(first.get("ctx", {}).get("error"), RequestError)
+    if first["type"] != "json_invalid" and is_named:
         kind = get_type_hints(request.scope["endpoint"])["body"]
         return refusal(field_error(kind, [{**e, "loc": e["loc"][1:]} for e in errors]))
     bound = "a JSON object, sent as `Content-Type: application/json`"

@@ -7,6 +7,7 @@ checked by `SamplingParams` and by the engine, what type it has by `protocol/`.
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -22,7 +23,7 @@ from foretoken.serve.errors import UnknownModelError, written_as
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import MessageFormat
 from foretoken.serve.parsers.message import Parsing
-from foretoken.serve.protocol.chat import ChatBody
+from foretoken.serve.protocol.chat import AllowedTools, ChatBody
 from foretoken.serve.protocol.common import GenerationFields, Speculative
 from foretoken.serve.protocol.completions import CompletionBody
 from foretoken.serve.protocol.tokens import TokenizeBody
@@ -109,6 +110,11 @@ class Asked:
         num_drafts: K of the request, the most of it where it changes.
         stream, include_usage, continuous_usage, split_tokens: how the answer comes.
         parsing: what to look for in the answer; None: all of it is text.
+        include_reasoning: whether the answer shows the model's reasoning.
+        return_token_ids: whether it shows its token ids, and those of the prompt.
+        tokens_as_ids: whether log-probabilities call tokens `token_id:` and their number.
+        add_special_tokens: whether texts get those that a prompt begins with; None: yes.
+        name: of the request, as the client gave it; None: a new one.
         written: names of parameters as the client wrote them, where they are others.
     """
 
@@ -124,7 +130,17 @@ class Asked:
     continuous_usage: bool = False
     split_tokens: bool = False
     parsing: Parsing | None = None
+    include_reasoning: bool = True
+    return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    add_special_tokens: bool | None = None
+    name: str | None = None
     written: Mapping[str, str] = field(default_factory=dict)
+
+    def answer_id(self, prefix: str) -> str:
+        """What its answer is called."""
+        name = self.name or uuid.uuid4().hex
+        return name if name.startswith(prefix) else prefix + name
 
 
 def read_completion(body: CompletionBody, served: Served) -> Asked:
@@ -151,18 +167,41 @@ def read_chat(body: ChatBody, served: Served) -> Asked:
             bound = "left out beside `max_completion_tokens`, which is its newer name"
             raise RequestError("max_tokens", body.max_tokens, bound)
         given["max_tokens"] = body.max_completion_tokens
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs", body.top_logprobs, "left out without `logprobs`: true")
     num_top = (body.top_logprobs or 0) if body.logprobs else None
     if num_top is not None:
         given["logprobs"] = num_top
     template = chat_options(body, served)
-    tools = read_tools(body, served.format)
+    tools = read_tools(_chosen_tools(body), served.format)
     if tools.shown is not None:
         template["tools"] = tools.shown
     asked = _read(body, served, given)
-    asked = replace(asked, messages=body.messages, template=template, num_top=num_top)
+    shows = body.include_reasoning is not False
+    asked = replace(
+        asked, messages=body.messages, template=template, num_top=num_top, include_reasoning=shows
+    )
     return _with_message(asked, tools, served.format)
+
+
+def _chosen_tools(body: ChatBody) -> ChatBody:
+    """The same with those tools alone that `allowed_tools` names; without tools there is no choice.
+
+    Raises:
+        RequestError: it names one that is not there.
+    """
+    choice = body.tool_choice
+    if isinstance(choice, AllowedTools):
+        allowed = {tool.function.name for tool in choice.allowed_tools.tools}
+        known = {tool.function.name: tool for tool in body.tools or ()}
+        if not allowed or not allowed <= known.keys():
+            wrong = sorted(allowed - known.keys())
+            raise RequestError("tool_choice.allowed_tools", wrong, f"some of {', '.join(known)}")
+        tools = [tool for name, tool in known.items() if name in allowed]
+        return body.model_copy(update={"tools": tools, "tool_choice": choice.allowed_tools.mode})
+    if not body.tools and choice in (None, "auto", "none"):
+        return body.model_copy(update={"tool_choice": None, "parallel_tool_calls": None})
+    return body
 
 
 def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
@@ -171,6 +210,11 @@ def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
     A grammar holds from the first token on, so that such an answer has no reasoning.
     """
     params, written = asked.params, asked.written
+    if not params.detokenize:
+        if tools.names:
+            bound = "true beside `tools`: calls are read from the text"
+            raise RequestError("detokenize", False, bound)
+        return asked
     if tools.names and params.structured_outputs is not None:
         bound = "left out beside `tools`: it would let no call through"
         name = written.get("structured_outputs", "structured_outputs")
@@ -246,8 +290,14 @@ def chat_options(body: ChatBody | TokenizeBody, served: Served) -> ChatOptions:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:
         options["continue_final_message"] = body.continue_final_message
-    if body.chat_template_kwargs is not None:
-        options["chat_template_kwargs"] = body.chat_template_kwargs
+    if body.add_special_tokens is not None:
+        options["add_special_tokens"] = body.add_special_tokens
+    variables = body.chat_template_kwargs
+    if isinstance(body, ChatBody) and (effort := body.reasoning_effort) is not None:
+        thinks = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        variables = thinks | (variables or {})
+    if variables is not None:
+        options["chat_template_kwargs"] = variables
     return options
 
 
@@ -269,9 +319,10 @@ def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Aske
     if stream and body.prompt_logprobs is not None:
         bound = "left out where the answer is streamed"
         raise RequestError("prompt_logprobs", body.prompt_logprobs, bound)
-    if options is not None and not stream:
-        given_options = options.model_dump(exclude_unset=True)
-        raise RequestError("stream_options", given_options, "left out without `stream`: true")
+    given_options = {} if options is None else options.model_dump(exclude={"include_obfuscation"})
+    if not stream and any(given_options.values()):
+        shown = {name: value for name, value in given_options.items() if value is not None}
+        raise RequestError("stream_options", shown, "left out without `stream`: true")
     split = bool(options and options.split_tokens)
     if split and "logprobs" not in given:
         given["logprobs"] = 0  # which come with each token's text
@@ -285,6 +336,10 @@ def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Aske
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         split_tokens=split,
+        return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        add_special_tokens=body.add_special_tokens,
+        name=body.request_id,
         written=written,
     )
 

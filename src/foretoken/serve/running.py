@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from foretoken.async_engine import AsyncEngine
+from foretoken.engine.admission import last_tokens
 from foretoken.errors import RequestError
 from foretoken.outputs import RequestDelta
 from foretoken.sampling.params import SamplingParams
@@ -44,7 +45,8 @@ async def run(
         is_counted = params.trace or any(value is not None for value in likely)
         if asked.messages is not None:
             if is_counted:
-                size = len(await engine.encode_chat(asked.messages, **template))
+                ids = await engine.encode_chat(asked.messages, **template)
+                size = len(last_tokens(ids, params, engine.engine.limits))
                 (params,) = _bounded(engine, asked, [size], most_logprobs)
             name = flight.new_name()
             streams = [engine.chat(asked.messages, params, name, deltas=True, **template)]
@@ -71,12 +73,18 @@ async def run(
 
 async def _shown(engine: AsyncEngine, prompt: Any, asked: Asked, is_counted: bool) -> Any:
     """A prompt whose output names its text, if the answer begins with it; or one with its ids."""
-    if isinstance(prompt, str):
-        if not is_counted:
-            return prompt
-        return {"prompt_token_ids": await engine.encode(prompt), "prompt": prompt}
-    text = await engine.decode(prompt) if asked.echo else None
-    return {"prompt_token_ids": prompt, "prompt": text}
+    params, is_text = asked.params, isinstance(prompt, str)
+    is_cut, adds_special = params.truncate_prompt_tokens is not None, asked.add_special_tokens
+    if is_text and not (is_counted or is_cut or adds_special is False):
+        return prompt
+    ids, text = prompt, None
+    if is_text:
+        ids = await engine.encode(prompt, add_special_tokens=adds_special is not False)
+        text = prompt
+    kept = last_tokens(ids, params, engine.engine.limits)
+    if asked.echo and (not is_text or len(kept) < len(ids)):
+        text = await engine.decode(kept)
+    return {"prompt_token_ids": kept, "prompt": text}
 
 
 def _bounded(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import (
     AsyncGenerator,
     Callable,
@@ -68,7 +67,7 @@ class ChunkWriter:
         self._asked, self._form = asked, form
         self._is_long = asked.num_top is not None or asked.params.trace  # else there are no `Rows`
         self._fields = {
-            "id": form.id_prefix + uuid.uuid4().hex,
+            "id": asked.answer_id(form.id_prefix),
             "object": form.chunk_object if asked.stream else form.body_object,
             "created": int(time.time()),
             "model": model,
@@ -77,12 +76,13 @@ class ChunkWriter:
 
     def body(self, choices: Choices, usage: Usage) -> Iterator[bytes]:
         """The choices by index, and what they cost."""
-        between = self._head.removeprefix(b"data: ")
+        between, root = self._head.removeprefix(b"data: "), dict[str, Any]()
         for index in sorted(choices):
+            root |= self._form.root(choices[index])
             yield between
             yield from pieces(self._form.whole(choices.pop(index)))
             between = b","
-        yield b"]," + dumps(_counts(usage))[1:]
+        yield b"]," + dumps(root | _counts(usage))[1:]
 
     def write(self, events: Sequence[Event], usage: Usage) -> Iterator[bytes]:
         """Chunks of what is new."""
@@ -92,10 +92,13 @@ class ChunkWriter:
         elif self._asked.include_usage:
             tail = b'],"usage":null}\n\n'
         for event in events:
+            root = self._form.root([event])
+            beside = b"]," + dumps(root)[1:-1] + tail[1:] if root else tail
             for choice in self._form.chunks(event):
                 yield self._head
                 yield from pieces(choice) if self._is_long else (dumps(choice),)
-                yield tail
+                yield beside
+                beside = tail
 
     def last(self, usage: Usage) -> Iterator[bytes]:
         """The chunk of usage, where it was asked for, and the end."""

@@ -33,6 +33,7 @@ class Event(NamedTuple):
         parts: what the new tokens say; may be empty.
         sample: the tokens, what is known of each, and why it ended, if it has.
         echo: the prompt, in the first event of a choice whose request asked for it.
+        prompt_ids: its token ids, likewise.
         prompt_logprobs: as the engine gave them, in one event of the prompt's first choice.
     """
 
@@ -41,6 +42,7 @@ class Event(NamedTuple):
     sample: CompletionDelta
     echo: Echo | None = None
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    prompt_ids: Sequence[int] | None = None
 
 
 class Form(Protocol):
@@ -55,6 +57,9 @@ class Form(Protocol):
 
     def whole(self, events: Sequence[Event]) -> dict[str, Any]:
         """One choice from all its events."""
+
+    def root(self, events: Sequence[Event]) -> dict[str, Any]:
+        """What stands beside the choices, of events of one of them."""
 
 
 class EventReader:
@@ -78,15 +83,17 @@ class EventReader:
         for sample in delta.outputs:
             index = number * self._asked.params.n + sample.index
             parser = self._parsers.get(index)
-            echo = rows = None
+            echo = rows = ids = None
             if parser is None:
                 parser = self._parsers[index] = self._new_parser(number)
                 echo = self._echo(number) if self._asked.echo else None
+                shows_ids = self._asked.return_token_ids
+                ids = self._prompts[number].prompt_token_ids if shows_ids else None
             if sample.index == 0:
                 rows = self._rows.pop(number, None)
             for piece in split_tokens(sample) if self._asked.split_tokens else (sample,):
-                events.append(Event(index, parser.feed(piece), piece, echo, rows))
-                echo = rows = None
+                events.append(Event(index, parser.feed(piece), piece, echo, rows, ids))
+                echo = rows = ids = None
         if self._asked.parsing is not None:
             counts = (parser.num_reasoning for parser in self._parsers.values())
             self.usage.num_reasoning = sum(counts)

@@ -30,9 +30,19 @@ def text(entry: Logprob) -> str:
     return entry.decoded_token or ""
 
 
-def likeliest(row: Row, num_top: int) -> list[Logprob]:
-    """So many entries of a row by rank; its first is the token itself, likely or not."""
-    return sorted(row.values(), key=lambda entry: entry.rank)[:num_top]
+def shown(token: int, entry: Logprob, *, as_id: bool) -> str:
+    """What a token is called: its text, or its number."""
+    return f"token_id:{token}" if as_id else text(entry)
+
+
+def own(row: Row) -> tuple[int, Logprob]:
+    """Of a row, the token itself and its entry."""
+    return next(iter(row.items()))
+
+
+def likeliest(row: Row, num_top: int) -> list[tuple[int, Logprob]]:
+    """So many tokens and entries of a row by rank; its first is the token itself, or not likely."""
+    return sorted(row.items(), key=lambda item: item[1].rank)[:num_top]
 
 
 def by_token(rows: Sequence[Row | None]) -> Rows:
@@ -58,10 +68,12 @@ def traced(records: Iterable[TokenTrace]) -> Iterator[dict[str, Any]]:
         yield dict(zip(_TRACE, _trace_values(record), strict=True)) | {"dropped": dropped}
 
 
-def common_fields(events: Sequence[Event]) -> dict[str, Any]:
+def common_fields(events: Sequence[Event], *, token_ids: bool = False) -> dict[str, Any]:
     """What the choices of every API have beyond OpenAI's keys, where it was asked for."""
     sample = events[-1].sample
     found: dict[str, Any] = {}
+    if token_ids:
+        found["token_ids"] = [token for event in events for token in event.sample.token_ids]
     if sample.stop_reason is not None:
         found["stop_reason"] = sample.stop_reason
     rows = next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None)

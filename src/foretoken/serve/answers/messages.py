@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from foretoken.serve.answers.events import Event
 from foretoken.serve.answers.named import NamedEvents, named_event
 from foretoken.serve.answers.usage import Usage
 from foretoken.serve.errors import Refusal
-from foretoken.serve.parsers.parts import Content, Part, ToolCall
+from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall
 from foretoken.serve.pieces import pieces
 from foretoken.serve.requests import Asked
 
@@ -27,8 +26,9 @@ class MessagesWriter(NamedEvents):
     def __init__(self, asked: Asked, model: str) -> None:
         super().__init__()
         self._has_begun = self._is_open = False
+        self._shows_reasoning = asked.include_reasoning
         self._message: dict[str, Any] = {
-            "id": f"msg_{uuid.uuid4().hex}",
+            "id": asked.answer_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": model,
@@ -91,6 +91,8 @@ class MessagesWriter(NamedEvents):
         return self._message["content"]  # type: ignore[no-any-return]
 
     def _say(self, part: Part) -> None:
+        if isinstance(part, Reasoning) and not self._shows_reasoning:
+            return
         if isinstance(part, ToolCall):
             block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
             self._begin(block)

@@ -29,7 +29,7 @@ class ResponsesWriter(NamedEvents):
         self._stop: str | int | None = None
         params = asked.params
         self._response: dict[str, Any] = {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": asked.answer_id("resp_"),
             "object": "response",
             "created_at": int(time.time()),
             "status": "in_progress",

@@ -14,16 +14,18 @@ from foretoken.serve.protocol.common import (
     GenerationFields,
     Inert,
     Items,
-    Refused,
     TemplateFields,
 )
+from foretoken.serve.protocol.foreign import CHAT, TOOL
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class Function(Fields):
     """A function; `strict` changes nothing: forced calls always fit, others are the model's."""
 
+    foreign = TOOL
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -33,6 +35,7 @@ class Function(Fields):
 class Tool(Fields):
     """A tool: there are no others."""
 
+    foreign = TOOL
     type: Literal["function"]
     function: Function
 
@@ -50,20 +53,30 @@ class NamedTool(Fields):
     function: NamedFunction
 
 
+class AllowedNames(Fields):
+    """Those of the tools that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool]
+
+
+class AllowedTools(Fields):
+    """A choice of tools: the model sees these alone."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedNames
+
+
 class ChatBody(GenerationFields, TemplateFields):
     """A conversation, what its template is given, and what the answer holds."""
 
+    foreign = CHAT
     messages: Items[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Items[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
     parallel_tool_calls: bool | None = None
-    functions: Refused = None
-    function_call: Refused = None
-    reasoning_effort: Refused = None
-    verbosity: Refused = None
-    modalities: Refused = None
-    audio: Refused = None
-    web_search_options: Refused = None
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool | None = None

@@ -1,21 +1,26 @@
 """Fields that APIs share, and what can be said of a field besides its type.
 
 Charter: types and names. Bounds are `SamplingParams`'s, so that every way in has the same.
-A field is honoured, `Inert` (accepted, changes nothing) or `Refused` (null or left out).
+A field is honoured, `Inert` (accepted, changes nothing), or in the table `foreign` of its object:
+taken at the values at which it would change nothing, and refused at any other.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, model_validator
 
+from foretoken.errors import RequestError
+from foretoken.foreign import Foreign, without_foreign
+from foretoken.serve.protocol.foreign import CACHE, GENERATION
+
 Inert = Annotated[Any, "inert"]
 """Part of the public API, of no consequence here: any value is accepted."""
-Refused = Annotated[None, "refused"]
-"""Part of the public API, not implemented: null alone is accepted."""
 
 
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+/=@-]{1,128}$")]
 Item = TypeVar("Item")
 
 
@@ -34,14 +39,18 @@ class Fields(BaseModel):
     """A JSON object whose keys and types are exact: no text for a number, no further key."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    foreign: ClassVar[Mapping[str, Foreign]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def check_size(cls, given: Any) -> Any:
-        """Refuse far more keys than there are fields, before each of them is an error."""
-        if isinstance(given, dict) and len(given) > _MOST_KEYS:
+    def check_names(cls, given: Any) -> Any:
+        """Refuse far more keys than there are fields, before each of them is an error; and what
+        `foreign` does not take."""
+        if not isinstance(given, dict):
+            return given
+        if len(given) > _MOST_KEYS:
             raise ValueError(f"an object of at most {_MOST_KEYS} keys")
-        return given
+        return without_foreign(given, cls.foreign, RequestError)
 
 
 class StreamOptions(Fields):
@@ -106,6 +115,8 @@ class SamplingFields(Fields):
     Names that `SamplingParams` has mean what they mean there.
     """
 
+    foreign = GENERATION
+
     model: str | None = None
     min_tokens: int | None = None
     temperature: float | None = None
@@ -120,12 +131,25 @@ class SamplingFields(Fields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    detokenize: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
+    request_id: RequestId | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=2**15)] | None = None
     bad_words: Items[str] | None = None
     allowed_token_ids: Annotated[Items[int], Field(max_length=2**18)] | None = None
     priority: int | None = None
     speculative: Speculative | None = None
     stream: bool | None = None
+
+
+class CacheOptions(Fields):
+    """How OpenAI caches prompts; here equal prefixes are always found."""
+
+    foreign = CACHE
+    mode: Inert = None
+    ttl: Inert = None
+    comparison_response_id: Inert = None
 
 
 class InertFields(Fields):
@@ -136,7 +160,9 @@ class InertFields(Fields):
     service_tier: Inert = None
     safety_identifier: Inert = None
     prompt_cache_key: Inert = None
+    prompt_cache_options: Annotated[CacheOptions | None, "inert"] = None
     prompt_cache_retention: Inert = None
+    session_id: Inert = None
 
 
 class TemplateFields(Fields):
@@ -163,6 +189,9 @@ class GenerationFields(SamplingFields, InertFields):
     guided_grammar: str | None = None
     prediction: Prediction | None = None
     stream_options: StreamOptions | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     store: Inert = None
 
 
@@ -172,5 +201,5 @@ def by_type(*kinds: type[Fields]) -> dict[str, type[Any]]:
 
 
 def described(kind: type[Fields], mark: str) -> list[str]:
-    """Names of a schema's fields that are marked `inert` or `refused`."""
+    """Names of a schema's fields that are marked so."""
     return [name for name, field in kind.model_fields.items() if mark in field.metadata]

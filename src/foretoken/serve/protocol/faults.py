@@ -24,7 +24,6 @@ _BOUNDS = {
     "literal_error": "{expected}",
     "too_long": "of at most {max_length} members",
     "missing": "given",
-    "none_required": "left out, or null",
     "extra_forbidden": "left out: there is no such field",
     "value_error": "{error}",
 }
@@ -43,6 +42,10 @@ def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> R
     # A wrong `type` says more than what the right one would have beside it.
     first = max(near, key=lambda e: (len(e["loc"]), e["type"] == "literal_error"))
     name, fields = _place(kind, first["loc"], where)
+    told = first.get("ctx", {}).get("error")
+    if isinstance(told, RequestError):  # of a field that is not in the schema: see `foreign`
+        place = f"{name}.{told.field}" if name else told.field
+        return RequestError(place, told.value, told.bound, told.remedy)
     if first["type"] == "extra_forbidden":
         last = str(first["loc"][-1])
         name = f"{name}.{last}" if name else last
@@ -50,7 +53,7 @@ def field_error(kind: type[Fields], errors: Sequence[Any], where: str = "") -> R
         remedy = f"Did you mean `{found[0]}`?" if found else ""
     else:
         near = [e for e in near if _place(kind, e["loc"], where)[0] == name]
-        remedy = "It is not implemented here." if first["type"] == "none_required" else ""
+        remedy = ""
     bound = ", or ".join(dict.fromkeys(map(_bound, near if name else [first])))
     value = None if first["type"] == "missing" else first["input"]
     return RequestError(name, value, bound, remedy)

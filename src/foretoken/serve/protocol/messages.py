@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from foretoken.serve.protocol.chat import FunctionName
-from foretoken.serve.protocol.common import Fields, Inert, Items, Refused, SamplingFields, by_type
+from foretoken.serve.protocol.chat import Effort, FunctionName
+from foretoken.serve.protocol.common import Fields, Inert, Items, SamplingFields, by_type
+from foretoken.serve.protocol.foreign import COUNT, MESSAGES, OUTPUT, THINKING, TOOL
 
 
 class TextBlock(Fields):
@@ -59,12 +60,14 @@ class Turn(Fields):
 class MessageTool(Fields):
     """A function; `strict` changes nothing, as in a chat."""
 
+    foreign = TOOL
     type: Literal["custom"] | None = None
     name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: Inert = None
     cache_control: Inert = None
+    eager_input_streaming: Inert = None
 
 
 class MessageToolChoice(Fields):
@@ -75,29 +78,44 @@ class MessageToolChoice(Fields):
     disable_parallel_tool_use: bool | None = None
 
 
+class Thinking(Fields):
+    """Whether the model reasons; how long is its own choice."""
+
+    foreign = THINKING
+    type: Literal["disabled", "adaptive", "enabled"]
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputConfig(Fields):
+    """How much the model reasons."""
+
+    foreign = OUTPUT
+    effort: Effort | None = None
+
+
 class CountBody(Fields):
     """A conversation."""
 
+    foreign = COUNT
     model: str | None = None
     messages: Items[Turn]
     system: str | Items[TextBlock] | None = None
     tools: Items[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: Inert = None
-    thinking: Refused = None
-    mcp_servers: Refused = None
-    context_management: Refused = None
-    output_config: Refused = None
-    output_format: Refused = None
-    speed: Refused = None
+    user_profile_id: Inert = None
+    workspace_id: Inert = None
+    billing_policy: Inert = None
 
 
 class MessagesBody(CountBody, SamplingFields):
     """And how its answer is made."""
 
+    foreign = MESSAGES
     max_tokens: int
     stop_sequences: Items[str] | None = None
     metadata: Inert = None
     service_tier: Inert = None
-    container: Refused = None

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from foretoken.serve.protocol.chat import Function
+from foretoken.serve.protocol.chat import Effort, Function
 from foretoken.serve.protocol.common import (
     Fields,
     Inert,
     InertFields,
     Items,
     JsonSchema,
-    Refused,
     SamplingFields,
     by_type,
 )
+from foretoken.serve.protocol.foreign import REASONING, RESPONSES, TEXT
 
-Included = Annotated[list[Literal["reasoning.encrypted_content"]] | None, "inert"]
+Included = Annotated[
+    list[
+        Literal[
+            "reasoning.encrypted_content",
+            "web_search_call.results",
+            "web_search_call.action.sources",
+            "file_search_call.results",
+            "code_interpreter_call.outputs",
+            "computer_call_output.output.image_url",
+            "message.input_image.image_url",
+        ]
+    ]
+    | None,
+    "inert",
+]
+"""What there is none of here; log-probabilities, which there are, this API does not show."""
 
 
 class InputText(Fields):
@@ -86,6 +101,14 @@ class ChosenFunction(Fields):
     name: str
 
 
+class AllowedFunctions(Fields):
+    """Those that may be called, and whether one must be."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Items[ChosenFunction]
+
+
 class TextFormat(JsonSchema):
     """A text, any JSON object, or JSON of a schema."""
 
@@ -95,32 +118,36 @@ class TextFormat(JsonSchema):
 class TextOptions(Fields):
     """How the text is written."""
 
+    foreign = TEXT
     format: TextFormat | None = None
-    verbosity: Refused = None
+
+
+class Reasoning(Fields):
+    """How much of it there shall be; all of it is told, and nothing summarises it."""
+
+    foreign = REASONING
+    effort: Effort | None = None
 
 
 class ResponsesBody(SamplingFields, InertFields):
     """An input, what its template is given, and what the answer holds."""
 
+    foreign = RESPONSES
     input: str | Items[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     tools: Items[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | AllowedFunctions | None = (
+        None
+    )
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    stop: str | Items[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    store: Annotated[Literal[False] | None, "inert"] = None
-    background: Annotated[Literal[False] | None, "inert"] = None
-    truncation: Annotated[Literal["disabled"] | None, "inert"] = None
     include: Included = None
     stream_options: Inert = None
-    prompt_cache_options: Inert = None
-    previous_response_id: Refused = None
-    conversation: Refused = None
-    prompt: Refused = None
-    reasoning: Refused = None
-    max_tool_calls: Refused = None
-    top_logprobs: Refused = None
-    context_management: Refused = None
-    moderation: Refused = None
+    max_tool_calls: Inert = None
+    background_options: Inert = None
+    image: Inert = None

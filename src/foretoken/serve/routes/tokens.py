@@ -47,8 +47,5 @@ async def _encode(context: Context, body: TokenizeBody) -> list[int]:
         check_text("prompt", body.prompt or "", context.served)
         special = body.add_special_tokens is not False
         return await context.engine.encode(body.prompt or "", add_special_tokens=special)
-    if body.add_special_tokens is not None:
-        bound = "left out beside `messages`: the template writes them"
-        raise RequestError("add_special_tokens", body.add_special_tokens, bound)
     check_text("messages", body.messages, context.served)
     return await context.engine.encode_chat(body.messages, **chat_options(body, context.served))

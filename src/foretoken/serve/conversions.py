@@ -85,7 +85,10 @@ def read_messages(body: CountBody, served: Served) -> Asked:
 def _read(chat: ChatBody, served: Served, names: Mapping[str, str]) -> Asked:
     with written_as(names):
         asked = read_chat(chat, served)
-    chained = {name: names.get(written, written) for name, written in asked.written.items()}
+    chained = {
+        name: ", ".join(names.get(one, one) for one in written.split(", "))
+        for name, written in asked.written.items()
+    }
     return replace(asked, written={**names, **chained})
 
 

@@ -119,7 +119,7 @@ class MessageParser:
         is_bound = self._parsing.is_forced or self._parsing.is_either
         is_cut = is_last and (is_bound or sample.finish_reason == "length")
         self._steps(is_last and not is_cut)
-        if is_cut and not self._cut() and not self._parsing.is_forced:
+        if is_cut and not self._cut() and not (is_bound and self._only_calls()):
             self._steps(is_last=True)
         if self._mode is Mode.REASONING:
             self.num_reasoning = num_tokens
@@ -131,6 +131,12 @@ class MessageParser:
     def _steps(self, is_last: bool) -> None:
         while self._STEPS[self._mode](self, is_last):
             pass
+
+    def _only_calls(self) -> bool:
+        """Whether a grammar lets no text through where this answer is."""
+        begins = any(mark.startswith(self._text) for mark in self._text_marks if self._text)
+        calls = self._num_calls or begins or self._mode is not Mode.LEAD
+        return self._parsing.is_forced or (bool(calls) and self._mode is not Mode.TEXT)
 
     def _cut(self) -> bool:
         """Tell of the calls that the answer's end leaves open; False: there are none."""

@@ -56,20 +56,22 @@ def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
         RequestError: a keyword that cannot be held is named with its place.
         ValueError, TypeError, RecursionError: it is no JSON.
     """
-    schema = json.loads(json.dumps(schema, ensure_ascii=False, allow_nan=False))
-    own = schema.get(_GUIDANCE, {})
+    root = json.loads(json.dumps(schema, ensure_ascii=False, allow_nan=False))
+    own = root.get(_GUIDANCE, {})
     if not isinstance(own, dict):
         raise RequestError(f"{name}.{_GUIDANCE}", own, "an object of llguidance's options")
-    schema[_GUIDANCE] = own = {"whitespace_flexible": False, **white_space, **own}
+    root[_GUIDANCE] = own = {"whitespace_flexible": False, **white_space, **own}
     if own.get("lenient") is not True:
-        seen, left = set[int](), [(name, schema)]
+        seen, left = set[int](), [(name, root)]
         while left:
             place, part = left.pop()
             if isinstance(part, dict) and id(part) not in seen:
                 seen.add(id(part))
                 _mend(place, part)
-                left += _parts(place, part, schema)
-    return json.dumps(schema, ensure_ascii=False)
+                left += _parts(place, part)
+                if isinstance(reference := part.get("$ref"), str):
+                    left.append(_referred(name, reference, root))
+    return json.dumps(root, ensure_ascii=False)
 
 
 def _mend(place: str, schema: dict[str, Any]) -> None:
@@ -77,28 +79,30 @@ def _mend(place: str, schema: dict[str, Any]) -> None:
     for key, harmless in _ABSENT.items():
         if key not in schema:
             continue
-        value, same = schema[key], _SAME.get(key)
-        if same and not _IN_PLACE & schema.keys():
-            schema.setdefault(same, value)
-        elif not any(value == one and type(value) is type(one) for one in harmless):
+        value, same = schema.pop(key), _SAME.get(key)
+        if any(value == one and type(value) is type(one) for one in harmless):
+            continue
+        if same is None or _IN_PLACE & schema.keys():
             raise RequestError(f"{place}.{key}", value, "left out: no grammar here can hold it")
-        del schema[key]
+        schema.setdefault(same, value)
 
 
-def _parts(place: str, schema: dict[str, Any], root: Any) -> Iterator[tuple[str, Any]]:
-    """The schemas within one, and the one that it refers to; of definitions only those."""
+def _parts(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What lies within a schema, but for definitions: those count that something refers to."""
     for key in _OF_MAPS:
         if isinstance(named := schema.get(key), dict):
             yield from ((f"{place}.{key}.{name}", part) for name, part in named.items())
     for key in _OF_LISTS:
         if isinstance(listed := schema.get(key), list):
             yield from ((f"{place}.{key}[{i}]", part) for i, part in enumerate(listed))
-    for key in _OF_ONE:
-        yield f"{place}.{key}", schema.get(key)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        found = root
-        for step in unquote(reference[2:]).split("/"):
-            step = step.replace("~1", "/").replace("~0", "~")
-            found = found.get(step) if isinstance(found, dict) else None
-        yield reference, found
+    yield from ((f"{place}.{key}", schema.get(key)) for key in _OF_ONE)
+
+
+def _referred(name: str, reference: str, root: dict[str, Any]) -> tuple[str, Any]:
+    """What a JSON pointer leads to, and its place; None where it leads elsewhere."""
+    steps = unquote(reference.removeprefix("#/")).split("/") if reference.startswith("#/") else []
+    found: Any = root
+    for step in steps:
+        step = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(step) if isinstance(found, dict) else None
+    return ".".join((name, *steps)), found

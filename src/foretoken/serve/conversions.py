@@ -15,6 +15,7 @@ from foretoken.serve.protocol.common import JsonSchema, ResponseFormat, Sampling
 from foretoken.serve.protocol.items import read_item
 from foretoken.serve.protocol.messages import (
     ASSISTANT_BLOCKS,
+    TEXT_BLOCKS,
     USER_BLOCKS,
     CountBody,
     MessagesBody,
@@ -157,7 +158,7 @@ def _turn(where: str, turn: Turn) -> list[dict[str, Any]]:
     """A message as the template reads it; each result of a tool is one of its own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    kinds = ASSISTANT_BLOCKS if turn.role == "assistant" else USER_BLOCKS
+    kinds = {"assistant": ASSISTANT_BLOCKS, "user": USER_BLOCKS}.get(turn.role, TEXT_BLOCKS)
     blocks = [
         read_item(kinds, f"{where}.content[{i}]", block) for i, block in enumerate(turn.content)
     ]

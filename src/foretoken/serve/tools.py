@@ -30,7 +30,7 @@ class ToolUse:
     forced: Sequence[Mapping[str, Any]] = ()
     parallel: bool = True
 
-    def grammar(self, form: MessageFormat, asked: Mapping[str, Any] | None) -> str | None:
+    def grammar(self, form: MessageFormat, asked: Any) -> str | None:
         """What an answer must be, in Lark: calls that are forced, or else calls or a text.
 
         Args:

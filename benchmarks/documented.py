@@ -146,8 +146,6 @@ def prepare(folder: Path) -> Path:
         made.mkdir(parents=True)
         for file in resolve_checkpoint(source).iterdir():
             (made / file.name).symlink_to(file)
-        template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-        (made / "chat_template.jinja").write_text(template, encoding="utf-8")
     turns = [{"role": "user", "content": "import os\n"}]
     verifier = dict(blocks(ROOT / "docs" / "audit.md"))["python"]
     for name, text in {

@@ -31,7 +31,7 @@ def one(llm: LLM, asked: dict[str, Any], **params: Any) -> RequestOutput:
 
 HOSTILE: Sequence[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "strnig"}}, "Invalid type: strnig"),
-    ({"json": {"type": "array", "uniqueItems": True}}, "Unimplemented keys"),
+    ({"json": {"oneOf": [{"minLength": 1}, {"maxLength": 2}]}}, "oneOf constraints"),
     ({"json": {"$ref": "http://localhost/x"}}, "retrieving it failed"),
     ({"json": {"$ref": "#"}}, "NoExtension"),
     ({"json": {"type": "string", "minLength": 5, "maxLength": 2}}, "Unsatisfiable"),
@@ -39,6 +39,10 @@ HOSTILE: Sequence[tuple[dict[str, Any], str]] = [
     ({"regex": "(?=a)b"}, "look-around"),
     ({"regex": "(a{1000}){1000}"}, "too"),
     ({"grammar": "start: foo"}, "unknown name"),
+    ({"grammar": "root ::= foo"}, "GBNF: Rule 'foo' not found"),
+    ({"grammar": 'root ::= "a" (("b")'}, "GBNF: Expected ')'"),
+    ({"grammar": 'a ::= "b"'}, "or write Lark, which begins with `start:`"),
+    ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),
     ({"grammar": "%import /etc/passwd"}, "Expected name"),
     ({"grammar": "start: A\nA: /(a|b)*a(a|b){60}/ & ~/(.*b.*){40}/"}, "too many expressions"),
 ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,7 +48,6 @@ SCHEMA = {
     },
     "required": ["name", "size", "kinds", "inner"],
     "additionalProperties": False,
-    "x-guidance": {"whitespace_flexible": False},
 }  # fmt: skip
 
 
@@ -305,6 +305,45 @@ def one(llm: LLM, asked: dict[str, Any], **params: Any) -> RequestOutput:
     return output
 
 
+def test_white_space_is_what_is_asked_for(tiny: LLM) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}},
+              "required": ["a", "b"], "additionalProperties": False}  # fmt: skip
+    found = {}
+    for name, asked in {
+        "compact": {},
+        "pattern": {"whitespace_pattern": "\n? ?"},
+        "any": {"disable_any_whitespace": False},
+    }.items():
+        params = SamplingParams(structured_outputs={"json": schema, **asked}, max_tokens=30, n=16,
+                                seed=1, temperature=1.5)  # fmt: skip
+        (output,) = tiny.generate(["x = "], params)
+        done = [one.text for one in output.outputs if one.finish_reason == "stop"]
+        assert all(json.loads(text).keys() == {"a", "b"} for text in done)
+        found[name] = [re.sub(r'[{}":,a-z]+', "|", text) for text in done]
+    assert set(found["compact"]) == {"|"}
+    assert len(found["compact"]) == 16, "none is cut"
+    assert all(re.fullmatch(r"(\|(\n? ?))*", text) for text in found["pattern"])
+    assert any(" " in text for text in found["pattern"])
+    assert len(found["any"]) < 16
+
+
+GBNF = r"""# a list of expressions
+root ::= expr ("; " expr){2}
+expr ::= term ([-+] term)?  # of terms
+term ::= [1-9] [0-9]{0,2} | "(" expr ")"
+"""
+
+
+def test_gbnf_is_translated(tiny: LLM) -> None:
+    output = one(tiny, {"grammar": GBNF}, n=32, max_tokens=60)
+    done = [each.text for each in output.outputs if each.finish_reason == "stop"]
+    assert done
+    for text in done:
+        assert len(text.split("; ")) == 3
+        assert re.fullmatch(r"[-+0-9(); ]+", text)
+        assert all(isinstance(eval(term), int) for term in text.split("; "))
+
+
 def test_the_end_of_a_grammar_ends_the_request(tiny: LLM) -> None:
     done = one(tiny, {"choice": ["yes"]}).outputs[0]
     assert (done.text, done.finish_reason) == ("yes", "stop")
@@ -349,8 +388,8 @@ def test_async_engine_and_synthetic(pair: tuple[Path, Path]) -> None:
             asked["rejection_sample_method"] = "standard"
             outputs = [o async for o in engine.generate("a", asked)]
             assert outputs[-1].outputs[0].text in CHOICES
-            asked["structured_outputs"] = {"json": {"not": {}}}
-            with pytest.raises(RequestError, match="Unimplemented"):
+            asked["structured_outputs"] = {"json": {"oneOf": [{}, {}]}}
+            with pytest.raises(RequestError, match="oneOf constraints"):
                 _ = [o async for o in engine.generate("a", asked)]
 
     asyncio.run(ask())

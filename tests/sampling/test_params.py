@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -168,14 +170,114 @@ def test_edges_are_allowed_and_normalised() -> None:
 def test_structured_outputs_are_copied_as_texts() -> None:
     schema = {"type": "object", "properties": {"é": {"type": "null"}}}
     params = SamplingParams(structured_outputs={"json": schema, "regex": None})
-    text = '{"type": "object", "properties": {"é": {"type": "null"}}}'
+    text = '{"type": "object", "properties": {"é": {"type": "null"}}'
     schema.clear()
+    text += ', "x-guidance": {"whitespace_flexible": false}}'
     assert params.structured_outputs == {"json": text}
     assert replace(params) == params
     assert params.edits_logits
     deep = '{"items":' * 100_000 + "{}" + "}" * 100_000
     with pytest.raises(RequestError, match=r"nested less deep|at most"):
         SamplingParams(structured_outputs={"json": deep})
+
+
+def guidance(**asked: Any) -> dict[str, Any]:
+    """What llguidance is told of white space."""
+    found = SamplingParams(structured_outputs=asked).structured_outputs
+    assert isinstance(found, dict)
+    told: dict[str, Any] = json.loads(found["json"])["x-guidance"]
+    return told
+
+
+def test_json_is_compact_unless_it_is_asked_for_otherwise() -> None:
+    compact, free = {"whitespace_flexible": False}, {"whitespace_flexible": True}
+    schema: Any = {"type": "object"}
+    assert guidance(json=schema) == guidance(json=schema, disable_any_whitespace=True) == compact
+    assert guidance(json=schema, disable_any_whitespace=False) == free
+    assert guidance(json_object=True, disable_any_whitespace=False) == free
+    assert guidance(json=schema, whitespace_pattern=" ?") == {**compact, "whitespace_pattern": " ?"}
+    own = {**schema, "x-guidance": {"whitespace_flexible": True, "key_separator": ": "}}
+    assert guidance(json=own) == {**free, "key_separator": ": "}
+    assert guidance(json=own, disable_any_whitespace=True)["whitespace_flexible"] is False
+    nulls = dict.fromkeys(("regex", "disable_any_whitespace", "whitespace_pattern",
+                           "structural_tag"))  # fmt: skip
+    assert guidance(json=schema, **nulls, disable_additional_properties=False) == compact
+    for harmless in (True, False):  # where there is no JSON
+        asked = {"regex": "a", "disable_any_whitespace": harmless}
+        assert SamplingParams(structured_outputs=asked).structured_outputs == {"regex": "a"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "said"),
+    [
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern", "left out beside regex"),
+        ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},
+         "whitespace_pattern", "left out beside `disable_any_whitespace`: true"),
+        ({"json": {}, "disable_any_whitespace": 1}, "disable_any_whitespace", "true or false"),
+        ({"json": {}, "disable_additional_properties": True}, "disable_additional_properties",
+         "additionalProperties: false"),
+        ({"structural_tag": "x"}, "", "exactly one of"),
+        ({"json": {}, "structural_tag": "x"}, "structural_tag", "Write a `grammar`"),
+        ({"json": {"x-guidance": 5}}, "json.x-guidance", "an object"),
+    ],
+)  # fmt: skip
+def test_white_space_that_is_refused(asked: dict[str, Any], field: str, said: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(said)) as caught:
+        SamplingParams(structured_outputs=asked)
+    assert caught.value.field == f"structured_outputs.{field}".rstrip(".")
+
+
+DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{n}/schema#" for n in (4, 7))
+
+
+@pytest.mark.parametrize("draft", [None, DRAFT_4, DRAFT_7])
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": {"items": {"uniqueItems": True}}}},
+         "properties.a.items.uniqueItems"),
+        ({"unevaluatedProperties": False, "$ref": "#/$defs/x"}, "unevaluatedProperties"),
+        ({"anyOf": [{}, {"dependentRequired": {"a": ["b"]}}]}, "anyOf[1].dependentRequired"),
+        ({"if": {}, "then": {}}, "if"),
+        ({"contains": {"type": "null"}}, "contains"),
+        ({"propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"additionalProperties": {"not": {}}}, "additionalProperties.not"),
+    ],
+)  # fmt: skip
+def test_keywords_that_no_grammar_holds_are_named(
+    draft: str | None, schema: dict[str, Any], place: str
+) -> None:
+    """Also where llguidance leaves them out in silence, as newer ones than the schema's draft."""
+    asked = {**schema, **({"$schema": draft} if draft else {})}
+    with pytest.raises(RequestError, match="no grammar here can hold it") as caught:
+        SamplingParams(structured_outputs={"json": asked})
+    assert caught.value.field == f"structured_outputs.json.{place}"
+    lenient = {**asked, "x-guidance": {"lenient": True}}
+    assert SamplingParams(structured_outputs={"json": lenient})
+
+
+def test_a_keyword_behind_a_reference_is_found_and_one_that_nothing_refers_to_is_not() -> None:
+    definitions = {"$defs": {"a/b": {"$ref": "#/$defs/c"}, "c": {"not": {}}}}
+    assert SamplingParams(structured_outputs={"json": definitions})
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(structured_outputs={"json": {**definitions, "$ref": "#/$defs/a~1b"}})
+    assert caught.value.field == "structured_outputs.json.$defs.c.not"
+
+
+def test_keywords_that_change_nothing_are_no_reason_to_refuse() -> None:
+    harmless = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": {},
+                "propertyNames": {"type": "string"}, "dependentRequired": {}}  # fmt: skip
+    plain = {"type": "object", "properties": {"uniqueItems": {"const": {"not": 1}}}}
+    both: list[Any] = [
+        SamplingParams(structured_outputs={"json": schema}).structured_outputs
+        for schema in (plain, {**plain, **harmless})
+    ]
+    assert both[0] == both[1]
+    closed, same = (
+        SamplingParams(structured_outputs={"json": {**plain, name: False}}).structured_outputs
+        for name in ("additionalProperties", "unevaluatedProperties")
+    )
+    assert json.loads(closed["json"]) == json.loads(same["json"])  # type: ignore[index]
 
 
 def test_ids_that_are_named_twice_are_kept_once() -> None:

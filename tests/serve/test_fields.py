@@ -397,12 +397,20 @@ def test_only_what_is_too_long_for_the_context_is_said_to_be(
     assert (error["code"] == "context_length_exceeded") == is_of_length
 
 
-@pytest.mark.parametrize("name", ["response_format", "guided_json", "structured_outputs"])
+@pytest.mark.parametrize("name", ["guided_regex", "guided_choice", "structured_outputs"])
 def test_a_structure_beside_tools_is_refused_by_the_name_it_has(name: str) -> None:
-    value = {"structured_outputs": {"regex": "a"}}.get(name, STRUCTURED[name])
-    with pytest.raises(RequestError) as caught:
-        read(ChatBody, tools=TOOLS[ChatBody], **{name: value})
+    with pytest.raises(RequestError, match="JSON beside `tools`") as caught:
+        read(ChatBody, tools=TOOLS[ChatBody], **{name: STRUCTURED[name]})
     assert caught.value.field == name
+
+
+@pytest.mark.parametrize("name", ["response_format", "guided_json"])
+def test_json_beside_tools_is_one_of_two_ways_to_answer(name: str) -> None:
+    asked = read(ChatBody, tools=TOOLS[ChatBody], **{name: STRUCTURED[name]})
+    grammar = dict(asked.params.structured_outputs or {})["grammar"]  # type: ignore[arg-type]
+    assert grammar.startswith('start: call ("\\n" call)* | answer')
+    assert asked.parsing is not None
+    assert (asked.parsing.is_either, asked.parsing.is_forced) == (True, False)
 
 
 def test_what_is_asked_of_speculation_shows_in_the_answers_of_every_api(

@@ -59,13 +59,15 @@ def call(index: int = 0, arguments: str = ARGUMENTS, *, is_whole: bool = True) -
     is_open=st.booleans(),
     parallel=st.booleans(),
     reason=st.sampled_from(["stop", "length"]),
+    bound=st.sampled_from(["", "is_forced", "is_either"]),
 )
 def test_every_way_to_split_gives_the_same_events(
-    name: str, pieces: list[str], cuts: list[int], is_open: bool, parallel: bool, reason: str
-) -> None:
+    name: str, pieces: list[str], cuts: list[int], is_open: bool, parallel: bool, reason: str,
+    bound: str,
+) -> None:  # fmt: skip
     """Whole, by characters and by chance; a delta without text may stand anywhere."""
     text, prompt = "".join(pieces), "<think>\n" if is_open else ""
-    how = parsing(name, parallel=parallel)
+    how = replace(parsing(name, parallel=parallel), **({bound: True} if bound else {}))
     whole = read(how, [text], prompt, reason)
     assert read(how, [*text, ""], prompt, reason) == whole
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
@@ -220,6 +222,31 @@ def test_a_forced_call_that_is_cut_leaves_no_text(text: str, call: Any, reason: 
     cut = CompletionDelta(index=0, token_ids=[1], text=text, finish_reason=reason)
     found = [(p.name, p.arguments, p.is_whole) for p in parsing.new("").feed(cut)]  # type: ignore[union-attr]
     assert found == ([call] if call else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("hermes", f'{{"a":"<tool_call>{CALL}"}}', None),
+        ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", [call()]),
+        ("hermes", '<tool_call>\n{"name": "area", "arg', [call(0, "", is_whole=False)]),
+        ("hermes", "<tool_ca", []),
+        ("hermes", f"<tool_call>\n{CALL}\n</too", [call()]),
+        ("llama3_json", '{"name":"area","parameters":{}}', None),
+        ("llama3_json", '{"name": "area", "parameters": {}}', [call(0, "{}")]),
+        ("llama3_json", '{"na', None),
+        ("mistral", f"[TOOL_CALLS][{CALL}", [call()]),
+        ("mistral", '["[TOOL_CALLS]"]', None),
+    ],
+)
+@pytest.mark.parametrize("reason", ["stop", "length"])
+def test_a_grammar_of_calls_or_a_text_mixes_nothing(
+    name: str, text: str, parts: list[Part] | None, reason: str
+) -> None:
+    how = replace(parsing(name, reasons=False), is_either=True)
+    wanted = [Content(text)] if parts is None else parts
+    for pieces in ([text], [*text], [*text, ""]):
+        assert read(how, pieces, reason=reason) == wanted
 
 
 def test_tokens_of_reasoning_are_counted_however_they_were_split() -> None:

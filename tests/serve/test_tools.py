@@ -147,7 +147,12 @@ def test_reasoning_that_the_prompt_opens(http: httpx.Client) -> None:
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"guided_choice": ["a"], "tool_choice": "auto"}, "guided_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 5}}}},
+         "response_format, tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+          "tool_choice": "required"}, "tools.f.not"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}],
           "tool_choice": "required"}, "tools"),
     ],
@@ -155,6 +160,96 @@ def test_reasoning_that_the_prompt_opens(http: httpx.Client) -> None:
 def test_what_is_refused_is_named(http: httpx.Client, given: dict[str, Any], param: str) -> None:
     answer = http.post(CHAT, json={**ASKED, **given})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"name": {"enum": ["area", "é"]}, "parameters": {"$ref": "#/$defs/P"}},
+    "required": ["name"],
+    "additionalProperties": False,
+    "$defs": {"P": {"type": "object", "properties": {"ok": {"type": "boolean"}},
+                    "required": ["ok"], "additionalProperties": False}},
+}  # fmt: skip
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": ANSWER}}
+
+
+@pytest.mark.parametrize("speculative", [{"enabled": False}, {"num_speculative_tokens": 5}])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_an_answer_is_a_call_or_the_format(
+    http: httpx.Client, speculative: Any, parallel: bool
+) -> None:
+    """Never both, nor a part of either but by its length; streamed as whole."""
+    seen = set()
+    for seed in range(8):
+        asked = {**ASKED, "tools": TOOLS[:1], "response_format": FORMAT, "seed": seed,
+                 "speculative": speculative, "parallel_tool_calls": parallel,
+                 "max_tokens": 150}  # fmt: skip
+        (choice,) = post(http, CHAT, **asked)["choices"]
+        message, reason = choice["message"], choice["finish_reason"]
+        calls = message.get("tool_calls", [])
+        seen.add((bool(calls), reason))
+        if calls:
+            assert message["content"] is None
+            assert parallel or len(calls) == 1
+            for call in calls[:-1] if reason == "length" else calls:
+                check(call)
+        elif reason == "stop":
+            check_answer(message["content"])
+        found = [c["delta"] for c in choices(chunks(http, CHAT, **asked))]
+        said = "".join(delta.get("content") or "" for delta in found)
+        parts = [part["function"] for d in found for part in d.get("tool_calls", ())]
+        assert said == (message["content"] or "")
+        assert "".join(part["arguments"] for part in parts) == "".join(
+            call["function"]["arguments"] for call in calls
+        )
+    assert {has_calls for has_calls, _ in seen} == {True, False}
+    assert (False, "stop") in seen
+    assert parallel or (True, "tool_calls") in seen
+
+
+def check_answer(text: str) -> None:
+    """JSON that the format allows, without white space."""
+    told = json.loads(text)
+    assert told["name"] in ("area", "é")
+    assert set(told) <= {"name", "parameters"}
+    assert told.get("parameters", {"ok": True})["ok"] in (True, False)
+    assert " " not in text
+
+
+def test_a_call_or_the_format_in_every_api(http: httpx.Client, client: openai.OpenAI) -> None:
+    tool = openai.pydantic_function_tool(Area)
+    seen: dict[str, set[bool]] = {"chat": set(), "responses": set()}
+    for seed in range(5):
+        done = client.chat.completions.parse(
+            model="tiny", messages=MESSAGES, tools=[tool], response_format=Area, max_tokens=200,
+            seed=seed, parallel_tool_calls=False,
+        )  # fmt: skip
+        message = done.choices[0].message
+        calls = [call.function.parsed_arguments for call in message.tool_calls or ()]
+        assert isinstance([*calls, message.parsed][0], Area)
+        answer = client.responses.parse(
+            model="tiny", input=MESSAGES, text_format=Area, max_output_tokens=200,
+            parallel_tool_calls=False, extra_body={"seed": seed},
+            tools=[{"type": "function", "name": "Area", "parameters": Area.model_json_schema(),
+                    "strict": True}],
+        )  # fmt: skip
+        (item,) = answer.output
+        assert answer.status == "completed"
+        assert item.type == "function_call" or isinstance(answer.output_parsed, Area)
+        seen["chat"].add(bool(calls))
+        seen["responses"].add(item.type == "function_call")
+    assert seen == {api: {True, False} for api in seen}
+
+
+def test_calls_that_are_required_leave_the_format_out(http: httpx.Client) -> None:
+    asked = {**ASKED, "response_format": FORMAT, "seed": 1}
+    for choice in ("required", NAMED):
+        forced = {**asked, "tool_choice": choice, "parallel_tool_calls": False}
+        message = post(http, CHAT, **forced)["choices"][0]["message"]
+        assert message["content"] is None
+        assert len(message["tool_calls"]) == 1
+    message = post(http, CHAT, **asked, tool_choice="none")["choices"][0]["message"]
+    check_answer(message["content"])
 
 
 class Area(BaseModel):

@@ -14,9 +14,13 @@ from foretoken.errors import RequestError, check_known_keys
 from foretoken.models.checkpoint import first_line
 from foretoken.sampling.params import check_text
 
-_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-_EMPTY_FIELDS = ("refusal", "audio", "annotations", "function_call")  # of clients; None in a text
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal")
+# Of earlier answers as clients send them back: templates have no place for them.
+_INERT = ("id", "type", "status", "phase", "annotations", "parsed", "cache_control",
+          "provider_specific_fields")  # fmt: skip
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_ANSWERS = ("assistant", "tool", "function")  # whose messages may have no text
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 _ARGUMENTS = (  # of `apply_chat_template`, which takes variables of the template beside them
     "conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors",
     "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
@@ -146,29 +150,40 @@ class ChatTemplate:
         where = f"messages[{index}]"
         if not isinstance(given, Mapping):
             raise RequestError(where, given, "a dict with `role` and `content`")
-        message = {k: v for k, v in given.items() if v is not None or k not in _EMPTY_FIELDS}
+        message = {k: v for k, v in given.items() if v is not None and k not in _INERT}
         if "reasoning" in message:  # of clients that send an answer of vLLM's back
             message.setdefault("reasoning_content", message.pop("reasoning"))
+        if "function_call" in message:  # the name of before there were several
+            message.setdefault("tool_calls", [{"function": message.pop("function_call")}])
         check_known_keys(where, message, _FIELDS, RequestError)
-        role = message.get("role")
-        if not isinstance(role, str):
-            raise RequestError(f"{where}.role", role, "a text")
-        # Most templates drop a message of a role that they do not know, and say nothing.
-        if role not in _ROLES and not any(f"{q}{role}{q}" in self._text for q in "'\""):
-            bound = f"one of {', '.join(_ROLES)}, or one the template names"
-            raise RequestError(f"{where}.role", role, bound)
-        for field in ("name", "tool_call_id", "reasoning_content"):
-            if not isinstance(message.get(field, ""), (str, type(None))):
+        message["role"] = self._check_role(f"{where}.role", message.get("role"))
+        for field in ("name", "tool_call_id", "reasoning_content", "refusal"):
+            if not isinstance(message.get(field, ""), str):
                 raise RequestError(f"{where}.{field}", message[field], "a text")
-        if message.get("tool_calls"):
-            calls, its_place = message["tool_calls"], f"{where}.tool_calls"
+        if calls := message.pop("tool_calls", None):
+            its_place = f"{where}.tool_calls"
             remedy = "Write the calls as the message's `content`."
             self._check_used("tool_calls", its_place, calls, remedy)
             message["tool_calls"] = _check_calls(its_place, calls)
         parts = _check_content(f"{where}.content", message)
+        parts += [refusal] if (refusal := message.pop("refusal", "")) else []
         listed = [{"type": "text", "text": text} for text in parts]
         message["content"] = listed if self._takes_parts else "\n".join(parts)
         return message
+
+    def _check_role(self, where: str, role: Any) -> str:
+        """A role as the template names it: most drop messages of others, and say nothing."""
+        if not isinstance(role, str):
+            raise RequestError(where, role, "a text")
+        if role == "function":  # what results of tools were before calls had ids
+            return "tool"
+        if any(f"{q}{role}{q}" in self._text for q in "'\""):
+            return role
+        if role not in _ROLES:
+            raise RequestError(
+                where, role, f"one of {', '.join(_ROLES)}, or one the template names"
+            )
+        return "system" if role == "developer" else role  # OpenAI's newer name of it
 
 
 class ChatPrompt:
@@ -196,19 +211,19 @@ def _is_list(value: Any) -> bool:
 
 
 def _check_content(where: str, message: Mapping[str, Any]) -> list[str]:
-    """The texts of a message's content; a message that calls tools may have none."""
+    """The texts of a message's content; one of the assistant's, or a result, may have none."""
     content = message.get("content")
-    if content is None and message.get("tool_calls"):
+    if content is None and message["role"] in _ANSWERS:
         return []
     parts: Sequence[Any] = content if isinstance(content, (list, tuple)) else [content]
     texts = []
     for i, part in enumerate(parts):
         its_place = where if parts[0] is content else f"{where}[{i}]"
         kind = part.get("type") if isinstance(part, Mapping) else "text"
-        if kind != "text":
+        if kind not in _TEXT_PARTS:
             remedy = "Images, audio and video are not read."
             raise RequestError(f"{its_place}.type", kind, "`text`", remedy)
-        text = part.get("text") if isinstance(part, Mapping) else part
+        text = part.get(_TEXT_PARTS[kind]) if isinstance(part, Mapping) else part
         if not isinstance(text, str):
             raise RequestError(its_place, text, "a text, or a list of parts of type `text`")
         check_text(its_place, text)
@@ -217,13 +232,14 @@ def _check_content(where: str, message: Mapping[str, Any]) -> list[str]:
 
 
 def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
-    """Tool calls as templates read them: with arguments as a dict, where clients keep JSON."""
+    """Tool calls as templates read them: with arguments as a dict, where clients keep JSON, and
+    without what clients add."""
     if not _is_list(calls) or not all(isinstance(call, Mapping) for call in calls):
         raise RequestError(where, calls, "a list of dicts with `function`")
     found = []
     for i, call in enumerate(calls):
         function = call.get("function")
-        if not isinstance(function, Mapping):
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}[{i}].function", function, "a dict with `name`")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
@@ -232,7 +248,9 @@ def _check_calls(where: str, calls: Any) -> list[dict[str, Any]]:
             except (ValueError, RecursionError) as error:  # too deep; too many digits
                 place, bound = f"{where}[{i}].function.arguments", "a dict, or JSON"
                 raise RequestError(place, arguments, f"{bound}; the parser says: {error}") from None
-        found.append({**call, "function": {**function, "arguments": arguments}})
+        named = {"name": function["name"], "arguments": arguments}
+        kept = {key: call[key] for key in ("id", "type") if call.get(key) is not None}
+        found.append({**kept, "function": named})
     return found
 
 
@@ -242,7 +260,7 @@ def find_template(tokenizer: Any, given: Any, tools: Any) -> str:
     Raises:
         RequestError: there is none, or what was given is none.
     """
-    own = tokenizer.chat_template
+    own = getattr(tokenizer, "chat_template", None)
     named = own if isinstance(own, dict) else {"default": own} if own else {}
     if given is None:
         if tools is not None and "tool_use" in named:

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foretoken.errors import RequestError
-from foretoken.sampling.structured import FIELD
+from foretoken.sampling.schemas import as_text
+from foretoken.sampling.structured import ANY_OBJECT, FIELD
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -337,9 +338,9 @@ def _compile(asked: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -
         choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
         text = LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
     elif kind == "grammar":
-        text = LLMatcher.grammar_from_lark(value)
+        text = LLMatcher.grammar_from_lark(_as_lark(asked, value))
     else:
-        schema = value if kind == "json" else '{"type": "object"}'
+        schema = value if kind == "json" else as_text(kind, ANY_OBJECT)
         text = LLMatcher.grammar_from_json_schema(schema)
     start = LLMatcher(tokens, text, log_level=0, limits=_limits())
     if not start.is_error():
@@ -347,6 +348,18 @@ def _compile(asked: dict[str, Any], tokens: LLTokenizer, executor: LLExecutor) -
     if start.is_error():
         raise _refused(asked, start.get_error())
     return Grammar(asked, start, executor, tokens.vocab_size)
+
+
+def _as_lark(asked: dict[str, Any], text: str) -> str:
+    """A grammar in Lark; llama.cpp's GBNF (`root ::= ...`) is translated."""
+    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+    if "::=" not in text or is_lark_syntax(text):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # of any type
+        raise _refused(asked, f"GBNF: {error}; or write Lark, which begins with `start:`") from None
 
 
 def _refused(asked: dict[str, Any], reason: str) -> RequestError:

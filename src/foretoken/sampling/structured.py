@@ -11,28 +11,39 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from foretoken.errors import RequestError, check_known_keys
+from foretoken.sampling.schemas import as_text
 
 MOST_CHARACTERS = 2**18
 """Of a schema or grammar: 5 000 required properties (110 000 characters) compile in 0.2 s."""
 
 FIELD = "structured_outputs"
+ANY_OBJECT = {"type": "object"}
+"""The schema of `json_object`."""
 
 
 def read_structured_outputs(given: Any) -> dict[str, Any]:
-    """A checked copy that shares nothing with what was given: `json` is a JSON text in it.
+    """A checked copy that shares nothing with what was given, with one key.
+
+    `json` is the text of a schema in it, which says how its white space is: there is none unless
+    the schema or an option says otherwise.
 
     Raises:
         RequestError: it names the key at fault.
     """
     if not isinstance(given, Mapping):
         raise RequestError(FIELD, given, f"a map with one of the keys {', '.join(_READ)}")
-    check_known_keys(FIELD, given, _READ, RequestError)
-    items = [(key, value) for key, value in given.items() if value is not None]
+    check_known_keys(FIELD, given, (*_READ, *_OPTIONS, *_ABSENT), RequestError)
+    given = {key: value for key, value in given.items() if value is not None}
+    items = [(key, value) for key, value in given.items() if key in _READ]
     if len(items) != 1:
         found = [key for key, _ in items]
         raise RequestError(FIELD, found, f"a map with exactly one of {', '.join(_READ)}")
     [(key, value)] = items
     read = _READ[key](f"{FIELD}.{key}", value)
+    white_space = _white_space(key, given)
+    if key == "json" or white_space:
+        read = _schema(f"{FIELD}.{key}", value if key == "json" else ANY_OBJECT, white_space)
+        key = "json"
     size = sum(map(len, read)) if isinstance(read, (str, list)) else 0
     if size > MOST_CHARACTERS:
         bound = f"at most {MOST_CHARACTERS} characters long"
@@ -40,18 +51,41 @@ def read_structured_outputs(given: Any) -> dict[str, Any]:
     return {key: read}
 
 
-def _schema(name: str, value: Any) -> str:
+def _white_space(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's options, as llguidance has them; those that change nothing may stand anywhere."""
+    for name, instead in _ABSENT.items():
+        if given.get(name, False) is not False:
+            raise RequestError(f"{FIELD}.{name}", given[name], "left out", instead)
+    found: dict[str, Any] = {}
+    if (compact := given.get("disable_any_whitespace")) is not None:
+        if not isinstance(compact, bool):
+            raise RequestError(f"{FIELD}.disable_any_whitespace", compact, "true or false")
+        found["whitespace_flexible"] = not compact
+    if (pattern := given.get("whitespace_pattern")) is not None:
+        name = f"{FIELD}.whitespace_pattern"
+        if compact or not kind.startswith("json"):
+            bound = "left out beside " + ("`disable_any_whitespace`: true" if compact else kind)
+            raise RequestError(name, pattern, bound)
+        found["whitespace_pattern"] = _text(name, pattern)
+    return found if kind.startswith("json") else {}
+
+
+def _schema(name: str, value: Any, white_space: Mapping[str, Any] | None = None) -> str:
     try:
         if isinstance(value, str):
             value = json.loads(value)
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        if not isinstance(value, dict):
+            raise RequestError(name, value, "a JSON schema: an object, or its JSON text")
+        own = value.get("x-guidance", {})
+        if white_space and isinstance(own, Mapping):  # which is asked for beside the schema
+            value = {**value, "x-guidance": {**own, **white_space}}
+        return _text(name, as_text(name, value))
+    except RequestError:
+        raise
     except (TypeError, ValueError) as error:  # its message says where
         raise RequestError(name, value, f"a JSON schema: {error}") from None
     except RecursionError:
         raise RequestError(name, "...", "a JSON schema that is nested less deep") from None
-    if not isinstance(value, dict):
-        raise RequestError(name, value, "a JSON schema: an object, or its JSON text")
-    return _text(name, text)
 
 
 def _true(name: str, value: Any) -> bool:
@@ -83,4 +117,9 @@ _READ: dict[str, Callable[[str, Any], Any]] = {
     "regex": _text,
     "choice": _choices,
     "grammar": _text,
+}
+_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
+_ABSENT = {
+    "disable_additional_properties": "Write `additionalProperties: false` into the schema.",
+    "structural_tag": "Write a `grammar`.",
 }

@@ -23,6 +23,7 @@ from foretoken.serve.protocol.common import JsonSchema, ResponseFormat, Sampling
 from foretoken.serve.protocol.items import read_item
 from foretoken.serve.protocol.messages import (
     ASSISTANT_BLOCKS,
+    TEXT_BLOCKS,
     USER_BLOCKS,
     CountBody,
     MessagesBody,
@@ -114,7 +115,10 @@ def _reasoning(body: CountBody) -> dict[str, Any]:
 def _read(chat: ChatBody, served: Served, names: Mapping[str, str]) -> Asked:
     with written_as(names):
         asked = read_chat(chat, served)
-    chained = {name: names.get(written, written) for name, written in asked.written.items()}
+    chained = {
+        name: ", ".join(names.get(one, one) for one in written.split(", "))
+        for name, written in asked.written.items()
+    }
     return replace(asked, written={**names, **chained})
 
 
@@ -187,7 +191,7 @@ def _turn(where: str, turn: Turn) -> list[dict[str, Any]]:
     """A message as the template reads it; each result of a tool is one of its own."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    kinds = ASSISTANT_BLOCKS if turn.role == "assistant" else USER_BLOCKS
+    kinds = {"assistant": ASSISTANT_BLOCKS, "user": USER_BLOCKS}.get(turn.role, TEXT_BLOCKS)
     blocks = [
         read_item(kinds, f"{where}.content[{i}]", block) for i, block in enumerate(turn.content)
     ]

@@ -215,14 +215,14 @@ def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
             bound = "true beside `tools`: calls are read from the text"
             raise RequestError("detokenize", False, bound)
         return asked
-    if tools.names and params.structured_outputs is not None:
-        bound = "left out beside `tools`: it would let no call through"
-        name = written.get("structured_outputs", "structured_outputs")
-        raise RequestError(name, params.structured_outputs, bound)
-    if tools.grammar is not None:
-        params = replace(params, structured_outputs={"grammar": tools.grammar})
+    with written_as(written):
+        grammar = tools.grammar(form, params.structured_outputs)
+    if grammar is not None:
+        params = replace(params, structured_outputs={"grammar": grammar})
         names = ("structured_outputs", "structured_outputs.grammar")
-        written = {**written, **dict.fromkeys(names, "tools")}
+        either = written.get(names[0], names[0])
+        place = "tools" if tools.forced else f"{either}, tools"
+        written = {**written, **dict.fromkeys(names, place)}
     reasons = form.reasons and params.structured_outputs is None
     parsing = Parsing.of(form, tools.names, reasons=reasons, parallel=tools.parallel)
     if not parsing.is_needed:
@@ -232,7 +232,9 @@ def _with_message(asked: Asked, tools: ToolUse, form: MessageFormat) -> Asked:
     elif parsing.hidden:
         params = replace(params, skip_special_tokens=False)
     decode = partial(form.decode, skip_special_tokens=params.skip_special_tokens)
-    parsing = replace(parsing, is_forced=tools.grammar is not None, decode=decode)
+    is_forced = bool(tools.forced)
+    is_either = grammar is not None and not is_forced
+    parsing = replace(parsing, is_forced=is_forced, is_either=is_either, decode=decode)
     return replace(asked, params=params, parsing=parsing, written=written)
 
 

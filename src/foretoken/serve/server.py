@@ -143,6 +143,7 @@ def serve(
         drafters, most = ", ".join(speculation.members), speculation.num_speculative_tokens
         drafts = f"drafts by {drafters}, K = {most}, rule {speculation.rejection_sample_method}"
     say(f"{', '.join(served.names)}: {drafts}.")
+    say(served.format.told)
     say("Ctrl-C or SIGTERM ends it when what is under way is answered; a second one at once.")
     say(f"Serving on http://{shown}:{port}")
     process = Process(app, say)

@@ -1,4 +1,4 @@
-"""Tools of a conversation: what its template is shown, and which calls are forced."""
+"""Tools of a conversation: what its template is shown, and what a grammar makes of an answer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from foretoken.errors import RequestError
+from foretoken.sampling.schemas import as_text
+from foretoken.sampling.structured import ANY_OBJECT, FIELD
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.protocol.chat import ChatBody, NamedTool
 
@@ -19,14 +21,36 @@ class ToolUse:
     Attributes:
         shown: to the template; None: none.
         names: of the functions whose calls are looked for; () where none may be called.
-        grammar: of the calls that must come, in Lark; None: the model decides.
+        forced: those of them of which one must be called; () where the model decides.
         parallel: whether there may be several.
     """
 
     shown: Sequence[Mapping[str, Any]] | None = None
     names: tuple[str, ...] = ()
-    grammar: str | None = None
+    forced: Sequence[Mapping[str, Any]] = ()
     parallel: bool = True
+
+    def grammar(self, form: MessageFormat, asked: Any) -> str | None:
+        """What an answer must be, in Lark: calls that are forced, or else calls or a text.
+
+        Args:
+            asked: `SamplingParams.structured_outputs`: what a text must be; None: anything, so that
+                only calls that are forced need a grammar.
+
+        Raises:
+            RequestError: a text must be other than JSON.
+        """
+        if form.calls is None or not (self.forced or (self.names and asked)):
+            return None
+        answer = None
+        if not self.forced and asked is not None:
+            [(kind, value)] = asked.items()
+            answer = {"json": value, "json_object": as_text(kind, ANY_OBJECT)}.get(kind)
+            if answer is None:
+                bound = "JSON beside `tools`, where an answer is a call or that"
+                raise RequestError(FIELD, {kind: value}, bound)
+        tools = self.forced or self.shown or ()
+        return form.grammar(form.calls, tools, parallel=self.parallel, answer=answer)
 
 
 def read_tools(body: ChatBody, form: MessageFormat) -> ToolUse:
@@ -64,5 +88,4 @@ def read_tools(body: ChatBody, form: MessageFormat) -> ToolUse:
         forced = [tool for tool in tools if tool["function"]["name"] == name]
         if not forced:
             raise RequestError("tool_choice.function.name", name, f"one of {', '.join(names)}")
-    grammar = form.grammar(form.calls, forced, parallel=parallel) if forced else None
-    return ToolUse(tools, names, grammar, parallel)
+    return ToolUse(tools, names, forced, parallel)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foretoken.errors import RequestError
+from foretoken.errors import ConfigError, RequestError
 from foretoken.models.chat import find_template
+from foretoken.sampling.schemas import as_text
 
 _TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one says what fits
 THINK, END_THINK = "<think>", "</think>"
@@ -67,6 +68,7 @@ class MessageFormat:
         reasons: whether `<think>` and `</think>` mark reasoning.
         special: ids of special tokens by their texts; only these are left out of texts.
         has_template: whether conversations can be written as prompts at all.
+        told: which template that is, and what is read, for people.
         decode: the tokenizer's.
     """
 
@@ -74,41 +76,69 @@ class MessageFormat:
     reasons: bool = False
     special: Mapping[str, int] = field(default_factory=dict)
     has_template: bool = True
+    told: str = field(default="", compare=False)
     decode: Callable[..., str] = field(default=lambda ids, **options: "", compare=False)
 
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, calls: str, reasoning: str) -> MessageFormat:
-        """The formats that options name, or that `auto` finds in the template."""
+        """The formats that options name, or that `auto` finds in the template.
+
+        Raises:
+            ConfigError: `template` is none.
+        """
+        refused = "Chats are refused: there is no"
         if tokenizer is None:
-            return cls(has_template=False)
+            return cls(has_template=False, told=f"{refused} tokenizer.")
         try:
             text, tool_text = (find_template(tokenizer, template, t) for t in (None, ()))
-        except RequestError:
-            return cls(has_template=False)
+        except RequestError as error:
+            if template is not None:
+                raise ConfigError(error.field, template, error.bound) from None
+            return cls(has_template=False, told=f"{refused} chat template.")
         if calls == "auto":
             signs = (name for name, sign in _SIGNS.items() if sign.search(tool_text))
             calls = next(signs, "none")
         decoder = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token.content: i for i, token in decoder.items() if token.special}
         reasons = reasoning == "think" or (reasoning == "auto" and END_THINK in text)
-        return cls(FORMATS.get(calls), reasons, special, decode=tokenizer.decode)
+        where = "the checkpoint's own" if template is None else "of --chat-template"
+        if template is not None and text != template:
+            where = f"the checkpoint's `{template}`"
+        thoughts = THINK if reasons else "none"
+        told = f"Chat template: {where}; tool calls: {calls}; reasoning: {thoughts}."
+        return cls(FORMATS.get(calls), reasons, special, told=told, decode=tokenizer.decode)
 
     def grammar(
-        self, form: CallFormat, tools: Sequence[Mapping[str, Any]], *, parallel: bool
+        self,
+        form: CallFormat,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        parallel: bool,
+        answer: str | None = None,
     ) -> str:
         """Lark, as llguidance takes it: one call of these functions, or several if `parallel`.
 
         Each function's schema is a grammar of its own, since its `$ref`s are relative to it.
+
+        Args:
+            answer: the schema of one without calls; None: there are always calls.
         """
         rules, bodies = [], []
         for i, tool in enumerate(tools):
             function = tool["function"]
-            head = f'{{"name": {json.dumps(function["name"])}, "{form.arguments}": '
+            name = json.dumps(function["name"])
+            # In the lexemes of JSON, since the lexer takes the longest: an answer may begin alike.
+            head = ("{", '"name"', ": ", name, ", ", f'"{form.arguments}"', ": ")
             schema = function.get("parameters") or {"properties": {}}
             if not schema.keys() & _TYPED:
                 schema = {"type": "object", **schema}  # arguments are an object, said or not
-            rules.append(f'body_{i}: {json.dumps(head)} arguments_{i} "}}"')
-            rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
+            rules.append(f'body_{i}: {" ".join(map(json.dumps, head))} arguments_{i} "}}"')
+            place, written = (
+                f"tools.{function['name']}",
+                {"item_separator": ", ", "key_separator": ": "},
+            )
+            arguments = as_text(place, schema, **written)  # as templates write them
+            rules.append(f"arguments_{i}: %json {arguments}")
             bodies.append(f"body_{i}")
         opener = "" if form.is_bare else self._mark(form.opener, before=form.inside)
         if form.is_list:
@@ -119,6 +149,9 @@ class MessageFormat:
             call = f"{opener} body {self._mark(form.closer, behind=form.inside)}"
             separator = '"; "' if form.is_bare else r'"\n"'
             start = f"call ({separator} call)*" if parallel else "call"
+        if answer is not None:
+            start = f"{start} | answer"
+            rules.append(f"answer: %json {answer}")
         return "\n".join(
             [f"start: {start}", f"call: {call}", f"body: {' | '.join(bodies)}", *rules]
         )

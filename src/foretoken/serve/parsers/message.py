@@ -3,8 +3,9 @@
 Charter: nothing is said before it is sure, and nothing is taken back, so that events do not depend
 on how tokens were split into deltas. What is no valid call of a known function is text, as it
 stands; therefore a call is told of when its JSON is complete. What the answer's length cut off is a
-call as far as it goes, once the name of a function is there. Where a grammar lets only calls
-through, what a stop string cut off is one, too, and the rest is no text.
+call as far as it goes, once the name of a function is there. Where a grammar lets calls through and
+no text around them, what a stop string cut off is one, too; where it lets only calls through, the
+rest is no text.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Parsing:
         parallel: read more than one call.
         hidden: special tokens that are no part of any text.
         is_forced: a grammar lets nothing but calls through.
+        is_either: it lets calls through, or a text: no call is in what begins as a text.
         decode: the text of token ids as the answer has it.
     """
 
@@ -65,6 +67,7 @@ class Parsing:
     parallel: bool = True
     hidden: tuple[str, ...] = ()
     is_forced: bool = False
+    is_either: bool = False
     decode: Callable[[list[int]], str] = field(default=lambda ids: "", compare=False)
 
     @classmethod
@@ -103,6 +106,7 @@ class MessageParser:
         self._lead = ""  # white space that counts only if text follows
         self._json = _JsonEnd()
         self._text_marks = (*filter(None, (self._calls.opener,)), *parsing.hidden)
+        self._bare_head = '{"name": "' if parsing.is_either else "{"
         self._reasoning_marks = (END_THINK, *parsing.hidden)
         self.num_reasoning = 0
         self._count = ReasoningCount(parsing.decode) if parsing.reasons else None
@@ -112,9 +116,10 @@ class MessageParser:
         self._text += sample.text
         num_tokens = self._count.add(sample) if self._count else 0
         is_last = sample.finish_reason is not None
-        is_cut = is_last and (self._parsing.is_forced or sample.finish_reason == "length")
+        is_bound = self._parsing.is_forced or self._parsing.is_either
+        is_cut = is_last and (is_bound or sample.finish_reason == "length")
         self._steps(is_last and not is_cut)
-        if is_cut and not self._cut() and not self._parsing.is_forced:
+        if is_cut and not self._cut() and not (is_bound and self._only_calls()):
             self._steps(is_last=True)
         if self._mode is Mode.REASONING:
             self.num_reasoning = num_tokens
@@ -126,6 +131,12 @@ class MessageParser:
     def _steps(self, is_last: bool) -> None:
         while self._STEPS[self._mode](self, is_last):
             pass
+
+    def _only_calls(self) -> bool:
+        """Whether a grammar lets no text through where this answer is."""
+        begins = any(mark.startswith(self._text) for mark in self._text_marks if self._text)
+        calls = self._num_calls or begins or self._mode is not Mode.LEAD
+        return self._parsing.is_forced or (bool(calls) and self._mode is not Mode.TEXT)
 
     def _cut(self) -> bool:
         """Tell of the calls that the answer's end leaves open; False: there are none."""
@@ -160,6 +171,7 @@ class MessageParser:
         extra = ";" if self._calls.is_bare and self._num_calls else ""
         rest = self._text.lstrip(string.whitespace + extra)
         marks = [*self._text_marks, *((THINK,) if self._can_reason else ())]
+        marks += [self._bare_head] if self._calls.is_bare else []
         if not is_last and any(mark.startswith(rest) and mark != rest for mark in marks):
             return False
         lead, self._text = self._text[: len(self._text) - len(rest)], rest
@@ -173,7 +185,7 @@ class MessageParser:
             self._text, self._mode = rest[len(THINK) :], Mode.REASONING
         elif mark := _longest(rest, self._text_marks):
             self._begin(mark)
-        elif self._calls.is_bare and rest[0] == "{":
+        elif self._calls.is_bare and rest.startswith(self._bare_head):
             self._begin("")
         else:
             self._mode = Mode.TEXT
@@ -195,7 +207,8 @@ class MessageParser:
         self._json.opener = mark
 
     def _read_text(self, is_last: bool) -> bool:
-        place, mark = _find(self._text, self._text_marks, is_last)
+        marks = self._parsing.hidden if self._parsing.is_either else self._text_marks
+        place, mark = _find(self._text, marks, is_last)
         self._say(Content, self._text[:place])
         self._text = self._text[place:]
         if mark:

@@ -33,6 +33,8 @@ class ToolUseBlock(Fields):
     id: str
     name: str
     input: dict[str, Any]
+    caller: Inert = None
+    toolset_name: Inert = None
     cache_control: Inert = None
 
 
@@ -43,17 +45,19 @@ class ToolResultBlock(Fields):
     tool_use_id: str
     content: str | Items[TextBlock] | None = None
     is_error: Inert = None
+    toolset_name: Inert = None
     cache_control: Inert = None
 
 
 ASSISTANT_BLOCKS = by_type(TextBlock, ThinkingBlock, ToolUseBlock)
 USER_BLOCKS = by_type(TextBlock, ToolResultBlock)
+TEXT_BLOCKS = by_type(TextBlock)
 
 
 class Turn(Fields):
     """A message."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | Items[dict[str, Any]]
 
 

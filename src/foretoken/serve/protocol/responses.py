@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from pydantic import model_validator
+
 from foretoken.serve.protocol.chat import Effort, Function
 from foretoken.serve.protocol.common import (
     Fields,
@@ -35,12 +37,21 @@ Included = Annotated[
 
 
 class InputText(Fields):
-    """A text of a message or of a function's output, asked or answered."""
+    """A text of a message or of a function's output, asked or answered; a refusal is one."""
 
-    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text"]
+    type: Literal["input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"]
     text: str
     annotations: Inert = None
     logprobs: Inert = None
+    prompt_cache_breakpoint: Inert = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def read_refusal(cls, given: Any) -> Any:
+        """Its text has a name of its own."""
+        if isinstance(given, dict) and given.get("type") == "refusal":
+            given = {"text" if key == "refusal" else key: value for key, value in given.items()}
+        return given
 
 
 class MessageItem(Fields):
@@ -61,8 +72,10 @@ class CallItem(Fields):
     call_id: str
     name: str
     arguments: str
+    caller: Inert = None
     id: Inert = None
     status: Inert = None
+    created_by: Inert = None
 
 
 class CallOutputItem(Fields):
@@ -71,8 +84,11 @@ class CallOutputItem(Fields):
     type: Literal["function_call_output"]
     call_id: str
     output: str | Items[InputText]
+    name: Inert = None
+    caller: Inert = None
     id: Inert = None
     status: Inert = None
+    created_by: Inert = None
 
 
 class ReasoningItem(Fields):
@@ -81,6 +97,7 @@ class ReasoningItem(Fields):
     type: Literal["reasoning"]
     content: Items[InputText] | None = None
     summary: Inert = None
+    encrypted_content: Refused = None
     id: Inert = None
     status: Inert = None
 

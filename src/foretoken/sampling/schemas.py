@@ -1,0 +1,108 @@
+"""JSON schemas as llguidance takes them: compact by default, with nothing in them that it ignores.
+
+Charter: which keywords no grammar holds. llguidance refuses those that the schema's draft has, and
+leaves others out in silence: `dependentRequired` where `$schema` names draft 7. Here they are
+refused whatever the draft, unless they change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from foretoken.errors import RequestError
+
+_ABSENT: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "contains": (),
+    "minContains": (),
+    "maxContains": (),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "if": (),
+    "not": (False,),
+    "$dynamicRef": (),
+    "$recursiveRef": (),
+    "divisibleBy": (),
+    "extends": (),
+    "disallow": (),
+}
+"""Keywords that llguidance does not have, and values at which each changes nothing."""
+# Where nothing but these may have evaluated a member, one keyword means the other.
+_SAME = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
+_IN_PLACE = {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "not",
+             "dependentSchemas"}  # fmt: skip
+_OF_MAPS = ("properties", "patternProperties")
+_OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_OF_ONE = ("items", "additionalItems", "additionalProperties")
+_GUIDANCE = "x-guidance"  # where llguidance reads options in a schema
+
+
+def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
+    """A schema's text for llguidance, alone or within a grammar.
+
+    Args:
+        name: of the schema, for errors.
+        white_space: of llguidance's options what holds where the schema's own `x-guidance` says
+            nothing; by default there is none.
+
+    Raises:
+        RequestError: a keyword that cannot be held is named with its place.
+        ValueError, TypeError, RecursionError: it is no JSON.
+    """
+    root = json.loads(json.dumps(schema, ensure_ascii=False, allow_nan=False))
+    own = root.get(_GUIDANCE, {})
+    if not isinstance(own, dict):
+        raise RequestError(f"{name}.{_GUIDANCE}", own, "an object of llguidance's options")
+    root[_GUIDANCE] = own = {"whitespace_flexible": False, **white_space, **own}
+    if own.get("lenient") is not True:
+        seen, left = set[int](), [(name, root)]
+        while left:
+            place, part = left.pop()
+            if isinstance(part, dict) and id(part) not in seen:
+                seen.add(id(part))
+                _mend(place, part)
+                left += _parts(place, part)
+                if isinstance(reference := part.get("$ref"), str):
+                    left.append(_referred(name, reference, root))
+    return json.dumps(root, ensure_ascii=False)
+
+
+def _mend(place: str, schema: dict[str, Any]) -> None:
+    """Take out keywords that change nothing, or refuse them."""
+    for key, harmless in _ABSENT.items():
+        if key not in schema:
+            continue
+        value, same = schema.pop(key), _SAME.get(key)
+        if any(value == one and type(value) is type(one) for one in harmless):
+            continue
+        if same is None or _IN_PLACE & schema.keys():
+            raise RequestError(f"{place}.{key}", value, "left out: no grammar here can hold it")
+        schema.setdefault(same, value)
+
+
+def _parts(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What lies within a schema, but for definitions: those count that something refers to."""
+    for key in _OF_MAPS:
+        if isinstance(named := schema.get(key), dict):
+            yield from ((f"{place}.{key}.{name}", part) for name, part in named.items())
+    for key in _OF_LISTS:
+        if isinstance(listed := schema.get(key), list):
+            yield from ((f"{place}.{key}[{i}]", part) for i, part in enumerate(listed))
+    yield from ((f"{place}.{key}", schema.get(key)) for key in _OF_ONE)
+
+
+def _referred(name: str, reference: str, root: dict[str, Any]) -> tuple[str, Any]:
+    """What a JSON pointer leads to, and its place; None where it leads elsewhere."""
+    steps = unquote(reference.removeprefix("#/")).split("/") if reference.startswith("#/") else []
+    found: Any = root
+    for step in steps:
+        step = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(step) if isinstance(found, dict) else None
+    return ".".join((name, *steps)), found

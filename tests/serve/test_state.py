@@ -296,12 +296,12 @@ def test_an_address_is_tried_before_a_model_is_loaded(server: Running) -> None:
 
 
 def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str | None] = []
+    found: list[tuple[str, ...]] = []
     monkeypatch.setattr(
-        "foretoken.serve.command.start", lambda engine, options, say: found.append(options.api_key)
+        "foretoken.serve.command.start", lambda engine, options, say: found.append(options.keys)
     )
     for name, words in (("key", []), ("key", ["--api-key", "other"]), ("", [])):
         monkeypatch.setenv("FORETOKEN_API_KEY", name)
         done = CliRunner().invoke(app, ["serve", *words])
         assert done.exit_code == (0 if name else 2)
-    assert found == ["key", "other"]
+    assert found == [("key",), ("other",)]

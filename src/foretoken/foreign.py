@@ -214,8 +214,9 @@ SERVER_OPTIONS = {
         "data_parallel_supervisor_port dp_supervisor_probe_interval_s "
         "dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold dp_sync_interval "
         "dcp_kv_cache_interleave_size cp_kv_cache_interleave_size all2all_backend eplb_config "
-        "expert_placement_strategy ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold "
-        "max_parallel_loading_workers fault_tolerance_config prefill_schedule_interval",
+        "expert_placement_strategy ubatch_size dbo_decode_token_threshold "
+        "dbo_prefill_token_threshold max_parallel_loading_workers fault_tolerance_config "
+        "prefill_schedule_interval",
         _ANY, "",
     ),
     **_all(

@@ -224,7 +224,8 @@ def bench(
                     raise ConfigError(name, value, "left out with --url: the server has its own")
         note("nothing was measured.")
         with _desk(note, secret=asked.api_key) as desk:
-            from foretoken.lab.bench.command import run
+            with desk.status("Starting"):
+                from foretoken.lab.bench.command import run
 
             run(desk, asked, params, engine)
 
@@ -256,7 +257,8 @@ def audit(
         engine = _engine_options(given, speculative_config, False, suffix_corpus)
         note("nothing was audited.")
         with _desk(note, as_json, asked.api_key) as desk:
-            from foretoken.lab.audit.command import Command, Plan
+            with desk.status("Starting"):
+                from foretoken.lab.audit.command import Command, Plan
 
             raise SystemExit(Command(desk).run(Plan(parts, asked, engine, params)))
 
@@ -296,7 +298,8 @@ def plan(
             engine["speculative_config"] = ways
         note("nothing was predicted.")
         with _desk(note, as_json) as desk:
-            from foretoken.lab.plan.command import Command
+            with desk.status("Starting"):
+                from foretoken.lab.plan.command import Command
 
             Command(desk).run(engine, asked, params)
 

@@ -224,6 +224,7 @@ class RequestMetrics(SpeculationMetrics):
     """Speculation plus timing of one request.
 
     Attributes:
+        queue_time: seconds from submission until the first sample had a slot.
         time_to_first_token: seconds from submission to the first token of any sample.
         tokens_per_second: generated tokens over seconds since submission, all samples together.
         num_cached_tokens: prompt tokens that were not computed when the first sample was first
@@ -232,6 +233,7 @@ class RequestMetrics(SpeculationMetrics):
             them again later, all samples together.
     """
 
+    queue_time: float | None = None
     time_to_first_token: float | None = None
     tokens_per_second: float = 0.0
     num_cached_tokens: int = 0

@@ -91,6 +91,7 @@ def test_an_interruption_keeps_what_there_is(
     result = run("--callable", "documented_verifier:verify", "--output", "x.json")
     assert result.exit_code == 130
     assert "INTERRUPTED: partial" in result.stdout
+    assert "Starting\n0 of 60,000 draws of `x` done\n" in result.stderr
     assert "2,000 of 60,000 draws of `x` were done." in result.stderr
     data = json.loads((documented / "x.json").read_text(encoding="utf-8"))
     assert data["rows"][0]["labels"]["complete"] is False

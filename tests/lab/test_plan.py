@@ -309,7 +309,11 @@ def test_an_estimate_reads_shapes_alone_and_ignores_no_option() -> None:
 def test_a_calibration_measures_every_cost(target: Path, draft: Path) -> None:
     speculation = {"model": str(draft), "num_speculative_tokens": 3}
     with LLM(target, speculation, max_num_seqs=2, enable_prefix_caching=False) as llm:
-        profile = Calibration(llm.engine, (2,), SamplingParams(), 1, text=range(2, 60)).run()
+        text, seen = range(2, 60), list[int]()
+        calibration = Calibration(llm.engine, (2,), SamplingParams(), 9, text, patience=0.0)
+        profile = calibration.run(lambda done, what: seen.append(done))
+        assert calibration.num_repeats == 1, "a repeat began, and none after it"
+        assert seen == [*range(len(seen) - 1), calibration.num_runs]
         assert profile.limits.num_blocks == llm.engine.scheduler.pool.num_blocks
         with pytest.raises(ConfigError, match="at least 3, the largest batch"):
             Calibration(llm.engine, (3,), SamplingParams())
@@ -370,6 +374,7 @@ def test_the_command_reports_and_writes(tmp_path: Path) -> None:
     result = plan(*args)
     assert (result.exit_code, result.exception) == (0, None), result.output
     assert "concurrency 8, auto" in result.stdout
+    assert result.stderr.splitlines()[:2] == ["Starting", "0 of 9 simulations done"]
     assert "drafts pay up to batch" in result.stdout
     rows = read(tmp_path / "o.json").rows
     kinds = {row.labels["kind"] for row in rows}

@@ -26,11 +26,12 @@ from foretoken.errors import (
     NonFiniteLogitsError,
     OverloadedError,
 )
-from foretoken.outputs import EngineMetrics
+from foretoken.outputs import CompletionDelta, EngineMetrics, RequestDelta, RequestMetrics
 from foretoken.serve.app import build_app
 from foretoken.serve.errors import refusal
-from foretoken.serve.metrics import Counts, EngineCollector, Histogram, exposition
+from foretoken.serve.metrics import Counts, EngineCollector, Histogram, Record, exposition
 from foretoken.serve.options import ServeOptions
+from foretoken.serve.running import News
 from tests.project.source import ROOT
 from tests.serve.running import (
     PROMPT,
@@ -117,6 +118,14 @@ def test_metrics_count(http: httpx.Client) -> None:
     assert more["vllm:prompt_tokens_total{}"] == more["vllm:prefix_cache_queries_total{}"] > 0
     for name in ("time_to_first_token", "e2e_request_latency"):
         assert more[f"vllm:{name}_seconds_count{{}}"] == 2
+    assert (
+        more["vllm:time_per_output_token_seconds_count{}"]
+        == (more["vllm:inter_token_latency_seconds_count{}"])
+    )
+    assert more["vllm:request_generation_tokens_sum{}"] == 60
+    assert more['vllm:request_generation_tokens_bucket{le="50",}'] == 2
+    assert more['vllm:request_generation_tokens_bucket{le="20",}'] == 0
+    assert more["vllm:request_prompt_tokens_sum{}"] == more["vllm:prompt_tokens_total{}"]
     assert 0 < more["vllm:inter_token_latency_seconds_count{}"] < 60
     drafted = more["vllm:spec_decode_num_draft_tokens_total{}"]
     by_position = [v for k, v in more.items() if "num_draft_tokens_per_pos" in k]
@@ -126,10 +135,60 @@ def test_metrics_count(http: httpx.Client) -> None:
     assert after["vllm:num_requests_running{}"] == after["vllm:kv_cache_usage_perc{}"] == 0
 
 
+def test_phases_of_a_request_are_those_its_engine_tells() -> None:
+    """One sample of 5 tokens: 0.5 s in the queue, a first token after 2 s, the last after 4 s."""
+    counts = Counts()
+    times = RequestMetrics(queue_time=0.5, time_to_first_token=2.0, tokens_per_second=5 / 4)
+    sample = CompletionDelta(0, [1, 2, 3, 4, 5], "", "length")
+    Record(counts).observe(News(0, RequestDelta("r", [sample], True, None, [7] * 9, metrics=times)))
+    found = {
+        "queue_time": 0.5, "prefill_time": 1.5, "decode_time": 2.0, "inference_time": 3.5,
+        "time_per_output_token": 0.5, "prompt_tokens": 9.0, "generation_tokens": 5.0,
+    }  # fmt: skip
+    for name, value in found.items():
+        histogram = getattr(counts, f"request_{name}")
+        assert (histogram.sum, sum(histogram.counts)) == (value, 1), name
+    left = CompletionDelta(0, [], "", "abort")
+    delta = RequestDelta("r", [left], True, metrics=RequestMetrics())
+    Record(counts).observe(News(0, delta))
+    assert sum(counts.request_queue_time.counts) == 1, "it never had a slot"
+
+
+def test_phases_of_a_request_add_up_to_its_time(http: httpx.Client) -> None:
+    before = values(http)
+    http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True})
+    after = values(http)
+    spent = {
+        name: after[f"vllm:{name}_seconds_sum{{}}"] - before[f"vllm:{name}_seconds_sum{{}}"]
+        for name in ("request_queue_time", "request_prefill_time", "request_decode_time",
+                     "request_inference_time", "e2e_request_latency",
+                     "request_time_per_output_token")
+    }  # fmt: skip
+    assert min(spent.values()) > 0
+    inference = spent["request_prefill_time"] + spent["request_decode_time"]
+    assert spent["request_inference_time"] == pytest.approx(inference)
+    assert spent["request_queue_time"] + inference <= spent["e2e_request_latency"]
+    assert spent["request_time_per_output_token"] == pytest.approx(
+        spent["request_decode_time"] / 39
+    )
+
+
+def test_the_cache_and_the_process_are_described(server: Running, http: httpx.Client) -> None:
+    text = http.get("/metrics").text
+    (line,) = (line for line in text.splitlines() if line.startswith("vllm:cache_config_info{"))
+    pool = server.engine.engine.scheduler.pool
+    assert f'block_size="{pool.block_size}"' in line
+    assert f'num_gpu_blocks="{pool.num_blocks}"' in line
+    found = values(http)
+    assert found["process_resident_memory_bytes"] > 10**7
+    assert found["process_cpu_seconds_total"] > 0
+
+
 def test_the_metrics_documented_are_those_there_are(server: Running) -> None:
     families = EngineCollector(server.engine, Counts(), "x").collect()
     names = {family.name for family in families}
-    adapting: Any = SimpleNamespace(status=EngineStatus(), metrics=EngineMetrics(
+    same = {name: getattr(server.engine, name) for name in ("engine", "config")}
+    adapting: Any = SimpleNamespace(**same, status=EngineStatus(), metrics=EngineMetrics(
         controlled_seconds=2, estimated_plain_seconds=3, realised_plain_seconds=4))  # fmt: skip
     more = [*EngineCollector(adapting, Counts(), "x").collect()]
     speedups = {family.name: family.samples[0].value for family in more[-2:]}
@@ -149,7 +208,7 @@ def test_the_metrics_documented_are_those_there_are(server: Running) -> None:
         re.match(r"[\w:]+", line)[0]  # type: ignore[index]
         for text in (exposition(EngineCollector(server.engine, Counts(), "x")).decode(),)
         for line in text.splitlines()
-        if not line.startswith("#")
+        if not line.startswith(("#", "process_"))
     }
     scraped |= {"vllm:request_success_total", *speedups}  # no request has ended in `Counts()`
     assert drawn <= scraped
@@ -296,12 +355,12 @@ def test_an_address_is_tried_before_a_model_is_loaded(server: Running) -> None:
 
 
 def test_the_key_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[str | None] = []
+    found: list[tuple[str, ...]] = []
     monkeypatch.setattr(
-        "foretoken.serve.command.start", lambda engine, options, say: found.append(options.api_key)
+        "foretoken.serve.command.start", lambda engine, options, say: found.append(options.keys)
     )
     for name, words in (("key", []), ("key", ["--api-key", "other"]), ("", [])):
         monkeypatch.setenv("FORETOKEN_API_KEY", name)
         done = CliRunner().invoke(app, ["serve", *words])
         assert done.exit_code == (0 if name else 2)
-    assert found == ["key", "other"]
+    assert found == [("key",), ("other",)]

@@ -15,6 +15,7 @@ import typer
 
 from foretoken import __version__
 from foretoken.cli.chat import Conversation, find_template, read_messages, read_template
+from foretoken.cli.foreign import ServeCommand, foreign_options
 from foretoken.cli.options import fields_given, with_fields
 from foretoken.cli.output import check_shown, complete, exit_code
 from foretoken.cli.terminal import (
@@ -223,7 +224,8 @@ def bench(
                     raise ConfigError(name, value, "left out with --url: the server has its own")
         note("nothing was measured.")
         with _desk(note, secret=asked.api_key) as desk:
-            from foretoken.lab.bench.command import run
+            with desk.status("Starting"):
+                from foretoken.lab.bench.command import run
 
             run(desk, asked, params, engine)
 
@@ -255,7 +257,8 @@ def audit(
         engine = _engine_options(given, speculative_config, False, suffix_corpus)
         note("nothing was audited.")
         with _desk(note, as_json, asked.api_key) as desk:
-            from foretoken.lab.audit.command import Command, Plan
+            with desk.status("Starting"):
+                from foretoken.lab.audit.command import Command, Plan
 
             raise SystemExit(Command(desk).run(Plan(parts, asked, engine, params)))
 
@@ -295,14 +298,16 @@ def plan(
             engine["speculative_config"] = ways
         note("nothing was predicted.")
         with _desk(note, as_json) as desk:
-            from foretoken.lab.plan.command import Command
+            with desk.status("Starting"):
+                from foretoken.lab.plan.command import Command
 
             Command(desk).run(engine, asked, params)
 
 
-@app.command()
+@app.command(cls=ServeCommand)
 @with_fields(ServeOptions, sampling=False, also=OF_SERVERS, model=None)
 def serve(
+    ctx: typer.Context,
     model_name: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="The same as --model.")
     ] = None,
@@ -314,14 +319,18 @@ def serve(
 ) -> None:
     """Serve a model by OpenAI's API (see docs/server.md). Without MODEL: tiny-python."""
     with reporting(debug) as note:
-        if options["api_key"] is None:
-            options["api_key"] = from_environment("FORETOKEN_API_KEY")
+        given, inert = foreign_options(ctx)
+        if not options["api_key"]:
+            key = from_environment("FORETOKEN_API_KEY")
+            options["api_key"] = None if key is None else [key]
         asked = ServeOptions(**fields_given(ServeOptions, options))
         options["model"] = _one_model(model_name, options["model"])
         ways = (speculative_config, no_speculation, suffix_corpus)
-        engine = _engine_options(options, *ways, also=OF_SERVERS)
+        engine = _engine_options(options, *ways, also=OF_SERVERS) | given
         template = read_template(asked.chat_template)
         note("nothing was served.")
+        if inert:
+            say(f"Without effect here: {', '.join(inert)}.")
         from foretoken.serve.command import start
 
         start(engine, replace(asked, chat_template=template), say)

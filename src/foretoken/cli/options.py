@@ -53,6 +53,8 @@ def with_fields(
     def decorate(command: _Command) -> _Command:
         typed = list(inspect.signature(command, eval_str=True).parameters.values())[:-1]
         typed = [p.replace(kind=p.KEYWORD_ONLY) for p in typed]
+        context = [p for p in typed if p.annotation is typer.Context]
+        typed = [p for p in typed if p not in context]
         arguments = [p for p in typed if isinstance(p.annotation.__metadata__[0], ArgumentInfo)]
         *others, last = [p for p in typed if p not in arguments]
         first = [p for cls in own for p in _parameters(cls, defaults)]
@@ -61,7 +63,7 @@ def with_fields(
             model, *rest = _parameters(EngineConfig, defaults, without, also)
             asked = _parameters(SamplingParams, defaults, without) if sampling else []
             listed = [*arguments, model, *first, *others, *asked, *rest, last]
-        command.__signature__ = inspect.Signature(listed)  # type: ignore[attr-defined]
+        command.__signature__ = inspect.Signature([*context, *listed])  # type: ignore[attr-defined]
         return command
 
     return decorate

@@ -327,7 +327,9 @@ class Engine:
         """Set up the slot of a request that the scheduler just gave one, perhaps once more."""
         self._slots.admit(request.slot, slot_request(request))
         if request.index == 0 and not request.num_preemptions:
-            request.group.metrics.num_cached_tokens = request.num_computed
+            group = request.group
+            group.metrics.num_cached_tokens = request.num_computed
+            group.metrics.queue_time = time.perf_counter() - group.arrival
         makes_text = self.tokenizer is not None and request.params.detokenize
         if makes_text and request.detokenizer is None:
             request.detokenizer = Detokenizer(

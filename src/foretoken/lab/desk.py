@@ -8,6 +8,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -20,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from foretoken.lab.plot import html, html_list, html_table, page
 from foretoken.lab.results import Results, Row, Spread, replace_text, validate, write_file
 
+_EVERY_S = 5.0  # between two lines where there is no terminal
 Report = Callable[[int, str], None]
 """Gets how much is done, and what is under way."""
 
@@ -49,23 +52,44 @@ class Desk:
     as_json: bool = False
 
     @contextmanager
-    def progress(self, total: int, of: str) -> Iterator[Report]:
-        """A bar with the time that is left, on a terminal; it vanishes when done.
+    def status(self, text: str) -> Iterator[None]:
+        """What is under way, where nothing tells how far: on a terminal until it is done."""
+        if not self.errors.is_terminal:
+            self._tell(text)
+            yield
+            return
+        with self.errors.status(text):
+            yield
 
-        It is drawn when it is updated: a thread that would redraw it takes time from a step.
+    def _tell(self, line: str) -> None:
+        self.errors.print(line, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def progress(self, total: int, of: str) -> Iterator[Report]:
+        """A bar with the time that is left, on a terminal; it vanishes when done. Elsewhere a line
+        at once, and then one every few seconds.
+
+        The bar is drawn when it is updated: a thread that would redraw it takes time from a step.
         """
+        is_terminal, said = self.errors.is_terminal, -math.inf
         bar = Progress(
             BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(), console=self.errors, auto_refresh=False, transient=True,
-            disable=not self.errors.is_terminal,
+            disable=not is_terminal,
         )  # fmt: skip
         task = bar.add_task(of, total=total)
 
         def report(done: int, what: str) -> None:
+            nonlocal said
+            now = time.monotonic()
+            if not is_terminal and done < total and now - said > _EVERY_S:
+                self._tell(f"{done:,} of {total:,} {of} done" + (f"; now {what}" if what else ""))
+                said = now
             bar.update(task, completed=done, description=f"{of} {what}", refresh=True)
             self.note(f"{done:,} of {total:,} {of} were done.")
 
         with bar:
+            report(0, "")
             yield report
 
     def say(self, line: str, style: str = "") -> None:
@@ -100,8 +124,7 @@ class Desk:
             else:
                 replace_text(path, as_html(found, tables, charts))
         if output:
-            said = f"Wrote {' and '.join(output)}."
-            self.errors.print(said, markup=False, soft_wrap=True)
+            self._tell(f"Wrote {' and '.join(output)}.")
 
 
 def as_text(made: Table) -> str:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hmac
 import re
+from collections.abc import Sequence
 from ipaddress import ip_address
+from itertools import product
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from foretoken.serve.errors import Refusal
+from foretoken.serve.errors import Refusal, own_path
 from foretoken.serve.options import ServeOptions
 
 PAGE = {
@@ -32,25 +34,40 @@ the API hold nothing of this server's."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+?)\.?(?::\d*)?")
 
 
-class KeyCheck:
-    """Answers 401 to who does not send the key."""
+class RootPath:
+    """Gives every path the prefix that its proxy may have taken from it, as ASGI has it."""
 
-    def __init__(self, app: ASGIApp, key: str) -> None:
-        self._app, self._key = app, key.encode()
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, under `root_path`."""
+        root = scope.get("root_path", "")
+        if root and scope["type"] == "http" and not f"{scope['path']}/".startswith(f"{root}/"):
+            raw = root.encode() + scope["raw_path"]
+            scope = {**scope, "path": root + scope["path"], "raw_path": raw}
+        await self._app(scope, receive, send)
+
+
+class KeyCheck:
+    """Answers 401 to who does not send one of the keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app, self._keys = app, [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on what has the key, or needs none."""
-        if scope["type"] == "http" and scope["path"] not in OPEN:
+        if scope["type"] == "http" and own_path(scope) not in OPEN:
             headers = Headers(scope=scope)
             scheme, _, sent = headers.get("authorization", "").partition(" ")
             bearer = sent.strip(" ") if scheme.lower() == "bearer" else ""  # RFC 9110, 11.1
             has_key = False
-            for given in (bearer, headers.get("x-api-key", "")):
-                has_key |= hmac.compare_digest(given.encode("latin-1"), self._key)
+            for given, key in product((bearer, headers.get("x-api-key", "")), self._keys):
+                has_key |= hmac.compare_digest(given.encode("latin-1"), key)
             if not has_key:
                 told = "`Authorization` must be `Bearer` and the key, or `x-api-key` the key."
                 refused = Refusal(401, told, "invalid_request_error", code="invalid_api_key")
-                await refused.response(scope["path"])(scope, receive, send)
+                await refused.response(scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -72,7 +89,7 @@ class HostCheck:
                 "own. Start it with --allowed-hosts, or with --api-key."
             )
             refused = Refusal(421, told, "invalid_request_error", "Host", "host_not_allowed")
-            await refused.response(scope["path"])(scope, receive, send)
+            await refused.response(scope)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -12,7 +12,7 @@ from starlette.middleware.cors import CORSMiddleware
 from foretoken import __version__
 from foretoken.async_engine import AsyncEngine
 from foretoken.serve import errors
-from foretoken.serve.access import HostCheck, KeyCheck
+from foretoken.serve.access import HostCheck, KeyCheck, RootPath
 from foretoken.serve.context import Context
 from foretoken.serve.lifetime import Lifetime
 from foretoken.serve.limits import BodyLimits
@@ -39,6 +39,7 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
     context = Context(engine, Served.of(engine, options), Counts(), int(time.time()), life)
     app = FastAPI(
         title="Foretoken", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
+        root_path=options.root_path,
         responses=errors.documented(errors.Refusal(400, "", "").body),
     )  # fmt: skip
     app.state.context = context
@@ -49,8 +50,8 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
     # The last one added is the first that sees a request: bodies of strangers are not read.
     most = context.served.max_model_len
     app.add_middleware(BodyLimits, options=options, max_model_len=most)
-    if options.api_key is not None:
-        app.add_middleware(KeyCheck, key=options.api_key)
+    if options.keys:
+        app.add_middleware(KeyCheck, keys=options.keys)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -62,4 +63,5 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
     if options.checks_host:
         app.add_middleware(HostCheck, options=options)
     app.add_middleware(RequestLog)
+    app.add_middleware(RootPath)
     return app

@@ -23,10 +23,11 @@ def start(engine: Mapping[str, Any], options: ServeOptions, say: Callable[[str],
     try:
         from foretoken.serve.app import build_app
         from foretoken.serve.logs import set_up
-        from foretoken.serve.server import bind, collect_when_idle, leave, serve
+        from foretoken.serve.server import bind, check_tls, collect_when_idle, leave, serve
     except ModuleNotFoundError as error:
         missing, remedy = f"foretoken[serve]: {error.name}", "Run: pip install 'foretoken[serve]'"
         raise ConfigError(missing, None, "installed to serve", remedy) from None
+    check_tls(options)
     from foretoken.async_engine import AsyncEngine
     from foretoken.engine.devices import choose_device
 

@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from foretoken.errors import (
     CapacityError,
@@ -56,6 +57,12 @@ request_id = ContextVar("request_id", default="")
 """The name of the request that this task serves; see `logs.py`."""
 
 
+def own_path(scope: Scope) -> str:
+    """The path of a request without the one that a proxy has this server under."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "")) or "/"
+
+
 class Refusal(NamedTuple):
     """An error as the client gets it."""
 
@@ -77,9 +84,10 @@ class Refusal(NamedTuple):
         kind = _ANTHROPIC.get(self.status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
-    def response(self, path: str = "") -> Response:
-        """The same as an answer, in the shape that clients of this path read."""
-        body = self.anthropic if path.startswith("/v1/messages") else self.body
+    def response(self, scope: Scope | None = None) -> Response:
+        """The same as an answer, in the shape that clients of this request's path read."""
+        is_theirs = scope is not None and own_path(scope).startswith("/v1/messages")
+        body = self.anthropic if is_theirs else self.body
         # ASCII: what is quoted may be no Unicode.
         text = json.dumps(body, separators=(",", ":"))
         return Response(text, self.status, _HEADERS.get(self.status), "application/json")
@@ -162,19 +170,19 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return _invalid(request, error.errors()).response(request.url.path)
+        return _invalid(request, error.errors()).response(request.scope)
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        told = f"{request.method} {request.url.path}: {error.detail}"
+        told = f"{request.method} {own_path(request.scope)}: {error.detail}"
         answer = Refusal(error.status_code, told, "invalid_request_error")
-        response = answer.response(request.url.path)
+        response = answer.response(request.scope)
         response.headers.update(error.headers or {})
         return response
 
     @app.exception_handler(ForetokenError)
     async def raised(request: Request, error: ForetokenError) -> Response:
-        return refusal(error).response(request.url.path)
+        return refusal(error).response(request.scope)
 
 
 def _invalid(request: Request, errors: Sequence[dict[str, Any]]) -> Refusal:

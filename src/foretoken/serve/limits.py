@@ -55,13 +55,13 @@ class BodyLimits:
             if scope["method"] in _BODILESS:
                 await self._app(scope, receive, noted)
             elif isinstance(body := await self._read(scope, receive), Refusal):
-                await body.response(scope["path"])(scope, receive, noted)
+                await body.response(scope)(scope, receive, noted)
             elif body is not None:  # else the client has left
                 await self._app(scope, _replay(body, receive), noted)
         except Exception as error:
             told = refusal(error)
             if not has_begun:
-                await told.response(scope["path"])(scope, receive, send)
+                await told.response(scope)(scope, receive, send)
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes | Refusal | None:
         most = self._options.max_body_bytes

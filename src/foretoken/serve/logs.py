@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from foretoken.serve.access import OPEN
 from foretoken.serve.answers.usage import Usage
-from foretoken.serve.errors import request_id
+from foretoken.serve.errors import own_path, request_id
 
 _log = logging.getLogger(__name__)
 _ID = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
@@ -92,6 +92,6 @@ class RequestLog:
             if usage is not None:
                 counts = usage.body()
                 fields |= {k: counts[k] for k in ("prompt_tokens", "completion_tokens")}
-            level = logging.DEBUG if scope["path"] in OPEN else logging.INFO
+            level = logging.DEBUG if own_path(scope) in OPEN else logging.INFO
             _log.log(level, "request", extra={"fields": fields})
             request_id.reset(token)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -22,26 +22,42 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from foretoken.async_engine import AsyncEngine
+from foretoken.outputs import RequestMetrics
 from foretoken.serve.running import News
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+_TOKENS = tuple(m * 10**n for n in range(6) for m in (1, 2, 5))
+_PROCESS = ProcessCollector(registry=None)
+_BETWEEN = "Between tokens; of a step, its time over its tokens."
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": "From request to first token.",
+    "inter_token_latency_seconds": _BETWEEN,
+    "e2e_request_latency_seconds": "From request to last token.",
+    "request_queue_time_seconds": "Until a request has a slot.",
+    "request_prefill_time_seconds": "From there to its first token.",
+    "request_decode_time_seconds": "From there to its last token.",
+    "request_inference_time_seconds": "Both together.",
+    "request_time_per_output_token_seconds": "The mean of a request, behind its first token.",
+    "request_prompt_tokens": "Tokens of a prompt.",
+    "request_generation_tokens": "Tokens of a sample.",
+}
 
 
 class Histogram:
-    """Counts of values by upper bounds, in seconds."""
+    """Counts of values by upper bounds."""
 
-    def __init__(self) -> None:
-        self.counts, self.sum = [0] * (len(_SECONDS) + 1), 0.0
+    def __init__(self, bounds: Sequence[float] = _SECONDS) -> None:
+        self._bounds, self.counts, self.sum = bounds, [0] * (len(bounds) + 1), 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
         """Count a value."""
-        self.counts[bisect_left(_SECONDS, value)] += times
+        self.counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
         """Bounds and how many values are at most so large."""
-        bounds = [*map(str, _SECONDS), "+Inf"]
+        bounds = [*map(str, self._bounds), "+Inf"]
         return [*zip(bounds, map(float, accumulate(self.counts)), strict=True)]
 
 
@@ -55,6 +71,13 @@ class Counts:
         self.time_to_first_token = Histogram()
         self.inter_token_latency = Histogram()
         self.e2e_request_latency = Histogram()
+        self.request_queue_time = Histogram()
+        self.request_prefill_time = Histogram()
+        self.request_decode_time = Histogram()
+        self.request_inference_time = Histogram()
+        self.request_time_per_output_token = Histogram()
+        self.request_prompt_tokens = Histogram(_TOKENS)
+        self.request_generation_tokens = Histogram(_TOKENS)
 
 
 class Record:
@@ -64,6 +87,7 @@ class Record:
         self._counts = counts
         self._start = time.perf_counter()
         self._last: dict[int, float] = {}
+        self._sizes: defaultdict[int, Counter[int]] = defaultdict(Counter)
 
     def observe(self, news: News) -> None:
         """Count a delta; a step's tokens came at equal distances, as far as a client can tell."""
@@ -71,10 +95,12 @@ class Record:
         counts, now = self._counts, time.perf_counter()
         if delta.prompt_token_ids is not None:
             counts.prompt_tokens += len(delta.prompt_token_ids)
+            counts.request_prompt_tokens.observe(len(delta.prompt_token_ids))
         before = self._last.get(number)
         for sample in delta.outputs:
             size = len(sample.token_ids)
             counts.generation_tokens += size
+            self._sizes[number][sample.index] += size
             if size and before is not None:
                 counts.inter_token_latency.observe((now - before) / size, size)
             if sample.finish_reason is not None:
@@ -86,6 +112,25 @@ class Record:
             counts.cached_tokens += delta.metrics.num_cached_tokens
             counts.preemptions += delta.metrics.num_preemptions
             counts.e2e_request_latency.observe(now - self._start)
+            self._observe_phases(delta.metrics, [*self._sizes.pop(number, {}).values()])
+
+    def _observe_phases(self, metrics: RequestMetrics, sizes: Sequence[int]) -> None:
+        """What the engine's own clock says of a prompt whose samples have so many tokens."""
+        counts, queued, first = self._counts, metrics.queue_time, metrics.time_to_first_token
+        for size in sizes:
+            counts.request_generation_tokens.observe(size)
+        if queued is None:
+            return  # it left before it had a slot
+        counts.request_queue_time.observe(queued)
+        if first is None or not metrics.tokens_per_second:
+            return
+        end = max(sum(sizes) / metrics.tokens_per_second, first)
+        counts.request_prefill_time.observe(first - queued)
+        counts.request_decode_time.observe(end - first)
+        counts.request_inference_time.observe(end - queued)
+        if max(sizes) > 1:
+            each = (end - first) / (max(sizes) - 1)
+            counts.request_time_per_output_token.observe(each)
 
 
 class EngineCollector(Collector):
@@ -93,6 +138,14 @@ class EngineCollector(Collector):
 
     def __init__(self, engine: AsyncEngine, counts: Counts, model: str) -> None:
         self._engine, self._counts, self._model = engine, counts, model
+        pool, config = engine.engine.scheduler.pool, engine.config
+        self._cache = {
+            "block_size": pool.block_size,
+            "num_gpu_blocks": pool.num_blocks,  # on a CPU, too
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.memory_fraction,
+            "cache_dtype": "auto",
+        }
 
     def collect(self) -> Iterator[Metric]:
         """The engine and the counts as they are now."""
@@ -111,18 +164,21 @@ class EngineCollector(Collector):
             yield self._counter(f"vllm:{name}", text, {"": value})
         finished = dict(counts.finished)
         yield self._counter("vllm:request_success", "Samples ended.", finished, "finished_reason")
-        yield self._histogram(
-            "time_to_first_token", "From request to first token.", counts.time_to_first_token
-        )
-        yield self._histogram(
-            "inter_token_latency",
-            "Between tokens; of a step, its time over its tokens.",
-            counts.inter_token_latency,
-        )
-        yield self._histogram(
-            "e2e_request_latency", "From request to last token.", counts.e2e_request_latency
-        )
+        for name, text in _HISTOGRAMS.items():
+            yield self._histogram(name, text, getattr(counts, name.removesuffix("_seconds")))
+        name = "time_per_output_token_seconds"  # an older name of it
+        yield self._histogram(name, _BETWEEN, counts.inter_token_latency)
+        yield self._cache_config()
         yield from self._speculation()
+
+    def _cache_config(self) -> Metric:
+        """A gauge that is 1, whose labels say what there is, as vLLM's names have it."""
+        labels = ["model_name", *self._cache]
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "How the cache is made.", labels=labels
+        )
+        family.add_metric([self._model, *map(str, self._cache.values())], 1)
+        return family
 
     def _speculation(self) -> Iterator[Metric]:
         metrics = self._engine.metrics
@@ -166,15 +222,16 @@ class EngineCollector(Collector):
         return family
 
     def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(f"vllm:{name}_seconds", text, labels=["model_name"])
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=["model_name"])
         family.add_metric([self._model], histogram.buckets, histogram.sum)
         return family
 
 
 def exposition(collector: Collector) -> bytes:
-    """All families as Prometheus reads them."""
+    """All families as Prometheus reads them, and those of this process (`process_*`)."""
     registry = CollectorRegistry()
     registry.register(collector)
+    registry.register(_PROCESS)
     return generate_latest(registry)
 
 

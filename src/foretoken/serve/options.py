@@ -13,6 +13,7 @@ from foretoken.errors import ConfigError
 MAX_NUM_WAITING = 1024
 """Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
 _HOST_NAME = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:]+:[0-9A-Fa-f:.]*", re.ASCII)
+_ROOT_PATH = re.compile(r"(/[^/\s?#]+)*")
 MAX_STEP_SECONDS = 0.15
 """`max_step_seconds` on a CPU where it is left out: how long streams wait for others' prompts."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -25,15 +26,21 @@ class ServeOptions:
     Attributes:
         host: address to listen on; `0.0.0.0` is every network that the machine has.
         port: its port; 0 takes one that is free.
-        api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing. On a command
-            line others of this machine can read it: FORETOKEN_API_KEY in the environment does the
-            same.
+        api_key: what clients must send as `Authorization: Bearer KEY`; of several any. None:
+            nothing. On a command line others of this machine can read it: FORETOKEN_API_KEY in the
+            environment does the same.
         allowed_hosts: names by which clients may call a server of the loopback that wants no key,
             as their `Host` has them, without a port, besides `localhost` and the loopback's
             addresses; `*` is any. Others are refused: see docs/server.md. With a key, or another
             `host`, any is answered, and this is to be left out.
         served_model_name: names by which requests may call the model, and answers by the first of
             them; by default the one that `model` has.
+        root_path: where a proxy has this server, as its clients see it, such as `/llm`. Requests
+            are answered with and without it.
+        ssl_keyfile: a private key in PEM: the server speaks TLS, by it and `ssl_certfile`.
+        ssl_certfile: the certificate of that key, and those between it and a root, in PEM.
+        ssl_ca_certs: certificates of who signs those of clients, in PEM; see `ssl_cert_reqs`.
+        ssl_cert_reqs: whether clients must have a certificate: 0 no, 1 if they like, 2 yes.
         allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no
             model stands behind such a text.
         chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.
@@ -76,9 +83,14 @@ class ServeOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = field(default=None, repr=False)
+    api_key: str | tuple[str, ...] | None = field(default=None, repr=False)
     allowed_hosts: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
+    root_path: str = ""
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
     allow_synthetic: bool = False
     chat_template: str | None = None
     trust_request_chat_template: bool = False
@@ -107,9 +119,13 @@ class ServeOptions:
         for name in self.__slots__:
             if name.startswith("max_") and getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1)
-        for name in ("host", "api_key"):
-            if getattr(self, name) == "":
-                raise ConfigError(name, "", "left out, or not empty")
+        if self.host == "":
+            raise ConfigError("host", "", "left out, or not empty")
+        if "" in self.keys:
+            raise ConfigError("api_key", "", "left out, or not empty")
+        self._check_tls()
+        if not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError("root_path", self.root_path, "a path such as `/llm`, or empty")
         formats: Iterable[str] = ()
         if self.tool_call_parser not in ("auto", "none"):  # else `--help` would load torch
             from foretoken.serve.parsers.formats import FORMATS as formats
@@ -127,15 +143,34 @@ class ServeOptions:
             bound = "left out with a key, or with another `host` than the loopback's"
             raise ConfigError("allowed_hosts", self.allowed_hosts, bound, "Any `Host` is answered.")
 
+    def _check_tls(self) -> None:
+        check_int("ssl_cert_reqs", self.ssl_cert_reqs, 0, 2)
+        pair = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
+        if None in pair.values() and (self.has_tls or self.ssl_ca_certs or self.ssl_cert_reqs):
+            missing = min(name for name, value in pair.items() if value is None)
+            raise ConfigError(missing, None, "a file of PEM, given with the other --ssl options")
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError("ssl_ca_certs", None, "given with `ssl_cert_reqs`")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that clients may send; empty: none is wanted."""
+        return (self.api_key,) if isinstance(self.api_key, str) else tuple(self.api_key or ())
+
+    @property
+    def has_tls(self) -> bool:
+        """Whether the server speaks TLS."""
+        return self.ssl_keyfile is not None or self.ssl_certfile is not None
+
     @property
     def is_exposed(self) -> bool:
         """Whether others than this machine can call, and need no key to do so."""
-        return self.api_key is None and not self._is_loopback
+        return not self.keys and not self._is_loopback
 
     @property
     def checks_host(self) -> bool:
         """Whether `Host` must be known: nothing else keeps web pages out."""
-        return self.api_key is None and self._is_loopback
+        return not self.keys and self._is_loopback
 
     @property
     def _is_loopback(self) -> bool:

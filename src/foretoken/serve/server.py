@@ -13,6 +13,7 @@ import math
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -52,6 +53,22 @@ def bind(options: ServeOptions) -> socket.socket:
     return bound
 
 
+def check_tls(options: ServeOptions) -> None:
+    """Raise `ConfigError` where the files of TLS cannot be used, before a model is loaded."""
+    if not options.has_tls:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    names, given = "ssl_certfile, ssl_keyfile", f"{options.ssl_certfile}, {options.ssl_keyfile}"
+    try:
+        context.load_cert_chain(str(options.ssl_certfile), options.ssl_keyfile, lambda: b"")
+        if options.ssl_ca_certs is not None:
+            names, given = "ssl_ca_certs", options.ssl_ca_certs
+            context.load_verify_locations(given)
+    except OSError as error:  # `ssl.SSLError` is one
+        bound = f"files of PEM, the key without a password: {error.strerror or error}"
+        raise ConfigError(names, given, bound) from None
+
+
 def collect_when_idle() -> None:
     """Have the process look for garbage in old objects when it has nothing else to do.
 
@@ -76,6 +93,10 @@ def make_config(app: FastAPI, *, closes_engine: bool = True) -> uvicorn.Config:
         lifespan="on" if closes_engine else "off",
         server_header=False,
         proxy_headers=False,
+        ssl_keyfile=context.served.options.ssl_keyfile,
+        ssl_certfile=context.served.options.ssl_certfile,
+        ssl_ca_certs=context.served.options.ssl_ca_certs,
+        ssl_cert_reqs=context.served.options.ssl_cert_reqs,
         timeout_graceful_shutdown=math.ceil(context.lifetime.seconds_left()),
     )
 
@@ -145,7 +166,8 @@ def serve(
     say(f"{', '.join(served.names)}: {drafts}.")
     say(served.format.told)
     say("Ctrl-C or SIGTERM ends it when what is under way is answered; a second one at once.")
-    say(f"Serving on http://{shown}:{port}")
+    scheme = "https" if options.has_tls else "http"
+    say(f"Serving on {scheme}://{shown}:{port}")
     process = Process(app, say)
     process.run(sockets=[bound])
     if process.failure is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from foretoken.models.tokenizer import load_tokenizer
 from foretoken.ops import Rule
 from foretoken.sampling.params import SamplingParams
 
+Status = Callable[[str], AbstractContextManager[None]]
 RULES = (Rule.STANDARD, Rule.BLOCK, Rule.COUPLED)
 
 
@@ -43,8 +45,8 @@ class Plan:
     engine: Mapping[str, Any]
     params: SamplingParams
 
-    def subjects(self) -> Iterator[Subject]:
-        """One after another, each made when it is its turn."""
+    def subjects(self, status: Status) -> Iterator[Subject]:
+        """One after another, each made when it is its turn; `status` shows what takes long."""
         seed = self.options.seed
         for part in self.parts:
             if part == "callable":
@@ -56,9 +58,11 @@ class Plan:
             elif part == "operators":
                 yield from self._operators()
             elif part == "engine":
-                yield from self._engine()
+                yield from self._engine(status)
             elif part == "server":
-                yield self._server()
+                with status(f"Asking {self.options.url}, and loading {self.engine['model']}"):
+                    subject = self._server()
+                yield subject
 
     def _operators(self) -> Iterator[Subject]:
         device = choose_device(self.engine.get("device", "auto"))
@@ -67,12 +71,14 @@ class Plan:
             name = f"{backend.name}, {rule.name.lower()}"
             yield of_backend(name, backend, device, rule, self.options.seed, alpha=self.alpha)
 
-    def _engine(self) -> Iterator[Subject]:
-        from foretoken.llm import LLM
+    def _engine(self, status: Status) -> Iterator[Subject]:
+        with ExitStack() as stack:
+            with status(f"Loading {self.engine['model']}, and what it is compared with"):
+                from foretoken.llm import LLM
 
-        with LLM(**self.engine) as llm:
-            reference = Reference(llm.config.model, llm.config.revision)
-            drafted = draft_reference(llm, reference)
+                llm = stack.enter_context(LLM(**self.engine))
+                reference = Reference(llm.config.model, llm.config.revision)
+                drafted = draft_reference(llm, reference)
             audit = EngineAudit(llm, self.params, reference, self.options.seed, drafted, self.alpha)
             speculation = llm.config.speculative_config
             drafter = speculation.method if speculation else "no drafter"
@@ -104,7 +110,7 @@ class Command:
     def run(self, plan: Plan) -> int:
         """Audit each subject, report whatever there is, even if an exception ends it; exit code."""
         try:
-            for subject in plan.subjects():
+            for subject in plan.subjects(self._desk.status):
                 self._audit(subject, plan)
         finally:
             if self.findings:

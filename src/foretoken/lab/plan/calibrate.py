@@ -7,6 +7,7 @@ while disturbs none alone.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +86,11 @@ class Calibration:
         sizes: of batches; 1 is one of them.
         text: token ids that prompts are cut from, by which acceptance is measured, too.
         clock: see `Drive`.
+        patience: seconds after which no further repeat begins: on a busy machine one takes long.
+
+    Attributes:
+        num_runs: how many there are, if all repeats are made.
+        num_repeats: how many were made.
     """
 
     def __init__(
@@ -95,9 +101,11 @@ class Calibration:
         repeats: int = 3,
         text: Sequence[int] = (),
         clock: Clock = time.perf_counter,
+        patience: float = math.inf,
     ) -> None:
         self._engine, self._params, self._repeats = engine, params, repeats
-        self._text, self._clock = text, clock
+        self._text, self._clock, self._patience = text, clock, patience
+        self.num_repeats = 0
         most = engine.config.num_drafts
         self._drafts = sorted({0, most, *(k for k in _DRAFTS if k < most)})
         self._sizes = sorted({1, *sizes})
@@ -107,7 +115,8 @@ class Calibration:
         self._found = defaultdict[Case, _Found](_Found)
         self._check()
         self._cases = [*self._decodes(), *self._computes()]
-        self.num_runs = len(self._cases) * (repeats + 1)
+        self._first = self._warming()
+        self.num_runs = len(self._first) + len(self._cases) * repeats
 
     def _check(self) -> None:
         """Raise `ConfigError` if the cases do not fit the engine."""
@@ -136,6 +145,14 @@ class Calibration:
             yield self._decode(batch, drafts)
         for drafts in (0, self._drafts[-1]):
             yield self._decode(self._middle, drafts, self._long)
+
+    def _warming(self) -> list[Case]:
+        """What runs before anything is timed: on a GPU every case, since kernels are compiled and
+        graphs captured for it; a CPU takes as long the first time, once it has met the batch."""
+        if not self._engine.runner.slots.on_host:
+            return self._cases
+        whole = (self._decode(*of) for of in product(self._sizes, self._drafts))
+        return [case._replace(length=min(case.length, 4), output=_AFTER) for case in whole]
 
     @property
     def _long(self) -> int:
@@ -176,20 +193,28 @@ class Calibration:
         Raises:
             ConfigError: the cache does not hold a whole batch for long enough to time its steps.
         """
-        for done in range(self.num_runs):
-            repeat, at = divmod(done, len(self._cases))
-            case = self._cases[at]
-            report(done, f"{case.batch} requests, K={case.drafts}")
-            asked = case.drafts if self._drafts[-1] else None
-            params = replace(self._params, num_speculative_tokens=asked)
-            drive = Drive(
-                self._engine, params, case.batch, seed=done, text=self._text, clock=self._clock
-            )
-            drive.run([Ask(0.0, case.length, case.output)] * case.batch)
-            if repeat:  # the first is warm-up
-                self._sort(case, drive.timed)
+        start, done = time.perf_counter(), 0
+        for repeat in range(self._repeats + 1):
+            if repeat > 1 and time.perf_counter() - start > self._patience:
+                break
+            for case in self._cases if repeat else self._first:
+                report(done, f"{case.batch} requests, K={case.drafts}")
+                timed = self._run(case, done)
+                if repeat:
+                    self._sort(case, timed)
+                done += 1
+            self.num_repeats = repeat
         report(self.num_runs, "done")
         return self._profile()
+
+    def _run(self, case: Case, seed: int) -> Sequence[Timed]:
+        asked = case.drafts if self._drafts[-1] else None
+        params = replace(self._params, num_speculative_tokens=asked)
+        drive = Drive(
+            self._engine, params, case.batch, seed=seed, text=self._text, clock=self._clock
+        )
+        drive.run([Ask(0.0, case.length, case.output)] * case.batch)
+        return drive.timed
 
     def _sort(self, case: Case, timed: Sequence[Timed]) -> None:
         found, decoded, context = self._found[case], 0, case.length + 1.0

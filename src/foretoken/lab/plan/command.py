@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -26,6 +27,8 @@ _ESTIMATED = {
 }
 _FILES = {"acceptance_file", "output"}
 _PARAMS = SamplingParams(temperature=0.0)
+_REPEATS = 3  # of a calibration; no further one begins after so many seconds:
+_PATIENCE_S = 45.0
 
 
 class Command:
@@ -75,20 +78,29 @@ class Command:
     def _calibrated(
         self, config: EngineConfig, options: PlanOptions, params: SamplingParams
     ) -> Profile:
-        from foretoken.lab.plan.calibrate import Calibration
-        from foretoken.lab.workloads import heldout
-        from foretoken.llm import LLM
-
         given = {f.name: getattr(config, f.name) for f in fields(config)}
-        with self._desk.errors.status(f"Loading {config.model}"):
+        with self._desk.status(f"Loading {config.model}"):
+            from foretoken.lab.plan.calibrate import Calibration
+            from foretoken.lab.workloads import heldout
+            from foretoken.llm import LLM
+
             llm = LLM(**given)
         text = list[int]()
         if (tokenizer := llm.engine.tokenizer) is not None:
             text = tokenizer.encode("".join(item.prompt + item.reference for item in heldout(24)))
-        sizes = options.batch_sizes
-        calibration = Calibration(llm.engine, sizes, params, options.repeats, text)
+        repeats, patience = options.repeats, math.inf
+        if repeats is None:
+            repeats, patience = _REPEATS, _PATIENCE_S
+        calibration = Calibration(
+            llm.engine, options.batch_sizes, params, repeats, text, patience=patience
+        )
         with self._desk.progress(calibration.num_runs, "calibrating runs") as report:
             profile = calibration.run(report)
+        if calibration.num_repeats < repeats:
+            self._desk.say(
+                f"Steps were timed {calibration.num_repeats} times, not {repeats}: the machine is "
+                f"slow or busy. --repeats {repeats} takes that time."
+            )
         if options.profile is not None:
             profile.write(Path(options.profile))
             said = f"Wrote {options.profile}."

@@ -19,7 +19,8 @@ class PlanOptions:
         profile: a JSON file of what steps take: read if it is there, else written once they are
             measured; None: they are measured and forgotten.
         calibrate: measure, even if the profile is there, and write it anew.
-        repeats: measured runs of each case of a calibration.
+        repeats: measured runs of each case of a calibration; None: 3, or fewer where they take
+            longer than a minute.
         bandwidth: GB/s at which weights are read: with `tflops`, an estimate from config.json
             takes the place of measuring, and no weights are loaded.
         tflops: arithmetic of the hardware, in 10^12 operations per second.
@@ -45,7 +46,7 @@ class PlanOptions:
 
     profile: str | None = None
     calibrate: bool = False
-    repeats: int = 3
+    repeats: int | None = None
     bandwidth: float | None = None
     tflops: float | None = None
     acceptance_rate: float | None = None
@@ -65,10 +66,9 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         _ = self.batch_sizes
-        for name in ("repeats", "input_len", "output_len"):
-            check_int(name, getattr(self, name), 1)
-        if self.requests is not None:
-            check_int("requests", self.requests, 1)
+        for name in ("repeats", "input_len", "output_len", "requests"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
         check_int("seed", self.seed, 0, 2**63 - 1)
         for name in ("slo_ttft_ms", "slo_tpot_ms"):
             check_number(name, getattr(self, name), 1e-3, 1e9, "It is in milliseconds.")

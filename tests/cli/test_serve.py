@@ -1,0 +1,125 @@
+"""`foretoken serve` takes command lines of `vllm serve`: honoured, inert, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from foretoken.cli.app import app
+from foretoken.config import EngineConfig
+from foretoken.serve.options import ServeOptions
+
+THEIRS = Path(__file__).with_name("vllm_serve.txt").read_text(encoding="utf-8").split()
+"""Options of `vllm serve`, of its present version and of earlier ones."""
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command up to where a model would be loaded: what it serves, or what it says."""
+    found: list[tuple[EngineConfig, ServeOptions]] = []
+
+    def start(engine: Mapping[str, Any], options: ServeOptions, say: Any) -> None:
+        found.append((EngineConfig.parse(**engine), options))
+
+    def serve(line: str) -> Any:
+        done = CliRunner().invoke(app, ["serve", *line.split()])
+        assert done.exit_code == (0 if found else 2), done.output
+        return (*found.pop(), done.output) if found else done.output
+
+    monkeypatch.setattr("foretoken.serve.command.start", start)
+    return serve
+
+
+def test_no_option_of_theirs_is_unknown() -> None:
+    serve: Any = get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    said = {}
+    for name in THEIRS:
+        try:
+            serve.make_context("serve", [f"--{name.replace('-', '_')}=1"])
+        except Exception as error:  # a value of another type, or of a flag
+            said[name] = str(error)
+    assert not [name for name in said if "No such option" in said[name]]
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        ("m --served-model-name a b --port 9", {"served_model_name": ["a", "b"], "port": 9}),
+        ("--model m --served_model_name a b", {"served_model_name": ["a", "b"]}),
+        ("--served-model-name a m", {"served_model_name": ["a"]}),
+        ("m --api-key k1 k2", {"keys": ("k1", "k2")}),
+        ("m --root-path /llm", {"root_path": "/llm"}),
+        ("m --ssl-keyfile=k --ssl_certfile=c", {"ssl_keyfile": "k", "ssl_certfile": "c"}),
+        ("m --uvicorn-log-level warning", {"log_level": "warning"}),
+        ("m --disable-uvicorn-access-log --log-level info", {"log_level": "warning"}),
+        ("m --scheduling-policy priority", {"allow_priority": True}),
+        ("m --shutdown-timeout 5", {"drain_timeout": 5.0}),
+        ('m --allowed-origins ["*"] --allowed-methods ["*"]', {"allowed_origins": ["*"]}),
+        ("m --no-trust-request-chat-template", {"trust_request_chat_template": False}),
+    ],
+)
+def test_what_is_ours_is_honoured(served: Any, line: str, fields: dict[str, Any]) -> None:
+    engine, options, said = served(line)
+    assert engine.model == "m"
+    assert {name: getattr(options, name) for name in fields} == fields
+    assert said == ""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--enable-auto-tool-choice m",
+        "m --tensor-parallel-size 1 -pp=1 --data_parallel_size 1",
+        "m --disable-log-requests --enable-log-requests --disable-log-stats",
+        "m --max-logprobs 20 --gpu-memory-utilization 0.9 --dtype half --swap-space=4",
+        "m --no-enable-prefix-caching --enable-chunked-prefill --no-enforce-eager",
+        "m --enable-prefix-caching --enable-chunked-prefill True --no-enable-lora",
+        "m --chat-template-content-format auto --no-allow-credentials --middleware []",
+        "m --limit-mm-per-prompt {} --quantization None --stream-interval 1",
+    ],
+)
+def test_what_changes_nothing_is_taken(served: Any, line: str) -> None:
+    engine, _, said = served(line)
+    assert engine.model == "m"
+    assert said == ""
+
+
+def test_what_sets_up_a_feature_that_is_not_here_is_said_to_do_nothing(served: Any) -> None:
+    _, _, said = served("--max-lora-rank 64 m -O3 --enable-expert-parallel --ubatch-size 0")
+    names = "max_lora_rank, optimization_level, enable_expert_parallel, ubatch_size"
+    assert said == f"Without effect here: {names}.\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--tensor-parallel-size 2", "`tensor_parallel_size` is 2: must be left out, or 1."),
+        ("--enable-sleep-mode", "`enable_sleep_mode` is True: must be left out, or False."),
+        ("--enable-lora", "`enable_lora` is True"),
+        ("--lora-modules a=b c=d", "`lora_modules` is ['a=b', 'c=d']"),
+        ("--max_num_queued_reqs=9", "Write --max-num-waiting."),
+        ("--compilation-config.level 3", "Write --compilation-config and one JSON object."),
+        ("--speculative_config.method=ngram", "`speculative_config.method` is 'ngram'"),
+        ("--quantization fp8", "`quantization` is 'fp8'"),
+        ("--uds /tmp/x", "`uds` is '/tmp/x'"),
+        ("--ssl-certfile x", "`ssl_keyfile` is None"),
+        ("--ssl-cert-reqs 2 --ssl-certfile x --ssl-keyfile y", "`ssl_ca_certs` is None"),
+        ("--root-path llm", "`root_path` is 'llm'"),
+        ("--frobnicate", "No such option: --frobnicate"),
+        ("--frob.nicate 3", "No such option: --frob.nicate"),
+    ],
+)
+def test_what_would_change_something_is_refused_by_name(served: Any, line: str, said: str) -> None:
+    assert said in " ".join(served(line).split())
+
+
+def test_none_of_it_is_in_the_help() -> None:
+    said = CliRunner().invoke(app, ["serve", "--help"]).output
+    assert "--root-path" in said
+    for name in ("tensor-parallel", "enable-auto-tool-choice", "max-lora-rank", "uvicorn"):
+        assert name not in said

@@ -150,9 +150,10 @@ def as_html(found: Results, tables: Mapping[str, Table], sections: Sequence[Sect
         name: getattr(found, name) for name in ("command", "date", "commit", "hardware", "versions")
     }
     titled = {part.title: part.lines for part in sections if part.title}
-    parts = [html_contents(titled)] if len(titled) > 1 else []
-    parts += [html_table(title, made.header, made.lines) for title, made in tables.items()]
-    parts += [html_charts(*part) for part in sections]
+    contents = [html_contents(titled)] if len(titled) > 1 else []
+    numbers = [html_table(title, made.header, made.lines) for title, made in tables.items()]
+    pictures = [html_charts(*part) for part in sections]
+    parts = contents + (pictures + numbers if titled else numbers + pictures)
     parts.append(html_list("What the figures mean", found.notes))
     pairs = [
         [name, value if isinstance(value, str) else json.dumps(value)]

@@ -13,7 +13,8 @@ from xml.sax.saxutils import escape
 WIDTH, HEIGHT = 640, 400
 FEW = 6  # charts that stand below one another in a file
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 44, 52  # margins around the axes
-LETTER, NOTE_LETTERS = 7.5, 92  # px of a letter of the legend; letters of a line of a note
+LETTER = 7.5  # px of one in the legend
+TITLE_LETTERS, NOTE_LETTERS = 64, 92  # of a line
 COLOURS = (  # told apart on white and on near-black
     *("#2f6fde", "#d9822b", "#2a9d6f", "#b04fc4", "#c94a4a", "#8a6d3b"),
     *("#1fa2b8", "#d4a800", "#d76a9d", "#6c757d", "#a9b1b9"),
@@ -43,9 +44,10 @@ nav a { display: block; line-height: 44px; margin-bottom: -10px; font-weight: 60
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8c959f40; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
-.charts svg { width: 100%; max-width: 40rem; height: auto; }
+.charts { overflow-x: auto; }
+.charts svg { width: 100%; min-width: 30rem; max-width: 40rem; height: auto; }
 summary { line-height: 44px; cursor: pointer; }
 .words td:first-child { white-space: nowrap; }
 .words td { text-align: left; overflow-wrap: anywhere; vertical-align: top; }
@@ -294,8 +296,10 @@ def _open(width: int, height: int) -> str:
 def _head(title: str, note: str, named: Mapping[str, str], mark: str) -> tuple[list[str], int]:
     """What stands above the axes, and where it ends: title, note, legend."""
     parts = [_open(WIDTH, HEIGHT), f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>"]
-    parts.append(_text(LEFT, 22, title, "start", "title"))
-    y = TOP - 4
+    y = TOP - 22
+    for line in wrap(title, TITLE_LETTERS):
+        parts.append(_text(LEFT, y, line, "start", "title"))
+        y += 18
     for line in wrap(note, NOTE_LETTERS):
         parts.append(_text(LEFT, y, line, "start", "note"))
         y += 16

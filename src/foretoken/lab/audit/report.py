@@ -104,9 +104,9 @@ def _path(finding: Finding) -> str:
     path = [(0, 0.0), *((n, max(log, 0.0)) for n, log in evidence.path)]
     lines = [Series("evidence of all sources", [(n, log, log, log) for n, log in path])]
     note = (
-        "How many times likelier the draws are under some bug than under the target: 3 means 1,000 "
-        "times. 0 stands for less than once. A lossless subject comes above the limit in one of "
-        f"{1 / evidence.alpha:,.0f} audits at most, however long it is drawn from."
+        "The height tells how many times likelier the draws are under some bug than under the "
+        "target: 3 is 1,000 times, 0 is once or less. A lossless subject ever comes above the "
+        f"limit in one of {1 / evidence.alpha:,.0f} audits at most."
     )
     title = f"{finding.subject.name}: evidence against losslessness"
     axes = Axes("draws, of all sources", "log10 of the e-value")
@@ -124,6 +124,7 @@ def _outcomes(finding: Finding, source: Source) -> str:
             names, shares.tolist(), targets.tolist(), source.reach.tolist(), strict=True
         )
     ]
-    title = f"{finding.subject.name}, source `{source.model.name}`: {draws:,} draws"
+    title = f"{finding.subject.name}: source `{source.model.name}`"
+    note = f"{draws:,} draws. {shown.about}"
     mark = f"target, and where {CONFIDENCE:.0%} of right shares are"
-    return bar_chart(title, "share of the draws", bars, mark=mark, note=shown.about)
+    return bar_chart(title, "share of the draws", bars, mark=mark, note=note)

@@ -77,8 +77,8 @@ class Toy:
         known = " and ".join(f"{name} {value}" for name, value in self.filters.items())
         about = (
             f"A toy of {self.vocabulary} tokens, {self.num_drafts} drafted per round"
-            f"{', ' * bool(known)}{known}. An outcome is the first {self.length} of a text; the "
-            "target's share of it is computed from the toy's own tables."
+            f"{', ' * bool(known)}{known}. An outcome is a text of {self.length}; the target's "
+            "share of it is computed from the toy's own tables."
         )
         texts = itertools.product(map(str, range(self.vocabulary)), repeat=self.length)
         axis = "tokens of the text" if self.length > 1 else "token"

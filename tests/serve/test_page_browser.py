@@ -185,7 +185,7 @@ def test_it_stands_on_one_edge_and_fingers_hit_it(opened: Open) -> None:
     page = opened()
     page.wait_for_selector("#run:enabled")
     targets = "button, select, input:not([type=checkbox]), label.check, summary, header a"
-    for width, height in ((320, 640), (390, 844), (800, 600), (1280, 800), (1900, 1000)):
+    for width, height in ((320, 640), (390, 844), (1280, 800), (1900, 1000)):
         page.set_viewport_size({"width": width, "height": height})
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
         small = [name for name, box in boxes(page, targets).items() if box["height"] < 44]
@@ -206,36 +206,14 @@ def test_it_stands_on_one_edge_and_fingers_hit_it(opened: Open) -> None:
     assert len({round(box["x"]) for box in boxes(page, "header h1, section").values()}) == 1
 
 
-def test_a_phone_goes_to_the_result_and_keeps_stop_at_hand(opened: Open, server: Running) -> None:
-    page = opened(390, height=844)
-    page.wait_for_selector("#run:enabled")
-    page.fill("#max_tokens", "1900")
-    with closing(Gate(server.engine)) as gate:
-        page.click("#run")
-        until(lambda: server.engine.status.num_open > 0)
-        gate.open(3)
-        page.wait_for_selector("#tokens span")
-        assert page.evaluate("document.activeElement.id") == "stop"
-        page.wait_for_function(
-            "Math.abs(document.querySelector('#results').getBoundingClientRect().top) < 30"
-        )
-        text, stop = page.locator("#tokens").bounding_box(), page.locator("#stop").bounding_box()
-        assert 0 <= text["y"] < 844 / 2
-        assert 844 - 80 < stop["y"] < 844 - stop["height"]
-        page.click("#stop")
-        page.wait_for_selector("#run:enabled")
-    assert page.evaluate("document.activeElement.id") == "run"
-    assert "no verdict" in page.locator("#verdict").inner_text()
-
-
 def test_the_form_stays_beside_long_results_and_steps_have_axes(opened: Open) -> None:
     page = opened(height=700)
-    run(page, max_tokens="300", seed="3", pairs="0")
-    page.evaluate("scrollTo(0, document.documentElement.scrollHeight)")
+    run(page, max_tokens="150", seed="3", pairs="0")
+    for end in ("0", "document.documentElement.scrollHeight"):
+        page.evaluate(f"scrollTo(0, {end})")
+        for name, box in boxes(page, "#form, #run, #stop").items():
+            assert 0 <= box["top"] < box["bottom"] <= 700, name
     assert page.evaluate("scrollY") > 100
-    for name in ("form", "run", "stop"):
-        box = page.locator(f"#{name}").bounding_box()
-        assert 0 <= box["y"] <= box["y"] + box["height"] <= 700, name
     labels = page.locator(".axis").all_inner_texts()
     assert labels == ["tokens in a step", "number of the step"]
     page.evaluate("document.querySelector('#steps').scrollLeft = 0")
@@ -362,20 +340,29 @@ def test_what_the_server_refuses_is_shown(opened: Open) -> None:
     assert page.locator("#n-plain").text_content() == "9"
 
 
-def test_a_run_is_stopped(opened: Open, server: Running) -> None:
+def test_a_phone_goes_to_the_result_and_keeps_stop_at_hand(opened: Open, server: Running) -> None:
+    page = opened(390, height=844)
+    page.wait_for_selector("#run:enabled")
+    page.fill("#max_tokens", "1900")
+    page.fill("#seed", "1")
     with closing(Gate(server.engine)) as gate:
-        page = opened()
-        page.wait_for_selector("#run:enabled")
-        page.fill("#max_tokens", "1900")
-        page.fill("#seed", "1")
         page.click("#run")
         until(lambda: server.engine.status.num_open > 0)
         gate.open(3)
         page.wait_for_selector("#tokens span")
         page.wait_for_selector("#running:text-is('1')")
+        page.wait_for_function(
+            "Math.abs(document.querySelector('#results').getBoundingClientRect().top) < 30"
+        )
+        found = boxes(page, "#tokens, #stop")
+        assert 0 <= found["tokens"]["top"] < 844 / 2
+        assert 844 - 80 < found["stop"]["top"] < found["stop"]["bottom"] < 844
+        assert page.evaluate("document.activeElement.id") == "stop"
         page.click("#stop")
         page.wait_for_selector("#run:enabled")
         assert page.locator("#status").inner_text() == "Stopped."
+        assert "no verdict" in page.locator("#verdict").inner_text()
+        assert page.evaluate("document.activeElement.id") == "run"
         until(lambda: server.engine.status.num_open == 0)
 
 

@@ -6,7 +6,7 @@ import statistics
 from pathlib import Path
 
 from benchmarks.markup import markdown, number, percent, where
-from foretoken.lab.plot import Series, line_chart
+from foretoken.lab.plot import Axes, Series, line_chart
 from foretoken.lab.results import Results, Row, Spread, read
 
 FILES = ("ops_gpu", "ops_cpu", "ops_avx512")
@@ -121,7 +121,7 @@ def charts(results: Results) -> dict[str, tuple[str, str]]:
                 lines.append(Series("reading the logits once", dots))
         if lines:
             title = f"{device}: time of an op and its {what}"
-            svg = line_chart(title, what, "µs", lines, logarithmic=True)
+            svg = line_chart(title, Axes(what, "µs", logarithmic=True), lines)
             found[f"{results.name}_{what}.svg"] = (title, svg)
     return found
 

@@ -24,7 +24,7 @@ from benchmarks.speed_tables import speed, summary
 from foretoken.lab.bench import report
 from foretoken.lab.bench.chart import charts
 from foretoken.lab.plan import report as plan_report
-from foretoken.lab.plot import Series, line_chart, page
+from foretoken.lab.plot import Axes, Series, line_chart, page
 from foretoken.lab.results import Results, Spread, read
 
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end table -->)", flags=re.DOTALL)
@@ -199,7 +199,7 @@ def curve_figures(folder: Path) -> dict[str, str]:
                 point = (float(row.labels["x"] or 0), ms.median, ms.min, ms.max)
                 series.setdefault(row.case.rpartition(", x=")[0], []).append(point)
         lines = [Series(case, points) for case, points in series.items()]
-        figures[f"curve_{name}.svg"] = line_chart(title, x_label, "ms", lines)
+        figures[f"curve_{name}.svg"] = line_chart(title, Axes(x_label, "ms"), lines)
     return figures
 
 

@@ -66,6 +66,12 @@ def test_the_documented_verifier_passes_and_the_files_are_whole(documented: Path
     assert (row["labels"]["refuted"], row["values"]["draws"]) == (False, 1500)
     page = (documented / "x.html").read_text(encoding="utf-8")
     assert page.count("<svg") == 5
+    shown = " ".join(re.findall(r"<text[^>]*>([^<]*)", page))  # notes are several lines
+    for source in ("pairs", "binary", "filtered", "heated"):
+        assert f"documented_verifier:verify: source `{source}`" in shown
+    assert shown.count("target, and where 99% of right shares are") == 4
+    assert "An outcome is a text of 2; the target's share of it is computed from the toy's" in shown
+    assert "limit in one of 1,000 audits at most." in shown
     assert not re.findall(r"<script|<link|<img|src=|@import|url\(", page)
     assert set(re.findall(r"https?://[^\s\"<]+", page)) == {"http://www.w3.org/2000/svg"}
 
@@ -98,10 +104,16 @@ def test_an_interruption_keeps_what_there_is(
     assert data["notes"][-1] == "Interrupted: `x` is partial."
 
 
-def test_a_gallery_that_is_not_refuted_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gallery_is_a_page_and_one_that_is_not_refuted_exits_with_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(command, "LOSSLESS", {})
     monkeypatch.setattr(command, "BUGS", command.BUGS[-2:])
-    assert run("--gallery", "--draws", 30).exit_code == 0
+    assert run("--gallery", "--draws", 30, "--output", tmp_path / "x.html").exit_code == 0
+    page = (tmp_path / "x.html").read_text(encoding="utf-8")
+    links = dict(re.findall(r'<a href="#([\w-]+)">(\w+)</a>REFUTED', page))
+    assert [*links.values()] == ["accept_at_zero", "float32_tail"]
+    assert re.findall(r'<h2 id="([\w-]+)">', page) == [*links]
     monkeypatch.setattr(command, "audit", lambda *given: None)  # an audit that sees nothing
     assert run("--gallery", "--draws", 30).exit_code == 1
 

@@ -25,7 +25,7 @@ from foretoken.lab.bench.offline import Engines
 from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.bench.report import results, tables
 from foretoken.lab.bench.run import Bench, Measured
-from foretoken.lab.desk import Table, as_csv, as_html, as_text
+from foretoken.lab.desk import Section, Table, as_csv, as_html, as_text
 from foretoken.lab.results import Spread, read, write_file
 from tests.lab.runs import by_hand, step
 from tests.lab.small import SMALL
@@ -136,7 +136,7 @@ def test_tables_and_figures_show_what_was_measured(bench: Bench) -> None:
     bars = [r for r in per_token.findall(f"{SVG}rect") if r.get("width") != "12"]
     assert len(bars) == 4 * 4
     assert len(lengths.findall(f"{SVG}rect")) == 4
-    report = as_html(found, tables(found.rows), charts(found.rows))
+    report = as_html(found, tables(found.rows), [Section(charts=charts(found.rows))])
     assert "k=&lt;2&gt;" in report
     assert report.count("<svg") == 5
     addresses = {*re.findall(r'(?:src|href|url)\W*[=(]\W*"?([^">)]*)', report)}

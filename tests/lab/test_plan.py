@@ -7,6 +7,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -35,6 +36,8 @@ from foretoken.lab.plan.report import charts, sentences, tables
 from foretoken.lab.plan.simulate import Ask, Simulation, Step, StepClock
 from foretoken.lab.results import read
 from tests.lab.profiles import PROFILE, SHAPES, changed
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 DEAR = PromptCosts((1, 64, 512), (4e-3, 16e-3, 100e-3), 1e-6)  # steps of prompts
 
@@ -426,3 +429,19 @@ def test_what_is_predicted_before_an_interruption_stays() -> None:
     assert tables(planner.rows)
     assert sentences(planner.rows)
     assert all(chart.startswith("<svg") for chart in charts(planner.rows))
+
+
+def test_a_number_of_drafts_has_one_colour_in_all_charts() -> None:
+    planner = Planner(PROFILE, Acceptance((0.8, 0.6)), PlanOptions(batch_size="1,4", output_len=9))
+    planner.run()
+    speedup, users = map(ElementTree.fromstring, charts(planner.rows))
+    shown = [*speedup]
+    legend = [box for box in shown if box.get("width") == "12"]
+    named = {str(shown[shown.index(box) + 1].text): box.get("fill") for box in legend}
+    assert [*named] == ["K=1", "K=2", "auto"]
+    assert len({*named.values()}) == 3
+    drawn = [group.get("stroke") for group in speedup.iter(f"{SVG}g")]
+    assert drawn == [*named.values()]
+    assert [group.get("stroke") for group in users.iter(f"{SVG}g")] == ["currentColor", *drawn]
+    said = [text.text for text in (*speedup.iter(f"{SVG}text"), *users.iter(f"{SVG}text"))]
+    assert [said.count(name) for name in ("plain", *named)] == [1] * 4  # one legend for both

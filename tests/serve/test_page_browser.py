@@ -53,9 +53,10 @@ def opened(browser: Any, server: Running) -> Iterator[Open]:
         page.on("request", lambda r: wrong.append(r.url) if not r.url.startswith(url) else None)
 
     def open_page(
-        width: int = 1280, scheme: str = "light", expected: str = "^$", url: str = server.url
-    ) -> Any:
-        size = {"width": width, "height": 800}
+        width: int = 1280, scheme: str = "light", expected: str = "^$", url: str = server.url,
+        height: int = 800,
+    ) -> Any:  # fmt: skip
+        size = {"width": width, "height": height}
         contexts.append(browser.new_context(viewport=size, color_scheme=scheme))
         page = contexts[-1].new_page()
         page.set_default_timeout(1000 * PATIENCE)
@@ -140,15 +141,100 @@ def test_the_comparison_says_what_speculation_brought(
     opened: Open, fields: dict[str, str], said: str
 ) -> None:
     page = opened()
+    page.evaluate(RECORD, "#verdict")
     run(page, prompt="import os\nimport sys\n", max_tokens="40", **fields)
     assert float(page.locator("#ratio").inner_text().removesuffix("×")) > 0
-    assert re.match(r"(Speculation|No clear)", page.locator("#verdict").inner_text())
+    *before, verdict = page.evaluate("recorded")
+    assert before[0] == "To be timed when the text is there."
+    assert before[1:] == [f"Timing: {i} of {fields['pairs']}" for i in range(1, len(before))]
+    if fields["pairs"] == "1":
+        assert re.fullmatch(r"Too few for a verdict: .+ in 1 pair; 2 more are needed\.", verdict), (
+            verdict
+        )
+    else:
+        assert re.match(r"(Speculation|No clear)", verdict)
     assert said in page.locator("#same").inner_text()
     assert page.locator("#on-text").text_content() == page.locator("#tokens").evaluate(
         "e => [...e.querySelectorAll('span')].map(x => x.textContent).join('')"
     )
     for name in ("on", "off"):
         assert re.fullmatch(r"\d+ tokens/s", page.locator(f"#{name}-speed").inner_text())
+
+
+RECORD = """selector => {
+  window.recorded = [];
+  const element = document.querySelector(selector);
+  const observer = new MutationObserver(() => recorded.push(element.textContent));
+  observer.observe(element, {childList: true});
+}"""
+
+
+def boxes(page: Any, selector: str) -> dict[str, dict[str, float]]:
+    """Of what is shown, by its id or its text."""
+    found: dict[str, dict[str, float]] = page.evaluate(
+        """selector => Object.fromEntries(
+          [...document.querySelectorAll(selector)].filter(e => e.checkVisibility())
+            .map(e => [e.id || e.textContent.trim(), e.getBoundingClientRect().toJSON()]))""",
+        selector,
+    )
+    assert found
+    return found
+
+
+def test_it_stands_on_one_edge_and_fingers_hit_it(opened: Open) -> None:
+    page = opened()
+    page.wait_for_selector("#run:enabled")
+    targets = "button, select, input:not([type=checkbox]), label.check, summary, header a"
+    for width, height in ((320, 640), (390, 844), (1280, 800), (1900, 1000)):
+        page.set_viewport_size({"width": width, "height": height})
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+        small = [name for name, box in boxes(page, targets).items() if box["height"] < 44]
+        assert small == []
+        fields = boxes(page, "form input, form select")
+        assert {box["height"] for box in fields.values()} == {44}
+        for left, right in (("temperature", "max_tokens"), ("seed", "k")):
+            assert fields[left]["y"] == fields[right]["y"], width
+        lined = ["header h1", "form"] if width > 960 else ["header h1", "form", "section"]
+        lefts = {page.locator(one).first.bounding_box()["x"] for one in lined}
+        assert len(lefts) == 1, (width, lefts)
+        rights = {box["right"] for box in boxes(page, "#results, section").values()}
+        clear = page.evaluate("document.documentElement.clientWidth") - lefts.pop()
+        assert len(rights) == 1
+        assert rights.pop() == pytest.approx(clear, abs=8)  # half of a scroll bar
+    page.goto(page.url + "docs")
+    assert boxes(page, "header a")["openapi.json"]["height"] >= 44
+    assert len({round(box["x"]) for box in boxes(page, "header h1, section").values()}) == 1
+
+
+def test_the_form_stays_beside_long_results_and_steps_have_axes(opened: Open) -> None:
+    page = opened(height=700)
+    run(page, max_tokens="150", seed="3", pairs="0")
+    for end in ("0", "document.documentElement.scrollHeight"):
+        page.evaluate(f"scrollTo(0, {end})")
+        for name, box in boxes(page, "#form, #run, #stop").items():
+            assert 0 <= box["top"] < box["bottom"] <= 700, name
+    assert page.evaluate("scrollY") > 100
+    labels = page.locator(".axis").all_inner_texts()
+    assert labels == ["tokens in a step", "number of the step"]
+    page.evaluate("document.querySelector('#steps').scrollLeft = 0")
+    counts = boxes(page, "#counts .tick")
+    assert [*counts] == ["0", "1", "2", "3", "4", "5", "6"]  # with 5 drafts
+    column = page.locator(".step").first
+    cells = [one.bounding_box() for one in column.locator("i").all()]
+    for number, cell in enumerate(cells):  # each from one count to the next
+        ends = [counts[str(n)]["y"] + counts[str(n)]["height"] / 2 for n in (number, number + 1)]
+        assert [cell["y"] + cell["height"], cell["y"]] == pytest.approx(ends, abs=2)
+    numbered = page.locator(".step:has(.tick)")
+    rounds = page.locator(".step").count()
+    assert numbered.locator(".tick").all_inner_texts() == [str(n) for n in range(0, rounds, 5)]
+    for tick in (page.locator(".step").nth(10), page.locator(".step").nth(10).locator(".tick")):
+        box = tick.bounding_box()
+        middle = page.locator(".step").nth(10).bounding_box()["x"] + 8
+        assert box["x"] + box["width"] / 2 == pytest.approx(middle, abs=1)
+    for selector in (".axis", "#counts .tick", ".step .tick"):
+        assert page.locator(selector).first.evaluate(CONTRAST) >= 4.5, selector
+        size = page.locator(selector).first.evaluate("e => getComputedStyle(e).fontSize")
+        assert float(size.removesuffix("px")) >= 12
 
 
 def test_it_is_used_by_keys_alone(opened: Open) -> None:
@@ -254,20 +340,29 @@ def test_what_the_server_refuses_is_shown(opened: Open) -> None:
     assert page.locator("#n-plain").text_content() == "9"
 
 
-def test_a_run_is_stopped(opened: Open, server: Running) -> None:
+def test_a_phone_goes_to_the_result_and_keeps_stop_at_hand(opened: Open, server: Running) -> None:
+    page = opened(390, height=844)
+    page.wait_for_selector("#run:enabled")
+    page.fill("#max_tokens", "1900")
+    page.fill("#seed", "1")
     with closing(Gate(server.engine)) as gate:
-        page = opened()
-        page.wait_for_selector("#run:enabled")
-        page.fill("#max_tokens", "1900")
-        page.fill("#seed", "1")
         page.click("#run")
         until(lambda: server.engine.status.num_open > 0)
         gate.open(3)
         page.wait_for_selector("#tokens span")
         page.wait_for_selector("#running:text-is('1')")
+        page.wait_for_function(
+            "Math.abs(document.querySelector('#results').getBoundingClientRect().top) < 30"
+        )
+        found = boxes(page, "#tokens, #stop")
+        assert 0 <= found["tokens"]["top"] < 844 / 2
+        assert 844 - 80 < found["stop"]["top"] < found["stop"]["bottom"] < 844
+        assert page.evaluate("document.activeElement.id") == "stop"
         page.click("#stop")
         page.wait_for_selector("#run:enabled")
         assert page.locator("#status").inner_text() == "Stopped."
+        assert "no verdict" in page.locator("#verdict").inner_text()
+        assert page.evaluate("document.activeElement.id") == "run"
         until(lambda: server.engine.status.num_open == 0)
 
 

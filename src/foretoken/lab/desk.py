@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from foretoken.lab.plot import html, html_list, html_table, page
+from foretoken.lab.plot import html, html_charts, html_contents, html_list, html_table, page
 from foretoken.lab.results import Results, Row, Spread, replace_text, validate, write_file
 
 _EVERY_S = 5.0  # between two lines where there is no terminal
@@ -32,6 +32,21 @@ class Table(NamedTuple):
 
     header: list[str]
     lines: list[list[str]]
+
+
+class Section(NamedTuple):
+    """Pictures that belong together.
+
+    Attributes:
+        title: what they are of; "": of all that was measured.
+        lines: what was found, each a sentence.
+        charts, folded: SVG; a page shows the folded ones when it is asked to.
+    """
+
+    title: str = ""
+    lines: Sequence[str] = ()
+    charts: Sequence[str] = ()
+    folded: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -107,7 +122,7 @@ class Desk:
 
     def write(
         self, found: Results, output: Sequence[str], tables: Mapping[str, Table],
-        charts: Sequence[str],
+        sections: Sequence[Section],
     ) -> None:  # fmt: skip
         """The results as JSON if that was asked for, and the files, by their suffixes."""
         if self.as_json:
@@ -120,9 +135,10 @@ class Desk:
             elif path.suffix == ".csv":
                 replace_text(path, as_csv(found.rows))
             elif path.suffix == ".svg":
-                replace_text(path, page(charts))
+                every = [chart for part in sections for chart in (*part.charts, *part.folded)]
+                replace_text(path, page(every))
             else:
-                replace_text(path, as_html(found, tables, charts))
+                replace_text(path, as_html(found, tables, sections))
         if output:
             self._tell(f"Wrote {' and '.join(output)}.")
 
@@ -151,17 +167,20 @@ def as_csv(rows: Sequence[Row]) -> str:
     return text.getvalue()
 
 
-def as_html(found: Results, tables: Mapping[str, Table], charts: Sequence[str]) -> str:
-    """A report in one file: the tables, the figures, the notes, and where it was measured."""
+def as_html(found: Results, tables: Mapping[str, Table], sections: Sequence[Section]) -> str:
+    """A report in one file: contents, tables, figures, notes, and where it was measured."""
     about: dict[str, Any] = {
         name: getattr(found, name) for name in ("command", "date", "commit", "hardware", "versions")
     }
-    sections = [html_table(title, made.header, made.lines) for title, made in tables.items()]
-    sections.append(f'<div class="charts">{"".join(charts)}</div>')
-    sections.append(html_list("What the figures mean", found.notes))
+    titled = {part.title: part.lines for part in sections if part.title}
+    contents = [html_contents(titled)] if len(titled) > 1 else []
+    numbers = [html_table(title, made.header, made.lines) for title, made in tables.items()]
+    pictures = [html_charts(*part) for part in sections]
+    parts = contents + (pictures + numbers if titled else numbers + pictures)
+    parts.append(html_list("What the figures mean", found.notes))
     pairs = [
         [name, value if isinstance(value, str) else json.dumps(value)]
         for name, value in (about | found.shapes).items()
     ]
-    sections.append(html_table("What was measured, and where", ["", ""], pairs, "words"))
-    return html(" ".join(found.command.split()[:2]), sections)
+    parts.append(html_table("What was measured, and where", ["", ""], pairs, "words"))
+    return html(" ".join(found.command.split()[:2]), parts)

@@ -3,39 +3,57 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from textwrap import wrap
 from xml.sax.saxutils import escape
 
 WIDTH, HEIGHT = 640, 400
+FEW = 6  # charts that stand below one another in a file
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 44, 52  # margins around the axes
+LETTER = 7.5  # px of one in the legend
+TITLE_LETTERS, NOTE_LETTERS = 64, 92  # of a line
 COLOURS = (  # told apart on white and on near-black
     *("#2f6fde", "#d9822b", "#2a9d6f", "#b04fc4", "#c94a4a", "#8a6d3b"),
     *("#1fa2b8", "#d4a800", "#d76a9d", "#6c757d", "#a9b1b9"),
 )
+INK = "currentColor"  # of what is no case among others: plain decoding, a limit
 STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1f2328; }
+svg { color: #1f2328; background: #fff; }
+text { font: 13px system-ui, sans-serif; fill: currentColor; }
 .title { font-size: 15px; font-weight: 600; }
 .small { font-size: 10px; }
+.note { font-size: 12px; fill-opacity: .8; }
 .grid { stroke: #8c959f; stroke-opacity: .25; }
 .axis { stroke: #57606a; }
-.mark { stroke: #1f2328; stroke-width: 2; }
+.mark { stroke: currentColor; stroke-width: 2; }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3; } .axis { stroke: #9198a1; } .mark { stroke: #e6edf3; }
+  svg { color: #e6edf3; background: #0d1117; } .axis { stroke: #9198a1; }
 }
 """
 PAGE_STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;
-  color: #1f2328; background: #fff; }
+  color: #1f2328; background: #fff; overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+a { color: #0a5cc4; }
+nav ul { columns: 26rem; padding: 0; list-style: none; }
+nav li { break-inside: avoid; margin-bottom: .6rem; }
+nav a { display: block; line-height: 44px; margin-bottom: -10px; font-weight: 600; }
+.table { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8c959f40; }
-th:first-child, td:first-child { text-align: left; }
-.charts { display: flex; flex-wrap: wrap; } .charts svg { width: 36rem; height: auto; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
+.charts { overflow-x: auto; }
+.charts svg { width: 100%; min-width: 30rem; max-width: 40rem; height: auto; }
+summary { line-height: 44px; cursor: pointer; }
 .words td:first-child { white-space: nowrap; }
 .words td { text-align: left; overflow-wrap: anywhere; vertical-align: top; }
-@media (prefers-color-scheme: dark) { body { color: #e6edf3; background: #0d1117; } }
+@media (prefers-color-scheme: dark) {
+  body { color: #e6edf3; background: #0d1117; } a { color: #79b8ff; }
+}
 """
 
 
@@ -44,11 +62,15 @@ class Series:
     """One line: its points in order of x, and how far each reaches down and up.
 
     Attributes:
+        name: in the legend; lines of one name and colour stand there once.
         points: (x, median, least, most).
+        colour: of `COLOURS`, or `INK`; "": by its place among the lines.
     """
 
     name: str
     points: Sequence[tuple[float, float, float, float]]
+    colour: str = ""
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +81,7 @@ class Bar:
         name, group: what it is, and what it shares with its neighbours: two lines below the axis.
         parts: name -> size, from the axis up.
         mark: a height to mark on the bar, or None.
-        reach: how far its end reaches down and up, or None.
+        reach: how far its end, or else its mark, reaches down and up, or None.
     """
 
     name: str
@@ -67,6 +89,22 @@ class Bar:
     parts: dict[str, float]
     mark: float | None = None
     reach: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What the axes of a line chart are.
+
+    Attributes:
+        x, y: their labels.
+        logarithmic: both, of positive numbers; else both begin at 0.
+        x_marks: positive numbers in order: x is logarithmic, from the first of them to the last.
+    """
+
+    x: str
+    y: str
+    logarithmic: bool = False
+    x_marks: Sequence[float] = ()
 
 
 def ticks(most: float, count: int = 5) -> list[float]:
@@ -91,34 +129,35 @@ def _share(low: float, high: float, logarithmic: bool) -> Callable[[float], floa
 
 def line_chart(
     title: str,
-    x_label: str,
-    y_label: str,
+    axes: Axes,
     series: Sequence[Series],
-    logarithmic: bool = False,
-    x_marks: Sequence[float] = (),
     *,
-    level: float | None = None,
-    legend_above: bool = False,
+    level: tuple[str, float] | None = None,
+    legend: bool = True,
+    note: str = "",
 ) -> str:
     """A chart with x to the last point; a dot with its range per point.
 
     Args:
-        logarithmic: both axes, of positive numbers; else both begin at 0.
-        x_marks: positive numbers in order: x is logarithmic, from the first of them to the last.
-        level: a height to draw a line at.
-        legend_above: above the axes instead of at their top left, where falling lines begin.
+        level: a line across the chart, by its name in the legend and its height.
+        legend: False where another chart has the same lines in the same colours.
+        note: what is to be known to read it, below the title.
     """
     points = [point for one in series for point in one.points]
-    across = x_marks or [p[0] for p in points]
-    lowest, highest = min(p[2] for p in points), max(level or 0, *(p[3] for p in points))
-    low, high = min(across) if logarithmic or x_marks else 0.0, max(across)
-    x_ticks = x_marks or (decades(low, high) if logarithmic else ticks(high))
+    across = axes.x_marks or [p[0] for p in points]
+    limit = level[1] if level else 0.0
+    lowest, highest = min(p[2] for p in points), max(limit, *(p[3] for p in points))
+    low, high = min(across) if axes.logarithmic or axes.x_marks else 0.0, max(across)
+    x_ticks = axes.x_marks or (decades(low, high) if axes.logarithmic else ticks(high))
     x_ticks = [tick for tick in x_ticks if low <= tick <= high]
-    x_share = _share(low, high, logarithmic or bool(x_marks))
-    y_ticks = decades(lowest, highest) if logarithmic else ticks(highest)
-    y_share = _share(y_ticks[0], y_ticks[-1], logarithmic)
+    x_share = _share(low, high, axes.logarithmic or bool(axes.x_marks))
+    y_ticks = decades(lowest, highest) if axes.logarithmic else ticks(highest)
+    y_share = _share(y_ticks[0], y_ticks[-1], axes.logarithmic)
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    legend, top = _legend([one.name for one in series], "") if legend_above else ([], TOP)
+    colours = [one.colour or COLOURS[i % len(COLOURS)] for i, one in enumerate(series)]
+    named = {one.name: colour for one, colour in zip(series, colours, strict=True)}
+    named, mark = (named, level[0] if level else "") if legend else ({}, "")
+    head, top = _head(title, note, named, mark)
 
     def at_x(x: float) -> float:
         return round(LEFT + (right - LEFT) * x_share(x), 1)
@@ -126,50 +165,47 @@ def line_chart(
     def at_y(y: float) -> float:
         return round(bottom - (bottom - top) * y_share(y), 1)
 
-    parts = [*_head(title), *_frame(y_ticks, at_y, y_label), *legend]
+    parts = [*head, *_frame(y_ticks, at_y, axes.y)]
     for tick in x_ticks:
         parts.append(_line(at_x(tick), bottom, at_x(tick), bottom + 5, "axis"))
         parts.append(_text(at_x(tick), bottom + 20, f"{tick:g}", "middle"))
-    parts.append(_text((LEFT + right) / 2, HEIGHT - 10, x_label, "middle"))
-    for i, one in enumerate(series):
-        colour = COLOURS[i % len(COLOURS)]
-        path = " ".join(f"{at_x(x)},{at_y(y)}" for x, y, _, _ in one.points)
-        parts.append(f'<g stroke="{colour}" fill="{colour}">')
-        parts.append(f'<polyline points="{path}" fill="none" stroke-width="2"/>')
-        for x, y, least, most in one.points:
-            parts.append(_line(at_x(x), at_y(least), at_x(x), at_y(most)))
-            parts.append(f'<circle cx="{at_x(x)}" cy="{at_y(y)}" r="3"/>')
-        row = TOP + 10 + 20 * i  # the legend stands top left: cost grows, lines end top right
-        if not legend_above:
-            parts.append(_line(LEFT + 14, row, LEFT + 38, row))
-        parts.append("</g>")
-        if not legend_above:
-            parts.append(_text(LEFT + 46, row + 4, one.name, "start"))
+    parts.append(_text((LEFT + right) / 2, HEIGHT - 10, axes.x, "middle"))
     if level is not None:
-        parts.append(_line(LEFT, at_y(level), right, at_y(level), "mark"))
+        parts.append(_line(LEFT, at_y(limit), right, at_y(limit), "mark"))
+    for one, colour in zip(series, colours, strict=True):
+        path = " ".join(f"{at_x(x)},{at_y(y)}" for x, y, _, _ in one.points)
+        dashes = ' stroke-dasharray="6 4"' if one.dashed else ""
+        parts.append(f'<g stroke="{colour}" fill="{colour}">')
+        parts.append(f'<polyline points="{path}" fill="none" stroke-width="2"{dashes}/>')
+        for x, y, least, most in one.points:
+            if least < most:
+                parts.append(_line(at_x(x), at_y(least), at_x(x), at_y(most)))
+            parts.append(f'<circle cx="{at_x(x)}" cy="{at_y(y)}" r="3"/>')
+        parts.append("</g>")
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def bar_chart(
-    title: str, y_label: str, bars: Sequence[Bar], *, mark: str = "", level: float | None = None
+    title: str, y_label: str, bars: Sequence[Bar], *, mark: str = "", note: str = ""
 ) -> str:
-    """A chart of bars that begin at 0, with a line of legend if there is more than one part.
+    """A chart of bars that begin at 0, with a legend if there are marks or several parts.
 
     Args:
         mark: what the bars' marks are.
-        level: a height to draw a line at.
+        note: what is to be known to read it, below the title.
     """
     bottom = HEIGHT - BOTTOM
     sizes = [sum(bar.parts.values()) for bar in bars] + [bar.reach[1] for bar in bars if bar.reach]
-    y_ticks = ticks(max(*sizes, *(bar.mark or 0 for bar in bars), level or 0))
+    y_ticks = ticks(max(*sizes, *(bar.mark or 0 for bar in bars)))
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
     width = (WIDTH - RIGHT - LEFT) / len(bars)
-    legend, top = _legend(names, mark) if len(names) > 1 else ([], TOP + 16)
+    shades = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
+    head, top = _head(title, note, shades if len(names) > 1 or mark else {}, mark)
 
     def at_y(y: float) -> float:
         return round(bottom - (bottom - top) * y / y_ticks[-1], 1)
 
-    drawn = [*_head(title), *_frame(y_ticks, at_y, y_label), *legend]
+    drawn = [*head, *_frame(y_ticks, at_y, y_label)]
     small = "small" if width < 60 else ""
     for i, bar in enumerate(bars):
         left, middle, base = LEFT + width * (i + 0.2), LEFT + width * (i + 0.5), 0.0
@@ -177,7 +213,7 @@ def bar_chart(
             high, low = at_y(base + size), at_y(base)
             drawn.append(
                 f'<rect x="{left:.1f}" y="{high:g}" width="{0.6 * width:.1f}" '
-                f'height="{low - high:.1f}" fill="{COLOURS[names.index(name) % len(COLOURS)]}"/>'
+                f'height="{low - high:.1f}" fill="{shades[name]}"/>'
             )
             base += size
         if bar.mark is not None:
@@ -187,22 +223,24 @@ def bar_chart(
             drawn.append(_line(middle, at_y(bar.reach[0]), middle, at_y(bar.reach[1]), "mark"))
         drawn.append(_text(middle, bottom + 18, bar.name, "middle", small))
     drawn += _groups([bar.group for bar in bars], width, bottom + 38)
-    if level is not None:
-        drawn.append(_line(LEFT, at_y(level), WIDTH - RIGHT, at_y(level), "mark"))
     return "\n".join([*drawn, "</svg>"]) + "\n"
 
 
 def page(charts: Sequence[str]) -> str:
-    """Charts below one another, as one file."""
-    drawn = [_open(HEIGHT * len(charts))]
+    """Charts as one file: a few below one another, many in rows, for a picture as wide as high."""
+    columns = 1 if len(charts) <= FEW else math.ceil(math.sqrt(len(charts) * HEIGHT / WIDTH))
+    drawn = [_open(WIDTH * columns, HEIGHT * math.ceil(len(charts) / columns))]
     for i, chart in enumerate(charts):
-        drawn.append(f'<g transform="translate(0 {HEIGHT * i})">\n{chart}</g>')
+        row, column = divmod(i, columns)
+        at = f"translate({WIDTH * column} {HEIGHT * row})"
+        drawn.append(f'<g transform="{at}">\n{chart}</g>')
     return "\n".join([*drawn, "</svg>"]) + "\n"
 
 
 def html(title: str, sections: Sequence[str]) -> str:
     """A page in one file that loads nothing: a heading, and sections of HTML below one another."""
-    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title)}</title>'
+    meta = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head = f'<!doctype html>\n<html lang="en">{meta}<title>{escape(title)}</title>'
     body = "\n".join(f"<section>{section}</section>" for section in sections)
     return f"{head}\n<style>{PAGE_STYLE}</style>\n<h1>{escape(title)}</h1>\n{body}\n</html>\n"
 
@@ -215,7 +253,33 @@ def html_table(
     rows = ("".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)
     table = f'<table class="{kind}"><tr>{top}</tr>\n{body}</table>'
-    return f"<h2>{escape(title)}</h2>\n{table}"
+    return f'<h2>{escape(title)}</h2>\n<div class="table">{table}</div>'
+
+
+def html_contents(titled: Mapping[str, Sequence[str]]) -> str:
+    """A section with a link to each title's section of charts, and the first line of it."""
+    items = (
+        f'<li><a href="#{_anchor(title)}">{escape(title)}</a>{escape("".join(lines[:1]))}</li>'
+        for title, lines in titled.items()
+    )
+    return f"<nav><ul>{''.join(items)}</ul></nav>"
+
+
+def html_charts(
+    title: str, lines: Sequence[str], charts: Sequence[str], folded: Sequence[str]
+) -> str:
+    """A section of lines and charts, the folded ones behind a line that opens them."""
+    heading = f'<h2 id="{_anchor(title)}">{escape(title)}</h2>\n' if title else ""
+    said = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    text = f'{heading}{said}<div class="charts">{"".join(charts)}</div>'
+    if folded:
+        text += f"<details><summary>More charts: {len(folded)}</summary>"
+        text += f'<div class="charts">{"".join(folded)}</div></details>'
+    return text
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
 
 
 def html_list(title: str, items: Sequence[str]) -> str:
@@ -224,14 +288,25 @@ def html_list(title: str, items: Sequence[str]) -> str:
     return f"<h2>{escape(title)}</h2>\n<ul>{body}</ul>"
 
 
-def _open(height: int) -> str:
-    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+def _open(width: int, height: int) -> str:
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
 
 
-def _head(title: str) -> list[str]:
-    heading = _text(LEFT, 22, title, "start", "title")
-    return [_open(HEIGHT), f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", heading]
+def _head(title: str, note: str, named: Mapping[str, str], mark: str) -> tuple[list[str], int]:
+    """What stands above the axes, and where it ends: title, note, legend."""
+    parts = [_open(WIDTH, HEIGHT), f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>"]
+    y = TOP - 22
+    for line in wrap(title, TITLE_LETTERS):
+        parts.append(_text(LEFT, y, line, "start", "title"))
+        y += 18
+    for line in wrap(note, NOTE_LETTERS):
+        parts.append(_text(LEFT, y, line, "start", "note"))
+        y += 16
+    if not named:
+        return parts, max(y, TOP)
+    legend, top = _legend(named, mark, y + 4)
+    return [*parts, *legend], top
 
 
 def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: str) -> list[str]:
@@ -251,19 +326,19 @@ def _frame(y_ticks: Sequence[float], at_y: Callable[[float], float], y_label: st
     return parts
 
 
-def _legend(names: Sequence[str], mark: str) -> tuple[list[str], int]:
-    """Lines below the title, and where they end."""
-    parts, x, y = [], float(LEFT), 44
-    for i, name in enumerate([*names, mark] if mark else names):
-        if x + 18 + 7.5 * len(name) > WIDTH:
+def _legend(named: Mapping[str, str], mark: str, y: int) -> tuple[list[str], int]:
+    """Names beside their colours from a height on, and where they end."""
+    parts, x = [], float(LEFT)
+    for name in (*named, mark) if mark else named:
+        if x + 18 + LETTER * len(name) > WIDTH and x > LEFT:
             x, y = float(LEFT), y + 18
-        if i < len(names):
-            colour = COLOURS[i % len(COLOURS)]
-            parts.append(f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{colour}"/>')
+        if name in named:
+            shade = named[name]
+            parts.append(f'<rect x="{x:g}" y="{y - 10}" width="12" height="12" fill="{shade}"/>')
         else:
             parts.append(_line(x, y - 4, x + 12, y - 4, "mark"))
         parts.append(_text(x + 18, y, name, "start"))
-        x += 34 + 7.5 * len(name)
+        x += 34 + LETTER * len(name)
     return parts, y + 16
 
 

@@ -15,7 +15,7 @@ from foretoken.lab.audit.evidence import Evidence
 from foretoken.lab.audit.gallery import BUGS, LOSSLESS, member
 from foretoken.lab.audit.options import AuditOptions
 from foretoken.lab.audit.reference import Reference
-from foretoken.lab.audit.report import charts, results, table
+from foretoken.lab.audit.report import results, sections, table
 from foretoken.lab.audit.server import Client, ServerAudit
 from foretoken.lab.audit.subjects import Subject, bind, load, of_backend, of_callable
 from foretoken.lab.audit.verdict import INCONCLUSIVE, Finding, audit
@@ -158,7 +158,7 @@ class Command:
             self._say(finding)
         made = {"Evidence": table(self.findings)}
         self._desk.show(made, [])
-        self._desk.write(found, options.output, made, charts(self.findings))
+        self._desk.write(found, options.output, made, sections(self.findings))
 
 
 def expected(name: str) -> str | None:

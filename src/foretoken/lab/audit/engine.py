@@ -22,7 +22,7 @@ import torch
 from foretoken.config import LOSSLESS_METHODS
 from foretoken.drafting.draft_model import BUILT_IN_DRAFTS
 from foretoken.errors import ConfigError
-from foretoken.lab.audit.evidence import ALPHA, Model
+from foretoken.lab.audit.evidence import ALPHA, Model, Shown
 from foretoken.lab.audit.gallery import after_the_same_race, block_keeps, residual
 from foretoken.lab.audit.reference import Reference, Text, check_known, edited, filtered, ranks
 from foretoken.lab.audit.subjects import Checks, Subject
@@ -47,6 +47,43 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.5},
     "logit_bias": {"logit_bias": {}},  # of the likeliest tokens
     "allowed_token_ids": {"allowed_token_ids": ()},  # half of all
+}
+RANK = "A token's rank is where it fell in the distribution that the target's module computes there"
+QUARTERS = "two quarters: of the first, of the second"
+PAIRS = [f"{first}{second}" for first in range(SIDE) for second in range(SIDE)]
+SHOWN = {
+    "tokens": Shown(
+        "rank, in sixteenths",
+        f"{RANK}: as often in each sixteenth, if tokens are drawn from it.",
+    ),
+    "neighbours": Shown(
+        QUARTERS,
+        f"Ranks of a token and the next one. {RANK}: all pairs are as frequent, if the two know "
+        "nothing of each other.",
+        PAIRS,
+    ),
+    "requests": Shown(
+        QUARTERS,
+        "Ranks of tokens of two requests that run side by side: all pairs are as frequent, if the "
+        "two know nothing of each other.",
+        PAIRS,
+    ),
+    "uniforms after ranks": Shown(
+        QUARTERS,
+        "A token's rank, then the random number that tests the next draft: among outcomes with one "
+        "first digit all are as frequent.",
+        PAIRS,
+    ),
+    "uniforms in turn": Shown(
+        QUARTERS,
+        "Random numbers that tested drafts of two rounds in turn: among outcomes with one first "
+        "digit all are as frequent.",
+        PAIRS,
+    ),
+    "two or three outcomes": Shown(
+        "rank, in sixteenths",
+        f"As `tokens`, under top_k {FEW['top_k']}, where each draw decides between few. {RANK}.",
+    ),
 }
 MOST_WAVES = 8  # of 256 tokens each in which a parameter must show
 MIXED = 0.01  # no token is less likely, as a part of what it is otherwise: see `_gain`
@@ -138,6 +175,7 @@ class EngineAudit:
             Model("uniforms in turn", given, {}, together=LENGTH, given=SIDE),
             Model("two or three outcomes", FLAT, {}, together=LENGTH),
         ]
+        models = [model._replace(shown=SHOWN[model.name]) for model in models]
         drawn = models if sampled else []
         return Subject(name, drawn, self._draw, self.checks, BATCH, DRAWS, drawn=DRAWN)
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,20 @@ OWN = 0.98  # of a bug's distribution; the rest is the target's, in case it is m
 SURE = 0.99  # share of the evidence that a name must have
 
 
+class Shown(NamedTuple):
+    """How a plot tells of the outcomes of one source.
+
+    Attributes:
+        axis: what their names are.
+        about: sentences: what an outcome is, and where the target's share of it comes from.
+        names: of the outcomes in order; () for their numbers.
+    """
+
+    axis: str = "number of the outcome"
+    about: str = ""
+    names: Sequence[str] = ()
+
+
 class Model(NamedTuple):
     """What is known of one source of outcomes before any is drawn.
 
@@ -54,6 +69,7 @@ class Model(NamedTuple):
         closed: the last cell is for what cannot be: `delta` adds nothing to its probability.
         given: groups of as many cells each, one after another. What is tested is an outcome's cell
             given its group, `null` is P(cell | group), and groups may be as frequent as they like.
+        shown: for plots.
     """
 
     name: str
@@ -67,6 +83,7 @@ class Model(NamedTuple):
     usual_rule: str = "standard"
     closed: bool = False
     given: int = 1
+    shown: Shown = Shown()
 
 
 @dataclass
@@ -91,6 +108,15 @@ class Source:
         """Counts that a lossless subject has on average, in groups of the size that was seen."""
         grouped = self.counts.reshape(self.model.given, -1)
         return (grouped.sum(axis=1, keepdims=True) * self.model.null.reshape(grouped.shape)).ravel()
+
+    @property
+    def reach(self) -> Any:
+        """How far a share that is right strays from the expected one, up and down, with
+        `CONFIDENCE` for each outcome by itself: the normal approximation."""
+        grouped = self.counts.reshape(self.model.given, -1).sum(axis=1, keepdims=True)
+        null = self.model.null.reshape(self.model.given, -1)
+        spread = np.sqrt(grouped * null * (1 - null)).ravel() / max(self.draws, 1)
+        return NormalDist().inv_cdf((1 + CONFIDENCE) / 2) * spread + self.model.delta
 
     def distance_bound(self, sources: int) -> float:
         """Of the subject's true total variation: all bounds hold with `CONFIDENCE` together.

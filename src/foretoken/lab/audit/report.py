@@ -6,12 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from foretoken.lab.audit.evidence import CONFIDENCE
+from foretoken.lab.audit.evidence import CONFIDENCE, Source
 from foretoken.lab.audit.verdict import Finding
-from foretoken.lab.desk import Table
-from foretoken.lab.plot import Bar, Series, bar_chart, line_chart
+from foretoken.lab.desk import Section, Table
+from foretoken.lab.plot import Axes, Bar, Series, bar_chart, line_chart
 from foretoken.lab.results import Label, Results, Row, Value, collect
 
 HEADER = ["", "source", "draws", "TV bound", "G-test p", "accepted", "standard", "best"]
@@ -86,30 +84,47 @@ def results(
     return collect(name, command, shapes, [row(f) for f in findings], [*said, *MEANING, *cut])
 
 
-def charts(findings: Sequence[Finding]) -> list[str]:
-    """Of each subject that was drawn from."""
-    return [chart for finding in findings for chart in _charts(finding)]
+def sections(findings: Sequence[Finding]) -> list[Section]:
+    """Of each subject what was found, its evidence, and the source that differs most; more of them
+    are folded."""
+    made = []
+    for finding in findings:
+        sources = sorted(finding.evidence.sources, key=lambda source: source.p_value)
+        drawn = [_outcomes(finding, source) for source in sources if source.draws]
+        first = [_path(finding)] if finding.evidence.draws else []
+        said = [finding.verdict, *finding.exact, *finding.notes]
+        made.append(Section(finding.subject.name, said, [*first, *drawn[:1]], drawn[1:]))
+    return made
 
 
-def _charts(finding: Finding) -> list[str]:
-    """The path of the evidence up to a refutation or the end, and outcomes against the target."""
-    evidence, name = finding.evidence, finding.subject.name
-    if evidence.draws == 0:
-        return []
-    refuted = -math.log10(evidence.alpha)
+def _path(finding: Finding) -> str:
+    """The evidence up to a refutation or the end."""
+    evidence = finding.evidence
+    limit = -math.log10(evidence.alpha)
     path = [(0, 0.0), *((n, max(log, 0.0)) for n, log in evidence.path)]
-    lines = [
-        Series("evidence (0 where it is below 1)", [(n, log, log, log) for n, log in path]),
-        Series("refuted above", [(n, refuted, refuted, refuted) for n in (0, evidence.draws)]),
+    lines = [Series("evidence of all sources", [(n, log, log, log) for n, log in path])]
+    note = (
+        "The height tells how many times likelier the draws are under some bug than under the "
+        "target: 3 is 1,000 times, 0 is once or less. A lossless subject ever comes above the "
+        f"limit in one of {1 / evidence.alpha:,.0f} audits at most."
+    )
+    title = f"{finding.subject.name}: evidence against losslessness"
+    axes = Axes("draws, of all sources", "log10 of the e-value")
+    return line_chart(title, axes, lines, level=("limit: refuted above", limit), note=note)
+
+
+def _outcomes(finding: Finding, source: Source) -> str:
+    """What was drawn from a source, against the target."""
+    shown, draws = source.model.shown, source.draws
+    names = shown.names or [*map(str, range(len(source.counts)))]
+    shares, targets = source.counts / draws, source.expected / draws
+    bars = [
+        Bar(name, shown.axis, {"drawn": share}, target, (max(target - reach, 0), target + reach))
+        for name, share, target, reach in zip(
+            names, shares.tolist(), targets.tolist(), source.reach.tolist(), strict=True
+        )
     ]
-    title = f"{name}: evidence against losslessness"
-    drawn = [line_chart(title, "draws", "log10 of the e-value", lines)]
-    for source in evidence.sources:
-        shares = np.stack([source.counts, source.expected], axis=1) / max(source.draws, 1)
-        bars = [
-            Bar(str(cell), "", {"drawn": drawn_share}, target)
-            for cell, (drawn_share, target) in enumerate(shares.tolist())
-        ]
-        title = f"{name}, {source.model.name}: drawn, and the target (line)"
-        drawn.append(bar_chart(title, "share", bars))
-    return drawn
+    title = f"{finding.subject.name}: source `{source.model.name}`"
+    note = f"{draws:,} draws. {shown.about}"
+    mark = f"target, and where {CONFIDENCE:.0%} of right shares are"
+    return bar_chart(title, "share of the draws", bars, mark=mark, note=note)

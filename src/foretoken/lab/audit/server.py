@@ -25,7 +25,7 @@ from torch import Tensor
 
 from foretoken.errors import ConfigError
 from foretoken.lab.audit.engine import classify
-from foretoken.lab.audit.evidence import Model
+from foretoken.lab.audit.evidence import Model, Shown
 from foretoken.lab.audit.reference import Reference, Text, check_known, filtered
 from foretoken.lab.audit.subjects import Checks, StoppedError, Subject
 from foretoken.lab.bench.load import RequestFailedError, ServerGoneError
@@ -115,6 +115,16 @@ class Asked(NamedTuple):
     model: Model
 
 
+def _shown(prompt: str, params: SamplingParams, num: int) -> Shown:
+    """What a plot says of the texts after a prompt."""
+    about = (
+        f"Texts of {LENGTH} tokens after …{prompt[-24:]!r} at temperature {params.temperature:g}, "
+        f"top_p {params.top_p:g}. The target's share of each is computed from its checkpoint; the "
+        "range allows for other arithmetic, too."
+    )
+    return Shown("number of the text", about, [*map(str, range(1, num + 1)), "others"])
+
+
 class ServerAudit:
     """What is asked of a server.
 
@@ -151,9 +161,13 @@ class ServerAudit:
             null, *bugs = rows / rows.sum(axis=1, keepdims=True)
             named = dict(zip(IGNORED, bugs, strict=True))
             named["nucleus_leaks"] = (1 - LEAK) * null + LEAK * np.eye(len(null))[-1]
-            model = Model(f"prompt {number}", null, named, delta=delta, closed=True)
             cells = {text: cell for cell, text in enumerate(law)}
-            asked.append(Asked(self.tokenizer.decode(ids), ids, params, cells, model))
+            prompt = self.tokenizer.decode(ids)
+            model = Model(
+                f"prompt {number}", null, named, delta=delta, closed=True,
+                shown=_shown(prompt, params, len(cells)),
+            )  # fmt: skip
+            asked.append(Asked(prompt, ids, params, cells, model))
         return asked
 
     def _readable(self) -> list[list[int]]:

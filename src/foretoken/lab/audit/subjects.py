@@ -191,6 +191,7 @@ def models() -> tuple[Model, ...]:
             toy.num_drafts,
             max(toy.optimum),
             toy.optimum[0],
+            shown=toy.shown,
         )
         for toy in TOYS
     )

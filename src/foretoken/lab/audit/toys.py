@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from foretoken.lab.audit.enumeration import enumerate_runs
+from foretoken.lab.audit.evidence import Shown
 from foretoken.lab.audit.gallery import block, standard
 from foretoken.lab.laws.chain import Chain, Setting
 
@@ -69,6 +70,19 @@ class Toy:
     def cells(self) -> int:
         """How many outcomes there are."""
         return int(self.vocabulary**self.length)
+
+    @property
+    def shown(self) -> Shown:
+        """What a plot says of it."""
+        known = " and ".join(f"{name} {value}" for name, value in self.filters.items())
+        about = (
+            f"A toy of {self.vocabulary} tokens, {self.num_drafts} drafted per round"
+            f"{', ' * bool(known)}{known}. An outcome is a text of {self.length}; the target's "
+            "share of it is computed from the toy's own tables."
+        )
+        texts = itertools.product(map(str, range(self.vocabulary)), repeat=self.length)
+        axis = "tokens of the text" if self.length > 1 else "token"
+        return Shown(axis, about, ["".join(text) for text in texts])
 
     @cached_property
     def chains(self) -> tuple[Chain, Chain]:

@@ -12,7 +12,7 @@ from foretoken.lab.bench.options import BenchOptions
 from foretoken.lab.bench.report import remarks, results, tables
 from foretoken.lab.bench.run import Bench
 from foretoken.lab.bench.server import Server
-from foretoken.lab.desk import Desk
+from foretoken.lab.desk import Desk, Section
 from foretoken.sampling.params import SamplingParams
 
 
@@ -68,4 +68,4 @@ async def _run(
                 floor = f"The floor is for memory that reads {bandwidth:.1f} GB/s ({origin})."
                 lines.insert(0, floor)
             desk.show(made, lines)
-            desk.write(found, options.output, made, charts(found.rows))
+            desk.write(found, options.output, made, [Section(charts=charts(found.rows))])

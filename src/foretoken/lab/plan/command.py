@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import ConfigError
-from foretoken.lab.desk import Desk
+from foretoken.lab.desk import Desk, Section
 from foretoken.lab.files import stem
 from foretoken.lab.plan.acceptance import Acceptance
 from foretoken.lab.plan.options import PlanOptions
@@ -117,7 +117,7 @@ class Command:
         }
         found = collect(stem(options.output, "plan"), self._desk.typed, shapes, rows, said)
         self._desk.show(made := tables(rows), [*sentences(rows), *said])
-        self._desk.write(found, options.output, made, charts(rows))
+        self._desk.write(found, options.output, made, [Section(charts=charts(rows))])
 
 
 def _sized(engine: Mapping[str, Any], options: PlanOptions) -> EngineConfig:

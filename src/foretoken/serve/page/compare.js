@@ -31,6 +31,8 @@ async function timed(asked, drafts, key, signal) {
 
 const ratio = ({ on, off }) => on.rate / off.rate;
 
+const ENOUGH = 3; // pairs: if all are on one side of 1, it is less likely that chance put them there
+
 /** Time the request with drafts and without, in turns, and say what came of it. */
 export async function compare(asked, rule, numPairs, key, signal) {
   const pairs = [];
@@ -45,8 +47,11 @@ export async function compare(asked, rule, numPairs, key, signal) {
   const sorted = pairs.toSorted((a, b) => ratio(a) - ratio(b));
   const [low, middle, high] = [sorted[0], sorted[numPairs >> 1], sorted.at(-1)].map(ratio);
   for (const name of ["on", "off"]) show(name, sorted[numPairs >> 1][name].rate);  // an odd number
-  const said = low > 1 ? "Speculation paid" : high < 1 ? "Speculation did not pay" : "No clear difference";
-  const spread = numPairs > 1 ? `the median of ${numPairs} (${low.toFixed(2)}–${high.toFixed(2)})` : "once";
+  const more = ENOUGH - numPairs;
+  const said = more > 0 ? "Too few for a verdict"
+    : low > 1 ? "Speculation paid" : high < 1 ? "Speculation did not pay" : "No clear difference";
+  const spread = more > 0 ? `in ${numPairs} pair; ${more} more are needed`
+    : `the median of ${numPairs} pairs (${low.toFixed(2)}–${high.toFixed(2)})`;
   byId("verdict").replaceChildren(`${said}: `,
     make("strong", { id: "ratio" }, `${middle.toFixed(2)}×`), ` the tokens per second, ${spread}.`);
   byId("same").textContent = sameness(asked, rule, pairs.every(({ on, off }) => on.text === off.text));

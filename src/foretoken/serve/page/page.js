@@ -37,7 +37,7 @@ function settings() {
 function offer() {
   const { num_drafts: most, adapts, drafters, drafter, rules, rule } = served;
   const fill = (id, first, names, label = (name) => name) => byId(id).replaceChildren(
-    make("option", { value: "" }, `the server's: ${first}`),
+    make("option", { value: "" }, `default: ${first}`),
     ...names.map((name) => make("option", { value: name }, label(name))));
   byId("model").textContent = served.model;
   byId("api").parentElement.hidden = !served.has_chat;
@@ -82,24 +82,36 @@ async function start(event) {
   const [asked, key, numPairs] = [settings(), value("key"), Number(value("pairs"))];
   const { signal } = (stopper = new AbortController());
   const hasDrafts = served.num_drafts > 0 && asked.k !== "0";
-  byId("run").disabled = true;
-  byId("stop").disabled = false;
+  const isTimed = hasDrafts && numPairs > 0;
+  setRunning(true);
   showError("");
   byId("status").textContent = "";
-  clearComparison(hasDrafts ? "Not timed." : "Nothing is drafted: there is nothing to compare.");
+  clearComparison(isTimed ? "To be timed when the text is there." : hasDrafts ? "Not timed, as chosen."
+    : "Nothing is drafted: there is nothing to compare.");
   run = new TracedRun(served.num_drafts);
   try {
     for await (const piece of generate(asked, { traced: true, drafts: true }, key, signal)) run.add(piece);
     byId("status").textContent = `${run.numTokens} tokens in ${run.sizes.length} steps, seed ${asked.seed}.`;
-    if (hasDrafts && numPairs) await compare(asked, asked.rule || served.rule, numPairs, key, signal);
+    if (isTimed) await compare(asked, asked.rule || served.rule, numPairs, key, signal);
   } catch (error) {
+    if (isTimed) byId("verdict").textContent = "The timing did not come to its end: no verdict.";
     if (error.name === "AbortError") byId("status").textContent = "Stopped.";
     else showError(error instanceof ServerError ? error.message : String(error));
   } finally {
     stopper = null;
-    byId("run").disabled = false;
-    byId("stop").disabled = true;
+    setRunning(false);
   }
+}
+
+/** Enable the one button, and move to it a focus on the other; show results that are below the form. */
+function setRunning(isRunning) {
+  const [from, to] = (isRunning ? ["run", "stop"] : ["stop", "run"]).map(byId);
+  to.disabled = false;
+  if (document.activeElement === from) to.focus({ preventScroll: true });
+  from.disabled = true;
+  const [form, results] = ["form", "results"].map((id) => byId(id).getBoundingClientRect());
+  const isStill = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  if (isRunning && results.top >= form.bottom) byId("results").scrollIntoView({ behavior: isStill ? "auto" : "smooth" });
 }
 
 byId("form").addEventListener("submit", start);

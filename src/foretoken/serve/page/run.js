@@ -3,9 +3,21 @@
 import { bar, explain, make, tokenElement } from "./detail.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const [CELL, PITCH, WINDOW] = [12, 14, 8]; // px, px, steps: the first two as in page.css
+const [CELL, PITCH, WINDOW] = [14, 16, 8]; // px, px, steps: the first two as in page.css
+const EVERY = 5; // so many steps have one number below them
 const byId = (id) => document.getElementById(id);
 const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "–");
+
+/** The axis of tokens, from 0 to `most`, in strides that leave room for the numbers. */
+function axis(most) {
+  const stride = [1, 2, 5, 10].find((n) => most / n <= 8) ?? 20;
+  const marks = Array.from({ length: Math.floor(most / stride) + 1 }, (_, i) => {
+    const mark = make("span", { class: "tick" }, i * stride);
+    mark.style.bottom = `${i * stride * CELL}px`;
+    return mark;
+  });
+  return make("div", { id: "counts" }, ...marks);
+}
 
 /** What a run has come to, shown as it grows. */
 export class TracedRun {
@@ -21,7 +33,7 @@ export class TracedRun {
     const svg = document.createElementNS(SVG, "svg");
     this.line = svg.appendChild(document.createElementNS(SVG, "polyline"));
     byId("tokens").replaceChildren();
-    byId("steps").replaceChildren(svg);
+    byId("steps").replaceChildren(axis(numDrafts + 1), svg);
     byId("steps").style.height = `${(numDrafts + 1) * CELL}px`;
     this.show();
   }
@@ -57,7 +69,7 @@ export class TracedRun {
     const steps = byId("steps");
     if (round === this.sizes.length) {
       this.sizes.push(0);
-      steps.append(make("div", { class: "step" }));
+      steps.append(make("div", { class: "step" }, ...(round % EVERY ? [] : [make("span", { class: "tick" }, round)])));
     }
     this.sizes[round] += 1;
     steps.lastElementChild.append(make("i", { class: origin }),

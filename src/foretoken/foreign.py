@@ -357,9 +357,9 @@ def absent_name(name: str) -> Any:
     return _Absent(name, (), {"__doc__": NAMES[name], "__module__": "foretoken"})
 
 
-def _all(names: str, harmless: tuple[Any, ...], instead: str) -> dict[str, Foreign]:
+def _each(names: str, harmless: tuple[Any, ...], instead: str, note: str = "") -> dict[str, Foreign]:
     """The same for several names; `...` among the harmless values is any value."""
-    return dict.fromkeys(names.split(), Foreign(harmless, instead))
+    return dict.fromkeys(names.split(), Foreign(harmless, instead, note))
 
 
 # Any value, where it sets up a feature that is not here, and so changes nothing.
@@ -370,16 +370,16 @@ _METRICS = "See /metrics, and the `trace` of a request."
 _OWN_CALL = "Ask for it in each request."
 SERVER_OPTIONS = {
     # What the server says, and to whom.
-    **_all(
+    **_each(
         "enable_auto_tool_choice exclude_tools_when_tool_choice_none enable_reasoning "
         "enable_request_id_headers enable_server_load_tracking enable_prompt_tokens_details "
         "enable_tokenizer_info_endpoint disable_log_requests enable_log_requests "
         "enable_offline_docs language_model_only",
         _FLAG, "",
     ),
-    **_all("enable_log_deltas disable_frontend_multiprocessing", _ANY_FLAG, ""),
-    **_all("max_log_len cohere_format", _ANY, ""),
-    **_all("cohere_is_reasoning_model aggregate_engine_logging", _ANY_FLAG, ""),
+    **_each("enable_log_deltas disable_frontend_multiprocessing", _ANY_FLAG, ""),
+    **_each("max_log_len cohere_format", _ANY, ""),
+    **_each("cohere_is_reasoning_model aggregate_engine_logging", _ANY_FLAG, ""),
     "chat_template_content_format": Foreign(("auto", "string"), "Templates get texts."),
     "response_role": Foreign(("assistant",), "Answers have the role `assistant`."),
     "default_chat_template_kwargs": Foreign((None, {}), _OWN_CALL),
@@ -396,39 +396,39 @@ SERVER_OPTIONS = {
     ),
     "fingerprint_mode": Foreign((None, "none"), "Answers have no fingerprint."),
     "fingerprint_value": Foreign((None,), "Answers have no fingerprint."),
-    **_all(
+    **_each(
         "tool_parser_plugin reasoning_parser_plugin io_processor_plugin worker_cls "
         "worker_extension_cls scheduler_cls",
         (None, "", "auto"), _NO_PLUGIN,
     ),
     "middleware": Foreign((None, []), _NO_PLUGIN),
     "tool_server": Foreign((None,), "Tools are the client's: it runs them."),
-    **_all("allowed_methods allowed_headers", (None, ["*"]), "Origins decide: --allowed-origins."),
+    **_each("allowed_methods allowed_headers", (None, ["*"]), "Origins decide: --allowed-origins."),
     "allow_credentials": Foreign(_OFF, "Clients send their key in `Authorization`."),
     "disable_fastapi_docs": Foreign(_OFF, "/docs and /openapi.json say nothing of this server."),
     "enable_ssl_refresh": Foreign(_OFF, "Start the server again with its new certificate."),
     "ssl_ciphers": Foreign((None,), "They are those of this machine's OpenSSL."),
     "uds": Foreign((None,), "Write --host and --port."),
-    **_all(
+    **_each(
         "h11_max_incomplete_event_size h11_max_header_count", (None,), "Write --max-header-bytes."
     ),
     "config": Foreign((None,), "Write the options themselves."),
-    **_all("grpc headless tokens_only", _OFF, "This server speaks HTTP, and texts."),
+    **_each("grpc headless tokens_only", _OFF, "This server speaks HTTP, and texts."),
     "max_num_queued_reqs": Foreign((None,), "Write --max-num-waiting."),
     "max_num_queued_tokens": Foreign((None,), "Write --max-num-waiting."),
     # One process.
-    **_all(
+    **_each(
         "data_parallel_size_local nnodes decode_context_parallel_size "
         "prefill_context_parallel_size api_server_count",
         *_ONE_PROCESS,
     ),
-    **_all("node_rank data_parallel_rank data_parallel_start_rank", (0,), _ONE_PROCESS.instead),
-    **_all(
+    **_each("node_rank data_parallel_rank data_parallel_start_rank", (0,), _ONE_PROCESS.instead),
+    **_each(
         "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb "
         "enable_elastic_ep enable_fault_tolerance worker_use_ray engine_use_ray",
         _OFF, _ONE_PROCESS.instead,
     ),
-    **_all(
+    **_each(
         "master_addr master_port distributed_timeout_seconds cpu_distributed_timeout_seconds "
         "data_parallel_address data_parallel_rpc_port data_parallel_backend dcp_comm_backend "
         "data_parallel_supervisor_port dp_supervisor_probe_interval_s "
@@ -439,17 +439,17 @@ SERVER_OPTIONS = {
         "prefill_schedule_interval",
         _ANY, "",
     ),
-    **_all(
+    **_each(
         "enable_expert_parallel enable_batch_sharded_sampling enable_ep_weight_filter enable_eplb "
         "enable_dbo disable_nccl_for_dp_synchronization dcp_q_replicate ray_workers_use_nsight",
         _ANY_FLAG, "",
     ),
     "numa_bind": Foreign(_OFF, "Start it by numactl."),
-    **_all("numa_bind_nodes numa_bind_cpus", (None, []), "Start it by numactl."),
+    **_each("numa_bind_nodes numa_bind_cpus", (None, []), "Start it by numactl."),
     "device_ids": Foreign((None,), "Set CUDA_VISIBLE_DEVICES."),
     # Media, adapters, other kinds of models: nothing here reads what is set for them.
-    **_all("enable_mm_embeds mm_encoder_only enable_prompt_embeds", _OFF, _NO_MEDIA.instead),
-    **_all(
+    **_each("enable_mm_embeds mm_encoder_only enable_prompt_embeds", _OFF, _NO_MEDIA.instead),
+    **_each(
         "allowed_media_domains media_io_kwargs mm_processor_cache_gb mm_processor_cache_type "
         "mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode "
         "mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path "
@@ -463,7 +463,7 @@ SERVER_OPTIONS = {
         "diffusion_config override_neuron_config gdn_prefill_backend kda_prefill_backend",
         _ANY, "",
     ),
-    **_all(
+    **_each(
         "interleave_mm_strings skip_mm_profiling mm_device_do_normalize disable_chunked_mm_input "
         "disable_mm_preprocessor_cache enable_mm_processor_stats fully_sharded_loras "
         "enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
@@ -478,8 +478,8 @@ SERVER_OPTIONS = {
     "hf_config_path": Foreign((None,), _OWN_CONFIG),
     "model_class_overrides": Foreign((None, {}), _OWN_CONFIG),
     "quantization_config": Foreign((None, {}), "Weights are read as they are stored."),
-    **_all("override_attention_dtype", (None,), "Write `dtype`."),
-    **_all(
+    **_each("override_attention_dtype", (None,), "Write `dtype`."),
+    **_each(
         "safetensors_load_strategy safetensors_prefetch_num_threads tokenizer_pool_size "
         "safetensors_prefetch_block_size model_loader_extra_config pt_load_map_location "
         "tokenizer_pool_type tokenizer_pool_extra_config renderer_num_workers "
@@ -488,8 +488,8 @@ SERVER_OPTIONS = {
         "offload_params num_lookahead_slots max_num_partial_prefills max_long_partial_prefills",
         _ANY, "",
     ),
-    **_all("ignore_patterns kv_cache_dtype_skip_layers", (..., []), ""),
-    **_all(
+    **_each("ignore_patterns kv_cache_dtype_skip_layers", (..., []), ""),
+    **_each(
         "allow_deprecated_quantization use_tqdm_on_load disable_cascade_attn "
         "disable_hybrid_kv_cache_manager scheduler_reserve_full_isl calculate_kv_scales "
         "disable_async_output_proc multi_step_stream_outputs enable_flashinfer_autotune "
@@ -497,9 +497,9 @@ SERVER_OPTIONS = {
         _ANY_FLAG, "",
     ),
     "offload_backend": Foreign((None, "auto"), "All weights are on one device."),
-    **_all("kv_offloading_size", (None, 0), "Preempted requests compute their tokens again."),
+    **_each("kv_offloading_size", (None, 0), "Preempted requests compute their tokens again."),
     "preemption_mode": Foreign((None, "recompute"), "Preempted requests compute them again."),
-    **_all(
+    **_each(
         "kv_transfer_config kv_events_config ec_transfer_config ec_manager_config "
         "weight_transfer_config",
         (None, {}), _ONE_PROCESS.instead,
@@ -512,32 +512,32 @@ SERVER_OPTIONS = {
     "num_scheduler_steps": Foreign((None, 1), "Each step is scheduled."),
     "stream_interval": Foreign((None, 1), "Every step's tokens are sent."),
     "performance_mode": Foreign((None, "balanced"), "Set `max_num_seqs` and K."),
-    **_all(
+    **_each(
         "optimization_level ir_op_priority jit_monitor_mode show_hidden_metrics_for_version "
         "kv_cache_metrics_sample",
         _ANY, "",
     ),
-    **_all("moe_backend linear_backend", (None, "auto"), "`backend` chooses the kernels."),
-    **_all("attention_config kernel_config", (None, {}), "`backend` chooses the kernels."),
-    **_all("cudagraph_capture_sizes cuda_graph_sizes", (None, []), _NO_GRAPHS.instead),
+    **_each("moe_backend linear_backend", (None, "auto"), "`backend` chooses the kernels."),
+    **_each("attention_config kernel_config", (None, {}), "`backend` chooses the kernels."),
+    **_each("cudagraph_capture_sizes cuda_graph_sizes", (None, []), _NO_GRAPHS.instead),
     "max_cudagraph_capture_size": Foreign((None,), _NO_GRAPHS.instead),
-    **_all(
+    **_each(
         "kv_sharing_fast_prefill enable_sleep_mode enable_cumem_allocator enable_nccl_comm_suspend "
         "enable_return_routed_experts return_sampling_mask enable_trace_replay "
         "disable_logprobs_during_spec_decoding fail_on_environ_validation use_fp64_gumbel",
         _OFF, "This version has nothing like it.",
     ),
-    **_all("reasoning_config additional_config", (None, {}), "This version has nothing like it."),
-    **_all("otlp_traces_endpoint collect_detailed_traces", (None,), _METRICS),
+    **_each("reasoning_config additional_config", (None, {}), "This version has nothing like it."),
+    **_each("otlp_traces_endpoint collect_detailed_traces", (None,), _METRICS),
     "profiler_config": Foreign((None, {}), "Profile it by `foretoken bench`."),
     "per_request_spec_decode_metrics": Foreign((None, "none"), "Answers have `metrics`."),
-    **_all(
+    **_each(
         "kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_layerwise_nvtx_tracing "
         "enable_logging_iteration_details",
         _OFF, _METRICS,
     ),
     "logits_processor_pattern": Foreign((None,), "`logit_bias` and `bad_words` change tokens."),
-    **_all(
+    **_each(
         "spec_method spec_model spec_tokens speculative_model_quantization "
         "speculative_max_model_len speculative_draft_tensor_parallel_size "
         "speculative_disable_by_batch_size typical_acceptance_sampler_posterior_threshold "

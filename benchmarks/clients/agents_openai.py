@@ -16,10 +16,11 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from benchmarks.clients.checks import MODEL, Area, must, run
+from benchmarks.clients.checks import MODEL, NO_CALL, Area, must, run
 
 SETTINGS = ModelSettings(temperature=0.8, max_tokens=200, tool_choice="required",
-                         parallel_tool_calls=False, store=False)  # fmt: skip
+                         parallel_tool_calls=False, store=False,
+                         extra_body={"logit_bias": NO_CALL})  # fmt: skip
 
 
 def _agent(model: Any, calls: list[str]) -> Agent[None]:

@@ -13,7 +13,7 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from benchmarks.clients.checks import MODEL, Area, must, run
+from benchmarks.clients.checks import MODEL, NO_CALL, Area, must, run
 
 SETTINGS: Any = {"max_tokens": 200, "temperature": 0.8, "seed": 3}
 
@@ -62,8 +62,9 @@ def chat_tools_beside_output(url: str) -> dict[str, Any]:
         calls.append(of)
         return 4
 
+    settings = {**SETTINGS, "parallel_tool_calls": False, "logit_bias": NO_CALL}
     for seed in range(8):
-        done = agent.run_sync("area = ", model_settings={**SETTINGS, "seed": seed})
+        done = agent.run_sync("area = ", model_settings={**settings, "seed": seed})
         must(isinstance(done.output, Area), "the result has its type")
     return {"calls": len(calls)}
 

@@ -16,6 +16,8 @@ MESSAGES: Any = [{"role": "user", "content": "def area(width, height):"}]
 PROMPT = "def fibonacci(n):\n"
 GREEDY: Any = {"model": MODEL, "max_tokens": 40, "temperature": 0}
 FORCED: Any = {"model": MODEL, "max_tokens": 200, "seed": 3}
+NO_CALL = {"28": -4}
+"""A bias against `<`, with which calls begin: the embedded model repeats calls that it has seen."""
 Check = Callable[[str], dict[str, Any]]
 
 

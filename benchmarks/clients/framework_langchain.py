@@ -66,7 +66,8 @@ def typed(url: str) -> dict[str, Any]:
         must(isinstance(asked.invoke("area = "), Area), method)
     answer = model.with_structured_output(None, method="json_mode").invoke("As JSON: ")
     must(isinstance(answer, dict), "json_mode")
-    both = model.with_structured_output(
+    one = _chat(url, extra_body={"parallel_tool_calls": False})
+    both = one.with_structured_output(
         Area, method="json_schema", tools=[width], include_raw=True, strict=True
     )
     given: Any = both.invoke("area = ")

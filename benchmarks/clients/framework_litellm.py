@@ -47,7 +47,8 @@ def tools_and_schemas(url: str) -> dict[str, Any]:
         Area(**json.loads(call.function.arguments))
         parsed = _ask(url, provider, response_format=Area, **FORCED).choices[0].message
         Area(**json.loads(parsed.content))
-        both = _ask(url, provider, response_format=Area, tools=[TOOL], **FORCED)
+        both = _ask(url, provider, response_format=Area, tools=[TOOL],
+                    parallel_tool_calls=False, **FORCED)  # fmt: skip
         message = both.choices[0].message
         calls = [call.function.arguments for call in message.tool_calls or []]
         for text in calls or [message.content]:

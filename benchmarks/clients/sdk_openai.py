@@ -92,7 +92,8 @@ def schemas(url: str) -> dict[str, Any]:
         )
         must(isinstance(answer.output_parsed, Area), "a response's schema is parsed")
         for seed in range(12):
-            both: Any = {**FORCED, "seed": seed, "tools": [tool], "response_format": Area}
+            both: Any = {**FORCED, "seed": seed, "tools": [tool], "response_format": Area,
+                         "parallel_tool_calls": False}  # fmt: skip
             message = client.chat.completions.parse(messages=MESSAGES, **both).choices[0].message
             calls = message.tool_calls or []
             fits = [isinstance(call.function.parsed_arguments, Area) for call in calls]

@@ -9,6 +9,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import jsonschema_rs
 import pytest
 
 from foretoken import AsyncEngine
@@ -52,6 +53,22 @@ def test_the_text_is_that_of_a_chat(claude: anthropic.Anthropic, http: httpx.Cli
     stop = text[9:14]
     done = claude.messages.create(messages=MESSAGES, stop_sequences=[stop], system="x\ny", **GREEDY)
     assert (done.stop_reason, done.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_a_schema_binds_the_text(http: httpx.Client) -> None:
+    form = {"type": "json_schema", "schema": {**AREA, "additionalProperties": False}}
+    body = {"messages": MESSAGES, "max_tokens": 120, "temperature": 0.8, "seed": 3}
+    texts = []
+    for given in ({"output_config": {"format": form}}, {"output_format": form}):
+        (block,) = post(http, PATH, **body, **given)["content"]
+        assert jsonschema_rs.is_valid(form["schema"], json.loads(block["text"]))
+        texts.append(block["text"])
+    assert len({*texts}) == 1
+    other = {"type": "json_schema", "schema": {"type": "null"}}
+    refused = post(http, PATH, **body, output_format=form, output_config={"format": other})
+    assert "`output_format`" in refused["error"]["message"]
+    refused = post(http, PATH, **body, output_format={"type": "json_schema", "schema": {"type": 1}})
+    assert "`output_config.format.schema`" in refused["error"]["message"]
 
 
 def test_events_come_in_order(http: httpx.Client) -> None:

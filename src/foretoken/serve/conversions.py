@@ -51,7 +51,12 @@ _IN_RESPONSES = {
     "tool_choice.function.name": "tool_choice.name",
     "tool_choice.allowed_tools": "tool_choice.tools",
 }
-_IN_MESSAGES = {"stop": "stop_sequences", "tool_choice.function.name": "tool_choice.name"}
+_IN_MESSAGES = {
+    "stop": "stop_sequences",
+    "tool_choice.function.name": "tool_choice.name",
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
 
 
 def read_responses(body: ResponsesBody, served: Served) -> Asked:
@@ -87,6 +92,7 @@ def read_messages(body: CountBody, served: Served) -> Asked:
         system = "\n".join(block.text for block in system)
     if isinstance(body, MessagesBody):
         answer = {**_shared(body), "max_tokens": body.max_tokens, "stop": body.stop_sequences}
+        answer["response_format"] = _output(body)
     turns = [m for i, turn in enumerate(body.messages) for m in _turn(f"messages[{i}]", turn)]
     chat = ChatBody(
         **{"model": body.model, **answer},
@@ -110,6 +116,17 @@ def _reasoning(body: CountBody) -> dict[str, Any]:
         "reasoning_effort": body.output_config.effort if body.output_config else None,
         "include_reasoning": not (is_off or (thinking and thinking.display == "omitted")),
     }
+
+
+def _output(body: MessagesBody) -> ResponseFormat | None:
+    """The schema of the answer, by its present name or by the one that it had before."""
+    given = [body.output_format, body.output_config.format if body.output_config else None]
+    named = [one.schema_ for one in given if one]
+    if len(named) == 2 and named[0] != named[1]:
+        bound = "left out beside `output_config.format`, which is its newer name"
+        raise RequestError("output_format", named[0], bound)
+    schema = JsonSchema(schema=named[0]) if named else None
+    return ResponseFormat(type="json_schema", json_schema=schema) if schema else None
 
 
 def _read(chat: ChatBody, served: Served, names: Mapping[str, str]) -> Asked:

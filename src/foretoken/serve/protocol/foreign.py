@@ -83,7 +83,6 @@ COUNT = {
     "mcp_servers": Foreign(([],), "Connect to the server yourself, and send its tools."),
     "context_management": Foreign(({}, {"edits": []}), "Shorten the conversation yourself."),
     "compaction": Foreign((), "Shorten the conversation yourself."),
-    "output_format": Foreign((), "/v1/chat/completions has `response_format`."),
     "speed": Foreign(("standard",), "Drafts make it fast: see `speculative`."),
     "inference_geo": Foreign((), "It is computed where this server is."),
     "diagnostics": Foreign(({}, {"previous_message_id": None}), "`usage` counts cached tokens."),
@@ -112,7 +111,6 @@ REASONING = {
     "mode": Foreign(("standard",), "There is one way to reason."),
 }
 THINKING = {"budget_tokens": Foreign((), "Leave it out, and bound the answer by `max_tokens`.")}
-OUTPUT = {"format": Foreign((), "/v1/chat/completions has `response_format`.")}
 TOKENIZE = {
     "return_token_strs": Foreign(_OFF, "`/detokenize` has their text."),
     "tools": Foreign(([],), "`usage` of /v1/chat/completions counts a prompt with tools."),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from foretoken.serve.protocol.chat import Effort, FunctionName
 from foretoken.serve.protocol.common import Fields, Inert, Items, SamplingFields, by_type
-from foretoken.serve.protocol.foreign import COUNT, MESSAGES, OUTPUT, THINKING, TOOL
+from foretoken.serve.protocol.foreign import COUNT, MESSAGES, THINKING, TOOL
 
 
 class TextBlock(Fields):
@@ -90,11 +92,18 @@ class Thinking(Fields):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class OutputConfig(Fields):
-    """How much the model reasons."""
+class OutputFormat(Fields):
+    """A schema that the answer must satisfy."""
 
-    foreign = OUTPUT
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Fields):
+    """How much the model reasons, and what its text is."""
+
     effort: Effort | None = None
+    format: OutputFormat | None = None
 
 
 class CountBody(Fields):
@@ -120,6 +129,7 @@ class MessagesBody(CountBody, SamplingFields):
 
     foreign = MESSAGES
     max_tokens: int
+    output_format: OutputFormat | None = None
     stop_sequences: Items[str] | None = None
     metadata: Inert = None
     service_tier: Inert = None

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, NoReturn, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.admission import check_token_ids
@@ -253,13 +253,14 @@ class AsyncEngine:
         """
         return self._worker.abort(request_id)
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(self, **others: Any) -> bool:
         """As `LLM.reset_prefix_cache`, between two steps."""
+        check_options(others, known=())
         await asyncio.wrap_future(self._worker.call(lambda engine: engine.scheduler.pool.reset()))
         return True
 
-    def __getattr__(self, name: str) -> NoReturn:
-        absent_attribute(self, name)
+    if not TYPE_CHECKING:
+        __getattr__ = absent_attribute
 
     async def close(self) -> None:
         """End what runs and release models and caches; the thread has ended when it returns.

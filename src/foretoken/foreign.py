@@ -7,12 +7,15 @@ Classes and methods that are absent say the same when they are used.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from foretoken.errors import AbsentError, ConfigError, RequestError
+from foretoken.errors import AbsentError, ConfigError, RequestError, check_known_keys
 
+_Class = TypeVar("_Class")
 _log = logging.getLogger(__name__)
 
 
@@ -87,6 +90,8 @@ CALL_OPTIONS = {
     "prompt_adapter_request": _NO_LORA,
     "prompt_token_ids": Foreign((None,), "Pass them as the prompt: {'prompt_token_ids': ids}."),
     "pooling_params": Foreign((None,), _GENERATES),
+    "reset_running_requests": _EITHER,  # they keep what they hold, and nobody finds it
+    "reset_connector": _EITHER,
 }
 
 PROMPT_KEYS = {
@@ -279,7 +284,7 @@ RENAMED = {"gpu_memory_utilization": "memory_fraction"}
 """Options of vLLM's that are ours by another name."""
 
 NAMES = {
-    "EngineArgs": "Pass its options to `LLM`, or to `EngineConfig`.",
+    "EngineArgs": "Pass its options to `LLM`.",
     "AsyncEngineArgs": "Pass its options to `AsyncEngine`.",
     "LLMEngine": "Use `LLM.generate` or `LLM.stream`; `AsyncEngine` takes requests at any time.",
     "AsyncLLMEngine": "Write `AsyncEngine(model, **options)`.",
@@ -334,11 +339,33 @@ METHODS = {
 }
 """Methods and attributes of vLLM's engines, and what to write instead."""
 
+_TIMES = "`metrics` has `time_to_first_token` and `tokens_per_second`."
+OUTPUTS = {
+    **dict.fromkeys(
+        "arrival_time first_token_time first_scheduled_time last_token_time time_in_queue "
+        "finished_time queued_ts scheduled_ts first_token_ts last_token_ts".split(),
+        _TIMES,
+    ),
+    **dict.fromkeys(
+        "encoder_prompt encoder_prompt_token_ids".split(), "Decoders are served alone."
+    ),
+    "lora_request": _NO_LORA.instead,
+    "kv_transfer_params": _ONE_PROCESS.instead,
+    "routed_experts": "The routing of experts is not told.",
+    "multi_modal_placeholders": _NO_MEDIA.instead,
+    "num_generation_tokens": "Count `token_ids`.",
+    "sampling_type": "`temperature` and `seed` say it.",
+    "all_stop_token_ids": "The checkpoint's end of text, and `stop_token_ids`.",
+    "update_from_generation_config": "`LLM.get_default_sampling_params` has them.",
+}
+"""The same of what a request is given, and of what it returns."""
+
 
 def absent_attribute(owner: object, name: str) -> NoReturn:
-    """What `__getattr__` raises: of a name in `METHODS` what to write instead."""
+    """What `__getattr__` raises: of a name in these tables what to write instead."""
     kind = type(owner).__name__
-    remedy = f" {METHODS[name]}" if name in METHODS else ""
+    told = METHODS.get(name) or OUTPUTS.get(name)
+    remedy = f" {told}" if told else ""
     raise AbsentError(f"`{kind}` has no attribute `{name}`.{remedy}")
 
 
@@ -573,6 +600,35 @@ def without_foreign(
         if note and given[name]:
             _log.warning(note)
     return {name: value for name, value in given.items() if name not in table}
+
+
+def names_checked(
+    table: Mapping[str, Foreign], error: type[ConfigError] | type[RequestError], where: str
+) -> Callable[[type[_Class]], type[_Class]]:
+    """A decorator: names that a dataclass lacks are refused by an error of ours, not `TypeError`.
+
+    Args:
+        where: what the class is called in errors.
+    """
+
+    def decorate(cls: type[_Class]) -> type[_Class]:
+        initialise: Any = cls.__init__
+        first, *others = fields(cls)  # type: ignore[arg-type]
+        names = [first.name, *(field.name for field in others)]
+
+        @functools.wraps(initialise)
+        def checked(self: _Class, *unnamed: Any, **given: Any) -> None:
+            if unnamed and first.kw_only:
+                remedy = f"Write {cls.__name__}({first.name}=...), and so on."
+                raise error(where, unnamed, "given by their names", remedy)
+            given = without_foreign(given, table, error)
+            check_known_keys(where, given, names, error)
+            initialise(self, *unnamed, **given)
+
+        cls.__init__ = checked  # type: ignore[assignment]
+        return cls
+
+    return decorate
 
 
 def _is_same(given: Any, value: Any) -> bool:

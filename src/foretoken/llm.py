@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
-from typing import Any, Literal, NoReturn, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.engine.boundary import Submission, build_output, not_begun, prepare, submit, unserved
@@ -88,15 +88,16 @@ class LLM:
         """`tokenizer`, by the name that vLLM's users type."""
         return self.tokenizer
 
-    def __getattr__(self, name: str) -> NoReturn:
-        absent_attribute(self, name)
+    if not TYPE_CHECKING:
+        __getattr__ = absent_attribute
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` means (a copy): the checkpoint's own defaults over ours."""
         return replace(self._params.defaults)
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, **others: Any) -> bool:
         """Have no later request reuse what earlier ones computed; True: it has happened."""
+        check_options(others, known=())
         with self._turns:
             self.engine.scheduler.pool.reset()
         return True

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from foretoken.errors import ForetokenError
+from foretoken.foreign import absent_attribute
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,9 @@ class RequestMetrics(SpeculationMetrics):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
 
+    if not TYPE_CHECKING:
+        __getattr__ = absent_attribute
+
 
 @dataclass(frozen=True, slots=True)
 class CompletionOutput:
@@ -275,6 +279,13 @@ class CompletionOutput:
     synthetic_acceptance: bool = False
     trace: list[TokenTrace] | None = None
 
+    if not TYPE_CHECKING:
+        __getattr__ = absent_attribute
+
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
     @property
     def cumulative_logprob(self) -> float | None:
         """Sum of the log-probabilities of `token_ids`; None unless `logprobs` were asked for."""
@@ -299,6 +310,9 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: ForetokenError | None = None
+
+    if not TYPE_CHECKING:
+        __getattr__ = absent_attribute
 
     @property
     def finished(self) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import pickle
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -10,8 +13,26 @@ from typing import Any
 import pytest
 
 import foretoken
-from foretoken import LLM, AbsentError, ConfigError, EngineConfig, RequestError, SamplingParams
-from foretoken.foreign import ENGINE_OPTIONS, METHODS, NAMES, SPECULATIVE_FIELDS, Foreign
+from foretoken import (
+    LLM,
+    AbsentError,
+    AsyncEngine,
+    ConfigError,
+    EngineConfig,
+    RequestError,
+    SamplingParams,
+    SpeculativeConfig,
+    StructuredOutputsParams,
+)
+from foretoken.foreign import (
+    ENGINE_OPTIONS,
+    METHODS,
+    NAMES,
+    OUTPUTS,
+    SPECULATIVE_FIELDS,
+    Foreign,
+)
+from tests.support.asynchronous import last
 from tests.support.checkpoints import save_checkpoint
 
 TEMPLATE = (
@@ -337,6 +358,46 @@ def test_a_speculative_option_is_named_as_one(name: str, foreign: Foreign) -> No
         assert caught.value.field.endswith(f".{name}")
         assert caught.value.field.startswith("speculative_config.")
         assert caught.value.remedy == foreign.instead
+
+
+def test_what_outputs_lack_says_what_to_read(llm: LLM) -> None:
+    (output,) = llm.generate("abc", SamplingParams(max_tokens=2))
+    owners = {"metrics": output.metrics, "output": output, "sample": output.outputs[0]}
+    assert output.outputs[0].finished()
+    for name, told in OUTPUTS.items():
+        for owner in (*owners.values(), SamplingParams()):
+            with pytest.raises(AbsentError, match=f"`{name}`") as caught:
+                getattr(owner, name)
+            assert told in str(caught.value)
+            assert not hasattr(owner, name)
+    assert copy.deepcopy(output) == pickle.loads(pickle.dumps(output)) == output
+
+
+def test_options_of_our_classes_are_checked_when_they_are_built() -> None:
+    assert EngineConfig("x", tensor_parallel_size=1) == EngineConfig("x")
+    for build in (lambda: EngineConfig("x", nowhere=1), lambda: SpeculativeConfig(nowhere=1)):
+        with pytest.raises(ConfigError, match="nowhere` is 1: must be left out: there is no such"):
+            build()
+    with pytest.raises(RequestError, match=r"structured_outputs\.jsn` is .*Did you mean `json`"):
+        StructuredOutputsParams(jsn={})
+    assert StructuredOutputsParams({"type": "object"}).given == {"json": {"type": "object"}}
+    with pytest.raises(RequestError, match="exactly one of json"):
+        SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"], regex="a"))
+
+
+def test_an_async_engine_says_the_same(model: Path) -> None:
+    async def main() -> None:
+        async with AsyncEngine(str(model)) as engine:
+            for name in ("do_log_stats", "check_health", "add_lora", "sleep"):
+                with pytest.raises(AbsentError, match=f"`AsyncEngine` has no attribute `{name}`"):
+                    getattr(engine, name)
+            prompt, asked = list(b"abcdefgh" * 8), SamplingParams(temperature=0, max_tokens=2)
+            cached = [(await last(engine, prompt, asked)).num_cached_tokens for _ in range(2)]
+            assert await engine.reset_prefix_cache(reset_running_requests=True)
+            cached.append((await last(engine, prompt, asked)).num_cached_tokens)
+            assert cached == [0, 48, 0]
+
+    asyncio.run(main())
 
 
 def test_what_is_unknown_is_named_with_its_value() -> None:

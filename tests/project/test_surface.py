@@ -29,7 +29,7 @@ OPS = (
 LLM_METHODS = {
     "get_tokenizer": "",
     "get_default_sampling_params": "",
-    "reset_prefix_cache": "",
+    "reset_prefix_cache": "others",
     "generate": "prompts sampling_params use_tqdm on_error on_interrupt others",
     "chat": "messages sampling_params use_tqdm on_error on_interrupt template",
     "stream": "prompt sampling_params on_interrupt",

@@ -16,8 +16,8 @@ from foretoken.config.checks import (
     plain,
 )
 from foretoken.config.speculative import SpeculativeConfig
-from foretoken.errors import ConfigError, check_known_keys
-from foretoken.foreign import ENGINE_OPTIONS, RENAMED, without_foreign
+from foretoken.errors import ConfigError
+from foretoken.foreign import ENGINE_OPTIONS, RENAMED, names_checked
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
@@ -25,6 +25,7 @@ BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 
 
+@names_checked(ENGINE_OPTIONS, ConfigError, "engine option")
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Options of one engine.
@@ -167,8 +168,7 @@ class EngineConfig:
 
     @classmethod
     def parse(cls, **options: Any) -> EngineConfig:
-        """Build from what a user typed; unknown names are errors with the nearest valid one."""
-        options = without_foreign(options, ENGINE_OPTIONS, ConfigError)
+        """Build from what a user typed, vLLM's names for our options and None for defaults too."""
         for theirs, ours in RENAMED.items():
             if (value := plain(options.pop(theirs, None))) is None:
                 continue
@@ -176,10 +176,5 @@ class EngineConfig:
             if options.setdefault(ours, value) != value:
                 bound = f"left out beside `{ours}`, which is its name here"
                 raise ConfigError(theirs, value, bound)
-        defaults = {f.name: f.default for f in fields(cls)}
-        check_known_keys("engine option", options, defaults)
-        # None stands for the default of an option that has another one.
-        given = {
-            k: v for k, v in options.items() if v is not None or defaults[k] in (None, MISSING)
-        }
-        return cls(**given)
+        others = {f.name for f in fields(cls) if f.default not in (None, MISSING)}
+        return cls(**{k: v for k, v in options.items() if v is not None or k not in others})

@@ -18,7 +18,7 @@ from foretoken.config.checks import (
     make_plain,
 )
 from foretoken.errors import ConfigError, check_known_keys
-from foretoken.foreign import SPECULATIVE_FIELDS, without_foreign
+from foretoken.foreign import SPECULATIVE_FIELDS, names_checked, without_foreign
 
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 LOSSLESS_METHODS = ("standard", "block", "coupled")
@@ -30,6 +30,7 @@ HYBRID = "hybrid"
 _WHERE = "speculative_config."
 
 
+@names_checked({}, ConfigError, "speculative_config")
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """How tokens are drafted and verified.
@@ -256,9 +257,7 @@ class SpeculativeConfig:
                 raise ConfigError("speculative_config", given, "a JSON object", remedy) from error
         if not isinstance(given, Mapping):
             raise ConfigError("speculative_config", given, "a JSON object or a dict")
-        given = without_foreign(given, SPECULATIVE_FIELDS, ConfigError, _WHERE)
-        check_known_keys("speculative_config", given, [f.name for f in fields(cls)])
-        return cls(**given)
+        return cls(**without_foreign(given, SPECULATIVE_FIELDS, ConfigError, _WHERE))
 
 
 @contextmanager

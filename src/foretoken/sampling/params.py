@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.config import AUTO, REJECTION_SAMPLE_METHODS, plain
-from foretoken.errors import RequestError, check_known_keys
-from foretoken.foreign import SAMPLING_FIELDS, without_foreign
+from foretoken.errors import RequestError
+from foretoken.foreign import SAMPLING_FIELDS, absent_attribute, names_checked
 from foretoken.sampling.grammar import Grammar
 from foretoken.sampling.structured import read_structured_outputs
 
@@ -85,24 +84,8 @@ def check_salt(salt: Any) -> None:
         check_text("cache_salt", salt)
 
 
-def _names_checked(cls: type[SamplingParams]) -> type[SamplingParams]:
-    """Have a name that it does not have refused by an error of ours, not by `TypeError`."""
-    initialise = cls.__init__
-
-    @functools.wraps(initialise)
-    def checked(self: SamplingParams, *unnamed: Any, **given: Any) -> None:
-        if unnamed:
-            remedy = "Write SamplingParams(temperature=0.8), and so on."
-            raise RequestError("sampling_params", unnamed, "given by their names", remedy)
-        given = without_foreign(given, SAMPLING_FIELDS, RequestError)
-        check_known_keys("sampling_params", given, [f.name for f in fields(cls)], RequestError)
-        initialise(self, **given)
-
-    cls.__init__ = checked  # type: ignore[method-assign]
-    return cls
-
-
-@dataclass(slots=True, kw_only=True)
+@names_checked({}, RequestError, "structured_outputs")
+@dataclass(slots=True)
 class StructuredOutputsParams:
     """What a text must be, as an object: `SamplingParams.structured_outputs` takes it as a map.
 
@@ -129,7 +112,7 @@ class StructuredOutputsParams:
         return {name: value for name, value in pairs if value is not None and value is not False}
 
 
-@_names_checked
+@names_checked(SAMPLING_FIELDS, RequestError, "sampling_params")
 @dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request, applied in the order of `Backend.process_logits`.
@@ -314,6 +297,9 @@ class SamplingParams:
                     _integer("logit_bias", token, 0, "keyed by token ids >= 0")
                     _number(f"logit_bias[{token}]", value, -100.0, 100.0, "in [-100, 100]")
             self.logit_bias = bias
+
+    if not TYPE_CHECKING:
+        __getattr__ = absent_attribute
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> SamplingParams:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import re
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from foretoken.cli.app import app
 from foretoken.config import EngineConfig
 from foretoken.lab.audit.command import Plan
 from foretoken.lab.laws.chain import Setting
-from foretoken.serve.protocol.completions import CompletionBody
 from tests.project.source import ROOT
 
 COMMANDS = commands()
@@ -173,12 +171,6 @@ def test_targets_of_make_exist() -> None:
     phony = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE)
     assert names >= {"demo", "test", "serve"}
     assert names <= set(phony[0].split())
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.words[0] == "curl"], ids=named)
-def test_bodies_of_requests_are_taken(command: Documented) -> None:
-    body = CompletionBody.model_validate(json.loads(command.words[-1]))
-    assert body.prompt == "def fibonacci(n):\n"
 
 
 # Running ------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from benchmarks.documented import Documented, commands
 from foretoken import AsyncEngine
 from foretoken.serve.options import ServeOptions
 from tests.serve.running import post, running
@@ -79,6 +80,17 @@ def test_every_api_answers_from_the_clone(
     )
     assert call.type == "function"
     assert json.loads(call.function.arguments).keys() == {"w", "of"}
+
+
+EXAMPLES = [command for command in commands() if command.words[0] == "curl"]
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.words[1][-16:])
+def test_an_example_of_the_documents_is_answered(http: httpx.Client, example: Documented) -> None:
+    words = example.words
+    path = words[1].removeprefix("http://127.0.0.1:8000")
+    answer = http.post(path, json=json.loads(words[words.index("-d") + 1]))
+    assert answer.status_code == 200, answer.text
 
 
 def test_the_template_shows_all_of_a_conversation(http: httpx.Client) -> None:

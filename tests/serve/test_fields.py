@@ -78,7 +78,7 @@ HONOURED: dict[str, Any] = {
     "truncate_prompt_tokens": 3, "cache_salt": "x", "request_id": "x", "add_special_tokens": False,
     "return_token_ids": True, "return_tokens_as_token_ids": True, "reasoning_effort": "low",
     "include_reasoning": False, "reasoning": {"effort": "low"}, "thinking": {"type": "disabled"},
-    "output_config": {"effort": "low"},
+    "output_config": {"effort": "low"}, "output_format": {"type": "json_schema", "schema": SCHEMA},
 }  # fmt: skip
 # What turns something off that is off: a value that is allowed, and one that is not.
 OFF = {"include": (["reasoning.encrypted_content"], ["message.output_text.logprobs"]),

@@ -158,7 +158,7 @@ def test_reasoning_is_a_block(claude: anthropic.Anthropic) -> None:
         ({"stop_sequences": [""]}, 400, "`stop_sequences"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
          "`messages[0].content[0].type`"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "`messages[0].role`"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "`messages[0].role`"),
         ({"max_tokens": 4000}, 400, "`max_tokens`"),
     ],
 )  # fmt: skip

@@ -150,8 +150,9 @@ class SamplingParams:
             before it were just generated.
         allowed_token_ids: only these can be drawn.
         structured_outputs: what the text must be: a map with one of `json` (a schema, or its JSON
-            text), `json_object` (true), `regex`, `choice` (a list of texts) and `grammar` (Lark, as
-            llguidance reads it). End of text can be drawn only where it may end, and does end it.
+            text), `json_object` (true), `regex`, `choice` (a list of texts) and `grammar` (Lark, or
+            GBNF). JSON has no white space, unless `disable_any_whitespace` is false or there is a
+            `whitespace_pattern`. End of text can be drawn only where it may end, and does end it.
         num_speculative_tokens: this request's own K, 0..the engine's; 0 opts out; `auto`, if the
             engine's is: as pays in each step, also where the text of a seed then depends on what
             else is in the batch; None: the engine's.

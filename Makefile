@@ -19,6 +19,10 @@ NATIVE := $(VENV)/.foretoken-native
 # that take longest begin first (tests/conftest.py). On two cores `make test` may take 10 minutes.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
+# Of what pip says, a line for each package: it is alive. Its errors are shown as they are.
+QUIETLY = && echo DONE; } | awk '/^(Collecting|Downloading .*whl|Building)/ { print "  " $$1, $$2 } \
+  /^Installing/ { print "  Installing", NF - 3, "packages" } /^DONE$$/ { done = 1 } \
+  { fflush() } END { exit !done }'
 
 .PHONY: demo serve audit test test-avx2 test-trial check format law soak trial bench tables clean help
 .DEFAULT_GOAL := help
@@ -41,25 +45,25 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "Creating $(VENV) failed: on Debian, install python3-venv" >&2; exit 1; }
 
-$(CORE): pyproject.toml constraints-dev.txt | $(BIN)/python
+$(CORE): pyproject.toml constraints-dev.txt | $(BIN)/python $(NATIVE)
 	@echo "Setting up $(VENV): once, about a minute and 1.3 GB of disk with a CPU build of torch"
-	@$(PIP) --editable .
+	@{ $(PIP) --editable . $(QUIETLY)
 	@touch $@
 
 $(SERVE): pyproject.toml constraints-dev.txt | $(CORE)
 	@echo "Adding the server's packages to $(VENV)"
-	@$(PIP) --quiet --editable '.[serve]'
+	@{ $(PIP) --editable '.[serve]' $(QUIETLY)
 	@touch $(CORE) $@
 
 $(DEV): pyproject.toml constraints-dev.txt | $(CORE)
 	@echo "Adding the development tools to $(VENV)"
-	@$(PIP) --quiet --editable '.[dev]'
+	@{ $(PIP) --editable '.[dev]' $(QUIETLY)
 	@touch $(CORE) $@
 
-# Without a compiler everything runs on the `torch` backend, and says so. The next make tries
-# again.
-$(NATIVE): $(wildcard src/foretoken/ops/backends/native/csrc/*) src/foretoken/ops/backends/native/build.py | $(CORE)
-	@$(BIN)/python -m foretoken.ops.backends.native.build && touch $@ || true
+# Before the packages, which need no part of it: pip would compile in silence. Without a compiler
+# everything runs on the `torch` backend, and says so. The next make tries again.
+$(NATIVE): $(wildcard src/foretoken/ops/backends/native/csrc/*) src/foretoken/ops/backends/native/build.py | $(BIN)/python
+	@$(BIN)/python src/foretoken/ops/backends/native/build.py > /dev/null && touch $@ || true
 
 demo: $(CORE) $(NATIVE)
 	@$(BIN)/foretoken demo

@@ -315,7 +315,7 @@ def test_a_calibration_measures_every_cost(target: Path, draft: Path) -> None:
         text, seen = range(2, 60), list[int]()
         calibration = Calibration(llm.engine, (2,), SamplingParams(), 9, text, patience=0.0)
         profile = calibration.run(lambda done, what: seen.append(done))
-        assert calibration.num_repeats == 1, "a repeat began, and none after it"
+        assert calibration.num_repeats == 2, "one more than a machine that is busy disturbs"
         assert seen == [*range(len(seen) - 1), calibration.num_runs]
         assert profile.limits.num_blocks == llm.engine.scheduler.pool.num_blocks
         with pytest.raises(ConfigError, match="at least 3, the largest batch"):

@@ -51,21 +51,37 @@ def test_one_library_per_instruction_set_each_compiled_once(tree: Path) -> None:
     built = build.build()
     assert built == [build.library_path(v) for v in ("x86-64-v4", "x86-64-v3")]
     assert sorted((tree / "lib").iterdir()) == sorted(built)  # nothing half-made beside them
-    for variant, command in zip(("x86-64-v4", "x86-64-v3"), commands(tree, "g++"), strict=True):
+    compiled = [line for line in commands(tree, "g++") if "-c " in line]
+    for variant, command in zip(("x86-64-v3", "x86-64-v4"), sorted(compiled), strict=True):
         assert f"-march={variant} " in command
         assert str(tree / "csrc" / "kernel.cpp") in command
         assert "-ffast-math" not in command
+    assert len(commands(tree, "g++")) == 4, "two files, two libraries"
     assert build.build() == built
-    assert len(commands(tree, "g++")) == 2
+    assert len(commands(tree, "g++")) == 4
     built[1].unlink()
     assert build.build() == built
-    assert len(commands(tree, "g++")) == 3
+    assert len(commands(tree, "g++")) == 6
+
+
+def test_progress_is_shown_from_the_first_moment(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compiler(tree, "g++")
+    for name in ("a", "b"):
+        (tree / "csrc" / f"{name}.cpp").touch()
+    assert build.main() == 0
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first == "Compiling C++ kernels: 0 of 6 files, 0 s"
+    assert last.startswith("Compiling C++ kernels: 6 of 6 files, ")
+    assert build.main() == 0
+    assert capsys.readouterr().err == "", "nothing is left to do"
 
 
 def test_clang_serves_too(tree: Path) -> None:
     compiler(tree, "clang++")
     assert all(path.exists() for path in build.build())
-    assert len(commands(tree, "clang++")) == 2
+    assert len(commands(tree, "clang++")) == 4
 
 
 def test_changed_sources_are_another_library_and_the_outdated_go(tree: Path) -> None:
@@ -118,7 +134,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_no_library(
     with pytest.raises(build.BuildError):
         build.build()
     assert build.main() == 1
-    first, *errors = capsys.readouterr().err.splitlines()
+    _, first, *errors = capsys.readouterr().err.splitlines()
     assert first.endswith("/bin/g++ -march=x86-64-v4` failed:")
     assert errors[0] == "  kernel.cpp:9: error: no such luck"
     assert len(errors) == 5

@@ -100,6 +100,42 @@ def test_tokens_and_back(http: httpx.Client) -> None:
     assert "[0, 4096)" in post(http, "/detokenize", tokens=[-1])["error"]["message"]
 
 
+def test_load_balancers_and_tools_find_what_they_ask_for(
+    server: Running, http: httpx.Client
+) -> None:
+    for method in ("GET", "POST"):
+        assert http.request(method, "/ping").status_code == 200
+    assert http.get("/load").json() == {"server_load": 0}
+    with ThreadPoolExecutor(1) as pool, closing(Gate(server.engine)):
+        answer = pool.submit(httpx.post, f"{server.url}/v1/completions", json={"prompt": "a"})
+        until(lambda: server.engine.status.num_open == 1)
+        assert http.get("/load").json() == {"server_load": 1}
+    assert answer.result().status_code == 200
+    info = http.get("/server_info").json()
+    assert info["version"] == __version__
+    assert info["served_model_names"] == ["tiny", "other"]
+    assert info["foretoken_config"]["speculative_config"]["num_speculative_tokens"] == 5
+    facts = http.get("/tokenizer_info").json()
+    tokenizer = server.engine.engine.tokenizer
+    assert facts["eos_token"] == tokenizer.eos_token
+    assert facts["vocab_size"] == len(tokenizer)
+    assert facts["chat_template"] == tokenizer.chat_template, "not that of --chat-template"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/embeddings", "/score", "/v1/score", "/pooling", "/rerank", "/v1/rerank", "/v2/rerank",
+     "/classify", "/v1/audio/transcriptions", "/v1/images/generations", "/invocations",
+     "/v1/files", "/nowhere"],
+)  # fmt: skip
+def test_what_this_server_does_not_do_is_said(http: httpx.Client, path: str) -> None:
+    answer = http.post(path, json={"model": "tiny", "input": "x"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "unknown_url")
+    assert error["message"].startswith(f"POST {path} is not here. This server generates text")
+    assert "/v1/chat/completions" in error["message"]
+
+
 def values(http: httpx.Client) -> dict[str, float]:
     lines = http.get("/metrics").text.splitlines()
     pairs = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]

@@ -25,7 +25,8 @@ PAGE = {
 }
 """Paths of the page's files, which hold nothing of this server's."""
 OPEN = frozenset(
-    {"/health", "/health/ready", "/metrics", "/version", "/docs", "/openapi.json", *PAGE}
+    {"/health", "/health/ready", "/ping", "/load", "/metrics", "/version", "/docs", "/openapi.json"}
+    | PAGE.keys()
 )
 """Paths that need no key: probes and scrapers have none, the page asks for it, and documents of
 the API hold nothing of this server's."""

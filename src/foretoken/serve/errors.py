@@ -53,6 +53,11 @@ _HEADERS = {
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
 }
+_HERE = (
+    "This server generates text and does nothing else: no embeddings, scores, ranks or classes, no "
+    "images or audio, no files. POST /v1/chat/completions, /v1/completions, /v1/responses or "
+    "/v1/messages; GET /docs says the rest."
+)
 request_id = ContextVar("request_id", default="")
 """The name of the request that this task serves; see `logs.py`."""
 
@@ -174,8 +179,11 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(request: Request, error: HTTPException) -> Response:
-        told = f"{request.method} {own_path(request.scope)}: {error.detail}"
-        answer = Refusal(error.status_code, told, "invalid_request_error")
+        path = own_path(request.scope)
+        told, code = f"{request.method} {path}: {error.detail}", None
+        if error.status_code == 404:
+            told, code = f"{request.method} {path} is not here. {_HERE}", "unknown_url"
+        answer = Refusal(error.status_code, told, "invalid_request_error", code=code)
         response = answer.response(request.scope)
         response.headers.update(error.headers or {})
         return response

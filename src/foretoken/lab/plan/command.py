@@ -28,7 +28,7 @@ _ESTIMATED = {
 _FILES = {"acceptance_file", "output"}
 _PARAMS = SamplingParams(temperature=0.0)
 _REPEATS = 3  # of a calibration; no further one begins after so many seconds:
-_PATIENCE_S = 45.0
+_PATIENCE_S = 40.0
 
 
 class Command:

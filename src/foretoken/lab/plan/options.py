@@ -19,8 +19,8 @@ class PlanOptions:
         profile: a JSON file of what steps take: read if it is there, else written once they are
             measured; None: they are measured and forgotten.
         calibrate: measure, even if the profile is there, and write it anew.
-        repeats: measured runs of each case of a calibration; None: 3, or fewer where they take
-            longer than a minute.
+        repeats: measured runs of each case of a calibration; None: 3, or 2 where those take
+            longer than 40 s.
         bandwidth: GB/s at which weights are read: with `tflops`, an estimate from config.json
             takes the place of measuring, and no weights are loaded.
         tflops: arithmetic of the hardware, in 10^12 operations per second.

@@ -1,6 +1,9 @@
-"""How the server is: health, metrics, version."""
+"""How the server is: health, load, metrics, version; what it serves, and by which options."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -13,9 +16,17 @@ from foretoken.serve.metrics import EngineCollector, exposition
 
 
 def router(context: Context) -> APIRouter:
-    """`/health`, `/health/ready`, `/metrics`, `/version`."""
+    """Paths for probes, scrapers and the curious."""
     routes = APIRouter(tags=["state"])
     collector = EngineCollector(context.engine, context.counts, context.served.names[0])
+
+    tokenizer = tokenizer_facts(context.engine.engine.tokenizer)
+    options = {
+        "version": __version__,
+        "served_model_names": list(context.served.names),
+        "max_model_len": context.served.max_model_len,
+        "foretoken_config": asdict(context.engine.config),
+    }
 
     # The engine is built before the socket listens: while it lives, it is ready.
     @routes.get("/health", response_model=None)
@@ -23,6 +34,27 @@ def router(context: Context) -> APIRouter:
         """200 while the engine serves, 503 once it has failed."""
         failure = context.engine.status.failure
         return JSONResponse({}) if failure is None else refusal(failure).response()
+
+    @routes.get("/ping", response_model=None)
+    @routes.post("/ping", response_model=None)
+    async def ping() -> Response:
+        """As `/health`, by the name that some load balancers ask for."""
+        return await health()
+
+    @routes.get("/load", response_model=None)
+    async def load() -> JSONResponse:
+        """How many requests are being answered."""
+        return JSONResponse({"server_load": len(context.lifetime.flights)})
+
+    @routes.get("/server_info", response_model=None)
+    async def server_info() -> JSONResponse:
+        """The engine's options."""
+        return JSONResponse(options)
+
+    @routes.get("/tokenizer_info", response_model=None)
+    async def tokenizer_info() -> JSONResponse:
+        """What the checkpoint's files say of its tokenizer, its own chat template included."""
+        return JSONResponse(tokenizer)
 
     @routes.get("/health/ready", response_model=None)
     async def ready() -> Response:
@@ -42,3 +74,21 @@ def router(context: Context) -> APIRouter:
         return JSONResponse({"version": __version__})
 
     return routes
+
+
+def tokenizer_facts(tokenizer: Any | None) -> dict[str, Any]:
+    """Facts of a tokenizer that clients need to count and to show; {} where there is none.
+
+    A template that `--chat-template` gave is not among them: its author may keep it.
+    """
+    if tokenizer is None:
+        return {}
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        **{name: getattr(tokenizer, name, None) for name in names},
+        "additional_special_tokens": list(tokenizer.all_special_tokens),
+        "add_bos_token": getattr(tokenizer, "add_bos_token", None),
+        "chat_template": getattr(tokenizer, "chat_template", None),
+    }

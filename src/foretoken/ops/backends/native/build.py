@@ -1,4 +1,4 @@
-"""Compiles the native kernels: `python -m foretoken.ops.backends.native.build`.
+"""Compiles the native kernels: `python -m foretoken.ops.backends.native.build`, or by its path.
 
 Belongs here: compiler, flags, file names. Standard library only, and no import of this package: the
 hook that builds a wheel loads this file by its path before anything is installed.
@@ -12,12 +12,17 @@ damaged library is noticed before the process dies of SIGBUS in it.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -33,6 +38,8 @@ _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall",
 _SHARED = ["-shared", "-fPIC", "-pthread"]
 _SEAL = hashlib.sha256().digest_size  # bytes at the end of a library
 _SHOWN = 5  # lines of a compiler's errors
+_EVERY_S = 5.0  # between two lines of progress
+Report = Callable[[int, int], None]
 
 
 class BuildError(Exception):
@@ -58,8 +65,11 @@ def is_whole(path: Path) -> bool:
     return hashlib.sha256(content[:-_SEAL]).digest() == content[-_SEAL:]
 
 
-def build() -> list[Path]:
+def build(report: Report = lambda done, total: None) -> list[Path]:
     """Compile every variant of this machine's architecture that is missing; drop outdated ones.
+
+    Args:
+        report: gets how many files of how many are compiled; not called if nothing is missing.
 
     Raises:
         BuildError: no C++ compiler, an unknown architecture, or the compiler refused.
@@ -69,34 +79,64 @@ def build() -> list[Path]:
     if variants is None:
         raise BuildError(f"there are no native kernels for `{platform.machine()}`")
     LIBRARIES.mkdir(exist_ok=True)
-    built = [library_path(variant) for variant in variants]
-    for path, flags in zip(built, variants.values(), strict=True):
-        if not (path.exists() and is_whole(path)):
-            _compile(flags, path)
+    built = {library_path(variant): flags for variant, flags in variants.items()}
+    missing = {path: built[path] for path in built if not (path.exists() and is_whole(path))}
+    if missing:
+        _compile(missing, report)
     for path in LIBRARIES.glob("*.so"):
         if path not in built:
             path.unlink(missing_ok=True)
-    return built
+    return [*built]
 
 
-def _compile(flags: list[str], path: Path) -> None:
+def _compile(missing: dict[Path, list[str]], report: Report) -> None:
+    """Each source by itself, as many at a time as there are cores, then each library."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError("there is no C++ compiler (`g++` or `clang++`)")
-    sources = sorted(str(source) for source in SOURCES.glob("*.cpp"))
-    # Renamed when whole: nobody loads half a library.
+    sources = sorted(
+        SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size
+    )  # long ones first
+    with (
+        tempfile.TemporaryDirectory(dir=LIBRARIES) as folder,
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        objects: dict[Path, list[str]] = {path: [] for path in missing}
+        tasks = []
+        for path, flags in missing.items():
+            for source in sources:
+                objects[path].append(f"{folder}/{path.stem}-{source.stem}.o")
+                files = ["-c", str(source), "-o", objects[path][-1]]
+                command = [compiler, *_FLAGS, *flags, *_SHARED[1:], *files]
+                tasks.append(pool.submit(_run, command, flags))
+        try:
+            report(0, len(tasks))
+            for task in tasks:
+                task.result()
+                report(sum(each.done() for each in tasks), len(tasks))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        for path, flags in missing.items():
+            _link([compiler, *_SHARED, *objects[path]], flags, path)
+
+
+def _link(command: list[str], flags: list[str], path: Path) -> None:
+    """Make a library, and seal it. Renamed when whole: nobody loads half a library."""
     partial = path.with_suffix(f".{os.getpid()}.partial")
-    command = [compiler, *_FLAGS, *flags, *_SHARED, *sources, "-o", str(partial)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            shown = " ".join([compiler, *flags])
-            raise BuildError(f"`{shown}` failed:\n{_first_errors(done.stderr)}")
+        _run([*command, "-o", str(partial)], flags)
         with partial.open("ab") as library:
             library.write(hashlib.sha256(partial.read_bytes()).digest())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _run(command: list[str], flags: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        shown = " ".join([command[0], *flags])
+        raise BuildError(f"`{shown}` failed:\n{_first_errors(done.stderr)}")
 
 
 def _first_errors(said: str) -> str:
@@ -106,10 +146,26 @@ def _first_errors(said: str) -> str:
     return "\n".join(f"  {line}" for line in errors[:_SHOWN] or lines[-_SHOWN:])
 
 
+class _Shown:
+    """A line of progress: on a terminal one that changes, elsewhere one every few seconds."""
+
+    def __init__(self) -> None:
+        self._start, self._said = time.monotonic(), -math.inf
+
+    def __call__(self, done: int, total: int) -> None:
+        now, is_terminal = time.monotonic(), sys.stderr.isatty()
+        if is_terminal or done in (0, total) or now - self._said > _EVERY_S:
+            bar = f"[{'#' * (20 * done // total):20}] " if is_terminal else ""
+            line = f"Compiling C++ kernels: {bar}{done} of {total} files, {now - self._start:.0f} s"
+            ends = "\n" if done == total or not is_terminal else ""
+            print(f"\r{line}" if is_terminal else line, end=ends, file=sys.stderr, flush=True)
+            self._said = now
+
+
 def main() -> int:
     """Build, and say what came of it."""
     try:
-        for path in build():
+        for path in build(_Shown()):
             print(path.relative_to(HERE.parent))
     except (BuildError, OSError) as error:
         print(f"Native kernels were not built: {error}.", file=sys.stderr)

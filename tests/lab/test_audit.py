@@ -443,6 +443,18 @@ def given_groups(dependence: float, runs: int, draws: int) -> tuple[int, float]:
     return alarms, total / runs
 
 
+def test_shares_that_are_right_are_within_the_reach_that_a_plot_shows() -> None:
+    rng, null = np.random.default_rng(3), np.array([0.5, 0.3, 0.2, 0.1, 0.4, 0.5])
+    model, within = Model("m", null, {}, given=2), []
+    for _ in range(2000):
+        first, second = rng.multinomial(3000, null[:3]), rng.multinomial(1000, null[3:])
+        source = Source(model, np.array([*first, *second], dtype=float), 4000)
+        within.append(np.abs(source.counts - source.expected) / 4000 <= source.reach)
+    assert np.mean(within, axis=0) == pytest.approx(np.full(6, 0.99), abs=0.008)
+    moved = Source(model._replace(delta=0.02), source.counts, 4000)
+    assert moved.reach == pytest.approx(source.reach + 0.02)
+
+
 def test_outcomes_given_their_group() -> None:
     alarms, mean = given_groups(0.0, runs=300, draws=100)
     assert alarms <= 25

@@ -43,14 +43,15 @@ nav li { break-inside: avoid; margin-bottom: .6rem; }
 nav a { display: block; line-height: 44px; margin-bottom: -10px; font-weight: 600; }
 .table { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #8c959f40; }
+th, td { padding: .2rem .8rem; text-align: right; white-space: nowrap; }
+th, td { border-bottom: 1px solid #8c959f40; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(26rem, 100%), 1fr)); }
-.charts { overflow-x: auto; }
+.charts { overflow-x: auto; margin-top: 1rem; }
 .charts svg { width: 100%; min-width: 30rem; max-width: 40rem; height: auto; }
 summary { line-height: 44px; cursor: pointer; }
-.words td:first-child { white-space: nowrap; }
-.words td { text-align: left; overflow-wrap: anywhere; vertical-align: top; }
+.words td { text-align: left; vertical-align: top; }
+.words td + td { white-space: normal; overflow-wrap: anywhere; }
 @media (prefers-color-scheme: dark) {
   body { color: #e6edf3; background: #0d1117; } a { color: #79b8ff; }
 }

@@ -60,8 +60,9 @@ def _per_user(rows: Sequence[Row], colours: Colours, is_first: bool) -> str:
         return _point(in_all, _spread(row, "tokens_per_second_per_user"))
 
     axes = Axes("tokens/s in all", "tokens/s per user")
-    colour = "" if is_first else " (colours as in the speed-ups)"
-    note = f"A line is a way of decoding{colour}, a dot is a load: the lightest top left."
+    colour = "" if is_first else ", in the colour of its speed-up"
+    note = f"A line is a way of decoding{colour}. A dot is a load, the lightest at the top left: "
+    note += "under more load all users together get more, each of them less."
     title = "What a user gets against what all get"
     return line_chart(title, axes, _series(rows, point, colours), legend=is_first, note=note)
 

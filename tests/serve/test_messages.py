@@ -152,7 +152,7 @@ def test_reasoning_is_a_block(claude: anthropic.Anthropic) -> None:
     [
         ({"max_tokens": None}, 400, "`max_tokens`"),
         ({"model": "x"}, 404, "`model`"),
-        ({"thinking": {"type": "enabled"}}, 400, "`thinking`"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "`thinking.budget_tokens`"),
         ({"tool_choice": {"type": "any"}}, 400, "`tool_choice`"),
         ({"tool_choice": {"type": "tool"}}, 400, "`tool_choice.name`"),
         ({"stop_sequences": [""]}, 400, "`stop_sequences"),

@@ -89,12 +89,14 @@ def test_tokens_and_back(http: httpx.Client) -> None:
     assert post(http, "/detokenize", tokens=plain) == {"prompt": "# x\n"}
     more = post(http, "/tokenize", messages=messages, chat_template_kwargs={"opening": "y"})
     assert post(http, "/detokenize", tokens=more["tokens"]) == {"prompt": "# x\ny"}
+    same = post(http, "/tokenize", messages=messages, add_special_tokens=False)["tokens"]
+    assert same == plain
     wrong: list[dict[str, Any]] = [
         {},
         {"prompt": "a", "messages": messages},
         {"prompt": "a", "return_token_strs": 1},
         {"prompt": "a", "continue_final_message": True},
-        {"messages": messages, "add_special_tokens": False},
+        {"messages": messages, "add_special_tokens": 0},
     ]
     assert all("error" in post(http, "/tokenize", **body) for body in wrong)
     assert "[0, 4096)" in post(http, "/detokenize", tokens=[-1])["error"]["message"]

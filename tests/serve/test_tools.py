@@ -141,8 +141,8 @@ def test_reasoning_that_the_prompt_opens(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
-        ({"tools": None, "parallel_tool_calls": True}, "parallel_tool_calls"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": None, "tool_choice": NAMED}, "tool_choice"),
         ({"tool_choice": {**NAMED, "function": {"name": "x"}}}, "tool_choice.function.name"),
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),

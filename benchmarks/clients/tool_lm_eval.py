@@ -49,8 +49,10 @@ metric_list: [{metric: byte_perplexity}]
 }
 
 
-def _evaluated(url: str, model: str, path: str, names: str, *more: str) -> dict[str, Any]:
+def _evaluated(url: str, model: str, names: str, *more: str) -> dict[str, Any]:
     """What lm-eval found for the tasks of these names, and all samples, by task."""
+    is_chat = "chat" in model
+    path = "/v1/chat/completions" if is_chat else "/v1/completions"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         data = folder / "documents.jsonl"
@@ -59,7 +61,7 @@ def _evaluated(url: str, model: str, path: str, names: str, *more: str) -> dict[
             (folder / f"{task}.yaml").write_text(text + COMMON % data)
         words = [sys.executable, "-m", "lm_eval", "--model", model, "--tasks", names,
                  "--model_args", f"model={MODEL},base_url={url}{path},tokenizer_backend=remote,"
-                 "num_concurrent=2,max_retries=1,tokenized_requests=True",
+                 f"num_concurrent=2,max_retries=1,tokenized_requests={not is_chat}",
                  "--include_path", name, "--output_path", f"{name}/out", "--log_samples",
                  *more]  # fmt: skip
         settings = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": f"{name}/hub",
@@ -89,7 +91,7 @@ def _completion(url: str, body: dict[str, Any]) -> Any:
 
 def completions_with_remote_tokenizer(url: str) -> dict[str, Any]:
     """Likelihoods are those of the prompt's echo; generated texts those of a plain request."""
-    found = _evaluated(url, "local-completions", "/v1/completions", "choose,write,roll")
+    found = _evaluated(url, "local-completions", "choose,write,roll")
     for sample in found["samples"]["write"]:
         body = {"prompt": sample["doc"]["question"], "max_tokens": 24, "stop": ["\n\n"]}
         must(
@@ -111,9 +113,7 @@ def completions_with_remote_tokenizer(url: str) -> dict[str, Any]:
 
 def chats_with_the_servers_template(url: str) -> dict[str, Any]:
     """`local-chat-completions`, its conversations as the client sends them."""
-    found = _evaluated(
-        url, "local-chat-completions", "/v1/chat/completions", "write", "--apply_chat_template"
-    )
+    found = _evaluated(url, "local-chat-completions", "write", "--apply_chat_template")
     texts = [sample["resps"][0][0] for sample in found["samples"]["write"]]
     must(all(isinstance(text, str) for text in texts), "texts")
     return {"documents": len(texts)}

@@ -384,7 +384,9 @@ def absent_name(name: str) -> Any:
     return _Absent(name, (), {"__doc__": NAMES[name], "__module__": "foretoken"})
 
 
-def _each(names: str, harmless: tuple[Any, ...], instead: str, note: str = "") -> dict[str, Foreign]:
+def _each(
+    names: str, harmless: tuple[Any, ...], instead: str, note: str = ""
+) -> dict[str, Foreign]:
     """The same for several names; `...` among the harmless values is any value."""
     return dict.fromkeys(names.split(), Foreign(harmless, instead, note))
 

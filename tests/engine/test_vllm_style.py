@@ -381,6 +381,12 @@ def test_options_of_our_classes_are_checked_when_they_are_built() -> None:
     with pytest.raises(RequestError, match=r"structured_outputs\.jsn` is .*Did you mean `json`"):
         StructuredOutputsParams(jsn={})
     assert StructuredOutputsParams({"type": "object"}).given == {"json": {"type": "object"}}
+    loose = StructuredOutputsParams(json={}, disable_any_whitespace=False)
+    as_map = {"json": {}, "disable_any_whitespace": False}
+    assert SamplingParams(structured_outputs=loose) == SamplingParams(structured_outputs=as_map)
+    assert SamplingParams(structured_outputs=loose) != SamplingParams(
+        structured_outputs={"json": {}}
+    )
     with pytest.raises(RequestError, match="exactly one of json"):
         SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a"], regex="a"))
 

@@ -100,16 +100,16 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
-    disable_any_whitespace: bool = False
-    disable_additional_properties: bool = False
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
     structural_tag: str | None = None
 
     @property
     def given(self) -> dict[str, Any]:
-        """What is not left at its default."""
+        """What is not left out."""
         pairs = [(f.name, getattr(self, f.name)) for f in fields(self)]
-        return {name: value for name, value in pairs if value is not None and value is not False}
+        return {name: value for name, value in pairs if value is not None}
 
 
 @names_checked(SAMPLING_FIELDS, RequestError, "sampling_params")

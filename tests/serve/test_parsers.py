@@ -23,7 +23,7 @@ from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.parsers.message import Parsing
 from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall, merged
-from tests.sampling.test_grammar import allowed, byte_level, next_mask, spelled
+from tests.sampling.test_grammar import allowed, byte_level, next_mask
 
 NAMES = ("area", "now")
 CALL = '{"name": "area", "arguments": {"w": 1, "of": "é🙂 \\"}</tool_call> \\\\"}}'
@@ -297,12 +297,11 @@ def test_every_walk_through_a_grammar_of_calls_or_json_is_one_of_them(
     assert grammar is not None
     how = replace(Parsing.of(form, NAMES, reasons=False, parallel=parallel), is_either=True)
     for _ in range(16):
-        matcher, text = grammar.matcher(), b""
+        matcher, ids = grammar.matcher(), list[int]()
         while not matcher.is_finished:
-            tokens = matcher.forced() or [draw.choice(allowed(next_mask(matcher)))]
-            matcher.append(tokens)
-            text += b"".join(spelled(tokenizer, token) for token in tokens)
-        parts = read(how, [text.decode()])
+            ids += (some := matcher.forced() or [draw.choice(allowed(next_mask(matcher)))])
+            matcher.append(some)
+        parts = read(how, [tokenizer.decode(ids, skip_special_tokens=True)])
         for part in parts:
             seen.add(type(part))
             if isinstance(part, ToolCall):

@@ -266,7 +266,8 @@ def test_a_keyword_behind_a_reference_is_found_and_one_that_nothing_refers_to_is
 
 def test_keywords_that_change_nothing_are_no_reason_to_refuse() -> None:
     harmless = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": {},
-                "propertyNames": {"type": "string"}, "dependentRequired": {}}  # fmt: skip
+                "propertyNames": {"type": "string"}, "dependentRequired": {},
+                "format": "path"}  # fmt: skip
     plain = {"type": "object", "properties": {"uniqueItems": {"const": {"not": 1}}}}
     both: list[Any] = [
         SamplingParams(structured_outputs={"json": schema}).structured_outputs

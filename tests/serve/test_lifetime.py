@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from http.client import HTTPResponse
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -357,7 +358,10 @@ def test_a_server_that_is_idle_is_gone_at_once() -> None:
     with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
-            url = next(line for line in process.stderr if "http" in line).split()[-1]
+            said = [*takewhile(lambda line: "Ctrl-C" not in line, process.stderr)]
+            told = "Chat template: the checkpoint's own; tool calls: hermes; reasoning: none.\n"
+            assert said[-1] == told
+            url = next(process.stderr).split()[-1]
             answer = httpx.post(url + PATH, json={"prompt": "a", "max_tokens": 3}, timeout=PATIENCE)
             assert answer.status_code == 200
             begin = time.monotonic()

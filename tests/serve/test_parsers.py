@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import jsonschema_rs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken.errors import ConfigError
 from foretoken.outputs import CompletionDelta
+from foretoken.sampling.grammar import Grammars
+from foretoken.sampling.schemas import as_text
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import FORMATS, MessageFormat
 from foretoken.serve.parsers.message import Parsing
 from foretoken.serve.parsers.parts import Content, Part, Reasoning, ToolCall, merged
+from tests.sampling.test_grammar import allowed, byte_level, next_mask
 
 NAMES = ("area", "now")
 CALL = '{"name": "area", "arguments": {"w": 1, "of": "é🙂 \\"}</tool_call> \\\\"}}'
@@ -196,6 +201,9 @@ def test_formats_are_found_in_templates(template: str, calls: str | None, reason
         chat_template=template, added_tokens_decoder={7: special}, decode=str
     )
     form = MessageFormat.of(tokenizer, None, "auto", "auto")
+    thoughts = "<think>" if reasons else "none"
+    told = f"tool calls: {calls or 'none'}; reasoning: {thoughts}."
+    assert form.told == f"Chat template: the checkpoint's own; {told}"
     assert form == MessageFormat(FORMATS[calls] if calls else None, reasons, {"[TOOL_CALLS]": 7})
     assert MessageFormat.of(tokenizer, None, "hermes", "none").calls == FORMATS["hermes"]
     grammar = MessageFormat(FORMATS["mistral"], special=form.special).grammar(
@@ -205,6 +213,24 @@ def test_formats_are_found_in_templates(template: str, calls: str | None, reason
     for name in ("tool_call_parser", "reasoning_parser"):
         with pytest.raises(ConfigError, match=name):  # before a model is loaded
             ServeOptions(**{name: "x"})  # type: ignore[arg-type]
+
+
+def test_the_template_in_use_is_told_and_one_that_is_none_is_refused() -> None:
+    named: Any = {"default": "{{ 1 }}", "rag": "{{ 2 }}</think>"}
+    tokenizer: Any = SimpleNamespace(chat_template=named, decode=str)
+    for template, told in (
+        ("rag", "Chat template: the checkpoint's `rag`; tool calls: none; reasoning: <think>."),
+        ("{{ 3 }}<tool_call>",
+         "Chat template: of --chat-template; tool calls: hermes; reasoning: none."),
+    ):  # fmt: skip
+        assert MessageFormat.of(tokenizer, template, "auto", "auto").told == told
+    bare: Any = SimpleNamespace(chat_template=None, decode=str)
+    for nothing, said in ((bare, "no chat template"), (None, "no tokenizer")):
+        form = MessageFormat.of(nothing, None, "auto", "auto")
+        assert (form.has_template, form.told) == (False, f"Chats are refused: there is {said}.")
+    for wrong in ("rga", "template.jinja"):
+        with pytest.raises(ConfigError, match="`chat_template`"):
+            MessageFormat.of(tokenizer, wrong, "auto", "auto")
 
 
 @pytest.mark.parametrize(
@@ -247,6 +273,46 @@ def test_a_grammar_of_calls_or_a_text_mixes_nothing(
     wanted = [Content(text)] if parts is None else parts
     for pieces in ([text], [*text], [*text, ""]):
         assert read(how, pieces, reason=reason) == wanted
+
+
+@pytest.mark.parametrize("kind", ["object", "name"])
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_walk_through_a_grammar_of_calls_or_json_is_one_of_them(
+    name: str, parallel: bool, kind: str
+) -> None:
+    """For each format, and JSON that begins as a call may: the lexer takes the longest match."""
+    area = {"type": "object", "properties": {"w": {"enum": [1, 22]}}, "required": ["w"],
+            "additionalProperties": False}  # fmt: skip
+    members: Any = {"object": {"w": {"type": "null"}},
+                    "name": {"name": {"enum": ["area", "x"]}, "w": area}}  # fmt: skip
+    answer: Any = {**area, "properties": members[kind]}
+    form = MessageFormat(FORMATS[name])
+    tools = [{"function": {"name": each, "parameters": area}} for each in NAMES]
+    lark = form.grammar(FORMATS[name], tools, parallel=parallel, answer=as_text("x", answer))
+    tokenizer: Any = byte_level()
+    grammars = Grammars(tokenizer, len(tokenizer), frozenset([tokenizer.eos_token_id]))
+    grammars.wait([asked := {"grammar": lark}])
+    grammar, draw, seen = grammars.compiled(asked), random.Random(1), set()
+    assert grammar is not None
+    how = replace(Parsing.of(form, NAMES, reasons=False, parallel=parallel), is_either=True)
+    for _ in range(16):
+        matcher, ids = grammar.matcher(), list[int]()
+        while not matcher.is_finished:
+            ids += (some := matcher.forced() or [draw.choice(allowed(next_mask(matcher)))])
+            matcher.append(some)
+        parts = read(how, [tokenizer.decode(ids, skip_special_tokens=True)])
+        for part in parts:
+            seen.add(type(part))
+            if isinstance(part, ToolCall):
+                assert json.loads(part.arguments) in ({"w": 1}, {"w": 22})
+                assert part.is_whole
+                assert part.name in NAMES
+            else:
+                assert jsonschema_rs.is_valid(answer, json.loads(part.text))
+        assert len({type(part) for part in parts}) == 1
+        assert parallel or len(parts) == 1
+    assert seen == {ToolCall, Content}
 
 
 def test_tokens_of_reasoning_are_counted_however_they_were_split() -> None:

@@ -38,6 +38,8 @@ _ABSENT: dict[str, tuple[Any, ...]] = {
 _SAME = {"unevaluatedProperties": "additionalProperties", "unevaluatedItems": "items"}
 _IN_PLACE = {"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "not",
              "dependentSchemas"}  # fmt: skip
+_ANY_TEXT = ("path", "file-path", "directory-path", "password", "binary")
+"""Formats that every text has; llguidance refuses those that it does not know."""
 _OF_MAPS = ("properties", "patternProperties")
 _OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _OF_ONE = ("items", "additionalItems", "additionalProperties")
@@ -85,6 +87,8 @@ def _mend(place: str, schema: dict[str, Any]) -> None:
         if same is None or _IN_PLACE & schema.keys():
             raise RequestError(f"{place}.{key}", value, "left out: no grammar here can hold it")
         schema.setdefault(same, value)
+    if schema.get("format") in _ANY_TEXT:
+        del schema["format"]
 
 
 def _parts(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:

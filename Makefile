@@ -18,10 +18,10 @@ NATIVE := $(VENV)/.foretoken-native
 # A file's tests stay in one process, since they share models that take seconds to load; the files
 # that take longest begin first (tests/conftest.py). On two cores `make test` may take 10 minutes.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
+PIP := PYTHONUNBUFFERED=1 $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints-dev.txt
 # Of what pip says, a line for each package: it is alive. Its errors are shown as they are.
 QUIETLY = && echo DONE; } | awk '/^(Collecting|Downloading .*whl|Building)/ { print "  " $$1, $$2 } \
-  /^Installing/ { print "  Installing", NF - 3, "packages" } /^DONE$$/ { done = 1 } \
+  /^Installing collected/ { print "  Installing", NF - 3, "packages" } /^DONE$$/ { done = 1 } \
   { fflush() } END { exit !done }'
 
 .PHONY: demo serve audit test test-avx2 test-trial check format law soak trial bench tables clean help

@@ -36,17 +36,20 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+?)\.?(?::\d*)?")
 
 
 class RootPath:
-    """Gives every path the prefix that its proxy may have taken from it, as ASGI has it."""
+    """Has every path begin with the one that a proxy has this server under, as ASGI wants it:
+    proxies may take that off."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        self._app, self._root = app, root
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, under `root_path`."""
-        root = scope.get("root_path", "")
-        if root and scope["type"] == "http" and not f"{scope['path']}/".startswith(f"{root}/"):
-            raw = root.encode() + scope["raw_path"]
-            scope = {**scope, "path": root + scope["path"], "raw_path": raw}
+        """Pass on, under that path."""
+        if scope["type"] == "http":
+            root = self._root
+            scope["root_path"] = root
+            if not f"{scope['path']}/".startswith(f"{root}/"):
+                scope["path"] = root + scope["path"]
+                scope["raw_path"] = root.encode() + scope["raw_path"]
         await self._app(scope, receive, send)
 
 

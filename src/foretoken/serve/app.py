@@ -39,7 +39,6 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
     context = Context(engine, Served.of(engine, options), Counts(), int(time.time()), life)
     app = FastAPI(
         title="Foretoken", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan,
-        root_path=options.root_path,
         responses=errors.documented(errors.Refusal(400, "", "").body),
     )  # fmt: skip
     app.state.context = context
@@ -63,5 +62,6 @@ def build_app(engine: AsyncEngine, options: ServeOptions) -> FastAPI:
     if options.checks_host:
         app.add_middleware(HostCheck, options=options)
     app.add_middleware(RequestLog)
-    app.add_middleware(RootPath)
+    if options.root_path:
+        app.add_middleware(RootPath, root=options.root_path)
     return app

@@ -150,10 +150,13 @@ class _Shown:
     """A line of progress: on a terminal one that changes, elsewhere one every few seconds."""
 
     def __init__(self) -> None:
-        self._start, self._said = time.monotonic(), -math.inf
+        self._start, self._said, self._done = time.monotonic(), -math.inf, -1
 
     def __call__(self, done: int, total: int) -> None:
         now, is_terminal = time.monotonic(), sys.stderr.isatty()
+        if done == self._done:
+            return
+        self._done = done
         if is_terminal or done in (0, total) or now - self._said > _EVERY_S:
             bar = f"[{'#' * (20 * done // total):20}] " if is_terminal else ""
             line = f"Compiling C++ kernels: {bar}{done} of {total} files, {now - self._start:.0f} s"

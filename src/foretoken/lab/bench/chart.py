@@ -62,7 +62,7 @@ def _per_user(rows: Sequence[Row], colours: Colours, is_first: bool) -> str:
     axes = Axes("tokens/s in all", "tokens/s per user")
     colour = "" if is_first else ", in the colour of its speed-up"
     note = f"A line is a way of decoding{colour}. A dot is a load, the lightest at the top left: "
-    note += "under more load all users together get more, each of them less."
+    note += "the further right, the more all get; the lower, the less each gets."
     title = "What a user gets against what all get"
     return line_chart(title, axes, _series(rows, point, colours), legend=is_first, note=note)
 

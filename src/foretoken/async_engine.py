@@ -18,7 +18,7 @@ from foretoken.engine.build import build_engine
 from foretoken.engine.engine import Engine
 from foretoken.engine.prompts import Params, ParamsReader, Prompt, check_options, decode, encode
 from foretoken.engine.worker import EngineStatus, Mailbox, Worker
-from foretoken.foreign import absent_attribute
+from foretoken.foreign.python import absent_attribute
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate
 from foretoken.outputs import RequestDelta, RequestOutput, SpeculationMetrics
 from foretoken.sampling.params import SamplingParams

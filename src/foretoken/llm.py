@@ -29,7 +29,7 @@ from foretoken.engine.prompts import (
 from foretoken.engine.request import RequestGroup
 from foretoken.engine.turns import Turns
 from foretoken.errors import ForetokenError, RequestError, UsageError
-from foretoken.foreign import absent_attribute
+from foretoken.foreign.python import absent_attribute
 from foretoken.interrupts import Interrupt, OnInterrupt
 from foretoken.models.chat import CHAT_OPTIONS, ChatOptions, ChatPrompt, ChatTemplate, chat_prompts
 from foretoken.outputs import RequestOutput, SpeculationMetrics

@@ -1,7 +1,7 @@
 """The command line of `vllm serve`, as far as it differs from ours.
 
 Charter: words. Which options are ours in another spelling, which take a value, or several; what
-the others may say is in `foretoken/foreign.py`. None of them is in `--help`.
+the others may say is in `foretoken/foreign/`. None of them is in `--help`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typer import Context
 from typer.core import TyperCommand, TyperOption
 
 from foretoken.errors import ConfigError
-from foretoken.foreign import ENGINE_OPTIONS, SERVER_OPTIONS, without_foreign
+from foretoken.foreign.engine import ENGINE_OPTIONS
+from foretoken.foreign.server import SERVER_OPTIONS
+from foretoken.foreign.table import without_foreign
 
 _TABLE = ENGINE_OPTIONS | SERVER_OPTIONS
 _OTHER_NAMES = {
@@ -57,7 +59,7 @@ def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
     engine = {name: value for name, value in given.items() if name in ENGINE_OPTIONS}
     others = {name: value for name, value in given.items() if name not in engine}
     without_foreign(others, SERVER_OPTIONS, ConfigError)
-    return engine, [name for name in others if ... in SERVER_OPTIONS[name].harmless]
+    return engine, [name for name in given if ... in _TABLE[name].harmless]
 
 
 class _Line:

@@ -13,7 +13,8 @@ from typing import Any, Required, TypedDict
 
 from foretoken.config import plain
 from foretoken.errors import RequestError, check_known_keys
-from foretoken.foreign import CALL_OPTIONS, PROMPT_KEYS, without_foreign
+from foretoken.foreign.python import CALL_OPTIONS, PROMPT_KEYS
+from foretoken.foreign.table import without_foreign
 from foretoken.models.chat import ChatPrompt
 from foretoken.models.tokenizer import encode_after
 from foretoken.sampling.params import SamplingParams, check_salt, check_text

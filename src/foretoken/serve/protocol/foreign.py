@@ -1,11 +1,12 @@
 """Fields of public schemas that are taken where they change nothing, and refused elsewhere.
 
-Charter: the tables of the bodies, of the kind of `foretoken/foreign.py`. null is always harmless.
+Charter: the tables of the bodies, of the kind of `foretoken/foreign/`. null is always harmless.
 """
 
 from __future__ import annotations
 
-from foretoken.foreign import SAMPLING_FIELDS, Foreign
+from foretoken.foreign.python import SAMPLING_FIELDS
+from foretoken.foreign.table import Foreign
 
 _OFF = (False,)
 _EMPTY: tuple[dict[str, object], ...] = ({},)

@@ -291,7 +291,6 @@ NAMES = {
     "AsyncLLM": "Write `AsyncEngine(model, **options)`.",
     "GuidedDecodingParams": "Write `SamplingParams(structured_outputs={'json': schema})`.",
     "BeamSearchParams": _BEAM,
-    "RequestOutputKind": _WHOLE_TEXT,
     "LoRARequest": _NO_LORA.instead,
     "ModelRegistry": "Models come from Transformers: docs/models.md says which are served.",
     "initialize_ray_cluster": _ONE_PROCESS.instead,
@@ -410,12 +409,16 @@ def without_foreign(
 
 
 def names_checked(
-    table: Mapping[str, Foreign], error: type[ConfigError] | type[RequestError], where: str
+    table: Mapping[str, Foreign],
+    error: type[ConfigError] | type[RequestError],
+    where: str,
+    prefix: str = "",
 ) -> Callable[[type[_Class]], type[_Class]]:
     """A decorator: names that a dataclass lacks are refused by an error of ours, not `TypeError`.
 
     Args:
         where: what the class is called in errors.
+        prefix: stands before a name of `table` in one.
     """
 
     def decorate(cls: type[_Class]) -> type[_Class]:
@@ -428,7 +431,7 @@ def names_checked(
             if unnamed and first.kw_only:
                 remedy = f"Write {cls.__name__}({first.name}=...), and so on."
                 raise error(where, unnamed, "given by their names", remedy)
-            given = without_foreign(given, table, error)
+            given = without_foreign(given, table, error, prefix)
             check_known_keys(where, given, names, error)
             initialise(self, *unnamed, **given)
 

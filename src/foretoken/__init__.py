@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from foretoken.outputs import Logprob as Logprob
     from foretoken.outputs import RequestDelta as RequestDelta
     from foretoken.outputs import RequestOutput as RequestOutput
+    from foretoken.sampling.params import RequestOutputKind as RequestOutputKind
     from foretoken.sampling.params import SamplingParams as SamplingParams
     from foretoken.sampling.params import StructuredOutputsParams as StructuredOutputsParams
 
@@ -55,7 +56,7 @@ _NAMES = {
         "ProcessingError RequestError StepError UnsupportedModelError UsageError"
     ),
     "outputs": "CompletionDelta CompletionOutput Logprob RequestDelta RequestOutput",
-    "sampling.params": "SamplingParams StructuredOutputsParams",
+    "sampling.params": "RequestOutputKind SamplingParams StructuredOutputsParams",
 }
 _PLACES = {name: module for module, names in _NAMES.items() for name in names.split()}
 if not TYPE_CHECKING:  # type checkers go by the imports above

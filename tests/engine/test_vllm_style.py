@@ -20,6 +20,7 @@ from foretoken import (
     ConfigError,
     EngineConfig,
     RequestError,
+    RequestOutputKind,
     SamplingParams,
     SpeculativeConfig,
     StructuredOutputsParams,
@@ -378,6 +379,15 @@ def test_options_of_our_classes_are_checked_when_they_are_built() -> None:
             build()
     with pytest.raises(RequestError, match=r"structured_outputs\.jsn` is .*Did you mean `json`"):
         StructuredOutputsParams(jsn={})
+    with pytest.raises(ConfigError, match=r"`speculative_config\.fly_window_size` is 6: must"):
+        SpeculativeConfig(method="ngram", fly_window_size=6)
+    with pytest.raises(ConfigError, match="there is no such name"):
+        SpeculativeConfig.parse({"method": "ngram", 5: 6})  # type: ignore[dict-item]
+    nothing = {f.name: None for f in fields(SpeculativeConfig)}
+    assert SpeculativeConfig.parse({**nothing, "method": "ngram"}) == SpeculativeConfig("ngram")
+    assert SamplingParams(output_kind=RequestOutputKind.CUMULATIVE) == SamplingParams()
+    with pytest.raises(RequestError, match=r"`output_kind` is .*DELTA: 1.*deltas=True"):
+        SamplingParams(output_kind=RequestOutputKind.DELTA)
     assert StructuredOutputsParams({"type": "object"}).given == {"json": {"type": "object"}}
     loose = StructuredOutputsParams(json={}, disable_any_whitespace=False)
     as_map = {"json": {}, "disable_any_whitespace": False}

@@ -18,8 +18,8 @@ PUBLIC = (
     "LLM AbsentError AsyncEngine CapacityError CheckpointError CompletionDelta CompletionOutput "
     "ConfigError EngineBrokenError EngineConfig EngineMemoryError ForetokenError IntegrityError "
     "Logprob NonFiniteLogitsError OverloadedError ProcessingError RequestDelta RequestError "
-    "RequestOutput SamplingParams SpeculativeConfig StepError StructuredOutputsParams TextPrompt "
-    "TokensPrompt UnsupportedModelError UsageError __version__"
+    "RequestOutput RequestOutputKind SamplingParams SpeculativeConfig StepError "
+    "StructuredOutputsParams TextPrompt TokensPrompt UnsupportedModelError UsageError __version__"
 ).split()
 OPS = (
     "BACKENDS DRAFT RESIDUAL TARGET AttentionBatch AttentionCall AttentionOptions Backend Decoder "

@@ -31,7 +31,7 @@ HYBRID = "hybrid"
 _WHERE = "speculative_config."
 
 
-@names_checked({}, ConfigError, "speculative_config")
+@names_checked(SPECULATIVE_FIELDS, ConfigError, "speculative_config", _WHERE)
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """How tokens are drafted and verified.
@@ -247,7 +247,10 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str | Self | None) -> Self | None:
-        """Accept a dict, its JSON text, an instance, or None (no speculation)."""
+        """Accept a dict, its JSON text, an instance, or None (no speculation).
+
+        In a dict None stands for a default.
+        """
         if given is None or isinstance(given, cls):
             return given
         if isinstance(given, str):
@@ -258,7 +261,9 @@ class SpeculativeConfig:
                 raise ConfigError("speculative_config", given, "a JSON object", remedy) from error
         if not isinstance(given, Mapping):
             raise ConfigError("speculative_config", given, "a JSON object or a dict")
-        return cls(**without_foreign(given, SPECULATIVE_FIELDS, ConfigError, _WHERE))
+        own = {f.name for f in fields(cls)}
+        left = {str(k): v for k, v in given.items() if v is not None or k not in own}
+        return cls(**left)
 
 
 @contextmanager

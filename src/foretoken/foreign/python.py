@@ -123,7 +123,6 @@ NAMES = {
     "AsyncLLM": "Write `AsyncEngine(model, **options)`.",
     "GuidedDecodingParams": "Write `SamplingParams(structured_outputs={'json': schema})`.",
     "BeamSearchParams": BEAM,
-    "RequestOutputKind": WHOLE_TEXT,
     "LoRARequest": NO_LORA.instead,
     "ModelRegistry": "Models come from Transformers: docs/models.md says which are served.",
     "initialize_ray_cluster": ONE_PROCESS.instead,

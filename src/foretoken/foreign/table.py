@@ -60,12 +60,16 @@ def without_foreign(
 
 
 def names_checked(
-    table: Mapping[str, Foreign], error: type[ConfigError] | type[RequestError], where: str
+    table: Mapping[str, Foreign],
+    error: type[ConfigError] | type[RequestError],
+    where: str,
+    prefix: str = "",
 ) -> Callable[[type[_Class]], type[_Class]]:
     """A decorator: names that a dataclass lacks are refused by an error of ours, not `TypeError`.
 
     Args:
         where: what the class is called in errors.
+        prefix: stands before a name of `table` in one.
     """
 
     def decorate(cls: type[_Class]) -> type[_Class]:
@@ -78,7 +82,7 @@ def names_checked(
             if unnamed and first.kw_only:
                 remedy = f"Write {cls.__name__}({first.name}=...), and so on."
                 raise error(where, unnamed, "given by their names", remedy)
-            given = without_foreign(given, table, error)
+            given = without_foreign(given, table, error, prefix)
             check_known_keys(where, given, names, error)
             initialise(self, *unnamed, **given)
 

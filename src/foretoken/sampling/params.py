@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import Enum
 from typing import TYPE_CHECKING, Any, cast
 
 from foretoken.config import AUTO, REJECTION_SAMPLE_METHODS, plain
@@ -83,6 +84,14 @@ def check_salt(salt: Any) -> None:
         if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT:
             raise RequestError("cache_salt", salt, f"a text of 1 to {MAX_SALT} characters")
         check_text("cache_salt", salt)
+
+
+class RequestOutputKind(Enum):
+    """What each output of a request holds, by vLLM's names: `CUMULATIVE` is what there is here."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @names_checked({}, RequestError, "structured_outputs")

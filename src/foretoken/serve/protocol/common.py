@@ -50,7 +50,7 @@ class Fields(BaseModel):
             return given
         if len(given) > _MOST_KEYS:
             raise ValueError(f"an object of at most {_MOST_KEYS} keys")
-        return without_foreign(given, cls.foreign, RequestError)
+        return without_foreign(given, cls.foreign, RequestError) if cls.foreign else given
 
 
 class StreamOptions(Fields):

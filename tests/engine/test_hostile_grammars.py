@@ -42,6 +42,7 @@ HOSTILE: Sequence[tuple[dict[str, Any], str]] = [
     ({"grammar": "root ::= foo"}, "GBNF: Rule 'foo' not found"),
     ({"grammar": 'root ::= "a" (("b")'}, "GBNF: Expected ')'"),
     ({"grammar": 'a ::= "b"'}, "or write Lark, which begins with `start:`"),
+    ({"grammar": "root ::= a\n" * 4000}, "at most 32768 characters of GBNF"),
     ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),
     ({"grammar": "%import /etc/passwd"}, "Expected name"),
     ({"grammar": "start: A\nA: /(a|b)*a(a|b){60}/ & ~/(.*b.*){40}/"}, "too many expressions"),

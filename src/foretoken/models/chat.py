@@ -180,9 +180,8 @@ class ChatTemplate:
         if any(f"{q}{role}{q}" in self._text for q in "'\""):
             return role
         if role not in _ROLES:
-            raise RequestError(
-                where, role, f"one of {', '.join(_ROLES)}, or one the template names"
-            )
+            bound = f"one of {', '.join(_ROLES)}, or one the template names"
+            raise RequestError(where, role, bound)
         return "system" if role == "developer" else role  # OpenAI's newer name of it
 
 

@@ -34,6 +34,8 @@ Array = NDArray[Any]
 COMPILE_SECONDS = 10.0
 """For one grammar, waiting for others not counted; what is within the limits below takes 0.3 s."""
 
+_MOST_GBNF = 2**15
+"""Characters: translating takes the square of the number of rules, 1 s for these at worst."""
 _THREADS = 2  # llguidance lets go of Python's lock: a slow grammar holds up no quick one
 _CACHED = 128  # grammars of an engine beyond those that somebody waits for
 
@@ -356,6 +358,8 @@ def _as_lark(asked: dict[str, Any], text: str) -> str:
 
     if "::=" not in text or is_lark_syntax(text):
         return text
+    if len(text) > _MOST_GBNF:
+        raise _refused(asked, f"at most {_MOST_GBNF} characters of GBNF; Lark may be longer")
     try:
         return gbnf_to_lark(text)
     except Exception as error:  # of any type

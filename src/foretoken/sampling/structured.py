@@ -39,11 +39,10 @@ def read_structured_outputs(given: Any) -> dict[str, Any]:
         found = [key for key, _ in items]
         raise RequestError(FIELD, found, f"a map with exactly one of {', '.join(_READ)}")
     [(key, value)] = items
-    read = _READ[key](f"{FIELD}.{key}", value)
-    white_space = _white_space(key, given)
-    if key == "json" or white_space:
-        read = _schema(f"{FIELD}.{key}", value if key == "json" else ANY_OBJECT, white_space)
-        key = "json"
+    name, white_space = f"{FIELD}.{key}", _white_space(key, given)
+    read = _schema(name, value, white_space) if key == "json" else _READ[key](name, value)
+    if key == "json_object" and white_space:
+        key, read = "json", _schema(name, ANY_OBJECT, white_space)
     size = sum(map(len, read)) if isinstance(read, (str, list)) else 0
     if size > MOST_CHARACTERS:
         bound = f"at most {MOST_CHARACTERS} characters long"
@@ -70,14 +69,14 @@ def _white_space(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return found if kind.startswith("json") else {}
 
 
-def _schema(name: str, value: Any, white_space: Mapping[str, Any] | None = None) -> str:
+def _schema(name: str, value: Any, white_space: Mapping[str, Any]) -> str:
     try:
         if isinstance(value, str):
             value = json.loads(value)
         if not isinstance(value, dict):
             raise RequestError(name, value, "a JSON schema: an object, or its JSON text")
         own = value.get("x-guidance", {})
-        if white_space and isinstance(own, Mapping):  # which is asked for beside the schema
+        if isinstance(own, Mapping) and white_space:  # what is asked for beside the schema wins
             value = {**value, "x-guidance": {**own, **white_space}}
         return _text(name, as_text(name, value))
     except RequestError:
@@ -111,7 +110,7 @@ def _choices(name: str, value: Any) -> list[str]:
     return [_text(f"{name}[{i}]", choice) for i, choice in enumerate(value)]
 
 
-_READ: dict[str, Callable[[str, Any], Any]] = {
+_READ: dict[str, Callable[..., Any]] = {
     "json": _schema,
     "json_object": _true,
     "regex": _text,

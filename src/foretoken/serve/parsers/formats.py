@@ -19,6 +19,7 @@ from foretoken.models.chat import find_template
 from foretoken.sampling.schemas import as_text
 
 _TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one says what fits
+_SPACED = {"item_separator": ", ", "key_separator": ": "}  # as templates write JSON
 THINK, END_THINK = "<think>", "</think>"
 
 
@@ -133,11 +134,7 @@ class MessageFormat:
             if not schema.keys() & _TYPED:
                 schema = {"type": "object", **schema}  # arguments are an object, said or not
             rules.append(f'body_{i}: {" ".join(map(json.dumps, head))} arguments_{i} "}}"')
-            place, written = (
-                f"tools.{function['name']}",
-                {"item_separator": ", ", "key_separator": ": "},
-            )
-            arguments = as_text(place, schema, **written)  # as templates write them
+            arguments = as_text(f"tools.{function['name']}", schema, **_SPACED)
             rules.append(f"arguments_{i}: %json {arguments}")
             bodies.append(f"body_{i}")
         opener = "" if form.is_bare else self._mark(form.opener, before=form.inside)

@@ -14,11 +14,11 @@ from typer import Context
 from typer.core import TyperCommand, TyperOption
 
 from foretoken.errors import ConfigError
-from foretoken.foreign.engine import ENGINE_OPTIONS
+from foretoken.foreign.engine import ENGINE_OPTIONS, RENAMED
 from foretoken.foreign.server import SERVER_OPTIONS
-from foretoken.foreign.table import without_foreign
+from foretoken.foreign.table import Foreign, without_foreign
 
-_TABLE = ENGINE_OPTIONS | SERVER_OPTIONS
+_TABLE = ENGINE_OPTIONS | SERVER_OPTIONS | dict.fromkeys(RENAMED, Foreign((), ""))
 _OTHER_NAMES = {
     "--uvicorn-log-level": "--log-level", "--shutdown-timeout": "--drain-timeout",
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
@@ -56,7 +56,7 @@ def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
         if "." in name:
             option = "--" + name.partition(".")[0].replace("_", "-")
             raise ConfigError(name, value, "left out", f"Write {option} and one JSON object.")
-    engine = {name: value for name, value in given.items() if name in ENGINE_OPTIONS}
+    engine = {name: value for name, value in given.items() if name not in SERVER_OPTIONS}
     others = {name: value for name, value in given.items() if name not in engine}
     without_foreign(others, SERVER_OPTIONS, ConfigError)
     return engine, [name for name in given if ... in _TABLE[name].harmless]

@@ -47,6 +47,7 @@ SLOW = {
 PARSED = {
     "foretoken bench --model benchmarks/shapes/": "needs a GPU with 40 GB",
     "foretoken --install-completion": "changes the settings of the user's shell",
+    "curl --cacert": "needs a server with a certificate; tests/serve/test_deploy.py has one",
     "foretoken serve": "runs until it is ended; tests/serve/ starts servers",
     "foretoken train-eagle3": "trains for hours",
     "make": "may install packages first; what its targets run is here by itself",

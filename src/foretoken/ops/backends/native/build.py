@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -69,7 +69,8 @@ def build(report: Report = lambda done, total: None) -> list[Path]:
     """Compile every variant of this machine's architecture that is missing; drop outdated ones.
 
     Args:
-        report: gets how many files of how many are compiled; not called if nothing is missing.
+        report: gets how many files of how many are compiled, every few seconds at least; not
+            called if nothing is missing.
 
     Raises:
         BuildError: no C++ compiler, an unknown architecture, or the compiler refused.
@@ -94,9 +95,8 @@ def _compile(missing: dict[Path, list[str]], report: Report) -> None:
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError("there is no C++ compiler (`g++` or `clang++`)")
-    sources = sorted(
-        SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size
-    )  # long ones first
+    # The longest first, so that none of them is left to one core at the end.
+    sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
     with (
         tempfile.TemporaryDirectory(dir=LIBRARIES) as folder,
         ThreadPoolExecutor(os.cpu_count()) as pool,
@@ -110,10 +110,13 @@ def _compile(missing: dict[Path, list[str]], report: Report) -> None:
                 command = [compiler, *_FLAGS, *flags, *_SHARED[1:], *files]
                 tasks.append(pool.submit(_run, command, flags))
         try:
-            report(0, len(tasks))
-            for task in tasks:
-                task.result()
-                report(sum(each.done() for each in tasks), len(tasks))
+            left = {*tasks}
+            while left:
+                report(len(tasks) - len(left), len(tasks))
+                done, left = wait(left, _EVERY_S, return_when=FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+            report(len(tasks), len(tasks))
         finally:
             pool.shutdown(cancel_futures=True)
         for path, flags in missing.items():
@@ -150,14 +153,11 @@ class _Shown:
     """A line of progress: on a terminal one that changes, elsewhere one every few seconds."""
 
     def __init__(self) -> None:
-        self._start, self._said, self._done = time.monotonic(), -math.inf, -1
+        self._start, self._said = time.monotonic(), -math.inf
 
     def __call__(self, done: int, total: int) -> None:
         now, is_terminal = time.monotonic(), sys.stderr.isatty()
-        if done == self._done:
-            return
-        self._done = done
-        if is_terminal or done in (0, total) or now - self._said > _EVERY_S:
+        if is_terminal or done == total or now - self._said >= _EVERY_S:
             bar = f"[{'#' * (20 * done // total):20}] " if is_terminal else ""
             line = f"Compiling C++ kernels: {bar}{done} of {total} files, {now - self._start:.0f} s"
             ends = "\n" if done == total or not is_terminal else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 
@@ -135,7 +136,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_no_library(
         build.build()
     assert build.main() == 1
     _, first, *errors = capsys.readouterr().err.splitlines()
-    assert first.endswith("/bin/g++ -march=x86-64-v4` failed:")
+    assert re.search(r"/bin/g\+\+ -march=x86-64-v[34]` failed:$", first)
     assert errors[0] == "  kernel.cpp:9: error: no such luck"
     assert len(errors) == 5
     assert "warning" not in "".join(errors)

@@ -82,7 +82,7 @@ class ReasoningItem(Fields):
     type: Literal["reasoning"]
     content: Items[InputText] | None = None
     summary: Inert = None
-    encrypted_content: Refused = None
+    encrypted_content: None = None
     id: Inert = None
     status: Inert = None
 

@@ -397,6 +397,25 @@ def test_only_what_is_too_long_for_the_context_is_said_to_be(
     assert (error["code"] == "context_length_exceeded") == is_of_length
 
 
+@pytest.mark.parametrize("name", ["response_format", "guided_json"])
+def test_white_space_is_asked_for_beside_a_schema(name: str) -> None:
+    """As vLLM merges them; other keys say what the text must be once more."""
+    for given, told in (
+        ({"disable_any_whitespace": False}, '"whitespace_flexible": true'),
+        ({"whitespace_pattern": " ?"}, '"whitespace_pattern": " ?"'),
+    ):
+        asked = read(ChatBody, **{name: STRUCTURED[name], "structured_outputs": given})
+        assert told in dict(asked.params.structured_outputs or {})["json"]  # type: ignore[arg-type]
+    for wrong, field in (
+        ({"regex": "a"}, "structured_outputs"),
+        ({}, "structured_outputs"),
+        ({"whitespace_pattern": 5}, "structured_outputs.whitespace_pattern"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            read(ChatBody, **{name: STRUCTURED[name], "structured_outputs": wrong})
+        assert caught.value.field.startswith((field, name))
+
+
 @pytest.mark.parametrize("name", ["guided_regex", "guided_choice", "structured_outputs"])
 def test_a_structure_beside_tools_is_refused_by_the_name_it_has(name: str) -> None:
     with pytest.raises(RequestError, match="JSON beside `tools`") as caught:

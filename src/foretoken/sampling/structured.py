@@ -17,6 +17,8 @@ MOST_CHARACTERS = 2**18
 """Of a schema or grammar: 5 000 required properties (110 000 characters) compile in 0.2 s."""
 
 FIELD = "structured_outputs"
+WHITE_SPACE = ("disable_any_whitespace", "whitespace_pattern")
+"""Options beside what the text must be."""
 ANY_OBJECT = {"type": "object"}
 """The schema of `json_object`."""
 
@@ -32,7 +34,7 @@ def read_structured_outputs(given: Any) -> dict[str, Any]:
     """
     if not isinstance(given, Mapping):
         raise RequestError(FIELD, given, f"a map with one of the keys {', '.join(_READ)}")
-    check_known_keys(FIELD, given, (*_READ, *_OPTIONS, *_ABSENT), RequestError)
+    check_known_keys(FIELD, given, (*_READ, *WHITE_SPACE, *_ABSENT), RequestError)
     given = {key: value for key, value in given.items() if value is not None}
     items = [(key, value) for key, value in given.items() if key in _READ]
     if len(items) != 1:
@@ -117,7 +119,6 @@ _READ: dict[str, Callable[..., Any]] = {
     "choice": _choices,
     "grammar": _text,
 }
-_OPTIONS = ("disable_any_whitespace", "whitespace_pattern")
 _ABSENT = {
     "disable_additional_properties": "Write `additionalProperties: false` into the schema.",
     "structural_tag": "Write a `grammar`.",

@@ -19,6 +19,7 @@ from foretoken.engine.prompts import Prompt
 from foretoken.errors import CapacityError, RequestError
 from foretoken.models.chat import ChatOptions
 from foretoken.sampling.params import SamplingParams
+from foretoken.sampling.structured import WHITE_SPACE
 from foretoken.serve.errors import UnknownModelError, written_as
 from foretoken.serve.options import ServeOptions
 from foretoken.serve.parsers.formats import MessageFormat
@@ -410,6 +411,10 @@ def read_structure(
     asked = [name for name, value in given.items() if value is not None]
     if not asked:
         return None, {}
+    spaces: dict[str, Any] = {}
+    if len(asked) > 1 and {*(body.structured_outputs or ("",))} <= {*WHITE_SPACE}:
+        asked.remove("structured_outputs")
+        spaces = dict(body.structured_outputs or {})
     name = asked[0]
     value: Any = given[name]
     if len(asked) > 1:
@@ -426,4 +431,6 @@ def read_structure(
             value = schema and schema.schema_
             if value is None:
                 raise RequestError(place, None, "a JSON schema")
-    return {kind: value}, {"structured_outputs": name, f"structured_outputs.{kind}": place}
+    written = {f"structured_outputs.{option}": f"structured_outputs.{option}" for option in spaces}
+    written |= {"structured_outputs": name, f"structured_outputs.{kind}": place}
+    return {kind: value, **spaces}, written

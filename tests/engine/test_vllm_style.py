@@ -431,6 +431,13 @@ def test_the_share_of_a_gpus_memory_has_two_names() -> None:
         EngineConfig.parse(model="x", gpu_memory_utilization=1.5)
 
 
+def test_names_of_what_is_read_anyway() -> None:
+    for name in ("safetensors", "hf"):
+        assert EngineConfig.parse(model="x", load_format=name) == EngineConfig("x")
+    with pytest.raises(ConfigError, match="`load_format` is 'gguf': must be one of auto, dummy"):
+        EngineConfig.parse(model="x", load_format="gguf")
+
+
 def test_none_is_the_default_of_every_option() -> None:
     for field in fields(EngineConfig):
         if field.name != "model":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from foretoken.serve.protocol.responses import ResponsesBody
 from foretoken.serve.requests import read_chat
 from tests.serve.running import post
 from tests.serve.test_fields import SERVED
+from tests.support.asynchronous import until
 
 PROMPT = "def area(width, height):"
 CHAT = [{"role": "user", "content": PROMPT}]
@@ -177,13 +179,22 @@ def test_without_text_there_is_none(http: httpx.Client, llm: LLM) -> None:
     assert refused["error"]["param"] == "detokenize"
 
 
-def test_an_answer_has_the_name_that_its_client_gave_it(http: httpx.Client) -> None:
+def test_an_answer_has_the_name_that_its_client_gave_it(
+    http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="foretoken")
     for path, prefix in (("completions", "cmpl-"), ("chat/completions", "chatcmpl-"),
                          ("responses", "resp_"), ("messages", "msg_")):  # fmt: skip
         least = APIS[path][1]
         assert post(http, f"/v1/{path}", **least, request_id="a.b:1")["id"] == f"{prefix}a.b:1"
         again = post(http, f"/v1/{path}", **least, request_id=f"{prefix}2")
         assert again["id"] == f"{prefix}2"
+    names = {"a.b:1", "cmpl-2", "chatcmpl-2", "resp_2", "msg_2"}
+    until(lambda: names <= {fields.get("answer_id") for fields in logged(caplog)})
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [record.fields for record in [*caplog.records] if hasattr(record, "fields")]
 
 
 def test_allowed_tools_are_the_only_ones(http: httpx.Client) -> None:

@@ -71,7 +71,8 @@ class EngineConfig:
         tokenizer: name, folder or hub id of another tokenizer; None: the model's own.
         revision: branch, tag or commit of a model that is a hub id; None: `main`.
         local_files_only: take hub ids from the local cache, and never look at the network.
-        load_format: `auto` reads safetensors, `dummy` makes random weights from config.json alone.
+        load_format: `auto`, or `safetensors`, reads safetensors; `dummy` makes random weights from
+            config.json alone.
         backend: `native`, `torch`, `triton`, `reference` (the fp64 oracle), or `auto`: the
             fastest for the device.
         threads: threads to compute with, exactly so many. None: one, or one per physical core that
@@ -154,6 +155,8 @@ class EngineConfig:
             raise ConfigError("kv_cache_gib", gib, "a finite number > 0")
         speculation = SpeculativeConfig.parse(self.speculative_config)
         object.__setattr__(self, "speculative_config", speculation)
+        if self.load_format in ("hf", "safetensors"):
+            object.__setattr__(self, "load_format", "auto")
         check_choice("load_format", self.load_format, ("auto", "dummy"))
         own_file = "A file of its own belongs into the checkpoint's folder."
         check_choice("generation_config", self.generation_config, ("auto", "vllm"), own_file)

@@ -88,6 +88,8 @@ class RequestLog:
                 "seconds": round(time.perf_counter() - start, 4),
                 "complete": is_complete and status != 499,
             }
+            if answer_id := scope.get("state", {}).get("answer_id"):
+                fields["answer_id"] = answer_id
             usage: Usage | None = scope.get("state", {}).get("usage")
             if usage is not None:
                 counts = usage.body()

@@ -99,7 +99,7 @@ async def answer(
     client that leaves ends its request, before that and after it.
     """
     record, reader = Record(context.counts), EventReader(asked)
-    request.state.usage = reader.usage  # for the log
+    request.state.usage, request.state.answer_id = reader.usage, asked.name  # for the log
     flight = Flight(context.lifetime, uuid.uuid4().hex)
     news = run(context.engine, asked, flight, context.served.options.max_answer_logprobs)
     try:

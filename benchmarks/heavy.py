@@ -22,13 +22,11 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import TARGET, arguments, goal, record, use_cores
 from benchmarks.served import Served, served
-from benchmarks.structured import TEMPLATE
 from foretoken.lab.results import Row
 
 MAX_HEALTH, MAX_GAP = 0.2, 0.3  # seconds; the second beyond those of the twin
 STEP, SLOTS = 192, 32  # tokens, samples
 OPTIONS = (
-    "--chat-template", TEMPLATE,
     "--max-num-batched-tokens", str(STEP),
     "--max-num-seqs", str(SLOTS),
     "--allow-priority",

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.common import TARGET, parse, record
 from benchmarks.served import served
-from benchmarks.structured import TEMPLATE
 from foretoken.lab.results import Row
 
 JSON = "Content-Type: application/json"
@@ -34,8 +33,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
 }  # the least that each endpoint takes
-SERVED = ("--io-timeout", "1", "--request-timeout", "0.5", "--chat-template", TEMPLATE,
-          "--tool-call-parser", "hermes")  # fmt: skip
+SERVED = ("--io-timeout", "1", "--request-timeout", "0.5")
 SURROGATE = b'"\\ud800"'
 DEEP = b"[" * 50_000 + b"]" * 50_000
 HUGE = [b"1e400", b"-1e400", b"1" * 5000, b"9" * 400, b"NaN", b"-Infinity", b"1e-400"]

@@ -29,7 +29,7 @@ import jsonschema_rs
 
 from benchmarks.common import DRAFT, TARGET, arguments, record
 from benchmarks.served import Served, leave, served
-from benchmarks.structured import TEMPLATE, as_value, asked, read
+from benchmarks.structured import as_value, asked, read
 from foretoken.lab.results import Row, Spread
 from foretoken.lab.workloads import heldout
 
@@ -37,8 +37,7 @@ SPECULATION = {
     "drafters": [{"method": name} for name in ("draft_model", "ngram", "prediction")],
     "method": "draft_model", "num_speculative_tokens": 5,
 }  # fmt: skip
-OPTIONS = ("--speculative-config", json.dumps(SPECULATION), "--chat-template", TEMPLATE,
-           "--tool-call-parser", "hermes")  # fmt: skip
+OPTIONS = ("--speculative-config", json.dumps(SPECULATION))
 SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0}, {"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9},
     {"speculative": {"rule": "coupled"}}, {"speculative": {"rule": "block"}, "top_k": 40},

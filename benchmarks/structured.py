@@ -38,8 +38,6 @@ SCHEMAS: list[dict[str, Any]] = [
     {"properties": {"o": {"type": "object", "properties": {"p": {"const": 1}},
                           "additionalProperties": {"type": "integer"}}}, "required": ["o"]},
 ]  # fmt: skip
-TEMPLATE = "{% if tools %}# {{ tools | tojson }}\n{% endif %}{{ messages[0].content }}"
-SERVED = ServeOptions(chat_template=TEMPLATE, tool_call_parser="hermes")
 
 
 def asked(number: int, tokens: int) -> tuple[str, str, dict[str, Any], dict[str, Any]]:
@@ -106,7 +104,7 @@ def main() -> None:
     engine = AsyncEngine(
         TARGET, {"method": "draft_model", "num_speculative_tokens": 5}, threads=1
     )  # fmt: skip
-    with in_thread(engine, SERVED) as server:
+    with in_thread(engine, ServeOptions()) as server:
         found, drafts = asyncio.run(measure(server.url, options.requests, options.tokens))
     rows = []
     for kind in ("chat", "tools", "responses"):

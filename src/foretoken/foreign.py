@@ -137,15 +137,14 @@ ENGINE_OPTIONS = {
 }
 
 
-def _all(names: str, harmless: tuple[Any, ...], instead: str) -> dict[str, Foreign]:
-    """The same for several names; `...` among the harmless values is any value."""
-    return dict.fromkeys(names.split(), Foreign(harmless, instead))
+def _all(names: str, foreign: Foreign) -> dict[str, Foreign]:
+    """The same for each of these names."""
+    return dict.fromkeys(names.split(), foreign)
 
 
-# Any value, where it sets up a feature that is not here, and so changes nothing.
-_ANY, _ANY_FLAG = (...,), (..., True)
-_FLAG = (None, True, False)
-_NO_PLUGIN = "No code from elsewhere is run."
+# Any value, since it sets up a feature that is not here.
+_INERT, _INERT_FLAG = Foreign((...,), ""), Foreign((..., True), "")
+_NO_CODE = "No code from elsewhere is run."
 _METRICS = "See /metrics, and the `trace` of a request."
 _OWN_CALL = "Ask for it in each request."
 SERVER_OPTIONS = {
@@ -155,11 +154,11 @@ SERVER_OPTIONS = {
         "enable_request_id_headers enable_server_load_tracking enable_prompt_tokens_details "
         "enable_tokenizer_info_endpoint disable_log_requests enable_log_requests "
         "enable_offline_docs language_model_only",
-        _FLAG, "",
+        _EITHER,
     ),
-    **_all("enable_log_deltas disable_frontend_multiprocessing", _ANY_FLAG, ""),
-    **_all("max_log_len cohere_format", _ANY, ""),
-    **_all("cohere_is_reasoning_model aggregate_engine_logging", _ANY_FLAG, ""),
+    **_all("enable_log_deltas disable_frontend_multiprocessing", _INERT_FLAG),
+    **_all("max_log_len cohere_format", _INERT),
+    **_all("cohere_is_reasoning_model aggregate_engine_logging", _INERT_FLAG),
     "chat_template_content_format": Foreign(("auto", "string"), "Templates get texts."),
     "response_role": Foreign(("assistant",), "Answers have the role `assistant`."),
     "default_chat_template_kwargs": Foreign((None, {}), _OWN_CALL),
@@ -179,34 +178,40 @@ SERVER_OPTIONS = {
     **_all(
         "tool_parser_plugin reasoning_parser_plugin io_processor_plugin worker_cls "
         "worker_extension_cls scheduler_cls",
-        (None, "", "auto"), _NO_PLUGIN,
+        Foreign((None, "", "auto"), _NO_CODE),
     ),
-    "middleware": Foreign((None, []), _NO_PLUGIN),
+    "middleware": Foreign((None, []), _NO_CODE),
     "tool_server": Foreign((None,), "Tools are the client's: it runs them."),
-    **_all("allowed_methods allowed_headers", (None, ["*"]), "Origins decide: --allowed-origins."),
+    **_all(
+        "allowed_methods allowed_headers",
+        Foreign((None, ["*"]), "Origins decide: --allowed-origins."),
+    ),
     "allow_credentials": Foreign(_OFF, "Clients send their key in `Authorization`."),
     "disable_fastapi_docs": Foreign(_OFF, "/docs and /openapi.json say nothing of this server."),
     "enable_ssl_refresh": Foreign(_OFF, "Start the server again with its new certificate."),
     "ssl_ciphers": Foreign((None,), "They are those of this machine's OpenSSL."),
     "uds": Foreign((None,), "Write --host and --port."),
     **_all(
-        "h11_max_incomplete_event_size h11_max_header_count", (None,), "Write --max-header-bytes."
+        "h11_max_incomplete_event_size h11_max_header_count",
+        Foreign((None,), "Write --max-header-bytes."),
     ),
     "config": Foreign((None,), "Write the options themselves."),
-    **_all("grpc headless tokens_only", _OFF, "This server speaks HTTP, and texts."),
+    **_all("grpc headless tokens_only", Foreign(_OFF, "This server speaks HTTP, and texts.")),
     "max_num_queued_reqs": Foreign((None,), "Write --max-num-waiting."),
     "max_num_queued_tokens": Foreign((None,), "Write --max-num-waiting."),
     # One process.
     **_all(
         "data_parallel_size_local nnodes decode_context_parallel_size "
         "prefill_context_parallel_size api_server_count",
-        *_ONE_PROCESS,
+        _ONE_PROCESS,
     ),
-    **_all("node_rank data_parallel_rank data_parallel_start_rank", (0,), _ONE_PROCESS.instead),
+    **_all(
+        "node_rank data_parallel_rank data_parallel_start_rank", Foreign((0,), _ONE_PROCESS.instead)
+    ),
     **_all(
         "data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb "
         "enable_elastic_ep enable_fault_tolerance worker_use_ray engine_use_ray",
-        _OFF, _ONE_PROCESS.instead,
+        Foreign(_OFF, _ONE_PROCESS.instead),
     ),
     **_all(
         "master_addr master_port distributed_timeout_seconds cpu_distributed_timeout_seconds "
@@ -217,18 +222,20 @@ SERVER_OPTIONS = {
         "expert_placement_strategy ubatch_size dbo_decode_token_threshold "
         "dbo_prefill_token_threshold max_parallel_loading_workers fault_tolerance_config "
         "prefill_schedule_interval",
-        _ANY, "",
+        _INERT,
     ),
     **_all(
         "enable_expert_parallel enable_batch_sharded_sampling enable_ep_weight_filter enable_eplb "
         "enable_dbo disable_nccl_for_dp_synchronization dcp_q_replicate ray_workers_use_nsight",
-        _ANY_FLAG, "",
+        _INERT_FLAG,
     ),
     "numa_bind": Foreign(_OFF, "Start it by numactl."),
-    **_all("numa_bind_nodes numa_bind_cpus", (None, []), "Start it by numactl."),
+    **_all("numa_bind_nodes numa_bind_cpus", Foreign((None, []), "Start it by numactl.")),
     "device_ids": Foreign((None,), "Set CUDA_VISIBLE_DEVICES."),
     # Media, adapters, other kinds of models: nothing here reads what is set for them.
-    **_all("enable_mm_embeds mm_encoder_only enable_prompt_embeds", _OFF, _NO_MEDIA.instead),
+    **_all(
+        "enable_mm_embeds mm_encoder_only enable_prompt_embeds", Foreign(_OFF, _NO_MEDIA.instead)
+    ),
     **_all(
         "allowed_media_domains media_io_kwargs mm_processor_cache_gb mm_processor_cache_type "
         "mm_hasher_algorithm mm_shm_cache_max_object_size_mb mm_encoder_tp_mode "
@@ -241,7 +248,7 @@ SERVER_OPTIONS = {
         "mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_config "
         "prefix_match_unit replayssm_buffer_len pooler_config override_pooler_config "
         "diffusion_config override_neuron_config gdn_prefill_backend kda_prefill_backend",
-        _ANY, "",
+        _INERT,
     ),
     **_all(
         "interleave_mm_strings skip_mm_profiling mm_device_do_normalize disable_chunked_mm_input "
@@ -249,7 +256,7 @@ SERVER_OPTIONS = {
         "enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
         "enable_moe_shared_loras enable_lora_bias enable_mamba_cache_stochastic_rounding "
         "use_replayssm enable_flash_late_interaction enable_multimodal_encoder_data_parallel",
-        _ANY_FLAG, "",
+        _INERT_FLAG,
     ),
     "lora_modules": Foreign((None, []), _NO_LORA.instead),
     "qlora_adapter_name_or_path": Foreign((None,), _NO_LORA.instead),
@@ -258,7 +265,7 @@ SERVER_OPTIONS = {
     "hf_config_path": Foreign((None,), _OWN_CONFIG),
     "model_class_overrides": Foreign((None, {}), _OWN_CONFIG),
     "quantization_config": Foreign((None, {}), "Weights are read as they are stored."),
-    **_all("override_attention_dtype", (None,), "Write `dtype`."),
+    **_all("override_attention_dtype", Foreign((None,), "Write `dtype`.")),
     **_all(
         "safetensors_load_strategy safetensors_prefetch_num_threads tokenizer_pool_size "
         "safetensors_prefetch_block_size model_loader_extra_config pt_load_map_location "
@@ -266,23 +273,25 @@ SERVER_OPTIONS = {
         "prefix_caching_hash_algo prefix_cache_retention_interval kv_offloading_backend "
         "cpu_offload_params offload_group_size offload_num_in_group offload_prefetch_step "
         "offload_params num_lookahead_slots max_num_partial_prefills max_long_partial_prefills",
-        _ANY, "",
+        _INERT,
     ),
-    **_all("ignore_patterns kv_cache_dtype_skip_layers", (..., []), ""),
+    **_all("ignore_patterns kv_cache_dtype_skip_layers", Foreign((..., []), "")),
     **_all(
         "allow_deprecated_quantization use_tqdm_on_load disable_cascade_attn "
         "disable_hybrid_kv_cache_manager scheduler_reserve_full_isl calculate_kv_scales "
         "disable_async_output_proc multi_step_stream_outputs enable_flashinfer_autotune "
         "enable_bf16x3_router_gemm jit_monitor_verbose",
-        _ANY_FLAG, "",
+        _INERT_FLAG,
     ),
     "offload_backend": Foreign((None, "auto"), "All weights are on one device."),
-    **_all("kv_offloading_size", (None, 0), "Preempted requests compute their tokens again."),
+    **_all(
+        "kv_offloading_size", Foreign((None, 0), "Preempted requests compute their tokens again.")
+    ),
     "preemption_mode": Foreign((None, "recompute"), "Preempted requests compute them again."),
     **_all(
         "kv_transfer_config kv_events_config ec_transfer_config ec_manager_config "
         "weight_transfer_config",
-        (None, {}), _ONE_PROCESS.instead,
+        Foreign((None, {}), _ONE_PROCESS.instead),
     ),
     # How steps are made up, and what is told of them.
     "long_prefill_token_threshold": Foreign((None, 0), "`max_step_seconds` bounds such steps."),
@@ -295,26 +304,29 @@ SERVER_OPTIONS = {
     **_all(
         "optimization_level ir_op_priority jit_monitor_mode show_hidden_metrics_for_version "
         "kv_cache_metrics_sample",
-        _ANY, "",
+        _INERT,
     ),
-    **_all("moe_backend linear_backend", (None, "auto"), "`backend` chooses the kernels."),
-    **_all("attention_config kernel_config", (None, {}), "`backend` chooses the kernels."),
-    **_all("cudagraph_capture_sizes cuda_graph_sizes", (None, []), _NO_GRAPHS.instead),
+    **_all("moe_backend linear_backend", Foreign((None, "auto"), "`backend` chooses the kernels.")),
+    **_all("attention_config kernel_config", Foreign((None, {}), "`backend` chooses the kernels.")),
+    **_all("cudagraph_capture_sizes cuda_graph_sizes", Foreign((None, []), _NO_GRAPHS.instead)),
     "max_cudagraph_capture_size": Foreign((None,), _NO_GRAPHS.instead),
     **_all(
         "kv_sharing_fast_prefill enable_sleep_mode enable_cumem_allocator enable_nccl_comm_suspend "
         "enable_return_routed_experts return_sampling_mask enable_trace_replay "
         "disable_logprobs_during_spec_decoding fail_on_environ_validation use_fp64_gumbel",
-        _OFF, "This version has nothing like it.",
+        Foreign(_OFF, "This version has nothing like it."),
     ),
-    **_all("reasoning_config additional_config", (None, {}), "This version has nothing like it."),
-    **_all("otlp_traces_endpoint collect_detailed_traces", (None,), _METRICS),
+    **_all(
+        "reasoning_config additional_config",
+        Foreign((None, {}), "This version has nothing like it."),
+    ),
+    **_all("otlp_traces_endpoint collect_detailed_traces", Foreign((None,), _METRICS)),
     "profiler_config": Foreign((None, {}), "Profile it by `foretoken bench`."),
     "per_request_spec_decode_metrics": Foreign((None, "none"), "Answers have `metrics`."),
     **_all(
         "kv_cache_metrics cudagraph_metrics enable_mfu_metrics enable_layerwise_nvtx_tracing "
         "enable_logging_iteration_details",
-        _OFF, _METRICS,
+        Foreign(_OFF, _METRICS),
     ),
     "logits_processor_pattern": Foreign((None,), "`logit_bias` and `bad_words` change tokens."),
     **_all(
@@ -322,11 +334,11 @@ SERVER_OPTIONS = {
         "speculative_max_model_len speculative_draft_tensor_parallel_size "
         "speculative_disable_by_batch_size typical_acceptance_sampler_posterior_threshold "
         "typical_acceptance_sampler_posterior_alpha",
-        *_SPECULATION,
+        _SPECULATION,
     ),
     "speculative_disable_mqa_scorer": Foreign(_OFF, _SPECULATION.instead),
     "spec_decoding_acceptance_method": Foreign((None, "rejection_sampler"), _SPECULATION.instead),
-}  # fmt: skip
+}
 """Options of `vllm serve` that neither we nor `ENGINE_OPTIONS` have; read by `cli/foreign.py`."""
 
 

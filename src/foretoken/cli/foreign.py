@@ -56,8 +56,8 @@ def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
         if "." in name:
             option = "--" + name.partition(".")[0].replace("_", "-")
             raise ConfigError(name, value, "left out", f"Write {option} and one JSON object.")
-    engine = {name: value for name, value in given.items() if name not in SERVER_OPTIONS}
-    others = {name: value for name, value in given.items() if name not in engine}
+    others = {name: value for name, value in given.items() if name in SERVER_OPTIONS}
+    engine = {name: value for name, value in given.items() if name not in others}
     without_foreign(others, SERVER_OPTIONS, ConfigError)
     return engine, [name for name in given if ... in _TABLE[name].harmless]
 

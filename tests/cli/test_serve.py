@@ -16,6 +16,7 @@ from foretoken.serve.options import ServeOptions
 
 THEIRS = Path(__file__).with_name("vllm_serve.txt").read_text(encoding="utf-8").split()
 """Options of `vllm serve`, of its present version and of earlier ones."""
+ENGINE = EngineConfig.__dataclass_fields__
 
 
 @pytest.fixture
@@ -60,13 +61,15 @@ def test_no_option_of_theirs_is_unknown() -> None:
         ("m --scheduling-policy priority", {"allow_priority": True}),
         ("m --shutdown-timeout 5", {"drain_timeout": 5.0}),
         ('m --allowed-origins ["*"] --allowed-methods ["*"]', {"allowed_origins": ["*"]}),
+        ("m --gpu-memory-utilization 0.5", {"memory_fraction": 0.5}),
         ("m --no-trust-request-chat-template", {"trust_request_chat_template": False}),
     ],
 )
 def test_what_is_ours_is_honoured(served: Any, line: str, fields: dict[str, Any]) -> None:
     engine, options, said = served(line)
     assert engine.model == "m"
-    assert {name: getattr(options, name) for name in fields} == fields
+    found = {name: getattr(engine if name in ENGINE else options, name) for name in fields}
+    assert found == fields
     assert said == ""
 
 

@@ -80,7 +80,7 @@ class Desk:
         self.errors.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
-    def progress(self, total: int, of: str) -> Iterator[Report]:
+    def progress(self, total: int, of: str, first: str = "") -> Iterator[Report]:
         """A bar with the time that is left, on a terminal; it vanishes when done. Elsewhere a line
         at once, and then one every few seconds.
 
@@ -104,7 +104,7 @@ class Desk:
             self.note(f"{done:,} of {total:,} {of} were done.")
 
         with bar:
-            report(0, "")
+            report(0, first)
             yield report
 
     def say(self, line: str, style: str = "") -> None:

@@ -130,8 +130,9 @@ class Command:
         draws = plan.options.draws or subject.budget
         self.findings.append(finding)
         try:
-            with self._desk.progress(draws, f"draws of `{subject.name}`") as report:
-                audit(subject, draws, lambda done: report(done, ""), finding)
+            first = "" if subject.exact is None else "what is checked without draws"
+            with self._desk.progress(draws, f"draws of `{subject.name}`", first) as report:
+                audit(subject, draws, lambda done: report(done, "" if done else first), finding)
         except RequestError:  # what it emits is nothing that could be audited
             self.findings.pop()
             raise

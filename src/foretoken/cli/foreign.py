@@ -21,7 +21,6 @@ from foretoken.foreign.table import Foreign, without_foreign
 _TABLE = ENGINE_OPTIONS | SERVER_OPTIONS | dict.fromkeys(RENAMED, Foreign((), ""))
 _OTHER_NAMES = {
     "--uvicorn-log-level": "--log-level", "--shutdown-timeout": "--drain-timeout",
-    "--gpu-memory-utilization": "--memory-fraction",
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
     "-dp": "--data-parallel-size", "-dcp": "--decode-context-parallel-size", "-n": "--nnodes",
     "-pcp": "--prefill-context-parallel-size", "-ep": "--enable-expert-parallel",

@@ -14,13 +14,14 @@ from typer import Context
 from typer.core import TyperCommand, TyperOption
 
 from foretoken.errors import ConfigError
-from foretoken.foreign.engine import ENGINE_OPTIONS, RENAMED
+from foretoken.foreign.engine import ENGINE_OPTIONS
 from foretoken.foreign.server import SERVER_OPTIONS
-from foretoken.foreign.table import Foreign, without_foreign
+from foretoken.foreign.table import without_foreign
 
-_TABLE = ENGINE_OPTIONS | SERVER_OPTIONS | dict.fromkeys(RENAMED, Foreign((), ""))
+_TABLE = ENGINE_OPTIONS | SERVER_OPTIONS
 _OTHER_NAMES = {
     "--uvicorn-log-level": "--log-level", "--shutdown-timeout": "--drain-timeout",
+    "--gpu-memory-utilization": "--memory-fraction",
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization",
     "-dp": "--data-parallel-size", "-dcp": "--decode-context-parallel-size", "-n": "--nnodes",
     "-pcp": "--prefill-context-parallel-size", "-ep": "--enable-expert-parallel",

@@ -286,9 +286,9 @@ def chat_options(body: ChatBody | TokenizeBody, served: Served) -> ChatOptions:
             raise RequestError("chat_template", body.chat_template, bound, remedy)
         options["chat_template"] = body.chat_template
     elif not served.format.has_template:
-        bound = "left out: this model has no chat template, or no tokenizer"
-        remedy = "Send a `prompt` to /v1/completions, or start the server with --chat-template."
-        raise RequestError("messages", body.messages, bound, remedy)
+        bound = "a `prompt` to /v1/completions: this model has no chat template, or no tokenizer"
+        remedy = "Or start the server with --chat-template."
+        raise RequestError("messages", "a conversation", bound, remedy)
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message is not None:

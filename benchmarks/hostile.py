@@ -184,7 +184,7 @@ def generated(url: str, per_kind: int) -> Counter[int]:
                      database=None, phases=phases)  # fmt: skip
     for result in schemathesis.openapi.from_url(f"{url}/openapi.json").get_all_operations():
         operation = result.ok()
-        if operation.method.upper() != "POST":
+        if operation.method.upper() != "POST" or not operation.body:
             continue
         for mode in schemathesis.GenerationMode:
 

@@ -156,7 +156,7 @@ def test_blocks_found_by_their_own_tokens_alone_would_be_wrong(few: Path, left_o
     llm = build(few, head)
     pool: Any = llm.engine.scheduler.pool
     match, pool.lookahead = pool.match, 0
-    pool.match = lambda tokens, most: (found := match(tokens, most))[: len(found) - left_out]
+    pool.match = lambda *given: (found := match(*given))[: len(found) - left_out]
     checked = Checked(llm.engine.runner, few, head)
     branches(llm)
     assert checked.worst > 1e-2

@@ -137,7 +137,7 @@ def inject_logprobs(llm: LLM, expected: list[list[int]], patch: pytest.MonkeyPat
     sampler, (one, mine, other) = llm.engine.runner.sampler, expected
     late = set(mine[6:]) - {*mine[:6], *one, *other}
 
-    def its_own(found: Any, tokens: list[int], num_top: int) -> bool:
+    def its_own(found: Any, tokens: list[int], *others: Any) -> bool:
         return not late.isdisjoint(tokens)
 
     patch.setattr(sampler, "describe", failing(sampler.describe, its_own))

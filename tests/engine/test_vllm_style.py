@@ -27,7 +27,9 @@ from foretoken import (
 )
 from foretoken.foreign.engine import ENGINE_OPTIONS
 from foretoken.foreign.python import METHODS, NAMES, OUTPUTS, SPECULATIVE_FIELDS
+from foretoken.foreign.server import SERVER_OPTIONS
 from foretoken.foreign.table import Foreign
+from foretoken.serve.options import ServeOptions
 from tests.support.asynchronous import last
 from tests.support.checkpoints import save_checkpoint
 
@@ -332,6 +334,12 @@ def test_what_else_is_absent_is_absent_as_in_any_module(llm: LLM) -> None:
         llm.generate(prompt_token_ids=[[1, 2]])
     with pytest.raises(RequestError, match="given by their names"):
         SamplingParams(0.8, 0.95)
+
+
+def test_no_option_of_ours_is_foreign() -> None:
+    assert not ENGINE_OPTIONS.keys() & EngineConfig.__dataclass_fields__.keys()
+    assert not SERVER_OPTIONS.keys() & {*ServeOptions.__dataclass_fields__, *ENGINE_OPTIONS}
+    assert not SPECULATIVE_FIELDS.keys() & SpeculativeConfig.__dataclass_fields__.keys()
 
 
 @pytest.mark.parametrize(("name", "foreign"), ENGINE_OPTIONS.items())

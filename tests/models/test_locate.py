@@ -105,6 +105,7 @@ def test_a_target_and_its_draft_from_the_hub(
     assert done.stdout == f"{expected.outputs[0].text}\nTrue\n"
     assert "Fetching" in done.stderr
     assert hub.downloads == {
+        "chat_template.jinja",
         "config.json",
         "generation_config.json",
         "tokenizer.json",

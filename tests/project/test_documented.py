@@ -160,6 +160,8 @@ def test_options_of_modules_are_read(command: Documented, monkeypatch: pytest.Mo
         assert importlib.util.find_spec(WITHOUT_OPTIONS[name])
         return
     module = importlib.import_module(name)
+    if hasattr(module, "__path__"):
+        module = importlib.import_module(f"{name}.__main__")
     monkeypatch.setattr(sys, "argv", [name, *words])
     with pytest.raises(SystemExit) as ended:
         module.main()

@@ -139,7 +139,7 @@ ENGINE_OPTIONS = {
     **same_for(
         "kv_sharing_fast_prefill enable_cumem_allocator enable_nccl_comm_suspend "
         "enable_return_routed_experts return_sampling_mask enable_trace_replay "
-        "disable_logprobs_during_spec_decoding fail_on_environ_validation use_fp64_gumbel",
+        "disable_logprobs_during_spec_decoding fail_on_environ_validation",
         OFF, "This version has nothing like it.",
     ),
     **same_for("reasoning_config additional_config", ({},), "This version has nothing like it."),

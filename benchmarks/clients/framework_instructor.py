@@ -47,7 +47,7 @@ def _openai_mode(mode: Any) -> Check:
                 must(parts[-1].of in ("a", "b"), "a streamed result")
         return {}
 
-    check.__name__ = f"openai {mode.value}"
+    check.__name__ = f"{mode.name.lower()}, openai"
     return check
 
 
@@ -68,7 +68,7 @@ def _anthropic_mode(mode: Any) -> Check:
             must(isinstance(client.create(response_model=Area, **ASKED, **more), Area), "a result")
         return {}
 
-    check.__name__ = f"anthropic {mode.value}"
+    check.__name__ = f"{mode.name.lower().removeprefix('anthropic_')}, anthropic"
     return check
 
 

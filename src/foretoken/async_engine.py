@@ -256,7 +256,7 @@ class AsyncEngine:
     async def reset_prefix_cache(self, **others: Any) -> bool:
         """As `LLM.reset_prefix_cache`, between two steps."""
         check_options(others, known=())
-        await asyncio.wrap_future(self._worker.call(lambda engine: engine.scheduler.pool.reset()))
+        await asyncio.wrap_future(self._worker.call(Engine.reset_prefix_cache))
         return True
 
     if not TYPE_CHECKING:

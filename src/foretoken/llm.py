@@ -99,7 +99,7 @@ class LLM:
         """Have no later request reuse what earlier ones computed; True: it has happened."""
         check_options(others, known=())
         with self._turns:
-            self.engine.scheduler.pool.reset()
+            self.engine.reset_prefix_cache()
         return True
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,26 @@ def finish(drafter: Suffix, prompt: list[int], output: list[int], slot: int = 1)
     asked(drafter, [*prompt, output[0]], slot=slot)
     slots.put(slot, [*prompt, *output])
     drafter.release(slot)
+
+
+def test_a_request_with_a_salt_is_kept_apart() -> None:
+    """It sees no other's output, with the same salt or without one, and no other sees its own."""
+    drafter = make_drafter()
+    slots: Any = drafter.slots
+    plain, text = slots.requests[0], [1, 2, 3, 4, 5, 6]
+    salted = plain._replace(params=replace(plain.params, cache_salt="a"))
+    slots.requests |= {0: salted, 1: salted}
+    finish(drafter, [9], text)
+    assert asked(drafter, [7, 1, 2, 3]) == []
+    drafter.release(0)
+    slots.requests |= {0: plain, 1: plain}
+    assert asked(drafter, [7, 1, 2, 3]) == []
+    drafter.release(0)
+    finish(drafter, [9], text)
+    assert asked(drafter, [7, 1, 2, 3])[:3] == [4, 5, 6]
+    drafter.release(0)
+    slots.requests[0] = salted
+    assert asked(drafter, [7, 1, 2, 3]) == []
 
 
 def naive(

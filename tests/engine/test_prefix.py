@@ -133,6 +133,9 @@ def test_a_salt_is_kept_when_a_request_is_preempted(target: Path) -> None:
     fresh = build(target, enable_prefix_caching=False)
     plain = [params(max_tokens=30, seed=seed) for seed in (5, 6)]
     assert list(map(tokens, outputs)) == list(map(tokens, fresh.generate([TEXT[:40]] * 2, plain)))
+    ids, pool = outputs[0].prompt_token_ids, llm.engine.scheduler.pool
+    assert pool.match(ids, 99, "a")
+    assert not pool.match(ids, 99)
     llm.engine.check_integrity()
 
 

@@ -122,7 +122,7 @@ class BlockPool:
                 self._index.remove(block)
 
     def reset(self) -> None:
-        """Have no block be found any more; blocks that are held stay with who holds them."""
+        """Empty the prefix index; running requests keep the blocks that they hold."""
         self.forget(range(self.num_blocks))
         self._empty += reversed(self._cached)
         self._cached.clear()

@@ -80,6 +80,7 @@ class Suffix(Drafter):
         self._own = SuffixIndexes(list(slots.token_SL))
         self._first_S = [0] * slots.num_slots  # where the tokens begin that the request put out
         self._num_shared: dict[int, int] = {}  # of slots that are looked up
+        self._apart = set[int]()  # of them those with a `cache_salt`
 
     def propose(self, rows: DraftRows) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
@@ -93,20 +94,29 @@ class Suffix(Drafter):
 
     def _entered(self, slot: int) -> int:
         """How many indexes of others a request looks at; of one that is new, or preempted again,
-        remember where the tokens begin that it puts out."""
+        remember where the tokens begin that it puts out.
+
+        One with a `cache_salt` sees the corpus alone: drafts are others' text, and a trace shows
+        them.
+        """
         if (number := self._num_shared.get(slot)) is None:
             slots, request = self.slots, self.slots.requests[slot]
             self._first_S[slot] = max(slots.prompt_S[slot], slots.length_S[slot] - 1)
             may_learn = not request.shows_drafts or request.params.seed is None
-            number = len(self._shared.size_N) if may_learn else self._num_fixed
+            if request.params.cache_salt is not None:
+                self._apart.add(slot)
+            is_open = may_learn and slot not in self._apart
+            number = len(self._shared.size_N) if is_open else self._num_fixed
             self._num_shared[slot] = number
         return number
 
     def release(self, slot: int) -> None:
-        """Keep what the request put out since it was first seen, and forget it."""
+        """Forget the request; keep what it put out since it was first seen, unless it has a salt."""
         if self._num_shared.pop(slot, None) is not None:
             self._own.resize(slot, 0)
-            if self._max_finished:
+            if slot in self._apart:
+                self._apart.remove(slot)
+            elif self._max_finished:
                 text = self.slots.token_SL[slot, self._first_S[slot] : self.slots.length_S[slot]]
                 self._learn(text)
 

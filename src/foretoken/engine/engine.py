@@ -278,6 +278,10 @@ class Engine:
         except Exception as error:
             self._fail(request, error)
 
+    def reset_prefix_cache(self) -> None:
+        """Have no later request find what earlier ones computed; running ones keep their blocks."""
+        self.scheduler.pool.reset()
+
     def abort(self, group: RequestGroup, reason: str = "abort") -> None:
         """End a request where it is, with this finish reason; its outputs keep what they have."""
         for request in group.samples:

@@ -20,9 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from foretoken.serve.access import OPEN
 from foretoken.serve.answers.usage import Usage
 from foretoken.serve.errors import own_path, request_id
+from foretoken.serve.protocol.common import REQUEST_ID
 
 _log = logging.getLogger(__name__)
-_ID = re.compile(r"[\w.:+/=@-]{1,128}", re.ASCII)
+_ID = re.compile(REQUEST_ID)
 
 
 class JsonLines(logging.Formatter):

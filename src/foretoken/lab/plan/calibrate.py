@@ -33,8 +33,8 @@ _STEPS = 20  # of a run, about
 # What a request loses so does not grow with its length.
 _SETTLING = 4
 _LEAST_STEPS = 4  # that have settled, of a case
-# Speed-ups from one repeat on two cores that eight others used were off by 17 %, from two by 8 %,
-# from three by 8 %.
+# On two cores that eight others used, speed-ups from one repeat differed from those of four by
+# 17 % on average, from two or three by 8 %.
 _LEAST_REPEATS = 2
 _SHORT = 48  # tokens of a prompt; fewer where a step cannot compute those of a whole batch
 _LONG = 512  # of one by which the cost of a context is told, if the model takes as many
@@ -89,8 +89,8 @@ class Calibration:
         sizes: of batches; 1 is one of them.
         text: token ids that prompts are cut from, by which acceptance is measured, too.
         clock: see `Drive`.
-        patience: seconds after which no repeat begins but the second: on a busy machine one takes
-            long, and disturbs some case or other.
+        patience: after so many seconds no further repeat begins; two are always made. On a busy
+            machine a repeat takes long, and in each some case or other is disturbed.
 
     Attributes:
         num_runs: how many there are, if all repeats are made.
@@ -197,8 +197,10 @@ class Calibration:
         Raises:
             ConfigError: the cache does not hold a whole batch for long enough to time its steps.
         """
-        start, done = time.perf_counter(), 0
+        start, done = 0.0, 0
         for repeat in range(self._repeats + 1):
+            if repeat == 1:  # the warm-up does not count: on a GPU it compiles
+                start = time.perf_counter()
             if repeat > _LEAST_REPEATS and time.perf_counter() - start > self._patience:
                 break
             for case in self._cases if repeat else self._first:
@@ -290,6 +292,7 @@ class Calibration:
             made={
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "commit": ran[0], "dirty": ran[1], "hardware": hardware(),
+                "repeats": self.num_repeats,
             },
         )  # fmt: skip
 

@@ -96,11 +96,6 @@ class Command:
         )
         with self._desk.progress(calibration.num_runs, "calibrating runs") as report:
             profile = calibration.run(report)
-        if calibration.num_repeats < repeats:
-            self._desk.say(
-                f"Steps were timed {calibration.num_repeats} times, not {repeats}: the machine is "
-                f"slow or busy. --repeats {repeats} takes that time."
-            )
         if options.profile is not None:
             profile.write(Path(options.profile))
             said = f"Wrote {options.profile}."
@@ -166,6 +161,8 @@ def _about(planner: Planner) -> list[str]:
         f"{planner.acceptance.source} ({joint or 'none'}). Memory of an engine: {memory:.2f} GiB. "
         f"Prompts of {options.input_len} tokens, outputs of {options.output_len}, no shared prefix."
     ]
+    if (repeats := profile.made.get("repeats")) is not None:
+        said.append(f"Every case was timed {repeats} times (--repeats).")
     if profile.origin == "estimated":
         said.append("An estimate from shapes: weights are read at the stated rate, hosts are idle.")
     if profile.prompts is None:

@@ -20,7 +20,8 @@ Inert = Annotated[Any, "inert"]
 """Part of the public API, of no consequence here: any value is accepted."""
 
 
-RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:+/=@-]{1,128}$")]
+REQUEST_ID = r"^[A-Za-z0-9_.:+/=@-]{1,128}$"
+RequestId = Annotated[str, Field(pattern=REQUEST_ID)]
 Item = TypeVar("Item")
 
 

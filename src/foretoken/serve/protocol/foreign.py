@@ -6,13 +6,11 @@ Charter: the tables of the bodies, of the kind of `foretoken/foreign/`. null is 
 from __future__ import annotations
 
 from foretoken.foreign.python import SAMPLING_FIELDS
+from foretoken.foreign.reasons import EITHER, NO_PLUGIN, OFF
 from foretoken.foreign.table import Foreign
 
-_OFF = (False,)
 _EMPTY: tuple[dict[str, object], ...] = ({},)
-_EITHER = Foreign((True, False), "Leave it out.")
 _TEXT_ALONE = "This server reads and writes text alone."
-_NO_PLUGIN = "No plugin reads it here."
 _ONE_SERVER = "This server computes prompts and answers by itself."
 _KEEPS_NOTHING = "Nothing is kept here: send the whole conversation as `input`."
 _FUNCTIONS = "Write `tools` and `tool_choice`."
@@ -37,11 +35,11 @@ GENERATION = {
     "media_io_kwargs": Foreign(_EMPTY, _TEXT_ALONE),
     "kv_transfer_params": Foreign(_EMPTY, _ONE_SERVER),
     "ec_transfer_params": Foreign(_EMPTY, _ONE_SERVER),
-    "vllm_xargs": Foreign(_EMPTY, _NO_PLUGIN),
-    "return_prompt_text": Foreign(_OFF, "`/tokenize` and `/detokenize` show a prompt."),
-    "return_token_offsets": Foreign(_OFF, "`logprobs` of a completion have `text_offset`."),
-    "return_mm_kwargs": _EITHER,
-    "disable_log_stats": _EITHER,
+    "vllm_xargs": Foreign(_EMPTY, NO_PLUGIN),
+    "return_prompt_text": Foreign(OFF, "`/tokenize` and `/detokenize` show a prompt."),
+    "return_token_offsets": Foreign(OFF, "`logprobs` of a completion have `text_offset`."),
+    "return_mm_kwargs": EITHER,
+    "disable_log_stats": EITHER,
     "guided_decoding_backend": Foreign(("auto", "guidance"), "llguidance reads all of them here."),
     "guided_whitespace_pattern": Foreign((), "Write `structured_outputs`."),
     "structural_tag": Foreign((), "Write `structured_outputs`, or `tools`."),
@@ -53,7 +51,7 @@ COMPLETION = GENERATION | {
 }
 
 CHAT = GENERATION | {
-    "echo": Foreign(_OFF, "Put the last message before the answer."),
+    "echo": Foreign(OFF, "Put the last message before the answer."),
     "functions": Foreign(([],), _FUNCTIONS),
     "function_call": Foreign(("none", "auto"), _FUNCTIONS),
     "modalities": Foreign((["text"],), _TEXT_ALONE),
@@ -64,8 +62,8 @@ CHAT = GENERATION | {
 }
 
 RESPONSES = GENERATION | {
-    "store": Foreign(_OFF, _KEEPS_NOTHING),
-    "background": Foreign(_OFF, "Wait for the answer, or stream it."),
+    "store": Foreign(OFF, _KEEPS_NOTHING),
+    "background": Foreign(OFF, "Wait for the answer, or stream it."),
     "truncation": Foreign(("disabled",), "Write `truncate_prompt_tokens`: -1."),
     "previous_response_id": Foreign((), _KEEPS_NOTHING),
     "previous_response": Foreign((), _KEEPS_NOTHING),
@@ -73,7 +71,7 @@ RESPONSES = GENERATION | {
     "conversation": Foreign((), _KEEPS_NOTHING),
     "prompt": Foreign((), "Send `instructions` and `input`."),
     "top_logprobs": Foreign((0,), "/v1/chat/completions has log-probabilities."),
-    "enable_response_messages": Foreign(_OFF, "/v1/completions with `echo` shows a prompt."),
+    "enable_response_messages": Foreign(OFF, "/v1/completions with `echo` shows a prompt."),
     "context_management": Foreign(([],), "Shorten the input yourself."),
     "moderation": Foreign((), _MODERATION),
     "access_programs": Foreign(_EMPTY, "Leave it out."),
@@ -95,14 +93,14 @@ COUNT = {
 MESSAGES = GENERATION | COUNT
 
 TOOL = {
-    "defer_loading": Foreign(_OFF, "Send the tools that the model shall see."),
+    "defer_loading": Foreign(OFF, "Send the tools that the model shall see."),
     "allowed_callers": Foreign((["direct"],), "Calls are made by the model alone."),
-    "async": Foreign(_OFF, "Calls are answered in the next request."),
+    "async": Foreign(OFF, "Calls are answered in the next request."),
     "output_schema": Foreign(({},), "Say it in `description`."),
     "input_examples": Foreign(([],), "Write them into `description`."),
 }
 
-CACHE = {"prewarm": Foreign(_OFF, "Send it with `max_tokens`: 1.")}
+CACHE = {"prewarm": Foreign(OFF, "Send it with `max_tokens`: 1.")}
 TEXT = {"verbosity": Foreign(("medium",), "Say it in the instructions.")}
 _SUMMARY = Foreign(("auto",), "The reasoning itself is in the item's `content`.")
 REASONING = {
@@ -113,7 +111,7 @@ REASONING = {
 }
 THINKING = {"budget_tokens": Foreign((), "Leave it out, and bound the answer by `max_tokens`.")}
 TOKENIZE = {
-    "return_token_strs": Foreign(_OFF, "`/detokenize` has their text."),
+    "return_token_strs": Foreign(OFF, "`/detokenize` has their text."),
     "tools": Foreign(([],), "`usage` of /v1/chat/completions counts a prompt with tools."),
     "mm_processor_kwargs": Foreign(_EMPTY, _TEXT_ALONE),
 }

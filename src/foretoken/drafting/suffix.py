@@ -111,7 +111,7 @@ class Suffix(Drafter):
         return number
 
     def release(self, slot: int) -> None:
-        """Forget the request; keep what it put out since it was first seen, unless it has a salt."""
+        """Forget a request; keep what it put out since it was first seen, unless it has a salt."""
         if self._num_shared.pop(slot, None) is not None:
             self._own.resize(slot, 0)
             if slot in self._apart:

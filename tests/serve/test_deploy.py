@@ -113,6 +113,13 @@ def test_a_path_of_a_proxy_hides_none_of_ours(target: Path) -> None:
     assert ServeOptions(root_path="/llm/v1").root_path == "/llm/v1"
 
 
+def test_the_user_of_the_image_owns_the_folder_of_its_models() -> None:
+    lines = (CONF.parent / "Containerfile").read_text(encoding="utf-8").splitlines()
+    (home,) = [line.partition("=")[2] for line in lines if line.startswith("ENV HF_HOME=")]
+    assert lines.index("USER foretoken") < lines.index(f"RUN mkdir {home}")
+    assert f"A volume at `{home}` keeps" in (ROOT / "docs" / "deploy.md").read_text("utf-8")
+
+
 @contextmanager
 def nginx(folder: Path, upstream: str) -> Iterator[str]:
     """It, with the file of the documents: only the two ports are others."""

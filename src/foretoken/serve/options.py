@@ -45,8 +45,9 @@ class ServeOptions:
             are answered with and without it.
         ssl_keyfile: a private key in PEM: the server speaks TLS, by it and `ssl_certfile`.
         ssl_certfile: the certificate of that key, and those between it and a root, in PEM.
-        ssl_ca_certs: certificates of who signs those of clients, in PEM; see `ssl_cert_reqs`.
-        ssl_cert_reqs: whether clients must have a certificate: 0 no, 1 if they like, 2 yes.
+        ssl_ca_certs: CA certificates by which clients' certificates are checked, in PEM; see
+            `ssl_cert_reqs`.
+        ssl_cert_reqs: client certificates: 0 not asked for, 1 optional, 2 required.
         allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no
             model stands behind such a text.
         chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.

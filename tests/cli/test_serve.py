@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,16 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from foretoken.cli.app import app
+from foretoken.cli.foreign import foreign_options
 from foretoken.config import EngineConfig
+from foretoken.errors import ConfigError
+from foretoken.foreign.server import SERVER_OPTIONS
+from foretoken.foreign.table import Foreign
 from foretoken.serve.options import ServeOptions
 
 THEIRS = Path(__file__).with_name("vllm_serve.txt").read_text(encoding="utf-8").split()
 """Options of `vllm serve`, of its present version and of earlier ones."""
+SERVE: Any = get_command(app).commands["serve"]  # type: ignore[attr-defined]
 ENGINE = EngineConfig.__dataclass_fields__
 
 
@@ -37,14 +44,39 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_no_option_of_theirs_is_unknown() -> None:
-    serve: Any = get_command(app).commands["serve"]  # type: ignore[attr-defined]
     said = {}
     for name in THEIRS:
         try:
-            serve.make_context("serve", [f"--{name.replace('-', '_')}=1"])
+            SERVE.make_context("serve", [f"--{name.replace('-', '_')}=1"])
         except Exception as error:  # a value of another type, or of a flag
             said[name] = str(error)
     assert not [name for name in said if "No such option" in said[name]]
+
+
+def words(name: str, value: Any) -> list[str]:
+    """An option and a value as a command line has them."""
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(value, bool):
+        return [option if value else option.replace("--", "--no-", 1)]
+    return [f"{option}={value if isinstance(value, str) else json.dumps(value)}"]
+
+
+@pytest.mark.parametrize(("name", "foreign"), SERVER_OPTIONS.items())
+def test_an_option_of_a_server_is_taken_where_it_changes_nothing(
+    name: str, foreign: Foreign
+) -> None:
+    def taken(*line: str) -> tuple[dict[str, Any], list[str]]:
+        return foreign_options(SERVE.make_context("serve", ["m", *line]))
+
+    inert = [name] if ... in foreign.harmless else []
+    assert taken(f"--{name}=None") == ({}, inert)
+    for value in foreign.harmless:
+        assert taken(*words(name, "?" if value is ... else value)) == ({}, inert)
+    if not inert:
+        told = re.escape(f"`{name}` is ['?']: must be left out")
+        with pytest.raises(ConfigError, match=told) as caught:
+            taken(f'--{name}=["?"]')
+        assert caught.value.remedy == foreign.instead
 
 
 @pytest.mark.parametrize(
@@ -113,6 +145,8 @@ def test_what_sets_up_a_feature_that_is_not_here_is_said_to_do_nothing(served: A
         ("--tensor-parallel-size 2", "`tensor_parallel_size` is 2: must be left out, or 1."),
         ("--enable-sleep-mode", "`enable_sleep_mode` is True: must be left out, or False."),
         ("--enable-lora", "`enable_lora` is True"),
+        ("--no-exclude-tools-when-tool-choice-none", "False: must be left out, or True."),
+        ("--no-enable-auto-tool-choice", "Write --tool-call-parser none."),
         ("m --lora-modules a=b c=d", "`lora_modules` is ['a=b', 'c=d']"),
         ("--max_num_queued_reqs=9", "Write --max-num-waiting."),
         ("--compilation-config.level 3", "Write --compilation-config and one JSON object."),

@@ -157,7 +157,7 @@ class _Line:
             self.foreign[key] = given is None or _parsed(given)
         elif key in _TABLE:
             value = _parsed(self._value(given))
-            if [] in _TABLE[key].harmless:
+            if [] in _TABLE[key].harmless and value is not None:
                 value = value if isinstance(value, list) else [value]
                 self._several = value if given is None else None
             self.foreign[key] = value

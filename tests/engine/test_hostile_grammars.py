@@ -41,6 +41,7 @@ HOSTILE: Sequence[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: foo"}, "unknown name"),
     ({"grammar": "root ::= foo"}, "GBNF: Rule 'foo' not found"),
     ({"grammar": 'root ::= "a" (("b")'}, "GBNF: Expected ')'"),
+    ({"grammar": r'root ::= "\ud800"'}, r"GBNF: \ud800 is no character"),
     ({"grammar": 'a ::= "b"'}, "or write Lark, which begins with `start:`"),
     ({"grammar": "root ::= a\n" * 4000}, "at most 32768 characters of GBNF"),
     ({"json": {}, "whitespace_pattern": "("}, "unclosed group"),

@@ -344,6 +344,34 @@ def test_gbnf_is_translated(tiny: LLM) -> None:
         assert all(isinstance(eval(term), int) for term in text.split("; "))
 
 
+@pytest.mark.parametrize(
+    ("grammar", "texts"),
+    [
+        (r'"\u0041bcd\x21"', ["Abcd!"]),
+        (r'"\u00e9\U0001F600"', ["\u00e9\U0001f600"]),
+        (r'"\u0022\x5C\u000a\"" # "[\u0041', ['"\\\n"']),
+        (r"[\u00e0-\u00e1]", ["\u00e0", "\u00e1"]),
+        (r"[\x5d\x2d\x5ea-\u0062\\]", ["]", "-", "^", "a", "b", "\\"]),
+        (r"[^\u0000-\x40B-\U0010FFFF]", ["A"]),
+        ("[a-b&&b-c/]", ["a", "b", "&", "c", "/"]),
+    ],
+)
+def test_characters_of_gbnf_are_those_that_it_means(
+    tiny: LLM, grammar: str, texts: list[str]
+) -> None:
+    output = one(tiny, {"grammar": f"root ::= {grammar}"}, n=16, max_tokens=12)
+    assert {each.text for each in output.outputs} <= {*texts}
+    for text in texts:
+        only = {"allowed_token_ids": tiny.get_tokenizer().encode(text)}  # type: ignore[union-attr]
+        assert one(tiny, {"grammar": f"root ::= {grammar}"}, **only).outputs[0].text == text
+
+
+def test_a_dot_of_gbnf_is_any_character(tiny: LLM) -> None:
+    line = tiny.get_tokenizer().encode("\n")  # type: ignore[union-attr]
+    output = one(tiny, {"grammar": "root ::= . . ."}, allowed_token_ids=line)
+    assert output.outputs[0].text == "\n\n\n"
+
+
 def test_the_end_of_a_grammar_ends_the_request(tiny: LLM) -> None:
     done = one(tiny, {"choice": ["yes"]}).outputs[0]
     assert (done.text, done.finish_reason) == ("yes", "stop")

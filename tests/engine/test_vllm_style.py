@@ -25,8 +25,17 @@ from foretoken import (
     SpeculativeConfig,
     StructuredOutputsParams,
 )
+from foretoken.drafting.registry import find_drafter
 from foretoken.foreign.engine import ENGINE_OPTIONS
-from foretoken.foreign.python import METHODS, NAMES, OUTPUTS, SPECULATIVE_FIELDS
+from foretoken.foreign.python import (
+    CALL_OPTIONS,
+    METHODS,
+    NAMES,
+    OUTPUTS,
+    PROMPT_KEYS,
+    SPECULATIVE_FIELDS,
+    SPECULATIVE_METHODS,
+)
 from foretoken.foreign.server import SERVER_OPTIONS
 from foretoken.foreign.table import Foreign
 from foretoken.serve.options import ServeOptions
@@ -365,6 +374,38 @@ def test_a_speculative_option_is_named_as_one(name: str, foreign: Foreign) -> No
         assert caught.value.field.endswith(f".{name}")
         assert caught.value.field.startswith("speculative_config.")
         assert caught.value.remedy == foreign.instead
+
+
+@pytest.mark.parametrize(("name", "foreign"), CALL_OPTIONS.items())
+def test_an_option_of_a_call_is_taken_where_it_changes_nothing(
+    name: str, foreign: Foreign, llm: LLM
+) -> None:
+    for value in (None, *foreign.harmless):
+        assert llm.generate([], **{name: value}) == []
+    with pytest.raises(RequestError, match=re.escape(f"`{name}` is ['?']: must be left")) as got:
+        llm.generate([], **{name: ["?"]})
+    assert got.value.remedy == foreign.instead
+
+
+@pytest.mark.parametrize(("name", "foreign"), PROMPT_KEYS.items())
+def test_a_key_of_a_prompt_is_taken_where_it_changes_nothing(
+    name: str, foreign: Foreign, llm: LLM
+) -> None:
+    one = SamplingParams(max_tokens=1)
+    for value in (None, *foreign.harmless):
+        (output,) = llm.generate({"prompt": "a", name: value}, one)
+        assert output.prompt == "a"
+    with pytest.raises(RequestError, match=re.escape(f"`{name}` is ['?']: must be left")) as got:
+        llm.generate({"prompt": "a", name: ["?"]}, one)
+    assert got.value.remedy == foreign.instead
+
+
+@pytest.mark.parametrize("name", [*SPECULATIVE_METHODS, "qwen3_next_mtp"])
+def test_a_method_that_is_none_here_says_what_to_take(name: str) -> None:
+    told = re.escape(f"`speculative_config.method` is '{name}': must be one of draft_model")
+    with pytest.raises(ConfigError, match=told) as got:
+        find_drafter(SpeculativeConfig(method=name))
+    assert got.value.remedy == SPECULATIVE_METHODS.get(name, SPECULATIVE_METHODS["mtp"])
 
 
 def test_what_outputs_lack_says_what_to_read(llm: LLM) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,40 @@ def test_changed_sources_are_another_library_and_the_outdated_go(tree: Path) -> 
     assert set(new).isdisjoint(old)
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in (*new, unrelated))
+
+
+def test_what_a_killed_build_left_goes_and_not_what_one_uses(tree: Path) -> None:
+    compiler(tree, "g++", f'echo "$last" >> {tree}/parts; {WORKS}')
+    build.build()
+    used = Path((tree / "parts").read_text().splitlines()[0]).parent
+    assert used.parent == tree / "lib"
+    old, new = used, used.with_name(f"{used.name}x")
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "kernel.o").touch()
+    partial = tree / "lib" / "foretoken-0.1.partial"
+    partial.touch()
+    for path in (old, partial):
+        os.utime(path, (0, time.time() - 4000))
+    built = build.build()
+    assert {*(tree / "lib").iterdir()} == {*built, new}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux has it")
+def test_as_many_files_at_a_time_as_there_are_cores_for_this_process(tree: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tree / "csrc" / f"{name}.cpp").touch()
+    compiler(
+        tree, "g++", f"echo start >> {tree}/order; sleep 0.05; echo end >> {tree}/order; {WORKS}"
+    )
+    (tree / "bin" / "sleep").symlink_to("/bin/sleep")
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        build.build()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert (tree / "order").read_text().split() == ["start", "end"] * 10
 
 
 def test_the_digest_changes_with_everything_that_is_compiled(

@@ -264,6 +264,35 @@ def test_a_keyword_behind_a_reference_is_found_and_one_that_nothing_refers_to_is
     assert caught.value.field == "structured_outputs.json.$defs.c.not"
 
 
+UNHELD = {"dependentRequired": {"a": ["b"]}}
+
+
+@pytest.mark.parametrize(
+    ("reference", "definitions", "place"),
+    [
+        ("#/definitions/l/0", {"l": [UNHELD]}, "l.0"),
+        ("#/definitions/l/x/1", {"l": {"x": [0, UNHELD]}}, "l.x.1"),
+        ("#x", {"l": {"$id": "#x", **UNHELD}}, "l"),
+        ("#x", {"l": {"$anchor": "x", **UNHELD}}, "l"),
+        ("#x", {"l": {"then": {"$id": "#x", **UNHELD}}}, "l.then"),
+        ("http://e.org/x", {"l": {"$id": "http://e.org/x", **UNHELD}}, "l"),
+        ("http://e.org/#/definitions/l", {"l": UNHELD}, "l"),
+        ("#/definitions/l", {"l": {"$id": "x", "$ref": "#/definitions/m",
+                                   "definitions": {"m": UNHELD}}, "m": {}}, "l.definitions.m"),
+    ],
+)  # fmt: skip
+def test_a_keyword_is_found_wherever_a_reference_leads(
+    reference: str, definitions: dict[str, Any], place: str
+) -> None:
+    """Also by a name, or by a pointer within a part that has a name and definitions of its own."""
+    asked = {"$schema": DRAFT_7, "$id": "http://e.org/", "definitions": definitions}
+    assert SamplingParams(structured_outputs={"json": asked}), "nothing refers to it"
+    with pytest.raises(RequestError, match="no grammar here can hold it") as caught:
+        SamplingParams(structured_outputs={"json": {**asked, "$ref": reference}})
+    expected = f"structured_outputs.json.definitions.{place}.dependentRequired"
+    assert caught.value.field == expected
+
+
 def test_keywords_that_change_nothing_are_no_reason_to_refuse() -> None:
     harmless = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": {},
                 "propertyNames": {"type": "string"}, "dependentRequired": {},
@@ -279,6 +308,21 @@ def test_keywords_that_change_nothing_are_no_reason_to_refuse() -> None:
         for name in ("additionalProperties", "unevaluatedProperties")
     )
     assert json.loads(closed["json"]) == json.loads(same["json"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("value", [False, {"type": "null"}])
+def test_items_that_nothing_evaluates_are_those_behind_the_others(value: Any) -> None:
+    for given, same in (
+        ({"items": [{"type": "null"}]}, {"additionalItems": value}),
+        ({"prefixItems": [{"type": "null"}]}, {"items": value}),
+        ({"items": {"type": "null"}}, {}),
+        ({"items": [{}], "additionalItems": {}}, {}),
+    ):
+        expected, found = (
+            SamplingParams(structured_outputs={"json": {**given, **more}}).structured_outputs
+            for more in (same, {"unevaluatedItems": value})
+        )
+        assert json.loads(found["json"]) == json.loads(expected["json"])  # type: ignore[index]
 
 
 def test_ids_that_are_named_twice_are_kept_once() -> None:

@@ -15,8 +15,10 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from foretoken import AsyncEngine
-from foretoken.cli.app import app
+from foretoken import AsyncEngine, ConfigError
+from foretoken.cli.app import app as command
+from foretoken.serve.access import OPEN
+from foretoken.serve.app import build_app
 from foretoken.serve.options import ServeOptions
 from tests.project.source import ROOT
 from tests.serve.running import PATH, PROMPT, running
@@ -75,7 +77,7 @@ def test_the_server_speaks_tls_and_asks_for_certificates(files: Path, target: Pa
 def test_files_that_are_no_pair_are_refused_before_a_model_is_loaded(files: Path) -> None:
     for cert, key in (("no/such.pem", "key.pem"), ("cert.pem", "cert.pem")):
         words = ["--ssl-certfile", str(files / cert), "--ssl-keyfile", str(files / key)]
-        done = CliRunner().invoke(app, ["serve", "no-such-model", "--port", "0", *words])
+        done = CliRunner().invoke(command, ["serve", "no-such-model", "--port", "0", *words])
         assert done.exit_code == 2
         assert "`ssl_certfile, ssl_keyfile` is '" in done.output
 
@@ -97,6 +99,25 @@ def test_a_path_of_a_proxy_may_be_left_or_taken_off(target: Path) -> None:
         assert http.get("/llm").headers["location"].endswith("/llm/")
         said = http.get("/llmx/health", headers=KEY).json()["error"]["message"]
         assert said.startswith("GET /llmx/health is not here.")
+        assert http.get("/llm/llm/metrics").status_code == 401, "it is taken off once"
+        assert http.get("/llm/llm/metrics", headers=KEY).status_code == 404
+
+
+def test_a_path_of_a_proxy_hides_none_of_ours(target: Path) -> None:
+    app = build_app(AsyncEngine(str(target)), ServeOptions())
+    for path in {*app.openapi()["paths"], *OPEN} - {"/"}:
+        first = "/" + path.split("/")[1]
+        for root in (first, f"{first}/more"):
+            with pytest.raises(ConfigError, match=f"`root_path` is '{root}': must"):
+                ServeOptions(root_path=root)
+    assert ServeOptions(root_path="/llm/v1").root_path == "/llm/v1"
+
+
+def test_the_user_of_the_image_owns_the_folder_of_its_models() -> None:
+    lines = (CONF.parent / "Containerfile").read_text(encoding="utf-8").splitlines()
+    (home,) = [line.partition("=")[2] for line in lines if line.startswith("ENV HF_HOME=")]
+    assert lines.index("USER foretoken") < lines.index(f"RUN mkdir {home}")
+    assert f"A volume at `{home}` keeps" in (ROOT / "docs" / "deploy.md").read_text("utf-8")
 
 
 @contextmanager
@@ -144,7 +165,10 @@ def test_nginx_passes_streams_on_as_they_come(files: Path, tmp_path: Path) -> No
     ):
         assert http.get(f"{url}/v1/models").status_code == 200
         assert http.get(f"{url}/v1/models", headers={"Authorization": ""}).status_code == 401
-        assert http.get(f"{url}/metrics").status_code == 403
+        for path in ("metrics", "llm/metrics", "/metrics", "%6detrics", "x/../metrics"):
+            answer = http.get(f"{url}/{path}", headers={"Authorization": ""})
+            assert answer.status_code == (401 if path == "llm/metrics" else 403)
+        assert http.get(f"{url}/llm/metrics").status_code == 404
         assert http.get(url).headers["location"].endswith("/llm/")
         page = http.get(f"{url}/")
         assert page.status_code == 200

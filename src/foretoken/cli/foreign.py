@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from typer import Context
 from typer.core import TyperCommand, TyperOption
@@ -42,6 +42,8 @@ class ServeCommand(TyperCommand):
     def parse_args(self, ctx: Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Put what is not ours aside, for `foreign_options`."""
         line = _Line(args, [param for param in self.params if isinstance(param, TyperOption)])
+        if line.fault:
+            ctx.fail(line.fault)
         ctx.meta[_KEY] = line.foreign
         return super().parse_args(ctx, line.own)
 
@@ -66,36 +68,42 @@ def foreign_options(ctx: Context) -> tuple[dict[str, Any], list[str]]:
 class _Line:
     """A command line, sorted.
 
-    Words behind the value of an option that takes several are values, too. Where MODEL is nowhere
-    else, and no --model, the last of them is MODEL.
+    Words behind the value of an option that takes several are values, too, unless that value was
+    joined to the option by `=`. Where MODEL is nowhere else, and no --model, the last of them is
+    MODEL. But behind --api-key a second word must not be a guess: as MODEL it would be shown, and
+    sent to the hub.
 
     Attributes:
         own: the words that our parser takes.
         foreign: values of the options that a table knows, by their names there.
+        fault: what is wrong with the line, or empty.
     """
 
     def __init__(self, words: Sequence[str], options: Sequence[TyperOption]) -> None:
         self._ours = {name: each for each in options for name in each.opts + each.secondary_opts}
         self._words, self._groups = [*words], list[list[str]]()
-        self._has_model, self._more = False, list[list[str]]()
-        self._several: str | list[Any] | None = None
-        self.foreign = dict[str, Any]()
+        self._has_model, self._several = False, cast(str | list[Any] | None, None)
+        self._last = list[Any](), 0, ""  # a list, where the last of several words is in it, and it
+        self.foreign, self.fault = dict[str, Any](), ""
         self._read()
-        if self._more and not self._has_model:
-            del self._more[-1][0]
-        self.own = [word for group in self._groups for word in group]
+        if not self._has_model:
+            values, start, word = self._last
+            del values[start:]
+            self._groups += [[word]] if word else []
         for said, meant in _MEANT.items():
             name, _, value = said.partition("=")
             if str(self.foreign.get(name)) == value:
                 del self.foreign[name]
-                self.own += meant
+                self._groups.append(meant)
+        self.own = [word for group in self._groups for word in group] + self._words
 
     def _read(self) -> None:
+        """Sort the words before `--`, and leave it and the others, which are MODEL."""
         while self._words:
-            word = self._words.pop(0)
-            if word == "--":
-                self._groups.append([word, *self._words])
+            if self._words[0] == "--":
+                self._has_model |= len(self._words) > 1
                 break
+            word = self._words.pop(0)
             if not word.startswith("-") or word == "-":
                 self._add_word(word)
                 continue
@@ -107,47 +115,63 @@ class _Line:
                 self._groups.append([word])  # which the parser refuses
 
     def _add_word(self, word: str) -> None:
-        if isinstance(self._several, list):
-            self._several.append(_parsed(word))
-        elif self._several is not None:
-            self._more.append([self._several, word])
-            self._groups.append(self._more[-1])
-        else:
+        if self._several is None:
             self._groups.append([word])
             self._has_model = True
+        elif isinstance(self._several, list):
+            self._last = self._several, len(self._several), word
+            self._several.append(_parsed(word))
+        else:
+            if self._several == "--api-key" and not self._has_model:
+                words = "Several words behind --api-key"
+                self.fault = f"{words}: name the model first, or repeat --api-key."
+            self._groups.append([self._several, word])
+            self._last = self._groups[-1], 0, word
 
     def _add_ours(self, name: str, given: str | None) -> None:
-        option = self._ours[name]
+        option, is_joined = self._ours[name], given is not None
         self._has_model |= name == "--model"
         if not option.is_flag and given is None and self._words:
             given = self._words.pop(0)
-        if given is None:
+        if given is None and not option.is_flag:
+            self.fault = f"Option '{name}' requires an argument."
+        elif given is None:
             self._groups.append([name])
         elif option.multiple:
             self._groups += [[name, value] for value in _listed(given)]
-            self._several = name
+            self._several = None if is_joined else name
         else:
             self._groups.append([f"{name}={given}"])
 
     def _add_foreign(self, name: str, given: str | None) -> bool:
         """Take an option that a table knows; whether one does."""
         key = name.removeprefix("--").replace("-", "_")
-        whole, positive = key.partition(".")[0], key.removeprefix("no_")
+        whole = key.partition(".")[0]
         if whole != key and (whole in _TABLE or "--" + whole.replace("_", "-") in self._ours):
             self.foreign[key] = _parsed(self._value(given))
-        elif positive != key and "--" + positive.replace("_", "-") in self._ours:
-            pass  # a flag that is off where it is left out
-        elif positive != key and _is_flag(positive):
-            self.foreign[positive] = False
+        elif key.startswith("no_") and given is None:
+            return self._turn_off(key.removeprefix("no_"))
         elif _is_flag(key):
             if given is None and self._words and self._words[0].lower() in ("true", "false"):
                 given = self._words.pop(0)
             self.foreign[key] = given is None or _parsed(given)
         elif key in _TABLE:
             value = _parsed(self._value(given))
-            if [] in _TABLE[key].harmless:
-                self._several = value = value if isinstance(value, list) else [value]
+            if [] in _TABLE[key].harmless and value is not None:
+                value = value if isinstance(value, list) else [value]
+                self._several = value if given is None else None
             self.foreign[key] = value
+        else:
+            return False
+        return True
+
+    def _turn_off(self, key: str) -> bool:
+        """Take `--no-KEY`; whether that is a flag."""
+        option = self._ours.get("--" + key.replace("_", "-"))
+        if option is not None and option.is_flag:  # off where it is left out
+            self._groups = [group for group in self._groups if group[0] not in option.opts]
+        elif _is_flag(key):
+            self.foreign[key] = False
         else:
             return False
         return True

@@ -25,8 +25,8 @@ _METRICS = "Outputs have `metrics` and a `trace`; a server has /metrics."
 
 ENGINE_OPTIONS = {
     # The model and its weights.
-    **same_for("task runner", (None, "auto", "generate"), GENERATES),
-    "convert": Foreign((None, "auto", "none"), GENERATES),
+    **same_for("task runner", ("auto", "generate"), GENERATES),
+    "convert": Foreign(("auto", "none"), GENERATES),
     "tokenizer_mode": Foreign(("auto", "hf"), "Tokenizers are loaded by Transformers."),
     "config_format": Foreign(("auto", "hf"), "Checkpoints are read in Hugging Face layout."),
     "model_impl": Foreign(("auto", "transformers"), "Model code comes from Transformers."),

@@ -9,6 +9,7 @@ Shape suffixes: N rows of masks, G matchers, W words of 32 bits.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -36,6 +37,11 @@ COMPILE_SECONDS = 10.0
 
 _MOST_GBNF = 2**15
 """Characters: translating takes the square of the number of rules, 1 s for these at worst."""
+_GBNF_PARTS = re.compile(r'#[^\r\n]*|"(?:\\.|[^"\\])*"?|\[(?:\\.|[^]\\])*]?|\.', re.DOTALL)
+"""Comments, literals, classes, and the sign for any character; to the end where one is open."""
+_GBNF_CHARACTER = r"\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\U[0-9a-fA-F]{8}|\\.|[^\\]"
+_GBNF_RANGE = re.compile(rf"({_GBNF_CHARACTER})(?:-({_GBNF_CHARACTER}))?", re.DOTALL)
+_GBNF_ESCAPES = {"n": "\n", "r": "\r", "t": "\t", **{c: c for c in '"\\[]'}}
 _THREADS = 2  # llguidance lets go of Python's lock: a slow grammar holds up no quick one
 _CACHED = 128  # grammars of an engine beyond those that somebody waits for
 
@@ -361,9 +367,44 @@ def _as_lark(asked: dict[str, Any], text: str) -> str:
     if len(text) > _MOST_GBNF:
         raise _refused(asked, f"at most {_MOST_GBNF} characters of GBNF; Lark may be longer")
     try:
-        return gbnf_to_lark(text)
+        return gbnf_to_lark(_GBNF_PARTS.sub(_written_out, text))
     except Exception as error:  # of any type
         raise _refused(asked, f"GBNF: {error}; or write Lark, which begins with `start:`") from None
+
+
+def _written_out(found: re.Match[str]) -> str:
+    """A part of GBNF with its characters as both the translation and Lark take them.
+
+    The translation loses zeros of escapes, has `.` stop at line ends, and leaves in a class what
+    means something there to regular expressions alone, as `&&`.
+    """
+    part = found[0]
+    if part.startswith("#"):
+        return part
+    part = f"[\\x00-{chr(0x10FFFF)}]" if part == "." else part
+    first = 2 if part.startswith("[^") else 1
+    last = max(first, len(part) - 1)
+
+    def write(one: re.Match[str]) -> str:
+        return "-".join(_written_character(c) for c in one.groups() if c)
+
+    return part[:first] + _GBNF_RANGE.sub(write, part[first:last]) + part[last:]
+
+
+def _written_character(given: str) -> str:
+    """One of GBNF, perhaps escaped; raises ValueError where an escape stands for none."""
+    char: str | None = given
+    if len(given) > 2:
+        code = int(given[2:], 16)
+        if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
+            raise ValueError(f"{given} is no character")
+        char = chr(code)
+    elif len(given) == 2:
+        char = _GBNF_ESCAPES.get(given[1])
+    if char is None:  # which the translation refuses
+        return given
+    is_plain = char.isalnum() or char == " " or char > "\x7f"
+    return char if is_plain else f"\\x{ord(char):02x}"
 
 
 def _refused(asked: dict[str, Any], reason: str) -> RequestError:

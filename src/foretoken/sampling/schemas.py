@@ -43,6 +43,8 @@ _ANY_TEXT = ("path", "file-path", "directory-path", "password", "binary")
 _OF_MAPS = ("properties", "patternProperties")
 _OF_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _OF_ONE = ("items", "additionalItems", "additionalProperties")
+_DEFINED, _UNUSED = ("$defs", "definitions"), ("then", "else", "contentSchema")
+"""Where schemas lie that count for nothing unless something refers to them."""
 _GUIDANCE = "x-guidance"  # where llguidance reads options in a schema
 
 
@@ -63,17 +65,30 @@ def as_text(name: str, schema: Mapping[str, Any], **white_space: Any) -> str:
     if not isinstance(own, dict):
         raise RequestError(f"{name}.{_GUIDANCE}", own, "an object of llguidance's options")
     root[_GUIDANCE] = own = {"whitespace_flexible": False, **white_space, **own}
-    if own.get("lenient") is not True:
-        seen, left = set[int](), [(name, root)]
-        while left:
-            place, part = left.pop()
-            if isinstance(part, dict) and id(part) not in seen:
-                seen.add(id(part))
-                _mend(place, part)
-                left += _parts(place, part)
-                if isinstance(reference := part.get("$ref"), str):
-                    left.append(_referred(name, reference, root))
+    if own.get("lenient") is not True and not _mend_all(name, root):
+        _mend_all(name, root, with_defined=True)
     return json.dumps(root, ensure_ascii=False)
+
+
+def _mend_all(name: str, root: dict[str, Any], *, with_defined: bool = False) -> bool:
+    """Mend what the root leads to, and, where asked, what is defined without a known use.
+
+    False: there are references by names, which may lead to any of what is defined.
+    """
+    seen, left, is_all = set[int](), [(name, root)], True
+    while left:
+        place, part = left.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        _mend(place, part)
+        left += _parts(place, part, with_defined=with_defined)
+        if isinstance(reference := part.get("$ref"), str):
+            left.append(_referred(name, reference, root))
+            is_all &= left[-1][1] is not None
+        if part is not root:  # pointers within a part that has a name begin at that part
+            is_all &= not {"$id", "id"} & part.keys()
+    return is_all
 
 
 def _mend(place: str, schema: dict[str, Any]) -> None:
@@ -86,27 +101,33 @@ def _mend(place: str, schema: dict[str, Any]) -> None:
             continue
         if same is None or _IN_PLACE & schema.keys():
             raise RequestError(f"{place}.{key}", value, "left out: no grammar here can hold it")
-        schema.setdefault(same, value)
+        is_tuple = same == "items" and isinstance(schema.get(same), list)
+        schema.setdefault("additionalItems" if is_tuple else same, value)
     if schema.get("format") in _ANY_TEXT:
         del schema["format"]
 
 
-def _parts(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What lies within a schema, but for definitions: those count that something refers to."""
-    for key in _OF_MAPS:
+def _parts(place: str, schema: dict[str, Any], *, with_defined: bool) -> Iterator[tuple[str, Any]]:
+    """What lies within a schema; definitions count where something refers to them, or if asked."""
+    of_maps = (*_OF_MAPS, *_DEFINED) if with_defined else _OF_MAPS
+    for key in of_maps:
         if isinstance(named := schema.get(key), dict):
             yield from ((f"{place}.{key}.{name}", part) for name, part in named.items())
     for key in _OF_LISTS:
         if isinstance(listed := schema.get(key), list):
             yield from ((f"{place}.{key}[{i}]", part) for i, part in enumerate(listed))
-    yield from ((f"{place}.{key}", schema.get(key)) for key in _OF_ONE)
+    of_one = (*_OF_ONE, *_UNUSED) if with_defined else _OF_ONE
+    yield from ((f"{place}.{key}", schema.get(key)) for key in of_one)
 
 
 def _referred(name: str, reference: str, root: dict[str, Any]) -> tuple[str, Any]:
-    """What a JSON pointer leads to, and its place; None where it leads elsewhere."""
-    steps = unquote(reference.removeprefix("#/")).split("/") if reference.startswith("#/") else []
-    found: Any = root
+    """What a JSON pointer leads to, and its place; None where there is nothing, or no pointer."""
+    head, *steps = unquote(reference).split("/")
+    found: Any = root if head == "#" else None
     for step in steps:
         step = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(step) if isinstance(found, dict) else None
+        try:
+            found = found[int(step)] if isinstance(found, list) else found[step]
+        except (LookupError, TypeError, ValueError):
+            found = None
     return ".".join((name, *steps)), found

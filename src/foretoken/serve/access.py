@@ -36,8 +36,11 @@ _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]:/@]+?)\.?(?::\d*)?")
 
 
 class RootPath:
-    """Has every path begin with the one that a proxy has this server under, as ASGI wants it:
-    proxies may take that off."""
+    """Has every path begin with the one that a proxy has this server under, as ASGI wants it.
+
+    A proxy may leave it on or take it off, so a path that begins with it is as the client sent it.
+    The router takes it off once.
+    """
 
     def __init__(self, app: ASGIApp, root: str) -> None:
         self._app, self._root = app, root

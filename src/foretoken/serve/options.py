@@ -14,6 +14,12 @@ MAX_NUM_WAITING = 1024
 """Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
 _HOST_NAME = re.compile(r"\*|[\w.-]+|[0-9A-Fa-f:]+:[0-9A-Fa-f:.]*", re.ASCII)
 _ROOT_PATH = re.compile(r"(/[^/\s?#]+)*")
+_OWN_PATHS = {
+    *("v1", "tokenize", "detokenize", "health", "ping", "load", "metrics", "version"),
+    *("server_info", "tokenizer_info", "docs", "openapi.json", "page"),
+}
+"""How paths of the server begin: under such a `root_path` they would be taken for those of a proxy
+that took nothing off."""
 MAX_STEP_SECONDS = 0.15
 """`max_step_seconds` on a CPU where it is left out: how long streams wait for others' prompts."""
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -39,8 +45,9 @@ class ServeOptions:
             are answered with and without it.
         ssl_keyfile: a private key in PEM: the server speaks TLS, by it and `ssl_certfile`.
         ssl_certfile: the certificate of that key, and those between it and a root, in PEM.
-        ssl_ca_certs: certificates of who signs those of clients, in PEM; see `ssl_cert_reqs`.
-        ssl_cert_reqs: whether clients must have a certificate: 0 no, 1 if they like, 2 yes.
+        ssl_ca_certs: CA certificates by which clients' certificates are checked, in PEM; see
+            `ssl_cert_reqs`.
+        ssl_cert_reqs: client certificates: 0 not asked for, 1 optional, 2 required.
         allow_synthetic: let the rule `synthetic` decide what is accepted, for measurements: no
             model stands behind such a text.
         chat_template: a Jinja template, or the name of one of the tokenizer's; None: its own.
@@ -126,6 +133,9 @@ class ServeOptions:
         self._check_tls()
         if not _ROOT_PATH.fullmatch(self.root_path):
             raise ConfigError("root_path", self.root_path, "a path such as `/llm`, or empty")
+        if self.root_path and self.root_path.split("/")[1] in _OWN_PATHS:
+            remedy = "Paths of the server begin so: put a name of your own before it."
+            raise ConfigError("root_path", self.root_path, "a path such as `/llm`", remedy)
         formats: Iterable[str] = ()
         if self.tool_call_parser not in ("auto", "none"):  # else `--help` would load torch
             from foretoken.serve.parsers.formats import FORMATS as formats

@@ -11,6 +11,7 @@ damaged library is noticed before the process dies of SIGBUS in it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
@@ -37,8 +38,10 @@ VARIANTS: dict[str, dict[str, list[str]]] = {
 _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fno-math-errno", "-Wall", "-Wextra"]
 _SHARED = ["-shared", "-fPIC", "-pthread"]
 _SEAL = hashlib.sha256().digest_size  # bytes at the end of a library
+_PARTIAL = ".partial"
 _SHOWN = 5  # lines of a compiler's errors
 _EVERY_S = 5.0  # between two lines of progress
+_LONGEST_S = 3600.0  # of a build: what is older and half-made, a killed one has left
 Report = Callable[[int, int], None]
 
 
@@ -68,6 +71,8 @@ def is_whole(path: Path) -> bool:
 def build(report: Report = lambda done, total: None) -> list[Path]:
     """Compile every variant of this machine's architecture that is missing; drop outdated ones.
 
+    Once it is an hour old, what a killed build has left half-made is dropped, too.
+
     Args:
         report: gets how many files of how many are compiled, every few seconds at least; not
             called if nothing is missing.
@@ -87,7 +92,22 @@ def build(report: Report = lambda done, total: None) -> list[Path]:
     for path in LIBRARIES.glob("*.so"):
         if path not in built:
             path.unlink(missing_ok=True)
+    for path in LIBRARIES.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # its build has ended just now
+            if time.time() - path.stat().st_mtime <= _LONGEST_S:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.suffix == _PARTIAL:
+                path.unlink()
     return [*built]
+
+
+def _num_cores() -> int:
+    """Cores that this process may use, which a container or `taskset` may have made fewer."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _compile(missing: dict[Path, list[str]], report: Report) -> None:
@@ -99,7 +119,7 @@ def _compile(missing: dict[Path, list[str]], report: Report) -> None:
     sources = sorted(SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
     with (
         tempfile.TemporaryDirectory(dir=LIBRARIES) as folder,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
+        ThreadPoolExecutor(_num_cores()) as pool,
     ):
         objects: dict[Path, list[str]] = {path: [] for path in missing}
         tasks = []
@@ -125,7 +145,7 @@ def _compile(missing: dict[Path, list[str]], report: Report) -> None:
 
 def _link(command: list[str], flags: list[str], path: Path) -> None:
     """Make a library, and seal it. Renamed when whole: nobody loads half a library."""
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial = path.with_suffix(f".{os.getpid()}{_PARTIAL}")
     try:
         _run([*command, "-o", str(partial)], flags)
         with partial.open("ab") as library:

@@ -103,6 +103,11 @@ def test_an_option_of_a_server_is_taken_where_it_changes_nothing(
         ("m --shutdown-timeout 5", {"drain_timeout": 5.0}),
         ('m --allowed-origins ["*"] --allowed-methods ["*"]', {"allowed_origins": ["*"]}),
         ("m --gpu-memory-utilization 0.5", {"memory_fraction": 0.5}),
+        (
+            "m --max-model-len 8k --max-num-batched-tokens=2K",
+            {"max_model_len": 8000, "max_num_batched_tokens": 2048},
+        ),
+        ("m --max-model-len auto --max_num_seqs=-1", {"max_model_len": None}),
         ("m --no-trust-request-chat-template", {"trust_request_chat_template": False}),
     ],
 )

@@ -214,9 +214,10 @@ def test_json_is_compact_unless_it_is_asked_for_otherwise() -> None:
         ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True},
          "whitespace_pattern", "left out beside `disable_any_whitespace`: true"),
         ({"json": {}, "disable_any_whitespace": 1}, "disable_any_whitespace", "true or false"),
+        ({"structural_tag": "x"}, "structural_tag", "left out. Write a `grammar`"),
         ({"json": {}, "disable_additional_properties": True}, "disable_additional_properties",
          "additionalProperties: false"),
-        ({"structural_tag": "x"}, "", "exactly one of"),
+        ({"disable_any_whitespace": True}, "", "exactly one of"),
         ({"json": {}, "structural_tag": "x"}, "structural_tag", "Write a `grammar`"),
         ({"json": {"x-guidance": 5}}, "json.x-guidance", "an object"),
     ],
@@ -254,6 +255,22 @@ def test_keywords_that_no_grammar_holds_are_named(
     assert caught.value.field == f"structured_outputs.json.{place}"
     lenient = {**asked, "x-guidance": {"lenient": True}}
     assert SamplingParams(structured_outputs={"json": lenient})
+
+
+def test_as_many_keys_as_are_wanted_are_different_ones() -> None:
+    """A grammar does not know which open keys there were: two of one name would count as two."""
+    some = {"type": "integer"}
+    for least, schema in ((2, {"additionalProperties": some}), (3, {"required": ["a", "b"]}),
+                          (2, {"patternProperties": {"^[ab]$": some},
+                               "additionalProperties": False})):  # fmt: skip
+        asked = {"json": {"type": "object", "minProperties": least, **schema}}
+        with pytest.raises(RequestError, match="an open key may come twice") as caught:
+            SamplingParams(structured_outputs=asked)
+        assert caught.value.field == "structured_outputs.json.minProperties"
+    closed = {"properties": {"a": some, "b": some}, "additionalProperties": False}
+    for least, schema in ((2, closed), (1, {"additionalProperties": some}),
+                          (2, {"required": ["a", "b"]})):  # fmt: skip
+        assert SamplingParams(structured_outputs={"json": {"minProperties": least, **schema}})
 
 
 def test_a_keyword_behind_a_reference_is_found_and_one_that_nothing_refers_to_is_not() -> None:

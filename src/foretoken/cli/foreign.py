@@ -7,6 +7,7 @@ the others may say is in `foretoken/foreign/`. None of them is in `--help`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,6 +29,8 @@ _OTHER_NAMES = {
     "-r": "--node-rank", "-asc": "--api-server-count", "-sc": "--speculative-config",
     "-cc": "--compilation-config", "-O": "--optimization-level",
 }  # fmt: skip
+_SIZES = ("--max-model-len", "--max-num-batched-tokens", "--max-num-seqs")
+_TIMES = {"k": 1000, "K": 2**10, "m": 10**6, "M": 2**20}
 _MEANT = {
     "disable_uvicorn_access_log=True": ["--log-level", "warning"],
     "scheduling_policy=priority": ["--allow-priority"],
@@ -140,8 +143,8 @@ class _Line:
         elif option.multiple:
             self._groups += [[name, value] for value in _listed(given)]
             self._several = None if is_joined else name
-        else:
-            self._groups.append([f"{name}={given}"])
+        elif not (name in _SIZES and given in ("auto", "-1")):  # which leave it to the engine
+            self._groups.append([f"{name}={_digits(given) if name in _SIZES else given}"])
 
     def _add_foreign(self, name: str, given: str | None) -> bool:
         """Take an option that a table knows; whether one does."""
@@ -195,6 +198,13 @@ def _spelled(word: str) -> tuple[str, str | None]:
     if name.startswith("--"):
         name = "--" + name.removeprefix("--").replace("_", "-")
     return _OTHER_NAMES.get(name, name), value if has_value else None
+
+
+def _digits(text: str) -> str:
+    """A size as vLLM takes it: `8k` is 8000, `8K` is 8192, `25.6k` is 25600."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text)
+    whole = float(found[1]) * _TIMES[found[2]] if found else 0.0
+    return str(int(whole)) if whole and whole.is_integer() else text
 
 
 def _listed(text: str) -> list[str]:

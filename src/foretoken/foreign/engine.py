@@ -16,11 +16,11 @@ from foretoken.foreign.reasons import (
     ONE_PROCESS,
     OWN_CONFIG,
     SPECULATION,
-    STRUCTURED,
     WHOLE_TEXT,
 )
 from foretoken.foreign.table import Foreign, same_for
 
+_ONE_GRAMMAR = "Leave it out: llguidance reads all schemas, expressions and grammars here."
 _METRICS = "Outputs have `metrics` and a `trace`; a server has /metrics."
 
 ENGINE_OPTIONS = {
@@ -45,7 +45,7 @@ ENGINE_OPTIONS = {
     **same_for("hf_overrides rope_scaling model_class_overrides", ({},), OWN_CONFIG),
     **same_for("rope_theta hf_config_path", (), OWN_CONFIG),
     "override_attention_dtype": Foreign((), "Write `dtype`."),
-    "override_generation_config": Foreign(({},), "Pass `SamplingParams` with each call."),
+    "override_generation_config": Foreign(({},), "Set parameters in each request or call."),
     "served_model_name": Foreign((), "`foretoken serve` has --served-model-name."),
     "reasoning_parser": Foreign(("",), "`foretoken serve` has --reasoning-parser."),
     **same_for(
@@ -134,8 +134,10 @@ ENGINE_OPTIONS = {
     "logprobs_mode": Foreign(("raw_logprobs",), "They are those of the raw logits."),
     "logits_processors": SAMPLING_FIELDS["logits_processors"],
     "logits_processor_pattern": Foreign((), SAMPLING_FIELDS["logits_processors"].instead),
-    "guided_decoding_backend": Foreign(("auto", "guidance"), STRUCTURED.instead),
-    "structured_outputs_config": Foreign(({},), STRUCTURED.instead),
+    "guided_decoding_backend": Foreign(("auto", "guidance"), _ONE_GRAMMAR),
+    "structured_outputs_config": Foreign(
+        ({}, {"backend": "auto"}, {"backend": "guidance"}), _ONE_GRAMMAR
+    ),
     **same_for(
         "kv_sharing_fast_prefill enable_cumem_allocator enable_nccl_comm_suspend "
         "enable_return_routed_experts return_sampling_mask enable_trace_replay "
@@ -170,7 +172,11 @@ ENGINE_OPTIONS = {
         ("", "auto"), NO_PLUGIN,
     ),
     # Media, adapters, other kinds of models: nothing here reads what is set for them.
-    **same_for("limit_mm_per_prompt mm_processor_kwargs", NO_MEDIA),
+    "mm_processor_kwargs": NO_MEDIA,
+    "limit_mm_per_prompt": Foreign(
+        ({}, {"image": 0}, {"image": 0, "video": 0}, {"image": 0, "video": 0, "audio": 0}),
+        NO_MEDIA.instead,
+    ),
     "allowed_local_media_path": Foreign(("",), NO_MEDIA.instead),
     **same_for("enable_mm_embeds mm_encoder_only enable_prompt_embeds", OFF, NO_MEDIA.instead),
     **same_for("enable_lora enable_prompt_adapter", NO_LORA),

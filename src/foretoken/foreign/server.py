@@ -30,7 +30,7 @@ SERVER_OPTIONS = {
     **same_for("cohere_is_reasoning_model", ANY_FLAG, ""),
     "chat_template_content_format": Foreign(("auto", "string"), "Templates get texts."),
     "response_role": Foreign(("assistant",), "Answers have the role `assistant`."),
-    "default_chat_template_kwargs": Foreign(({},), _OWN_CALL),
+    "default_chat_template_kwargs": Foreign(({},), "Send `chat_template_kwargs` with requests."),
     "return_tokens_as_token_ids": Foreign(OFF, _OWN_CALL),
     "enable_force_include_usage": Foreign(OFF, "Ask by `stream_options.include_usage`."),
     "enable_per_request_metrics": Foreign(OFF, "Answers have `metrics`; times are in /metrics."),

@@ -103,8 +103,18 @@ def _mend(place: str, schema: dict[str, Any]) -> None:
             raise RequestError(f"{place}.{key}", value, "left out: no grammar here can hold it")
         is_tuple = same == "items" and isinstance(schema.get(same), list)
         schema.setdefault("additionalItems" if is_tuple else same, value)
+    least = schema.get("minProperties", 0)
+    named = max(1, len(schema.get("required", ())))
+    if isinstance(least, int) and least > named and _has_open_keys(schema):
+        bound = f"at most {named} (1, or as many as are `required`): an open key may come twice"
+        raise RequestError(f"{place}.minProperties", least, bound)
     if schema.get("format") in _ANY_TEXT:
         del schema["format"]
+
+
+def _has_open_keys(schema: Mapping[str, Any]) -> bool:
+    """Whether keys may come that have no name: grammars have no memory of those that did."""
+    return bool(schema.get("patternProperties")) or schema.get("additionalProperties") is not False
 
 
 def _parts(place: str, schema: dict[str, Any], *, with_defined: bool) -> Iterator[tuple[str, Any]]:

@@ -36,10 +36,12 @@ def read_structured_outputs(given: Any) -> dict[str, Any]:
         raise RequestError(FIELD, given, f"a map with one of the keys {', '.join(_READ)}")
     check_known_keys(FIELD, given, (*_READ, *WHITE_SPACE, *_ABSENT), RequestError)
     given = {key: value for key, value in given.items() if value is not None}
+    for name, instead in _ABSENT.items():
+        if (absent := given.pop(name, False)) is not False:
+            raise RequestError(f"{FIELD}.{name}", absent, "left out", instead)
     items = [(key, value) for key, value in given.items() if key in _READ]
     if len(items) != 1:
-        found = [key for key, _ in items]
-        raise RequestError(FIELD, found, f"a map with exactly one of {', '.join(_READ)}")
+        raise RequestError(FIELD, given, f"a map with exactly one of {', '.join(_READ)}")
     [(key, value)] = items
     name, white_space = f"{FIELD}.{key}", _white_space(key, given)
     read = _schema(name, value, white_space) if key == "json" else _READ[key](name, value)
@@ -54,9 +56,6 @@ def read_structured_outputs(given: Any) -> dict[str, Any]:
 
 def _white_space(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's options, as llguidance has them; those that change nothing may stand anywhere."""
-    for name, instead in _ABSENT.items():
-        if given.get(name, False) is not False:
-            raise RequestError(f"{FIELD}.{name}", given[name], "left out", instead)
     found: dict[str, Any] = {}
     if (compact := given.get("disable_any_whitespace")) is not None:
         if not isinstance(compact, bool):

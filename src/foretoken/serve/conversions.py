@@ -100,14 +100,18 @@ def read_messages(body: CountBody, served: Served) -> Asked:
         tools=[_tool(t.name, t.description, t.input_schema) for t in body.tools or ()] or None,
         tool_choice=choice,
         parallel_tool_calls=parallel,
-        **_reasoning(body),
+        **_reasoning(body, served),
     )
     return _read(chat, served, _IN_MESSAGES)
 
 
-def _reasoning(body: CountBody) -> dict[str, Any]:
-    """What a chat says of reasoning."""
+def _reasoning(body: CountBody, served: Served) -> dict[str, Any]:
+    """What a chat says of reasoning; a budget changes nothing for a model that does not reason."""
     thinking, variables = body.thinking, body.chat_template_kwargs
+    if thinking and thinking.budget_tokens is not None and served.format.reasons:
+        bound = "left out: this model reasons as long as it likes"
+        remedy = 'Write {"type": "adaptive"}, and bound the answer by `max_tokens`.'
+        raise RequestError("thinking.budget_tokens", thinking.budget_tokens, bound, remedy)
     is_off = thinking is not None and thinking.type == "disabled"
     if is_off:
         variables = {"enable_thinking": False, **(variables or {})}

@@ -9,6 +9,7 @@ from ipaddress import ip_address
 
 from foretoken.config import EngineConfig, check_int, check_number
 from foretoken.errors import ConfigError
+from foretoken.serve.parsers.parts import REASONING_PARSERS
 
 MAX_NUM_WAITING = 1024
 """Samples that may wait for a slot where `max_num_waiting` is left out; more are refused by 429."""
@@ -84,8 +85,8 @@ class ServeOptions:
             `warning`, `error`.
         tool_call_parser: how the model writes tool calls: `hermes`, `llama3_json`, `mistral`,
             `none` (no tools are taken), or `auto`: as its template shows.
-        reasoning_parser: `think` reads `<think>` and `</think>`, `none` leaves them in the text,
-            `auto`: as its template shows.
+        reasoning_parser: `think` (by vLLM's names `qwen3`, `deepseek_r1`) reads `<think>` and
+            `</think>`, `none` leaves them in the text, `auto`: as its template shows.
     """
 
     host: str = "127.0.0.1"
@@ -139,9 +140,10 @@ class ServeOptions:
         formats: Iterable[str] = ()
         if self.tool_call_parser not in ("auto", "none"):  # else `--help` would load torch
             from foretoken.serve.parsers.formats import FORMATS as formats
-        for name, known in (("tool_call_parser", formats), ("reasoning_parser", ("think",))):
+        for name, known in (("tool_call_parser", formats), ("reasoning_parser", REASONING_PARSERS)):
             if (value := getattr(self, name)) not in (names := ("auto", "none", *known)):
-                raise ConfigError(name, value, f"one of {', '.join(names)}")
+                remedy = "No other format is read here; `auto` finds these in the template."
+                raise ConfigError(name, value, f"one of {', '.join(names)}", remedy)
         if self.log_level not in LOG_LEVELS:
             raise ConfigError("log_level", self.log_level, f"one of {', '.join(LOG_LEVELS)}")
         if "" in self.served_model_name:

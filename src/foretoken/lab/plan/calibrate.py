@@ -204,7 +204,7 @@ class Calibration:
             if repeat > _LEAST_REPEATS and time.perf_counter() - start > self._patience:
                 break
             for case in self._cases if repeat else self._first:
-                report(done, f"{case.batch} requests, K={case.drafts}")
+                report(done, f"batches of {case.batch}, K={case.drafts}")
                 timed = self._run(case, done)
                 if repeat:
                     self._sort(case, timed)

@@ -17,6 +17,7 @@ from typing import Any
 from foretoken.errors import ConfigError, RequestError
 from foretoken.models.chat import find_template
 from foretoken.sampling.schemas import as_text
+from foretoken.serve.parsers.parts import REASONING_PARSERS
 
 _TYPED = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # a schema with one says what fits
 _SPACED = {"item_separator": ", ", "key_separator": ": "}  # as templates write JSON
@@ -101,7 +102,7 @@ class MessageFormat:
             calls = next(signs, "none")
         decoder = getattr(tokenizer, "added_tokens_decoder", {})
         special = {token.content: i for i, token in decoder.items() if token.special}
-        reasons = reasoning == "think" or (reasoning == "auto" and END_THINK in text)
+        reasons = reasoning in REASONING_PARSERS or (reasoning == "auto" and END_THINK in text)
         where = "the checkpoint's own" if template is None else "of --chat-template"
         if template is not None and text != template:
             where = f"the checkpoint's `{template}`"

@@ -7,6 +7,9 @@ from typing import Any, NamedTuple, Protocol
 
 from foretoken.outputs import CompletionDelta
 
+REASONING_PARSERS = ("think", "qwen3", "deepseek_r1")
+"""Names of the one format of reasoning that is read: `<think>` and `</think>`."""
+
 
 class Content(NamedTuple):
     """Text of the answer."""

@@ -109,7 +109,6 @@ REASONING = {
     "context": Foreign(("auto",), "The template says which reasoning the model sees again."),
     "mode": Foreign(("standard",), "There is one way to reason."),
 }
-THINKING = {"budget_tokens": Foreign((), "Leave it out, and bound the answer by `max_tokens`.")}
 TOKENIZE = {
     "return_token_strs": Foreign(OFF, "`/detokenize` has their text."),
     "tools": Foreign(([],), "`usage` of /v1/chat/completions counts a prompt with tools."),

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from foretoken.serve.protocol.chat import Effort, FunctionName
 from foretoken.serve.protocol.common import Fields, Inert, Items, SamplingFields, by_type
-from foretoken.serve.protocol.foreign import COUNT, MESSAGES, THINKING, TOOL
+from foretoken.serve.protocol.foreign import COUNT, MESSAGES, TOOL
 
 
 class TextBlock(Fields):
@@ -87,9 +87,9 @@ class MessageToolChoice(Fields):
 class Thinking(Fields):
     """Whether the model reasons; how long is its own choice."""
 
-    foreign = THINKING
     type: Literal["disabled", "adaptive", "enabled"]
     display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: int | None = None
 
 
 class OutputFormat(Fields):

@@ -99,7 +99,7 @@ class NativeModel:
         found = map(describe_fetches, taken_R.tolist(), seconds_RF.tolist())
         _tunings[name] = dict(zip(("1 row", "6 rows"), found, strict=True))
         for rows, measured in _tunings[name].items():
-            _log.info("Weights of %s, %s, ms: %s", name, rows, measured)
+            _log.debug("Weights of %s, %s, ms: %s", name, rows, measured)
 
     def set_fetches(self, one_row: int, few_rows: int) -> None:
         """Fetch weights so (`FETCHES`) for one row and for a few; no logit changes."""

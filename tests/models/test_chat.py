@@ -100,7 +100,8 @@ def test_tools_that_the_template_does_not_show_are_refused(llm: LLM) -> None:
     plain = llm.chat([USER], GREEDY)[0].prompt
     (output,) = llm.chat([USER], GREEDY, chat_template_kwargs={"think": True, "nowhere": 1})
     assert output.prompt == plain, "what is a variable of some templates changes nothing in others"
-    for name in ("tokenize", "return_dict", "chat_template"):
+    for name in ("tokenize", "return_dict", "chat_template", "sanitize_control_tokens", "messages",
+                 "conversation", "conversations", "self"):  # fmt: skip
         with pytest.raises(RequestError, match=rf"chat_template_kwargs\.{name}.*argument"):
             llm.chat([USER], GREEDY, chat_template_kwargs={name: True})
 

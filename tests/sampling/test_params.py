@@ -327,6 +327,12 @@ def test_keywords_that_change_nothing_are_no_reason_to_refuse() -> None:
     assert json.loads(closed["json"]) == json.loads(same["json"])  # type: ignore[index]
 
 
+def test_room_is_left_for_a_number_of_tokens_alone() -> None:
+    with pytest.raises(RequestError, match="Give `max_tokens`: -1 leaves room for it") as caught:
+        SamplingParams(max_tokens=None, truncate_prompt_tokens=-1)
+    assert caught.value.field == "truncate_prompt_tokens"
+
+
 @pytest.mark.parametrize("value", [False, {"type": "null"}])
 def test_items_that_nothing_evaluates_are_those_behind_the_others(value: Any) -> None:
     for given, same in (

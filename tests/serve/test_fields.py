@@ -418,7 +418,7 @@ def test_white_space_is_asked_for_beside_a_schema(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["guided_regex", "guided_choice", "structured_outputs"])
 def test_a_structure_beside_tools_is_refused_by_the_name_it_has(name: str) -> None:
-    with pytest.raises(RequestError, match="JSON beside `tools`") as caught:
+    with pytest.raises(RequestError, match="a JSON schema: next to `tools`") as caught:
         read(ChatBody, tools=TOOLS[ChatBody], **{name: STRUCTURED[name]})
     assert caught.value.field == name
 

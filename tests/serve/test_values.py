@@ -166,6 +166,11 @@ def test_a_prompt_is_cut_to_its_last_tokens(http: httpx.Client, llm: LLM) -> Non
     assert choice["token_ids"] == expected.outputs[0].token_ids
     chat = post(http, "/v1/chat/completions", messages=CHAT, **asked, logprobs=True)
     assert chat["usage"]["prompt_tokens"] == 4
+    error = post(http, "/v1/chat/completions", messages=CHAT, truncate_prompt_tokens=-1)["error"]
+    assert error["param"] == "truncate_prompt_tokens"
+    assert "Give `max_tokens`" in error["message"]
+    by_default = post(http, "/v1/completions", prompt=PROMPT, truncate_prompt_tokens=-1)
+    assert by_default["usage"]["completion_tokens"] == 16
 
 
 def test_without_text_there_is_none(http: httpx.Client, llm: LLM) -> None:
@@ -174,7 +179,15 @@ def test_without_text_there_is_none(http: httpx.Client, llm: LLM) -> None:
              "logprobs": 1}  # fmt: skip
     choice = post(http, "/v1/completions", prompt=PROMPT, **asked)["choices"][0]
     assert (choice["text"], choice["token_ids"]) == ("", output.outputs[0].token_ids)
-    assert set(choice["logprobs"]["tokens"]) == {""}
+    names = [f"token_id:{token}" for token in choice["token_ids"]]
+    assert choice["logprobs"]["tokens"] == names
+    asked |= {"logprobs": 3, "echo": True}
+    told = post(http, "/v1/completions", prompt=PROMPT, **asked)["choices"][0]
+    ids = [*told["prompt_token_ids"], *told["token_ids"]]
+    assert told["logprobs"]["tokens"] == [f"token_id:{token}" for token in ids]
+    first, *rows = told["logprobs"]["top_logprobs"]
+    assert first is None
+    assert {len(row) for row in rows} <= {3, 4}
     refused = post(http, "/v1/chat/completions", messages=CHAT, detokenize=False, tools=TOOLS)
     assert refused["error"]["param"] == "detokenize"
 
@@ -214,6 +227,9 @@ def test_allowed_tools_are_the_only_ones(http: httpx.Client) -> None:
     error = post(http, "/v1/responses", input=CHAT, tools=tools, tool_choice=flat)["error"]
     assert error["param"] == "tool_choice.tools"
     assert "some of near, far" in error["message"]
+    error = post(http, "/v1/responses", input=CHAT, tool_choice=flat)["error"]
+    assert error["param"] == "tool_choice.tools"
+    assert "left out without `tools`" in error["message"]
 
 
 def test_reasoning_is_left_out_where_it_is_not_wanted(http: httpx.Client) -> None:

@@ -190,13 +190,20 @@ def _fit(num_prompt: int, params: SamplingParams, limits: Limits) -> SamplingPar
 
 
 def last_tokens(prompt_ids: list[int], params: SamplingParams, limits: Limits) -> list[int]:
-    """The end of a prompt that `truncate_prompt_tokens` keeps."""
+    """The end of a prompt that `truncate_prompt_tokens` keeps.
+
+    Raises:
+        CapacityError: it is -1, and `max_tokens` leaves room for none.
+    """
     most = params.truncate_prompt_tokens
     if most is None:
         return prompt_ids
     if most == -1:
-        room = min(limits.max_model_len, limits.cache_tokens)
-        most = max(room - (params.max_tokens or 1), 1)
+        size, name = min((limits.max_model_len, "context"), (limits.cache_tokens, "cache"))
+        most = size - params.token_limit
+        if most < 1:
+            bound = f"less than the {name} of {size} tokens, which holds the prompt too"
+            raise CapacityError("max_tokens", params.max_tokens, bound, "Lower it.")
     return prompt_ids[-most:]
 
 

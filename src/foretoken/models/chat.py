@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any, Literal, TypedDict, Unpack
 
 from foretoken.errors import RequestError, check_known_keys
@@ -19,12 +20,10 @@ _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_c
 _INERT = ("id", "type", "status", "phase", "annotations", "parsed", "cache_control",
           "provider_specific_fields")  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-_ANSWERS = ("assistant", "tool", "function")  # whose messages may have no text
+_ANSWERS = ("assistant", "tool")  # whose messages may have no text
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-_ARGUMENTS = (  # of `apply_chat_template`, which takes variables of the template beside them
-    "conversation", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-)  # fmt: skip
+# Names within `apply_chat_template`, beside its arguments; and arguments that templates read.
+_TAKEN, _PASSED_ON = {"self", "conversations", "messages"}, {"documents", "kwargs"}
 _FORMS = ("auto", "string", "openai")
 # A template that walks over a message's content takes lists of parts, others take a text.
 _WALKS_OVER_CONTENT = re.compile(r"""\bfor\s+\w+\s+in\s+\w+(\.content\b|\[['"]content['"]\])""")
@@ -133,8 +132,9 @@ class ChatTemplate:
         if variables is not None and not isinstance(variables, Mapping):
             raise RequestError("chat_template_kwargs", variables, "a dict of template variables")
         given = {} if tools is None else {"tools": list(tools)}
+        arguments = signature(self._tokenizer.apply_chat_template).parameters if variables else {}
         for name, value in (variables or {}).items():
-            if name in CHAT_OPTIONS or name in _ARGUMENTS:
+            if name in {*CHAT_OPTIONS, *_TAKEN, *arguments} - _PASSED_ON:
                 bound = "given as an argument of its own"
                 raise RequestError(f"chat_template_kwargs.{name}", value, bound)
             given[str(name)] = value

@@ -173,7 +173,7 @@ class SamplingParams:
         prediction: a text that the output may be like, or its token ids, for the drafter
             `prediction` to draft from; it changes how fast tokens come, and not what is likely.
         truncate_prompt_tokens: keep this many of the prompt's last tokens, >= 1; -1: as many as
-            leave room for `max_tokens`; None keeps all.
+            leave room for `max_tokens`, which must be given then; None keeps all.
         cache_salt: a text of 1 to 1024 characters: blocks of the prefix cache are shared only among
             requests that have the same. It changes no token.
         priority: requests with lower ones have slots and blocks first, and keep them; of equal ones
@@ -253,7 +253,10 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             _number(name, getattr(self, name), -2.0, 2.0, "in [-2, 2]")
         _number("repetition_penalty", self.repetition_penalty, 1e-3, 1e3, "in [0.001, 1000]")
-        if (most := self.truncate_prompt_tokens) is not None and most != -1:
+        if (most := self.truncate_prompt_tokens) == -1 and self.max_tokens is None:
+            remedy = "Give `max_tokens`: -1 leaves room for it."
+            raise RequestError("truncate_prompt_tokens", -1, "an integer >= 1", remedy)
+        if most is not None and most != -1:
             _integer("truncate_prompt_tokens", most, 1, "an integer >= 1, or -1")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):

@@ -195,6 +195,10 @@ def _chosen_tools(body: ChatBody) -> ChatBody:
     if isinstance(choice, AllowedTools):
         allowed = {tool.function.name for tool in choice.allowed_tools.tools}
         known = {tool.function.name: tool for tool in body.tools or ()}
+        if not known:
+            raise RequestError(
+                "tool_choice.allowed_tools", sorted(allowed), "left out without `tools`"
+            )
         if not allowed or not allowed <= known.keys():
             wrong = sorted(allowed - known.keys())
             raise RequestError("tool_choice.allowed_tools", wrong, f"some of {', '.join(known)}")
@@ -340,7 +344,7 @@ def _read(body: GenerationFields, served: Served, given: dict[str, Any]) -> Aske
         continuous_usage=bool(options and options.continuous_usage_stats),
         split_tokens=split,
         return_token_ids=bool(body.return_token_ids),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids) or not params.detokenize,
         add_special_tokens=body.add_special_tokens,
         name=body.request_id,
         written=written,

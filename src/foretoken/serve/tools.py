@@ -47,7 +47,7 @@ class ToolUse:
             [(kind, value)] = asked.items()
             answer = {"json": value, "json_object": as_text(kind, ANY_OBJECT)}.get(kind)
             if answer is None:
-                bound = "JSON beside `tools`, where an answer is a call or that"
+                bound = "a JSON schema: next to `tools` an answer is a call or JSON"
                 raise RequestError(FIELD, {kind: value}, bound)
         tools = self.forced or self.shown or ()
         return form.grammar(form.calls, tools, parallel=self.parallel, answer=answer)

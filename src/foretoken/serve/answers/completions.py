@@ -81,7 +81,8 @@ class CompletionForm:
                 # The first token has no row: its text is what the others leave of the prompt's.
                 others = sum(len(text(own(row)[1])) for row in echoed)
                 first = [event.echo.text[: max(0, len(event.echo.text) - others)]]
-                named = [f"token_id:{event.echo.token_ids[0]}"] if self._as_id else first
+                by_id = self._as_id or not event.echo.text
+                named = [f"token_id:{event.echo.token_ids[0]}"] if by_id else first
                 rows += echoed
             rows += event.sample.logprobs or ()
         texts = first + [text(own(row)[1]) for row in rows]

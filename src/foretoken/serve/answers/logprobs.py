@@ -31,8 +31,8 @@ def text(entry: Logprob) -> str:
 
 
 def shown(token: int, entry: Logprob, *, as_id: bool) -> str:
-    """What a token is called: its text, or its number."""
-    return f"token_id:{token}" if as_id else text(entry)
+    """What a token is called: its text, or its number, also where there is no tokenizer."""
+    return f"token_id:{token}" if as_id or entry.decoded_token is None else text(entry)
 
 
 def own(row: Row) -> tuple[int, Logprob]:

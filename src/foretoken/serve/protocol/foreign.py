@@ -64,7 +64,9 @@ CHAT = GENERATION | {
 RESPONSES = GENERATION | {
     "store": Foreign(OFF, _KEEPS_NOTHING),
     "background": Foreign(OFF, "Wait for the answer, or stream it."),
-    "truncation": Foreign(("disabled",), "Write `truncate_prompt_tokens`: -1."),
+    "truncation": Foreign(
+        ("disabled",), "Write `truncate_prompt_tokens`: -1, and `max_output_tokens`."
+    ),
     "previous_response_id": Foreign((), _KEEPS_NOTHING),
     "previous_response": Foreign((), _KEEPS_NOTHING),
     "previous_input_messages": Foreign(([],), _KEEPS_NOTHING),

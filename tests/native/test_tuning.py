@@ -85,7 +85,7 @@ def test_times_of_tiny_weights_have_three_digits() -> None:
 def test_what_is_taken_was_measured_here_and_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "foretoken"):
+    with caplog.at_level(logging.DEBUG, "foretoken"):
         model = load(tmp_path)
     linears = [m for m in model.module.modules() if isinstance(m, nn.Linear)]
     tuning = decoder.tunings()[f"{sum(m.weight.nbytes for m in linears) / 2**20:.1f} MiB"]

@@ -44,6 +44,7 @@ TORCH_FREE = [
     "foretoken.engine.pace",
     "foretoken.engine.request",
     "foretoken.engine.scheduler",
+    "foretoken.lab.desk",
     "foretoken.lab.plan.simulate",
 ]
 

@@ -31,13 +31,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from foretoken import __version__
 from foretoken.errors import ConfigError
-from foretoken.ops import get_backend, unavailable
+
+if TYPE_CHECKING:
+    import torch
 
 SCHEMA = 1
 _HARDWARE = {*"cpu vector_instructions read_gb_per_s cores threads memory_gib accelerator".split()}
@@ -211,6 +211,10 @@ def _check_value(field_name: str, value: Any) -> None:
 
 def hardware() -> dict[str, Any]:
     """This machine, as far as it explains a figure."""
+    import torch  # two seconds in which a command has said what it does
+
+    from foretoken.ops import get_backend, unavailable
+
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {
         "cpu": _cpu_name(),
@@ -234,6 +238,8 @@ def read_bandwidth(device: torch.device | str = "cpu") -> float:
     Raises:
         torch.OutOfMemoryError: the GPU has no such room left.
     """
+    import torch
+
     device = torch.device(device)
     if device.type == "cpu":
         numbers = torch.ones(2**27)

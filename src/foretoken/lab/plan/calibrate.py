@@ -33,8 +33,7 @@ _STEPS = 20  # of a run, about
 # What a request loses so does not grow with its length.
 _SETTLING = 4
 _LEAST_STEPS = 4  # that have settled, of a case
-# On two cores that eight others used, speed-ups from one repeat differed from those of four by
-# 17 % on average, from two or three by 8 %.
+# One repeat alone may fall into a moment when others use the machine.
 _LEAST_REPEATS = 2
 _SHORT = 48  # tokens of a prompt; fewer where a step cannot compute those of a whole batch
 _LONG = 512  # of one by which the cost of a context is told, if the model takes as many

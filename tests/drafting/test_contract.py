@@ -20,9 +20,9 @@ from foretoken.drafting.ngram import NGram
 from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import IntegrityError, StepError
 from foretoken.ops import DraftBlock, DraftCache, Rule
-from foretoken.ops.steps import DraftRows, ForwardBatch
+from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, Outcome, StepInput, StepResult, StepRows
+from foretoken.slots.step import NONE, Outcome, StepInput, StepResult, StepRequests
 from foretoken.slots.table import SlotTable
 from tests.models.heads import head_of
 from tests.support.checkpoints import VOCABULARY, ids_of
@@ -53,7 +53,7 @@ def build(target: Path, name: str, **speculation: Any) -> LLM:
     return LLM(str(target), options, num_blocks=64, **OPTIONS)
 
 
-Propose = Callable[[DraftRows], DraftBlock]
+Propose = Callable[[DraftRequests], DraftBlock]
 Change = Callable[[Propose], Propose]
 
 
@@ -92,7 +92,7 @@ def test_drafts_and_q_reach_their_request_in_any_order(target: Path, name: str) 
 def with_q_by_row(propose: Propose) -> Propose:
     """A mutant: q is kept by the order of the batch."""
 
-    def mutant(rows: DraftRows) -> DraftBlock:
+    def mutant(rows: DraftRequests) -> DraftBlock:
         block, slots = propose(rows), rows.slot_B.tolist()
         if block.cache is None:
             return block
@@ -111,7 +111,7 @@ def test_a_q_that_is_kept_by_the_order_of_the_batch_is_noticed(target: Path, dra
 
 def without_q_of(lost: int) -> Change:
     def change(propose: Propose) -> Propose:
-        def forgetful(rows: DraftRows) -> DraftBlock:
+        def forgetful(rows: DraftRequests) -> DraftBlock:
             block = propose(rows)
             real_q_B = block.real_q_B & (rows.slot_B != lost)
             return replace(block, real_q_B=real_q_B)
@@ -137,7 +137,7 @@ def test_a_proposal_keeps_to_what_was_asked(target: Path, name: str) -> None:
     proposals = []
 
     def recorded(propose: Propose) -> Propose:
-        def record(rows: DraftRows) -> DraftBlock:
+        def record(rows: DraftRequests) -> DraftBlock:
             block = propose(rows)
             proposals.append((rows.slot_B.tolist(), rows.num_B.tolist(), block))
             return block
@@ -177,7 +177,7 @@ class Watching(NGram):
         self.seen: list[tuple[StepInput, StepResult]] = []
         self.lengths: dict[int, int] = {}
 
-    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         self.seen.append((rows.step, result))
         for slot in rows.step.slot_B:
             self.lengths[slot] = self.slots.length_S[slot]
@@ -197,7 +197,7 @@ class Leaking(Watching):
 class ForeignIds(NGram):
     """Every other draft is an id that the target lacks."""
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         block = super().propose(rows)
         token_BK = block.token_BK.clone()
         token_BK[:, 1::2] = VOCABULARY + 7
@@ -205,7 +205,7 @@ class ForeignIds(NGram):
 
 
 class TooMany(NGram):
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         return one_hot_block([[1] * (num + 1) for num in rows.num_B.tolist()], CPU)
 
 

@@ -27,7 +27,7 @@ from foretoken.drafting.registry import DRAFTERS, ON_DEVICE, ON_HOST_ALONE
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.ops import unavailable
 from foretoken.ops.steps import ForwardBatch
-from foretoken.slots.step import StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRequests
 from tests.models.heads import head_of
 
 STALE, K, SIZE = 3e4, 3, 2
@@ -255,14 +255,14 @@ def test_what_counts_as_complete_was_computed(
 class LikeTheTarget(LockstepDraftModel):
     """Computes what the target computes, and nothing that a round left out."""
 
-    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         super().observe(rows._replace(most_drafts=1), batch, result)
 
 
 class SkipsPlainSteps(LockstepDraftModel):
     """Takes no part in steps of decoding without drafts."""
 
-    def observes(self, rows: StepRows) -> bool:
+    def observes(self, rows: StepRequests) -> bool:
         return max(rows.step.num_tokens_B) > 1 and super().observes(rows)
 
 
@@ -278,7 +278,7 @@ class KeepsMarks(DraftModel):
 
 
 class SkipsPrompts(Eagle3):
-    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         if max(rows.step.num_tokens_B) == 1:
             super().observe(rows, batch, result)
 

@@ -30,7 +30,7 @@ from foretoken.ops import (
     get_backend,
     unavailable,
 )
-from foretoken.ops.steps import DraftRows, ForwardBatch, SlotState
+from foretoken.ops.steps import DraftRequests, ForwardBatch, SlotState
 from foretoken.slots.device import DeviceSlotTable
 from tests.models.heads import NaiveHead, NaiveRows
 from tests.support.cases import host_backends, make_params
@@ -160,7 +160,7 @@ class Target:
     def propose(self, num_drafts: dict[int, int], pad: int) -> DraftBlock:
         slot_B = torch.tensor([*num_drafts, *[SLOTS] * pad])
         num_B = torch.tensor([*num_drafts.values(), *[0] * pad])
-        return self.drafter.propose(DraftRows(slot_B, num_B, self.state.length_S[slot_B], MOST))
+        return self.drafter.propose(DraftRequests(slot_B, num_B, self.state.length_S[slot_B], MOST))
 
     def write_drafts(self, slot: int, drafts: list[int]) -> None:
         at = len(self.texts[slot])

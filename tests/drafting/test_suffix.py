@@ -20,7 +20,7 @@ from foretoken.drafting.registry import find_drafter
 from foretoken.drafting.suffix import Suffix
 from foretoken.errors import ConfigError
 from foretoken.ops import Rule, get_backend, unavailable
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRequests
 from foretoken.ops.suffix import SuffixIndexes, SuffixOptions, propose
 from tests.support.cases import make_params
 from tests.support.slots import GivenSlots
@@ -160,7 +160,7 @@ def test_equals_counting_also_as_texts_grow_and_old_ones_make_room(
         if len(held) < len(texts):
             held.append(texts[len(held)])
             assert others.append(0, np.array(held[-1])) == min(len(held[-1]) + 1, capacity)
-        rows = DraftRows(*torch.tensor([[0], [k], [end]]).unbind(), most=k)
+        rows = DraftRequests(*torch.tensor([[0], [k], [end]]).unbind(), most=k)
         for number in (0, 1):
             drafts, num_B, expected_B = propose(
                 index, others, torch.tensor([number]), rows, options

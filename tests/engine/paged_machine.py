@@ -31,9 +31,9 @@ from foretoken.engine.sampler import Sampler
 from foretoken.engine.scheduler import Plan, Scheduler
 from foretoken.engine.threads import StepThreads
 from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
-from foretoken.ops.steps import DraftRows, ForwardBatch
+from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.step import StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRequests
 from foretoken.slots.table import NO_TOKEN, SlotTable
 from tests.engine.naive import (
     MOST_DRAFTS,
@@ -138,14 +138,14 @@ class NaiveDrafter(Drafter):
         (request,) = (r for r in self.scheduler.running if r.slot == slot)
         return request
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         drafts = [
             truth_of(self.of(slot)).drafts(self.slots.length_S[slot], most) if most else []
             for slot, most in zip(rows.slot_B.tolist(), rows.num_B.tolist(), strict=True)
         ]
         return one_hot_block(drafts, CPU)
 
-    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         slots, step = self.slots, rows.step
         for slot, outcome in result.decisions.items():
             known = slots.length_S[slot] - len(outcome.token_ids)

@@ -17,7 +17,7 @@ from foretoken.engine.request import Request
 from foretoken.engine.step_costs import SECONDS
 from foretoken.engine.trace import StepTrace
 from foretoken.outputs import RequestOutput
-from foretoken.slots.step import StepRows
+from foretoken.slots.step import StepRequests
 
 PROMPTS = ["def add(a, b):", "x", "import os\nimport sys\n" * 4, "for i in range(10): print(i)"]
 
@@ -82,7 +82,7 @@ def test_texts_that_do_not_depend_on_k_are_those_of_plain_decoding(
 class Noted(Graphs):
     """Captures that are noted, and run as they come."""
 
-    def stage(self, name: str, run: Callable[..., Any], rows: StepRows, *given: Any) -> Any:
+    def stage(self, name: str, run: Callable[..., Any], rows: StepRequests, *given: Any) -> Any:
         if self._recording is not None:
             self._recording[name] = Any, None
         elif rows.shape is not None and not self._warming:

@@ -21,10 +21,10 @@ from foretoken.engine.graphs import Graphs
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import ForetokenError
 from foretoken.ops import get_backend
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRequests
 from foretoken.outputs import RequestOutput
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
+from foretoken.slots.step import StepInput, StepResult, StepRequests, StepShape
 from tests.engine.test_traced_tokens import check_equal as check_traces
 from tests.models.heads import head_of
 
@@ -56,7 +56,7 @@ class Padding(Graphs):
     def __contains__(self, shape: object) -> bool:
         return True
 
-    def stage(self, name: str, run: Callable[..., Any], rows: StepRows, *given: Any) -> Any:
+    def stage(self, name: str, run: Callable[..., Any], rows: StepRequests, *given: Any) -> Any:
         return run(rows, *given)
 
 
@@ -161,14 +161,14 @@ def test_slots_on_a_device_emit_what_slots_on_the_host_do(
 class ForgetsLimits(DeviceSlotTable):
     """Drafts that could never be emitted are made."""
 
-    def asked(self, rows: StepRows) -> DraftRows:
+    def asked(self, rows: StepRequests) -> DraftRequests:
         return super().asked(rows)._replace(num_B=rows.max_drafts_D)
 
 
 class KeepsRejected(DeviceSlotTable):
     """K/V of rejected drafts count as computed."""
 
-    def advance_step(self, rows: StepRows, result: StepResult) -> None:
+    def advance_step(self, rows: StepRequests, result: StepResult) -> None:
         super().advance_step(rows, result)
         self.state.computed_S[rows.slot_D] += result.drafts.num_B - result.verdict.n_accept_B
 
@@ -176,7 +176,7 @@ class KeepsRejected(DeviceSlotTable):
 class SlipsByOne(DeviceSlotTable):
     """Drafts are drawn with the noise of the position behind."""
 
-    def asked(self, rows: StepRows) -> DraftRows:
+    def asked(self, rows: StepRequests) -> DraftRequests:
         asked = super().asked(rows)
         return asked._replace(position_B=asked.position_B + 1)
 
@@ -184,7 +184,7 @@ class SlipsByOne(DeviceSlotTable):
 class GoesOn(DeviceSlotTable):
     """A request that has all its tokens gets more from a step that was launched meanwhile."""
 
-    def advance_step(self, rows: StepRows, result: StepResult) -> None:
+    def advance_step(self, rows: StepRequests, result: StepResult) -> None:
         self.state.limit_S.add_(1)
         super().advance_step(rows, result)
 

@@ -14,7 +14,7 @@ from foretoken.engine.engine import Engine
 from foretoken.engine.request import RequestGroup
 from foretoken.errors import NonFiniteLogitsError, RequestError
 from foretoken.ops import DraftBlock, ForwardOutput
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRequests
 
 TEXT = list(b"class Shared:\n    def __init__(self, a, b):\n        self.a = a\n")
 
@@ -267,7 +267,7 @@ def test_complete_blocks_are_skipped_and_drafts_and_q_are_those_of_a_fresh_engin
         assert drafter is not None
         propose = drafter.propose
 
-        def recorded(rows: DraftRows) -> DraftBlock:
+        def recorded(rows: DraftRequests) -> DraftBlock:
             block = propose(rows)
             assert block.cache is not None
             seen.append((block.token_BK.clone(), block.cache.logits_SKV[rows.slot_B].clone()))

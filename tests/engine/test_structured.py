@@ -26,7 +26,7 @@ from foretoken.errors import RequestError
 from foretoken.lab.chi_square import goodness_of_fit
 from foretoken.lab.laws.findings import CORRECT_P, MUTANT_P
 from foretoken.ops import DraftBlock, DraftCache, Noise, Rows
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRequests
 from foretoken.outputs import RequestOutput
 from foretoken.sampling.grammar import fill_masks
 from foretoken.slots.history import Array
@@ -162,7 +162,7 @@ def ends_at_invalid(llm: LLM, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(drafter, "mask", lambda logits, *given: logits)  # that draws no such draft
     propose, slots = drafter.propose, llm.engine.runner.slots
 
-    def cut(rows: DraftRows) -> DraftBlock:
+    def cut(rows: DraftRequests) -> DraftBlock:
         block = propose(rows)
         for row, slot in enumerate(rows.slot_B.tolist()):
             drafts = block.token_BK[row, : block.num_B[row]].tolist()

@@ -18,8 +18,8 @@ from torch import Tensor
 from benchmarks.heads import save_head
 from foretoken.engine.runner import Runner
 from foretoken.ops import DraftBlock
-from foretoken.ops.steps import DraftRows, ForwardBatch
-from foretoken.slots.step import StepResult, StepRows
+from foretoken.ops.steps import DraftRequests, ForwardBatch
+from foretoken.slots.step import StepResult, StepRequests
 from tests.models import families
 
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -182,7 +182,7 @@ class Checked:
         self.drafter.propose, self.drafter.head.draft = self.propose, self.draft
         self.drafter.observe = self.observe
 
-    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         if self.states is not None:
             state, starts = self.drafter.slots.state, batch.attention.query_start_B1.tolist()
             aux = torch.stack(result.aux, dim=1)
@@ -199,7 +199,7 @@ class Checked:
         self.hidden_BC.append(hidden_BC)
         return hidden_BC, logits_BV
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         self.hidden_BC = [self.drafter._hidden_SC[rows.slot_B]]
         state, block = self.drafter.slots.state, self._propose(rows)
         for b, slot in enumerate(rows.slot_B.tolist()):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import Verdict, get_backend
-from foretoken.ops.steps import DraftRows, PackSizes, SlotState, Steps, StepTokens
+from foretoken.ops.steps import DraftRequests, PackSizes, SlotState, Steps, StepTokens
 from tests.support.interpreter import INTERPRETED, interpret_tests
 
 BLOCK_SIZE, VOCABULARY = 4, 7
@@ -129,7 +129,7 @@ def compare_step(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
     if case.most:
         shape = (len(num_D), case.most)
         token_DK = torch.randint(-2, VOCABULARY + 3, shape, device=num_D.device)
-        rows = DraftRows(case.slot_D, num_D, position_D, case.most)
+        rows = DraftRequests(case.slot_D, num_D, position_D, case.most)
         for steps, its in ((mine, ours), (theirs, state)):
             steps.write_drafts(its, rows, num_D, token_DK, VOCABULARY - 1)
         check_state(ours, state)
@@ -158,7 +158,9 @@ def compare_step(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
 def compare_drafting(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
     """A round of drafting, the end of it, and a look-up; some have more tokens than the model."""
     state, max_len = case.state, case.state.token_SL.shape[1] - random.Random(seed).randint(1, 20)
-    rows = DraftRows(case.slot_D, *theirs.count_drafts(state, case.slot_D, case.most_D), case.most)
+    rows = DraftRequests(
+        case.slot_D, *theirs.count_drafts(state, case.slot_D, case.most_D), case.most
+    )
     known = 1 + seed % 2
     one, other = (s.begin_round(state, rows, known, max_len, BLOCK_SIZE) for s in (mine, theirs))
     check_batch(one.first, other.first, other.length_KB[-1])
@@ -214,7 +216,7 @@ def test_a_request_that_has_all_its_tokens_writes_nowhere(backend: str) -> None:
     packed = steps.pack(state, StepTokens(none, one, None, none), PackSizes(1, 1, 1), 16)
     assert packed.position_T.tolist() == [0]
     assert packed.attention.block_BL[0, 0] == 7
-    rows = DraftRows(none, none, 17 * one, most=1)
+    rows = DraftRequests(none, none, 17 * one, most=1)
     plan = steps.begin_round(state, rows, 2, 64, 16)
     assert plan.first.attention.block_BL[0, 0] == 7
     assert plan.position_KB.max() < 16

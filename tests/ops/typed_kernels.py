@@ -34,7 +34,7 @@ from foretoken.ops import (
     SlotParams,
     VerifyBatch,
 )
-from foretoken.ops.steps import DraftRows, PackSizes, Steps, StepTokens
+from foretoken.ops.steps import DraftRequests, PackSizes, Steps, StepTokens
 from tests.ops.test_steps import BLOCK_SIZE, make_case, make_verdict
 
 typed: dict[str, str] = {}
@@ -144,7 +144,7 @@ def every_step(steps: Steps, requests: int, most: int) -> None:
     tokens = StepTokens(case.slot_B, case.num_tokens_B, case.of_B, num_D)
     steps.pack(case.state, tokens, PackSizes(64, 8, 9), BLOCK_SIZE)
     steps.advance(case.state, tokens, make_verdict(1, case.most_D * 0, most))
-    rows = DraftRows(case.slot_D, num_D, position_D, most)
+    rows = DraftRequests(case.slot_D, num_D, position_D, most)
     steps.begin_round(case.state, rows, 2, 50, BLOCK_SIZE)
     drafts = steps.join_drafts([num_D] * most, num_D)
     steps.write_drafts(case.state, rows, num_D, drafts, 6)

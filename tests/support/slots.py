@@ -11,10 +11,10 @@ from torch import Tensor
 
 from foretoken.drafting.base import Drafter
 from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
-from foretoken.ops.steps import DraftRows, SlotSpan
+from foretoken.ops.steps import DraftRequests, SlotSpan
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, StepInput, StepResult, StepRows
+from foretoken.slots.step import NONE, StepInput, StepResult, StepRequests
 from foretoken.slots.table import NO_TOKEN, SlotTable
 
 CPU = torch.device("cpu")
@@ -37,11 +37,11 @@ class GivenSlots(SlotTable):
         self.requests.update(enumerate(request(*its) for its in asked))
         self.limit_S = [2**31] * num_slots
 
-    def asking(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftRows:
+    def asking(self, slots: Sequence[int], num_drafts: Sequence[int]) -> DraftRequests:
         """Whom to draft for, as a drafter is told."""
         positions = [self.length_S[slot] for slot in slots]
         columns = torch.tensor([list(slots), list(num_drafts), positions]).unbind()
-        return DraftRows(*columns, most=max(num_drafts, default=0))
+        return DraftRequests(*columns, most=max(num_drafts, default=0))
 
     @property
     def params(self) -> SlotParams:
@@ -83,5 +83,7 @@ def observe(
         torch.tensor(tokens), torch.tensor(accepted), torch.ones(size, dtype=torch.bool)
     )
     slot_B = torch.tensor(slots)
-    rows = StepRows(step, slot_B, torch.ones_like(slot_B), slot_B, drafts.num_B, None, max(nums))
+    rows = StepRequests(
+        step, slot_B, torch.ones_like(slot_B), slot_B, drafts.num_B, None, max(nums)
+    )
     drafter.observe(rows, batch, StepResult(spans, slots, drafts, verdict, aux=aux))

@@ -18,12 +18,12 @@ from foretoken.ops import AttentionBatch, DraftBlock
 from foretoken.ops.pinned import to_device
 from foretoken.ops.steps import ForwardBatch, PackSizes, SlotSpan
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import NONE, StepRows
+from foretoken.slots.step import NONE, StepRequests
 from foretoken.slots.table import SlotTable
 
 
 def gather_step(
-    slots: SlotTable | DeviceSlotTable, rows: StepRows, drafts: DraftBlock, block_size: int
+    slots: SlotTable | DeviceSlotTable, rows: StepRequests, drafts: DraftBlock, block_size: int
 ) -> ForwardBatch:
     """What the target computes in a step: known tokens, then the drafts of who decides."""
     if isinstance(slots, SlotTable):
@@ -32,7 +32,7 @@ def gather_step(
 
 
 def _gather_spans(
-    table: SlotTable, rows: StepRows, drafts: DraftBlock, block_size: int
+    table: SlotTable, rows: StepRequests, drafts: DraftBlock, block_size: int
 ) -> ForwardBatch:
     step, num_D = rows.step, drafts.num_B.tolist()
     num_drafts = dict(zip(rows.slot_D.tolist(), num_D, strict=True))
@@ -54,7 +54,7 @@ def _gather_spans(
 
 
 def _pack_step(
-    slots: DeviceSlotTable, rows: StepRows, drafts: DraftBlock, block_size: int
+    slots: DeviceSlotTable, rows: StepRequests, drafts: DraftBlock, block_size: int
 ) -> ForwardBatch:
     """Rows that decide come first here, then those of prompts whose log-probabilities are wanted.
 

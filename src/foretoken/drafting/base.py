@@ -23,9 +23,9 @@ from foretoken.config import EngineConfig, SpeculativeConfig
 from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
-from foretoken.ops.steps import DraftRows, ForwardBatch
+from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRequests
 from foretoken.slots.table import SlotTable
 
 
@@ -112,7 +112,7 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         """Draft up to so many tokens (0 allowed) behind the known ones of each slot, in this order.
 
         Token i of a request is drawn by `Backend.draft` at (position length + i, draft index i),
@@ -127,7 +127,7 @@ class Drafter(ABC):
         """
 
     def observe(  # noqa: B027 (optional hook)
-        self, rows: StepRows, batch: ForwardBatch, result: StepResult
+        self, rows: StepRequests, batch: ForwardBatch, result: StepResult
     ) -> None:
         """See what the target computed, prompts too, and what became of its drafts.
 
@@ -136,7 +136,7 @@ class Drafter(ABC):
         that `target_view` asks for are `result.aux`, in the order of `batch`.
         """
 
-    def observes(self, rows: StepRows) -> bool:
+    def observes(self, rows: StepRequests) -> bool:
         """Whether `observe` has anything to do after such a step, as far as the host knows."""
         return type(self).observe is not Drafter.observe
 

@@ -35,9 +35,9 @@ from foretoken.drafting.vocabulary import DraftNetwork, Match, match_tokenizers
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, folder_of, load_model, load_tokenizer
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, RoundDecoder, Rows, Rule
-from foretoken.ops.steps import DraftRows, ForwardBatch, SlotSpan
+from foretoken.ops.steps import DraftRequests, ForwardBatch, SlotSpan
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepInput, StepResult, StepRows
+from foretoken.slots.step import StepInput, StepResult, StepRequests
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
@@ -63,7 +63,7 @@ class DraftModel(Autoregressive):
         self._num_computed_S = [0] * slots.num_slots
         self.complete = bytearray(num_blocks)
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
         slots, num_drafts = rows.slot_B.tolist(), rows.num_B.tolist()
         end = self.model.max_model_len + 1  # the last draft is drawn, not computed
@@ -153,7 +153,7 @@ class DraftModel(Autoregressive):
             token_BK[live, i] = token_A.numpy()
         return torch.from_numpy(token_BK)
 
-    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
         for slot, outcome in result.decisions.items():
             if outcome.num_drafts:

@@ -29,7 +29,7 @@ from foretoken.drafting.vocabulary import DraftNetwork
 from foretoken.errors import ConfigError
 from foretoken.models.tokenizer import decode_after, encode_after
 from foretoken.ops import DraftBlock
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRequests
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.table import SlotTable
 
@@ -122,7 +122,7 @@ class DraftText(Drafter):
         self._model.allocate(own, slots.num_slots * count)
         self._transcripts: dict[int, Transcript] = {}
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         """One-hot drafts; none while a character is incomplete. See `Drafter.propose`."""
         asked = list(zip(rows.slot_B.tolist(), rows.num_B.tolist(), strict=True))
         wanted = {slot: self._read(slot, num) for slot, num in asked if num}
@@ -131,7 +131,9 @@ class DraftText(Drafter):
         if wanted:
             numbers = [[*wanted], [*wanted.values()], [self._own.length_S[s] for s in wanted]]
             slot_B, num_B, position_B = torch.from_numpy(np.array(numbers, dtype=np.int64))
-            block = self._model.propose(DraftRows(slot_B, num_B, position_B, max(wanted.values())))
+            block = self._model.propose(
+                DraftRequests(slot_B, num_B, position_B, max(wanted.values()))
+            )
             rows_B = zip(wanted, block.token_BK.tolist(), block.num_B.tolist(), strict=True)
             for slot, tokens, num in rows_B:
                 known = self.slots.known(slot, 0, self.slots.length_S[slot])

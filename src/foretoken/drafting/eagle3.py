@@ -31,9 +31,9 @@ from foretoken.models.eagle3_config import default_aux_layers, read_eagle3_confi
 from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, DraftRound, Noise, Rows
 from foretoken.ops.decoder import RoundHead
-from foretoken.ops.steps import DraftRows, ForwardBatch, Round
+from foretoken.ops.steps import DraftRequests, ForwardBatch, Round
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRequests
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_HEADS = {"tiny-python": "tiny-python-eagle3"}
@@ -83,7 +83,7 @@ class Eagle3(Autoregressive):
         # The same tensors in every step: to gather rows of them would take 45 us of it.
         self._token_SL, self._block_SL = slots.state[:2]
 
-    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """Run the head over the target's rows, each with the token behind it."""
         if self._round_head is not None:  # and not over what was rejected
             length_B = [self.slots.length_S[slot] for slot in rows.slot_B.tolist()]
@@ -97,7 +97,7 @@ class Eagle3(Autoregressive):
         hidden_BC = self.head.forward(batch, result.aux, self.kv, row_B)
         self._hidden_SC.index_copy_(0, rows.slot_B, hidden_BC)
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         """See `Drafter.propose`."""
         size, device = len(rows.slot_B), self.head.device
         if rows.most == 0:
@@ -109,7 +109,7 @@ class Eagle3(Autoregressive):
         real_q_B = q_flags(size, device, real=cache is not None) if alike else rows.num_B > 0
         return DraftBlock(token_BK, rows.num_B, cache, real_q_B)
 
-    def _draft(self, rows: DraftRows, cache: DraftCache | None) -> Tensor:
+    def _draft(self, rows: DraftRequests, cache: DraftCache | None) -> Tensor:
         """The drafts of each request; those with a grammar apart: nobody's depend on the others."""
         head = self._round_head
         if head is None:
@@ -130,14 +130,16 @@ class Eagle3(Autoregressive):
                 token_BK[index_B, : drawn_BK.shape[1]] = drawn_BK.to(token_BK.dtype)
         return token_BK
 
-    def _draft_at_once(self, head: RoundHead, rows: DraftRows, cache: DraftCache | None) -> Tensor:
+    def _draft_at_once(
+        self, head: RoundHead, rows: DraftRequests, cache: DraftCache | None
+    ) -> Tensor:
         """All passes and draws in one native call."""
         fp64 = self.config.use_fp64_gumbel
         drafting = DraftRound(self.slots.params, rows.slot_B, rows.num_B, cache, fp64)
         known = AttentionBatch(rows.slot_B, rows.position_B, self._block_SL, self.block_size)
         return head.draft_round(self._hidden_SC, self.kv.only_layer(known), drafting)
 
-    def _draft_by_passes(self, rows: DraftRows, cache: DraftCache | None) -> Tensor:
+    def _draft_by_passes(self, rows: DraftRequests, cache: DraftCache | None) -> Tensor:
         """Passes run for all requests; of some, more than are read."""
         plan, on_host = self._plan(rows), not isinstance(self.slots, DeviceSlotTable)
         masked = on_host and any(map(self.has_grammar, rows.slot_B.tolist()))
@@ -160,7 +162,7 @@ class Eagle3(Autoregressive):
         if self.head.fused is None:
             self.kv.clear(block_ids)
 
-    def _plan(self, rows: DraftRows) -> Round:
+    def _plan(self, rows: DraftRequests) -> Round:
         """Pass i > 0 computes one token of each request, at row i - 1 of the plan."""
         state, size = self.slots.state, len(rows.slot_B)
         if isinstance(self.slots, DeviceSlotTable):
@@ -178,7 +180,7 @@ class Eagle3(Autoregressive):
         return Round(rows.num_B, first, index_B1, length_KB - 1, length_KB, index_KB)
 
     def _draw(
-        self, logits_BV: Tensor, rows: DraftRows, noise: Noise, cache: DraftCache | None
+        self, logits_BV: Tensor, rows: DraftRequests, noise: Noise, cache: DraftCache | None
     ) -> Tensor:
         """A draft of each request, and the q that it came from, by slot."""
         if cache is None and rows.warm:

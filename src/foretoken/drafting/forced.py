@@ -10,7 +10,7 @@ from typing import cast
 
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.ops import DraftBlock
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRequests
 from foretoken.sampling.forced import FORCING, Continuation
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.device import DeviceSlotTable
@@ -35,7 +35,7 @@ class Forced(Drafter):
         made = (force(params) for force in FORCING)
         return [continuation for continuation in made if continuation is not None]
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing is known. See `Drafter.propose`."""
         asked = zip(rows.slot_B.tolist(), rows.num_B.tolist(), strict=True)
         return one_hot_block([self._drafts(*one) for one in asked], self.slots.device)

@@ -33,9 +33,9 @@ from foretoken.drafting.autoregressive import Autoregressive
 from foretoken.drafting.base import DrafterSetup, q_flags
 from foretoken.drafting.draft_model import load_draft
 from foretoken.ops import DRAFT, DraftBlock, Noise, Rows
-from foretoken.ops.steps import DraftRows, ForwardBatch, PackSizes, StepTokens
+from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, StepTokens
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRequests
 
 _FIRST = 2  # known tokens that a round computes
 
@@ -51,7 +51,7 @@ class LockstepDraftModel(Autoregressive):
         self.model = self.network.model
         super().__init__(setup, self.model, setup.vocab_size)
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         """See `Drafter.propose`; every request takes part in every pass, if only as padding."""
         table, max_len = self.slots, self.model.max_model_len
         plan = table.steps.begin_round(table.state, rows, _FIRST, max_len, self.block_size)
@@ -72,11 +72,11 @@ class LockstepDraftModel(Autoregressive):
         real_q_B = q_flags(len(rows.slot_B), table.device, real=cache is not None)
         return DraftBlock(token_BK, plan.num_B, cache, real_q_B)
 
-    def observes(self, rows: StepRows) -> bool:
+    def observes(self, rows: StepRequests) -> bool:
         """Not where a round of drafting has computed all that the target has."""
         return rows.others or not (rows.most_drafts and _decodes(rows))
 
-    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """Compute what the target computed, drafts of other drafters too.
 
         In a step without drafts, also the token before the last one of each request that decodes:
@@ -91,14 +91,14 @@ class LockstepDraftModel(Autoregressive):
         none_N = batch.logit_row_N[:0]
         self.network.forward(batch._replace(position_T=position_T, logit_row_N=none_N), self.kv)
 
-    def _last_two(self, rows: StepRows) -> ForwardBatch:
+    def _last_two(self, rows: StepRequests) -> ForwardBatch:
         """Of a step of decoding alone: the last two tokens that the target has computed."""
         state, max_len = self.slots.state, self.model.max_model_len
         end_B = (state.length_S[rows.slot_D] - 1).clamp(min=1)  # the last has no block yet
-        known = DraftRows(rows.slot_D, torch.zeros_like(end_B), end_B, most=1)
+        known = DraftRequests(rows.slot_D, torch.zeros_like(end_B), end_B, most=1)
         return self.slots.steps.begin_round(state, known, _FIRST, max_len, self.block_size).first
 
-    def _with_prompts(self, rows: StepRows) -> ForwardBatch:
+    def _with_prompts(self, rows: StepRequests) -> ForwardBatch:
         """Of a step that also computes prompts: what the target computed, and one token before
         that of each request that decodes; of a chunk of a prompt nothing before it is missing.
 
@@ -128,6 +128,6 @@ class LockstepDraftModel(Autoregressive):
             self.kv.clear(block_ids)
 
 
-def _decodes(rows: StepRows) -> bool:
+def _decodes(rows: StepRequests) -> bool:
     """Whether all requests of a step decode."""
     return rows.of_B is None and max(rows.step.num_tokens_B, default=1) == 1

@@ -11,7 +11,7 @@ import numpy as np
 
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block, q_flags
 from foretoken.ops import DraftBlock
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRequests
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.table import SlotTable
 
@@ -31,7 +31,7 @@ class NGram(Drafter):
         """Remember where the tokens are."""
         self.slots = slots
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
         if isinstance(self.slots, DeviceSlotTable):
             steps, state = self.slots.steps, self.slots.state

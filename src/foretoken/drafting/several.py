@@ -30,9 +30,9 @@ from foretoken.drafting.registry import find_drafter
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import DraftBlock, DraftCache
-from foretoken.ops.steps import DraftRows, ForwardBatch
+from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult, StepRows
+from foretoken.slots.step import StepResult, StepRequests
 from foretoken.slots.table import SlotTable
 
 
@@ -107,7 +107,7 @@ class Several(Drafter):
             if isinstance(member, Autoregressive):
                 shared = shared or member.cache
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         """See `Drafter.propose`."""
         if isinstance(self.slots, DeviceSlotTable):
             return self._propose_for_all(rows, self.slots)
@@ -115,7 +115,7 @@ class Several(Drafter):
         self._proposed_at = time.perf_counter()
         return block
 
-    def _propose_for_all(self, rows: DraftRows, slots: DeviceSlotTable) -> DraftBlock:
+    def _propose_for_all(self, rows: DraftRequests, slots: DeviceSlotTable) -> DraftBlock:
         """Each member for all requests; the spare stands in the place of those of others."""
         numbers = sorted(slots.drafters)
         if len(numbers) == 1:
@@ -132,7 +132,7 @@ class Several(Drafter):
             merged = block if merged is None else _where(mine_B, block, merged)
         return merged or no_drafts(len(rows.slot_B), slots.device)
 
-    def _propose_to_each(self, rows: DraftRows, slots: SlotTable) -> DraftBlock:
+    def _propose_to_each(self, rows: DraftRequests, slots: SlotTable) -> DraftBlock:
         """Each member for its own requests, and for those under `hybrid` that come to it."""
         hybrid, slot_B, asked_B = len(self.members), rows.slot_B.tolist(), rows.num_B.tolist()
         drafter_B = [slots.requests[slot].drafter for slot in slot_B]
@@ -185,11 +185,11 @@ class Several(Drafter):
             taken.append(has)
         return taken
 
-    def observes(self, rows: StepRows) -> bool:
+    def observes(self, rows: StepRequests) -> bool:
         """On a host always: decisions teach the choice."""
         return self.slots.on_host or any(True for _ in self._observers(rows))
 
-    def observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """See `Drafter.observe`; each member sees as its own what became of its own drafts."""
         if self.slots.on_host:
             if self._proposed_at and rows.of_B is None:
@@ -201,7 +201,7 @@ class Several(Drafter):
         for number, seen in self._observers(rows):
             self.members[number].observe(seen, batch, self._own_part(number, result))
 
-    def _observers(self, rows: StepRows) -> Iterator[tuple[int, StepRows]]:
+    def _observers(self, rows: StepRequests) -> Iterator[tuple[int, StepRequests]]:
         """Members that have something to observe.
 
         One that no request of now has is told all the same: what it keeps for cache blocks must be
@@ -287,13 +287,13 @@ def _keepers(members: Sequence[Drafter]) -> list[Autoregressive]:
     return keep
 
 
-def _at(rows: DraftRows, index: list[int]) -> DraftRows:
+def _at(rows: DraftRequests, index: list[int]) -> DraftRequests:
     """Some of the requests, in this order."""
     if index == list(range(len(rows.slot_B))):
         return rows
     at = torch.from_numpy(np.array(index, dtype=np.int64))
     slot_B, num_B, position_B = (column[at] for column in rows[:3])
-    return DraftRows(slot_B, num_B, position_B, int(num_B.max()), rows.warm)
+    return DraftRequests(slot_B, num_B, position_B, int(num_B.max()), rows.warm)
 
 
 def _joined(parts: Sequence[Part], source_B: Tensor) -> DraftBlock:

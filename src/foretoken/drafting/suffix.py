@@ -20,7 +20,7 @@ import torch
 from foretoken.drafting.base import Drafter, DrafterSetup, q_flags
 from foretoken.errors import ConfigError
 from foretoken.ops import DraftBlock, unavailable
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRequests
 from foretoken.ops.suffix import Array, SuffixIndexes, SuffixOptions, propose
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.table import SlotTable
@@ -82,7 +82,7 @@ class Suffix(Drafter):
         self._num_shared: dict[int, int] = {}  # of slots that are looked up
         self._apart = set[int]()  # of them those with a `cache_salt`
 
-    def propose(self, rows: DraftRows) -> DraftBlock:
+    def propose(self, rows: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
         num_shared = [self._entered(slot) for slot in rows.slot_B.tolist()]
         num_shared_B = torch.from_numpy(np.array(num_shared, dtype=np.int64))

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from foretoken.ops import Rule, SlotParams
-from foretoken.slots.step import NONE, StepInput, StepRows, StepShape
+from foretoken.slots.step import NONE, StepInput, StepRequests, StepShape
 
 _SELDOM = frozenset({Rule.BLOCK, Rule.COUPLED})
 _LOSSLESS = frozenset({Rule.STANDARD, *_SELDOM})
@@ -95,7 +95,7 @@ class Graphs:
             shape.size,
         )
 
-    def stage(self, name: str, run: Callable[..., Out], rows: StepRows, *given: Any) -> Out:
+    def stage(self, name: str, run: Callable[..., Out], rows: StepRequests, *given: Any) -> Out:
         """Run a stage of a step, or replay it; the next replay overwrites what it returns."""
         if rows.shape is None or self._warming:
             return run(rows, *given)

@@ -15,16 +15,23 @@ from torch import Tensor
 from foretoken.engine.pending import PendingResult, ToHost
 from foretoken.engine.sampler import Sampler
 from foretoken.ops import Edits, ForwardOutput
-from foretoken.ops.steps import DraftRows, ForwardBatch
+from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import NONE, StepInput, StepResult, StepRows, evidence_by_slot, some_rows
+from foretoken.slots.step import (
+    NONE,
+    StepInput,
+    StepResult,
+    StepRequests,
+    evidence_by_slot,
+    some_rows,
+)
 from foretoken.slots.table import SlotTable
 
 
 def readout(
     sampler: Sampler,
-    rows: StepRows,
-    asked: DraftRows,
+    rows: StepRequests,
+    asked: DraftRequests,
     batch: ForwardBatch,
     output: ForwardOutput,
     result: StepResult,
@@ -92,7 +99,7 @@ def _take_logprobs(
 def _send(
     sampler: Sampler,
     slots: DeviceSlotTable,
-    rows: StepRows,
+    rows: StepRequests,
     batch: ForwardBatch,
     output: ForwardOutput,
     result: StepResult,
@@ -114,7 +121,7 @@ def _send(
 
 
 def _tokens_of_rows(
-    slots: DeviceSlotTable, rows: StepRows, batch: ForwardBatch, result: StepResult
+    slots: DeviceSlotTable, rows: StepRequests, batch: ForwardBatch, result: StepResult
 ) -> Tensor:
     """The token behind each row: what was emitted there, or what follows in the prompt."""
     token_N = torch.zeros_like(batch.logit_row_N)

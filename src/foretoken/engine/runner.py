@@ -32,9 +32,9 @@ from foretoken.engine.sampler import Sampler
 from foretoken.engine.trace import PhaseClock
 from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock, Edits, ForwardOutput
-from foretoken.ops.steps import DraftRows, ForwardBatch
+from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.edits import build_edits
-from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
+from foretoken.slots.step import StepInput, StepResult, StepRequests, StepShape
 
 
 class Runner:
@@ -163,7 +163,7 @@ class Runner:
         with self.graphs.warming():
             self._run(StepInput.padding(), shape)
 
-    def _propose(self, rows: StepRows) -> tuple[DraftRows, DraftBlock]:
+    def _propose(self, rows: StepRequests) -> tuple[DraftRequests, DraftBlock]:
         """Drafts of the requests that decide, written behind their known tokens."""
         asked = self.slots.asked(rows)
         if self.drafter is None or not asked.most:
@@ -173,7 +173,9 @@ class Runner:
         self.slots.write_drafts(asked, drafts, self.model.vocab_size - 1)
         return asked, drafts
 
-    def _forward(self, rows: StepRows, drafts: DraftBlock) -> tuple[ForwardBatch, ForwardOutput]:
+    def _forward(
+        self, rows: StepRequests, drafts: DraftBlock
+    ) -> tuple[ForwardBatch, ForwardOutput]:
         """One pass of the target over known tokens and drafts."""
         batch = gather_step(self.slots, rows, drafts, self.kv.block_size)
         self.clock.mark("batch")
@@ -181,8 +183,8 @@ class Runner:
 
     def _settle(
         self,
-        rows: StepRows,
-        asked: DraftRows,
+        rows: StepRequests,
+        asked: DraftRequests,
         drafts: DraftBlock,
         batch: ForwardBatch,
         output: ForwardOutput,
@@ -199,7 +201,7 @@ class Runner:
         self.slots.advance_step(rows, result)
         return result
 
-    def _observe(self, rows: StepRows, batch: ForwardBatch, result: StepResult) -> None:
+    def _observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """Let the drafter see what came of it, once the slots hold it."""
         if self.drafter is not None:
             self.drafter.observe(rows, batch, result)

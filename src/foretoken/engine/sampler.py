@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foretoken.ops import Backend, DraftBlock, Edits, Evidence, Logprobs, Verdict, VerifyBatch
 from foretoken.ops.pinned import to_device
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRequests
 from foretoken.outputs import Logprob
 from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepResult
@@ -56,7 +56,7 @@ class Sampler:
         self.synthetic_rate_K = rate_K if synthetic_rates else None
 
     def verify(
-        self, logits_NV: Tensor, asked: DraftRows, drafts: DraftBlock, edits: Edits | None
+        self, logits_NV: Tensor, asked: DraftRequests, drafts: DraftBlock, edits: Edits | None
     ) -> Verdict:
         """Verify drafts against K_b + 1 raw rows per request; see `Backend.verify`."""
         batch = self._batch(logits_NV, asked, drafts, edits)
@@ -66,7 +66,7 @@ class Sampler:
     def evidence(
         self,
         logits_NV: Tensor,
-        asked: DraftRows,
+        asked: DraftRequests,
         result: StepResult,
         edits: Edits | None,
         traced_D: Sequence[int],
@@ -77,7 +77,7 @@ class Sampler:
         return self.backend.evidence(batch, result.verdict, request_R)
 
     def _batch(
-        self, logits_NV: Tensor, asked: DraftRows, drafts: DraftBlock, edits: Edits | None
+        self, logits_NV: Tensor, asked: DraftRequests, drafts: DraftBlock, edits: Edits | None
     ) -> VerifyBatch:
         return VerifyBatch(
             logits_NV, self.slots.params, asked.slot_B, asked.position_B, drafts, edits=edits,

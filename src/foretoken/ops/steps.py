@@ -104,7 +104,7 @@ class ForwardBatch(NamedTuple):
         return logits_NV if self.decision_N is None else logits_NV[self.decision_N]
 
 
-class DraftRows(NamedTuple):
+class DraftRequests(NamedTuple):
     """Whom to draft for, and how much.
 
     slot_B:     int64
@@ -160,7 +160,7 @@ class Steps(Protocol):
         """K_b = min(most, tokens that may follow, less one), and the known tokens of each slot."""
 
     def write_drafts(
-        self, state: SlotState, rows: DraftRows, num_B: Tensor, token_BK: Tensor, last_id: int
+        self, state: SlotState, rows: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
         """Write the first `num_B` drafts of each behind its known tokens, as ids in 0..last_id."""
 
@@ -181,7 +181,7 @@ class Steps(Protocol):
         """
 
     def begin_round(
-        self, state: SlotState, rows: DraftRows, known: int, max_len: int, block_size: int
+        self, state: SlotState, rows: DraftRequests, known: int, max_len: int, block_size: int
     ) -> Round:
         """Plan a round of `rows.most` passes of a model that has `max_len` positions.
 
@@ -208,7 +208,7 @@ class Steps(Protocol):
         """Drafts [B] of each pass as `DraftBlock.token_BK`, -1 behind a request's last."""
 
     def look_up(
-        self, state: SlotState, rows: DraftRows, shortest: int, longest: int
+        self, state: SlotState, rows: DraftRequests, shortest: int, longest: int
     ) -> tuple[Tensor, Tensor]:
         """`token_BK` of `rows.most` columns and `num_B`, by prompt lookup (`drafting/ngram.py`).
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foretoken.ops.backends.native import library
 from foretoken.ops.backends.native.arguments import struct
-from foretoken.ops.steps import DraftRows
+from foretoken.ops.steps import DraftRequests
 
 Array = NDArray[Any]
 
@@ -102,7 +102,7 @@ def propose(
     own: SuffixIndexes,
     others: SuffixIndexes,
     num_others_B: Tensor,
-    rows: DraftRows,
+    rows: DraftRequests,
     options: SuffixOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Drafts behind the known tokens of each slot, in one call.

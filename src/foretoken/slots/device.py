@@ -22,10 +22,10 @@ from torch import Tensor
 
 from foretoken.ops import DraftBlock
 from foretoken.ops.pinned import Staging, to_device
-from foretoken.ops.steps import DraftRows, ForwardBatch, PackSizes, SlotState, Steps, StepTokens
+from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, SlotState, Steps, StepTokens
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
-from foretoken.slots.step import StepInput, StepResult, StepRows, StepShape
+from foretoken.slots.step import StepInput, StepResult, StepRequests, StepShape
 
 
 class DeviceSlotTable(SlotParameters):
@@ -84,7 +84,7 @@ class DeviceSlotTable(SlotParameters):
         super().release(slot)
         self._admitted.pop(slot, None)
 
-    def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRows:
+    def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRequests:
         """A step's requests as tensors, and what the host has added since the last one."""
         self._flush()
         self._shape = shape
@@ -108,7 +108,7 @@ class DeviceSlotTable(SlotParameters):
         staging.give_back()
         slot_B, num_tokens_B, max_drafts_B = sent[:, :size].unbind()
         if all(step.decides_B):
-            return StepRows(
+            return StepRequests(
                 step, slot_B, num_tokens_B, slot_B, max_drafts_B, None, most, warm, shape
             )
         chosen = np.array([step.slot_B, step.max_drafts_B])[:, list(step.decides_B)]
@@ -117,24 +117,24 @@ class DeviceSlotTable(SlotParameters):
         both[:, :deciding] = chosen
         slot_D, max_drafts_D = self._sent(both)[:, :deciding].unbind()
         of_B = self._sent(np.array(step.of_B, dtype=np.int64))
-        return StepRows(step, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most, warm)
+        return StepRequests(step, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most, warm)
 
-    def asked(self, rows: StepRows) -> DraftRows:
+    def asked(self, rows: StepRequests) -> DraftRequests:
         """How many drafts each deciding request may have, K_b, and where they stand."""
         num_D, position_D = self.steps.count_drafts(self.state, rows.slot_D, rows.max_drafts_D)
-        return DraftRows(rows.slot_D, num_D, position_D, rows.most_drafts, rows.warm)
+        return DraftRequests(rows.slot_D, num_D, position_D, rows.most_drafts, rows.warm)
 
-    def write_drafts(self, rows: DraftRows, drafts: DraftBlock, last_id: int) -> None:
+    def write_drafts(self, rows: DraftRequests, drafts: DraftBlock, last_id: int) -> None:
         """Write drafts behind the known tokens, ids past the last as the last."""
         self.steps.write_drafts(self.state, rows, drafts.num_B, drafts.token_BK, last_id)
 
     def pack(
-        self, rows: StepRows, num_D: Tensor, sizes: PackSizes, block_size: int
+        self, rows: StepRequests, num_D: Tensor, sizes: PackSizes, block_size: int
     ) -> ForwardBatch:
         """What a step computes: the requests' next known tokens, then the drafts of who decides."""
         return self.steps.pack(self.state, _tokens(rows, num_D), sizes, block_size)
 
-    def advance_step(self, rows: StepRows, result: StepResult) -> None:
+    def advance_step(self, rows: StepRequests, result: StepResult) -> None:
         """Take over a step: accepted drafts and the token after them are known now."""
         tokens = _tokens(rows, result.drafts.num_B)
         result.packet = self.steps.advance(self.state, tokens, result.verdict)
@@ -193,5 +193,5 @@ def _even(size: int) -> int:
     return size + size % 2
 
 
-def _tokens(rows: StepRows, num_D: Tensor) -> StepTokens:
+def _tokens(rows: StepRequests, num_D: Tensor) -> StepTokens:
     return StepTokens(rows.slot_B, rows.num_tokens_B, rows.of_B, num_D)

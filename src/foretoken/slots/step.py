@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from foretoken.ops import DraftBlock, Evidence, Logprobs, Rule, Verdict
-from foretoken.ops.steps import DraftRows, SlotSpan
+from foretoken.ops.steps import DraftRequests, SlotSpan
 
 NONE = -1
 """In the place of a number of log-probabilities: none are wanted."""
@@ -105,7 +105,7 @@ class StepShape(NamedTuple):
     drafters: frozenset[int] = frozenset()
 
 
-class StepRows(NamedTuple):
+class StepRequests(NamedTuple):
     """The requests of a step that go on, as tensors on the slots' device.
 
     On a host the numbers are the truth. On a device that nobody waits for they are bounds, and what
@@ -133,7 +133,7 @@ class StepRows(NamedTuple):
     most_drafts: int
     warm: bool = True
     shape: StepShape | None = None
-    known: DraftRows | None = None
+    known: DraftRequests | None = None
     others: bool = False
 
 

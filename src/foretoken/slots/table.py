@@ -23,10 +23,10 @@ from torch import Tensor
 
 from foretoken.errors import IntegrityError
 from foretoken.ops import DraftBlock
-from foretoken.ops.steps import DraftRows, SlotState
+from foretoken.ops.steps import DraftRequests, SlotState
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
-from foretoken.slots.step import Outcome, StepInput, StepResult, StepRows, StepShape
+from foretoken.slots.step import Outcome, StepInput, StepResult, StepRequests, StepShape
 
 NO_TOKEN = -1
 """What stands behind a slot's last known token and its drafts: no gather may read it."""
@@ -87,7 +87,7 @@ class SlotTable(SlotParameters):
             end = self.num_blocks_S[slot] = first + len(block_ids)
             self.block_SL[slot, first:end] = block_ids
 
-    def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRows | None:
+    def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRequests | None:
         """The requests of a step that may have more tokens; None if there are none.
 
         A step may have been launched before it was known that a request has all its tokens.
@@ -110,10 +110,10 @@ class SlotTable(SlotParameters):
             of_B = _int64(step.of_B)
             slot_D, num_D, position_D = (c[of_B >= 0] for c in (slot_B, num_D, position_D))
         warm = any(self.requests[slot].params.temperature > 0 for slot in step.slot_B)
-        known = DraftRows(slot_D, num_D, position_D, most, warm)
-        return StepRows(step, slot_B, num_tokens_B, slot_D, num_D, of_B, most, known=known)
+        known = DraftRequests(slot_D, num_D, position_D, most, warm)
+        return StepRequests(step, slot_B, num_tokens_B, slot_D, num_D, of_B, most, known=known)
 
-    def asked(self, rows: StepRows) -> DraftRows:
+    def asked(self, rows: StepRequests) -> DraftRequests:
         """How many drafts each deciding request may have, K_b, and where they stand."""
         if rows.known is None:
             raise IntegrityError("a step's rows were not made by `begin`")
@@ -142,7 +142,7 @@ class SlotTable(SlotParameters):
         """K_b: as many drafts as were asked for, and none that could not be emitted."""
         return max(min(max_drafts, self.limit_S[slot] - self.length_S[slot] - 1), 0)
 
-    def write_drafts(self, rows: DraftRows, drafts: DraftBlock, last_id: int) -> None:
+    def write_drafts(self, rows: DraftRequests, drafts: DraftBlock, last_id: int) -> None:
         """Write a step's drafts behind the known tokens, ids past the last as the last.
 
         Raises:
@@ -175,7 +175,7 @@ class SlotTable(SlotParameters):
         if history := self.histories.get(slot):
             history.append(token_ids)
 
-    def advance_step(self, rows: StepRows, result: StepResult) -> None:
+    def advance_step(self, rows: StepRequests, result: StepResult) -> None:
         """Take over a whole step; a request that has failed does not go on."""
         for slot, num_tokens in zip(rows.step.slot_B, rows.step.num_tokens_B, strict=True):
             self.computed_S[slot] += num_tokens

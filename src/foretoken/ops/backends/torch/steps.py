@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from foretoken.ops.steps import DraftRows, ForwardBatch, PackSizes, Round, SlotState, StepTokens
+from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
 
@@ -20,7 +20,7 @@ def count_drafts(state: SlotState, slot_B: Tensor, most_B: Tensor) -> tuple[Tens
 
 
 def write_drafts(
-    state: SlotState, rows: DraftRows, num_B: Tensor, token_BK: Tensor, last_id: int
+    state: SlotState, rows: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
 ) -> None:
     """See `Steps.write_drafts`."""
     _put(state, rows.slot_B, rows.position_B, num_B, token_BK.clamp(0, last_id))
@@ -57,7 +57,7 @@ def advance(state: SlotState, tokens: StepTokens, verdict: Verdict) -> Tensor:
 
 
 def begin_round(
-    state: SlotState, rows: DraftRows, known: int, max_len: int, block_size: int
+    state: SlotState, rows: DraftRequests, known: int, max_len: int, block_size: int
 ) -> Round:
     """See `Steps.begin_round`."""
     slot_B, num_B, position_B, most, _ = rows
@@ -107,7 +107,7 @@ def join_drafts(drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
 
 
 def look_up(
-    state: SlotState, rows: DraftRows, shortest: int, longest: int
+    state: SlotState, rows: DraftRequests, shortest: int, longest: int
 ) -> tuple[Tensor, Tensor]:
     """See `Steps.look_up`.
 

@@ -37,7 +37,7 @@ class Table(NamedTuple):
 
 
 class RoundPlan(NamedTuple):
-    """A round of drafting: the numbers of `DraftRows`, then those of `Round`.
+    """A round of drafting: the numbers of `DraftRequests`, then those of `Round`.
 
     place_3KB: position, length, index
     """

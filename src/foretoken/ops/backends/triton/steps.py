@@ -18,7 +18,7 @@ from foretoken.ops.backends.triton.compiled import launch, zero_if_noted
 from foretoken.ops.backends.triton.launch import overlaps
 from foretoken.ops.backends.triton.packing import AT_ONCE, SPAN, Out, RoundPlan, Table, pack_kernel
 from foretoken.ops.backends.triton.rows import wait_for_writes
-from foretoken.ops.steps import DraftRows, ForwardBatch, PackSizes, Round, SlotState, StepTokens
+from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, Round, SlotState, StepTokens
 from foretoken.ops.types import AttentionBatch, Verdict
 
 TEXT = tl.constexpr(2048)  # tokens in which a program looks for a suffix
@@ -176,7 +176,7 @@ def count_drafts(state: SlotState, slot_B: Tensor, most_B: Tensor) -> tuple[Tens
 
 
 def write_drafts(
-    state: SlotState, rows: DraftRows, num_B: Tensor, token_BK: Tensor, last_id: int
+    state: SlotState, rows: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
 ) -> None:
     """See `Steps.write_drafts`."""
     (requests, most), token_BK = token_BK.shape, token_BK.contiguous()
@@ -203,7 +203,7 @@ def advance(state: SlotState, tokens: StepTokens, verdict: Verdict) -> Tensor:
 
 @zero_if_noted
 def begin_round(
-    state: SlotState, rows: DraftRows, known: int, max_len: int, block_size: int
+    state: SlotState, rows: DraftRequests, known: int, max_len: int, block_size: int
 ) -> Round:
     """See `Steps.begin_round`."""
     requests, like = len(rows.slot_B), rows.slot_B
@@ -239,7 +239,7 @@ def join_drafts(drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
 
 @zero_if_noted
 def look_up(
-    state: SlotState, rows: DraftRows, shortest: int, longest: int
+    state: SlotState, rows: DraftRequests, shortest: int, longest: int
 ) -> tuple[Tensor, Tensor]:
     """See `Steps.look_up`."""
     (requests,), parts = rows.num_B.shape, -(-state.token_SL.shape[1] // TEXT.value)

@@ -22,7 +22,7 @@ from foretoken.errors import IntegrityError, StepError
 from foretoken.ops import DraftBlock, DraftCache, Rule
 from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, Outcome, StepInput, StepResult, StepRequests
+from foretoken.slots.step import NONE, Outcome, StepInput, StepRequests, StepResult
 from foretoken.slots.table import SlotTable
 from tests.models.heads import head_of
 from tests.support.checkpoints import VOCABULARY, ids_of

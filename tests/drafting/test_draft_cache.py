@@ -27,7 +27,7 @@ from foretoken.drafting.registry import DRAFTERS, ON_DEVICE, ON_HOST_ALONE
 from foretoken.engine.request import Request, RequestGroup, Status
 from foretoken.ops import unavailable
 from foretoken.ops.steps import ForwardBatch
-from foretoken.slots.step import StepResult, StepRequests
+from foretoken.slots.step import StepRequests, StepResult
 from tests.models.heads import head_of
 
 STALE, K, SIZE = 3e4, 3, 2

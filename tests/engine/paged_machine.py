@@ -33,7 +33,7 @@ from foretoken.engine.threads import StepThreads
 from foretoken.ops import DraftBlock, ForwardOutput, get_backend, unavailable
 from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.step import StepResult, StepRequests
+from foretoken.slots.step import StepRequests, StepResult
 from foretoken.slots.table import NO_TOKEN, SlotTable
 from tests.engine.naive import (
     MOST_DRAFTS,

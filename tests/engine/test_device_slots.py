@@ -24,7 +24,7 @@ from foretoken.ops import get_backend
 from foretoken.ops.steps import DraftRequests
 from foretoken.outputs import RequestOutput
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepInput, StepResult, StepRequests, StepShape
+from foretoken.slots.step import StepInput, StepRequests, StepResult, StepShape
 from tests.engine.test_traced_tokens import check_equal as check_traces
 from tests.models.heads import head_of
 

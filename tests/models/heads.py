@@ -19,7 +19,7 @@ from benchmarks.heads import save_head
 from foretoken.engine.runner import Runner
 from foretoken.ops import DraftBlock
 from foretoken.ops.steps import DraftRequests, ForwardBatch
-from foretoken.slots.step import StepResult, StepRequests
+from foretoken.slots.step import StepRequests, StepResult
 from tests.models import families
 
 SWITCHES: dict[str, dict[str, Any]] = {

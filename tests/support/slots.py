@@ -14,7 +14,7 @@ from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
 from foretoken.ops.steps import DraftRequests, SlotSpan
 from foretoken.sampling.params import SamplingParams
 from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, StepInput, StepResult, StepRequests
+from foretoken.slots.step import NONE, StepInput, StepRequests, StepResult
 from foretoken.slots.table import NO_TOKEN, SlotTable
 
 CPU = torch.device("cpu")

@@ -25,7 +25,7 @@ from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
 from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult, StepRequests
+from foretoken.slots.step import StepRequests, StepResult
 from foretoken.slots.table import SlotTable
 
 

@@ -37,7 +37,7 @@ from foretoken.models import CausalLM, folder_of, load_model, load_tokenizer
 from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, RoundDecoder, Rows, Rule
 from foretoken.ops.steps import DraftRequests, ForwardBatch, SlotSpan
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepInput, StepResult, StepRequests
+from foretoken.slots.step import StepInput, StepRequests, StepResult
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}

@@ -33,7 +33,7 @@ from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, DraftRo
 from foretoken.ops.decoder import RoundHead
 from foretoken.ops.steps import DraftRequests, ForwardBatch, Round
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult, StepRequests
+from foretoken.slots.step import StepRequests, StepResult
 from foretoken.slots.table import SlotTable
 
 BUILT_IN_HEADS = {"tiny-python": "tiny-python-eagle3"}

@@ -35,7 +35,7 @@ from foretoken.drafting.draft_model import load_draft
 from foretoken.ops import DRAFT, DraftBlock, Noise, Rows
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, StepTokens
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult, StepRequests
+from foretoken.slots.step import StepRequests, StepResult
 
 _FIRST = 2  # known tokens that a round computes
 

@@ -32,7 +32,7 @@ from foretoken.models import TargetView
 from foretoken.ops import DraftBlock, DraftCache
 from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult, StepRequests
+from foretoken.slots.step import StepRequests, StepResult
 from foretoken.slots.table import SlotTable
 
 

@@ -20,8 +20,8 @@ from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import (
     NONE,
     StepInput,
-    StepResult,
     StepRequests,
+    StepResult,
     evidence_by_slot,
     some_rows,
 )

@@ -34,7 +34,7 @@ from foretoken.models import CausalLM
 from foretoken.ops import DraftBlock, Edits, ForwardOutput
 from foretoken.ops.steps import DraftRequests, ForwardBatch
 from foretoken.slots.edits import build_edits
-from foretoken.slots.step import StepInput, StepResult, StepRequests, StepShape
+from foretoken.slots.step import StepInput, StepRequests, StepResult, StepShape
 
 
 class Runner:

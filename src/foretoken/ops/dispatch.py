@@ -25,7 +25,7 @@ from foretoken.ops.checks import (
 )
 from foretoken.ops.decoder import AttentionCall, Decoder, DraftHead, HeadModel
 from foretoken.ops.pass_checks import check_attention
-from foretoken.ops.steps import Steps
+from foretoken.ops.steps import SlotState, Steps
 from foretoken.ops.types import (
     DRAFT,
     AttentionBatch,
@@ -52,7 +52,7 @@ class Kernels:
     evidence: Callable[[VerifyBatch, Verdict, Tensor], Evidence]
     logprobs: Callable[[Rows | Tensor, Tensor, int], Logprobs]
     attention: Callable[[Tensor, Tensor, Tensor, AttentionBatch, AttentionOptions], Tensor]
-    steps: Steps
+    steps: Callable[[SlotState], Steps]
     decoder: Callable[..., Decoder | None] = lambda *_, **__: None
     draft_head: Callable[..., DraftHead | None] = lambda *_, **__: None
     set_num_threads: Callable[[int], None] = lambda count: None
@@ -70,13 +70,11 @@ class Backend:
     the host also what they hold.
 
     name, deterministic: those of `get_backend`
-    steps: what an engine does with its slots; of these alone nothing is checked
     """
 
     def __init__(self, name: str, kernels: Kernels, deterministic: bool = False) -> None:
         self.name = name
         self.deterministic = deterministic
-        self.steps = kernels.steps
         self._kernels = kernels
 
     def process_logits(self, rows: Rows) -> Tensor:
@@ -238,6 +236,10 @@ class Backend:
             UnfitError: this head has something that is not implemented; it says what.
         """
         return self._kernels.draft_head(model, most_rows, deterministic=self.deterministic)
+
+    def steps(self, state: SlotState) -> Steps:
+        """What an engine does with its slots; of these functions alone arguments are not checked."""
+        return self._kernels.steps(state)
 
     def compile_ahead(self, run: Callable[[], object]) -> None:
         """Compile, in parallel processes, what `run` is about to launch on a GPU.

@@ -1,9 +1,9 @@
 """What a step does with its slots between the models: the contract, and the data of it.
 
-On a device that nobody waits for, tokens and lengths are known there alone; what the host gives
-besides are bounds. Every function here launches a kernel or two, whatever the batch, and reads
-nothing on the host, so that steps can be captured. They are an engine's own: nothing is checked.
-All tensors are contiguous.
+On an asynchronous device tokens and lengths are known there alone; what the host gives besides are
+upper bounds. There every function launches a kernel or two, whatever the batch, and reads nothing
+on the host, so that steps can be captured. On a CPU batches have their true sizes. The functions
+are an engine's own: arguments are not checked. All tensors are contiguous.
 
 The last slot is the spare: padding of a batch names it, as often as it takes. It has one token, may
 have no more, and all its blocks are one that belongs to nobody.
@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from foretoken.ops.types import AttentionBatch, Verdict
+from foretoken.ops.types import AttentionBatch, SlotParams, Verdict
 
 
 class SlotState(NamedTuple):
@@ -57,24 +57,17 @@ class StepTokens(NamedTuple):
 
 
 class PackSizes(NamedTuple):
-    """How large a batch is: bounds that the host knows.
+    """How large a batch is: upper bounds known to the host.
 
     tokens, rows: no more than so many tokens, and rows whose logits are wanted
     queries:      no request has more new tokens
+    ahead:        positions after each request's last token that its block table covers, too
     """
 
     tokens: int
     rows: int
     queries: int
-
-
-class SlotSpan(NamedTuple):
-    """Tokens of a slot from position `start` on; logits are wanted for the last of them."""
-
-    slot: int
-    start: int
-    num_tokens: int
-    num_logits: int
+    ahead: int = 0
 
 
 class ForwardBatch(NamedTuple):
@@ -87,38 +80,40 @@ class ForwardBatch(NamedTuple):
     logit_row_N: int64 indices into T whose logits are wanted; T of them are all, in order
     attention:   whose the tokens are, and where their K/V go; its `block_BL` is written as far as
                  the batch reads it
-    decision_N:  which of the rows decide: the last K_b + 1 of each deciding request, in order; None
-                 if all do
-    spans:       the tokens of each request as numbers, where the host knows them
+    num_deciding: so many of the rows, the first ones, decide: the last K_b + 1 of each deciding
+                 request, in order; None: all do
     """
 
     token_T: Tensor
     position_T: Tensor
     logit_row_N: Tensor
     attention: AttentionBatch
-    decision_N: Tensor | slice | None = None
-    spans: Sequence[SlotSpan] = ()
+    num_deciding: int | None = None
 
     def deciding(self, logits_NV: Tensor) -> Tensor:
         """The rows that decide."""
-        return logits_NV if self.decision_N is None else logits_NV[self.decision_N]
+        return logits_NV if self.num_deciding is None else logits_NV[: self.num_deciding]
 
 
 class DraftRequests(NamedTuple):
-    """Whom to draft for, and how much.
+    """Requests that want drafts, and how many.
 
     slot_B:     int64
     num_B:      int64, most drafts of each, 0 allowed: K_b
     position_B: int64, known tokens of each: where its first draft stands
     most:       no request wants more, as far as the host knows
-    warm:       whether a request draws at random; True says nothing
+    params:     the parameters of all slots, with what is promised of them in this step
+    samples:    whether a request draws at random; True says nothing
+    drafters:   numbers of the drafters that requests of the step may have
     """
 
     slot_B: Tensor
     num_B: Tensor
     position_B: Tensor
     most: int
-    warm: bool = True
+    params: SlotParams
+    samples: bool = True
+    drafters: frozenset[int] = frozenset()
 
 
 class Round(NamedTuple):
@@ -152,38 +147,47 @@ class Round(NamedTuple):
 
 
 class Steps(Protocol):
-    """Functions of a backend; `write_drafts` and `advance` change the state."""
+    """Functions of a backend on one `SlotState`; `write_drafts` and `advance` change it.
 
-    def count_drafts(
-        self, state: SlotState, slot_B: Tensor, most_B: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    On a CPU what `count_drafts` and `pack` return may lie in memory that their next call on the
+    same object overwrites.
+    """
+
+    def __init__(self, state: SlotState) -> None: ...
+
+    def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
         """K_b = min(most, tokens that may follow, less one), and the known tokens of each slot."""
 
     def write_drafts(
-        self, state: SlotState, rows: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
+        self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
     ) -> None:
-        """Write the first `num_B` drafts of each behind its known tokens, as ids in 0..last_id."""
+        """Write the first `num_B` drafts of each after its known tokens, as ids in 0..last_id.
 
-    def pack(
-        self, state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int
-    ) -> ForwardBatch:
-        """The tokens behind those computed, with the last K_b + 1 rows of who decides."""
+        Raises:
+            IntegrityError: on a CPU, if a request has more than it was asked for.
+        """
 
-    def advance(self, state: SlotState, tokens: StepTokens, verdict: Verdict) -> Tensor:
+    def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
+        """The tokens after those computed, with the last K_b + 1 rows of who decides.
+
+        In the place of a request that may have no more tokens stands the spare. On a CPU the batch
+        has as many tokens, rows and columns of blocks as it needs, whatever the bounds.
+        """
+
+    def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
         """Take over a step: accepted drafts and the token after them are known now.
 
         Of requests that may have no more tokens nothing is taken over; one whose row was not finite
         stops.
 
         Returns:
-            What the host will ask for, int64 [B + D * (K + 4)]: tokens of each request computed
-            before the step; then, of each that decided: drafts, accepted, finite, `token_BK1`.
+            What the host will ask for, in memory of its own, int64 [B + D * (K + 4)]: tokens of
+            each request computed before the step; then, of each that decided: drafts, accepted,
+            finite, `token_BK1`.
         """
 
-    def begin_round(
-        self, state: SlotState, rows: DraftRequests, known: int, max_len: int, block_size: int
-    ) -> Round:
-        """Plan a round of `rows.most` passes of a model that has `max_len` positions.
+    def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
+        """Plan a round of `asked.most` passes of a model that has `max_len` positions.
 
         The first pass computes the last `known` tokens of each, or all it has. Blocks of slots
         reach over position + num tokens. A request that has more tokens than the model positions
@@ -191,26 +195,24 @@ class Steps(Protocol):
         """
 
     def shift(
-        self, state: SlotState, slot_B: Tensor, batch: AttentionBatch, rows: int
+        self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
     ) -> tuple[Tensor, Tensor]:
-        """What follows the rows that a pass computed, once its step was taken over.
+        """What follows the tokens that a pass computed, once its step was taken over.
 
         Args:
-            rows: T; those behind the batch's last are padding.
+            num_tokens: T; those after the batch's last are padding.
 
         Returns:
-            int64 [T], the token behind each row's position, drafted ones too; where there is none,
-            some id. And int64 [B], the last row of each request with a known token behind it; its
+            int64 [T], the token after each one's position, drafted ones too; where there is none,
+            some id. And int64 [B], the last token of each request with a known one after it; its
             first if none has.
         """
 
     def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
-        """Drafts [B] of each pass as `DraftBlock.token_BK`, -1 behind a request's last."""
+        """Drafts [B] of each pass as `DraftBlock.token_BK`, -1 after a request's last."""
 
-    def look_up(
-        self, state: SlotState, rows: DraftRequests, shortest: int, longest: int
-    ) -> tuple[Tensor, Tensor]:
-        """`token_BK` of `rows.most` columns and `num_B`, by prompt lookup (`drafting/ngram.py`).
+    def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
+        """`token_BK` of `asked.most` columns and `num_B`, by prompt lookup (`drafting/ngram.py`).
 
         Args:
             shortest, longest: tokens of a suffix that counts.

@@ -25,7 +25,7 @@ from foretoken.ops.pinned import Staging, to_device
 from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, SlotState, Steps, StepTokens
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
-from foretoken.slots.step import StepInput, StepResult, StepRequests, StepShape
+from foretoken.slots.step import StepInput, StepRequests, StepResult, StepShape
 
 
 class DeviceSlotTable(SlotParameters):

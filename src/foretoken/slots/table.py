@@ -26,7 +26,7 @@ from foretoken.ops import DraftBlock
 from foretoken.ops.steps import DraftRequests, SlotState
 from foretoken.slots.history import Array
 from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
-from foretoken.slots.step import Outcome, StepInput, StepResult, StepRequests, StepShape
+from foretoken.slots.step import Outcome, StepInput, StepRequests, StepResult, StepShape
 
 NO_TOKEN = -1
 """What stands behind a slot's last known token and its drafts: no gather may read it."""

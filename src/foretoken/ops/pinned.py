@@ -1,4 +1,4 @@
-"""Memory of the host that a device copies from and to without anybody waiting.
+"""Memory of the host that a device copies from and to while the host goes on.
 
 A copy from ordinary memory may wait for all that was launched before it: the host would then not
 run ahead. From pinned memory it never does.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,8 +47,42 @@ class Staging:
             self._piece = None
 
 
+class ToHost:
+    """Tensors that are copied to the host after all that was launched before.
+
+    On a CPU these are the tensors themselves: nothing may be written to them later.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = [*tensors]
+        if tensors[0].is_cuda:
+            self._staged = [Staging(tuple(t.shape), t.dtype, t.device) for t in tensors]
+            self._host = [staging.host for staging in self._staged]
+            for host, tensor in zip(self._host, tensors, strict=True):
+                host.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def wait(self) -> list[Tensor]:
+        """The copies, once they are complete."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._host = [host.clone() for host in self._host]
+            self._give_back()
+        return self._host
+
+    def _give_back(self) -> None:
+        if self._event is not None:
+            for staging in self._staged:
+                staging.give_back(self._event)
+            self._event = None
+
+    __del__ = _give_back  # the results of captures are never read
+
+
 def to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """The array as a tensor there, behind what was launched; on a CPU it shares its memory."""
+    """The array as a tensor there, after what was launched; on a CPU it shares its memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor

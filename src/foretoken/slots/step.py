@@ -1,12 +1,10 @@
-"""A step as data: what goes into it and what comes out.
+"""A step on the device, and what came of it.
 
-Charter: the records between scheduler, runner, drafters and engine. A `StepInput` names slots,
-never requests: it can be replayed, delayed, or sent to other ranks, and true lengths are read from
-the slots when it runs. A `StepResult` may be read after the next step was launched. Nothing here
-decides or computes what a step is about.
+Charter: the records between slots, runner, drafters and engine. Nothing here decides or computes
+what a step is about.
 
-Shape suffixes: B requests of the step, D those that decide, K drafts, N rows of logits, T
-packed tokens.
+Shape suffixes: B requests of the step, D those that decide, K drafts, N rows of logits, T packed
+tokens.
 """
 
 from __future__ import annotations
@@ -14,86 +12,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import count
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from foretoken.ops import DraftBlock, Evidence, Logprobs, Rule, Verdict
-from foretoken.ops.steps import DraftRequests, SlotSpan
-
-NONE = -1
-"""In the place of a number of log-probabilities: none are wanted."""
-
-
-_NO_PACKET = torch.empty(0, dtype=torch.int64)
-
-
-class StepInput(NamedTuple):
-    """Requests of one step, in batch order, as numbers on the host.
-
-    Attributes:
-        slot_B: where their state is.
-        num_tokens_B: known tokens to compute.
-        max_drafts_B: most drafts to verify after them; K_b is smaller where fewer tokens may
-            follow, or where the drafter has fewer.
-        decides_B: whether new tokens are drawn: at the end of a prompt and in every decode step.
-        num_logprobs_B: likeliest tokens to report beside each that is drawn; NONE: no report.
-        num_prompt_logprobs_B: the same of the prompt's tokens: logits of every row are wanted.
-        traces_B: whether evidence of what is decided is wanted.
-    """
-
-    slot_B: Sequence[int]
-    num_tokens_B: Sequence[int]
-    max_drafts_B: Sequence[int]
-    decides_B: Sequence[bool]
-    num_logprobs_B: Sequence[int]
-    num_prompt_logprobs_B: Sequence[int]
-    traces_B: Sequence[bool]
-
-    def at(self, index: Sequence[int]) -> StepInput:
-        """Some of the requests."""
-        columns: list[Any] = [[column[i] for i in index] for column in self]
-        return StepInput(*columns)
-
-    @property
-    def most_logprobs(self) -> int:
-        """Likeliest tokens that any row wants; NONE if no row wants log-probabilities."""
-        return max([*self.num_logprobs_B, *self.num_prompt_logprobs_B, NONE])
-
-    @property
-    def deciding_slots(self) -> list[int]:
-        """Slots of the requests that decide."""
-        return [s for s, decides in zip(self.slot_B, self.decides_B, strict=True) if decides]
-
-    @property
-    def traced_D(self) -> list[int]:
-        """Which of the requests that decide want evidence."""
-        if True not in self.traces_B:
-            return []
-        return [d for d, traces in zip(self.of_B, self.traces_B, strict=True) if traces and d >= 0]
-
-    @property
-    def of_B(self) -> list[int]:
-        """Which of the requests that decide each is; -1: none of them."""
-        index = count()
-        return [next(index) if decides else NONE for decides in self.decides_B]
-
-    @classmethod
-    def padding(cls) -> StepInput:
-        """No request at all: a captured step of padding alone."""
-        return cls([], [], [], [], [], [], [])
+from foretoken.ops import DraftBlock, Evidence, Logprobs, Rule, SlotParams
+from foretoken.ops.pinned import ToHost
+from foretoken.slots.plan import StepInput
 
 
 class StepShape(NamedTuple):
-    """What a captured step depends on beside tensors.
+    """What a captured step depends on besides tensors.
 
     Attributes:
         size: requests, padding included; all of them decode.
         most_drafts: columns of drafts.
         has_filters, rules: as in `SlotParams`.
-        warm: whether a request draws at random, so that the q of drafts is kept.
+        samples: whether a request draws at random, so that the q of drafts is kept.
         drafters: numbers of those that its requests may have.
     """
 
@@ -101,39 +36,38 @@ class StepShape(NamedTuple):
     most_drafts: int
     has_filters: bool
     rules: frozenset[Rule]
-    warm: bool
+    samples: bool
     drafters: frozenset[int] = frozenset()
 
 
 class StepRequests(NamedTuple):
-    """The requests of a step that go on, as tensors on the slots' device.
-
-    On a host the numbers are the truth. On a device that nobody waits for they are bounds, and what
-    depends on lengths is found there: `DeviceSlotTable.asked`.
+    """The requests of a step as tensors on the slots' device. Numbers of drafts are upper bounds.
 
     Attributes:
         step: the same requests as numbers.
-        slot_B, num_tokens_B: int64; slots and known tokens to compute. Behind the requests of
-            `step` may follow padding: the spare slot, with one token and no drafts.
+        params: the parameters of all slots, with what is promised of them in this step.
+        drafters: numbers of the drafters that its requests may have.
+        slot_B, num_tokens_B: int64; slots and known tokens to compute. After the requests of `step`
+            may follow padding: the spare slot, with one token and no drafts.
         slot_D, max_drafts_D: int64; of those that decide.
         of_B: int64, which of these each of the B requests is, -1: none; None: all are, in order.
         most_drafts: no request has more.
-        warm: whether a request draws at random; True says nothing.
+        samples: whether a request draws at random; True says nothing.
         shape: of a captured step; None runs operator by operator.
-        known: on a host, where numbers are the truth: who decides.
         others: drafts may be another drafter's than the one that reads this.
     """
 
     step: StepInput
+    params: SlotParams
+    drafters: frozenset[int]
     slot_B: Tensor
     num_tokens_B: Tensor
     slot_D: Tensor
     max_drafts_D: Tensor
     of_B: Tensor | None
     most_drafts: int
-    warm: bool = True
+    samples: bool = True
     shape: StepShape | None = None
-    known: DraftRequests | None = None
     others: bool = False
 
 
@@ -175,88 +109,99 @@ _UNDECIDED = Outcome([])
 
 @dataclass
 class StepResult:
-    """What a step computed.
-
-    What `read` reads is its own. Two parts are not, and are gone with the next step: `aux`, and the
-    q in `drafts.cache`, which the next proposal overwrites.
+    """What a step computed. Only reading blocks; everything it reads then is its own.
 
     Attributes:
-        spans: the tokens that were computed, drafts included, of every request that ran: not of one
-            that had all its tokens already, or has failed.
-        slot_D: of the requests that decided; the rows of `drafts` and `verdict`.
-        drafts: what was verified.
-        verdict: the new tokens.
-        faults: by slot, what the part of one request alone raised.
-        banned_all: slots whose logits were finite, but whose requests' parameters left no token.
-        logprobs: by slot, those of the prompt and of the decision, each None if not wanted.
-        evidence: by slot, one request's row of each part, where it is wanted.
-        aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of
-            the batch.
-        packet: of a step on a device: what the host will read, see `Steps.advance`.
+        step: its requests.
+        packet: of `Steps.advance`; num_padded: requests in it that are padding, all of which
+            decide.
+        faults: by slot, what drafting for one request alone raised.
+        source_D: numbers of the drafters that made the drafts; None: those that were asked for.
+        is_finite_N: whether each row that decided was before edits; None: they are not the cause
+            of a row that is not.
+        logprobs: `num_drafts + 1` rows for each deciding request that wants some, padded to the
+            request with most, then those of prompts; None if no request wants any.
+        evidence: of requests that want it; None if none does.
+        seconds: that the step took here; events: the marks that it left on a GPU.
+        phases: seconds of each phase, if they were to be timed.
+        aux: hidden states [T, H] of each layer in the drafter's `target_view`, in the order of the
+            batch; overwritten by the next step.
     """
 
-    spans: Sequence[SlotSpan]
-    slot_D: Sequence[int]
-    drafts: DraftBlock
-    verdict: Verdict
+    step: StepInput = StepInput()
+    packet: ToHost | None = None
+    num_padded: int = 0
     faults: dict[int, Exception] = field(default_factory=dict)
-    banned_all: set[int] = field(default_factory=set)
-    logprobs: dict[int, tuple[Logprobs | None, Logprobs | None]] = field(default_factory=dict)
-    evidence: dict[int, Evidence] = field(default_factory=dict)
+    source_D: Tensor | None = None
+    is_finite_N: ToHost | None = None
+    logprobs: ToHost | None = None
+    evidence: ToHost | None = None
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    events: Sequence[Any] = ()
     aux: tuple[Tensor, ...] = ()
-    packet: Tensor = _NO_PACKET
-
-    def resolve(self) -> StepResult:
-        """Itself: nothing is on its way any more. See `engine/pending.py`."""
-        return self
-
-    @classmethod
-    def empty(cls) -> StepResult:
-        """The result of a step whose requests had all ended already."""
-        none, flags = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.bool)
-        drafts = DraftBlock(token_BK=none.view(0, 0), num_B=none, cache=None, real_q_B=flags)
-        return cls((), (), drafts, Verdict(none.view(0, 1), none, flags))
 
     @cached_property
     def decisions(self) -> dict[int, Outcome]:
-        """What was decided, by slot; waits for the device, once."""
-        columns = zip(
-            self.slot_D, self.verdict.token_BK1.tolist(), self.drafts.num_B.tolist(),
-            self.verdict.n_accept_B.tolist(), self.verdict.finite_B.tolist(), strict=True,
-        )  # fmt: skip
-        decisions = {
-            slot: Outcome(tokens[: accepted + finite], drafted, accepted, finite)
-            for slot, tokens, drafted, accepted, finite in columns
-        }
-        if self.drafts.source_B is not None:
-            for slot, drafter in zip(self.slot_D, self.drafts.source_B.tolist(), strict=True):
-                decisions[slot] = decisions[slot]._replace(drafter=drafter)
+        """What was decided, by slot."""
+        if self.packet is None:
+            return {}
+        numbers, slot_D = self.packet.wait()[0].tolist(), self.step.slot_D
+        at = len(self.step.slot_B) + self.num_padded
+        width = (len(numbers) - at) // max(len(slot_D) + self.num_padded, 1)
+        decisions = {}
+        for slot in slot_D:
+            drafted, accepted, finite = numbers[at : at + 3]
+            tokens = numbers[at + 3 : at + 3 + accepted + finite]
+            decisions[slot] = Outcome(tokens, drafted, accepted, finite > 0)
+            at += width
         return decisions
 
     def read(self) -> dict[int, Outcome]:
-        """The outcome of every request that ran, by slot."""
-        outcomes = dict.fromkeys((span.slot for span in self.spans), _UNDECIDED) | self.decisions
-        for slot in self.banned_all:
-            outcomes[slot] = outcomes[slot]._replace(bans_all=True)
+        """The outcome of every request of the step, by slot."""
+        outcomes = dict.fromkeys(self.step.slot_B, _UNDECIDED) | self.decisions
+        if self.source_D is not None:
+            for slot, drafter in zip(self.decisions, self.source_D.tolist(), strict=True):
+                outcomes[slot] = outcomes[slot]._replace(drafter=drafter)
+        if self.is_finite_N is not None:
+            self._read_bans(outcomes, self.is_finite_N.wait()[0].tolist())
+        if self.logprobs is not None:
+            self._read_logprobs(outcomes, Logprobs(*self.logprobs.wait()))
+        if self.evidence is not None:
+            columns = self.evidence.wait()
+            slot_D = self.step.slot_D
+            for r, d in enumerate(self.step.traced_D):
+                evidence = Evidence(*(column[r] for column in columns))
+                outcomes[slot_D[d]] = outcomes[slot_D[d]]._replace(evidence=evidence)
         for slot, fault in self.faults.items():
             outcomes[slot] = outcomes[slot]._replace(fault=fault)
-        for slot, (of_prompt, of_decision) in self.logprobs.items():
-            outcome = outcomes[slot]
-            outcomes[slot] = outcome._replace(prompt_logprobs=of_prompt, logprobs=of_decision)
-        for slot, evidence in self.evidence.items():
-            outcomes[slot] = outcomes[slot]._replace(evidence=evidence)
         return outcomes
 
+    def _read_bans(self, outcomes: dict[int, Outcome], is_finite_N: list[bool]) -> None:
+        """Tell what a request's own edits ruled out from logits that were not finite."""
+        first = 0
+        for slot, outcome in self.decisions.items():
+            raw = all(is_finite_N[first : first + outcome.num_accepted + 1])
+            if raw and not outcome.is_finite:
+                outcomes[slot] = outcomes[slot]._replace(bans_all=True)
+            first += outcome.num_drafts + 1
 
-def some_rows(logprobs: Logprobs, begin: int, end: int) -> Logprobs | None:
-    """The rows `begin` to `end`, None if there are none."""
-    return None if begin == end else Logprobs(*(column[begin:end] for column in logprobs))
+    def _read_logprobs(self, outcomes: dict[int, Outcome], found: Logprobs) -> None:
+        step, slot_D = self.step, self.step.slot_D
+        reported, prompts = step.reported_D, step.reported_prompts_B
+        num_decided = len(found.rank_N) - sum(step.num_tokens_B[b] for b in prompts)
+        for i, d in enumerate(reported):
+            outcome, first = outcomes[slot_D[d]], i * num_decided // len(reported)
+            rows = _some_rows(found, first, len(outcome.token_ids))
+            outcomes[slot_D[d]] = outcome._replace(logprobs=rows)
+        first = num_decided
+        for b in prompts:
+            # What follows the prompt is no part of it.
+            rows = _some_rows(found, first, step.num_tokens_B[b] - step.decides_B[b])
+            slot, first = step.slot_B[b], first + step.num_tokens_B[b]
+            outcomes[slot] = outcomes[slot]._replace(prompt_logprobs=rows)
 
 
-def evidence_by_slot(step: StepInput, evidence: Evidence) -> dict[int, Evidence]:
-    """Its rows, by the slots of those requests that want it."""
-    slot_D = step.deciding_slots
-    return {
-        slot_D[d]: Evidence(*(column[r] for column in evidence))
-        for r, d in enumerate(step.traced_D)
-    }
+def _some_rows(logprobs: Logprobs, begin: int, count: int) -> Logprobs | None:
+    """So many rows from this one on, None if there are none."""
+    return Logprobs(*(column[begin : begin + count] for column in logprobs)) if count else None

@@ -1,200 +1,347 @@
-"""Everything that is kept by request slot, on a host: tokens, lengths, blocks as plain numbers.
+"""Everything that is kept by request slot: one table of tensors, on any device.
 
 A slot is a request's permanent index from admission to release. Nothing is ever reordered: a batch
 gathers the rows it needs.
 
 Charter: the one owner of request state that a step reads and writes. The scheduler's view of a
 request may be a step late; lengths here are the truth. What others keep by slot (a drafter, above
-all) they register, so that one `release` reaches all of it and one check finds what is left behind.
-In a step the runner calls `begin`, `asked`, `write_drafts` and `advance_step`, in this order, of
-this table or of `device.py`'s.
+all) they register, so that one `release` reaches all of it and one check finds what is left over.
+What a plan brings is written in one go, when its step begins. Then the runner calls `begin`,
+`count_drafts`, `write_drafts`, `pack` and `advance`, in this order.
 
-Shape suffixes: S slots, L tokens or blocks of a slot, B requests, D deciding requests, K drafts.
+After the slots of requests stands one more, the spare: padding of a captured step names it. It has
+one token, may have no more, and its blocks are all the cache's last one, which no request is given.
+A request that may have no more tokens (its limit is reached, or its logits were not finite) may
+still take part in a step: then the spare is computed in its place, and nothing of it is kept.
+
+Shape suffixes: S slots, L tokens or blocks of a slot, A admissions, B requests, D deciding
+requests, K drafts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from operator import gt
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foretoken.errors import IntegrityError
-from foretoken.ops import DraftBlock
-from foretoken.ops.steps import DraftRequests, SlotState
-from foretoken.slots.history import Array
-from foretoken.slots.parameters import SlotParameters, SlotRequest, numbers_of
-from foretoken.slots.step import Outcome, StepInput, StepRequests, StepResult, StepShape
+from foretoken.ops import DraftBlock, SlotParams, Verdict
+from foretoken.ops.pinned import Staging, to_device
+from foretoken.ops.steps import (
+    DraftRequests,
+    ForwardBatch,
+    PackSizes,
+    SlotState,
+    Steps,
+    StepTokens,
+)
+from foretoken.sampling.noise_key import to_int64
+from foretoken.slots.plan import Admission, StepInput, StepPlan
+from foretoken.slots.step import StepRequests, StepShape
 
-NO_TOKEN = -1
-"""What stands behind a slot's last known token and its drafts: no gather may read it."""
+Array = NDArray[Any]
+
+LEAST_TOP_P = 2.0**-149
+"""Smaller values round to 0 in float32, which is out of range; both keep the likeliest token."""
 
 
-class SlotTable(SlotParameters):
-    """State by slot: parameters as tensors, tokens and blocks as arrays, lengths as numbers.
+class SlotSizes(NamedTuple):
+    """How large a table is.
 
     Attributes:
-        token_SL: int32, known tokens, then drafts, then `NO_TOKEN`.
-        block_SL: int64, cache blocks by position; num_blocks_S: how many are the request's.
-        prompt_S: tokens of the prompt.
-        length_S: known tokens, those of the latest step included.
-        computed_S: leading tokens whose K/V are in the target's cache.
-        limit_S: most tokens the request may have; its length, once nothing may be added.
+        num_slots: requests that run at the same time.
+        max_tokens, max_drafts: of a request.
+        num_blocks: columns of a block table.
+        spare_block: the cache block of whatever is computed for no request.
     """
 
-    on_host = True
+    num_slots: int
+    max_tokens: int
+    max_drafts: int
+    num_blocks: int
+    spare_block: int
+
+
+class SlotOwner(Protocol):
+    """Keeps something by slot outside of the table."""
+
+    def release(self, slot: int) -> None:
+        """Forget the request in this slot: it ended, or was preempted and will be admitted anew."""
+
+    def held_slots(self) -> Iterable[int]:
+        """Slots for which something is kept."""
+
+
+class SlotTable:
+    """State by slot.
+
+    Args:
+        steps_of: `Backend.steps`: what reads and changes the state in a step.
+        on_host: whether the numbers of a step are known as soon as it was launched, so that they
+            may be read at once; only on a CPU.
+
+    Attributes:
+        state: tokens, blocks and lengths.
+        drafter_S: int64, numbers of drafters.
+        admitted: what is known of the requests in slots, as they were admitted.
+    """
 
     def __init__(
-        self, num_slots: int, device: torch.device, *, max_tokens: int, max_drafts: int, blocks: int
+        self,
+        sizes: SlotSizes,
+        device: torch.device,
+        steps_of: Callable[[SlotState], Steps],
+        *,
+        on_host: bool,
     ) -> None:
-        super().__init__(num_slots, device)
-        self.num_slots = num_slots
-        width = max_tokens + max_drafts  # drafts are padded to those of the request with most
-        self.token_SL: Array = np.full((num_slots, width), NO_TOKEN, dtype=np.int32)
-        self.block_SL: Array = np.zeros((num_slots, blocks), dtype=np.int64)
-        self.num_blocks_S = [0] * num_slots
-        self.prompt_S = [0] * num_slots
-        self.length_S = [0] * num_slots
-        self.computed_S = [0] * num_slots
-        self.limit_S = [0] * num_slots
+        self.device, self.on_host = device, on_host
+        self.num_slots = self.spare = sizes.num_slots
+        count, width = sizes.num_slots + 1, sizes.max_tokens + sizes.max_drafts + 1
+
+        def column(fill: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.full((count,), fill, dtype=dtype, device=device)
+
+        blocks = (count, sizes.num_blocks)
+        self.state = SlotState(
+            torch.zeros(count, width, dtype=torch.int32, device=device),  # the last column: unread
+            torch.full(blocks, sizes.spare_block, dtype=torch.int64, device=device),
+            length_S=column(1),
+            computed_S=column(0),
+            limit_S=column(1),
+        )
+        self.steps = steps_of(self.state)
+        self.drafter_S = column(0)
+        self._params = SlotParams(
+            key_S=column(0),
+            temperature_S=column(1, torch.float32),
+            top_k_S=column(0),
+            top_p_S=column(1, torch.float32),
+            min_p_S=column(0, torch.float32),
+            rule_S=column(0),
+            values_fit=True,  # `SamplingParams` saw to it
+        )
+        self._drafters = frozenset[int]()
+        self.admitted: dict[int, Admission] = {}
+        self._has_changed = True
+        self._inputs: dict[int, Tensor] = {}  # of captured steps, by bucket
+        # Weakly: a drafter holds the slots, too, and what is frozen (`engine/build.py`) is freed
+        # by its last reference or never.
+        self._owners = WeakValueDictionary[str, SlotOwner]()
+        if on_host:
+            self.token_SL, self.block_SL, self.length_S, *_ = (c.numpy() for c in self.state)
+
+    token_SL: Array
+    """`state.token_SL`, read on the host; this and the next two only where `on_host`."""
+    block_SL: Array
+    length_S: Array
+
+    @staticmethod
+    def bytes_per_slot(max_tokens: int, block_size: int) -> int:
+        """Memory of one slot, without a few numbers."""
+        return 4 * max_tokens + 8 * -(-max_tokens // block_size)
+
+    def text(self, slot: int, first: int = 0) -> Array:
+        """Known tokens of a slot from this one on, int32; only where `on_host`."""
+        return self.token_SL[slot, first : self.length_S[slot]]
+
+    def register(self, name: str, owner: SlotOwner) -> None:
+        """Have what `owner` keeps by slot released and checked with the table's own, as long as
+        something else holds it."""
+        self._owners[name] = owner
+
+    def apply(self, plan: StepPlan) -> None:
+        """Write what a plan brings besides its step."""
+        for slot in plan.released:
+            self._release(slot)
+        if plan.admissions:
+            for admission in plan.admissions:
+                self._release(admission.slot)
+                self.admitted[admission.slot] = admission
+            self._write_admitted(plan.admissions)
+        if plan.new_blocks:
+            self._write_blocks(plan.new_blocks)
+
+    def _release(self, slot: int) -> None:
+        """Forget a request; its numbers stay until the slot's next request."""
+        self.admitted.pop(slot, None)
+        self._has_changed = True
+        for owner in self._owners.values():
+            owner.release(slot)
+
+    def _write_admitted(self, admissions: Sequence[Admission]) -> None:
+        params, state = self._params, self.state
+        columns = {
+            "slot": [a.slot for a in admissions],
+            "key_S": [to_int64(a.key) for a in admissions],
+            "top_k_S": [min(max(a.params.top_k, 0), 2**31) for a in admissions],  # past any id: off
+            "rule_S": [int(a.rule) for a in admissions],
+            "drafter_S": [a.drafter for a in admissions],
+            "length_S": [len(a.token_ids) for a in admissions],
+            "computed_S": [a.num_computed for a in admissions],
+            "limit_S": [a.limit for a in admissions],
+        }
+        floats = {
+            "temperature_S": [a.params.temperature for a in admissions],
+            "top_p_S": [max(a.params.top_p, LEAST_TOP_P) for a in admissions],
+            "min_p_S": [a.params.min_p for a in admissions],
+        }
+        slot_A, *numbers = self._sent(np.array([*columns.values()], dtype=np.int64)).unbind()
+        values = [*numbers, *self._sent(np.array([*floats.values()], dtype=np.float32))]
+        for name, value_A in zip([*columns, *floats][1:], values, strict=True):
+            owner = next(o for o in (params, state, self) if hasattr(o, name))
+            getattr(owner, name)[slot_A] = value_A
+        known = [a.token_ids for a in admissions]
+        tokens: Array = np.zeros((len(known), max(map(len, known))), dtype=np.int32)
+        for row, ids in zip(tokens, known, strict=True):
+            row[: len(ids)] = ids
+        state.token_SL[slot_A, : tokens.shape[1]] = self._sent(tokens)
+
+    def _write_blocks(self, ranges: Iterable[tuple[int, int, Sequence[int]]]) -> None:
+        width = self.state.block_SL.shape[1]
+        latest = {  # of two for the same place the later one holds
+            slot * width + column: block
+            for slot, first, block_ids in ranges
+            for column, block in enumerate(block_ids, first)
+        }
+        sent = self._sent(np.array([[*latest], [*latest.values()]], dtype=np.int64))
+        self.state.block_SL.view(-1)[sent[0]] = sent[1]
+
+    def draws_at_random(self, slots: Iterable[int]) -> bool:
+        """Whether one of these requests does."""
+        return any(self.admitted[slot].params.temperature > 0 for slot in slots)
 
     @property
-    def state(self) -> SlotState:
-        """Tokens, blocks and lengths as tensors; a copy, but for the first two."""
-        lengths = (self.length_S, self.computed_S, self.limit_S)
-        return SlotState(
-            torch.from_numpy(self.token_SL), torch.from_numpy(self.block_SL), *map(_int64, lengths)
-        )
+    def params(self) -> SlotParams:
+        """The slots' parameters, always in the same tensors.
 
-    def admit(self, slot: int, request: SlotRequest) -> None:
-        """Write a request's state into its slot; its blocks come with `write_blocks`."""
-        for column, number in zip(self._params.columns, numbers_of(request), strict=True):
-            column[slot] = number
-        known = [*request.prompt_ids, *request.output_ids]
-        self.token_SL[slot, : len(known)] = known
-        self.token_SL[slot, len(known) :] = NO_TOKEN
-        self.length_S[slot], self.limit_S[slot] = len(known), request.limit
-        self.prompt_S[slot] = len(request.prompt_ids)
-        self.computed_S[slot] = request.num_computed
-        self.num_blocks_S[slot] = 0
-        self._enter(slot, request)
+        `has_filters` and `rules` are those of the slots in use, known without looking at the
+        device, and stated anew only once a request has come or gone.
+        """
+        if self._has_changed:
+            requests = self.admitted.values()
+            has_filters = any(request.params.filters_logits for request in requests)
+            rules = frozenset(request.rule for request in requests)
+            self._drafters = frozenset(request.drafter for request in requests)
+            self._params = replace(self._params, has_filters=has_filters, rules=rules)
+            self._has_changed = False
+        return self._params
 
-    def write_blocks(self, ranges: Iterable[tuple[int, int, Sequence[int]]]) -> None:
-        """Write a step's new blocks, as (slot, first column, block ids), in this order."""
-        for slot, first, block_ids in ranges:
-            end = self.num_blocks_S[slot] = first + len(block_ids)
-            self.block_SL[slot, first:end] = block_ids
+    @property
+    def drafters(self) -> frozenset[int]:
+        """Numbers of drafters: no slot in use has another."""
+        _ = self.params
+        return self._drafters
 
-    def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRequests | None:
-        """The requests of a step that may have more tokens; None if there are none.
-
-        A step may have been launched before it was known that a request has all its tokens.
+    def begin(self, step: StepInput, shape: StepShape | None = None) -> StepRequests:
+        """A step's requests as tensors.
 
         Args:
-            shape: always None: nothing is captured on a host.
+            shape: of a step that is captured or replayed, which promises no more than this.
         """
-        live = self.unfinished(step.slot_B)
-        if len(live) < len(step.slot_B):
-            if not live:
-                return None
-            step = step.at(live)
-        num_B = list(map(self.num_drafts, step.slot_B, step.max_drafts_B))
-        length_B = [self.length_S[slot] for slot in step.slot_B]
-        of_B, most = None, max(num_B)
-        columns = (step.slot_B, step.num_tokens_B, num_B, length_B)
-        slot_B, num_tokens_B, num_D, position_D = map(_int64, columns)
-        slot_D = slot_B
+        params, drafters = self.params, self.drafters
+        if shape is None:
+            numbers: Array = np.array(step[:3], dtype=np.int64)
+            sent = self._sent(numbers if self.on_host else _padded(numbers))
+            most, samples = max(step.max_drafts_B), self.draws_at_random(step.slot_B)
+        else:
+            sent = self._send_captured(step, shape.size)
+            most, samples, drafters = shape.most_drafts, shape.samples, shape.drafters
+            params = replace(params, has_filters=shape.has_filters, rules=shape.rules)
+        size = len(step.slot_B) if shape is None else shape.size
+        slot_B, num_tokens_B, max_drafts_B = sent[:, :size].unbind()
+        slot_D, max_drafts_D, of_B = slot_B, max_drafts_B, None
         if not all(step.decides_B):
-            of_B = _int64(step.of_B)
-            slot_D, num_D, position_D = (c[of_B >= 0] for c in (slot_B, num_D, position_D))
-        warm = any(self.requests[slot].params.temperature > 0 for slot in step.slot_B)
-        known = DraftRequests(slot_D, num_D, position_D, most, warm)
-        return StepRequests(step, slot_B, num_tokens_B, slot_D, num_D, of_B, most, known=known)
+            chosen: Array = np.array([step.slot_B, step.max_drafts_B], dtype=np.int64)
+            chosen = chosen[:, list(step.decides_B)]
+            slot_D, max_drafts_D = self._sent(_padded(chosen))[:, : chosen.shape[1]].unbind()
+            of_B = self._sent(np.array(step.of_B, dtype=np.int64))
+        return StepRequests(
+            step, params, drafters, slot_B, num_tokens_B, slot_D, max_drafts_D, of_B, most,
+            samples, shape,
+        )  # fmt: skip
 
-    def asked(self, rows: StepRequests) -> DraftRequests:
+    def _send_captured(self, step: StepInput, size: int) -> Tensor:
+        """A captured step reads its numbers where it read them when it was captured."""
+        count = len(step.slot_B)
+        staging = Staging((3, size + size % 2), torch.int64, self.device)
+        numbers = staging.host.numpy()
+        numbers[:, :count] = step[:3]
+        numbers[0, count:], numbers[1, count:], numbers[2, count:] = self.spare, 1, 0
+        if size not in self._inputs:
+            self._inputs[size] = torch.empty_like(staging.host, device=self.device)
+        sent = self._inputs[size].copy_(staging.host, non_blocking=True)
+        staging.give_back()
+        return sent
+
+    def count_drafts(self, requests: StepRequests) -> DraftRequests:
         """How many drafts each deciding request may have, K_b, and where they stand."""
-        if rows.known is None:
-            raise IntegrityError("a step's rows were not made by `begin`")
-        return rows.known
+        slot_D = requests.slot_D
+        num_D, position_D = self.steps.count_drafts(slot_D, requests.max_drafts_D)
+        return DraftRequests(
+            slot_D, num_D, position_D, requests.most_drafts, requests.params, requests.samples,
+            requests.drafters,
+        )  # fmt: skip
 
-    def unfinished(self, slots: Sequence[int]) -> list[int]:
-        """Which of these requests, by index, may have more tokens."""
-        return [i for i, s in enumerate(slots) if self.length_S[s] < self.limit_S[s]]
+    def write_drafts(self, asked: DraftRequests, drafts: DraftBlock, last_id: int) -> None:
+        """Write drafts after the known tokens, ids past the last as the last."""
+        self.steps.write_drafts(asked, drafts.num_B, drafts.token_BK, last_id)
 
-    def known(self, slot: int, start: int, count: int) -> list[int]:
-        """Tokens of a slot, drafts too.
+    def pack(self, requests: StepRequests, drafts: DraftBlock, block_size: int) -> ForwardBatch:
+        """What the target computes: the requests' next known tokens, then drafts of who decides.
 
-        Raises:
-            IntegrityError: one of them was never written, or taken back.
+        Rows that decide come first, then those of prompts whose log-probabilities are wanted.
         """
-        tokens: list[int] = self.token_SL[slot, start : start + count].tolist()
-        if NO_TOKEN in tokens:
-            raise IntegrityError(f"slot {slot}: a placeholder in tokens {start} + {count}")
-        return tokens
+        step, most = requests.step, drafts.token_BK.shape[1]
+        size_B, size_D = len(requests.slot_B), len(requests.slot_D)
+        num_tokens = sum(step.num_tokens_B) + size_B - len(step.slot_B)
+        queries = [n + most * d for n, d in zip(step.num_tokens_B, step.decides_B, strict=True)]
+        sizes = PackSizes(
+            num_tokens + size_D * most, size_D * (most + 1), max(queries, default=1 + most)
+        )
+        batch = self.steps.pack(_tokens(requests, drafts), sizes, block_size)
+        prompts = step.reported_prompts_B
+        if not prompts:
+            return batch
+        start_B1, num_deciding = batch.attention.query_start_B1, len(batch.logit_row_N)
+        row_P = [
+            start_B1[b] + torch.arange(step.num_tokens_B[b], device=self.device) for b in prompts
+        ]
+        row_N = torch.cat([batch.logit_row_N, *row_P])
+        if len(row_N) == len(batch.token_T):
+            # As many rows as tokens are all tokens in order, which these are not: one more, unread.
+            row_N = torch.cat([row_N, row_N[:1]])
+        return batch._replace(logit_row_N=row_N, num_deciding=num_deciding)
 
-    def following(self, slot: int, start: int, count: int) -> list[int]:
-        """Tokens of the prompt behind each of the `count` from `start` on."""
-        return self.known(slot, start + 1, min(count, self.prompt_S[slot] - start - 1))
+    def advance(self, requests: StepRequests, drafts: DraftBlock, verdict: Verdict) -> Tensor:
+        """Take over a step: accepted drafts and the token after them are known now.
 
-    def num_drafts(self, slot: int, max_drafts: int) -> int:
-        """K_b: as many drafts as were asked for, and none that could not be emitted."""
-        return max(min(max_drafts, self.limit_S[slot] - self.length_S[slot] - 1), 0)
-
-    def write_drafts(self, rows: DraftRequests, drafts: DraftBlock, last_id: int) -> None:
-        """Write a step's drafts behind the known tokens, ids past the last as the last.
-
-        Raises:
-            IntegrityError: there are more than were asked for.
+        Returns:
+            See `Steps.advance`.
         """
-        proposed, asked = drafts.num_B.tolist(), rows.num_B.tolist()
-        if len(proposed) != len(asked) or any(map(gt, proposed, asked)):
-            raise IntegrityError(f"a drafter proposed {proposed} drafts, asked for {asked}")
-        self.put_drafts(rows.slot_B.tolist(), np.minimum(drafts.token_BK.numpy(), last_id))
+        return self.steps.advance(_tokens(requests, drafts), verdict)
 
-    def put_drafts(self, slots: Sequence[int], token_BK: Array) -> None:
-        """Write drafts behind the known tokens, padded by NO_TOKEN behind a request's last."""
-        for slot, token_K in zip(slots, token_BK, strict=True):
-            first = self.length_S[slot]
-            self.token_SL[slot, first : first + len(token_K)] = token_K
+    def check_integrity(self, live: set[int]) -> None:
+        """Raise `IntegrityError` if anything is kept for a slot that no request has."""
+        held = {name: owner.held_slots() for name, owner in self._owners.items()}
+        for name, slots in ({"requests": self.admitted.keys()} | held).items():
+            if leaked := set(slots) - live:
+                raise IntegrityError(f"{name} of slots that no request has: {sorted(leaked)}")
 
-    def advance(self, slot: int, outcome: Outcome) -> None:
-        """Take over a decision: its tokens are known now, the rest of the drafts is taken back.
-
-        A request without a token behind its accepted drafts may not go on, nor one whose history
-        raises: `stop` it.
-        """
-        first, token_ids = self.length_S[slot], outcome.token_ids
-        last = self.length_S[slot] = first + len(token_ids)
-        for i, token in enumerate(token_ids, first):  # one by one: as an array takes 5 us longer
-            self.token_SL[slot, i] = token
-        if outcome.num_drafts:
-            self.token_SL[slot, last : first + outcome.num_drafts] = NO_TOKEN
-        self.computed_S[slot] += outcome.num_accepted
-        if history := self.histories.get(slot):
-            history.append(token_ids)
-
-    def advance_step(self, rows: StepRequests, result: StepResult) -> None:
-        """Take over a whole step; a request that has failed does not go on."""
-        for slot, num_tokens in zip(rows.step.slot_B, rows.step.num_tokens_B, strict=True):
-            self.computed_S[slot] += num_tokens
-        for slot, outcome in result.decisions.items():
-            try:
-                self.advance(slot, outcome)
-            except Exception as error:
-                result.faults[slot] = error
-            if not outcome.is_finite or slot in result.faults:
-                self.stop(slot)
-
-    def stop(self, slot: int) -> None:
-        """Nothing is drawn for this slot any more."""
-        self.limit_S[slot] = self.length_S[slot]
-
-    def committed(self, slot: int, token_ids: Sequence[int]) -> None:
-        """The host has seen these tokens: `advance` has, too."""
+    def _sent(self, array: Array) -> Tensor:
+        return to_device(array, self.device)
 
 
-def _int64(numbers: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-    # By way of numpy: torch.tensor takes 40 us for 450 numbers, this 6.
-    return torch.from_numpy(np.array(numbers, dtype=np.int64))
+def _padded(numbers: Array) -> Array:
+    """Numbers in an even number of columns: then rows lie at multiples of 16 bytes; for others
+    kernels are compiled anew."""
+    return np.pad(numbers, ((0, 0), (0, numbers.shape[1] % 2)))
+
+
+def _tokens(requests: StepRequests, drafts: DraftBlock) -> StepTokens:
+    return StepTokens(requests.slot_B, requests.num_tokens_B, requests.of_B, drafts.num_B)

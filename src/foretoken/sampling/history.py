@@ -33,8 +33,12 @@ class HistoryRows(NamedTuple):
     subtract_RU: Array
 
 
-class SlotHistory:
+class EditHistory:
     """The edits of one request and what they depend on; only for requests that have some.
+
+    Args:
+        stop_ids: banned while the request has fewer than `min_tokens`.
+        bad_word_ids: tokenised `bad_words`.
 
     A token that is generated costs a binary search; one seen for the first time also a copy of U
     entries. Rows cost a few passes of numpy over R x U numbers.

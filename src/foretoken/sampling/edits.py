@@ -1,0 +1,138 @@
+"""Edits of a step's logits, made on the host: packed as a message, then unpacked where logits are.
+
+Row j of a request sees its history as if the drafts before it in the block were accepted.
+
+Shape suffixes: D requests that decide, G those with a grammar, K drafts, N rows of the batch, E
+rows that are edited, M entries, X masks of one request, R masks, W mask words.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.ops import Edits
+from foretoken.ops.pinned import to_device
+from foretoken.sampling.grammar import fill_masks
+from foretoken.sampling.history import Array, EditHistory, HistoryRows
+
+
+class PackedEdits(NamedTuple):
+    """`ops.Edits` as numbers on the host, without where a request's rows begin: drafts decide that.
+
+    Attributes:
+        row_4E: int64, of each edited row: which deciding request, which of its rows, how many
+            entries, which mask (-1: none).
+        mask_RW: int32; None: no row has a mask.
+        token_M, bias_M, repetition_M, subtract_M: entries, row by row.
+    """
+
+    row_4E: Array
+    mask_RW: Array | None
+    token_M: Array
+    bias_M: Array
+    repetition_M: Array
+    subtract_M: Array
+
+    def unpack(self, num_D: Tensor, most_drafts: int) -> Edits:
+        """The edits of K_b + 1 rows per deciding request, on the device of `num_D`.
+
+        Args:
+            num_D: drafts of each deciding request; most_drafts: no request has more.
+        """
+        count_D, device = num_D + 1, num_D.device
+        on_host = device.type == "cpu"
+        num_rows = int(count_D.sum()) if on_host else len(count_D) * (most_drafts + 1)
+        d_E, i_E, size_E, mask_E = to_device(self.row_4E, device)
+        row_E = (count_D.cumsum(0) - count_D)[d_E] + i_E
+        size_N = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        size_N.index_copy_(0, row_E, size_E)
+        mask_N = None
+        if self.mask_RW is not None:
+            mask_N = torch.full_like(size_N, -1).index_copy_(0, row_E, mask_E)
+        return Edits(
+            None if self.mask_RW is None else to_device(self.mask_RW, device),
+            mask_N,
+            torch.cat([size_N.new_zeros(1), size_N.cumsum(0)]),
+            *(to_device(column, device) for column in self[2:]),
+        )
+
+
+def pack_edits(
+    histories: Mapping[int, EditHistory], drafts: Mapping[int, Sequence[int]], vocab_size: int
+) -> tuple[PackedEdits | None, dict[int, Exception]]:
+    """Edits of a step; None if no row has any. And what was raised, by request.
+
+    The rows of a request whose history could not be read are not edited: what is drawn there must
+    not be used.
+
+    Args:
+        histories: of deciding requests with edits, by d, rising.
+        drafts: of each of them.
+        vocab_size: ids at or past it are ignored (they cannot be drawn anyway).
+    """
+    faults: dict[int, Exception] = {}
+    found: list[_Found] = []
+    grammar_XW = _grammar_masks(histories, drafts, vocab_size)
+    for d, history in histories.items():
+        if history.is_spent:
+            continue
+        try:
+            masks = [mask for mask in (history.mask(vocab_size),) if mask is not None]
+            if history.matcher is not None:
+                history.matcher.check()
+                masks.append(grammar_XW[d])
+            mask_XW = np.atleast_2d(functools.reduce(np.bitwise_and, masks)) if masks else None
+            entries = history.rows(drafts[d], vocab_size)
+            found.append(_Found(d, len(drafts[d]) + 1, mask_XW, entries))
+        except Exception as error:
+            faults[d] = error
+    return (_pack(found) if found else None), faults
+
+
+def _grammar_masks(
+    histories: Mapping[int, EditHistory], drafts: Mapping[int, Sequence[int]], vocab_size: int
+) -> dict[int, Array]:
+    """Of each request with a grammar: int32 [drafts + 1, W]."""
+    matchers = {d: h.matcher for d, h in histories.items() if h.matcher is not None}
+    drafts_G = [drafts[d] for d in matchers]
+    masks = fill_masks([*matchers.values()], drafts_G, -(-vocab_size // 32))
+    return dict(zip(matchers, masks, strict=True))
+
+
+class _Found(NamedTuple):
+    """The edits of deciding request d: entries for the same tokens in each of its rows.
+
+    mask_XW: of each row, or one for all.
+    """
+
+    d: int
+    num_rows: int
+    mask_XW: Array | None
+    entries: HistoryRows
+
+
+def _pack(found: list[_Found]) -> PackedEdits:
+    masks: list[Array] = []
+    rows: list[tuple[int, int, int, int]] = []
+    for d, num_rows, mask_XW, its_entries in found:
+        at, num_masks = -1, 0
+        if mask_XW is not None:
+            at, num_masks = len(masks), len(mask_XW)
+            masks.extend(mask_XW)
+        size, step = len(its_entries.token_U), int(num_masks > 1)
+        rows += [(d, i, size, at + step * i) for i in range(num_rows)]
+    entries = [f.entries for f in found]
+    return PackedEdits(
+        np.array(rows, dtype=np.int64).T.copy(),
+        np.stack(masks) if masks else None,
+        np.concatenate([np.tile(e.token_U, len(e.bias_RU)) for e in entries]),
+        np.concatenate([e.bias_RU.ravel() for e in entries]),
+        np.concatenate([e.repetition_RU.ravel() for e in entries]),
+        np.concatenate([e.subtract_RU.ravel() for e in entries]),
+    )

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.slots.parameters import SlotRequest
 
 from foretoken import LLM, SamplingParams
 from foretoken.drafting.base import DrafterSetup, one_hot_block
@@ -21,7 +22,6 @@ from foretoken.drafting.registry import DRAFTERS
 from foretoken.errors import IntegrityError, StepError
 from foretoken.ops import DraftBlock, DraftCache, Rule
 from foretoken.ops.steps import DraftRequests, ForwardBatch
-from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import NONE, Outcome, StepInput, StepRequests, StepResult
 from foretoken.slots.table import SlotTable
 from tests.models.heads import head_of

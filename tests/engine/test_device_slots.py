@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from foretoken.slots.device import DeviceSlotTable
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine.graphs import Graphs
@@ -23,7 +24,6 @@ from foretoken.errors import ForetokenError
 from foretoken.ops import get_backend
 from foretoken.ops.steps import DraftRequests
 from foretoken.outputs import RequestOutput
-from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepInput, StepRequests, StepResult, StepShape
 from tests.engine.test_traced_tokens import check_equal as check_traces
 from tests.models.heads import head_of

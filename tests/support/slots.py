@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from foretoken.slots.parameters import SlotRequest
 from torch import Tensor
 
 from foretoken.drafting.base import Drafter
 from foretoken.ops import DraftBlock, Rule, SlotParams, Verdict
 from foretoken.ops.steps import DraftRequests, SlotSpan
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.parameters import SlotRequest
 from foretoken.slots.step import NONE, StepInput, StepRequests, StepResult
 from foretoken.slots.table import NO_TOKEN, SlotTable
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -11,13 +10,12 @@ from torch import Tensor
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, DrafterSetup
+from foretoken.errors import RequestError
 from foretoken.models import CausalLM
 from foretoken.models.eagle3 import Eagle3Head
 from foretoken.ops import DraftCache
-from foretoken.sampling.grammar import fill_ahead
-from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.history import Array
-from foretoken.slots.table import SlotTable
+from foretoken.sampling.grammar import Matcher, fill_ahead
+from foretoken.slots.table import Array, SlotTable
 
 
 class Autoregressive(Drafter):
@@ -31,7 +29,6 @@ class Autoregressive(Drafter):
     """
 
     options = frozenset({"model", "revision", "draft_sample_method"})
-    slots: Any
     shared_cache: DraftCache | None = None
 
     def __init__(self, setup: DrafterSetup, model: CausalLM | Eagle3Head, vocab_size: int) -> None:
@@ -47,7 +44,7 @@ class Autoregressive(Drafter):
         shape = (model.layer_shapes, setup.block_size, model.dtype)
         self.kv_bytes_per_block = KVPool.bytes_per_block(*shape)
 
-    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """K/V for as many blocks as the target has, and q for every slot, the spare too."""
         model, size = self._network, self.block_size
         self.slots, self.cache = slots, self.shared_cache if self.probabilistic else None
@@ -56,24 +53,50 @@ class Autoregressive(Drafter):
             self.cache = DraftCache.empty(count, *self.cache_shape, model.device)
         shape = (model.layer_shapes, num_blocks, size)
         self.kv = KVPool(*shape, dtype=model.dtype, device=model.device)
+        self._matchers: dict[int, tuple[Matcher | None, int]] = {}  # and tokens that were read
 
     def has_grammar(self, slot: int) -> bool:
         """Whether the drafts of a request on a host keep to a grammar."""
-        history = self.slots.histories.get(slot)
-        return history is not None and history.matcher is not None
+        return self.slots.on_host and self.slots.admitted[slot].has_grammar
+
+    def _matcher(self, slot: int) -> Matcher | None:
+        """Where a request's output has come in its grammar; None: that became too complex to say.
+
+        The drafts are any then; what is accepted still keeps to the grammar.
+        """
+        admission = self.slots.admitted[slot]
+        if slot not in self._matchers and admission.params.grammar is not None:
+            self._matchers[slot] = admission.params.grammar.matcher(), admission.num_prompt
+        matcher, num_read = self._matchers[slot]
+        if matcher is not None:
+            new = self.slots.text(slot, num_read).tolist()
+            try:
+                matcher.append(new)
+            except RequestError:
+                matcher = None
+            self._matchers[slot] = matcher, num_read + len(new)
+        return matcher
+
+    def release(self, slot: int) -> None:
+        """Forget the request in this slot."""
+        self._matchers.pop(slot, None)
+
+    def held_slots(self) -> Iterable[int]:
+        """Slots with a grammar that were drafted for."""
+        return self._matchers
 
     def mask(self, logits_BV: Tensor, slots: Sequence[int], token_BK: Array) -> Tensor:
-        """Leave out of q what no grammar allows behind a request's drafts so far, where p is 0.
+        """Leave out of q what no grammar allows after a request's drafts so far, where p is 0.
 
         Of JSON by the embedded pair, K = 5, temperature 1: 3.1 drafts accepted in a round; without
         this 0.3.
         """
-        histories = self.slots.histories
-        guided = [b for b, slot in enumerate(slots) if self.has_grammar(slot)]
-        if guided:  # a copy: logits that were made in inference mode cannot be written to
-            size = logits_BV.shape[1]
-            matchers = [histories[slots[b]].matcher for b in guided]
-            mask_GW = fill_ahead(matchers, token_BK[guided].tolist(), -(-size // 32))
+        asked = {b: self._matcher(slot) for b, slot in enumerate(slots) if self.has_grammar(slot)}
+        matchers = {b: matcher for b, matcher in asked.items() if matcher is not None}
+        if matchers:  # a copy: logits that were made in inference mode cannot be written to
+            guided, size = [*matchers], logits_BV.shape[1]
+            so_far = token_BK[guided].tolist()
+            mask_GW = fill_ahead([*matchers.values()], so_far, -(-size // 32))
             bit_GV = np.unpackbits(mask_GW.view(np.uint8), axis=1, bitorder="little")[:, :size]
             banned_GV = torch.from_numpy(bit_GV == 0)
             logits_GV = logits_BV[guided].masked_fill(banned_GV, -torch.inf)

@@ -24,7 +24,6 @@ from foretoken.errors import IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import Backend, DraftBlock
 from foretoken.ops.steps import DraftRequests, ForwardBatch
-from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepRequests, StepResult
 from foretoken.slots.table import SlotTable
 
@@ -38,7 +37,7 @@ class DrafterSetup:
         vocab_size, max_model_len: the target's.
         tokenizer: the target's (`PreTrainedTokenizerBase`), or None without one.
         embedding, head: weights [V, H] of the target itself; the head if `target_view` asks for it.
-        on_host: whether slots are kept as numbers on the host.
+        on_host: whether the numbers of a step may be read at once, see `SlotTable`.
     """
 
     config: EngineConfig
@@ -104,22 +103,23 @@ class Drafter(ABC):
         """Load what it drafts with; memory by slot and block comes with `allocate`."""
 
     @abstractmethod
-    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """Remember the slots, allocate memory; a second call forgets what the first one gave.
 
-        On a GPU the first is for steps of nobody, whose memory is measured, with a pool of one
-        block; the second is when the engine has sized its pool.
+        On a GPU the first is for steps whose memory is measured, with a pool of one block; the
+        second is when the engine has sized its pool.
         """
 
     @abstractmethod
-    def propose(self, rows: DraftRequests) -> DraftBlock:
-        """Draft up to so many tokens (0 allowed) behind the known ones of each slot, in this order.
+    def propose(self, asked: DraftRequests) -> DraftBlock:
+        """Draft up to so many tokens (0 allowed) after the known ones of each slot, in this order.
 
         Token i of a request is drawn by `Backend.draft` at (position length + i, draft index i),
         from q at the request's temperature and filters: with DRAFT noise, or with the target's own
         under COUPLED. Where q is real, the block's cache states it at [slot, i] and stays so until
         the next call. Drafts see temperature and filters, not penalties, bias or bans: q says what
-        they saw. Every draft is a token: -1 stands only behind a request's last one, as padding.
+        they saw. Every draft is a token: -1 stands only after a request's last one, as padding.
+        What is raised for one request alone goes into `faults` of the block.
 
         The slots' block tables cover length + num_drafts tokens. Leading blocks may be shared with
         requests that begin with the same tokens, and may have been filled by one that was never
@@ -127,16 +127,16 @@ class Drafter(ABC):
         """
 
     def observe(  # noqa: B027 (optional hook)
-        self, rows: StepRequests, batch: ForwardBatch, result: StepResult
+        self, requests: StepRequests, batch: ForwardBatch, result: StepResult
     ) -> None:
         """See what the target computed, prompts too, and what became of its drafts.
 
-        Beside other drafters, `num_drafts` of a decision is 0 where the drafts were another's.
-        The slots hold the outcome already: lengths count the tokens that were drawn. Hidden states
+        With other drafters, `num_drafts` of a decision is 0 where the drafts were another's.
+        The slots hold the outcome: lengths count the tokens that were drawn. Hidden states
         that `target_view` asks for are `result.aux`, in the order of `batch`.
         """
 
-    def observes(self, rows: StepRequests) -> bool:
+    def observes(self, requests: StepRequests) -> bool:
         """Whether `observe` has anything to do after such a step, as far as the host knows."""
         return type(self).observe is not Drafter.observe
 

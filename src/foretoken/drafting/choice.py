@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from foretoken.slots.parameters import SlotRequest
+from foretoken.slots.plan import Admission
 from foretoken.slots.step import Outcome
 
 FIXED_PART = 0.85
@@ -47,14 +47,6 @@ class _Mean(NamedTuple):
     def with_one(self, value: float) -> _Mean:
         rounds = min(self.rounds + 1, _MOST_ROUNDS)
         return _Mean(self.value + (value - self.value) / rounds, rounds)
-
-
-class Found(NamedTuple):
-    """Drafts that were looked up: who found them, and how many should be accepted by counts."""
-
-    drafter: int
-    token_ids: Sequence[int]
-    expected: float
 
 
 class Kind(NamedTuple):
@@ -94,29 +86,37 @@ class Choice:
         self._offers: dict[int, list[tuple[Kind, Sequence[int] | None]]] = {}
         self.pass_seconds: float | None = None
 
-    def takes(self, slot: int, request: SlotRequest, found: Found, model: tuple[int, int]) -> bool:
+    def takes(
+        self,
+        request: Admission,
+        drafter: int,
+        drafts: Sequence[int],
+        expected: float,
+        model: tuple[int, int],
+    ) -> bool:
         """Whether a request has drafts that were looked up, and not a model's.
 
         Args:
+            drafter: the number of the one that found them.
+            expected: how many of them should be accepted by counts.
             model: the number of the drafter that runs it, and the drafts asked for.
         """
         rival, asked = model
-        kind = Kind(found.drafter, request.params.temperature > 0, round(found.expected))
+        kind = Kind(drafter, request.params.temperature > 0, round(expected))
         costs = (self._seconds.get(kind.drafter), self._seconds.get(rival), self.pass_seconds)
         if _is_fixed(request) or None in costs:
-            has = found.expected >= FIXED_PART * asked
+            has = expected >= FIXED_PART * asked
         else:
             looking, drafting, verifying = (cost or 0.0 for cost in costs)
             mine = self._mean(kind).value
             theirs = self._mean(kind._replace(drafter=rival, asked=asked)).value
             has = (1 + mine) * (verifying + drafting) >= (1 + theirs) * (verifying + looking)
-        offer = kind, None if has else found.token_ids
-        self._offers.setdefault(slot, []).append(offer)
+        self._offers.setdefault(request.slot, []).append((kind, None if has else drafts))
         return has
 
-    def leave_to_model(self, slot: int, request: SlotRequest, number: int, asked: int) -> None:
+    def leave_to_model(self, request: Admission, number: int, asked: int) -> None:
         """Nothing that was found in this round, if anything, was taken."""
-        offers = self._offers.setdefault(slot, [])
+        offers = self._offers.setdefault(request.slot, [])
         promised = max((kind.promised for kind, _ in offers), default=0)
         draws = request.params.temperature > 0
         offers.append((Kind(number, draws, promised, asked), None))
@@ -159,6 +159,6 @@ def follow(before: float | None, seconds: float) -> float:
     return before + (seconds - before) / (2 if seconds < before else 32)
 
 
-def _is_fixed(request: SlotRequest) -> bool:
+def _is_fixed(request: Admission) -> bool:
     """Whether the choice shows in the request's text, and the text may depend on nobody else."""
     return request.shows_drafts and request.params.seed is not None

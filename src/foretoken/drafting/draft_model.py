@@ -20,7 +20,7 @@ Requests that share a block which is not complete each compute it; they write th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,47 +28,60 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import gather_batch
 from foretoken.drafting.autoregressive import Autoregressive
 from foretoken.drafting.base import DrafterSetup, no_drafts
 from foretoken.drafting.vocabulary import DraftNetwork, Match, match_tokenizers
 from foretoken.errors import ConfigError
 from foretoken.models import CausalLM, folder_of, load_model, load_tokenizer
-from foretoken.ops import DRAFT, DraftBlock, DraftCache, DraftRound, Noise, RoundDecoder, Rows, Rule
-from foretoken.ops.steps import DraftRequests, ForwardBatch, SlotSpan
-from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepInput, StepRequests, StepResult
-from foretoken.slots.table import SlotTable
+from foretoken.ops import (
+    DRAFT,
+    AttentionBatch,
+    DraftBlock,
+    DraftCache,
+    DraftRound,
+    Noise,
+    RoundDecoder,
+    Rows,
+    Rule,
+    SlotParams,
+)
+from foretoken.ops.steps import DraftRequests, ForwardBatch, PackSizes, StepTokens
+from foretoken.slots.plan import StepInput
+from foretoken.slots.step import StepRequests, StepResult
+from foretoken.slots.table import Array, SlotTable
 
+_ALL = 2**62  # a limit that no request reaches
 BUILT_IN_DRAFTS = {"tiny-python": "tiny-python-draft"}
 
 
 class DraftModel(Autoregressive):
-    """A draft model over slots on a host.
+    """A draft model on a host.
 
     Attributes:
         complete: by block, its mark.
     """
-
-    slots: SlotTable
 
     def __init__(self, setup: DrafterSetup, network: DraftNetwork | None = None) -> None:
         self.network = network or load_draft(setup)
         self.model = self.network.model
         super().__init__(setup, self.model, setup.vocab_size)
 
-    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """See `Autoregressive`; and how far the cache reaches, by slot and by block."""
         super().allocate(slots, num_blocks)
-        self._num_computed_S = [0] * slots.num_slots
+        state = slots.state
+        computed_S, all_S = torch.zeros_like(state.computed_S), torch.full_like(state.limit_S, _ALL)
+        self._num_computed_S: Array = computed_S.numpy()
+        own = state._replace(computed_S=computed_S, limit_S=all_S)
+        self._steps = self.backend.steps(own)  # the same tokens, other K/V
         self.complete = bytearray(num_blocks)
 
-    def propose(self, rows: DraftRequests) -> DraftBlock:
+    def propose(self, asked: DraftRequests) -> DraftBlock:
         """See `Drafter.propose`. Drafts end where the draft model's context does."""
-        slots, num_drafts = rows.slot_B.tolist(), rows.num_B.tolist()
+        slots, length_S = asked.slot_B.tolist(), self.slots.length_S
         end = self.model.max_model_len + 1  # the last draft is drawn, not computed
-        asked = zip(slots, num_drafts, strict=True)
-        counts = [max(0, min(num, end - self.slots.length_S[slot])) for slot, num in asked]
+        pairs = zip(slots, asked.num_B.tolist(), strict=True)
+        counts = [max(0, min(num, end - int(length_S[slot]))) for slot, num in pairs]
         wanted = [(slot, count) for slot, count in zip(slots, counts, strict=True) if count]
         if not wanted:
             return no_drafts(len(slots), self.model.device)
@@ -76,20 +89,21 @@ class DraftModel(Autoregressive):
             self._skip_complete(slot)
         self._catch_up([slot for slot, _ in wanted])
         # None means argmax to a native round. Coupled requests draw, if without keeping q.
-        warm = any(self.slots.requests[slot].params.temperature > 0 for slot, _ in wanted)
-        cache = self.cache if warm else None
+        samples = self.slots.draws_at_random(slot for slot, _ in wanted)
+        cache = self.cache if samples else None
         masked = [self.has_grammar(slot) for slot, _ in wanted]
         if len(wanted) == len(slots) and not any(masked):
-            token_BK = self._draft(wanted, cache, masked=False)
-        else:  # apart: nobody's text may depend on what others ask for
+            token_BK = self._draft(wanted, cache, asked.params, masked=False)
+        else:  # apart: no request's text may depend on what others ask for
             token_BK = torch.full((len(slots), max(counts)), -1)
             row_A = np.flatnonzero(counts)
             for is_masked in {*masked}:
                 here = [a for a, one in enumerate(masked) if one == is_masked]
-                drawn_BK = self._draft([wanted[a] for a in here], cache, masked=is_masked)
+                some = [wanted[a] for a in here]
+                drawn_BK = self._draft(some, cache, asked.params, masked=is_masked)
                 token_BK[torch.from_numpy(row_A[here]), : drawn_BK.shape[1]] = drawn_BK
         for slot, _ in wanted:
-            self._advance(slot, self.slots.length_S[slot])
+            self._advance(slot, length_S[slot])
         real = [
             cache is not None and count > 0 and self._keeps_q(slot)
             for slot, count in zip(slots, counts, strict=True)
@@ -102,65 +116,60 @@ class DraftModel(Autoregressive):
         )
 
     def _draft(
-        self, wanted: Sequence[tuple[int, int]], cache: DraftCache | None, *, masked: bool
+        self,
+        wanted: Sequence[tuple[int, int]],
+        cache: DraftCache | None,
+        params: SlotParams,
+        *,
+        masked: bool,
     ) -> Tensor:
-        """The drafts of some requests, all or none of them with a grammar."""
-        fused = self.model.fused
+        """The drafts of some requests, all or none of them with a grammar; -1 after the last.
+
+        Where the model has a native round, all passes and draws are one call: with K = 5 the draft
+        passes of the embedded pair took 3.7 to 4.6 ms a step through the modules, and the work
+        between them 1.5.
+        """
+        slot_B, num_B = torch.from_numpy(np.array(wanted, dtype=np.int64).T.copy())
+        length_B = torch.from_numpy(self.slots.length_S[slot_B.numpy()])
+        missing_B = length_B - torch.from_numpy(self._num_computed_S[slot_B.numpy()])
+        most = max(count for _, count in wanted)
+        fused, fp64 = self.model.fused, self.config.use_fp64_gumbel
         if isinstance(fused, RoundDecoder) and self.network.ids is None and not masked:
-            return self._draft_at_once(fused, wanted, cache)
-        return self._draft_by_passes(wanted, cache)
+            first = self._pack(slot_B, missing_B, ahead=most - 1)
+            drafting = DraftRound(params, slot_B, num_B, cache, fp64)
+            return fused.draft(first.token_T, self.kv.of(first.attention), drafting)
+        batch = self._pack(slot_B, missing_B)
+        token_BK = torch.full((len(wanted), most), -1)
+        for i in range(most):
+            live_A = (num_B > i).nonzero()[:, 0]
+            slot_A, length_A = slot_B[live_A], length_B[live_A]
+            if i:
+                batch = self._pack_drafts(slot_A, length_A + i, token_BK[live_A, i - 1])
+            logits_AV = self.network.forward(batch, self.kv)
+            slots = slot_A.tolist()
+            logits_AV = self.mask(logits_AV, slots, token_BK[live_A, :i].numpy())
+            if cache is None:
+                token_BK[live_A, i] = logits_AV.argmax(dim=-1)
+                continue
+            noise = Noise(length_A + i, torch.full_like(slot_A, i), DRAFT, fp64)
+            kept = cache if any(map(self._keeps_q, slots)) else None
+            rows = Rows(logits_AV, params, slot_A)
+            token_BK[live_A, i] = self.backend.draft(rows, noise, kept)
+        return token_BK
 
     def _keeps_q(self, slot: int) -> bool:
         """Whether verification will ask for the q of its drafts, if they are drawn from one."""
-        request = self.slots.requests[slot]
+        request = self.slots.admitted[slot]
         return request.params.temperature > 0 and request.rule is not Rule.COUPLED
 
-    def _draft_at_once(
-        self, decoder: RoundDecoder, wanted: Sequence[tuple[int, int]], cache: DraftCache | None
-    ) -> Tensor:
-        """All passes and draws in one native call; the drafts, -1 behind a request's last.
-
-        With K = 5 the draft passes of the embedded pair took 3.7 to 4.6 ms a step through the
-        modules, and the work beside them 1.5.
-        """
-        ahead = max(count for _, count in wanted) - 1
-        first = self._gather([self._missing(slot) for slot, _ in wanted], ahead)
-        slot_B, num_B = torch.from_numpy(np.array(wanted, dtype=np.int64).T.copy())
-        fp64 = self.config.use_fp64_gumbel
-        drafting = DraftRound(self.slots.params, slot_B, num_B, cache, fp64)
-        return decoder.draft(first.token_T, self.kv.of(first.attention), drafting)
-
-    def _draft_by_passes(
-        self, wanted: Sequence[tuple[int, int]], cache: DraftCache | None
-    ) -> Tensor:
-        """One pass per draft index over the requests that still want one."""
-        most = max(count for _, count in wanted)
-        token_BK = np.full((len(wanted), most), -1, dtype=np.int64)
-        for i in range(most):
-            live = [row for row, (_, count) in enumerate(wanted) if count > i]
-            slots = [wanted[row][0] for row in live]
-            if i:
-                self.slots.put_drafts(slots, token_BK[live, :i])
-                spans = [SlotSpan(slot, self.slots.length_S[slot] + i - 1, 1, 1) for slot in slots]
-            else:
-                spans = [self._missing(slot) for slot in slots]
-            logits_AV = self.network.forward(self._gather(spans), self.kv)
-            logits_AV = self.mask(logits_AV, slots, token_BK[live, :i])
-            if cache is None:
-                token_A = logits_AV.argmax(dim=-1)
-            else:
-                token_A = self._draw(logits_AV, slots, i, cache)
-            token_BK[live, i] = token_A.numpy()
-        return torch.from_numpy(token_BK)
-
-    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """Keep the K/V of accepted drafts; the last draft proposed was never computed."""
         for slot, outcome in result.decisions.items():
             if outcome.num_drafts:
                 kept = min(outcome.num_accepted, outcome.num_drafts - 1)
                 self._advance(slot, self._num_computed_S[slot] + kept)
-        if not all(rows.step.decides_B):
-            self._follow_prompts(rows.step)
+        if not all(requests.step.decides_B):
+            self._follow_prompts(requests.step)
 
     def _follow_prompts(self, step: StepInput) -> None:
         """Compute the chunks that the target has computed of prompts that go on.
@@ -168,19 +177,14 @@ class DraftModel(Autoregressive):
         Otherwise the first round after a long prompt computes all of it, in one step that other
         requests wait for.
         """
-        spans = []
+        counts = {}
         for slot, size, ends in zip(step.slot_B, step.num_tokens_B, step.decides_B, strict=True):
-            if ends or self.slots.requests[slot].params.num_speculative_tokens == 0:
+            if ends or self.slots.admitted[slot].params.num_speculative_tokens == 0:
                 continue
             self._skip_complete(slot)
-            start = self._num_computed_S[slot]
-            end = min(self.slots.computed_S[slot], self.model.max_model_len)
-            if end > start:
-                spans.append(SlotSpan(slot, start, min(end - start, size), 0))
-        if spans:
-            self.network.forward(self._gather(spans), self.kv)
-        for span in spans:
-            self._advance(span.slot, span.start + span.num_tokens)
+            end = min(int(self.slots.computed_S[slot]), self.model.max_model_len)
+            counts[slot] = min(end - int(self._num_computed_S[slot]), size)
+        self._compute({slot: count for slot, count in counts.items() if count > 0})
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Remove these blocks' marks; zero their K/V if the model multiplies masked keys."""
@@ -191,18 +195,19 @@ class DraftModel(Autoregressive):
 
     def release(self, slot: int) -> None:
         """Forget the request in this slot."""
+        super().release(slot)
         self._num_computed_S[slot] = 0
 
     def take_back(self, slot: int, length: int) -> None:
-        """Of a slot that shares no block: its tokens behind the first `length` are others now."""
+        """Of a slot that shares no block: its tokens after the first `length` are others now."""
         self._num_computed_S[slot] = min(self._num_computed_S[slot], length)
 
     def held_slots(self) -> Iterable[int]:
-        """Slots whose tokens it has computed."""
-        return [slot for slot, count in enumerate(self._num_computed_S) if count]
+        """Slots whose tokens it has computed, or read."""
+        return [*np.flatnonzero(self._num_computed_S).tolist(), *super().held_slots()]
 
     def _skip_complete(self, slot: int) -> None:
-        """Start a request that is new to its slot behind the leading blocks that are complete."""
+        """Start a request that is new to its slot after the leading blocks that are complete."""
         if self._num_computed_S[slot]:
             return
         size, last = self.block_size, self.slots.length_S[slot] - 1
@@ -218,41 +223,47 @@ class DraftModel(Autoregressive):
         for block in self.slots.block_SL[slot, first // size : num_computed // size]:
             self.complete[block] = True
 
-    def _missing(self, slot: int) -> SlotSpan:
-        """All known tokens that the cache lacks, and the logits of the last one."""
-        start = self._num_computed_S[slot]
-        return SlotSpan(slot, start, self.slots.length_S[slot] - start, 1)
+    def _pack(
+        self, slot_B: Tensor, count_B: Tensor, *, ahead: int = 0, wanted: bool = True
+    ) -> ForwardBatch:
+        """So many tokens of each request that the cache lacks; logits of the last one, if wanted."""
+        none_B = torch.zeros_like(count_B)
+        tokens = StepTokens(slot_B, count_B, None, none_B)
+        if not wanted:
+            tokens = StepTokens(slot_B, count_B, none_B - 1, none_B[:0])
+        total = int(count_B.sum())
+        return self._steps.pack(
+            tokens, PackSizes(total, len(slot_B), total, ahead), self.block_size
+        )
 
-    def _gather(self, spans: Sequence[SlotSpan], ahead: int = 0) -> ForwardBatch:
-        return gather_batch(self.slots, spans, self.block_size, ahead=ahead)
+    def _pack_drafts(self, slot_A: Tensor, length_A: Tensor, token_A: Tensor) -> ForwardBatch:
+        """A draft of each request, which then has so many tokens in the cache."""
+        index_A1, size = torch.arange(len(slot_A) + 1), self.block_size
+        block_AL = self.slots.state.block_SL[slot_A, : -(-int(length_A.max()) // size)]
+        attention = AttentionBatch(index_A1, length_A, block_AL, size, values_fit=True)
+        return ForwardBatch(token_A, length_A - 1, index_A1[:-1], attention)
 
     def _catch_up(self, slots: Sequence[int]) -> None:
         """Compute missing tokens until those left fit one pass of the engine's token budget."""
         budget = self.config.max_num_batched_tokens
-        share = max(budget // len(slots), 1)
-        while True:
-            spans, room = [], budget
+        share, counts = max(budget // len(slots), 1), {0: 1}
+        while counts:
+            counts, room = {}, budget
             for slot in slots:
-                start = self._num_computed_S[slot]
-                size = min(self.slots.length_S[slot] - start - share, room)
-                if size > 0:
-                    spans.append(SlotSpan(slot, start, size, 0))
+                missing = int(self.slots.length_S[slot] - self._num_computed_S[slot])
+                if (size := min(missing - share, room)) > 0:
+                    counts[slot] = size
                     room -= size
-            if not spans:
-                return
-            self.network.forward(self._gather(spans), self.kv)
-            for span in spans:
-                self._advance(span.slot, span.start + span.num_tokens)
+            self._compute(counts)
 
-    def _draw(self, logits_BV: Tensor, slots: Sequence[int], i: int, cache: DraftCache) -> Tensor:
-        """Sample draft i of each request and keep the q it came from, by slot."""
-        numbers = [slots, [self.slots.length_S[slot] + i for slot in slots], [i] * len(slots)]
-        slot_B, position_B, index_B = torch.from_numpy(np.array(numbers, dtype=np.int64))
-        return self.backend.draft(
-            Rows(logits_BV, self.slots.params, slot_B),
-            Noise(position_B, index_B, DRAFT, self.config.use_fp64_gumbel),
-            cache if any(map(self._keeps_q, slots)) else None,
-        )
+    def _compute(self, counts: Mapping[int, int]) -> None:
+        """Compute so many tokens of each slot that the cache lacks."""
+        if not counts:
+            return
+        numbers = np.array([[*counts], [*counts.values()]], dtype=np.int64)
+        self.network.forward(self._pack(*torch.from_numpy(numbers), wanted=False), self.kv)
+        for slot, count in counts.items():
+            self._advance(slot, self._num_computed_S[slot] + count)
 
 
 def load_draft(setup: DrafterSetup) -> DraftNetwork:

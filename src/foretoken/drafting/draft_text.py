@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +30,8 @@ from foretoken.errors import ConfigError
 from foretoken.models.tokenizer import decode_after, encode_after
 from foretoken.ops import DraftBlock
 from foretoken.ops.steps import DraftRequests
-from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.table import SlotTable
+from foretoken.slots.plan import StepPlan
+from foretoken.slots.table import SlotSizes, SlotTable
 
 _PIECE = 32  # tokens of the target that are cut together, once as many have followed
 _MOST = 4  # tokens of the draft model for each draft that is asked for, at most
@@ -104,48 +104,48 @@ class DraftText(Drafter):
         most = _MOST * setup.speculation.num_drafts
         greedy = replace(setup.speculation, method="draft_model", draft_sample_method="greedy")
         self._model = DraftModel(replace(setup, speculation=greedy), DraftNetwork(model, None))
-        self._sizes = {"max_tokens": model.max_model_len, "max_drafts": most}
+        self._max_tokens, self._max_drafts = model.max_model_len, most
         self._num_blocks = -(-(model.max_model_len + most) // size)
         tokens = SlotTable.bytes_per_slot(model.max_model_len + most, size)
         self.bytes_per_slot = self._num_blocks * self._model.kv_bytes_per_block + tokens
 
-    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """A table of the draft model's own tokens, and blocks that no slots share."""
-        # On a device nobody drafts by text: see `registry.ON_HOST_ALONE`.
-        self.slots, count = cast(SlotTable, slots), self._num_blocks
-        own = SlotTable(slots.num_slots, slots.device, **self._sizes, blocks=count)
-        own.requests = slots.requests
-        own.write_blocks(
-            (slot, 0, range(slot * count, (slot + 1) * count)) for slot in range(slots.num_slots)
-        )
+        self.slots, count, total = slots, self._num_blocks, slots.num_slots * self._num_blocks
+        sizes = SlotSizes(slots.num_slots, self._max_tokens, self._max_drafts, count, total)
+        own = SlotTable(sizes, slots.device, self._model.backend.steps, on_host=True)
+        own.admitted = slots.admitted
+        ranges = ((s, 0, range(s * count, (s + 1) * count)) for s in range(slots.num_slots))
+        own.apply(StepPlan(new_blocks=[*ranges]))
         self._own = own
-        self._model.allocate(own, slots.num_slots * count)
+        self._model.allocate(own, total + 1)
         self._transcripts: dict[int, Transcript] = {}
 
-    def propose(self, rows: DraftRequests) -> DraftBlock:
+    def propose(self, asked: DraftRequests) -> DraftBlock:
         """One-hot drafts; none while a character is incomplete. See `Drafter.propose`."""
-        asked = list(zip(rows.slot_B.tolist(), rows.num_B.tolist(), strict=True))
-        wanted = {slot: self._read(slot, num) for slot, num in asked if num}
+        pairs = list(zip(asked.slot_B.tolist(), asked.num_B.tolist(), strict=True))
+        wanted = {slot: self._read(slot, num) for slot, num in pairs if num}
         wanted = {slot: num for slot, num in wanted.items() if num}
         drafts: dict[int, list[int]] = {}
         if wanted:
             numbers = [[*wanted], [*wanted.values()], [self._own.length_S[s] for s in wanted]]
             slot_B, num_B, position_B = torch.from_numpy(np.array(numbers, dtype=np.int64))
+            most = max(wanted.values())
             block = self._model.propose(
-                DraftRequests(slot_B, num_B, position_B, max(wanted.values()))
+                asked._replace(slot_B=slot_B, num_B=num_B, position_B=position_B, most=most)
             )
             rows_B = zip(wanted, block.token_BK.tolist(), block.num_B.tolist(), strict=True)
             for slot, tokens, num in rows_B:
-                known = self.slots.known(slot, 0, self.slots.length_S[slot])
+                known = self.slots.text(slot).tolist()
                 drafts[slot] = self._transcripts[slot].drafts(known, tokens[:num])
-        return one_hot_block([drafts.get(slot, [])[:num] for slot, num in asked], self.slots.device)
+        return one_hot_block([drafts.get(slot, [])[:num] for slot, num in pairs], self.slots.device)
 
     def _read(self, slot: int, num_drafts: int) -> int:
         """Let the draft model have a request's text; how many of its tokens may say that much."""
         transcript = self._transcripts.setdefault(slot, Transcript(*self._tokenizers))
-        known = self.slots.known(slot, 0, self.slots.length_S[slot])
+        known = self.slots.text(slot).tolist()
         same, ids = transcript.read(known), transcript.ids
-        if same is None or not 0 < len(ids) <= self._sizes["max_tokens"]:
+        if same is None or not 0 < len(ids) <= self._max_tokens:
             return 0
         if not same:
             self._forget(slot)

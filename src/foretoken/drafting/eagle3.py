@@ -32,7 +32,6 @@ from foretoken.models.eagle3_fused import fuse
 from foretoken.ops import DRAFT, AttentionBatch, DraftBlock, DraftCache, DraftRound, Noise, Rows
 from foretoken.ops.decoder import RoundHead
 from foretoken.ops.steps import DraftRequests, ForwardBatch, Round
-from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepRequests, StepResult
 from foretoken.slots.table import SlotTable
 
@@ -72,57 +71,55 @@ class Eagle3(Autoregressive):
         numbers = self.head.config.hidden_size + row_numbers
         self.bytes_per_slot += numbers * self.head.dtype.itemsize
 
-    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """See `Autoregressive`; and a hidden state for every slot."""
         super().allocate(slots, num_blocks)
         head, count = self.head, len(slots.state.length_S)
         width = head.config.hidden_size
         self._hidden_SC = torch.zeros(count, width, dtype=head.dtype, device=head.device)
-        on_host = not isinstance(slots, DeviceSlotTable)
+        on_host = slots.on_host
         self._round_head = head.fused if on_host and isinstance(head.fused, RoundHead) else None
-        # The same tensors in every step: to gather rows of them would take 45 us of it.
-        self._token_SL, self._block_SL = slots.state[:2]
 
-    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
-        """Run the head over the target's rows, each with the token behind it."""
+    def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
+        """Run the head over the target's rows, each with the token after it."""
+        slots, slot_B = self.slots, requests.slot_B
         if self._round_head is not None:  # and not over what was rejected
-            length_B = [self.slots.length_S[slot] for slot in rows.slot_B.tolist()]
-            known = (self._token_SL, length_B, rows.slot_B)
+            length_B = [int(slots.length_S[slot]) for slot in requests.step.slot_B]
             where = self.kv.only_layer(batch.attention)
+            known = (slots.state.token_SL, length_B, slot_B)
             self._round_head.observe(self._hidden_SC, *known, result.aux, where)
             return
-        state, steps = self.slots.state, self.backend.steps
-        token_T, row_B = steps.shift(state, rows.slot_B, batch.attention, len(batch.token_T))
+        token_T, row_B = slots.steps.shift(slot_B, batch.attention, len(batch.token_T))
         batch = batch._replace(token_T=token_T)
         hidden_BC = self.head.forward(batch, result.aux, self.kv, row_B)
-        self._hidden_SC.index_copy_(0, rows.slot_B, hidden_BC)
+        self._hidden_SC.index_copy_(0, slot_B, hidden_BC)
 
-    def propose(self, rows: DraftRequests) -> DraftBlock:
+    def propose(self, asked: DraftRequests) -> DraftBlock:
         """See `Drafter.propose`."""
-        size, device = len(rows.slot_B), self.head.device
-        if rows.most == 0:
+        size, device = len(asked.slot_B), self.head.device
+        if asked.most == 0:
             return no_drafts(size, device)
-        cache = self.cache if rows.warm else None
-        token_BK = self._draft(rows, cache)
+        cache = self.cache if asked.samples else None
+        token_BK = self._draft(asked, cache)
         # At T=0 and under COUPLED nothing of q is read. On the host the comparison takes 25 us.
-        alike = cache is None or (self._round_head is not None and all(rows.num_B.tolist()))
-        real_q_B = q_flags(size, device, real=cache is not None) if alike else rows.num_B > 0
-        return DraftBlock(token_BK, rows.num_B, cache, real_q_B)
+        alike = cache is None or (self._round_head is not None and all(asked.num_B.tolist()))
+        real_q_B = q_flags(size, device, real=cache is not None) if alike else asked.num_B > 0
+        return DraftBlock(token_BK, asked.num_B, cache, real_q_B)
 
-    def _draft(self, rows: DraftRequests, cache: DraftCache | None) -> Tensor:
+    def _draft(self, asked: DraftRequests, cache: DraftCache | None) -> Tensor:
         """The drafts of each request; those with a grammar apart: nobody's depend on the others."""
         head = self._round_head
         if head is None:
-            return self._draft_by_passes(rows, cache)
-        masked = [self.has_grammar(slot) for slot in rows.slot_B.tolist()]
+            return self._draft_by_passes(asked, cache)
+        masked = [self.has_grammar(slot) for slot in asked.slot_B.tolist()]
         if not any(masked):
-            return self._draft_at_once(head, rows, cache)
+            return self._draft_at_once(head, asked, cache)
         masked_B = torch.tensor(masked)
-        token_BK = rows.slot_B.new_full((len(masked_B), rows.most), -1)
+        token_BK = asked.slot_B.new_full((len(masked_B), asked.most), -1)
         for index_B in (masked_B.nonzero()[:, 0], (~masked_B).nonzero()[:, 0]):
             if len(index_B):
-                slot_B, num_B, position_B = (column[index_B] for column in rows[:3])
-                some = rows._replace(slot_B=slot_B, num_B=num_B, position_B=position_B)
+                slot_B, num_B, position_B = (column[index_B] for column in asked[:3])
+                some = asked._replace(slot_B=slot_B, num_B=num_B, position_B=position_B)
                 if masked_B[index_B[0]]:
                     drawn_BK = self._draft_by_passes(some, cache)
                 else:
@@ -131,61 +128,61 @@ class Eagle3(Autoregressive):
         return token_BK
 
     def _draft_at_once(
-        self, head: RoundHead, rows: DraftRequests, cache: DraftCache | None
+        self, head: RoundHead, asked: DraftRequests, cache: DraftCache | None
     ) -> Tensor:
         """All passes and draws in one native call."""
         fp64 = self.config.use_fp64_gumbel
-        drafting = DraftRound(self.slots.params, rows.slot_B, rows.num_B, cache, fp64)
-        known = AttentionBatch(rows.slot_B, rows.position_B, self._block_SL, self.block_size)
+        drafting = DraftRound(asked.params, asked.slot_B, asked.num_B, cache, fp64)
+        block_SL = self.slots.state.block_SL  # all of it: to gather rows of it would take 45 us
+        known = AttentionBatch(asked.slot_B, asked.position_B, block_SL, self.block_size)
         return head.draft_round(self._hidden_SC, self.kv.only_layer(known), drafting)
 
-    def _draft_by_passes(self, rows: DraftRequests, cache: DraftCache | None) -> Tensor:
+    def _draft_by_passes(self, asked: DraftRequests, cache: DraftCache | None) -> Tensor:
         """Passes run for all requests; of some, more than are read."""
-        plan, on_host = self._plan(rows), not isinstance(self.slots, DeviceSlotTable)
-        masked = on_host and any(map(self.has_grammar, rows.slot_B.tolist()))
-        hidden_BC, drafts = self._hidden_SC[rows.slot_B], list[Tensor]()
+        plan, on_host = self._plan(asked), self.slots.on_host
+        masked = on_host and any(map(self.has_grammar, asked.slot_B.tolist()))
+        hidden_BC, drafts = self._hidden_SC[asked.slot_B], list[Tensor]()
         logits_BV = self.head.logits(hidden_BC)
-        for i in range(rows.most):
+        for i in range(asked.most):
             if i:
                 # Draft i is drawn from the row one before it, whose token is draft i - 1.
                 batch = plan.batch(i - 1, drafts[-1])
                 hidden_BC, logits_BV = self.head.draft(batch, hidden_BC, self.kv)
             if masked:
-                so_far_BK = torch.stack(drafts, 1) if drafts else rows.slot_B[:, None][:, :0]
-                logits_BV = self.mask(logits_BV, rows.slot_B.tolist(), so_far_BK.numpy())
+                so_far_BK = torch.stack(drafts, 1) if drafts else asked.slot_B[:, None][:, :0]
+                logits_BV = self.mask(logits_BV, asked.slot_B.tolist(), so_far_BK.numpy())
             noise = (plan.length_KB[i], plan.index_KB[i], DRAFT, self.config.use_fp64_gumbel)
-            drafts.append(self._draw(logits_BV, rows, Noise(*noise), cache))
-        return self.backend.steps.join_drafts(drafts, rows.num_B)
+            drafts.append(self._draw(logits_BV, asked, Noise(*noise), cache))
+        return self.slots.steps.join_drafts(drafts, asked.num_B)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero K/V, if attention multiplies with masked keys, too: a NaN would spread."""
         if self.head.fused is None:
             self.kv.clear(block_ids)
 
-    def _plan(self, rows: DraftRequests) -> Round:
+    def _plan(self, asked: DraftRequests) -> Round:
         """Pass i > 0 computes one token of each request, at row i - 1 of the plan."""
-        state, size = self.slots.state, len(rows.slot_B)
-        if isinstance(self.slots, DeviceSlotTable):
+        state, size = self.slots.state, len(asked.slot_B)
+        if not self.slots.on_host:
             longest = state.block_SL.shape[1] * self.block_size
-            return self.slots.steps.begin_round(state, rows, 1, longest, self.block_size)
-        # A host's slots have no spare: a request whose drafts are all made stays where its last
-        # pass may be, in its own blocks.
-        index_K1 = torch.arange(rows.most, device=rows.slot_B.device)[:, None]
-        length_KB = rows.position_B + torch.minimum(index_K1, (rows.num_B - 1).clamp_(min=0))
-        index_B1 = torch.arange(size + 1, device=rows.slot_B.device)
-        index_KB, block_BL = index_K1.expand(-1, size).contiguous(), state.block_SL[rows.slot_B]
-        known = AttentionBatch(index_B1, rows.position_B, block_BL, self.block_size)
-        none_T = rows.slot_B[:0]
+            return self.slots.steps.begin_round(asked, 1, longest, self.block_size)
+        # A request whose drafts are all made stays where its last pass may be, in its own blocks.
+        index_K1 = torch.arange(asked.most, device=asked.slot_B.device)[:, None]
+        length_KB = asked.position_B + torch.minimum(index_K1, (asked.num_B - 1).clamp_(min=0))
+        index_B1 = torch.arange(size + 1, device=asked.slot_B.device)
+        index_KB, block_BL = index_K1.expand(-1, size).contiguous(), state.block_SL[asked.slot_B]
+        known = AttentionBatch(index_B1, asked.position_B, block_BL, self.block_size)
+        none_T = asked.slot_B[:0]
         first = ForwardBatch(none_T, none_T, none_T, known)  # the target's pass was the first
-        return Round(rows.num_B, first, index_B1, length_KB - 1, length_KB, index_KB)
+        return Round(asked.num_B, first, index_B1, length_KB - 1, length_KB, index_KB)
 
     def _draw(
-        self, logits_BV: Tensor, rows: DraftRequests, noise: Noise, cache: DraftCache | None
+        self, logits_BV: Tensor, asked: DraftRequests, noise: Noise, cache: DraftCache | None
     ) -> Tensor:
         """A draft of each request, and the q that it came from, by slot."""
-        if cache is None and rows.warm:
+        if cache is None and asked.samples:
             return logits_BV.argmax(dim=-1)
-        return self.backend.draft(Rows(logits_BV, self.slots.params, rows.slot_B), noise, cache)
+        return self.backend.draft(Rows(logits_BV, asked.params, asked.slot_B), noise, cache)
 
 
 def _folder(config: EngineConfig) -> Path:

@@ -6,14 +6,13 @@ No model and no q: they are verified as one-hot.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import cast
+from dataclasses import replace
 
 from foretoken.drafting.base import Drafter, DrafterSetup, one_hot_block
 from foretoken.ops import DraftBlock
 from foretoken.ops.steps import DraftRequests
 from foretoken.sampling.forced import FORCING, Continuation
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.table import SlotTable
 
 
@@ -25,9 +24,9 @@ class Forced(Drafter):
     def __init__(self, setup: DrafterSetup) -> None:
         """Nothing is loaded."""
 
-    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """Remember where the tokens are."""
-        self.slots = cast(SlotTable, slots)  # see `registry.ON_HOST_ALONE`
+        self.slots = slots
         self._continuations: dict[int, list[Continuation]] = {}
 
     def continuations(self, params: SamplingParams) -> list[Continuation]:
@@ -35,23 +34,22 @@ class Forced(Drafter):
         made = (force(params) for force in FORCING)
         return [continuation for continuation in made if continuation is not None]
 
-    def propose(self, rows: DraftRequests) -> DraftBlock:
+    def propose(self, asked: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing is known. See `Drafter.propose`."""
-        asked = zip(rows.slot_B.tolist(), rows.num_B.tolist(), strict=True)
-        return one_hot_block([self._drafts(*one) for one in asked], self.slots.device)
-
-    def _drafts(self, slot: int, most: int) -> list[int]:
-        try:
-            return self._draft(slot, most)
-        except Exception as error:  # a source's: it ends its own request
-            self.slots.draft_faults[slot] = error
-            return []
+        drafts, faults = list[list[int]](), dict[int, Exception]()
+        for slot, most in zip(asked.slot_B.tolist(), asked.num_B.tolist(), strict=True):
+            try:
+                drafts.append(self._draft(slot, most))
+            except Exception as error:  # a source's: it ends its own request
+                drafts.append([])
+                faults[slot] = error
+        return replace(one_hot_block(drafts, self.slots.device), faults=faults)
 
     def _draft(self, slot: int, most: int) -> list[int]:
-        slots = self.slots
+        request = self.slots.admitted[slot]
         if slot not in self._continuations:
-            self._continuations[slot] = self.continuations(slots.requests[slot].params)
-        output = slots.token_SL[slot, slots.prompt_S[slot] : slots.length_S[slot]]
+            self._continuations[slot] = self.continuations(request.params)
+        output = self.slots.text(slot, request.num_prompt)
         output.flags.writeable = False
         for continuation in self._continuations[slot]:
             if drafts := [int(token) for token in continuation(output)[:most]]:

@@ -7,8 +7,9 @@ requests of the others, too, since its own requests find the blocks that those h
 `hybrid` is a choice among them for each request and round: drafts that are looked up, where they
 are worth it (`choice.py`), else those of the first drafter that runs a model.
 
-On a host each member is asked for its own requests. On a device that nobody waits for all members
-that the step's requests may have take part, each with as many rows as there are requests.
+Where numbers may be read at once, each member is asked for its own requests. On an asynchronous
+device all members that the step's requests may have take part, each with as many rows as there are
+requests: the spare stands in the place of those of others.
 """
 
 from __future__ import annotations
@@ -16,32 +17,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foretoken.config import HYBRID, EngineConfig, SpeculativeConfig, of_drafter
 from foretoken.drafting.autoregressive import Autoregressive
 from foretoken.drafting.base import Drafter, DrafterSetup, no_drafts
-from foretoken.drafting.choice import Choice, Found, follow
+from foretoken.drafting.choice import Choice, follow
 from foretoken.drafting.registry import find_drafter
 from foretoken.errors import ConfigError, IntegrityError
 from foretoken.models import TargetView
 from foretoken.ops import DraftBlock, DraftCache
 from foretoken.ops.steps import DraftRequests, ForwardBatch
-from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.step import StepRequests, StepResult
 from foretoken.slots.table import SlotTable
-
-
-class Part(NamedTuple):
-    """Some requests of a batch, and the rows of a block that hold their drafts."""
-
-    at: list[int]
-    block: DraftBlock
-    rows: list[int]
 
 
 class Several(Drafter):
@@ -91,11 +82,11 @@ class Several(Drafter):
         self.bytes_per_slot = sum(member.bytes_per_slot for member in members) - twice
         self._shares_blocks = setup.config.enable_prefix_caching
 
-    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """What each allocates, the q of drafts once for all."""
         self.slots, shared = slots, None
         self._choice = Choice()
-        self._maker: dict[int, int] = {}  # by slot: who made the drafts of its latest round
+        self._maker: dict[int, int] = {}  # by slot: who made the latest drafts under `hybrid`
         self._proposed_at = 0.0
         for member in self.members:  # no cache of before is kept while another is made
             if isinstance(member, Autoregressive):
@@ -107,126 +98,123 @@ class Several(Drafter):
             if isinstance(member, Autoregressive):
                 shared = shared or member.cache
 
-    def propose(self, rows: DraftRequests) -> DraftBlock:
-        """See `Drafter.propose`."""
-        if isinstance(self.slots, DeviceSlotTable):
-            return self._propose_for_all(rows, self.slots)
-        block = self._propose_to_each(rows, self.slots)
-        self._proposed_at = time.perf_counter()
-        return block
-
-    def _propose_for_all(self, rows: DraftRequests, slots: DeviceSlotTable) -> DraftBlock:
-        """Each member for all requests; the spare stands in the place of those of others."""
-        numbers = sorted(slots.drafters)
-        if len(numbers) == 1:
-            return self.members[numbers[0]].propose(rows)
-        drafter_B, merged = slots.drafter_S[rows.slot_B], None
-        for number in numbers:
-            mine_B = drafter_B == number
-            own = rows._replace(
-                slot_B=torch.where(mine_B, rows.slot_B, slots.spare),
-                num_B=torch.where(mine_B, rows.num_B, 0),
-                position_B=torch.where(mine_B, rows.position_B, 1),
-            )
-            block = self.members[number].propose(own)
-            merged = block if merged is None else _where(mine_B, block, merged)
-        return merged or no_drafts(len(rows.slot_B), slots.device)
-
-    def _propose_to_each(self, rows: DraftRequests, slots: SlotTable) -> DraftBlock:
-        """Each member for its own requests, and for those under `hybrid` that come to it."""
-        hybrid, slot_B, asked_B = len(self.members), rows.slot_B.tolist(), rows.num_B.tolist()
-        drafter_B = [slots.requests[slot].drafter for slot in slot_B]
-        open_B = [b for b, number in enumerate(drafter_B) if number == hybrid and asked_B[b]]
-        parts: list[Part] = []
-        source_B = [0] * len(slot_B)
+    def propose(self, asked: DraftRequests) -> DraftBlock:
+        """See `Drafter.propose`; a request under `hybrid` has what is looked up first, if any."""
+        chooses = len(self.members) in asked.drafters  # that is the number of `hybrid`
+        if len(asked.drafters) == 1 and not chooses:
+            return self.members[min(asked.drafters)].propose(asked)
+        drafter_B = self.slots.drafter_S[asked.slot_B]
+        merged, source_B = None, torch.zeros_like(drafter_B)
+        open_B = (drafter_B == len(self.members)) & (asked.num_B > 0)
         for number in self._order:
-            member = self.members[number]
-            of_hybrid = open_B if number in self._of_hybrid else []
-            own = [b for b, chosen in enumerate(drafter_B) if chosen == number]
-            index = own + of_hybrid
-            if not index:
+            mine_B = drafter_B == number
+            may_choose = chooses and number in self._of_hybrid
+            if may_choose:
+                mine_B = mine_B | open_B
+            block = self._propose_for(mine_B, number, asked)
+            if block is None:
                 continue
-            asked, kept = _at(rows, index), list(range(len(index)))
-            with self._choice.timing(number, len(index)):
-                block = member.propose(asked)
-            if member.looks_up:
-                wanted = [(slot_B[b], asked_B[b]) for b in index]
-                taken = self._taken(number, block, wanted, len(own))
-                open_B = [b for b, has in zip(index, taken, strict=True) if not has]
-                kept = [i for i, has in enumerate(taken) if has]
-            else:
-                for b in of_hybrid:
-                    slot, num = slot_B[b], asked_B[b]
-                    self._choice.leave_to_model(slot, slots.requests[slot], number, num)
-            for i in kept:
-                source_B[index[i]] = number
-            if kept:
-                parts.append(Part([index[i] for i in kept], block, kept))
-        self._maker.update(zip(slot_B, source_B, strict=True))
-        # By way of numpy: torch.tensor takes 15 us in the midst of a step, this 3.
-        return _joined(parts, torch.from_numpy(np.array(source_B, dtype=np.int64)))
+            if may_choose:
+                open_B = open_B & ~self._takes(open_B, number, block, asked)
+                mine_B = mine_B & ~open_B
+            source_B = torch.where(mine_B, number, source_B)
+            merged = block if merged is None else _where(mine_B, block, merged)
+        if merged is None:
+            merged = no_drafts(len(source_B), self.slots.device)
+        if chooses:
+            self._maker.update(zip(asked.slot_B.tolist(), source_B.tolist(), strict=True))
+            self._proposed_at = time.perf_counter()
+            merged = replace(merged, source_B=source_B)
+        return merged
 
-    def _taken(
-        self, number: int, block: DraftBlock, wanted: list[tuple[int, int]], first: int
-    ) -> list[bool]:
-        """Which requests have the drafts that were found for them; from `first` on by choice.
+    def _propose_for(self, mine_B: Tensor, number: int, asked: DraftRequests) -> DraftBlock | None:
+        """A member's drafts of these requests, in a block with a row for each request of the step;
+        None if none of them is the member's."""
+        member = self.members[number]
+        if not self.slots.on_host:
+            if number not in asked.drafters:
+                return None
+            return member.propose(
+                asked._replace(
+                    slot_B=torch.where(mine_B, asked.slot_B, self.slots.spare),
+                    num_B=torch.where(mine_B, asked.num_B, 0),
+                    position_B=torch.where(mine_B, asked.position_B, 1),
+                )
+            )
+        index_A = mine_B.nonzero()[:, 0]
+        if not len(index_A):
+            return None
+        slot_B, num_B, position_B = (column[index_A] for column in asked[:3])
+        some = asked._replace(
+            slot_B=slot_B, num_B=num_B, position_B=position_B, most=int(num_B.max())
+        )
+        with self._choice.timing(number, len(index_A)):
+            block = member.propose(some)
+        return block if len(index_A) == len(mine_B) else _spread(block, index_A, len(mine_B))
 
-        wanted: slot of each, and the drafts asked for.
-        """
+    def _takes(
+        self, open_B: Tensor, number: int, block: DraftBlock, asked: DraftRequests
+    ) -> Tensor:
+        """Which of the open requests under `hybrid` have a member's drafts, by past rounds."""
+        taken_B = torch.zeros_like(open_B)
         num_B, token_BK = block.num_B.tolist(), block.token_BK.tolist()
         expected_B = num_B if block.expected_B is None else block.expected_B.tolist()
-        taken = [True] * first
-        for i, (slot, asked) in enumerate(wanted[first:], first):
-            has = num_B[i] > 0
-            if has and self._model is not None:
-                found = Found(number, token_BK[i][: num_B[i]], expected_B[i])
-                request = self.slots.requests[slot]
-                has = self._choice.takes(slot, request, found, (self._model, asked))
-            taken.append(has)
-        return taken
+        for b in open_B.nonzero()[:, 0].tolist():
+            request, wanted = self.slots.admitted[int(asked.slot_B[b])], int(asked.num_B[b])
+            if not self.members[number].looks_up:
+                self._choice.leave_to_model(request, number, wanted)
+                taken_B[b] = True
+            elif num_B[b] and self._model is not None:
+                found, rival = token_BK[b][: num_B[b]], (self._model, wanted)
+                taken_B[b] = self._choice.takes(request, number, found, expected_B[b], rival)
+            else:
+                taken_B[b] = num_B[b] > 0
+        return taken_B
 
-    def observes(self, rows: StepRequests) -> bool:
-        """On a host always: decisions teach the choice."""
-        return self.slots.on_host or any(True for _ in self._observers(rows))
+    def observes(self, requests: StepRequests) -> bool:
+        """Where decisions teach the choice, always."""
+        return self.slots.on_host or any(True for _ in self._observers(requests))
 
-    def observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
+    def observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """See `Drafter.observe`; each member sees as its own what became of its own drafts."""
         if self.slots.on_host:
-            if self._proposed_at and rows.of_B is None:
-                seconds = (time.perf_counter() - self._proposed_at) / len(rows.step.slot_B)
+            if self._proposed_at and requests.of_B is None:
+                seconds = (time.perf_counter() - self._proposed_at) / len(requests.step.slot_B)
                 self._choice.pass_seconds = follow(self._choice.pass_seconds, seconds)
             self._proposed_at = 0.0
             for slot, outcome in result.decisions.items():
                 self._choice.learn(slot, outcome)
-        for number, seen in self._observers(rows):
-            self.members[number].observe(seen, batch, self._own_part(number, result))
+        for number, seen in self._observers(requests):
+            self.members[number].observe(seen, batch, self._own_part(number, requests, result))
 
-    def _observers(self, rows: StepRequests) -> Iterator[tuple[int, StepRequests]]:
+    def _observers(self, requests: StepRequests) -> Iterator[tuple[int, StepRequests]]:
         """Members that have something to observe.
 
-        One that no request of now has is told all the same: what it keeps for cache blocks must be
-        there when others find these. Where blocks are not shared, it is left out.
+        Unused members still observe: their blocks may be reused. Where blocks are not shared, they
+        do not.
         """
-        present = self.slots.drafters
+        present = requests.drafters
         if len(self.members) in present:
             present |= self._of_hybrid
         for number, member in enumerate(self.members):
-            seen = rows._replace(others=bool(present - {number}))
+            seen = requests._replace(others=bool(present - {number}))
             if (number in present or self._shares_blocks) and member.observes(seen):
                 yield number, seen
 
-    def _own_part(self, number: int, result: StepResult) -> StepResult:
+    def _own_part(self, number: int, requests: StepRequests, result: StepResult) -> StepResult:
         """The result without the drafts of other members, as far as the host knows it."""
-        if not self.slots.on_host or all(
-            self._maker.get(slot, number) == number for slot in result.slot_D
-        ):
+        if not self.slots.on_host or requests.drafters == {number}:
             return result
         own = replace(result)
         own.decisions = {
-            slot: outcome if self._maker.get(slot) == number else outcome._replace(num_drafts=0)
+            slot: outcome if self._made_by(slot) == number else outcome._replace(num_drafts=0)
             for slot, outcome in result.decisions.items()
         }
         return own
+
+    def _made_by(self, slot: int) -> int:
+        """The number of the member that made its latest drafts."""
+        return self._maker.get(slot, self.slots.admitted[slot].drafter)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """See `Drafter.clear`."""
@@ -287,38 +275,30 @@ def _keepers(members: Sequence[Drafter]) -> list[Autoregressive]:
     return keep
 
 
-def _at(rows: DraftRequests, index: list[int]) -> DraftRequests:
-    """Some of the requests, in this order."""
-    if index == list(range(len(rows.slot_B))):
-        return rows
-    at = torch.from_numpy(np.array(index, dtype=np.int64))
-    slot_B, num_B, position_B = (column[at] for column in rows[:3])
-    return DraftRequests(slot_B, num_B, position_B, int(num_B.max()), rows.warm)
+def _spread(block: DraftBlock, index_A: Tensor, size: int) -> DraftBlock:
+    """The block with rows for `size` requests: those of `index_A` in order, no drafts of others."""
 
+    def spread(column_A: Tensor | None, fill: float) -> Tensor | None:
+        if column_A is None:
+            return None
+        empty = column_A.new_full((size, *column_A.shape[1:]), fill)
+        return empty.index_copy_(0, index_A, column_A)
 
-def _joined(parts: Sequence[Part], source_B: Tensor) -> DraftBlock:
-    """The drafts of all requests, each of which is in one part at most."""
-    size = len(source_B)
-    if len(parts) == 1 and parts[0].at == parts[0].rows == list(range(size)):
-        block = parts[0].block
-        return DraftBlock(block.token_BK, block.num_B, block.cache, block.real_q_B, source_B)
-    most = max((part.block.token_BK.shape[1] for part in parts), default=0)
-    token_BK, cache = torch.full((size, most), -1), None
-    num_B, real_q_B = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.bool)
-    for at, block, rows in parts:
-        token_BK[at, : block.token_BK.shape[1]] = block.token_BK[rows].long()
-        num_B[at], real_q_B[at] = block.num_B[rows], block.real_q_B[rows]
-        cache = _one_cache(cache, block.cache)
-    return DraftBlock(token_BK, num_B, cache, real_q_B, source_B)
+    columns = (block.token_BK, -1), (block.num_B, 0), (block.real_q_B, 0), (block.expected_B, 0)
+    token_BK, num_B, real_q_B, expected_B = (spread(*column) for column in columns)
+    return replace(block, token_BK=token_BK, num_B=num_B, real_q_B=real_q_B, expected_B=expected_B)
 
 
 def _where(first_B: Tensor, first: DraftBlock, second: DraftBlock) -> DraftBlock:
     """For each request one of two blocks."""
+    most = max(first.token_BK.shape[1], second.token_BK.shape[1])
+    tokens = (pad(b.token_BK, (0, most - b.token_BK.shape[1]), value=-1) for b in (first, second))
     return DraftBlock(
-        torch.where(first_B[:, None], first.token_BK, second.token_BK),
+        torch.where(first_B[:, None], *tokens),
         torch.where(first_B, first.num_B, second.num_B),
         _one_cache(first.cache, second.cache),
         torch.where(first_B, first.real_q_B, second.real_q_B),
+        faults=first.faults | second.faults,
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -22,7 +21,6 @@ from foretoken.errors import ConfigError
 from foretoken.ops import DraftBlock, unavailable
 from foretoken.ops.steps import DraftRequests
 from foretoken.ops.suffix import Array, SuffixIndexes, SuffixOptions, propose
-from foretoken.slots.device import DeviceSlotTable
 from foretoken.slots.table import SlotTable
 
 
@@ -71,23 +69,23 @@ class Suffix(Drafter):
         width = setup.max_model_len + given.num_drafts
         self.bytes_per_slot = SuffixIndexes.num_bytes(width)
 
-    def allocate(self, slots: SlotTable | DeviceSlotTable, num_blocks: int) -> None:
+    def allocate(self, slots: SlotTable, num_blocks: int) -> None:
         """An index for each slot, over the row of its tokens."""
-        self.slots = slots = cast(SlotTable, slots)  # see `registry.ON_HOST_ALONE`
+        self.slots = slots
         if self._max_finished:
             self._shared.resize(self._num_fixed, 0)
             self._finished.clear()
-        self._own = SuffixIndexes(list(slots.token_SL))
+        self._own = SuffixIndexes(list(slots.token_SL)[: slots.num_slots])
         self._first_S = [0] * slots.num_slots  # where the tokens begin that the request put out
         self._num_shared: dict[int, int] = {}  # of slots that are looked up
         self._apart = set[int]()  # of them those with a `cache_salt`
 
-    def propose(self, rows: DraftRequests) -> DraftBlock:
+    def propose(self, asked: DraftRequests) -> DraftBlock:
         """One-hot drafts; none where nothing matches. See `Drafter.propose`."""
-        num_shared = [self._entered(slot) for slot in rows.slot_B.tolist()]
+        num_shared = [self._entered(slot) for slot in asked.slot_B.tolist()]
         num_shared_B = torch.from_numpy(np.array(num_shared, dtype=np.int64))
         token_BK, num_B, expected_B = propose(
-            self._own, self._shared, num_shared_B, rows, self._limits
+            self._own, self._shared, num_shared_B, asked, self._limits
         )
         no_q_B = q_flags(len(num_B), num_B.device, real=False)
         return DraftBlock(token_BK, num_B, None, no_q_B, expected_B=expected_B)
@@ -100,8 +98,8 @@ class Suffix(Drafter):
         them.
         """
         if (number := self._num_shared.get(slot)) is None:
-            slots, request = self.slots, self.slots.requests[slot]
-            self._first_S[slot] = max(slots.prompt_S[slot], slots.length_S[slot] - 1)
+            request, length = self.slots.admitted[slot], int(self.slots.length_S[slot])
+            self._first_S[slot] = max(request.num_prompt, length - 1)
             may_learn = not request.shows_drafts or request.params.seed is None
             if request.params.cache_salt is not None:
                 self._apart.add(slot)
@@ -117,8 +115,7 @@ class Suffix(Drafter):
             if slot in self._apart:
                 self._apart.remove(slot)
             elif self._max_finished:
-                text = self.slots.token_SL[slot, self._first_S[slot] : self.slots.length_S[slot]]
-                self._learn(text)
+                self._learn(self.slots.text(slot, self._first_S[slot]))
 
     def held_slots(self) -> Iterable[int]:
         """Slots whose tokens are indexed."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cache
-from typing import Any
 
 from foretoken.cache.kv_pool import KVPool
 from foretoken.config import BLOCK_SIZES, EngineConfig
@@ -35,8 +33,7 @@ from foretoken.engine.step_costs import BLOCK_TOKENS, measure, measure_prompts
 from foretoken.models import CausalLM
 from foretoken.ops import Rule
 from foretoken.sampling.synthetic import joint_rates, rates_of
-from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.table import SlotTable
+from foretoken.slots.table import SlotSizes, SlotTable
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +49,6 @@ class Assembly:
         config: EngineConfig,
         model: CausalLM,
         drafter: Drafter | None,
-        tokenizer: Any | None,
         *,
         on_host: bool,
     ) -> None:
@@ -66,9 +62,6 @@ class Assembly:
         speculation = config.speculative_config
         self.adapts = speculation is not None and speculation.is_auto
         self._rates = _synthetic_rates(config)
-        self._decode = None
-        if tokenizer is not None:
-            self._decode = cache(lambda token: str(tokenizer.decode([token])))
 
     def plan(self, gauge: Gauge | None, weights: int) -> MemoryPlan:
         """How many blocks the cache has, and all else that takes memory.
@@ -117,21 +110,15 @@ class Assembly:
         if not measuring:
             most = min(most, num_blocks * block_size)
         count, blocks = config.max_num_seqs, -(-most // block_size)
-        sizes = {"max_tokens": most, "max_drafts": config.num_drafts, "blocks": blocks}
-        slots: SlotTable | DeviceSlotTable
-        if self.on_host:
-            slots, pool_blocks = SlotTable(count, device, **sizes), num_blocks
-        else:
-            steps, pool_blocks = model.backend.steps, num_blocks + 1
-            slots = DeviceSlotTable(count, device, steps, **sizes, trash_block=num_blocks)
+        pool_blocks = num_blocks + 1  # the last one is the spare's
+        sizes = SlotSizes(count, most, config.num_drafts, blocks, num_blocks)
+        slots = SlotTable(sizes, device, model.backend.steps, on_host=self.on_host)
         if drafter is not None:
             drafter.allocate(slots, pool_blocks)
             slots.register("drafts", drafter)
         kv = KVPool(model.layer_shapes, pool_blocks, block_size, dtype=model.dtype, device=device)
-        sampler = Sampler(
-            model.backend, slots, synthetic_rates=self._rates, fp64_noise=config.use_fp64_gumbel,
-            decode=self._decode,
-        )  # fmt: skip
+        fp64 = config.use_fp64_gumbel
+        sampler = Sampler(model.backend, slots, synthetic_rates=self._rates, fp64_noise=fp64)
         graphs = None
         if self.captures and not measuring:
             graphs = Graphs(graph_sizes(count), draft_widths(config.num_drafts, adapts=self.adapts))
@@ -155,7 +142,6 @@ class Assembly:
             if self.adapts:
                 _log.info("Measured for K = `auto`:\n%s", table.shown())
                 control = DraftControl(table, config.max_num_seqs, config.num_drafts, self._widths)
-                runner.slots.register("acceptance", control)
             if prompts is not None and bound is not None:
                 _log.info("Measured for `max_step_seconds`: %s", prompts.shown())
                 pace = Pace(table, prompts, bound, lockstep=not self.on_host)
@@ -193,7 +179,7 @@ class Assembly:
             slot_block=SlotTable.bytes_per_slot(size, size),
             draft=drafter.bytes_per_slot / self.config.num_drafts if drafter else 0.0,
             draft_texts=drafter.bytes_shared if drafter else 0,
-            spare=0 if self.on_host else 1,
+            spare=1,
             # A layer's keys and values, padded to twice their length at most.
             copied=2 * block // len(model.layer_shapes) if copies else 0,
             graph=_GRAPH if self.captures else 0,

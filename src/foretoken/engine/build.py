@@ -53,7 +53,7 @@ def build_engine(config: EngineConfig) -> Engine:
         if is_device_failure(error) and not isinstance(error, ForetokenError):
             raise broken_engine(error) from error
         raise
-    if not engine.runner.slots.on_host:
+    if not engine.runner.on_host:
         # A full collection looks at all that PyTorch and Transformers have loaded: a device that
         # decoded 512 requests stood still for 190 ms. What there is now is left out of it.
         gc.unfreeze()  # garbage of engines that are gone
@@ -96,7 +96,7 @@ def _build(config: EngineConfig) -> Engine:
         )  # fmt: skip
         with reserving("the drafter was loaded", _SMALLER_DRAFT):
             drafter = drafter_class(setup)
-    assembly = Assembly(config, model, drafter, tokenizer, on_host=on_host)
+    assembly = Assembly(config, model, drafter, on_host=on_host)
     plan = assembly.plan(gauge, weights)
     _log.info("Memory:\n%s", plan.table())
     model.max_model_len = plan.max_model_len

@@ -21,7 +21,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from foretoken.config import EngineConfig
@@ -35,37 +37,38 @@ from foretoken.engine.faults import (
     processing_error,
     step_failure,
 )
-from foretoken.engine.pending import PendingResult
 from foretoken.engine.request import Request, RequestGroup, Share, Status
-from foretoken.engine.rounds import Round, ended_at, trace_round
-from foretoken.engine.runner import Runner
-from foretoken.engine.sampler import Decode, no_text
+from foretoken.engine.rounds import Decode, describe, ended_at, no_text, trace_round
+from foretoken.engine.runner import OpenStep, Runner
 from foretoken.engine.scheduler import Plan, Scheduler
-from foretoken.engine.step import slot_request, step_input
 from foretoken.engine.threads import StepThreads
-from foretoken.engine.trace import OnStep, StepTrace, read_events
+from foretoken.engine.trace import OnStep, StepTrace
 from foretoken.errors import EngineBrokenError
+from foretoken.ops import Rule
 from foretoken.outputs import EngineMetrics
+from foretoken.sampling.edits import PackedEdits, pack_edits
 from foretoken.sampling.grammar import Grammars
+from foretoken.sampling.history import EditHistory
 from foretoken.sampling.noise_key import mix, unseeded
 from foretoken.sampling.params import SamplingParams
+from foretoken.sampling.synthetic import rates_of
+from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
 from foretoken.slots.step import Outcome, StepResult
 
-_NO_RESULT = StepResult.empty()
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Launched:
-    """A step on its way: whose it is, and its result."""
+    """A step on its way: its requests, and its result.
 
-    shares: Sequence[Share]
-    groups: list[RequestGroup]
-    result: StepResult | PendingResult
+    Attributes:
+        faults: by slot, what making edits for one request has raised.
+    """
+
+    groups: Sequence[RequestGroup] = ()
     trace: StepTrace | None = None
-    events: Sequence[Any] = ()
-
-
-_NOTHING = Launched((), [], _NO_RESULT)
+    shares: Sequence[Share] = ()
+    result: StepResult = field(default_factory=StepResult)
+    faults: dict[int, Exception] = field(default_factory=dict)
 
 
 class Engine:
@@ -93,14 +96,18 @@ class Engine:
         self.metrics = self._control.metrics if self._control else EngineMetrics()
         self.on_step: OnStep | None = None
         ahead = config.async_scheduling
-        self.runs_ahead = not runner.slots.on_host if ahead is None else ahead
-        self._unread = _NOTHING
+        self.runs_ahead = not runner.on_host if ahead is None else ahead
+        self._unread = Launched()
         self._broken_by: BaseException | None = None
-        self._slots = runner.slots
+        self._released: list[int] = []  # slots, since the last plan
         self._num_added = 0
         self._bad_words: dict[tuple[str, ...], BadWords] = {(): ()}
         speculation = config.speculative_config
         self._rule = speculation.rejection_sample_method if speculation else "standard"
+        self._synthetic_rates = rates_of(speculation) if speculation else ()
+        self._decode: Decode = no_text
+        if tokenizer is not None:
+            self._decode = cache(lambda token: str(tokenizer.decode([token])))
         self.limits = Limits(
             vocab_size=runner.model.vocab_size,
             max_model_len=runner.model.max_model_len,
@@ -134,18 +141,20 @@ class Engine:
         Raises:
             IntegrityError: nothing is left to do, and yet something is held: a bug of ours.
         """
-        clock = self.runner.clock
-        clock.start(StepTrace() if self.on_step else None)
+        times = [time.perf_counter()]
         plan = self.scheduler.schedule()
-        clock.mark("schedule")
-        done = self.launch(plan)
+        times.append(time.perf_counter())
+        launched = done = self.launch(plan)
+        times.append(time.perf_counter())
         if self.runs_ahead:
-            done, self._unread = self._unread, done
+            done, self._unread = self._unread, launched
         changed = self.commit(done)
-        clock.mark("commit")
-        clock.stop()
+        times.append(time.perf_counter())
+        if launched.trace:
+            schedule, launch, commit = (end - begin for begin, end in pairwise(times))
+            launched.trace.time(schedule, launch, commit, launched.result)
         if self.on_step and done.trace and self._broken_by is None:
-            read_events(done.trace, done.events)
+            done.trace.read_events(done.result)
             self.on_step(done.trace)
         if not self.has_work:
             self.check_integrity()
@@ -154,43 +163,69 @@ class Engine:
     def launch(self, plan: Plan) -> Launched:
         """Run a step: its tokens are in the slots then, and the requests know nothing of it yet."""
         groups = list(dict.fromkeys(request.group for request in self.scheduler.running))
-        clock = self.runner.clock
-        # Of a step that fails: `_together` ends all.
-        launched = Launched((), groups, _NO_RESULT, clock.trace)
-        with self._together():
-            use_device(self._slots.device)
-            for slot in plan.left_slots:
-                self._slots.release(slot)
-            for request in plan.admitted:
-                if request.status is Status.RUNNING:  # not aborted since it was scheduled
-                    try:
-                        self._admit(request)
-                    except Exception as error:
-                        self._fail(request, error)
-            self._slots.write_blocks(plan.new_blocks)
-            if plan.fresh_blocks:
-                self.runner.clear(plan.fresh_blocks)
-            shares = [s for s in plan.shares if s.request.status is Status.RUNNING]
-            for share in shares:
-                share.request.launched_share = share
-            self.runner.clock.mark("admit")
-            if shares:
-                with self.threads.during(shares):
-                    result = self.runner.run(step_input(shares))
-                launched = Launched(shares, groups, result, clock.trace, clock.take_events())
+        launched = Launched(groups, StepTrace() if self.on_step else None)
+        with self._together():  # if it raises, all end
+            use_device(self.runner.device)
+            message, shares = self._message(plan)
+            with self.threads.during(shares):
+                step = self.runner.begin(message)
+                del self._released[: len(message.released)]
+                if step is not None:
+                    edits, launched.faults = self._edits(shares, step)
+                    launched.result = self.runner.finish(step, edits)
+                    launched.shares = shares
         return launched
 
-    def commit(self, launched: Launched) -> list[RequestGroup]:
+    def _message(self, plan: Plan) -> tuple[StepPlan, list[Share]]:
+        """The step as numbers, and the shares of the requests that are in it."""
+        for slot in plan.left_slots:
+            self._forget(slot)
+        released = self._released[:]
+        admissions = []
+        for request in plan.admitted:
+            if request.status is Status.RUNNING:  # not aborted since it was scheduled
+                try:
+                    admissions.append(self._admit(request))
+                except Exception as error:
+                    self._fail(request, error)
+        shares = [s for s in plan.shares if s.request.status is Status.RUNNING]
+        for share in shares:
+            share.request.launched_share = share
+        step = StepInput(*zip(*map(_numbers, shares), strict=True)) if shares else StepInput()
+        message = StepPlan(
+            released, admissions, plan.new_blocks, plan.fresh_blocks, step,
+            timed=self.on_step is not None,
+        )  # fmt: skip
+        return message, shares
+
+    def _edits(
+        self, shares: Sequence[Share], step: OpenStep
+    ) -> tuple[PackedEdits | None, dict[int, Exception]]:
+        """What the host edits in the logits of a step; and what was raised, by slot."""
+        deciding = [share for share in shares if share.decides]
+        editing = {d: h for d, s in enumerate(deciding) if (h := s.request.history) is not None}
+        if not editing:
+            return None, {}
+        drafts: dict[int, list[int]] = {d: [] for d in editing}
+        if any(deciding[d].max_drafts for d in editing):
+            drafted = step.drafted()
+            drafts = {d: drafted[d] for d in editing}
+        edits, faults = pack_edits(editing, drafts, self.limits.vocab_size)
+        return edits, {deciding[d].slot: fault for d, fault in faults.items()}
+
+    def commit(self, launched: Launched) -> Sequence[RequestGroup]:
         """Let the requests have what a step computed; returns the groups of those that ran."""
         for share in launched.shares:
             if share.request.launched_share is share:  # and not one that was launched since
                 share.request.launched_share = None
         with self._together():
             outcomes = launched.result.read()
+            for slot, fault in launched.faults.items():
+                outcomes[slot] = outcomes[slot]._replace(fault=fault)
             if launched.trace:
-                launched.trace.count(launched.result.resolve(), launched.shares)
+                launched.trace.count(launched.shares, outcomes)
             if self._control is not None:
-                self._control.observe(launched.shares, outcomes, self.runner.seconds)
+                self._control.observe(launched.shares, outcomes, launched.result.seconds)
             for share in launched.shares:
                 if share.request.status is not Status.FINISHED:  # since it was launched
                     try:
@@ -233,8 +268,8 @@ class Engine:
             group.prompt_logprobs = [None]
         rule = params.rejection_sample_method or self._rule
         most_drafts, adapts = drafts_of(params, rule, self.limits)
-        edits_on_host = params.edits_logits and not self._slots.on_host
-        if edits_on_host:  # made from tokens that the host has seen: drafts it has not
+        waits = params.edits_logits and self.runs_ahead  # edits need the tokens before them
+        if params.edits_logits and not self.runner.on_host:  # and the drafts
             most_drafts, adapts = 0, False
         if rule == "synthetic" and not most_drafts:
             rule = "standard"  # plain decoding, with the target's distribution
@@ -242,7 +277,7 @@ class Engine:
             request = Request(
                 group, j, mix(seed, j), list(prompt_ids), stop_ids, bad_words, rule,
                 most_drafts, self.limits.number_of(params.drafter),
-                waits_for_tokens=edits_on_host, adapts=adapts,
+                waits_for_tokens=waits, adapts=adapts,
             )  # fmt: skip
             self.scheduler.add(request)
             group.samples.append(request)
@@ -296,7 +331,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise `IntegrityError` if any block, slot or what is kept by slot is leaked."""
         self.scheduler.check_integrity()
-        self._slots.check_integrity({request.slot for request in self.scheduler.running})
+        live = {request.slot for request in self.scheduler.running}
+        self.runner.run(StepPlan(self._released))
+        self._released.clear()
+        self.runner.check_integrity(live)
 
     def _fail(self, request: Request, cause: Exception) -> None:
         """What was raised in the work for one request ends it, with its reason, and no other."""
@@ -315,7 +353,7 @@ class Engine:
         except BaseException as error:
             failure, ending = step_failure(error), [*self.scheduler.running]
             if isinstance(failure, EngineBrokenError):
-                self._broken_by, self._unread = error, _NOTHING
+                self._broken_by, self._unread = error, Launched()
                 ending += self.scheduler.waiting
             for request in ending:
                 request.group.error = request.group.error or failure
@@ -327,22 +365,28 @@ class Engine:
     def _blame(request: Request, cause: Exception) -> None:
         request.group.error = request.group.error or processing_error(request, cause)
 
-    def _admit(self, request: Request) -> None:
-        """Set up the slot of a request that the scheduler just gave one, perhaps once more."""
-        self._slots.admit(request.slot, slot_request(request))
+    def _admit(self, request: Request) -> Admission:
+        """Begin with a request that the scheduler just gave a slot, perhaps once more."""
+        params = request.params
+        if params.edits_logits and request.history is None:
+            prompt_ids, stop_ids = request.group.prompt_ids, tuple(request.stop_ids)
+            request.history = EditHistory(params, prompt_ids, stop_ids, request.bad_word_ids)
         if request.index == 0 and not request.num_preemptions:
             group = request.group
             group.metrics.num_cached_tokens = request.num_computed
             group.metrics.queue_time = time.perf_counter() - group.arrival
-        makes_text = self.tokenizer is not None and request.params.detokenize
-        if makes_text and request.detokenizer is None:
+        if self.tokenizer is not None and params.detokenize and request.detokenizer is None:
             request.detokenizer = Detokenizer(
                 self.tokenizer,
                 request.group.prompt_ids,
-                request.params.stop or (),
-                include_stop=request.params.include_stop_str_in_output,
-                skip_special_tokens=request.params.skip_special_tokens,
+                params.stop or (),
+                include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
             )
+        return Admission(
+            request.slot, request.key, params, Rule[request.rule.upper()], request.token_ids[:],
+            request.num_prompt, request.limit, request.num_computed, request.drafter,
+        )  # fmt: skip
 
     def _commit(self, share: Share, outcome: Outcome) -> None:
         """Take over what a step computed for one request."""
@@ -350,17 +394,17 @@ class Engine:
         if outcome.prompt_logprobs is not None and group.prompt_logprobs is not None:
             following = group.prompt_ids[share.start + 1 :][: share.num_tokens]
             most = request.params.prompt_logprobs or 0
-            decode = self._decode_of(request)
-            rows = self.runner.sampler.describe(outcome.prompt_logprobs, following, most, decode)
+            rows = describe(outcome.prompt_logprobs, following, most, self._decode_of(request))
             done = len(group.prompt_logprobs) - 1  # past `start` after a preemption
             group.prompt_logprobs += rows[done - share.start :]
         if share.num_preemptions == request.num_preemptions:  # else K/V and slot are another's
             request.num_computed += share.num_tokens + outcome.num_accepted
-            self._slots.committed(share.slot, outcome.token_ids)
         if not share.decides:
             return
         if outcome.fault is not None:
             raise outcome.fault
+        if request.history is not None:
+            request.history.append(outcome.token_ids)
         number = request.drafter if outcome.drafter is None else outcome.drafter
         name = self.limits.names[number]
         if outcome.is_finite:
@@ -376,13 +420,10 @@ class Engine:
 
     def _take_tokens(self, request: Request, outcome: Outcome, drafter: str) -> None:
         """Append tokens until one ends the request; what follows it is dropped."""
-        sampler, tokens, decode = self.runner.sampler, outcome.token_ids, self._decode_of(request)
-        logprobs, trace = [], []
+        tokens, decode, logprobs = outcome.token_ids, self._decode_of(request), []
         if outcome.logprobs is not None and request.params.logprobs is not None:
-            logprobs = sampler.describe(outcome.logprobs, tokens, request.params.logprobs, decode)
-        if outcome.evidence is not None:
-            about = Round(drafter or None, sampler.synthetic_rates, decode)
-            trace = trace_round(request, outcome, outcome.evidence, about)
+            logprobs = describe(outcome.logprobs, tokens, request.params.logprobs, decode)
+        trace = trace_round(request, outcome, drafter or None, self._synthetic_rates, decode)
         for i, (token, origin) in enumerate(zip(tokens, outcome.origins, strict=False)):
             request.origins.append(origin)
             request.logprobs += logprobs[i : i + 1]
@@ -395,7 +436,13 @@ class Engine:
 
     def _decode_of(self, request: Request) -> Decode:
         """What makes a text of each of its tokens, if that was asked for."""
-        return self.runner.sampler.decode if request.params.detokenize else no_text
+        return self._decode if request.params.detokenize else no_text
+
+    def _forget(self, slot: int) -> None:
+        """Its request has left this slot; the runner is told with the next plan."""
+        self._released.append(slot)
+        if self._control is not None:
+            self._control.release(slot)
 
     def _finish(self, request: Request, reason: str) -> None:
         """Give back what a request holds, whatever raises on the way; its text is final."""
@@ -406,7 +453,7 @@ class Engine:
         detokenizer, request.detokenizer = request.detokenizer, None
         try:
             if slot >= 0:
-                self._slots.release(slot)
+                self._forget(slot)
             if detokenizer is not None and not isinstance(request.stop_reason, str):
                 detokenizer.flush()  # what waited for more bytes; a stop string may stand in it
                 # What was ended from outside stays so: an aborted request is aborted.
@@ -421,3 +468,14 @@ class Engine:
             request.pieces.append(detokenizer.text)
         seconds = max(time.perf_counter() - group.arrival, 1e-9)
         group.metrics.tokens_per_second = sum(r.num_output for r in group.samples) / seconds
+
+
+def _numbers(share: Share) -> tuple[int, int, int, bool, int, int, bool]:
+    """A request's part of a `StepInput`."""
+    request, params, top, prompt_top = share.request, share.request.params, NONE, NONE
+    if share.decides and params.logprobs is not None:
+        top = params.logprobs
+    if share.start < request.num_prompt and request.needs_prompt_logits:
+        prompt_top = params.prompt_logprobs or 0
+    known, most = share.num_tokens, share.max_drafts
+    return share.slot, known, most, share.decides, top, prompt_top, params.trace

@@ -16,12 +16,10 @@ import torch
 from foretoken.engine.memory import is_out_of_memory
 from foretoken.engine.memory_plan import Budget, Sizes, StepCost, StepPeak, shown
 from foretoken.engine.runner import Runner
-from foretoken.errors import EngineMemoryError, IntegrityError
+from foretoken.errors import EngineMemoryError
 from foretoken.ops import Rule
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, StepInput
+from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
 
 # What takes most: every request draws at random, from a nucleus, and asks for log-probabilities.
 _PARAMS = SamplingParams(temperature=1.0, top_p=0.9, logprobs=20, prompt_logprobs=20)
@@ -82,9 +80,7 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
     Raises:
         EngineMemoryError: not even one request can decode.
     """
-    slots = runner.slots
-    if not isinstance(slots, DeviceSlotTable):
-        raise IntegrityError("steps are measured on a device")
+    state = runner.slots.state
     drafts = min(sizes.num_drafts, sizes.max_model_len - 2)
     longest = sizes.max_model_len - drafts - 1
     requests, width = sizes.max_num_seqs, 1 + drafts
@@ -94,15 +90,15 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
         """Each request decides; prompts, and the first, end where contexts do."""
         for b, count in enumerate(chunks):
             length = longest if b == 0 or count > 1 else 1
-            slots.state.length_S[b] = length
-            slots.state.computed_S[b] = length - count
-            slots.state.limit_S[b] = length + width
-        runner.run(_step(chunks, drafts))
+            state.length_S[b] = length
+            state.computed_S[b] = length - count
+            state.limit_S[b] = length + width
+        runner.run(StepPlan(step=_step(chunks, drafts)))
 
     def run_all() -> None:
         """Without filters and with them; what is too large for memory is left out."""
         for params in (SamplingParams(), _PARAMS):
-            _admit(slots, sizes, params)
+            _admit(runner, sizes, params)
             for chunks in ([1], [1] * requests, _chunks(requests, max(more, 0), longest)):
                 gauge.peak(partial(run, chunks), 0)
 
@@ -116,7 +112,7 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
         return StepPeak(sum(chunks) + requests * drafts, requests * width, num_bytes)
 
     runner.model.backend.compile_ahead(run_all)
-    _admit(slots, sizes, _PARAMS)
+    _admit(runner, sizes, _PARAMS)
     base = gauge.taken()
     least = peak(1, 0)
     if least is None:
@@ -133,12 +129,11 @@ def measure_steps(runner: Runner, sizes: Sizes, gauge: Gauge) -> StepCost:
     return StepCost.of(least, decode, largest or decode)
 
 
-def _admit(slots: DeviceSlotTable, sizes: Sizes, params: SamplingParams) -> None:
+def _admit(runner: Runner, sizes: Sizes, params: SamplingParams) -> None:
     """Into every slot a request, all of whose blocks are the spare one."""
-    for slot in range(sizes.max_num_seqs):
-        limit = sizes.max_model_len
-        slots.admit(slot, SlotRequest(slot, params, Rule.STANDARD, [0], limit=limit))
-    slots.begin(_step([1], 0))  # which writes them
+    limit, slots = sizes.max_model_len, range(sizes.max_num_seqs)
+    admissions = [Admission(s, s, params, Rule.STANDARD, [0], 1, limit) for s in slots]
+    runner.run(StepPlan(admissions=admissions))
 
 
 def _chunks(requests: int, prompt_tokens: int, longest: int) -> list[int]:

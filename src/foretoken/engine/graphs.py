@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 import torch
 
 from foretoken.ops import Rule, SlotParams
-from foretoken.slots.step import NONE, StepInput, StepRequests, StepShape
+from foretoken.slots.plan import NONE, StepInput
+from foretoken.slots.step import StepRequests, StepShape
 
 _SELDOM = frozenset({Rule.BLOCK, Rule.COUPLED})
 _LOSSLESS = frozenset({Rule.STANDARD, *_SELDOM})
@@ -47,7 +48,7 @@ class Graphs:
         self._left_out: set[StepShape] = set()
         self._pool: Any = None  # one for all: no two stages run at the same time
         self._recording: dict[str, _Captured] | None = None
-        self._warming = False
+        self._runs_once = False
 
     def __contains__(self, shape: StepShape | None) -> bool:
         return shape in self._captured
@@ -62,13 +63,13 @@ class Graphs:
         return sum(int(segment["total_size"]) for segment in mine)
 
     def shape_of(
-        self, step: StepInput, params: SlotParams, drafters: frozenset[int], *, warm: bool
+        self, step: StepInput, params: SlotParams, drafters: frozenset[int], *, samples: bool
     ) -> StepShape | None:
         """The shape under which this step is replayed; None if it is not.
 
         Args:
             drafters: of the slots in use.
-            warm: whether a request of the step draws at random, so that the q of drafts is kept.
+            samples: whether a request of the step draws at random, so that the q of drafts is kept.
         """
         count = len(step.slot_B)
         if not self.sizes or count > self.sizes[-1]:
@@ -79,7 +80,7 @@ class Graphs:
         size = next(size for size in self.sizes if size >= count)
         asked = max(step.max_drafts_B)
         most = next(width for width in self.widths if width >= asked)
-        shape = StepShape(size, most, params.has_filters, params.rules, warm, drafters)
+        shape = StepShape(size, most, params.has_filters, params.rules, samples, drafters)
         if len(params.rules) > 1 or params.rules & _SELDOM:
             # Requests of several kinds share the kernels that serve all: a capture takes as long
             # as a hundred steps, and there would be 30 kinds.
@@ -95,18 +96,18 @@ class Graphs:
             shape.size,
         )
 
-    def stage(self, name: str, run: Callable[..., Out], rows: StepRequests, *given: Any) -> Out:
+    def stage(self, name: str, run: Callable[..., Out], requests: StepRequests, *given: Any) -> Out:
         """Run a stage of a step, or replay it; the next replay overwrites what it returns."""
-        if rows.shape is None or self._warming:
-            return run(rows, *given)
+        if requests.shape is None or self._runs_once:
+            return run(requests, *given)
         if self._recording is not None:
             self._pool = self._pool or torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                out = run(rows, *given)
+                out = run(requests, *given)
             self._recording[name] = graph, out
             return out
-        graph, out = self._captured[rows.shape][name]
+        graph, out = self._captured[requests.shape][name]
         graph.replay()
         return out
 
@@ -117,13 +118,13 @@ class Graphs:
         _log.warning("Steps run without CUDA graphs, slower: %s", first)
 
     @contextmanager
-    def warming(self) -> Iterator[None]:
+    def running_once(self) -> Iterator[None]:
         """Run the stages of a shape operator by operator: kernels are compiled, memory is taken."""
-        self._warming = True
+        self._runs_once = True
         try:
             yield
         finally:
-            self._warming = False
+            self._runs_once = False
 
     @contextmanager
     def recording(self, shape: StepShape) -> Iterator[None]:

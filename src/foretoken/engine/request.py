@@ -14,6 +14,7 @@ from foretoken.engine.detokenizer import Detokenizer
 from foretoken.errors import ForetokenError
 from foretoken.outputs import Logprob, RequestMetrics, TokenTrace
 from foretoken.sampling.grammar import Matcher
+from foretoken.sampling.history import EditHistory
 from foretoken.sampling.params import SamplingParams
 
 
@@ -81,6 +82,7 @@ class Request:
         detokenizer: makes its text while it runs; None without a tokenizer.
         pieces: the text that no later token can take back, as it was read.
         given: how much of it was given out as deltas.
+        history: what its edits depend on, made when it gets a slot; None: it has none.
         matcher: how far it has come in its grammar, if it has one; made with its first token.
         limit: most tokens that it may have, prompt included; read six times in a step.
     """
@@ -112,6 +114,7 @@ class Request:
     given: Given = field(default_factory=Given)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    history: EditHistory | None = None
     matcher: Matcher | None = None
     limit: int = field(init=False)
 

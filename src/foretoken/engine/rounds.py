@@ -1,7 +1,7 @@
-"""A round as users see it: how each token of one pass came about, in numbers.
+"""What users read of a step: log-probabilities, and how each token came about.
 
-Charter: the rules' arithmetic on a few numbers of one request. What took a pass over the vocabulary
-is in the evidence.
+Charter: from numbers of a result to records; for traces, the rules' arithmetic on a few numbers of
+one request. What took a pass over the vocabulary is in the result already.
 """
 
 from __future__ import annotations
@@ -9,46 +9,69 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from foretoken.engine.request import Request
-from foretoken.ops import Evidence
-from foretoken.outputs import REASONS, TokenTrace
+from foretoken.ops import Logprobs
+from foretoken.outputs import REASONS, Logprob, TokenTrace
 from foretoken.slots.step import Outcome
 
+Decode = Callable[[int], str | None]
+"""A token's text, or None where there is none."""
 
-class Round(NamedTuple):
-    """What a round's evidence does not say.
 
-    Attributes:
-        drafter: the name of who drafted; None if nobody did.
-        rates: of the rule `synthetic`, one per draft.
-        decode: a token's text.
+def no_text(token: int) -> None:
+    """No token has a text here."""
+
+
+def describe(
+    found: Logprobs, token_ids: Sequence[int], num_top: int, decode: Decode
+) -> list[dict[int, Logprob]]:
+    """Rows for users: token id -> Logprob, the given token first, then the likeliest by rank.
+
+    Args:
+        found: a row for each of the tokens.
+        num_top: how many of the likeliest were asked for here; there may be more.
     """
-
-    drafter: str | None
-    rates: Sequence[float]
-    decode: Callable[[int], str | None]
+    rows = zip(
+        token_ids, found.logprob_N.tolist(), found.rank_N.tolist(),
+        found.top_token_NT[:, :num_top].tolist(), found.top_logprob_NT[:, :num_top].tolist(),
+        strict=True,
+    )  # fmt: skip
+    described = []
+    for token, logprob, rank, top_ids, top_logprobs in rows:
+        row = {token: Logprob(logprob, rank, decode(token))}
+        for k, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True)):
+            row.setdefault(top_id, Logprob(value, k + 1, decode(top_id)))
+        described.append(row)
+    return described
 
 
 def trace_round(
-    request: Request, outcome: Outcome, evidence: Evidence, about: Round
+    request: Request, outcome: Outcome, drafter: str | None, rates: Sequence[float], decode: Decode
 ) -> list[TokenTrace]:
-    """One record for each token of an outcome that the request does not have yet."""
-    token_K, p_K1, q_K1, u_K, mass_K, is_real = (column.tolist() for column in evidence)
+    """One record for each token of an outcome that the request does not have yet.
+
+    Args:
+        outcome: with evidence.
+        drafter: the name of the one that drafted; None: none did.
+        rates: of the rule `synthetic`, one per draft.
+    """
+    if outcome.evidence is None:
+        return []
+    token_K, p_K1, q_K1, u_K, mass_K, is_real = (column.tolist() for column in outcome.evidence)
     num, accepted, last = outcome.num_drafts, outcome.num_accepted, len(outcome.token_ids) - 1
     first, number = len(request.token_ids), 1 + request.trace[-1].round if request.trace else 0
     greedy = request.params.temperature == 0 and request.rule != "synthetic"
     rule = "greedy" if greedy else request.rule
     q_K, mass_K = q_K1[:num], mass_K[:num]
-    threshold_K = _thresholds(rule, p_K1[:num], q_K, mass_K, about.rates)
+    threshold_K = _thresholds(rule, p_K1[:num], q_K, mass_K, rates)
     # The block rule looks at every draft up to the first that is none.
     looked_at = next((i for i, q in enumerate(q_K) if not q > 0), num) if rule == "block" else 0
 
     def record(i: int, token: int, origin: str, p: float, q: float | None) -> TokenTrace:
         return TokenTrace(
-            token, about.decode(token) if token >= 0 else None, first + i, number, request.rule,
-            origin, p, q if is_real else None, about.drafter if num else None,
+            token, decode(token) if token >= 0 else None, first + i, number, request.rule,
+            origin, p, q if is_real else None, drafter if num else None,
         )  # fmt: skip
 
     drafts = []

@@ -1,6 +1,6 @@
 """One step on the device: draft, one pass of the target, verify; the only place where models run.
 
-Charter: everything between a `StepInput` and its result. What a step needs of a request it
+Charter: everything between a `StepPlan` and its `StepResult`. What a step needs of a request it
 reads from the slots, and what it finds it writes there, so that the next step can begin before the
 host has seen this one's tokens. It decides nothing: not who runs (scheduler), not when a request
 ends (engine).
@@ -8,9 +8,8 @@ ends (engine).
 Drafts are proposed at the beginning of the step that verifies them: nothing of a proposal outlives
 a step, and no block is reserved for drafts that are not verified (decision 016).
 
-A host and a device that nobody waits for run the same lines. What differs is in the slots (numbers,
-or tensors), in how a result is read (`pending.py`), and in that stages of a step may be replayed
-from a capture instead of being launched operator by operator (`graphs.py`).
+Every device runs the same lines. On a GPU stages of a step may be replayed from a capture instead
+of being launched operator by operator (`graphs.py`).
 
 Shape suffixes: B requests of the step, D those that decide, N rows of logits, V vocabulary.
 """
@@ -19,22 +18,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from foretoken.cache.batch import gather_step
+import torch
+from torch import Tensor
+
 from foretoken.cache.kv_pool import KVPool
 from foretoken.drafting.base import Drafter, no_drafts
 from foretoken.engine.graphs import Graphs
 from foretoken.engine.memory import is_out_of_memory
 from foretoken.engine.memory_plan import MemoryPlan
-from foretoken.engine.pending import PendingResult
-from foretoken.engine.readout import readout
 from foretoken.engine.sampler import Sampler
 from foretoken.engine.trace import PhaseClock
 from foretoken.models import CausalLM
-from foretoken.ops import DraftBlock, Edits, ForwardOutput
+from foretoken.ops import DraftBlock, Edits, ForwardOutput, Verdict
+from foretoken.ops.pinned import ToHost
 from foretoken.ops.steps import DraftRequests, ForwardBatch
-from foretoken.slots.edits import build_edits
-from foretoken.slots.step import StepInput, StepRequests, StepResult, StepShape
+from foretoken.sampling.edits import PackedEdits
+from foretoken.slots.plan import StepInput, StepPlan
+from foretoken.slots.step import StepRequests, StepResult, StepShape
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """A step whose drafts and pass were launched; what is drawn is not decided yet.
+
+    Attributes:
+        seconds: that it took here so far.
+    """
+
+    requests: StepRequests
+    asked: DraftRequests
+    drafts: DraftBlock
+    batch: ForwardBatch
+    output: ForwardOutput
+    seconds: float = 0.0
+
+    def drafted(self) -> list[list[int]]:
+        """Drafts of each deciding request; reading blocks."""
+        columns = zip(self.drafts.token_BK.tolist(), self.drafts.num_B.tolist(), strict=True)
+        return [token_K[:num] for token_K, num in columns]
 
 
 class Runner:
@@ -55,13 +78,57 @@ class Runner:
         self.slots = sampler.slots
         self.graphs = graphs or Graphs()
         self.planned: MemoryPlan | None = None
-        self.clock = PhaseClock(self.slots.device)
-        self.seconds = 0.0  # that the latest step took here
+        self._clock = PhaseClock(self.slots.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.slots.device
+
+    @property
+    def on_host(self) -> bool:
+        """Whether results are known as soon as a step was launched: reading never blocks."""
+        return self.slots.on_host
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
         """What takes memory; for CUDA graphs what those captured so far take, not the estimate."""
         return self.planned and self.planned.measured("CUDA graphs", self.graphs.num_bytes)
+
+    def check_integrity(self, live: set[int]) -> None:
+        """Raise `IntegrityError` if anything is kept for a slot that no request has."""
+        self.slots.check_integrity(live)
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Compute a step's tokens and draw the next ones."""
+        step = self.begin(plan)
+        return StepResult() if step is None else self.finish(step)
+
+    def begin(self, plan: StepPlan) -> OpenStep | None:
+        """Apply a plan, launch drafts and the target's pass; None if no request has a part in it."""
+        start = time.perf_counter()
+        self._clock.start(timed=plan.timed)
+        self.slots.apply(plan)
+        if plan.fresh_blocks:
+            self.clear(plan.fresh_blocks)
+        self._clock.mark("admit")
+        if not plan.step.slot_B:
+            return None
+        step = self._begin(plan.step, self._shape_of(plan.step))
+        step.seconds = time.perf_counter() - start
+        return step
+
+    def finish(self, step: OpenStep, edits: PackedEdits | None = None) -> StepResult:
+        """Verify, let the slots have the outcome, and send the result on its way.
+
+        Args:
+            edits: of rows that the host edits; made from what was drafted (`OpenStep.drafted`).
+        """
+        start = time.perf_counter()
+        result = self._finish(step, edits)
+        result.seconds = step.seconds + time.perf_counter() - start
+        result.phases, result.events = self._clock.take()
+        return result
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Forget what is kept for blocks that change hands.
@@ -73,53 +140,51 @@ class Runner:
         if self.drafter is not None:
             self.drafter.clear(block_ids)
 
-    def run(self, step: StepInput) -> StepResult | PendingResult:
-        """Compute a step's tokens and draw the next ones."""
-        start = time.perf_counter()
-        result = self._run(step, self._shape_of(step))
-        self.seconds = time.perf_counter() - start
-        return result
-
-    def _run(self, step: StepInput, shape: StepShape | None) -> StepResult | PendingResult:
-        rows = self.slots.begin(step, shape)
-        if rows is None:  # launched before it was known that all have their tokens
-            return StepResult.empty()
-        self.clock.mark("batch")
-        stage, mark = self.graphs.stage, self.clock.mark_stage
-        self.clock.begin()
-        asked, drafts = stage("draft", self._propose, rows)
+    def _begin(self, step: StepInput, shape: StepShape | None) -> OpenStep:
+        requests = self.slots.begin(step, shape)
+        self._clock.mark("batch")
+        stage, mark = self.graphs.stage, self._clock.mark_stage
+        self._clock.begin()
+        asked, drafts = stage("draft", self._propose, requests)
         mark("draft", "draft")
-        edits, faults = build_edits(
-            self.slots.histories,
-            rows.step.deciding_slots,
-            drafts,
-            self.model.vocab_size,
-            without_drafts=not self.slots.on_host,
-        )
-        batch, output = stage("target", self._forward, rows, drafts)
+        batch, output = stage("target", self._forward, requests, drafts)
         mark("forward", "forward")
-        if edits is None:
-            result = stage("verify", self._settle, rows, asked, drafts, batch, output)
+        return OpenStep(requests, asked, drafts, batch, output)
+
+    def _finish(self, step: OpenStep, packed: PackedEdits | None) -> StepResult:
+        requests, asked, drafts, batch, output = (
+            step.requests, step.asked, step.drafts, step.batch, step.output,
+        )  # fmt: skip
+        stage, mark, edits = self.graphs.stage, self._clock.mark_stage, None
+        decided_NV = batch.deciding(output.logits_NV)
+        if packed is None:
+            verdict, packet = stage("verify", self._verify, requests, asked, drafts, decided_NV)
         else:
-            result = self._settle(rows, asked, drafts, batch, output, edits, faults)
+            edits = packed.unpack(drafts.num_B, drafts.token_BK.shape[1])
+            verdict, packet = self._verify(requests, asked, drafts, decided_NV, edits)
         mark("verify", "advance")
-        if self.drafter is not None and self.drafter.observes(rows):
-            stage("observe", self._observe, rows, batch, result)
+        result = StepResult(
+            requests.step, ToHost([packet]), len(requests.slot_B) - len(requests.step.slot_B),
+            drafts.faults, drafts.source_B, aux=output.aux,
+        )  # fmt: skip
+        if self.drafter is not None and self.drafter.observes(requests):
+            stage("observe", self._observe, requests, batch, result)
             mark("observe", "observe")
-        read = readout(self.sampler, rows, asked, batch, output, result, edits)
+        verified = (asked, drafts, verdict, edits)
+        self.sampler.report(result, requests, batch, output.logits_NV, verified)
         mark("read", "read")
-        return read
+        return result
 
     def compile_ahead(self, steps: Sequence[StepInput]) -> None:
         """Compile the kernels of such steps, as far as they will be captured, all at once.
 
-        For before anybody is served: see `Backend.compile_ahead`.
+        Call before serving: see `Backend.compile_ahead`.
         """
         shapes = {shape for step in steps if (shape := self._found_shape(step)) is not None}
 
         def run() -> None:
             for shape in shapes:
-                self._warm(shape)
+                self._run_once(shape)
 
         if shapes:
             self.model.backend.compile_ahead(run)
@@ -128,9 +193,8 @@ class Runner:
         """The shape under which a step can be replayed."""
         if not self.graphs.sizes:
             return None
-        slots, requests = self.slots, self.slots.requests
-        warm = any(requests[slot].params.temperature > 0 for slot in step.slot_B)
-        return self.graphs.shape_of(step, slots.in_use, slots.drafters_in_use, warm=warm)
+        slots, samples = self.slots, self.slots.draws_at_random(step.slot_B)
+        return self.graphs.shape_of(step, slots.params, slots.drafters, samples=samples)
 
     def _shape_of(self, step: StepInput) -> StepShape | None:
         """The shape under which a step is replayed; what is new is captured first."""
@@ -145,63 +209,56 @@ class Runner:
         return shape if shape in self.graphs else None
 
     def capture(self, shape: StepShape) -> None:
-        """Record the stages of such steps, on padding alone: nobody's slot is touched.
+        """Record the stages of such steps, on padding alone: no request's slot is touched.
 
         A model that looks at the device in the midst of a pass cannot be recorded, whatever the
         shape: every step runs operator by operator then.
         """
-        self._warm(shape)
+        self._run_once(shape)
         try:
             with self.graphs.recording(shape):
-                self._run(StepInput.padding(), shape)
+                self._finish(self._begin(StepInput(), shape), None)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             self.graphs.give_up(error)
 
-    def _warm(self, shape: StepShape) -> None:
-        with self.graphs.warming():
-            self._run(StepInput.padding(), shape)
+    def _run_once(self, shape: StepShape) -> None:
+        with self.graphs.running_once():
+            self._finish(self._begin(StepInput(), shape), None)
 
-    def _propose(self, rows: StepRequests) -> tuple[DraftRequests, DraftBlock]:
-        """Drafts of the requests that decide, written behind their known tokens."""
-        asked = self.slots.asked(rows)
+    def _propose(self, requests: StepRequests) -> tuple[DraftRequests, DraftBlock]:
+        """Drafts of the requests that decide, written after their known tokens."""
+        asked = self.slots.count_drafts(requests)
         if self.drafter is None or not asked.most:
-            return asked, no_drafts(len(rows.slot_D), self.slots.device)
+            return asked, no_drafts(len(asked.slot_B), self.slots.device)
         drafts = self.drafter.propose(asked)
         # An id that the target lacks is rejected, but passes through it first: as its last one.
         self.slots.write_drafts(asked, drafts, self.model.vocab_size - 1)
         return asked, drafts
 
     def _forward(
-        self, rows: StepRequests, drafts: DraftBlock
+        self, requests: StepRequests, drafts: DraftBlock
     ) -> tuple[ForwardBatch, ForwardOutput]:
         """One pass of the target over known tokens and drafts."""
-        batch = gather_step(self.slots, rows, drafts, self.kv.block_size)
-        self.clock.mark("batch")
+        batch = self.slots.pack(requests, drafts, self.kv.block_size)
+        self._clock.mark("batch")
         return batch, self.model.forward(batch, self.kv)
 
-    def _settle(
+    def _verify(
         self,
-        rows: StepRequests,
+        requests: StepRequests,
         asked: DraftRequests,
         drafts: DraftBlock,
-        batch: ForwardBatch,
-        output: ForwardOutput,
+        logits_NV: Tensor,
         edits: Edits | None = None,
-        faults: dict[int, Exception] | None = None,
-    ) -> StepResult:
-        """Verify, and let the slots have the outcome."""
-        logits_NV = batch.deciding(output.logits_NV)
+    ) -> tuple[Verdict, Tensor]:
+        """Verify, and let the slots have the outcome; also what the host will ask for."""
         verdict = self.sampler.verify(logits_NV, asked, drafts, edits)
-        self.clock.mark("verify")
-        slot_D, faults = rows.step.deciding_slots, self.slots.draft_faults | (faults or {})
-        self.slots.draft_faults = {}
-        result = StepResult(batch.spans, slot_D, drafts, verdict, faults, aux=output.aux)
-        self.slots.advance_step(rows, result)
-        return result
+        self._clock.mark("verify")
+        return verdict, self.slots.advance(requests, drafts, verdict)
 
-    def _observe(self, rows: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
+    def _observe(self, requests: StepRequests, batch: ForwardBatch, result: StepResult) -> None:
         """Let the drafter see what came of it, once the slots hold it."""
         if self.drafter is not None:
-            self.drafter.observe(rows, batch, result)
+            self.drafter.observe(requests, batch, result)

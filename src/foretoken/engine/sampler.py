@@ -1,33 +1,27 @@
 """The sampler: raw target logits and drafts in, verdicts and log-probabilities out.
 
-Charter: hands `ops` what belongs to the requests of a step, by slot. It knows nothing of
-scheduling, cache or models.
+Charter: hands `ops` what belongs to the requests of a step, by slot, and takes from the logits what
+the host will ask for, before the next pass overwrites them. It knows nothing of scheduling, cache
+or models.
 
-Shape suffixes: D requests that decide, K drafts, N rows (= sum of K_b + 1), V vocabulary.
+Shape suffixes: B requests, D those that decide, K drafts, N rows (= sum of K_b + 1), R rows whose
+log-probabilities are wanted, P those of them that are of prompts, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.ops import Backend, DraftBlock, Edits, Evidence, Logprobs, Verdict, VerifyBatch
-from foretoken.ops.pinned import to_device
-from foretoken.ops.steps import DraftRequests
-from foretoken.outputs import Logprob
-from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepResult
+from foretoken.ops import Backend, DraftBlock, Edits, Verdict, VerifyBatch
+from foretoken.ops.pinned import ToHost, to_device
+from foretoken.ops.steps import DraftRequests, ForwardBatch
+from foretoken.slots.plan import NONE
+from foretoken.slots.step import StepRequests, StepResult
 from foretoken.slots.table import SlotTable
-
-Decode = Callable[[int], str | None]
-"""A token's text, or None where there is none."""
-
-
-def no_text(token: int) -> None:
-    """No token has a text here."""
 
 
 class Sampler:
@@ -35,23 +29,19 @@ class Sampler:
 
     Args:
         synthetic_rates: c_i of the rule `synthetic`, one per draft; () where it is not allowed.
-        decode: a token's text, for log-probabilities; None without a tokenizer.
     """
 
     def __init__(
         self,
         backend: Backend,
-        slots: SlotTable | DeviceSlotTable,
+        slots: SlotTable,
         *,
         synthetic_rates: Sequence[float] = (),
         fp64_noise: bool = False,
-        decode: Callable[[int], str] | None = None,
     ) -> None:
         self.backend = backend
         self.slots = slots
         self.fp64_noise = fp64_noise
-        self.decode: Decode = decode or no_text
-        self.synthetic_rates = synthetic_rates
         rate_K = torch.tensor(synthetic_rates, dtype=torch.float64, device=slots.device)
         self.synthetic_rate_K = rate_K if synthetic_rates else None
 
@@ -63,46 +53,73 @@ class Sampler:
         # What a drafter made is looked at; in a plain step that would be 26 us, 2 % of it.
         return self.backend.verify(batch._replace(values_fit=drafts.token_BK.shape[1] == 0))
 
-    def evidence(
-        self,
-        logits_NV: Tensor,
-        asked: DraftRequests,
-        result: StepResult,
-        edits: Edits | None,
-        traced_D: Sequence[int],
-    ) -> Evidence:
-        """What some requests of a step were decided by; see `Backend.evidence`."""
-        batch = self._batch(logits_NV, asked, result.drafts, edits)
-        request_R = to_device(np.array(traced_D, dtype=np.int64), self.slots.device)
-        return self.backend.evidence(batch, result.verdict, request_R)
-
     def _batch(
         self, logits_NV: Tensor, asked: DraftRequests, drafts: DraftBlock, edits: Edits | None
     ) -> VerifyBatch:
         return VerifyBatch(
-            logits_NV, self.slots.params, asked.slot_B, asked.position_B, drafts, edits=edits,
+            logits_NV, asked.params, asked.slot_B, asked.position_B, drafts, edits=edits,
             synthetic_rate_K=self.synthetic_rate_K, fp64_noise=self.fp64_noise, values_fit=True,
         )  # fmt: skip
 
-    def describe(
-        self, found: Logprobs, token_ids: Sequence[int], num_top: int, decode: Decode
-    ) -> list[dict[int, Logprob]]:
-        """Rows for users: token id -> Logprob, the given token first, then the likeliest by rank.
+    def report(
+        self,
+        result: StepResult,
+        requests: StepRequests,
+        batch: ForwardBatch,
+        logits_NV: Tensor,
+        verified: tuple[DraftRequests, DraftBlock, Verdict, Edits | None],
+    ) -> None:
+        """Send on their way what a result holds besides tokens: the host waits for nothing.
 
         Args:
-            found: a row for each of the tokens.
-            num_top: how many of the likeliest were asked for here; there may be more.
-            decode: a token's text.
+            logits_NV: all rows of the pass.
+            verified: what was asked for, drafted and decided, and how logits were edited.
         """
-        rows = zip(
-            token_ids, found.logprob_N.tolist(), found.rank_N.tolist(),
-            found.top_token_NT[:, :num_top].tolist(), found.top_logprob_NT[:, :num_top].tolist(),
-            strict=True,
-        )  # fmt: skip
-        described = []
-        for token, logprob, rank, top_ids, top_logprobs in rows:
-            row = {token: Logprob(logprob, rank, decode(token))}
-            for k, (top_id, value) in enumerate(zip(top_ids, top_logprobs, strict=True)):
-                row.setdefault(top_id, Logprob(value, k + 1, decode(top_id)))
-            described.append(row)
-        return described
+        step, (asked, drafts, verdict, edits) = requests.step, verified
+        decided_NV = batch.deciding(logits_NV)
+        if step.traced_D:
+            rows = self._batch(decided_NV, asked, drafts, edits)
+            request_R = to_device(np.array(step.traced_D, dtype=np.int64), self.slots.device)
+            result.evidence = ToHost(self.backend.evidence(rows, verdict, request_R))
+        # On a host it costs nothing to see that there is nothing to explain.
+        if edits is not None and not (self.slots.on_host and bool(verdict.finite_B.all())):
+            result.is_finite_N = ToHost([decided_NV.amax(dim=1).isfinite()])
+        if step.most_logprobs != NONE:
+            row_R, token_R = self._reported(requests, batch, drafts, verdict)
+            if len(row_R):
+                num_top = min(step.most_logprobs, logits_NV.shape[1])
+                result.logprobs = ToHost(self.backend.logprobs(logits_NV[row_R], token_R, num_top))
+
+    def _reported(
+        self, requests: StepRequests, batch: ForwardBatch, drafts: DraftBlock, verdict: Verdict
+    ) -> tuple[Tensor, Tensor]:
+        """Rows whose log-probabilities are wanted, and the token after each.
+
+        Of each decision as many as the request with most drafts may have; then of prompts: where
+        nothing follows in the prompt, some token.
+        """
+        step, device = requests.step, self.slots.device
+        row_R, token_R = [], []
+        if step.reported_D:
+            d_R = to_device(np.array(step.reported_D, dtype=np.int64), device)
+            token_RK1, count_D = verdict.token_BK1[d_R], drafts.num_B + 1
+            index_K1 = torch.arange(token_RK1.shape[1], device=device)
+            last = (
+                len(batch.logit_row_N) if batch.num_deciding is None else batch.num_deciding
+            ) - 1
+            first_R = (count_D.cumsum(0) - count_D)[d_R]
+            row_R.append((first_R[:, None] + index_K1).clamp(max=last).flatten())
+            token_R.append(token_RK1.flatten().to(torch.int64))
+        if step.reported_prompts_B:
+            first = batch.num_deciding or 0
+            count = sum(step.num_tokens_B[b] for b in step.reported_prompts_B)
+            at_P = batch.logit_row_N[first : first + count]
+            end_B = batch.attention.query_start_B1[1:]
+            # Where kernels are only compiled ahead, all requests begin at 0.
+            b_P = torch.searchsorted(end_B, at_P, right=True).clamp(max=len(end_B) - 1)
+            after_P = batch.position_T[at_P] + 1
+            token_R.append(self.slots.state.token_SL[requests.slot_B[b_P], after_P].to(torch.int64))
+            row_R.append(torch.arange(first, first + count, device=device))
+        if not row_R:
+            return drafts.num_B[:0], drafts.num_B[:0]
+        return torch.cat(row_R), torch.cat(token_R).clamp(min=0)

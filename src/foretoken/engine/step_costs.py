@@ -17,12 +17,10 @@ import torch
 from foretoken.drafting.control import Array, StepTable
 from foretoken.engine.pace import PromptCosts
 from foretoken.engine.runner import Runner
-from foretoken.engine.trace import StepTrace, read_events
+from foretoken.engine.trace import device_phases
 from foretoken.ops import Rule
 from foretoken.sampling.params import SamplingParams
-from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.parameters import SlotRequest
-from foretoken.slots.step import NONE, StepInput
+from foretoken.slots.plan import NONE, Admission, StepInput, StepPlan
 
 SECONDS = {"cpu": 1.5, "cuda": 30.0}
 """When the limit is reached, larger batches are taken to cost as much more as they are larger, and
@@ -61,7 +59,7 @@ def measure(
         rule: what decides; steps that are captured for it here are those that will be served.
         adapts: K will be chosen by this; else none and all of the drafts are timed, for less time.
     """
-    limit = SECONDS[runner.slots.device.type] * (1.0 if adapts else _ROUGHLY)
+    limit = SECONDS[runner.device.type] * (1.0 if adapts else _ROUGHLY)
     steps = _Steps(runner, num_drafts, rule)
     sizes = [*(4**i for i in range(16) if 4**i < num_slots), num_slots]
     if widths:
@@ -132,8 +130,8 @@ class _Steps:
     """Requests of nobody, and timed steps of them."""
 
     def __init__(self, runner: Runner, num_drafts: int, rule: Rule) -> None:
-        self._runner, self._slots, self._num_drafts = runner, runner.slots, num_drafts
-        self._rule, self._on_device = rule, isinstance(runner.slots, DeviceSlotTable)
+        self._runner, self._num_drafts = runner, num_drafts
+        self._rule, self._on_device = rule, not runner.on_host
         state = runner.slots.state
         self._most = min(state.token_SL.shape[1] - num_drafts - 1, runner.model.max_model_len)
         self._columns, self._num_blocks = state.block_SL.shape[1], runner.kv.num_blocks
@@ -204,16 +202,15 @@ class _Steps:
         """Seconds of a step that computes so many tokens of a prompt, behind `start` others."""
         self._new_cache()
         end = start + count
-        self._slots.admit(0, self._request(0, end + 1, start))
-        self._write_blocks(0, 0, end)
+        admission = self._admission(0, end + 1, start)
+        self._runner.run(StepPlan([], [admission], [self._blocks(0, 0, end)]))
         self._batch = 1
         none = [NONE]
         return sum(self._time(StepInput([0], [count], [0], [False], none, none, [False])))
 
     def clear(self) -> None:
         """Leave nothing behind."""
-        for slot in range(self._batch):
-            self._slots.release(slot)
+        self._runner.run(StepPlan(range(self._batch)))
         self._batch = 0
 
     def _reaches(self, count: int) -> bool:
@@ -228,9 +225,9 @@ class _Steps:
         self._new_cache()
         self._length = length = max(min(length, self._most // 2), 2)
         stride = -(-2 * length // self._runner.kv.block_size)
-        for slot in range(batch):
-            self._slots.admit(slot, self._request(slot, length, length - 1))
-            self._write_blocks(slot, slot * stride, length + _BEHIND)
+        admissions = [self._admission(slot, length, length - 1) for slot in range(batch)]
+        new_blocks = [self._blocks(slot, slot * stride, length + _BEHIND) for slot in range(batch)]
+        self._runner.run(StepPlan([], admissions, new_blocks))
         self._batch = batch
 
     def _new_cache(self) -> None:
@@ -238,19 +235,17 @@ class _Steps:
         if not self._on_device:
             self._runner.clear(range(self._num_blocks))  # whose contents the drafter has seen
 
-    def _request(self, key: int, length: int, computed: int) -> SlotRequest:
-        """One of `length` tokens, of which so many are computed."""
+    def _admission(self, slot: int, length: int, computed: int) -> Admission:
+        """A request of `length` tokens, of which so many are computed."""
         drafter = self._runner.drafter.measured if self._runner.drafter else 0
-        return SlotRequest(
-            key, _PARAMS, self._rule, [0] * length, limit=self._most, num_computed=computed,
-            drafter=drafter,
-        )  # fmt: skip
+        return Admission(
+            slot, slot, _PARAMS, self._rule, [0] * length, length, self._most, computed, drafter
+        )
 
-    def _write_blocks(self, slot: int, first: int, num_tokens: int) -> None:
-        """Give a slot the blocks of so many tokens, from this one on, as far as it has columns."""
+    def _blocks(self, slot: int, first: int, num_tokens: int) -> tuple[int, int, list[int]]:
+        """A slot's blocks for so many tokens, from this block on, as far as it has columns."""
         count = min(-(-num_tokens // self._runner.kv.block_size), self._columns)
-        blocks = [i % self._num_blocks for i in range(first, first + count)]
-        self._slots.write_blocks([(slot, 0, blocks)])
+        return slot, 0, [i % self._num_blocks for i in range(first, first + count)]
 
     def _run(self, count: int) -> tuple[float, float]:
         """Seconds of a step with so many drafts of each: of all but drafting, and of drafting."""
@@ -260,19 +255,17 @@ class _Steps:
 
     def _time(self, step: StepInput) -> tuple[float, float]:
         """Seconds of a step: of all but drafting, and of drafting."""
-        clock = self._runner.clock
-        clock.start(trace := StepTrace())
-        result = self._runner.run(step)
-        events = clock.take_events()
+        begin = time.perf_counter()
+        result = self._runner.run(StepPlan(step=step, timed=True))
         result.read()
-        if self._slots.device.type == "cuda":
-            torch.cuda.synchronize(self._slots.device)
-        clock.mark("read")
-        clock.stop()
-        read_events(trace, events)
-        trace.seconds.pop("gap", None)  # in which a GPU waited for this
-        drafting = trace.seconds.pop("draft", 0.0)
-        return sum(trace.seconds.values()), drafting
+        if self._runner.device.type == "cuda":
+            torch.cuda.synchronize(self._runner.device)
+        seconds = time.perf_counter() - begin
+        phases = device_phases(result) if result.events else result.phases
+        drafting = phases.get("draft", 0.0)
+        if result.events:  # without the gap, in which a GPU waited for this
+            seconds = sum(phases.values()) - phases.get("gap", 0.0)
+        return seconds - drafting, drafting
 
 
 def _step(batch: int, num_drafts: int) -> StepInput:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from foretoken.engine.request import Share
-from foretoken.slots.step import StepResult
+from foretoken.slots.step import Outcome, StepResult
 
 
 @dataclass(slots=True)
@@ -44,60 +44,82 @@ class StepTrace:
     num_accepted: int = 0
     asked_drafts: list[int] = field(default_factory=list)
 
-    def count(self, result: StepResult, shares: Sequence[Share]) -> None:
-        """Take over what was asked for, and the numbers of its result."""
+    def count(self, shares: Sequence[Share], outcomes: Mapping[int, Outcome]) -> None:
+        """Take over what was asked for and what came of it."""
         asked = Counter(share.max_drafts for share in shares if share.decides)
         self.asked_drafts = [asked[k] for k in range(max(asked, default=-1) + 1)]
-        decisions = result.decisions
-        self.num_requests = len(result.spans)
-        self.num_tokens = sum(span.num_tokens for span in result.spans)
-        self.num_context = sum(share.start for share in shares)
-        self.num_drafts = sum(outcome.num_drafts for outcome in decisions.values())
-        self.num_accepted = sum(outcome.num_accepted for outcome in decisions.values())
-        self.num_decoding = sum(
-            span.slot in decisions and span.num_tokens == 1 + decisions[span.slot].num_drafts
-            for span in result.spans
-        )
+        self.num_requests, self.num_context = len(shares), sum(share.start for share in shares)
+        for share in shares:
+            outcome = outcomes[share.slot]
+            self.num_tokens += share.num_tokens + outcome.num_drafts
+            self.num_drafts += outcome.num_drafts
+            self.num_accepted += outcome.num_accepted
+            self.num_decoding += share.decides and share.num_tokens == 1
+
+    def time(self, schedule: float, launch: float, commit: float, result: StepResult) -> None:
+        """Take over seconds of a host: of the call that launched the step, by the runner's phases.
+
+        What `launch` took besides them counts as `admit`.
+        """
+        phases = dict(result.phases)
+        admit = phases.pop("admit", 0.0)
+        admit += launch - admit - sum(phases.values())
+        self.seconds = {"schedule": schedule, "admit": admit, **phases, "commit": commit}
+        self.total = self.host_seconds = schedule + launch + commit
+
+    def read_events(self, result: StepResult) -> None:
+        """Let the device's own times take the place of the host's, if there are any."""
+        if len(result.events) > 1:
+            self.seconds = device_phases(result)
+            self.total = sum(self.seconds.values())
+
+
+def device_phases(result: StepResult) -> dict[str, float]:
+    """Seconds between the marks that a step left on a GPU, by phase."""
+    return {
+        "gap" if phase == "begin" else phase: before.elapsed_time(event) / 1e3
+        for (_, before), (phase, event) in pairwise(result.events)
+    }
 
 
 OnStep = Callable[[StepTrace], None]
 
 
 class PhaseClock:
-    """Adds up the seconds between marks, by phase; costs nothing while there is no trace.
+    """Adds up the seconds between marks, by phase; costs nothing where nothing is timed.
 
     On a GPU the marks that a step leaves between its stages are events, and their distances are
-    known once its result is: `Marks.seconds`.
+    known once its result is: see `device_phases`.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.trace: StepTrace | None = None
+        self._seconds: dict[str, float] | None = None
         self._is_gpu = device is not None and device.type == "cuda"
-        self._start = self._last = 0.0
+        self._last = 0.0
         self._events: list[tuple[str, Any]] = []
-        self._latest: Any = None  # the event behind the step before
+        self._latest: Any = None  # the event after the step before
 
-    def start(self, trace: StepTrace | None) -> None:
-        """Time the phases that follow."""
-        self.trace = trace
-        self._start = self._last = time.perf_counter()
+    def start(self, *, timed: bool) -> None:
+        """Time the phases that follow, if so."""
+        self._seconds = {} if timed else None
+        self._last = time.perf_counter()
 
     def begin(self) -> None:
         """A step's first stage begins."""
-        if self.trace is not None and self._is_gpu:
+        if self._seconds is not None and self._is_gpu:
             self._events = [("gap", self._latest)] if self._latest is not None else []
             self._record("begin")
 
     def mark(self, phase: str) -> None:
         """The phase of this name, which began at the mark before, ends now."""
-        if self.trace is not None:
+        if self._seconds is not None:
             now = time.perf_counter()
-            self.trace.seconds[phase] = self.trace.seconds.get(phase, 0.0) + now - self._last
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + now - self._last
             self._last = now
 
     def mark_stage(self, stage: str, phase: str) -> None:
         """A stage ends on the device, and the phase of its name or of another on the host."""
-        if self.trace is not None and self._is_gpu:
+        if self._seconds is not None and self._is_gpu:
             self._record(stage)
         self.mark(phase)
 
@@ -106,25 +128,8 @@ class PhaseClock:
         self._latest.record()
         self._events.append((phase, self._latest))
 
-    def take_events(self) -> list[tuple[str, Any]]:
-        """The events of the step that was launched, to be read with its result."""
-        events, self._events = self._events, []
-        return events
-
-    def stop(self) -> StepTrace | None:
-        """The trace, complete; nothing is timed any more."""
-        trace, self.trace = self.trace, None
-        if trace is not None:
-            trace.total = trace.host_seconds = self._last - self._start
-        return trace
-
-
-def read_events(trace: StepTrace, events: Sequence[tuple[str, Any]]) -> None:
-    """Let a trace have the device's times in the place of the host's, if there are any."""
-    if len(events) < 2:
-        return
-    trace.seconds = {
-        "gap" if phase == "begin" else phase: before.elapsed_time(event) / 1e3
-        for (_, before), (phase, event) in pairwise(events)
-    }
-    trace.total = sum(trace.seconds.values())
+    def take(self) -> tuple[dict[str, float], list[tuple[str, Any]]]:
+        """The phases of a step and its events; nothing is timed any more."""
+        seconds, events = self._seconds or {}, self._events
+        self._seconds, self._events = None, []
+        return seconds, events

@@ -319,7 +319,7 @@ class Worker:
         for mailbox, group in [*self._groups.items()]:
             if group in changed or group.finished:  # in a step that failed, before it ever ran
                 self._show(mailbox, group)
-        if not (self._engine.has_work and self._engine.runner.slots.on_host):
+        if not (self._engine.has_work and self._engine.runner.on_host):
             self._tell()  # no pass comes, or one that another device computes
 
     def _add(

@@ -10,22 +10,21 @@ others never call the attention function. Only running them tells.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foretoken.cache.batch import gather_batch
 from foretoken.cache.kv_pool import KVPool
 from foretoken.errors import CheckpointError, UnsupportedModelError
 from foretoken.models.attention import ATTENTION_NAME, AttentionPass, attention_context
 from foretoken.models.causal_lm import CausalLM
 from foretoken.models.checkpoint import first_line
-from foretoken.ops import AttentionCall
-from foretoken.ops.steps import SlotSpan
-from foretoken.slots.table import SlotTable
+from foretoken.ops import AttentionBatch, AttentionCall
+from foretoken.ops.steps import ForwardBatch
 
 # Classes without Transformers' support flag whose attention does go through its interface: the
 # self-check passes, and the tests compare them with plain Transformers.
@@ -198,10 +197,7 @@ def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tenso
             sliding window is not the configuration's; a module that fails on packed input.
     """
     text = module.config.get_text_config()
-    slots = SlotTable(1, device, max_tokens=_BLOCK, max_drafts=0, blocks=1)
-    slots.token_SL[0] = _random_tokens(text.vocab_size, _BLOCK)
-    slots.write_blocks([(0, 0, [0])])
-    batch = gather_batch(slots, [SlotSpan(0, 0, _BLOCK, _BLOCK)], _BLOCK)
+    batch = _packed([(0, _random_tokens(text.vocab_size, _BLOCK), [0])], device)
     calls: list[AttentionCall] = []
     try:
         with torch.inference_mode(), attention_context(AttentionPass(batch, calls=calls)):
@@ -225,6 +221,32 @@ def probe(module: Any, device: torch.device) -> tuple[list[AttentionCall], Tenso
         )
     _check_windows(text, [call.sliding_window for call in calls])
     return calls, output.logits.squeeze(0)
+
+
+def _packed(
+    requests: Sequence[tuple[int, list[int], list[int]]], device: torch.device
+) -> ForwardBatch:
+    """A pass over tokens of each request, with the logits of all.
+
+    Args:
+        requests: where its tokens begin, the tokens, all its blocks.
+    """
+    starts, tokens, blocks = zip(*requests, strict=True)
+    counts = [len(ids) for ids in tokens]
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    columns = -(-max(lengths) // _BLOCK)
+    rows = [[*row[:columns], *[0] * (columns - len(row))] for row in blocks]
+    positions = [range(start, end) for start, end in zip(starts, lengths, strict=True)]
+
+    def tensor(numbers: Any) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+    starts_B1 = tensor([0, *accumulate(counts)])
+    attention = AttentionBatch(starts_B1, tensor(lengths), tensor(rows), _BLOCK, values_fit=True)
+    return ForwardBatch(
+        tensor([*chain(*tokens)]), tensor([*chain(*positions)]), tensor(range(sum(counts))),
+        attention,
+    )  # fmt: skip
 
 
 def _check_windows(text: Any, windows: list[int | None]) -> None:
@@ -270,19 +292,16 @@ def self_check(model: CausalLM, expected: Tensor) -> float:
     """
     tokens = _check_tokens(model.vocab_size)
     kv = KVPool(model.layer_shapes, 16, _BLOCK, dtype=model.dtype, device=model.device)
-    slots = SlotTable(len(tokens), model.device, max_tokens=_LENGTH, max_drafts=3, blocks=6)
-    slots.write_blocks((slot, 0, blocks) for slot, blocks in enumerate(_BLOCKS))
     wrong = _random_tokens(model.vocab_size, 3, 4)
 
     def run() -> list[Tensor]:
         found = []
         for step in _SCHEDULE:
-            spans = []
-            for i, start, count, drafts in step:
-                end = start + count + drafts
-                slots.token_SL[i, start:end] = tokens[i][start : start + count] + wrong[:drafts]
-                spans.append(SlotSpan(i, start, end - start, end - start))
-            found.append(model.forward(gather_batch(slots, spans, _BLOCK), kv).logits_NV)
+            requests = [
+                (start, tokens[i][start : start + count] + wrong[:drafts], _BLOCKS[i])
+                for i, start, count, drafts in step
+            ]
+            found.append(model.forward(_packed(requests, model.device), kv).logits_NV)
         return found
 
     model.backend.compile_ahead(run)

@@ -11,7 +11,7 @@ needed; a *slot* is a request's permanent index into per-request state, not its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -183,9 +183,10 @@ class DraftBlock:
     cache:    where the q of this batch's slots is; None if no row has a real q
     real_q_B: bool; False means one-hot q (greedy drafts, n-grams, a request whose q is missing).
               At T=0 and under COUPLED nothing of q is read either way.
-    source_B: int64, the number of the drafter that made them; None: who each request asked for
+    source_B: int64, the number of the drafter that made them; None: the one that was asked for
     expected_B: float64, of drafts that were looked up: how many would be accepted if tokens
               followed as often as they did before; None: not counted
+    faults:   by slot, what drafting for one request alone raised: it has no drafts
     """
 
     token_BK: Tensor
@@ -194,6 +195,7 @@ class DraftBlock:
     real_q_B: Tensor
     source_B: Tensor | None = None
     expected_B: Tensor | None = None
+    faults: dict[int, Exception] = field(default_factory=dict)
 
 
 class VerifyBatch(NamedTuple):

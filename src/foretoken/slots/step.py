@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from foretoken.ops import DraftBlock, Evidence, Logprobs, Rule, SlotParams
+from foretoken.ops import Evidence, Logprobs, Rule, SlotParams
 from foretoken.ops.pinned import ToHost
 from foretoken.slots.plan import StepInput
 

@@ -134,12 +134,14 @@ class SlotTable:
         # by its last reference or never.
         self._owners = WeakValueDictionary[str, SlotOwner]()
         if on_host:
-            self.token_SL, self.block_SL, self.length_S, *_ = (c.numpy() for c in self.state)
+            views = (column.numpy() for column in self.state)
+            self.token_SL, self.block_SL, self.length_S, self.computed_S, _ = views
 
     token_SL: Array
-    """`state.token_SL`, read on the host; this and the next two only where `on_host`."""
+    """`state.token_SL`, as the host reads it; this and the next three only where `on_host`."""
     block_SL: Array
     length_S: Array
+    computed_S: Array
 
     @staticmethod
     def bytes_per_slot(max_tokens: int, block_size: int) -> int:

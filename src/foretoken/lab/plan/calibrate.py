@@ -152,7 +152,7 @@ class Calibration:
     def _warming(self) -> list[Case]:
         """What runs before anything is timed: on a GPU every case, since kernels are compiled and
         graphs captured for it; a CPU takes as long the first time, once it has met the batch."""
-        if not self._engine.runner.slots.on_host:
+        if not self._engine.runner.on_host:
             return self._cases
         whole = (self._decode(*of) for of in product(self._sizes, self._drafts))
         return [case._replace(length=min(case.length, 4), output=_AFTER) for case in whole]
@@ -263,7 +263,7 @@ class Calibration:
             for case, seconds in zip(cases[1:], whole[1:], strict=True):
                 more = _mean(self._found[case].first) - seconds
                 missed.append(max(more, 0.0) / batch / case.length)
-        config, pool, on_host = engine.config, engine.scheduler.pool, runner.slots.on_host
+        config, pool, on_host = engine.config, engine.scheduler.pool, runner.on_host
         speculation = config.speculative_config
         made_of = dict(runner.planned.parts) if runner.planned else {}
         cache = sum(made_of.pop(name, 0) for name in ("K/V cache", "K/V cache of the draft"))

@@ -9,17 +9,27 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from foretoken.ops import Verdict, get_backend
-from foretoken.ops.steps import DraftRequests, PackSizes, SlotState, Steps, StepTokens
+from foretoken.ops.steps import (
+    DraftRequests,
+    ForwardBatch,
+    PackSizes,
+    SlotState,
+    Steps,
+    StepTokens,
+)
+from tests.support.cases import make_params
 from tests.support.interpreter import INTERPRETED, interpret_tests
 
 BLOCK_SIZE, VOCABULARY = 4, 7
+Bind = Callable[[SlotState], Steps]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
@@ -97,19 +107,28 @@ def make_verdict(seed: int, num_D: Tensor, most: int) -> Verdict:
     return Verdict(token_DK1, numbers, torch.tensor(finite, dtype=torch.bool, device=device))
 
 
-def check_batch(mine: Any, theirs: Any, lengths: Tensor) -> None:
-    """Two `ForwardBatch`, of which one may have more padding; blocks as far as `lengths` reach."""
+def make_asked(case: Case, num_D: Tensor, position_D: Tensor) -> DraftRequests:
+    params = make_params(len(case.state.length_S))
+    return DraftRequests(case.slot_D, num_D, position_D, case.most, params)
+
+
+def check_batch(mine: ForwardBatch, theirs: ForwardBatch, reach_B: Tensor, exact: bool) -> None:
+    """Blocks are compared as far as `reach_B` tokens. exact: neither batch is padded."""
     for name in ("token_T", "position_T", "logit_row_N"):
         one, other = getattr(mine, name), getattr(theirs, name)
-        size = min(len(one), len(other))
+        size = max(len(one), len(other)) if exact else min(len(one), len(other))
         assert torch.equal(one[:size], other[:size]), name
     a, b = mine.attention, theirs.attention
     assert torch.equal(a.query_start_B1, b.query_start_B1)
     assert torch.equal(a.length_B, b.length_B)
     assert (a.block_size, a.most_queries, a.values_fit) == (b.block_size, b.most_queries, True)
-    columns = torch.arange(a.block_BL.shape[1], device=lengths.device)
-    read_BL = columns * BLOCK_SIZE < lengths[:, None]
-    assert torch.equal(a.block_BL[read_BL], b.block_BL[read_BL])
+    assert a.block_BL.is_contiguous()
+    assert b.block_BL.is_contiguous()
+    columns = min(a.block_BL.shape[1], b.block_BL.shape[1])
+    if exact:
+        assert a.block_BL.shape == b.block_BL.shape
+    read_BL = torch.arange(columns, device=reach_B.device) * BLOCK_SIZE < reach_B[:, None]
+    assert torch.equal(a.block_BL[:, :columns][read_BL], b.block_BL[:, :columns][read_BL])
 
 
 def check_state(mine: SlotState, theirs: SlotState) -> None:
@@ -118,36 +137,34 @@ def check_state(mine: SlotState, theirs: SlotState) -> None:
         assert torch.equal(one[-1].flatten()[:-1], other[-1].flatten()[:-1]), name
 
 
-def compare_step(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
+def compare_step(mine: Bind, theirs: Bind, case: Case, seed: int, *, exact: bool = False) -> None:
     """A whole step: drafts counted and written, tokens packed, the outcome taken over."""
-    ours, state = case.copy(), case.copy()
-    num_D, position_D = theirs.count_drafts(state, case.slot_D, case.most_D)
-    for one, other in zip(
-        mine.count_drafts(ours, case.slot_D, case.most_D), (num_D, position_D), strict=True
-    ):
-        assert torch.equal(one, other)
+    states = case.copy(), case.copy()
+    both = mine(states[0]), theirs(states[1])
+    counted = [steps.count_drafts(case.slot_D, case.most_D) for steps in both]
+    assert all(map(torch.equal, *counted))
+    num_D, position_D = counted[1]
     if case.most:
         shape = (len(num_D), case.most)
         token_DK = torch.randint(-2, VOCABULARY + 3, shape, device=num_D.device)
-        rows = DraftRequests(case.slot_D, num_D, position_D, case.most)
-        for steps, its in ((mine, ours), (theirs, state)):
-            steps.write_drafts(its, rows, num_D, token_DK, VOCABULARY - 1)
-        check_state(ours, state)
+        asked = make_asked(case, num_D, position_D)
+        for steps in both:
+            steps.write_drafts(asked, num_D, token_DK, VOCABULARY - 1)
+        check_state(*states)
     tokens = StepTokens(case.slot_B, case.num_tokens_B, case.of_B, num_D)
-    sizes = PackSizes(int(case.num_tokens_B.sum()) + len(num_D) * case.most + 3, 0, 9)
-    sizes = sizes._replace(rows=len(num_D) * (case.most + 1))
-    packs = [steps.pack(state, tokens, sizes, BLOCK_SIZE) for steps in (mine, theirs)]
-    check_batch(*packs, packs[1].attention.length_B)
-    verdict = make_verdict(seed, num_D, case.most)
-    packets = [
-        steps.advance(its, tokens, verdict) for steps, its in ((mine, ours), (theirs, state))
-    ]
-    assert torch.equal(*packets)
-    check_state(ours, state)
+    most_tokens = int(case.num_tokens_B.sum()) + len(num_D) * case.most
+    for more, ahead in ((3, 0), (0, seed % 7)):
+        sizes = PackSizes(most_tokens + more, len(num_D) * (case.most + 1) + more, 9, ahead)
+        packs = [steps.pack(tokens, sizes, BLOCK_SIZE) for steps in both]
+        reach_B = packs[1].attention.length_B + (ahead if exact else 0)
+        check_batch(*packs, reach_B, exact)
     batch = packs[1].attention
+    verdict = make_verdict(seed, num_D, case.most)
+    assert torch.equal(*(steps.advance(tokens, verdict) for steps in both))
+    check_state(*states)
     real = int(batch.query_start_B1[-1])  # behind these, ids may differ
     (token_T, row_B), (other_T, other_B) = (
-        steps.shift(state, case.slot_B, batch, sizes.tokens) for steps in (mine, theirs)
+        steps.shift(case.slot_B, batch, sizes.tokens) for steps in both
     )
     assert torch.equal(token_T[:real], other_T[:real])
     assert torch.equal(row_B, other_B)
@@ -155,22 +172,23 @@ def compare_step(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
     assert len(token_T) == sizes.tokens
 
 
-def compare_drafting(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
+def compare_drafting(
+    mine: Bind, theirs: Bind, case: Case, seed: int, *, exact: bool = False
+) -> None:
     """A round of drafting, the end of it, and a look-up; some have more tokens than the model."""
-    state, max_len = case.state, case.state.token_SL.shape[1] - random.Random(seed).randint(1, 20)
-    rows = DraftRequests(
-        case.slot_D, *theirs.count_drafts(state, case.slot_D, case.most_D), case.most
-    )
+    both = mine(case.state), theirs(case.state)
+    max_len = case.state.token_SL.shape[1] - random.Random(seed).randint(1, 20)
+    asked = make_asked(case, *both[1].count_drafts(case.slot_D, case.most_D))
     known = 1 + seed % 2
-    one, other = (s.begin_round(state, rows, known, max_len, BLOCK_SIZE) for s in (mine, theirs))
-    check_batch(one.first, other.first, other.length_KB[-1])
+    one, other = (steps.begin_round(asked, known, max_len, BLOCK_SIZE) for steps in both)
+    check_batch(one.first, other.first, other.length_KB[-1], exact)
     for name in ("num_B", "index_B1", "position_KB", "length_KB", "index_KB"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
-    drafts = list(torch.randint(VOCABULARY, (case.most, len(rows.slot_B)), device=DEVICE))
-    assert torch.equal(mine.join_drafts(drafts, one.num_B), theirs.join_drafts(drafts, one.num_B))
+    shape, device = (case.most, len(asked.slot_B)), asked.slot_B.device
+    drafts = list(torch.randint(VOCABULARY, shape, device=device))
+    assert torch.equal(*(steps.join_drafts(drafts, one.num_B) for steps in both))
     for shortest, longest in ((1, 3), (2, 2)):
-        found = [steps.look_up(state, rows, shortest, longest) for steps in (mine, theirs)]
-        assert all(map(torch.equal, *found))
+        assert all(map(torch.equal, *(s.look_up(asked, shortest, longest) for s in both)))
 
 
 @needs_triton
@@ -212,11 +230,11 @@ def test_a_request_that_has_all_its_tokens_writes_nowhere(backend: str) -> None:
         numbers[0].clone(), numbers[2].clone(),
     )  # fmt: skip
     one, none = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    steps = get_backend(backend).steps
-    packed = steps.pack(state, StepTokens(none, one, None, none), PackSizes(1, 1, 1), 16)
+    steps = get_backend(backend).steps(state)
+    packed = steps.pack(StepTokens(none, one, None, none), PackSizes(1, 1, 1), 16)
     assert packed.position_T.tolist() == [0]
     assert packed.attention.block_BL[0, 0] == 7
-    rows = DraftRequests(none, none, 17 * one, most=1)
-    plan = steps.begin_round(state, rows, 2, 64, 16)
+    asked = DraftRequests(none, none, 17 * one, 1, make_params(2))
+    plan = steps.begin_round(asked, 2, 64, 16)
     assert plan.first.attention.block_BL[0, 0] == 7
     assert plan.position_KB.max() < 16

@@ -31,7 +31,7 @@ def load() -> Kernels:
         evidence=evidence_by(sampling.process_logits, sampling.logprobs),
         logprobs=sampling.logprobs,
         attention=attention,
-        steps=steps,
+        steps=steps.Steps,
         decoder=decoder.FusedDecoder,
         draft_head=head.FusedHead,
         set_num_threads=library.set_num_threads,

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.ops import Verdict, get_backend
+from foretoken.errors import IntegrityError
+from foretoken.ops import Verdict, get_backend, unavailable
 from foretoken.ops.steps import (
     DraftRequests,
     ForwardBatch,
@@ -33,6 +34,10 @@ Bind = Callable[[SlotState], Steps]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
+needs_native = pytest.mark.skipif(
+    unavailable("native") is not None, reason="there are no native kernels"
+)
+HOST = ["torch", pytest.param("native", marks=needs_native)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -221,7 +226,126 @@ def test_kernels_that_take_several_turns(requests: int, most: int, max_tokens: i
     compare_drafting(mine, theirs, case, 1)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@needs_native
+@pytest.mark.parametrize("seed", range(60))
+def test_native_steps_are_those_of_stock_operators(seed: int) -> None:
+    """To the last number, sizes included: neither pads a batch."""
+    mine, theirs = get_backend("native").steps, get_backend("torch").steps
+    requests, most = random.Random(seed).choice([1, 2, 7, 16]), seed % 5
+    for prompts in (False, True):
+        case = make_case(seed, requests, most, prompts=prompts, device=torch.device("cpu"))
+        compare_step(mine, theirs, case, seed, exact=True)
+        if case.most and len(case.slot_D):
+            compare_drafting(mine, theirs, case, seed, exact=True)
+
+
+@needs_native
+def test_native_steps_read_tensors_of_any_layout() -> None:
+    """Columns of a table, drafts as int32."""
+    case = make_case(3, 5, 4, device=torch.device("cpu"))
+    results = []
+    for lay in (Tensor.contiguous, lambda x: torch.stack([x, x], dim=-1)[..., 0]):
+        state = case.copy()
+        steps = get_backend("native").steps(state)
+        slot_D, most_D = lay(case.slot_D), lay(case.most_D)
+        asked = make_asked(case, *steps.count_drafts(slot_D, most_D))
+        asked = asked._replace(slot_B=slot_D, num_B=lay(asked.num_B))
+        dtype = torch.int64 if slot_D.is_contiguous() else torch.int32
+        token_DK = torch.arange(20, dtype=dtype).view(5, 4) % 7
+        steps.write_drafts(asked, asked.num_B, lay(token_DK), 5)
+        given = lay(case.slot_B), lay(case.num_tokens_B), lay(torch.arange(5))
+        tokens = StepTokens(*given, asked.num_B)
+        batch = steps.pack(tokens, PackSizes(0, 0, 5), BLOCK_SIZE)
+        token_DK1, *rest = make_verdict(1, asked.num_B, 4)
+        packet = steps.advance(tokens, Verdict(lay(token_DK1.to(dtype)), *map(lay, rest)))
+        first = steps.begin_round(asked, 2, 50, BLOCK_SIZE).first
+        results.append((*state, batch.token_T, packet, first.token_T, *steps.look_up(asked, 1, 3)))
+    assert all(map(torch.equal, *results))
+
+
+@needs_native
+def test_memory_is_used_again_but_what_the_host_asks_for() -> None:
+    """Results of `advance` stay as they are, and one object's are not another's."""
+    case = make_case(2, 4, 3, device=torch.device("cpu"))
+    steps, other = (get_backend("native").steps(case.copy()) for _ in range(2))
+    num_D, _ = steps.count_drafts(case.slot_D, case.most_D)
+    tokens = StepTokens(case.slot_B, case.num_tokens_B, None, num_D.clone())
+    batch = steps.pack(tokens, PackSizes(0, 0, 4), BLOCK_SIZE)
+    before = num_D.clone(), batch.token_T.clone(), batch.attention.block_BL.clone()
+    elsewhere = tokens._replace(slot_B=case.slot_B.flip(0), num_D=tokens.num_D.flip(0))
+    other.count_drafts(elsewhere.slot_B, case.most_D * 0)
+    other.pack(elsewhere, PackSizes(0, 0, 4), BLOCK_SIZE)
+    after = num_D, batch.token_T, batch.attention.block_BL
+    assert all(map(torch.equal, before, after))
+    again = steps.pack(tokens, PackSizes(0, 0, 4), BLOCK_SIZE)
+    assert again.token_T.data_ptr() == batch.token_T.data_ptr()
+    assert again.attention is not batch.attention
+    packet = steps.advance(tokens, make_verdict(1, tokens.num_D, 3))
+    copy = packet.clone()
+    later = steps.advance(tokens, make_verdict(2, tokens.num_D, 3))
+    assert torch.equal(packet, copy)
+    assert not torch.equal(packet, later)
+
+
+def make_slots(length: int) -> SlotState:
+    """One slot of so many tokens, with room for 8 and blocks of 4 for 12, and the spare."""
+    numbers = torch.tensor([[length, 1], [length - 1, 0], [99, 1]])
+    blocks = torch.tensor([[1, 2, 3], [0, 0, 0]])
+    return SlotState(torch.ones(2, 8, dtype=torch.int32), blocks, *numbers)
+
+
+@pytest.mark.parametrize("backend", HOST)
+def test_more_drafts_than_asked_for_are_an_error(backend: str) -> None:
+    state = make_slots(3)
+    steps, one = get_backend(backend).steps(state), torch.ones(1, dtype=torch.int64)
+    asked = DraftRequests(0 * one, one, 3 * one, 2, make_params(2))
+    before = state.token_SL.clone()
+    with pytest.raises(IntegrityError, match=r"2\]? drafts.* asked for"):
+        steps.write_drafts(asked, 2 * one, torch.tensor([[5, 6]]), 9)
+    with pytest.raises(IntegrityError, match=r"\[1, 1\] drafts, \[1\] asked for"):
+        steps.write_drafts(asked, torch.tensor([1, 1]), torch.tensor([[5], [6]]), 9)
+    assert torch.equal(state.token_SL, before)
+    steps.write_drafts(asked, one, torch.tensor([[5, 6]]), 9)
+    assert state.token_SL[0].tolist() == [1, 1, 1, 5, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("backend", HOST)
+def test_tokens_without_a_place_or_a_value_are_an_error(backend: str) -> None:
+    one = torch.ones(1, dtype=torch.int64)
+    tokens, sizes = StepTokens(0 * one, one, None, 3 * one), PackSizes(9, 9, 9)
+    for length, block_size, room in ((6, 4, 8), (4, 2, 6)):
+        with pytest.raises(IntegrityError, match=rf"{length + 3} tokens .* has room for {room}"):
+            get_backend(backend).steps(make_slots(length)).pack(tokens, sizes, block_size)
+    state = make_slots(4)
+    state.token_SL[0, 5] = -1
+    with pytest.raises(IntegrityError, match="never written"):
+        get_backend(backend).steps(state).pack(tokens, sizes, 4)
+    last = get_backend(backend).steps(make_slots(5)).pack(tokens, sizes, 4)
+    assert last.position_T.tolist() == [4, 5, 6, 7]
+    assert last.attention.block_BL.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("backend", HOST)
+def test_what_follows_an_occurrence_is_drafted(backend: str) -> None:
+    """The longest suffix; of its occurrences the latest with all drafts, else the earliest."""
+    texts = {
+        (1, 2, 3, 9, 1, 2, 3, 8, 2, 3): [8, 2],
+        (1, 2, 3, 9, 8, 3, 4, 2, 3): [9, 8],
+        (5, 6, 5, 6, 5, 6): [5, 6],
+        (7, 7, 7): [7, -1],
+        (1, 2, 3, 4): [-1, -1],
+    }
+    for text, wanted in texts.items():
+        state = make_slots(len(text))._replace(token_SL=torch.full((2, 12), -9, dtype=torch.int32))
+        state.token_SL[0, : len(text)] = torch.tensor(text)
+        one = torch.ones(1, dtype=torch.int64)
+        asked = DraftRequests(0 * one, 2 * one, len(text) * one, 2, make_params(2))
+        token_BK, num_B = get_backend(backend).steps(state).look_up(asked, 1, 2)
+        assert token_BK.tolist() == [wanted]
+        assert num_B.tolist() == [sum(token >= 0 for token in wanted)]
+
+
+@pytest.mark.parametrize("backend", HOST)
 def test_a_request_that_has_all_its_tokens_writes_nowhere(backend: str) -> None:
     """Its last token may stand in a block that was never handed out: the table says another's."""
     numbers = torch.tensor([[16, 0], [17, 1], [17, 1]])  # computed, length, limit

@@ -18,8 +18,7 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.native import decoder, head, library, sampling
-    from foretoken.ops.backends.torch import steps
+    from foretoken.ops.backends.native import decoder, head, library, sampling, steps
     from foretoken.ops.backends.torch.attention import attention
     from foretoken.ops.backends.torch.evidence import evidence_by
 

@@ -29,7 +29,7 @@ from tests.support.asynchronous import PATIENCE
 from tests.support.cases import drafts_of, host_backends, make_params
 
 OPS = ("process_logits", "sample", "draft", "verify", "evidence", "logprobs", "attention")
-STEPS = get_backend("torch").steps
+STEPS = get_backend("torch")._kernels.steps
 
 
 def test_unknown_and_former_names() -> None:
@@ -62,7 +62,7 @@ def test_an_op_has_one_file_name_in_every_backend(name: str) -> None:
         calls_native = lender == "native" and file == "sampling"
         assert calls_native or file in files.get(op, {op})
     lender = name if name == "triton" else "torch"
-    assert backend.steps.__name__ == f"foretoken.ops.backends.{lender}.steps"  # type: ignore[attr-defined]
+    assert backend._kernels.steps.__module__ == f"foretoken.ops.backends.{lender}.steps"
 
 
 def test_backends_leave_checks_to_the_dispatcher() -> None:

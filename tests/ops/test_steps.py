@@ -9,20 +9,35 @@ from __future__ import annotations
 
 import importlib.util
 import random
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from foretoken.ops import Verdict, get_backend
-from foretoken.ops.steps import DraftRequests, PackSizes, SlotState, Steps, StepTokens
+from foretoken.errors import IntegrityError
+from foretoken.ops import Verdict, get_backend, unavailable
+from foretoken.ops.steps import (
+    DraftRequests,
+    ForwardBatch,
+    PackSizes,
+    SlotState,
+    Steps,
+    StepTokens,
+)
+from tests.support.cases import make_params
 from tests.support.interpreter import INTERPRETED, interpret_tests
 
 BLOCK_SIZE, VOCABULARY = 4, 7
+Bind = Callable[[SlotState], Steps]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
+needs_native = pytest.mark.skipif(
+    unavailable("native") is not None, reason="there are no native kernels"
+)
+HOST = ["torch", pytest.param("native", marks=needs_native)]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -97,19 +112,28 @@ def make_verdict(seed: int, num_D: Tensor, most: int) -> Verdict:
     return Verdict(token_DK1, numbers, torch.tensor(finite, dtype=torch.bool, device=device))
 
 
-def check_batch(mine: Any, theirs: Any, lengths: Tensor) -> None:
-    """Two `ForwardBatch`, of which one may have more padding; blocks as far as `lengths` reach."""
+def make_asked(case: Case, num_D: Tensor, position_D: Tensor) -> DraftRequests:
+    params = make_params(len(case.state.length_S))
+    return DraftRequests(case.slot_D, num_D, position_D, case.most, params)
+
+
+def check_batch(mine: ForwardBatch, theirs: ForwardBatch, reach_B: Tensor, exact: bool) -> None:
+    """Blocks are compared as far as `reach_B` tokens. exact: neither batch is padded."""
     for name in ("token_T", "position_T", "logit_row_N"):
         one, other = getattr(mine, name), getattr(theirs, name)
-        size = min(len(one), len(other))
+        size = max(len(one), len(other)) if exact else min(len(one), len(other))
         assert torch.equal(one[:size], other[:size]), name
     a, b = mine.attention, theirs.attention
     assert torch.equal(a.query_start_B1, b.query_start_B1)
     assert torch.equal(a.length_B, b.length_B)
     assert (a.block_size, a.most_queries, a.values_fit) == (b.block_size, b.most_queries, True)
-    columns = torch.arange(a.block_BL.shape[1], device=lengths.device)
-    read_BL = columns * BLOCK_SIZE < lengths[:, None]
-    assert torch.equal(a.block_BL[read_BL], b.block_BL[read_BL])
+    assert a.block_BL.is_contiguous()
+    assert b.block_BL.is_contiguous()
+    columns = min(a.block_BL.shape[1], b.block_BL.shape[1])
+    if exact:
+        assert a.block_BL.shape == b.block_BL.shape
+    read_BL = torch.arange(columns, device=reach_B.device) * BLOCK_SIZE < reach_B[:, None]
+    assert torch.equal(a.block_BL[:, :columns][read_BL], b.block_BL[:, :columns][read_BL])
 
 
 def check_state(mine: SlotState, theirs: SlotState) -> None:
@@ -118,36 +142,34 @@ def check_state(mine: SlotState, theirs: SlotState) -> None:
         assert torch.equal(one[-1].flatten()[:-1], other[-1].flatten()[:-1]), name
 
 
-def compare_step(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
+def compare_step(mine: Bind, theirs: Bind, case: Case, seed: int, *, exact: bool = False) -> None:
     """A whole step: drafts counted and written, tokens packed, the outcome taken over."""
-    ours, state = case.copy(), case.copy()
-    num_D, position_D = theirs.count_drafts(state, case.slot_D, case.most_D)
-    for one, other in zip(
-        mine.count_drafts(ours, case.slot_D, case.most_D), (num_D, position_D), strict=True
-    ):
-        assert torch.equal(one, other)
+    states = case.copy(), case.copy()
+    both = mine(states[0]), theirs(states[1])
+    counted = [steps.count_drafts(case.slot_D, case.most_D) for steps in both]
+    assert all(map(torch.equal, *counted))
+    num_D, position_D = counted[1]
     if case.most:
         shape = (len(num_D), case.most)
         token_DK = torch.randint(-2, VOCABULARY + 3, shape, device=num_D.device)
-        rows = DraftRequests(case.slot_D, num_D, position_D, case.most)
-        for steps, its in ((mine, ours), (theirs, state)):
-            steps.write_drafts(its, rows, num_D, token_DK, VOCABULARY - 1)
-        check_state(ours, state)
+        asked = make_asked(case, num_D, position_D)
+        for steps in both:
+            steps.write_drafts(asked, num_D, token_DK, VOCABULARY - 1)
+        check_state(*states)
     tokens = StepTokens(case.slot_B, case.num_tokens_B, case.of_B, num_D)
-    sizes = PackSizes(int(case.num_tokens_B.sum()) + len(num_D) * case.most + 3, 0, 9)
-    sizes = sizes._replace(rows=len(num_D) * (case.most + 1))
-    packs = [steps.pack(state, tokens, sizes, BLOCK_SIZE) for steps in (mine, theirs)]
-    check_batch(*packs, packs[1].attention.length_B)
-    verdict = make_verdict(seed, num_D, case.most)
-    packets = [
-        steps.advance(its, tokens, verdict) for steps, its in ((mine, ours), (theirs, state))
-    ]
-    assert torch.equal(*packets)
-    check_state(ours, state)
+    most_tokens = int(case.num_tokens_B.sum()) + len(num_D) * case.most
+    for more, ahead in ((3, 0), (0, seed % 7)):
+        sizes = PackSizes(most_tokens + more, len(num_D) * (case.most + 1) + more, 9, ahead)
+        packs = [steps.pack(tokens, sizes, BLOCK_SIZE) for steps in both]
+        reach_B = packs[1].attention.length_B + (ahead if exact else 0)
+        check_batch(*packs, reach_B, exact)
     batch = packs[1].attention
+    verdict = make_verdict(seed, num_D, case.most)
+    assert torch.equal(*(steps.advance(tokens, verdict) for steps in both))
+    check_state(*states)
     real = int(batch.query_start_B1[-1])  # behind these, ids may differ
     (token_T, row_B), (other_T, other_B) = (
-        steps.shift(state, case.slot_B, batch, sizes.tokens) for steps in (mine, theirs)
+        steps.shift(case.slot_B, batch, sizes.tokens) for steps in both
     )
     assert torch.equal(token_T[:real], other_T[:real])
     assert torch.equal(row_B, other_B)
@@ -155,22 +177,23 @@ def compare_step(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
     assert len(token_T) == sizes.tokens
 
 
-def compare_drafting(mine: Steps, theirs: Steps, case: Case, seed: int) -> None:
+def compare_drafting(
+    mine: Bind, theirs: Bind, case: Case, seed: int, *, exact: bool = False
+) -> None:
     """A round of drafting, the end of it, and a look-up; some have more tokens than the model."""
-    state, max_len = case.state, case.state.token_SL.shape[1] - random.Random(seed).randint(1, 20)
-    rows = DraftRequests(
-        case.slot_D, *theirs.count_drafts(state, case.slot_D, case.most_D), case.most
-    )
+    both = mine(case.state), theirs(case.state)
+    max_len = case.state.token_SL.shape[1] - random.Random(seed).randint(1, 20)
+    asked = make_asked(case, *both[1].count_drafts(case.slot_D, case.most_D))
     known = 1 + seed % 2
-    one, other = (s.begin_round(state, rows, known, max_len, BLOCK_SIZE) for s in (mine, theirs))
-    check_batch(one.first, other.first, other.length_KB[-1])
+    one, other = (steps.begin_round(asked, known, max_len, BLOCK_SIZE) for steps in both)
+    check_batch(one.first, other.first, other.length_KB[-1], exact)
     for name in ("num_B", "index_B1", "position_KB", "length_KB", "index_KB"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
-    drafts = list(torch.randint(VOCABULARY, (case.most, len(rows.slot_B)), device=DEVICE))
-    assert torch.equal(mine.join_drafts(drafts, one.num_B), theirs.join_drafts(drafts, one.num_B))
+    shape, device = (case.most, len(asked.slot_B)), asked.slot_B.device
+    drafts = list(torch.randint(VOCABULARY, shape, device=device))
+    assert torch.equal(*(steps.join_drafts(drafts, one.num_B) for steps in both))
     for shortest, longest in ((1, 3), (2, 2)):
-        found = [steps.look_up(state, rows, shortest, longest) for steps in (mine, theirs)]
-        assert all(map(torch.equal, *found))
+        assert all(map(torch.equal, *(s.look_up(asked, shortest, longest) for s in both)))
 
 
 @needs_triton
@@ -203,7 +226,126 @@ def test_kernels_that_take_several_turns(requests: int, most: int, max_tokens: i
     compare_drafting(mine, theirs, case, 1)
 
 
-@pytest.mark.parametrize("backend", ["torch"])
+@needs_native
+@pytest.mark.parametrize("seed", range(60))
+def test_native_steps_are_those_of_stock_operators(seed: int) -> None:
+    """To the last number, sizes included: neither pads a batch."""
+    mine, theirs = get_backend("native").steps, get_backend("torch").steps
+    requests, most = random.Random(seed).choice([1, 2, 7, 16]), seed % 5
+    for prompts in (False, True):
+        case = make_case(seed, requests, most, prompts=prompts, device=torch.device("cpu"))
+        compare_step(mine, theirs, case, seed, exact=True)
+        if case.most and len(case.slot_D):
+            compare_drafting(mine, theirs, case, seed, exact=True)
+
+
+@needs_native
+def test_native_steps_read_tensors_of_any_layout() -> None:
+    """Columns of a table, drafts as int32."""
+    case = make_case(3, 5, 4, device=torch.device("cpu"))
+    results = []
+    for lay in (Tensor.contiguous, lambda x: torch.stack([x, x], dim=-1)[..., 0]):
+        state = case.copy()
+        steps = get_backend("native").steps(state)
+        slot_D, most_D = lay(case.slot_D), lay(case.most_D)
+        asked = make_asked(case, *steps.count_drafts(slot_D, most_D))
+        asked = asked._replace(slot_B=slot_D, num_B=lay(asked.num_B))
+        dtype = torch.int64 if slot_D.is_contiguous() else torch.int32
+        token_DK = torch.arange(20, dtype=dtype).view(5, 4) % 7
+        steps.write_drafts(asked, asked.num_B, lay(token_DK), 5)
+        given = lay(case.slot_B), lay(case.num_tokens_B), lay(torch.arange(5))
+        tokens = StepTokens(*given, asked.num_B)
+        batch = steps.pack(tokens, PackSizes(0, 0, 5), BLOCK_SIZE)
+        token_DK1, *rest = make_verdict(1, asked.num_B, 4)
+        packet = steps.advance(tokens, Verdict(lay(token_DK1.to(dtype)), *map(lay, rest)))
+        first = steps.begin_round(asked, 2, 50, BLOCK_SIZE).first
+        results.append((*state, batch.token_T, packet, first.token_T, *steps.look_up(asked, 1, 3)))
+    assert all(map(torch.equal, *results))
+
+
+@needs_native
+def test_memory_is_used_again_but_what_the_host_asks_for() -> None:
+    """Results of `advance` stay as they are, and one object's are not another's."""
+    case = make_case(2, 4, 3, device=torch.device("cpu"))
+    steps, other = (get_backend("native").steps(case.copy()) for _ in range(2))
+    num_D, _ = steps.count_drafts(case.slot_D, case.most_D)
+    tokens = StepTokens(case.slot_B, case.num_tokens_B, None, num_D.clone())
+    batch = steps.pack(tokens, PackSizes(0, 0, 4), BLOCK_SIZE)
+    before = num_D.clone(), batch.token_T.clone(), batch.attention.block_BL.clone()
+    elsewhere = tokens._replace(slot_B=case.slot_B.flip(0), num_D=tokens.num_D.flip(0))
+    other.count_drafts(elsewhere.slot_B, case.most_D * 0)
+    other.pack(elsewhere, PackSizes(0, 0, 4), BLOCK_SIZE)
+    after = num_D, batch.token_T, batch.attention.block_BL
+    assert all(map(torch.equal, before, after))
+    again = steps.pack(tokens, PackSizes(0, 0, 4), BLOCK_SIZE)
+    assert again.token_T.data_ptr() == batch.token_T.data_ptr()
+    assert again.attention is not batch.attention
+    packet = steps.advance(tokens, make_verdict(1, tokens.num_D, 3))
+    copy = packet.clone()
+    later = steps.advance(tokens, make_verdict(2, tokens.num_D, 3))
+    assert torch.equal(packet, copy)
+    assert not torch.equal(packet, later)
+
+
+def make_slots(length: int) -> SlotState:
+    """One slot of so many tokens, with room for 8 and blocks of 4 for 12, and the spare."""
+    numbers = torch.tensor([[length, 1], [length - 1, 0], [99, 1]])
+    blocks = torch.tensor([[1, 2, 3], [0, 0, 0]])
+    return SlotState(torch.ones(2, 8, dtype=torch.int32), blocks, *numbers)
+
+
+@pytest.mark.parametrize("backend", HOST)
+def test_more_drafts_than_asked_for_are_an_error(backend: str) -> None:
+    state = make_slots(3)
+    steps, one = get_backend(backend).steps(state), torch.ones(1, dtype=torch.int64)
+    asked = DraftRequests(0 * one, one, 3 * one, 2, make_params(2))
+    before = state.token_SL.clone()
+    with pytest.raises(IntegrityError, match=r"2\]? drafts.* asked for"):
+        steps.write_drafts(asked, 2 * one, torch.tensor([[5, 6]]), 9)
+    with pytest.raises(IntegrityError, match=r"\[1, 1\] drafts, \[1\] asked for"):
+        steps.write_drafts(asked, torch.tensor([1, 1]), torch.tensor([[5], [6]]), 9)
+    assert torch.equal(state.token_SL, before)
+    steps.write_drafts(asked, one, torch.tensor([[5, 6]]), 9)
+    assert state.token_SL[0].tolist() == [1, 1, 1, 5, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("backend", HOST)
+def test_tokens_without_a_place_or_a_value_are_an_error(backend: str) -> None:
+    one = torch.ones(1, dtype=torch.int64)
+    tokens, sizes = StepTokens(0 * one, one, None, 3 * one), PackSizes(9, 9, 9)
+    for length, block_size, room in ((6, 4, 8), (4, 2, 6)):
+        with pytest.raises(IntegrityError, match=rf"{length + 3} tokens .* has room for {room}"):
+            get_backend(backend).steps(make_slots(length)).pack(tokens, sizes, block_size)
+    state = make_slots(4)
+    state.token_SL[0, 5] = -1
+    with pytest.raises(IntegrityError, match="never written"):
+        get_backend(backend).steps(state).pack(tokens, sizes, 4)
+    last = get_backend(backend).steps(make_slots(5)).pack(tokens, sizes, 4)
+    assert last.position_T.tolist() == [4, 5, 6, 7]
+    assert last.attention.block_BL.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("backend", HOST)
+def test_what_follows_an_occurrence_is_drafted(backend: str) -> None:
+    """The longest suffix; of its occurrences the latest with all drafts, else the earliest."""
+    texts = {
+        (1, 2, 3, 9, 1, 2, 3, 8, 2, 3): [8, 2],
+        (1, 2, 3, 9, 8, 3, 4, 2, 3): [9, 8],
+        (5, 6, 5, 6, 5, 6): [5, 6],
+        (7, 7, 7): [7, -1],
+        (1, 2, 3, 4): [-1, -1],
+    }
+    for text, wanted in texts.items():
+        state = make_slots(len(text))._replace(token_SL=torch.full((2, 12), -9, dtype=torch.int32))
+        state.token_SL[0, : len(text)] = torch.tensor(text)
+        one = torch.ones(1, dtype=torch.int64)
+        asked = DraftRequests(0 * one, 2 * one, len(text) * one, 2, make_params(2))
+        token_BK, num_B = get_backend(backend).steps(state).look_up(asked, 1, 2)
+        assert token_BK.tolist() == [wanted]
+        assert num_B.tolist() == [sum(token >= 0 for token in wanted)]
+
+
+@pytest.mark.parametrize("backend", HOST)
 def test_a_request_that_has_all_its_tokens_writes_nowhere(backend: str) -> None:
     """Its last token may stand in a block that was never handed out: the table says another's."""
     numbers = torch.tensor([[16, 0], [17, 1], [17, 1]])  # computed, length, limit
@@ -212,11 +354,11 @@ def test_a_request_that_has_all_its_tokens_writes_nowhere(backend: str) -> None:
         numbers[0].clone(), numbers[2].clone(),
     )  # fmt: skip
     one, none = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    steps = get_backend(backend).steps
-    packed = steps.pack(state, StepTokens(none, one, None, none), PackSizes(1, 1, 1), 16)
+    steps = get_backend(backend).steps(state)
+    packed = steps.pack(StepTokens(none, one, None, none), PackSizes(1, 1, 1), 16)
     assert packed.position_T.tolist() == [0]
     assert packed.attention.block_BL[0, 0] == 7
-    rows = DraftRequests(none, none, 17 * one, most=1)
-    plan = steps.begin_round(state, rows, 2, 64, 16)
+    asked = DraftRequests(none, none, 17 * one, 1, make_params(2))
+    plan = steps.begin_round(asked, 2, 64, 16)
     assert plan.first.attention.block_BL[0, 0] == 7
     assert plan.position_KB.max() < 16

@@ -19,9 +19,9 @@ STOCK = get_backend("torch")
 CPU = torch.device("cpu")
 HOST_READS = {
     "attention.py": 3,  # block lists are planned on the host, once per batch for all layers
-    "evidence.py": 1,  # on a CPU alone, as in steps.py
+    "evidence.py": 1,  # on a CPU alone
     "process.py": 1,  # `topk` takes a number
-    "steps.py": 1,  # on a CPU alone, where the truth costs nothing
+    "steps.py": 3,  # on a CPU alone, where the truth costs nothing
     "verify.py": 1,  # a rule that is not stated is an error
 }
 """Where the backend makes Python numbers of tensors, which waits for a device; and how often."""

@@ -22,10 +22,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from foretoken.ops.steps import PackSizes, StepTokens
+from foretoken.ops.steps import DraftRequests, PackSizes, StepTokens
 from foretoken.ops.types import Verdict
-from foretoken.slots.device import DeviceSlotTable
-from foretoken.slots.step import StepInput
+from tests.ops.test_steps import make_case
+from tests.support.cases import make_params
 
 compiled = importlib.import_module("foretoken.ops.backends.triton.compiled")
 
@@ -236,26 +236,24 @@ def test_steps_of_all_sizes_share_their_kernels(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launches are noted, as ahead of compiling: one request, odd numbers and multiples of 16."""
-    steps = importlib.import_module("foretoken.ops.backends.triton.steps")
-    sizes: dict[str, Any] = {"max_tokens": 99, "max_drafts": 4, "blocks": 9, "trash_block": 0}
-    table = DeviceSlotTable(33, torch.device("cpu"), steps, **sizes)
     noted: dict[Any, Any] = {}
     monkeypatch.setattr(compiled._thread, "noted", noted)
+    state = make_case(1, 30, 4, device=torch.device("cpu")).state
+    steps = importlib.import_module("foretoken.ops.backends.triton.steps").Steps(state)
 
     def run(size: int, most: int) -> None:
-        ones, none = [1] * size, [-1] * size
-        numbers = [0] * size, ones, [most] * size, [True] * size
-        rows = table.begin(StepInput(*numbers, none, none, [False] * size))
-        asked = table.asked(rows)
+        slot_B, ones_B = torch.arange(size), torch.ones(size, dtype=torch.int64)
+        num_B, position_B = steps.count_drafts(slot_B, ones_B)
+        asked = DraftRequests(slot_B, num_B, position_B, most, make_params(34))
+        tokens = StepTokens(slot_B, ones_B, None, num_B)
         packed = PackSizes(size * (most + 1), size * (most + 1), most + 1)
-        batch = table.pack(rows, asked.num_B, packed, 16)
-        steps.shift(table.state, rows.slot_B, batch.attention, packed.tokens)
-        token_BK1, finite_B = asked.num_B.new_zeros(size, most + 1), asked.num_B > 0
-        tokens = StepTokens(rows.slot_B, rows.num_tokens_B, rows.of_B, asked.num_B)
-        steps.advance(table.state, tokens, Verdict(token_BK1, asked.num_B, finite_B))
-        steps.begin_round(table.state, asked, 2, 99, 16)
-        drafts = steps.join_drafts([asked.num_B] * most, asked.num_B)
-        steps.write_drafts(table.state, asked, asked.num_B, drafts, 99)
+        batch = steps.pack(tokens, packed, 16)
+        steps.shift(slot_B, batch.attention, packed.tokens)
+        token_BK1, finite_B = num_B.new_zeros(size, most + 1), num_B > 0
+        steps.advance(tokens, Verdict(token_BK1, num_B, finite_B))
+        steps.begin_round(asked, 2, 99, 16)
+        drafts = steps.join_drafts([num_B] * most, num_B)
+        steps.write_drafts(asked, num_B, drafts, 99)
 
     run(3, 4)
     first = len(noted)

@@ -34,8 +34,8 @@ from foretoken.ops import (
     SlotParams,
     VerifyBatch,
 )
-from foretoken.ops.steps import DraftRequests, PackSizes, Steps, StepTokens
-from tests.ops.test_steps import BLOCK_SIZE, make_case, make_verdict
+from foretoken.ops.steps import PackSizes, StepTokens
+from tests.ops.test_steps import BLOCK_SIZE, Bind, make_asked, make_case, make_verdict
 
 typed: dict[str, str] = {}
 """What was typed, with its arguments' types and constants, and the kernel that it is of."""
@@ -137,18 +137,19 @@ def every_op(
         )
 
 
-def every_step(steps: Steps, requests: int, most: int) -> None:
+def every_step(bind: Bind, requests: int, most: int) -> None:
     """All launches of a step's bookkeeping; `most` drafts."""
     case = make_case(1, requests, most, prompts=requests > 1, device=torch.device("cpu"))
-    num_D, position_D = steps.count_drafts(case.state, case.slot_D, case.most_D)
+    steps = bind(case.state)
+    num_D, position_D = steps.count_drafts(case.slot_D, case.most_D)
     tokens = StepTokens(case.slot_B, case.num_tokens_B, case.of_B, num_D)
-    steps.pack(case.state, tokens, PackSizes(64, 8, 9), BLOCK_SIZE)
-    steps.advance(case.state, tokens, make_verdict(1, case.most_D * 0, most))
-    rows = DraftRequests(case.slot_D, num_D, position_D, most)
-    steps.begin_round(case.state, rows, 2, 50, BLOCK_SIZE)
+    steps.pack(tokens, PackSizes(64, 8, 9), BLOCK_SIZE)
+    steps.advance(tokens, make_verdict(1, case.most_D * 0, most))
+    asked = make_asked(case, num_D, position_D)
+    steps.begin_round(asked, 2, 50, BLOCK_SIZE)
     drafts = steps.join_drafts([num_D] * most, num_D)
-    steps.write_drafts(case.state, rows, num_D, drafts, 6)
-    steps.look_up(case.state, rows, 1, 3)
+    steps.write_drafts(asked, num_D, drafts, 6)
+    steps.look_up(asked, 1, 3)
 
 
 def every_attention(package: Any, dtype: torch.dtype, new: int, full: bool) -> None:

@@ -18,8 +18,7 @@ def available() -> str | None:
 
 def load() -> Kernels:
     """The functions of this backend."""
-    from foretoken.ops.backends.native import decoder, head, library, sampling
-    from foretoken.ops.backends.torch import steps
+    from foretoken.ops.backends.native import decoder, head, library, sampling, steps
     from foretoken.ops.backends.torch.attention import attention
     from foretoken.ops.backends.torch.evidence import evidence_by
 
@@ -31,7 +30,7 @@ def load() -> Kernels:
         evidence=evidence_by(sampling.process_logits, sampling.logprobs),
         logprobs=sampling.logprobs,
         attention=attention,
-        steps=steps,
+        steps=steps.Steps,
         decoder=decoder.FusedDecoder,
         draft_head=head.FusedHead,
         set_num_threads=library.set_num_threads,

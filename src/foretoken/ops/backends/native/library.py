@@ -4,19 +4,21 @@ Belongs here: choosing and loading a library, the C signatures. Does not: what t
 (`arguments.py`).
 
 Pointers are addresses of contiguous arrays that the caller keeps alive during the call; nothing is
-checked on the C side. Every call releases the GIL.
+checked on the C side. Every call releases the GIL, except the short ones of a step's bookkeeping: a
+thread that waits for the GIL would have it then for much longer than the call takes.
 """
 
 from __future__ import annotations
 
 import ctypes
 import platform
-from ctypes import c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from foretoken.config import check_choice, from_environment
+from foretoken.errors import IntegrityError
 from foretoken.ops.backends.native import build
 
 VARIANT = "FORETOKEN_NATIVE_VARIANT"
@@ -89,9 +91,12 @@ def load() -> ctypes.CDLL:
     if not build.is_whole(path):
         raise OSError(f"{path} is damaged: its digest is not that of its contents")
     library = ctypes.CDLL(str(path))
+    short = ctypes.PyDLL(str(path), handle=library._handle)  # its functions keep the GIL
     for name, arguments in _SIGNATURES.items():
-        function = getattr(library, f"foretoken_{name}")
+        function = getattr(short if name.startswith("steps_") else library, f"foretoken_{name}")
         function.argtypes, function.restype, function.errcheck = arguments, c_int, _check
+        setattr(library, f"foretoken_{name}", function)
+    library.foretoken_misfit.restype = c_char_p
     return library
 
 
@@ -114,6 +119,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "verify": _ADDRESS * 4,
     "suffix_append": [c_void_p, c_int64],
     "suffix_propose": [*_ADDRESS * 3, c_int64, c_double, c_double],
+    "steps_count": _ADDRESS * 2,
+    "steps_write": [*_ADDRESS * 2, c_int64],
+    "steps_pack": _ADDRESS * 3,
+    "steps_advance": _ADDRESS * 2,
+    "steps_begin_round": _ADDRESS * 3,
+    "steps_look_up": [*_ADDRESS * 2, c_int64, c_int64],
 }
 
 
@@ -125,6 +136,8 @@ def _check(status: int, function: Any, arguments: Any) -> None:
         raise MemoryError(f"native kernels: {function.__name__} could not allocate memory")
     if status == 3:
         raise RuntimeError(f"native kernels: {function.__name__} failed")
+    if status == 4:
+        raise IntegrityError(load().foretoken_misfit().decode())
 
 
 def set_num_threads(count: int) -> None:

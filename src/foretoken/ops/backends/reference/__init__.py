@@ -35,5 +35,5 @@ def load() -> Kernels:
         evidence=evidence.evidence,
         logprobs=logprobs.logprobs,
         attention=attention.attention,
-        steps=steps,
+        steps=steps.Steps,
     )

@@ -23,5 +23,5 @@ def load() -> Kernels:
         evidence=evidence_by(process.process_logits, logprobs.logprobs),
         logprobs=logprobs.logprobs,
         attention=attention.attention,
-        steps=steps,
+        steps=steps.Steps,
     )

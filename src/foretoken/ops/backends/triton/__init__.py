@@ -43,7 +43,7 @@ def load() -> Kernels:
         evidence=zero_if_noted(evidence_by(process.process_logits, logprobs.logprobs)),
         logprobs=zero_if_noted(logprobs.logprobs),
         attention=zero_if_noted(attention),
-        steps=steps,
+        steps=steps.Steps,
         decoder=FusedDecoder,
         draft_head=FusedDraftHead,
         compile_ahead=compile_ahead,

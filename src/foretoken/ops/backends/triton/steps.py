@@ -166,109 +166,106 @@ def found_kernel(
     tl.store(kept_B + b, num)
 
 
-@zero_if_noted
-def count_drafts(state: SlotState, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
-    """See `Steps.count_drafts`."""
-    num_B, position_B = _empty(slot_B, len(slot_B)), _empty(slot_B, len(slot_B))
-    given = (slot_B, most_B, num_B, position_B, len(slot_B))
-    _launch(count_kernel, (_groups(slot_B),), slot_B.device, _table(state), *given)
-    return num_B, position_B
+class Steps:
+    """The kernels' launches on one `SlotState`."""
 
+    def __init__(self, state: SlotState) -> None:
+        slots, width = state.token_SL.shape
+        self._table = Table(*state, width, state.block_SL.shape[1], slots - 1)
 
-def write_drafts(
-    state: SlotState, rows: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
-) -> None:
-    """See `Steps.write_drafts`."""
-    (requests, most), token_BK = token_BK.shape, token_BK.contiguous()
-    given = (_table(state), rows.slot_B, rows.position_B, num_B, token_BK, most, last_id)
-    _launch(put_kernel, (requests,), num_B.device, *given, triton.next_power_of_2(most))
+    @zero_if_noted
+    def count_drafts(self, slot_B: Tensor, most_B: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Steps.count_drafts`."""
+        num_B, position_B = _empty(slot_B, len(slot_B)), _empty(slot_B, len(slot_B))
+        given = (self._table, slot_B, most_B, num_B, position_B, len(slot_B))
+        _launch(count_kernel, (_groups(slot_B),), slot_B.device, *given)
+        return num_B, position_B
 
+    def write_drafts(
+        self, asked: DraftRequests, num_B: Tensor, token_BK: Tensor, last_id: int
+    ) -> None:
+        """See `Steps.write_drafts`."""
+        (requests, most), token_BK = token_BK.shape, token_BK.contiguous()
+        given = (self._table, asked.slot_B, asked.position_B, num_B, token_BK, most, last_id)
+        _launch(put_kernel, (requests,), num_B.device, *given, triton.next_power_of_2(most))
 
-@zero_if_noted
-def pack(state: SlotState, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
-    """See `Steps.pack`."""
-    return _pack(state, len(tokens.slot_B), (tokens, None), sizes, block_size)
+    @zero_if_noted
+    def pack(self, tokens: StepTokens, sizes: PackSizes, block_size: int) -> ForwardBatch:
+        """See `Steps.pack`."""
+        return self._pack(len(tokens.slot_B), (tokens, None), sizes, block_size)
 
+    @zero_if_noted
+    def advance(self, tokens: StepTokens, verdict: Verdict) -> Tensor:
+        """See `Steps.advance`."""
+        requests, (deciding, width) = len(tokens.slot_B), verdict.token_BK1.shape
+        packet = _empty(tokens.slot_B, requests + deciding * (width + 3))
+        verdict = Verdict(*map(Tensor.contiguous, verdict))
+        given = (self._table, tokens, verdict, packet, requests, width - 1)
+        widths = triton.next_power_of_2(width)
+        _launch(advance_kernel, (requests,), packet.device, *given, widths)
+        return packet
 
-@zero_if_noted
-def advance(state: SlotState, tokens: StepTokens, verdict: Verdict) -> Tensor:
-    """See `Steps.advance`."""
-    requests, (deciding, width) = len(tokens.slot_B), verdict.token_BK1.shape
-    packet = _empty(tokens.slot_B, requests + deciding * (width + 3))
-    verdict = Verdict(*map(Tensor.contiguous, verdict))
-    given = (tokens, verdict, packet, requests, width - 1, triton.next_power_of_2(width))
-    _launch(advance_kernel, (requests,), packet.device, _table(state), *given)
-    return packet
+    @zero_if_noted
+    def begin_round(self, asked: DraftRequests, known: int, max_len: int, block_size: int) -> Round:
+        """See `Steps.begin_round`."""
+        requests, like = len(asked.slot_B), asked.slot_B
+        # Rows at multiples of 16 bytes: kernels are compiled anew for other addresses.
+        place_3KB = _empty(like, 3, asked.most, requests + requests % 2)
+        kept_B, index_B1 = _empty(like, requests), _empty(like, requests + 1)
+        plan = RoundPlan(*asked[:3], kept_B, index_B1, place_3KB, known, max_len)
+        sizes = PackSizes(known * requests, requests, known)
+        first = self._pack(requests, (None, plan), sizes, block_size)
+        return Round(kept_B, first, index_B1, *place_3KB[:, :, :requests])
 
+    @zero_if_noted
+    def shift(
+        self, slot_B: Tensor, batch: AttentionBatch, num_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        """See `Steps.shift`."""
+        token_T, row_B = _empty(slot_B, num_tokens), torch.empty_like(slot_B)
+        where = (slot_B, batch.query_start_B1, batch.length_B)
+        given = (self._table, *where, token_T, row_B, len(slot_B), num_tokens)
+        _launch(shift_kernel, (len(slot_B),), slot_B.device, *given)
+        return token_T, row_B
 
-@zero_if_noted
-def begin_round(
-    state: SlotState, rows: DraftRequests, known: int, max_len: int, block_size: int
-) -> Round:
-    """See `Steps.begin_round`."""
-    requests, like = len(rows.slot_B), rows.slot_B
-    # Rows at multiples of 16 bytes: kernels are compiled anew for other addresses.
-    place_3KB = _empty(like, 3, rows.most, requests + requests % 2)
-    kept_B, index_B1 = _empty(like, requests), _empty(like, requests + 1)
-    plan = RoundPlan(*rows[:3], kept_B, index_B1, place_3KB, known, max_len)
-    sizes = PackSizes(known * requests, requests, known)
-    first = _pack(state, requests, (None, plan), sizes, block_size)
-    return Round(kept_B, first, index_B1, *place_3KB[:, :, :requests])
+    @zero_if_noted
+    def join_drafts(self, drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
+        """See `Steps.join_drafts`."""
+        token_BK = _empty(num_B, len(num_B), len(drafts))
+        given = (tuple(drafts), num_B, token_BK, len(num_B), len(drafts))
+        _launch(join_kernel, (_groups(num_B),), num_B.device, *given)
+        return token_BK
 
+    @zero_if_noted
+    def look_up(self, asked: DraftRequests, shortest: int, longest: int) -> tuple[Tensor, Tensor]:
+        """See `Steps.look_up`."""
+        like, (requests,), parts = asked.num_B, asked.num_B.shape, -(-self._table.W // TEXT.value)
+        rank_BP, token_BK = _empty(like, requests, parts), _empty(like, requests, asked.most)
+        kept_B, device = torch.empty_like(like), like.device
+        given = (self._table, *asked[:3], rank_BP, parts)
+        _launch(search_kernel, (requests, parts), device, *given, shortest, longest)
+        widths = triton.next_power_of_2(asked.most), triton.next_power_of_2(parts)
+        _launch(found_kernel, (requests,), device, *given, token_BK, kept_B, asked.most, *widths)
+        return token_BK, kept_B
 
-@zero_if_noted
-def shift(
-    state: SlotState, slot_B: Tensor, batch: AttentionBatch, rows: int
-) -> tuple[Tensor, Tensor]:
-    """See `Steps.shift`."""
-    token_T, row_B = _empty(slot_B, rows), torch.empty_like(slot_B)
-    where = (slot_B, batch.query_start_B1, batch.length_B)
-    given = (*where, token_T, row_B, len(slot_B), rows)
-    _launch(shift_kernel, (len(slot_B),), slot_B.device, _table(state), *given)
-    return token_T, row_B
-
-
-@zero_if_noted
-def join_drafts(drafts: Sequence[Tensor], num_B: Tensor) -> Tensor:
-    """See `Steps.join_drafts`."""
-    token_BK = _empty(num_B, len(num_B), len(drafts))
-    given = (tuple(drafts), num_B, token_BK, len(num_B), len(drafts))
-    _launch(join_kernel, (_groups(num_B),), num_B.device, *given)
-    return token_BK
-
-
-@zero_if_noted
-def look_up(
-    state: SlotState, rows: DraftRequests, shortest: int, longest: int
-) -> tuple[Tensor, Tensor]:
-    """See `Steps.look_up`."""
-    (requests,), parts = rows.num_B.shape, -(-state.token_SL.shape[1] // TEXT.value)
-    rank_BP, token_BK = _empty(rows.num_B, requests, parts), _empty(rows.num_B, requests, rows.most)
-    kept_B, device = torch.empty_like(rows.num_B), rows.num_B.device
-    asked = (_table(state), *rows[:3], rank_BP, parts)
-    _launch(search_kernel, (requests, parts), device, *asked, shortest, longest)
-    widths = triton.next_power_of_2(rows.most), triton.next_power_of_2(parts)
-    _launch(found_kernel, (requests,), device, *asked, token_BK, kept_B, rows.most, *widths)
-    return token_BK, kept_B
-
-
-def _pack(
-    state: SlotState, requests: int, asked: tuple[Any, Any], sizes: PackSizes, block_size: int
-) -> ForwardBatch:
-    """asked: `StepTokens` or `RoundPlan`, and None in the place of the other."""
-    like, (step, plan), columns = state.length_S, asked, state.block_SL.shape[1]
-    out = Out(
-        _empty(like, sizes.tokens), _empty(like, sizes.tokens), _empty(like, sizes.rows),
-        _empty(like, requests + 1), _empty(like, requests), _empty(like, requests, columns),
-        block_size,
-    )  # fmt: skip
-    _, most, stride = plan.place_3KB.shape if plan else (3, 1, 0)
-    grid, numbers = (requests, -(-columns // SPAN.value)), (sizes.tokens, sizes.rows, most, stride)
-    given = (_table(state), step, plan, out, requests, *numbers, triton.next_power_of_2(most))
-    _launch(pack_kernel, grid, like.device, *given)
-    where = (out.start_B1, out.length_B, out.block_BL, block_size)
-    attention = AttentionBatch(*where, most_queries=sizes.queries, values_fit=True)
-    return ForwardBatch(out.token_T, out.position_T, out.row_N, attention)
+    def _pack(
+        self, requests: int, asked: tuple[Any, Any], sizes: PackSizes, block_size: int
+    ) -> ForwardBatch:
+        """asked: `StepTokens` or `RoundPlan`, and None in the place of the other."""
+        table, (step, plan) = self._table, asked
+        like, columns = table.length_S, table.L
+        out = Out(
+            _empty(like, sizes.tokens), _empty(like, sizes.tokens), _empty(like, sizes.rows),
+            _empty(like, requests + 1), _empty(like, requests), _empty(like, requests, columns),
+            block_size,
+        )  # fmt: skip
+        _, most, stride = plan.place_3KB.shape if plan else (3, 1, 0)
+        grid, numbers = (requests, -(-columns // SPAN.value)), (*sizes[:2], most, stride)
+        given = (table, step, plan, out, requests, *numbers, triton.next_power_of_2(most))
+        _launch(pack_kernel, grid, like.device, *given)
+        where = (out.start_B1, out.length_B, out.block_BL, block_size)
+        attention = AttentionBatch(*where, most_queries=sizes.queries, values_fit=True)
+        return ForwardBatch(out.token_T, out.position_T, out.row_N, attention)
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: Any) -> None:
@@ -276,11 +273,6 @@ def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *given: An
     overlap = overlaps(device)
     dependent = {"launch_pdl": True} if overlap else {}
     launch(kernel, grid, *given, OVERLAP=overlap, num_warps=4, **dependent)
-
-
-def _table(state: SlotState) -> Table:
-    slots, width = state.token_SL.shape
-    return Table(*state, width, state.block_SL.shape[1], slots - 1)
 
 
 def _groups(x_B: Tensor) -> int:

@@ -2,11 +2,19 @@
 // in their files; their arguments have been checked in Python.
 #pragma once
 
+#include <cstdio>
 #include <new>
+#include <stdexcept>
 
 namespace foretoken {
 
-enum Status { kDone, kNotCovered, kNoMemory, kFailed };
+enum Status { kDone, kNotCovered, kNoMemory, kFailed, kMisfit };
+
+// The engine's own numbers contradict each other. Python raises it as `IntegrityError`.
+struct Misfit : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+inline thread_local char misfit[200];  // what the last one said
 
 // An exception must not cross into Python's frames.
 template <typename Work>
@@ -16,6 +24,9 @@ int guarded(const Work& work) {
     return kDone;
   } catch (const std::bad_alloc&) {
     return kNoMemory;
+  } catch (const Misfit& error) {
+    std::snprintf(misfit, sizeof misfit, "%s", error.what());
+    return kMisfit;
   } catch (...) {
     return kFailed;
   }

@@ -1,0 +1,307 @@
+// What a step does with its slots between the models. `ops/steps.py` says what each function promises,
+// `backends/torch/steps.py` is what each must equal. At batch 1 the work takes some 0.1 us a function:
+// what costs is to call it, so everything is read from one struct, and nothing is shared with threads.
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "call.h"
+
+namespace foretoken {
+namespace {
+
+using std::to_string;
+
+// `ops.steps.SlotState`.
+struct Table {
+  int32_t* token_SL;
+  const int64_t* block_SL;
+  int64_t *length_S, *computed_S, *limit_S;
+  int64_t slots, width, columns;
+
+  int32_t* tokens(int64_t slot) const { return token_SL + slot * width; }
+  bool goes_on(int64_t slot) const { return length_S[slot] < limit_S[slot]; }
+  int64_t spare() const { return slots - 1; }
+};
+
+struct Counts {
+  const int64_t *slot_B, *most_B;
+  int64_t *num_B, *position_B;
+  int64_t requests;
+};
+
+// `ops.steps.DraftRequests`, and what was drafted or where it goes.
+struct Drafts {
+  const int64_t *slot_B, *asked_B, *position_B;
+  int64_t *num_B, *token_BK;
+  int64_t requests, most;
+};
+
+// `ops.steps.StepTokens`.
+struct StepTokens {
+  const int64_t *slot_B, *num_tokens_B, *of_B, *num_D;
+  int64_t requests;
+
+  int64_t of(int64_t b) const { return of_B ? of_B[b] : b; }
+};
+
+// `ops.Verdict` on D requests with `most` drafts.
+struct Outcome {
+  StepTokens tokens;
+  const int64_t *token_DK1, *accepted_D;
+  const bool* finite_D;
+  int64_t* packet;
+  int64_t deciding, most;
+};
+
+// Where a batch goes: all its tensors in one piece of memory, one behind the other. Sizes are told; if
+// the memory has less capacity than they take, nothing is written.
+struct Packed {
+  int64_t *memory, capacity, tokens, rows, requests, columns;
+
+  int64_t needs() const { return 2 * (tokens + requests) + rows + 1 + requests * columns; }
+};
+
+struct Packing {
+  StepTokens tokens;
+  int64_t block_size, ahead;
+};
+
+struct Round {
+  const int64_t *slot_B, *asked_B, *position_B;
+  int64_t *num_B, *index_B1, *place_3KB;  // place: position, length, index
+  int64_t requests, most, known, max_len, block_size;
+};
+
+// Tokens start..start + count - 1 of a slot; of the last `want` of them logits are wanted. Its first
+// `owned` blocks are its own; behind them the table names the spare's.
+struct Span {
+  int64_t slot, start, count, want, owned;
+
+  int64_t length() const { return start + count; }
+};
+
+int64_t blocks_of(int64_t tokens, int64_t block_size) {
+  return (tokens + block_size - 1) / block_size;
+}
+
+void measure(const Table& table, const std::vector<Span>& spans, int64_t block_size, int64_t ahead,
+             Packed& out) {
+  const int64_t room = std::min(table.width, table.columns * block_size);
+  int64_t longest = 0;
+  out.tokens = out.rows = 0;
+  for (const Span& span : spans) {
+    if (span.length() > room)
+      throw Misfit(to_string(span.length()) + " tokens of slot " + to_string(span.slot) +
+                   ", which has room for " + to_string(room));
+    longest = std::max(longest, span.length());
+    out.tokens += span.count;
+    out.rows += span.want;
+  }
+  out.requests = spans.size();
+  out.columns = std::min(table.columns, blocks_of(longest + ahead, block_size));
+}
+
+void write(const Table& table, const std::vector<Span>& spans, const Packed& out) {
+  int64_t *token = out.memory, *position = token + out.tokens, *row = position + out.tokens;
+  int64_t *start = row + out.rows, *length = start + out.requests + 1,
+          *block = length + out.requests;
+  int64_t end = 0;
+  *start++ = 0;
+  for (const Span& span : spans) {
+    const int32_t* its_tokens = table.tokens(span.slot);
+    for (int64_t at = span.start; at < span.length(); at++) {
+      if (its_tokens[at] < 0)
+        throw Misfit("token " + to_string(at) + " of slot " + to_string(span.slot) +
+                     " is to be computed and was never written");
+      *token++ = its_tokens[at];
+      *position++ = at;
+    }
+    end += span.count;
+    for (int64_t i = end - span.want; i < end; i++) *row++ = i;
+    *start++ = end;
+    *length++ = span.length();
+    const int64_t *its_blocks = table.block_SL + span.slot * table.columns,
+                  owned = std::min(span.owned, out.columns);
+    block = std::copy(its_blocks, its_blocks + owned, block);
+    block = std::fill_n(block, out.columns - owned, table.block_SL[table.spare() * table.columns]);
+  }
+}
+
+void pack(const Table& table, const std::vector<Span>& spans, int64_t block_size, int64_t ahead,
+          Packed& out) {
+  measure(table, spans, block_size, ahead, out);
+  if (out.needs() <= out.capacity) write(table, spans, out);
+}
+
+std::vector<Span> spans_of(const Table& table, const StepTokens& tokens) {
+  std::vector<Span> spans(tokens.requests);
+  for (int64_t b = 0; b < tokens.requests; b++) {
+    const int64_t of = tokens.of(b), want = of < 0 ? 0 : tokens.num_D[of] + 1;
+    // There may be no block for the last token of who has all, which nobody needs computed.
+    const int64_t given = tokens.slot_B[b], slot = table.goes_on(given) ? given : table.spare();
+    const int64_t count = tokens.num_tokens_B[b] + std::max<int64_t>(want - 1, 0);
+    spans[b] = {slot, table.computed_S[slot], count, want, table.columns};
+  }
+  return spans;
+}
+
+// Also writes the numbers of the round.
+std::vector<Span> spans_of(const Table& table, const Round& round) {
+  std::vector<Span> spans(round.requests);
+  const int64_t last = std::min(round.max_len, table.columns * round.block_size);
+  const int64_t size = round.most * round.requests;
+  for (int64_t b = 0; b < round.requests; b++) {
+    const int64_t position = round.position_B[b], given = round.slot_B[b];
+    const bool fits = position <= round.max_len && given < table.spare() && table.goes_on(given);
+    const int64_t slot = fits ? given : table.spare(), length = fits ? position : 1;
+    const int64_t left = std::max<int64_t>(round.max_len + 1 - position, 0);
+    const int64_t num = std::min(round.asked_B[b], left), count = std::min(length, round.known);
+    spans[b] = {slot, length - count, count, 1, blocks_of(length + num, round.block_size)};
+    round.num_B[b] = num;
+    round.index_B1[b] = b;
+    for (int64_t i = 0; i < round.most; i++) {
+      int64_t* place = round.place_3KB + i * round.requests + b;
+      const int64_t end = std::min(length + i, last);
+      place[0] = end - 1;
+      place[size] = end;
+      place[2 * size] = i;
+    }
+  }
+  round.index_B1[round.requests] = round.requests;
+  return spans;
+}
+
+void check(const Table& table, const Outcome& outcome) {
+  const StepTokens& tokens = outcome.tokens;
+  for (int64_t b = 0; b < tokens.requests; b++) {
+    const int64_t slot = tokens.slot_B[b], of = tokens.of(b);
+    if (of < 0 || !table.goes_on(slot)) continue;
+    const int64_t accepted = outcome.accepted_D[of];
+    const int64_t end = table.length_S[slot] + accepted + outcome.finite_D[of];
+    if (accepted < 0 || accepted > outcome.most || end > table.width)
+      throw Misfit("slot " + to_string(slot) + ", which has room for " + to_string(table.width) +
+                   " tokens, has " + to_string(table.length_S[slot]) + " and accepted " +
+                   to_string(accepted) + " of " + to_string(outcome.most) + " drafts");
+  }
+}
+
+void advance(const Table& table, const Outcome& outcome) {
+  const StepTokens& tokens = outcome.tokens;
+  int64_t* to = outcome.packet;
+  for (int64_t b = 0; b < tokens.requests; b++) {
+    const int64_t slot = tokens.slot_B[b], of = tokens.of(b);
+    *to++ = table.computed_S[slot];
+    if (!table.goes_on(slot)) continue;
+    table.computed_S[slot] += tokens.num_tokens_B[b];
+    if (of < 0) continue;
+    const int64_t accepted = outcome.accepted_D[of], finite = outcome.finite_D[of];
+    const int64_t* token = outcome.token_DK1 + of * (outcome.most + 1);
+    int64_t& length = table.length_S[slot];
+    std::copy(token, token + accepted + finite, table.tokens(slot) + length);
+    table.computed_S[slot] += accepted;
+    length += accepted + finite;
+    if (!finite) table.limit_S[slot] = length;
+  }
+  for (int64_t d = 0; d < outcome.deciding; d++) {
+    const int64_t* token = outcome.token_DK1 + d * (outcome.most + 1);
+    *to++ = tokens.num_D[d];
+    *to++ = outcome.accepted_D[d];
+    *to++ = outcome.finite_D[d];
+    to = std::copy(token, token + outcome.most + 1, to);
+  }
+}
+
+// Where the best earlier occurrence of the last tokens ends, or -1. From the latest to the earliest: of
+// the longest ones the first that has `wanted` tokens behind it, else the last.
+int64_t find(const int32_t* text, int64_t length, int64_t wanted, int64_t shortest,
+             int64_t longest) {
+  const int64_t last = length - 1;
+  int64_t best = -1, size = 0;
+  bool is_long = false;
+  for (int64_t end = last - 1; end >= 0 && !(is_long && size == longest); end--) {
+    if (text[end] != text[last]) continue;
+    int64_t same = 1;
+    while (same < longest && same <= end && text[end - same] == text[last - same]) same++;
+    if (same < shortest || same < size || (same == size && is_long)) continue;
+    best = end;
+    size = same;
+    is_long = last - end >= wanted;
+  }
+  return best;
+}
+
+}  // namespace
+}  // namespace foretoken
+
+using namespace foretoken;
+
+extern "C" {
+
+const char* foretoken_misfit() { return misfit; }
+
+int foretoken_steps_count(const Table* table, const Counts* counts) {
+  for (int64_t b = 0; b < counts->requests; b++) {
+    const int64_t slot = counts->slot_B[b], length = table->length_S[slot];
+    const int64_t num = std::min(counts->most_B[b], table->limit_S[slot] - length - 1);
+    counts->num_B[b] = std::max<int64_t>(num, 0);
+    counts->position_B[b] = length;
+  }
+  return kDone;
+}
+
+int foretoken_steps_write(const Table* table, const Drafts* drafts, int64_t last_id) {
+  return guarded([&] {
+    for (int64_t b = 0; b < drafts->requests; b++) {
+      const int64_t num = drafts->num_B[b], position = drafts->position_B[b];
+      if (num > std::min(drafts->asked_B[b], drafts->most) || position + num > table->width)
+        throw Misfit("slot " + to_string(drafts->slot_B[b]) + ": " + to_string(num) +
+                     " drafts at " + to_string(position) + ", asked for " +
+                     to_string(drafts->asked_B[b]));
+    }
+    for (int64_t b = 0; b < drafts->requests; b++) {
+      const int64_t* token_K = drafts->token_BK + b * drafts->most;
+      int32_t* its_drafts = table->tokens(drafts->slot_B[b]) + drafts->position_B[b];
+      for (int64_t i = 0; i < drafts->num_B[b]; i++)
+        its_drafts[i] = static_cast<int32_t>(std::clamp<int64_t>(token_K[i], 0, last_id));
+    }
+  });
+}
+
+int foretoken_steps_pack(const Table* table, const Packing* packing, Packed* out) {
+  return guarded([&] {
+    const std::vector<Span> spans = spans_of(*table, packing->tokens);
+    pack(*table, spans, packing->block_size, packing->ahead, *out);
+  });
+}
+
+int foretoken_steps_advance(const Table* table, const Outcome* outcome) {
+  return guarded([&] {
+    check(*table, *outcome);
+    advance(*table, *outcome);
+  });
+}
+
+int foretoken_steps_begin_round(const Table* table, const Round* round, Packed* out) {
+  return guarded([&] {
+    pack(*table, spans_of(*table, *round), round->block_size, round->most, *out);
+  });
+}
+
+int foretoken_steps_look_up(const Table* table, const Drafts* drafts, int64_t shortest,
+                            int64_t longest) {
+  for (int64_t b = 0; b < drafts->requests; b++) {
+    const int32_t* text = table->tokens(drafts->slot_B[b]);
+    const int64_t length = drafts->position_B[b], asked = drafts->asked_B[b];
+    const int64_t end = asked > 0 ? find(text, length, asked, shortest, longest) : -1;
+    const int64_t num = end < 0 ? 0 : std::min(asked, length - 1 - end);
+    int64_t* token_K = drafts->token_BK + b * drafts->most;
+    std::copy(text + end + 1, text + end + 1 + num, token_K);
+    std::fill(token_K + num, token_K + drafts->most, -1);
+    drafts->num_B[b] = num;
+  }
+  return kDone;
+}
+
+}
